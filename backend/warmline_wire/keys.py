@@ -1,0 +1,60 @@
+"""Token ids as bytes, and the chain hashes that find a stored prefix.
+
+A block is 64 consecutive tokens, aligned at absolute positions.  A chain hash names a block *and all before it*:
+``h[i] = xxh3_128(h[i-1] || u32le(tokens of block i))`` with ``h[-1] = namespace(fingerprint, tenant)``.  Equal hashes are
+only a hint: whoever reuses KV compares the tokens themselves.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from sys import byteorder
+
+import xxhash
+
+BLOCK_TOKENS = 64
+TOKEN_BYTES = 4
+SEGMENT_TOKENS_MAX = 8192
+
+
+def pack_tokens(ids: Iterable[int]) -> bytes:
+    """Token ids as u32 little-endian, 4 bytes a token."""
+    packed = array("I", ids)
+    if byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """The inverse of `pack_tokens`.  Raises ValueError where the length is no multiple of 4."""
+    packed = array("I")
+    packed.frombytes(data)
+    if byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()
+
+
+def namespace(fingerprint: str, tenant: str = "") -> bytes:
+    """The 16-byte root of all chains of one model and one tenant (``h[-1]``)."""
+    return xxhash.xxh3_128_digest(f"{fingerprint}\0{tenant}".encode())
+
+
+def chain_hashes(root: bytes, tokens: bytes) -> Sequence[bytes]:
+    """The 16-byte hash of every *full* block of packed `tokens`, in order; a last partial block has none."""
+    block = BLOCK_TOKENS * TOKEN_BYTES
+    previous, hashes = root, []
+    for start in range(0, len(tokens) - block + 1, block):
+        previous = xxhash.xxh3_128_digest(previous + tokens[start : start + block])
+        hashes.append(previous)
+    return hashes
+
+
+def common_prefix(a: bytes, b: bytes) -> int:
+    """How many leading tokens two packed sequences share."""
+    low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
+    while low < high:  # memcmp over halves: the longest shared run without a Python step a token
+        middle = (low + high + 1) // 2
+        if a[low * TOKEN_BYTES : middle * TOKEN_BYTES] == b[low * TOKEN_BYTES : middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,232 @@
+"""The backend's contract as msgspec structs.  JSON on the wire; `bytes` fields travel as base64; token ids are u32le.
+
+Every reply of a ``/kv`` call carries `boot` and `generation`: `boot` changes when the backend process does, `generation`
+grows by one each time the backend drops a resident on its own.  A proxy that sees either change asks for the residents
+again (``GET /kv/residents``).
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+# Request headers of a generation call, set by the proxy.
+HEADER_REQUEST = "X-Warmline-Request"  # request id; asks for the closing `Settled` event
+HEADER_PROMPT = "X-Warmline-Prompt"  # prompt id from POST /kv/prompts; the body's messages are then not rendered again
+HEADER_RESIDENT = "X-Warmline-Resident"  # resident to continue
+HEADER_REUSE = "X-Warmline-Reuse"  # tokens of it to reuse; 1 <= reuse < prompt tokens
+HEADER_CHECKPOINTS = "X-Warmline-Checkpoints"  # "120,800": positions at which recurrent state is to be kept
+# Response headers, from the proxy to its client.
+HEADER_CACHE = "X-Warmline-Cache"  # "resident 812", "restored 812" or "cold 0"
+
+SETTLED_EVENT = "warmline"  # SSE event name of the closing event
+SEGMENT_FORMAT = 1
+
+T = TypeVar("T")
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """What every /kv reply carries."""
+
+    boot: str
+    generation: int
+
+
+class PromptRequest(msgspec.Struct, kw_only=True):
+    """POST /kv/prompts: validate, render and tokenize a client's body once."""
+
+    request_id: str
+    endpoint: str  # "chat" or "completion"
+    body: dict[str, Any]
+
+
+class PromptReply(Reply, kw_only=True):
+    prompt_id: str
+    tokens: bytes  # u32le ids of the whole prompt, generation prompt included
+    boundaries: list[int]  # token offsets, ascending: the end of system and tools first, then the ends of messages
+    turn_end: int  # the last boundary before the generation prompt (and a think tail); 0 when unknown
+    tokens_max: int  # how many tokens the request may still generate (its own limit or the model's)
+    fingerprint: str
+
+
+class SegmentRef(msgspec.Struct, kw_only=True):
+    """One link of a restorable chain: the rows [start, upto) of a segment whose file holds [start, end)."""
+
+    id: str  # 32 hex digits, also the file's name
+    start: int
+    end: int
+    upto: int
+
+
+class CheckpointRef(msgspec.Struct, kw_only=True):
+    """A file with the state of all recurrent layers at `position`."""
+
+    id: str
+    position: int
+
+
+class RestoreRequest(msgspec.Struct, kw_only=True):
+    """POST /kv/restore: a chain, root first and without gaps, into a new resident of `position` tokens."""
+
+    request_id: str
+    tokens: bytes  # u32le ids of [0, position)
+    chain: list[SegmentRef]
+    checkpoint: CheckpointRef | None = None  # required where the layout has states
+
+
+class RestoreReply(Reply, kw_only=True):
+    resident: str
+    position: int
+    bytes_read: int
+    seconds: float
+
+
+class RestoreRefused(Reply, kw_only=True):
+    """409 of POST /kv/restore: which file is at fault, why, and what of the chain before it was verified."""
+
+    reason: str  # "missing", "truncated", "checksum", "foreign", "tokens", "rows", "io"
+    bad: str  # id of the segment or checkpoint at fault
+    good_prefix: int  # tokens
+    detail: str
+
+
+class SegmentSpec(msgspec.Struct, kw_only=True):
+    """A segment to be written: rows [start, end)."""
+
+    id: str
+    start: int
+    end: int
+    parent: str = ""  # id of the segment that it continues; "" at the root
+
+
+class SaveRequest(msgspec.Struct, kw_only=True):
+    """POST /kv/save: write segments and checkpoints of a resident (or of the running request that took it over)."""
+
+    request_id: str
+    resident: str = ""  # either this ...
+    running: str = ""  # ... or the request id of a running request
+    segments: list[SegmentSpec] = []
+    checkpoints: list[CheckpointRef] = []
+
+
+class SavedFile(msgspec.Struct, kw_only=True):
+    id: str
+    bytes_written: int
+    checksum: str  # xxh3-64 hex over the file's tensor checksums
+
+
+class SaveReply(Reply, kw_only=True):
+    """All files are durable (fsync'ed and renamed) when this arrives."""
+
+    segments: list[SavedFile]
+    checkpoints: list[SavedFile]
+    seconds: float
+
+
+class Resident(msgspec.Struct, kw_only=True):
+    """KV in the backend's memory for one token sequence."""
+
+    id: str
+    tokens: int
+    positions: list[int]  # where it can be continued, ascending; empty means: anywhere up to `tokens`
+    bytes_held: int
+    leased: bool
+    idle_s: float
+    ids: bytes | None = None  # u32le; only on GET /kv/residents?ids=1
+
+
+class ResidentsReply(Reply, kw_only=True):
+    residents: list[Resident]
+
+
+class KeepOrder(msgspec.Struct, kw_only=True):
+    """PUT /kv/residents/order: which residents to drop first under pressure; those not named go last, oldest first."""
+
+    drop_first: list[str]
+
+
+class Layout(msgspec.Struct, kw_only=True):
+    """What one token and one state cost, and what the model's caches can do."""
+
+    row_bytes: int  # bytes of one token's rows over all layers
+    state_bytes: int  # bytes of one checkpoint; 0 where the model has no recurrent layers
+    has_rows: bool
+    has_states: bool
+    has_windows: bool  # rotating layers: a resident keeps only the last rows of these
+    persistent: bool  # every cache class has a codec
+    families: list[str]  # cache class names, for people
+    why_not: str = ""
+
+
+class Rate(msgspec.Struct, kw_only=True):
+    tokens: int  # at this context length
+    tokens_per_s: float
+
+
+class Status(Reply, kw_only=True):
+    """GET /kv/status."""
+
+    ready: bool
+    model: str
+    model_path: str
+    fingerprint: str
+    layout: Layout | None
+    context_tokens_max: int
+    memory_budget_bytes: int
+    resident_bytes: int
+    running_bytes: int
+    residents: int
+    running: int
+    queued: int
+    prefill_rates: list[Rate]
+    decode_tokens_per_s: float
+    restore_bytes_per_s: float
+    save_bytes_per_s: float
+    slowest_recent_step_s: float
+    prefill_step_size: int
+    failure: str = ""
+
+
+class Timings(msgspec.Struct, kw_only=True):
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    prefilled: int = 0  # tokens computed in prefill
+    decoded: int = 0
+
+
+class Settled(Reply, kw_only=True):
+    """The closing event of a stream, and the reply of DELETE /requests/{id}: what the backend now holds.
+
+    The resident's tokens are ``(prompt + generated)[:prefilled_until]``; on a cancel in prefill that is a part of the prompt.
+    """
+
+    request_id: str
+    finish: str  # "stop", "length", "cancelled", "error"
+    resident: str  # "" where nothing is kept
+    generated: bytes  # u32le ids sampled *and* computed: each has rows
+    prefilled_until: int  # tokens that have rows
+    checkpoints: list[int]  # positions whose state is kept in memory, ascending
+    timings: Timings
+    error: str = ""
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """OpenAI's error object."""
+
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(msgspec.Struct, kw_only=True):
+    error: ErrorBody
+
+
+def encode(message: object) -> bytes:
+    return msgspec.json.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
+    """Strictly typed; raises msgspec.ValidationError or DecodeError."""
+    return msgspec.json.decode(data, type=kind)
