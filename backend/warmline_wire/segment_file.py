@@ -1,0 +1,222 @@
+"""The frame of a segment or checkpoint file: a safetensors header, a place in a conversation, a checksum a tensor.
+
+Read with the standard library and xxhash alone, so that whoever owns the index can check what the backend wrote.
+
+    __metadata__["warmline"]  a JSON `FileMeta`
+    "tokens"                  U8 or U32: the u32le ids of [start, end); segments only
+    "checksums"               U64: `tensor_checksum` of every other tensor ("tokens" too), in the order of their sorted names
+    layer.component.field     everything else
+
+Errors: SegmentFileError, whose `reason` is a word of RestoreRefused.reason.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from sys import byteorder
+from typing import BinaryIO, Literal
+
+import msgspec
+import xxhash
+
+from warmline_wire.keys import TOKEN_BYTES
+from warmline_wire.messages import SEGMENT_FORMAT
+
+METADATA_KEY = "warmline"
+TOKENS = "tokens"
+CHECKSUMS = "checksums"
+HEADER_BYTES_MAX = 16 << 20
+READ_BYTES = 4 << 20
+DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4}
+DTYPE_BYTES |= {"U64": 8, "I64": 8, "F64": 8, "C64": 8}
+
+
+class SegmentFileError(Exception):
+    """A file that must not be served.  `reason`: "missing", "truncated", "checksum", "foreign", "tokens" or "io"."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class FileMeta(msgspec.Struct, kw_only=True, frozen=True):
+    """What a file says it is: a segment with the rows of [start, end), or a checkpoint at `position`."""
+
+    format: int = SEGMENT_FORMAT
+    kind: Literal["segment", "checkpoint"]
+    id: str
+    fingerprint: str
+    start: int
+    end: int
+    position: int = 0
+    parent: str = ""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """(start, end) as every tensor's checksum has it."""
+        return (self.start, self.end) if self.kind == "segment" else (self.position, self.position)
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor's bytes lie: `offset` counts from the file's first byte."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes_count: int
+
+
+@dataclass(frozen=True)
+class SegmentHeader:
+    meta: FileMeta
+    tensors: dict[str, TensorPlace]  # "checksums" included
+    file_bytes: int
+
+    def checksummed(self) -> list[str]:
+        """The names that the checksums stand for, in their order."""
+        return sorted(name for name in self.tensors if name != CHECKSUMS)
+
+
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def tensor_checksum(name: str, start: int, end: int, parts: Iterable[bytes | bytearray | memoryview]) -> int:
+    """xxh3_64 of a tensor's name, place and bytes; `parts` are its raw bytes in order, cut anywhere."""
+    hasher = xxhash.xxh3_64(name.encode() + start.to_bytes(8, "little") + end.to_bytes(8, "little"))
+    for part in parts:
+        hasher.update(part)
+    return hasher.intdigest()
+
+
+def file_checksum(checksums: Iterable[int]) -> str:
+    """SavedFile.checksum: xxh3_64, in hex, over the tensors' checksums as u64le."""
+    return xxhash.xxh3_64_hexdigest(b"".join(value.to_bytes(8, "little") for value in checksums))
+
+
+def read_header(path: Path) -> SegmentHeader:
+    """The header alone; checks that the frame is whole and the file as long as it says, but no content."""
+    with _opened(path) as file:
+        return _header(file)
+
+
+def read_tokens(path: Path) -> bytes:
+    """The packed ids of a segment, their checksum verified."""
+    with _opened(path) as file:
+        header = _header(file)
+        _verify(file, header, [TOKENS])
+        return b"".join(_parts(file, header.tensors[TOKENS]))
+
+
+def verify_file(path: Path) -> None:
+    """Read the whole file and compare every tensor with its checksum."""
+    with _opened(path) as file:
+        header = _header(file)
+        _verify(file, header, header.checksummed())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise SegmentFileError("missing", path.name) from error
+    except OSError as error:
+        raise SegmentFileError("io", f"{path.name}: {error}") from error
+
+
+def _header(file: BinaryIO) -> SegmentHeader:
+    file_bytes = file.seek(0, 2)
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if file_bytes < 8 or (length <= HEADER_BYTES_MAX and file_bytes < 8 + length):
+        raise SegmentFileError("truncated", f"{file_bytes} bytes end inside the header")
+    if length > HEADER_BYTES_MAX:
+        raise SegmentFileError("foreign", f"a header of {length} bytes")
+    fields = _fields(file.read(length))
+    meta = _meta(fields.pop("__metadata__", None))
+    tensors = {name: _place(name, raw, 8 + length, file_bytes) for name, raw in fields.items()}
+    header = SegmentHeader(meta, tensors, file_bytes)
+    _check_frame(header)
+    return header
+
+
+def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
+    try:
+        return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SegmentFileError("checksum", f"header does not parse: {error}") from error
+
+
+def _meta(raw: msgspec.Raw | None) -> FileMeta:
+    try:
+        texts = msgspec.json.decode(raw or b"{}", type=dict[str, str])
+        meta = msgspec.json.decode(texts.get(METADATA_KEY, ""), type=FileMeta)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SegmentFileError("foreign", f"not a file of ours: {error}") from error
+    if meta.format != SEGMENT_FORMAT:
+        raise SegmentFileError("foreign", f"segment format {meta.format}, this version reads {SEGMENT_FORMAT}")
+    return meta
+
+
+def _place(name: str, raw: msgspec.Raw, data_start: int, file_bytes: int) -> TensorPlace:
+    try:
+        tensor = msgspec.json.decode(raw, type=_Tensor)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SegmentFileError("checksum", f"header of {name} does not parse: {error}") from error
+    begin, end = tensor.data_offsets
+    if begin < 0 or min(tensor.shape, default=0) < 0 or tensor.dtype not in DTYPE_BYTES:
+        raise SegmentFileError("checksum", f"header of {name} makes no sense")
+    if end - begin != math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]:
+        raise SegmentFileError("checksum", f"shape and bytes of {name} disagree")
+    if data_start + end > file_bytes:
+        raise SegmentFileError("truncated", f"{name} ends at byte {data_start + end} of {file_bytes}")
+    return TensorPlace(tensor.dtype, tuple(tensor.shape), data_start + begin, end - begin)
+
+
+def _check_frame(header: SegmentHeader) -> None:
+    meta, checksums, tokens = header.meta, header.tensors.get(CHECKSUMS), header.tensors.get(TOKENS)
+    if checksums is None or checksums.bytes_count != 8 * len(header.checksummed()):
+        raise SegmentFileError("checksum", "not one checksum a tensor")
+    if max(place.offset + place.bytes_count for place in header.tensors.values()) != header.file_bytes:
+        raise SegmentFileError("truncated", "the file is longer than its tensors")
+    if meta.kind == "checkpoint":
+        return
+    if not 0 <= meta.start < meta.end:
+        raise SegmentFileError("checksum", f"rows [{meta.start}, {meta.end})")
+    if tokens is None or tokens.bytes_count != (meta.end - meta.start) * TOKEN_BYTES:
+        raise SegmentFileError("tokens", f"not one token a row of [{meta.start}, {meta.end})")
+
+
+def _verify(file: BinaryIO, header: SegmentHeader, names: list[str]) -> None:
+    expected = array("Q", b"".join(_parts(file, header.tensors[CHECKSUMS])))
+    if byteorder == "big":
+        expected.byteswap()
+    wanted = dict(zip(header.checksummed(), expected, strict=True))
+    for name in names:
+        if name not in wanted:
+            raise SegmentFileError("tokens", f"no tensor {name}")
+        if tensor_checksum(name, *header.meta.span, _parts(file, header.tensors[name])) != wanted[name]:
+            raise SegmentFileError("checksum", f"{name} of [{header.meta.start}, {header.meta.end})")
+
+
+def _parts(file: BinaryIO, place: TensorPlace) -> Iterator[bytes]:
+    file.seek(place.offset)
+    left = place.bytes_count
+    while left:
+        part = file.read(min(left, READ_BYTES))
+        if not part:
+            raise SegmentFileError("truncated", "the file became shorter while it was read")
+        left -= len(part)
+        yield part

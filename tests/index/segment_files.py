@@ -1,0 +1,23 @@
+"""Writes files like the backend's, without mlx."""
+
+import json
+from pathlib import Path
+
+from warmline_wire.segment_file import FileMeta, tensor_checksum
+
+
+def write_segment_file(path: Path, meta: FileMeta, tokens: bytes | None, tensors: dict[str, bytes]) -> int:
+    """Returns the file's size."""
+    parts = dict(tensors) if tokens is None else tensors | {"tokens": tokens}
+    sums = [tensor_checksum(name, *meta.span, [parts[name]]) for name in sorted(parts)]
+    parts["checksums"] = b"".join(value.to_bytes(8, "little") for value in sums)
+    header: dict[str, object] = {"__metadata__": {"warmline": meta.to_json()}}
+    offset = 0
+    for name, data in parts.items():
+        kind, size = {"checksums": ("U64", 8)}.get(name, ("U8", 1))
+        header[name] = {"dtype": kind, "shape": [len(data) // size], "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+    head = json.dumps(header, separators=(",", ":")).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(parts.values()))
+    return path.stat().st_size
