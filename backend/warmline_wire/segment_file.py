@@ -4,7 +4,7 @@ Read with the standard library and xxhash alone, so that whoever owns the index 
 
     __metadata__["warmline"]  a JSON `FileMeta`
     "tokens"                  U8 or U32: the u32le ids of [start, end); segments only
-    "checksums"               U64: `tensor_checksum` of every other tensor ("tokens" too), in the order of their sorted names
+    "checksums"               U64: `tensor_checksum` of every other tensor ("tokens" too), in the order of their names
     layer.component.field     everything else
 
 Errors: SegmentFileError, whose `reason` is a word of RestoreRefused.reason.

@@ -8,7 +8,7 @@ class SegmentRow(msgspec.Struct, kw_only=True):
     """An immutable file with the rows of [start, end), on top of a parent.
 
     Siblings differ at their first token (a radix tree): `parent.start < start <= parent.end`, and where
-    `start < parent.end` the child leaves its parent's tokens in the middle.
+    `start < parent.end` the child leaves its parent's tokens in the middle.  Its tokens have a table of their own.
     """
 
     id: str  # 32 hex digits; the file's name
@@ -17,11 +17,10 @@ class SegmentRow(msgspec.Struct, kw_only=True):
     model: str  # served model's name, for people and purge
     start: int
     end: int
-    tokens: bytes  # u32le of [start, end)
-    state: str  # "writing" or "ready"
     bytes_on_disk: int = 0
     checksum: str = ""
     created: float = 0.0  # Unix seconds
+    session: str = ""  # which conversation wrote it
     prefill_s: float = 0.0  # what computing these rows cost; eviction weighs it against the bytes
     pinned: bool = False
 
@@ -32,28 +31,33 @@ class CheckpointRow(msgspec.Struct, kw_only=True):
     id: str
     segment: str
     position: int
-    state: str
     bytes_on_disk: int = 0
     checksum: str = ""
     created: float = 0.0
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Bookkeeping of a segment, kept apart so that a hit does not rewrite its tokens."""
+    """Bookkeeping of a segment or checkpoint, kept apart so that a hit does not rewrite its row."""
 
     hits: int = 0
     last_used: float = 0.0
 
 
 class SessionRow(msgspec.Struct, kw_only=True):
-    """A conversation: the path from the root to `leaf`."""
+    """A conversation: the path from the root to `leaf`.
+
+    It goes on with the next prompt whose first `turn_end` tokens have `turn_digest`: the tail that was generated after
+    them may come back rendered differently.
+    """
 
     id: str  # 12 hex digits
     root: bytes
     model: str
     leaf: str  # deepest segment
     tokens: int
-    turn_end: int  # last message boundary of its last prompt; a prompt that matches beyond it goes on with this session
+    turn_end: int  # last message boundary of its last prompt (all tokens where that is unknown)
+    turn_digest: bytes  # xxh3_128 of the packed tokens [0, turn_end)
+    turn_segment: str  # where `turn_end` lies; "" once that is no longer stored
     created: float
     last_used: float
     requests: int = 1
@@ -98,13 +102,76 @@ class Match(msgspec.Struct, kw_only=True):
 
 
 class SavePlan(msgspec.Struct, kw_only=True):
-    """What a save must write; its rows stand in the index as "writing" until it is committed or aborted."""
+    """What a save must write.  It stands in the index (as being written) until it is committed or aborted."""
 
+    id: str
     root: bytes
+    model: str
     matched: int  # tokens that were stored already
+    tokens: bytes  # u32le of [0, end of the last segment)
     segments: list[SegmentSpec]
     checkpoints: list[CheckpointRef]
+    bytes_expected: int  # reserved in the budget until it is over
     replaces: str = ""  # a small parent that the first segment swallows
+
+
+class SessionUpdate(msgspec.Struct, kw_only=True):
+    """What the proxy knows of the conversation that a request belongs to."""
+
+    turn_end: int  # PromptReply.turn_end
+    client: str = ""
+    hit: bool = False  # the request reused something
+
+
+class SaveCommitted(msgspec.Struct, kw_only=True):
+    session: str  # the conversation's id; "" where nothing of it is stored
+    tokens_saved: int
+    removed: list[
+        str
+    ]  # segments swallowed, and files written in vain; they are off the disk already, or as soon as unleased
+    why_not: str = ""  # why (a part of) the plan was dropped
+
+
+class QuarantineRow(msgspec.Struct, kw_only=True):
+    """A file taken out of the tree; it lies in segments/quarantine/ until a purge, or until its room is needed."""
+
+    id: str
+    kind: str  # "segment" or "checkpoint"
+    model: str
+    start: int
+    end: int
+    bytes_on_disk: int
+    reason: str
+    at: float
+
+
+class Finding(msgspec.Struct, kw_only=True):
+    """Something that `verify` holds against the index or a file."""
+
+    what: str  # "tree", "block", "session", "sum", "missing", "orphan", "checksum" ...
+    id: str
+    detail: str
+
+
+class PurgeRequest(msgspec.Struct, kw_only=True):
+    """POST /warmline/purge of the proxy; exactly one of the first four is given."""
+
+    session: str = ""
+    model: str = ""
+    older_than_s: float | None = None
+    everything: bool = False
+    dry_run: bool = False
+
+
+class PurgeReply(msgspec.Struct, kw_only=True):
+    """What was purged, or would be."""
+
+    sessions: list[str]
+    segments: list[str]
+    checkpoints: list[str]
+    quarantined: list[str]
+    bytes_freed: int
+    dry_run: bool
 
 
 class Totals(msgspec.Struct, kw_only=True):
@@ -113,7 +180,17 @@ class Totals(msgspec.Struct, kw_only=True):
     segments: int
     checkpoints: int
     sessions: int
+    quarantined: int
     tokens: int
     bytes_segments: int
     bytes_checkpoints: int
+    bytes_quarantined: int
+    bytes_writing: int  # reserved by saves under way
+    bytes_doomed: int  # files whose rows are gone, about to be deleted
     bytes_index: int
+
+    @property
+    def bytes_used(self) -> int:
+        """What counts against the budget."""
+        files = self.bytes_segments + self.bytes_checkpoints + self.bytes_quarantined
+        return files + self.bytes_writing + self.bytes_doomed + self.bytes_index
