@@ -1,0 +1,269 @@
+"""One codec a cache class: mlx-lm's objects to named rows and states, and back.
+
+A model's cache is a list of layers; a layer is one cache object or a `CacheList` of them.  Flattened in order, these
+are the *leaves*.  Each leaf has a codec of one of three kinds:
+
+* **rows**: one row a token, all of them in memory (KVCache, QuantizedKVCache);
+* **window**: one row a token, only the last in memory (RotatingKVCache);
+* **state**: one value at one position (ArraysCache).
+
+Everything here works on the *batched form* that mlx-lm computes with (BatchKVCache ...; the class itself where it has
+none), in which sequence `i` of `length` tokens ends at the write index whatever its padding.  So rows are found by
+Python arithmetic alone, without waiting for the device.  mlx objects: engine thread only.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+Fields = dict[str, mx.array]  # field name -> (1, heads, rows, width) for rows, any shape with leading 1 for states
+
+
+class Kind(StrEnum):
+    ROWS = "rows"
+    WINDOW = "window"
+    STATE = "state"
+
+
+class Codec:
+    """What all codecs share.  `batches` is false where mlx-lm can't put several sequences into one cache."""
+
+    kind: Kind
+    batches = True
+
+    def lift(self, single: Any) -> Any:
+        """The batched form of a cache of one sequence; rows are shared, not copied, where that is possible."""
+        raise NotImplementedError
+
+    def lower(self, leaf: Any, i: int) -> Any:
+        """Sequence `i` of a batch as a batched form of its own (evaluated by the caller)."""
+        return self.lift(leaf.extract(i))
+
+
+class RowsCodec(Codec):
+    """KVCache."""
+
+    kind = Kind.ROWS
+
+    def lift(self, single: KVCache) -> BatchKVCache:
+        batch = BatchKVCache([0])
+        if single.keys is not None:
+            batch.keys, batch.values = single.keys, single.values
+            batch.offset, batch._idx = mx.array([single.offset]), single.offset
+        return batch
+
+    def rows(self, leaf: BatchKVCache, i: int, length: int, start: int, end: int) -> Fields:
+        """Rows [start, end) of sequence `i`, which has `length` of them; a lazy view."""
+        shift = leaf._idx - length
+        span = slice(start + shift, end + shift)
+        return {"keys": leaf.keys[i : i + 1, :, span], "values": leaf.values[i : i + 1, :, span]}
+
+    def build(self, fields: Fields, position: int, template: Any) -> BatchKVCache:
+        """A leaf holding rows [0, position); `fields` become its buffers."""
+        single = type(template)()
+        single.keys, single.values, single.offset = fields["keys"], fields["values"], position
+        return self.lift(single)
+
+    def truncate(self, leaf: BatchKVCache, position: int) -> None:
+        leaf.trim(leaf._idx - position)
+
+
+class QuantizedRowsCodec(Codec):
+    """QuantizedKVCache: packed data, scales and biases, a row a token.  Has no batched form of its own."""
+
+    kind = Kind.ROWS
+    batches = False
+    _parts = ("data", "scales", "biases")
+
+    def lift(self, single: QuantizedKVCache) -> QuantizedKVCache:
+        return single
+
+    def rows(self, leaf: QuantizedKVCache, i: int, length: int, start: int, end: int) -> Fields:
+        halves = (("keys", leaf.keys), ("values", leaf.values))
+        return {
+            f"{half}_{part}": array[:, :, start:end]
+            for half, arrays in halves
+            for part, array in zip(self._parts, arrays, strict=True)
+        }
+
+    def build(self, fields: Fields, position: int, template: QuantizedKVCache) -> QuantizedKVCache:
+        leaf = QuantizedKVCache(group_size=template.group_size, bits=template.bits)
+        # Lists, as mlx-lm's own update assigns into them.
+        leaf.keys = [fields[f"keys_{part}"] for part in self._parts]
+        leaf.values = [fields[f"values_{part}"] for part in self._parts]
+        leaf.offset = position
+        return leaf
+
+    def truncate(self, leaf: QuantizedKVCache, position: int) -> None:
+        leaf.trim(leaf.offset - position)
+
+
+class WindowCodec(Codec):
+    """RotatingKVCache without `keep`: rows leave memory once the window has passed them."""
+
+    kind = Kind.WINDOW
+
+    def lift(self, single: RotatingKVCache) -> BatchRotatingKVCache:
+        return BatchRotatingKVCache.merge([single])
+
+    def kept(self, leaf: BatchRotatingKVCache, length: int) -> int:
+        """How many of the last rows are in memory, for a sequence of `length` tokens."""
+        if leaf.keys is None:
+            return 0
+        stored: int = leaf.keys.shape[2] if leaf.rotated else leaf._idx
+        return min(length, stored)
+
+    def rows(self, leaf: BatchRotatingKVCache, i: int, length: int, start: int, end: int) -> Fields:
+        size = leaf.keys.shape[2]
+        first = leaf._idx - (length - start)  # the newest row lies just before the write index
+        return {
+            "keys": _ring_slice(leaf.keys[i : i + 1], first, end - start, size),
+            "values": _ring_slice(leaf.values[i : i + 1], first, end - start, size),
+        }
+
+    def build(self, fields: Fields, position: int, template: RotatingKVCache) -> BatchRotatingKVCache:
+        """`fields` hold rows [max(0, position - window), position)."""
+        single = RotatingKVCache(max_size=template.max_size)
+        single.keys, single.values = fields["keys"], fields["values"]
+        single.offset, single._idx = position, fields["keys"].shape[2]
+        return self.lift(single)
+
+
+def _ring_slice(buffer: mx.array, first: int, count: int, size: int) -> mx.array:
+    """`count` rows from index `first` of a ring of `size` rows; a negative index counts back over its start."""
+    if first >= 0:
+        return buffer[:, :, first : first + count]
+    wrapped = buffer[:, :, size + first : min(size, size + first + count)]
+    rest = count - wrapped.shape[2]
+    return mx.concatenate([wrapped, buffer[:, :, :rest]], axis=2) if rest else wrapped
+
+
+class StateCodec(Codec):
+    """ArraysCache (gated delta net, Mamba): the state after the last token, nothing else."""
+
+    kind = Kind.STATE
+
+    def lift(self, single: ArraysCache) -> ArraysCache:
+        return ArraysCache.merge([single])
+
+    def state(self, leaf: ArraysCache, i: int) -> Fields:
+        """The state of sequence `i`; a lazy view.  Entries that a model leaves unused are left out."""
+        return {f"state{n}": array[i : i + 1] for n, array in enumerate(leaf.cache) if array is not None}
+
+    def build(self, fields: Fields, position: int, template: ArraysCache) -> ArraysCache:
+        single = ArraysCache(size=len(template.cache))
+        for name, array in fields.items():
+            single[int(name.removeprefix("state"))] = array
+        return self.lift(single)
+
+
+RowsCodecs = RowsCodec | QuantizedRowsCodec
+ROWS, QUANTIZED, WINDOW, STATE = RowsCodec(), QuantizedRowsCodec(), WindowCodec(), StateCodec()
+
+# By exact class: a subclass may keep more than its parent does.
+_CODECS: dict[type, Codec] = {
+    KVCache: ROWS,
+    QuantizedKVCache: QUANTIZED,
+    RotatingKVCache: WINDOW,
+    ArraysCache: STATE,
+}
+
+
+def flatten(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Each leaf with its name `layer.component`, in order."""
+    for number, layer in enumerate(layers):
+        for component, leaf in enumerate(_components(layer)):
+            yield f"{number}.{component}", leaf
+
+
+def _components(layer: Any) -> Iterator[Any]:
+    if isinstance(layer, CacheList):
+        for child in layer.caches:
+            yield from _components(child)
+    else:
+        yield layer
+
+
+def rebuild(template: Sequence[Any], leaves: Iterator[Any]) -> list[Any]:
+    """Layers nested as in `template`, with `leaves` in flattened order."""
+    return [_rebuild_layer(layer, leaves) for layer in template]
+
+
+def _rebuild_layer(layer: Any, leaves: Iterator[Any]) -> Any:
+    if isinstance(layer, CacheList):
+        return CacheList(*(_rebuild_layer(child, leaves) for child in layer.caches))
+    return next(leaves)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    name: str  # "layer.component"
+    codec: Any  # Codec
+    template: Any  # an empty cache of the model's own class, for its parameters
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What a model's cache consists of.  `problem` says why it can't be persisted; then there are no leaves."""
+
+    make: Callable[[], list[Any]]  # a fresh cache of the model's own classes
+    template: list[Any]
+    leaves: tuple[Leaf, ...]
+    problem: str = ""
+
+    @classmethod
+    def of(cls, make: Callable[[], list[Any]]) -> "CacheLayout":
+        template = make()
+        leaves, unknown = [], set()
+        for name, leaf in flatten(template):
+            codec = _CODECS.get(type(leaf))
+            if codec is None or (codec is WINDOW and leaf.keep):
+                unknown.add(type(leaf).__name__)
+            else:
+                leaves.append(Leaf(name, codec, leaf))
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            return cls(make, template, (), f"no codec for the cache class {names}")
+        return cls(make, template, tuple(leaves))
+
+    def of_kind(self, kind: Kind) -> list[tuple[int, Leaf]]:
+        """The leaves of one kind with their place in flattened order."""
+        return [(n, leaf) for n, leaf in enumerate(self.leaves) if leaf.codec.kind is kind]
+
+    @property
+    def has_states(self) -> bool:
+        return bool(self.of_kind(Kind.STATE))
+
+    @property
+    def window(self) -> int:
+        """The longest window in tokens; 0 without rotating layers."""
+        return max((leaf.template.max_size for _, leaf in self.of_kind(Kind.WINDOW)), default=0)
+
+    @property
+    def batches(self) -> bool:
+        """Several sequences can share one decode batch."""
+        return not self.problem and all(leaf.codec.batches for leaf in self.leaves)
+
+    @property
+    def families(self) -> list[str]:
+        return sorted({type(leaf).__name__ for _, leaf in flatten(self.template)})
+
+    def fresh(self) -> list[Any]:
+        """An empty cache in batched form.  Classes without a codec stay as the model made them: batches of one."""
+        layers = self.make()
+        if self.problem:
+            return layers
+        lifted = (leaf.codec.lift(single) for leaf, (_, single) in zip(self.leaves, flatten(layers), strict=True))
+        return rebuild(self.template, lifted)

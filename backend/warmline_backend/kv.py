@@ -1,0 +1,200 @@
+"""The KV of one token sequence, wherever it lives: in memory as a resident, or as one row of a running batch.
+
+Engine thread only.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_reduce
+
+from warmline_backend.codecs import CacheLayout, Fields, Kind, flatten, rebuild
+
+Named = dict[str, mx.array]  # "layer.component.field" -> array
+
+
+class RowsGone(Exception):
+    """Rows of a rotating layer were asked for that are neither in its window nor in the journal."""
+
+
+@dataclass
+class KV:
+    """The KV of `tokens`: every leaf with rows has exactly `len(tokens)` of them.
+
+    `journal` holds rows of rotating layers as they were produced, oldest first, for a save to come.  `checkpoints`
+    holds the state of all recurrent layers by position.
+    """
+
+    layout: CacheLayout
+    tokens: list[int]
+    layers: list[Any]  # batched form
+    journal: list[tuple[int, int, Named]] = field(default_factory=list)
+    checkpoints: dict[int, Named] = field(default_factory=dict)
+    index: int = 0  # which sequence of the batch
+    journal_until: int = 0  # rows below this are in the journal or were dropped from it
+    journals: bool = True  # rows of rotating layers are kept for a save
+
+    @classmethod
+    def from_leaves(cls, layout: CacheLayout, tokens: list[int], leaves: Iterator[Any]) -> "KV":
+        """A KV of leaves in batched form, in flattened order; what lies below its end counts as saved."""
+        return cls(layout, tokens, rebuild(layout.template, leaves), journal_until=len(tokens))
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held when this sequence is alone in its batch."""
+        journal = sum(_nbytes(rows) for *_, rows in self.journal)
+        return layers_nbytes(self.layers) + journal + sum(map(_nbytes, self.checkpoints.values()))
+
+    # ---- what is captured while it is in memory
+
+    def capture_window(self) -> None:
+        """Copy rows of rotating layers, produced since the last call, into the journal."""
+        windows = self.layout.of_kind(Kind.WINDOW)
+        start, end = self.journal_until, self.length
+        self.journal_until = end
+        if not windows or not self.journals or start >= end:
+            return
+        leaves = self._leaves()
+        rows = _named((leaf.name, leaf.codec.rows(leaves[n], self.index, end, start, end)) for n, leaf in windows)
+        self.journal.append((start, end, _detach(rows)))
+
+    def capture_due(self, steps: int) -> bool:
+        """Whether `steps` more tokens could push uncaptured rows out of the smallest window."""
+        window = min((leaf.template.max_size for _, leaf in self.layout.of_kind(Kind.WINDOW)), default=0)
+        return bool(window) and self.length + steps - self.journal_until >= window
+
+    def capture_checkpoint(self) -> None:
+        """Keep the state of all recurrent layers at the present length."""
+        states = self.layout.of_kind(Kind.STATE)
+        if states and self.length and self.length not in self.checkpoints:
+            leaves = self._leaves()
+            state = _named((leaf.name, leaf.codec.state(leaves[n], self.index)) for n, leaf in states)
+            self.checkpoints[self.length] = _detach(state)
+
+    def forget_journal(self, until: int) -> None:
+        """Drop journal rows below `until`: they are on disk."""
+        self.journal = [entry for entry in self.journal if entry[1] > until]
+
+    # ---- reading for a save
+
+    def rows(self, start: int, end: int) -> Named:
+        """Rows [start, end) of all leaves that have rows: contiguous, lazy.  Raises RowsGone."""
+        leaves = self._leaves()
+        rows: Named = {}
+        for n, leaf in self.layout.of_kind(Kind.ROWS):
+            fields = leaf.codec.rows(leaves[n], self.index, self.length, start, end)
+            rows |= {f"{leaf.name}.{key}": mx.contiguous(array) for key, array in fields.items()}
+        if self.layout.of_kind(Kind.WINDOW):
+            self.capture_window()
+            rows |= self._journal_rows(start, end)
+        return rows
+
+    def _journal_rows(self, start: int, end: int) -> Named:
+        parts: dict[str, list[mx.array]] = {}
+        reached = start
+        for first, last, rows in self.journal:
+            if last <= reached or first >= end:
+                continue
+            if first > reached:
+                break
+            for name, array in rows.items():
+                parts.setdefault(name, []).append(array[:, :, reached - first : min(end, last) - first])
+            reached = min(end, last)
+        if reached < end:
+            raise RowsGone(f"rows [{reached}, {end}) of rotating layers are no longer in memory")
+        return {name: mx.contiguous(mx.concatenate(arrays, axis=2)) for name, arrays in parts.items()}
+
+    # ---- continuing
+
+    def positions(self) -> list[int]:
+        """Where this KV can be continued, ascending; empty means anywhere."""
+        if self.layout.has_states:
+            return sorted({*self.checkpoints, self.length})
+        return [] if not self.layout.problem and self._whole() else [self.length]
+
+    def can_continue_at(self, position: int) -> bool:
+        return 0 < position <= self.length and (not (at := self.positions()) or position in at)
+
+    def _whole(self) -> bool:
+        """Every row of every rotating layer is still in its window."""
+        leaves = self._leaves()
+        windows = self.layout.of_kind(Kind.WINDOW)
+        return all(
+            leaf.codec.kept(leaves[n], self.length) >= self.length and self.length <= leaf.template.max_size
+            for n, leaf in windows
+        )
+
+    def branch(self, position: int) -> "KV":
+        """A copy of the first `position` tokens; rows are copied, this KV stays as it is."""
+        twin = KV(self.layout, list(self.tokens), copy.deepcopy(self.layers), journals=self.journals)
+        twin.checkpoints, twin.journal = dict(self.checkpoints), list(self.journal)
+        twin.journal_until = self.journal_until
+        if position < self.length:
+            twin.truncate(position)
+        return twin
+
+    def truncate(self, position: int) -> None:
+        """Forget all but the first `position` tokens.  Only where `can_continue_at(position)`."""
+        if position == self.length:
+            return
+        leaves = self._leaves()
+        state = self.checkpoints.get(position, {})
+        for n, leaf in enumerate(self.layout.leaves):
+            if leaf.codec.kind is Kind.ROWS:
+                leaf.codec.truncate(leaves[n], position)
+            elif leaf.codec.kind is Kind.STATE:
+                leaves[n] = leaf.codec.build(_fields_of(state, leaf.name), position, leaf.template)
+            else:
+                fields = leaf.codec.rows(leaves[n], 0, self.length, 0, position)
+                leaves[n] = leaf.codec.build(fields, position, leaf.template)
+        self.layers = rebuild(self.layout.template, iter(leaves))
+        self.tokens = self.tokens[:position]
+        self.checkpoints = {at: held for at, held in self.checkpoints.items() if at <= position}
+        self.journal = [_cut(entry, position) for entry in self.journal if entry[0] < position]
+        self.journal_until = min(self.journal_until, position)
+
+    def _leaves(self) -> list[Any]:
+        return [leaf for _, leaf in flatten(self.layers)]
+
+
+def _named(leaves: Any) -> Named:
+    return {f"{name}.{key}": array for name, fields in leaves for key, array in fields.items()}
+
+
+def _fields_of(named: Named, leaf: str) -> Fields:
+    return {name.removeprefix(leaf + "."): array for name, array in named.items() if name.startswith(leaf + ".")}
+
+
+def _detach(named: Named) -> Named:
+    """Evaluated copies that keep nothing else alive: a slice would hold its whole base."""
+    copies = {name: mx.contiguous(array) for name, array in named.items()}
+    mx.eval(copies)
+    return copies
+
+
+def _cut(entry: tuple[int, int, Named], position: int) -> tuple[int, int, Named]:
+    start, end, rows = entry
+    if end <= position:
+        return entry
+    return start, position, {name: array[:, :, : position - start] for name, array in rows.items()}
+
+
+def layers_nbytes(layers: list[Any]) -> int:
+    """Bytes of all arrays of a cache, buffers as allocated, for any cache class."""
+    total: int = tree_reduce(
+        lambda held, value: held + value.nbytes if isinstance(value, mx.array) else held,
+        [layer.state for layer in layers],
+        0,
+    )
+    return total
+
+
+def _nbytes(named: Named) -> int:
+    return sum(array.nbytes for array in named.values())

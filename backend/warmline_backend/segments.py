@@ -1,0 +1,393 @@
+"""Segment and checkpoint files: evaluated arrays out to disk, verified bytes back into arrays.
+
+Nothing here runs on the engine thread but `as_bytes` and `Loaded.fields`; the rest reads and writes memory that the
+engine made and will not touch meanwhile.  The frame of a file is `warmline_wire.segment_file`.
+"""
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+
+from warmline_backend.codecs import CacheLayout, Kind
+from warmline_backend.kv import KV, Named
+from warmline_wire.keys import TOKEN_BYTES, common_prefix, unpack_tokens
+from warmline_wire.messages import CheckpointRef, SavedFile, SegmentRef
+from warmline_wire.segment_file import (
+    CHECKSUMS,
+    METADATA_KEY,
+    TOKENS,
+    FileMeta,
+    SegmentFileError,
+    SegmentHeader,
+    TensorPlace,
+    file_checksum,
+    read_header,
+    tensor_checksum,
+)
+
+DTYPES = {
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "I16": mx.int16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "U64": mx.uint64,
+    "I64": mx.int64,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "F32": mx.float32,
+    "C64": mx.complex64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Python's buffer protocol has no bfloat16, so bytes are always reached through an unsigned type of the same width.
+CARRIERS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+ROOM_TOKENS = 256  # a restored buffer ends on a multiple of this, as mlx-lm's own do
+HEADER_ALIGN = 8
+READ_BYTES_MAX = 64 << 20  # one read call; some systems refuse 2 GiB and more
+
+
+class Cancelled(Exception):
+    """The save or restore was given up by its caller."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An evaluated array as its raw bytes; `keeps` holds the memory that `data` looks into."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+    keeps: object = None
+
+
+def as_bytes(named: Named) -> dict[str, Tensor]:
+    """Evaluate arrays and expose their bytes.  Engine thread."""
+    carried = {name: array.view(CARRIERS[array.dtype.size]) for name, array in named.items()}
+    mx.eval(carried)
+    return {
+        name: Tensor(DTYPE_NAMES[named[name].dtype], named[name].shape, _raw(array), array)
+        for name, array in carried.items()
+    }
+
+
+def _raw(array: mx.array) -> memoryview:
+    buffer: Any = array  # has the buffer protocol, though its type stub doesn't say so
+    return memoryview(buffer).cast("B") if array.nbytes else memoryview(b"")
+
+
+# ---- writing
+
+
+def write_file(path: Path, meta: FileMeta, tensors: dict[str, Tensor], tokens: bytes = b"") -> SavedFile:
+    """Write, fsync and rename one file; when this returns it is durable.  Raises OSError, and leaves nothing then."""
+    if meta.kind == "segment":
+        tensors = {**tensors, TOKENS: Tensor("U32", (len(tokens) // TOKEN_BYTES,), memoryview(tokens))}
+    names = sorted(tensors)
+    checksums = [tensor_checksum(name, *meta.span, [tensors[name].data]) for name in names]
+    packed = b"".join(value.to_bytes(8, "little") for value in checksums)
+    ordered = {name: tensors[name] for name in names}
+    ordered[CHECKSUMS] = Tensor("U64", (len(checksums),), memoryview(packed))
+    written = _write_durably(path, [_header(meta, ordered), *(tensor.data for tensor in ordered.values())])
+    return SavedFile(id=meta.id, bytes_written=written, checksum=file_checksum(checksums))
+
+
+def _header(meta: FileMeta, tensors: dict[str, Tensor]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": {METADATA_KEY: meta.to_json()}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.data.nbytes
+        fields[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (offset, end)}
+        offset = end
+    text = msgspec.json.encode(fields)
+    text += b" " * (-len(text) % HEADER_ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_durably(path: Path, parts: list[bytes | memoryview]) -> int:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.tmp")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            written = file.tell()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+    return written
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make a rename in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- reading
+
+
+class Damaged(Exception):
+    """A file of the chain can't be used: `bad` names it, tokens below `good_prefix` come from files that can."""
+
+    def __init__(self, bad: str, good_prefix: int, reason: str, detail: str) -> None:
+        super().__init__(f"{bad}: {reason}: {detail}")
+        self.bad, self.good_prefix, self.reason, self.detail = bad, good_prefix, reason, detail
+
+
+@dataclass
+class _Target:
+    """Where the rows of one tensor go: positions [first, position) of every head."""
+
+    dtype: str
+    shape: tuple[int, ...]  # (1, heads, rows of room, width)
+    first: int
+    row_bytes: int  # of one head
+    carrier: mx.array
+    data: memoryview
+
+
+@dataclass
+class Loaded:
+    """Rows and state of [0, position), read and verified, not yet a cache."""
+
+    position: int
+    tokens: bytes
+    bytes_read: int = 0
+    rows: dict[str, _Target] = field(default_factory=dict)
+    state: Named = field(default_factory=dict)
+
+    def fields(self, leaf: str) -> Named:
+        """The arrays of one leaf.  Engine thread."""
+        prefix = leaf + "."
+        fields = {
+            name.removeprefix(prefix): target.carrier.view(DTYPES[target.dtype])
+            for name, target in self.rows.items()
+            if name.startswith(prefix)
+        }
+        fields |= {name.removeprefix(prefix): array for name, array in self.state.items() if name.startswith(prefix)}
+        return fields
+
+    def build(self, layout: CacheLayout) -> KV:
+        """The KV that these bytes are.  Engine thread."""
+        leaves = (leaf.codec.build(self.fields(leaf.name), self.position, leaf.template) for leaf in layout.leaves)
+        kv = KV.from_leaves(layout, unpack_tokens(self.tokens), leaves)
+        if self.state:
+            kv.checkpoints[self.position] = dict(self.state)
+        mx.eval([layer.state for layer in kv.layers])
+        return kv
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Reads chains of one model.  `segment_file` maps an id to its path; `pool` reads segments side by side."""
+
+    layout: CacheLayout
+    fingerprint: str
+    segment_file: Callable[[str], Path]
+    pool: Executor
+
+    def load(
+        self, tokens: bytes, chain: list[SegmentRef], checkpoint: CheckpointRef | None, given_up: Callable[[], bool]
+    ) -> Loaded:
+        """Read and verify all that continuing after `tokens` takes.  Raises Damaged, Cancelled, ValueError."""
+        loaded = Loaded(len(tokens) // TOKEN_BYTES, tokens)
+        _check_chain(chain, checkpoint, loaded.position, self.layout)
+        headers = [self._check(link, tokens) for link in chain]
+        if headers:
+            self._make_room(loaded, headers)
+        jobs = [
+            self.pool.submit(self._read_segment, link, header, loaded, given_up)
+            for link, header in zip(chain, headers, strict=True)
+        ]
+        try:
+            for job in jobs:  # in order, so that the first damage found is the shallowest
+                loaded.bytes_read += job.result()
+        finally:
+            for job in jobs:
+                job.cancel()
+            for job in jobs:  # none may write into memory that nobody holds any more
+                if not job.cancelled():
+                    job.exception()
+        if checkpoint is not None:
+            self._read_state(checkpoint, loaded)
+        return loaded
+
+    def _check(self, link: SegmentRef, tokens: bytes) -> SegmentHeader:
+        """The header of a link that is what the index says it is, of this model, in this place."""
+        try:
+            header = read_header(self.segment_file(link.id))
+        except SegmentFileError as error:
+            raise Damaged(link.id, link.start, error.reason, error.detail) from error
+        meta = header.meta
+        if meta.fingerprint != self.fingerprint:
+            raise Damaged(link.id, link.start, "foreign", f"made by another model ({meta.fingerprint[:12]})")
+        if (meta.kind, meta.id, meta.start, meta.end) != ("segment", link.id, link.start, link.end):
+            raise Damaged(link.id, link.start, "foreign", f"{meta.kind} {meta.id} of [{meta.start}, {meta.end})")
+        return header
+
+    def _make_room(self, loaded: Loaded, headers: list[SegmentHeader]) -> None:
+        room = -(-loaded.position // ROOM_TOKENS) * ROOM_TOKENS
+        for leaf in self.layout.leaves:
+            if leaf.codec.kind is Kind.STATE:
+                continue
+            windowed = leaf.codec.kind is Kind.WINDOW
+            first = max(0, loaded.position - leaf.template.max_size) if windowed else 0
+            rows = loaded.position - first if windowed else room
+            for name, place in headers[0].tensors.items():
+                if name.startswith(leaf.name + "."):
+                    loaded.rows[name] = _target(place, first, rows)
+
+    def _read_segment(
+        self, link: SegmentRef, header: SegmentHeader, loaded: Loaded, given_up: Callable[[], bool]
+    ) -> int:
+        try:
+            with FileIO(self.segment_file(link.id)) as file:
+                reader = _Reader(file, header)
+                self._check_tokens(link, reader, loaded)
+                for name, target in loaded.rows.items():
+                    if given_up():
+                        raise Cancelled
+                    if link.upto > target.first:
+                        reader.read_rows(name, target, link.upto)
+                return reader.bytes_read
+        except SegmentFileError as error:
+            raise Damaged(link.id, link.start, error.reason, error.detail) from error
+        except OSError as error:
+            raise Damaged(link.id, link.start, "io", str(error)) from error
+
+    def _check_tokens(self, link: SegmentRef, reader: "_Reader", loaded: Loaded) -> None:
+        """Equality decides, here too: the file's own tokens against those of the prompt."""
+        wanted = loaded.tokens[link.start * TOKEN_BYTES : link.upto * TOKEN_BYTES]
+        stored = reader.read_whole(TOKENS)
+        equal = common_prefix(stored, wanted)
+        if equal < link.upto - link.start:
+            raise SegmentFileError("tokens", f"differs at token {link.start + equal}")
+
+    def _read_state(self, checkpoint: CheckpointRef, loaded: Loaded) -> None:
+        try:
+            path = self.segment_file(checkpoint.id)
+            header = read_header(path)
+            meta = header.meta
+            if meta.fingerprint != self.fingerprint or meta.kind != "checkpoint" or meta.position != loaded.position:
+                raise SegmentFileError("foreign", f"{meta.kind} at {meta.position}")
+            with FileIO(path) as file:
+                reader = _Reader(file, header)
+                for name in header.tensors:
+                    if name != CHECKSUMS:
+                        loaded.state[name] = reader.read_array(name)
+                loaded.bytes_read += reader.bytes_read
+        except SegmentFileError as error:
+            raise Damaged(checkpoint.id, loaded.position, error.reason, error.detail) from error
+        except OSError as error:
+            raise Damaged(checkpoint.id, loaded.position, "io", str(error)) from error
+
+
+def _check_chain(chain: list[SegmentRef], checkpoint: CheckpointRef | None, position: int, layout: CacheLayout) -> None:
+    """Raises ValueError where a chain is not what a restore of `position` tokens takes."""
+    reached = 0
+    for link in chain:
+        if link.start != reached or not link.start < link.upto <= link.end:
+            raise ValueError(f"segment {link.id}: [{link.start}, {link.upto}) of end {link.end} after {reached} tokens")
+        reached = link.upto
+    if reached != position or position == 0:
+        raise ValueError(f"the chain holds {reached} tokens, the request names {position}")
+    if layout.has_states and (checkpoint is None or checkpoint.position != position):
+        raise ValueError(f"a model with recurrent layers needs a checkpoint at {position}")
+
+
+def _target(place: TensorPlace, first: int, rows: int) -> _Target:
+    one, heads, _, width = place.shape
+    carrier_type = CARRIERS[DTYPES[place.dtype].size]
+    carrier = mx.zeros((one, heads, rows, width), carrier_type)
+    mx.eval(carrier)
+    return _Target(place.dtype, carrier.shape, first, width * carrier_type.size, carrier, _raw(carrier))
+
+
+class _Reader:
+    """Reads tensors of one open file, each compared with its checksum.  Raises SegmentFileError, OSError."""
+
+    def __init__(self, file: FileIO, header: SegmentHeader) -> None:
+        self._file = file
+        self._header = header
+        self.bytes_read = 0
+        place = header.tensors[CHECKSUMS]
+        packed = bytearray(place.bytes_count)
+        self._fill(memoryview(packed), place.offset)
+        names = header.checksummed()
+        self._wanted = {name: int.from_bytes(packed[8 * n : 8 * n + 8], "little") for n, name in enumerate(names)}
+
+    def read_whole(self, name: str) -> bytes:
+        place = self._header.tensors[name]
+        data = bytearray(place.bytes_count)
+        self._fill(memoryview(data), place.offset)
+        self._verify(name, [memoryview(data)])
+        return bytes(data)
+
+    def read_array(self, name: str) -> mx.array:
+        """A tensor as an evaluated array of its own."""
+        place = self._header.tensors[name]
+        dtype = DTYPES[place.dtype]
+        carrier = mx.zeros(place.shape, CARRIERS[dtype.size])
+        mx.eval(carrier)
+        data = _raw(carrier)
+        self._fill(data, place.offset)
+        self._verify(name, [data])
+        array = carrier.view(dtype)
+        mx.eval(array)
+        return array
+
+    def read_rows(self, name: str, target: _Target, upto: int) -> None:
+        """Rows [max(start, target.first), upto) of every head, straight into place.
+
+        What else the tensor holds is read for its checksum alone.
+        """
+        place, meta = self._header.tensors.get(name), self._header.meta
+        if place is None or place.dtype != target.dtype or place.shape[1::2] != target.shape[1::2]:
+            raise SegmentFileError("foreign", f"{name} is {place and (place.dtype, place.shape)}")
+        if place.shape[2] != meta.end - meta.start:
+            raise SegmentFileError("rows", f"{name} has {place.shape[2]} rows for [{meta.start}, {meta.end})")
+        self._verify(name, self._strips(place, target, upto))
+
+    def _strips(self, place: TensorPlace, target: _Target, upto: int) -> Iterator[memoryview]:
+        """Head by head: the rows before the wanted ones, the wanted ones in their place, those behind them."""
+        start, end, row, room = self._header.meta.start, self._header.meta.end, target.row_bytes, target.shape[2]
+        first = max(start, target.first)
+        before, after = memoryview(bytearray((first - start) * row)), memoryview(bytearray((end - upto) * row))
+        offset = place.offset
+        for head in range(place.shape[1]):
+            into = (head * room + first - target.first) * row
+            for strip in (before, target.data[into : into + (upto - first) * row], after):
+                self._fill(strip, offset)
+                offset += strip.nbytes
+                yield strip
+
+    def _fill(self, into: memoryview, offset: int) -> None:
+        self._file.seek(offset)
+        done = 0
+        while done < into.nbytes:
+            count = self._file.readinto(into[done : done + READ_BYTES_MAX])
+            if not count:
+                raise SegmentFileError("truncated", "the file became shorter while it was read")
+            done += count
+        self.bytes_read += done
+
+    def _verify(self, name: str, parts: Iterable[memoryview]) -> None:
+        if tensor_checksum(name, *self._header.meta.span, parts) != self._wanted[name]:
+            raise SegmentFileError("checksum", f"{name} of {self._header.meta.kind} {self._header.meta.id}")
