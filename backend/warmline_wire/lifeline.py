@@ -1,0 +1,35 @@
+"""The child's end of the lifeline: no process of the pair outlives the `warmline serve` that started it.
+
+`serve` holds the write end of a pipe that nobody else has; its children inherit the read end, whose number is in
+``WARMLINE_PARENT_PIPE``.  However serve ends, kill -9 included, the kernel closes the write end and the children read
+the end of the file.  This needs nothing of the platform, where `prctl` is Linux's alone and macOS has no like of it.
+"""
+
+import os
+import signal
+import threading
+
+PARENT_PIPE = "WARMLINE_PARENT_PIPE"
+GRACE_S = 10.0
+
+
+def end_with_parent() -> None:
+    """Call once, early in ``__main__``.  Does nothing where no serve is the parent.
+
+    When the parent is gone this process gets SIGTERM, so it ends as cleanly as it can; if it hasn't within `GRACE_S`,
+    it ends at once with exit code 1.  Watches on a daemon thread; the main thread must not block SIGTERM.
+    """
+    number = os.environ.pop(PARENT_PIPE, "")
+    if not number:
+        return
+    descriptor = int(number)
+    os.set_inheritable(descriptor, False)
+    threading.Thread(target=_wait_for_end, args=(descriptor,), name="lifeline", daemon=True).start()
+
+
+def _wait_for_end(descriptor: int) -> None:
+    while os.read(descriptor, 1):  # nothing is ever written; b"" is the end
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(GRACE_S)
+    os._exit(1)

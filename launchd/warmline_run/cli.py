@@ -1,0 +1,139 @@
+"""`warmline`: starts the pair, one of the two, or shows the settings in force."""
+
+import inspect
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from warmline_run import commands, openblas, supervise
+from warmline_run.resolve import EXIT_CONFIGURATION, Config, ConfigurationError, resolve
+from warmline_run.settings import SETTINGS, Setting
+
+app = typer.Typer(
+    help="A caching proxy in front of an MLX model: what was prefilled once is never prefilled again.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes `config` a flag for each setting instead, resolved once."""
+
+    def command(**given: Any) -> None:
+        flags = {name: given.pop(name) for name in list(given) if name in SETTINGS}
+        try:
+            function(resolve(flags, os.environ), **given)
+        except ConfigurationError as error:
+            supervise.say(str(error))
+            raise typer.Exit(EXIT_CONFIGURATION) from None
+
+    own = list(inspect.signature(function).parameters.values())[1:]
+    flags = [_parameter(setting) for setting in SETTINGS.values() if setting.as_flag]
+    parameters = [*(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), *flags]
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+def _parameter(setting: Setting) -> inspect.Parameter:
+    """Flags arrive as text and are parsed by the table, so that all sources are checked by the same rule."""
+    shown = setting.help + (f" (default: {setting.default})" if setting.default else "")
+    annotation: Any
+    if isinstance(setting.default, bool):
+        annotation = Annotated[bool | None, typer.Option(setting.flag + "/--no-" + setting.flag[2:], help=shown)]
+    else:
+        annotation = Annotated[str | None, typer.Option(setting.flag, metavar=setting.metavar, help=shown)]
+    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+@app.command()
+@_with_settings
+def serve(config: Config) -> None:
+    """Run proxy and backend together; restart what dies."""
+    _check_ports_free(config)
+    _advise(os.environ)
+    try:
+        model = commands.model_to_load(config)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    address = supervise.Address(str(config["host"]), int(config["port"]), str(config["client_key"]))
+    code = supervise.run(
+        commands.backend(config, model, os.environ),
+        commands.proxy(config, os.environ),
+        address,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+@_with_settings
+def proxy(config: Config) -> None:
+    """Run the proxy alone, in this process."""
+    _become(commands.proxy(config, os.environ))
+
+
+@app.command()
+@_with_settings
+def backend(config: Config) -> None:
+    """Run the backend alone, in this process."""
+    _advise(os.environ)
+    _become(commands.backend(config, commands.model_to_load(config), os.environ))
+
+
+@app.command("config")
+@_with_settings
+def show_config(
+    config: Config, as_json: Annotated[bool, typer.Option("--json", help="for programs instead of people")] = False
+) -> None:
+    """Show each setting in force and where it came from."""
+    rows = {name: (_shown(name, config), effective.source) for name, effective in config.origin.items()}
+    if as_json:
+        print(
+            json.dumps({name: {"value": value, "source": source} for name, (value, source) in rows.items()}, indent=2)
+        )
+        return
+    width = max(len(str(value)) for value, _ in rows.values())
+    for name, (value, source) in rows.items():
+        print(f"{name:<18} {value!s:<{width}}  {source}")
+
+
+def _shown(name: str, config: Config) -> Any:
+    return "(set)" if SETTINGS[name].secret and config[name] else config[name]
+
+
+def _advise(environment: Mapping[str, str]) -> None:
+    _, advice = openblas.preload(environment.get("LD_PRELOAD", ""))
+    if advice:
+        supervise.say(advice)
+
+
+def _become(command: commands.Command) -> None:
+    sys.stdout.flush()
+    os.execve(command.arguments[0], command.arguments, dict(command.environment))
+
+
+def _check_ports_free(config: Config) -> None:
+    """Fail early and by name; the children bind for themselves a moment later."""
+    for name, host in (("port", str(config["host"])), ("backend_port", "127.0.0.1")):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, int(config[name])))
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise ConfigurationError(
+                    f"can't listen on {host} port {config[name]} ({SETTINGS[name].flag}): {reason}"
+                ) from None
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,107 @@
+"""The command lines and environments of the two processes, and the step before: the demo model."""
+
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from warmline_run import openblas
+from warmline_run.resolve import Config, ConfigurationError
+from warmline_run.settings import DEMO_MODEL, SETTINGS
+
+DEMO_NAME = "smollm2-135m-instruct"
+CLIENT_KEY = SETTINGS["client_key"].variable
+
+BACKEND_SETTINGS = (
+    "home",
+    "reuse",
+    "prefill_step_size",
+    "memory_budget_gb",
+    "kv_bits",
+    "kv_group_size",
+    "max_tokens",
+    "adapter_path",
+    "trust_remote_code",
+    "log_level",
+)
+PROXY_SETTINGS = (
+    "home",
+    "host",
+    "port",
+    "reuse",
+    "disk_budget_gb",
+    "queue_count_max",
+    "running_count_max",
+    "log_level",
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process of the pair: what to execute."""
+
+    name: str
+    arguments: list[str]
+    environment: Mapping[str, str]
+
+
+def module(name: str) -> list[str]:
+    """-P: the current directory must not shadow an installed package."""
+    return [sys.executable, "-P", "-m", name]
+
+
+def backend(config: Config, model: str, environment: Mapping[str, str]) -> Command:
+    """`model` is what to load: the setting, or the demo model's folder."""
+    served = str(config["served_name"]) or (DEMO_NAME if config["model"] == DEMO_MODEL else "")
+    arguments = [
+        *module("warmline_backend"),
+        *("--model", model),
+        *(("--served-name", served) if served else ()),
+        *("--host", "127.0.0.1"),
+        *("--port", str(config["backend_port"])),
+        *_flags(config, BACKEND_SETTINGS),
+    ]
+    own = {name: value for name, value in environment.items() if name != CLIENT_KEY}
+    preload, _ = openblas.preload(own.get("LD_PRELOAD", ""))
+    if preload:
+        own["LD_PRELOAD"] = preload
+    return Command("backend", arguments, own)
+
+
+def proxy(config: Config, environment: Mapping[str, str]) -> Command:
+    arguments = [
+        *module("warmline_proxy"),
+        *("--backend-url", f"http://127.0.0.1:{config['backend_port']}"),
+        *_flags(config, PROXY_SETTINGS),
+    ]
+    own = {name: value for name, value in environment.items() if name != CLIENT_KEY}
+    if config["client_key"]:
+        own[CLIENT_KEY] = str(config["client_key"])  # never on a command line, which all users of a machine can read
+    return Command("proxy", arguments, own)
+
+
+def _flags(config: Config, names: Iterable[str]) -> list[str]:
+    """Settings at "" or 0 mean "not set", and a switch that is off has no flag."""
+    flags: list[str] = []
+    for name in names:
+        value, flag = config[name], SETTINGS[name].flag
+        if value is True:
+            flags.append(flag)
+        elif value:
+            flags += [flag, str(value)]
+    return flags
+
+
+def model_to_load(config: Config) -> str:
+    """The model's folder or name; prepares the demo model where that is asked for.  Raises ConfigurationError."""
+    if config["model"] != DEMO_MODEL:
+        return str(config["model"])
+    done = subprocess.run(
+        [*module("warmline_backend.demo"), "--home", str(config["home"])],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigurationError(lines[-1].removeprefix("warmline: "))
+    return done.stdout.strip()

@@ -1,0 +1,49 @@
+"""OpenBLAS in place of the slow reference BLAS that mlx brings for Linux CPUs.
+
+Measured on a 135M float32 model: prefill 7 tokens/s with the reference BLAS, 70 with OpenBLAS preloaded.
+"""
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+# Debian and Ubuntu; then Fedora and the like; then Arch.  The threaded build first.
+PATTERNS = (
+    "usr/lib/*/openblas-pthread/libopenblas.so.0",
+    "usr/lib/*/openblas-openmp/libopenblas.so.0",
+    "usr/lib/*/libopenblas.so.0",
+    "usr/lib64/libopenblasp.so.0",
+    "usr/lib64/libopenblas.so.0",
+    "usr/lib/libopenblas.so.0",
+)
+ADVICE = (
+    "no OpenBLAS found: prefill is about ten times slower than it could be; on Debian or Ubuntu: "
+    "sudo apt-get install libopenblas0-pthread"
+)
+
+
+def wanted() -> bool:
+    """mlx computes on a Linux CPU here: not macOS, and no CUDA build of mlx installed."""
+    return sys.platform == "linux" and not any(
+        (package.name or "").lower().startswith("mlx-cuda") for package in metadata.distributions()
+    )
+
+
+def find(root: Path = Path("/")) -> Path | None:
+    for pattern in PATTERNS:
+        for library in sorted(root.glob(pattern)):
+            return library
+    return None
+
+
+def preload(already: str) -> tuple[str, str]:
+    """(what LD_PRELOAD should be for the backend, one line of advice or "").
+
+    `already` is the user's own LD_PRELOAD; one that names a BLAS is left as it is.
+    """
+    if not wanted() or "blas" in already:
+        return already, ""
+    library = find()
+    if library is None:
+        return already, ADVICE
+    return f"{library}:{already}" if already else str(library), ""

@@ -1,0 +1,158 @@
+"""Every setting of Warmline in one table: its name, its default, what it may be, what it means.
+
+A setting `prefill_step_size` is the flag ``--prefill-step-size``, the variable ``WARMLINE_PREFILL_STEP_SIZE`` and the
+key ``prefill_step_size`` of ``HOME/warmline.toml``.
+"""
+
+import ipaddress
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+Value = str | int | float | bool
+
+DEMO_MODEL = "demo"
+REUSE = ("fast", "exact", "off")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`parse` takes what a flag, a variable or TOML gave and returns the value, or raises ValueError saying why."""
+
+    name: str
+    default: Value
+    parse: Callable[[object], Value]
+    metavar: str
+    help: str
+    in_toml: bool = True
+    as_flag: bool = True
+    secret: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "WARMLINE_" + self.name.upper()
+
+
+def text(raw: object) -> str:
+    if not isinstance(raw, str):
+        raise ValueError("expected text")
+    return raw
+
+
+def path(raw: object) -> str:
+    return str(Path(text(raw)).expanduser()) if raw else ""
+
+
+def home_path(raw: object) -> str:
+    if not raw:
+        raise ValueError("expected a directory")
+    return str(Path(text(raw)).expanduser().absolute())
+
+
+def model_name(raw: object) -> str:
+    """A folder or a repository's name; ~ is expanded only where it leads, since the name may be no path at all."""
+    name = text(raw).strip()
+    if not name:
+        raise ValueError("expected a folder, a repository's name, or demo")
+    return str(Path(name).expanduser()) if name.startswith("~") else name
+
+
+def whole(low: int, high: int) -> Callable[[object], int]:
+    def parse(raw: object) -> int:
+        problem = f"expected a whole number from {low} to {high}"
+        if isinstance(raw, bool) or not isinstance(raw, int | str):
+            raise ValueError(problem)
+        try:
+            number = int(raw)
+        except ValueError:
+            raise ValueError(problem) from None
+        if not low <= number <= high:
+            raise ValueError(problem)
+        return number
+
+    return parse
+
+
+def gigabytes(raw: object) -> float:
+    problem = "expected a number of gigabytes, 0 or more"
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+        raise ValueError(problem)
+    try:
+        number = float(raw)
+    except ValueError:
+        raise ValueError(problem) from None
+    if not 0 <= number < 1e6:  # also refuses nan
+        raise ValueError(problem)
+    return number
+
+
+def one_of(*allowed: Value) -> Callable[[object], Value]:
+    def parse(raw: object) -> Value:
+        for choice in allowed:
+            if str(raw) == str(choice):
+                return choice
+        raise ValueError("expected " + ", ".join(map(str, allowed[:-1])) + f" or {allowed[-1]}")
+
+    return parse
+
+
+def yes_or_no(raw: object) -> bool:
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    answer = raw if isinstance(raw, bool) else words.get(str(raw).lower())
+    if answer is None:
+        raise ValueError("expected true or false")
+    return answer
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+port = whole(1, 65535)
+count = whole(1, 100_000)
+
+SETTINGS: dict[str, Setting] = {
+    setting.name: setting
+    for setting in (
+        Setting(
+            "home",
+            str(Path.home() / ".warmline"),
+            home_path,
+            "DIR",
+            "where everything is kept: index, segments, models, logs",
+            in_toml=False,  # the file lies in the home
+        ),
+        Setting(
+            "model", DEMO_MODEL, model_name, "MODEL", "a folder or repository that mlx-lm loads; demo: SmolLM2-135M"
+        ),
+        Setting("served_name", "", text, "NAME", "the name that /v1/models shows (default: the model's own)"),
+        Setting("host", "127.0.0.1", text, "HOST", "where clients connect; other than loopback needs client_key"),
+        Setting("port", 8026, port, "PORT", "the port for clients"),
+        Setting("backend_port", 8025, port, "PORT", "the backend's port, on loopback only"),
+        Setting("client_key", "", text, "KEY", "what clients must send as Bearer token", as_flag=False, secret=True),
+        Setting("reuse", "fast", one_of(*REUSE), "MODE", "fast: reuse all that is kept; off: nothing"),
+        Setting("prefill_step_size", 2048, whole(1, 65536), "TOKENS", "tokens that prefill computes at a time"),
+        Setting("memory_budget_gb", 0.0, gigabytes, "GB", "memory for conversations; 0: as the machine allows"),
+        Setting("disk_budget_gb", 50.0, gigabytes, "GB", "disk for conversations, index included"),
+        Setting("kv_bits", 0, one_of(0, 4, 8), "BITS", "quantize KV to this many bits; 0: keep it as computed"),
+        Setting("kv_group_size", 64, one_of(32, 64, 128), "N", "values quantized together, with kv_bits"),
+        Setting(
+            "max_tokens", 0, whole(0, 10_000_000), "TOKENS", "answer length where a request sets none; 0: no limit"
+        ),
+        Setting("adapter_path", "", path, "DIR", "a LoRA adapter for the model"),
+        Setting("trust_remote_code", False, yes_or_no, "", "let a model's own tokenizer code run"),
+        Setting("queue_count_max", 64, count, "N", "requests that may wait; more get 429"),
+        Setting("running_count_max", 8, count, "N", "requests computed at once"),
+        Setting("log_level", "info", one_of(*LOG_LEVELS), "LEVEL", "debug, info, warning or error"),
+    )
+}

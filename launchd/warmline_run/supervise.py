@@ -1,0 +1,172 @@
+"""`serve`: keeps the backend and the proxy running until a signal, and ends with them.
+
+One asyncio loop owns everything.  Each child runs in its own session, so that a Ctrl-C in the terminal reaches only
+serve, which then stops the proxy before the backend under it.
+"""
+
+import asyncio
+import http.client
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from warmline_run.commands import Command
+from warmline_run.resolve import EXIT_CONFIGURATION
+
+PARENT_PIPE = "WARMLINE_PARENT_PIPE"  # warmline_wire.lifeline reads it in the children
+RESTART_DELAY_FIRST_S = 1.0
+RESTART_DELAY_MAX_S = 30.0
+STEADY_AFTER_S = 60.0  # a child up for this long has earned a fresh start
+STOP_GRACE_S = 15.0
+PROBE_INTERVAL_S = 0.2
+PROBE_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where clients connect."""
+
+    host: str
+    port: int
+    key: str = ""
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/v1"
+
+    @property
+    def probe_host(self) -> str:
+        """A wildcard address is no address to connect to."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+
+def say(line: str) -> None:
+    print(f"warmline: {line}", file=sys.stderr, flush=True)
+
+
+def run(backend: Command, proxy: Command, address: Address) -> int:
+    """Blocks until SIGINT or SIGTERM (0) or until a child reports a configuration error (2)."""
+    return asyncio.run(_serve(backend, proxy, address))
+
+
+async def _serve(backend: Command, proxy: Command, address: Address) -> int:
+    signals = _Signals()
+    with _lifeline() as pipe:
+        keepers = [_Keeper(proxy, pipe, signals), _Keeper(backend, pipe, signals)]  # in the order of stopping
+        kept = [asyncio.create_task(keeper.keep()) for keeper in reversed(keepers)]
+        announcing = asyncio.create_task(_announce(address))
+        asked = asyncio.create_task(signals.stop.wait())
+        try:
+            done, _ = await asyncio.wait([*kept, asked], return_when=asyncio.FIRST_COMPLETED)
+            return next((task.result() for task in kept if task in done), 0)
+        finally:
+            for task in (announcing, asked, *kept):
+                task.cancel()
+            for keeper in keepers:
+                await keeper.end()
+
+
+class _Signals:
+    """The first SIGINT or SIGTERM asks to stop, the next one to hurry."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._arrived)
+
+    def _arrived(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+
+@contextmanager
+def _lifeline() -> Iterator[int]:
+    """The read end of a pipe whose write end only this process has: children see it close when we are gone."""
+    read_end, write_end = os.pipe()
+    try:
+        yield read_end
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+class _Keeper:
+    """Keeps one child running.  `keep` returns only on a configuration error; after cancelling it, call `end`."""
+
+    def __init__(self, command: Command, pipe: int, signals: _Signals) -> None:
+        self._command = command
+        self._pipe = pipe
+        self._signals = signals
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def keep(self) -> int:
+        delay_s = RESTART_DELAY_FIRST_S
+        while True:
+            started = time.monotonic()
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command.arguments,
+                env={**self._command.environment, PARENT_PIPE: str(self._pipe)},
+                pass_fds=(self._pipe,),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            code = await self._process.wait()
+            if code == EXIT_CONFIGURATION:
+                say(f"the {self._command.name} can't run as configured (see its message above)")
+                return code
+            if time.monotonic() - started >= STEADY_AFTER_S:
+                delay_s = RESTART_DELAY_FIRST_S
+            say(f"the {self._command.name} {_ending(code)}; starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, RESTART_DELAY_MAX_S)
+
+    async def end(self) -> None:
+        """SIGTERM, and SIGKILL after a grace or as soon as the user hurries."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        ended = asyncio.create_task(process.wait())
+        hurried = asyncio.create_task(self._signals.hurry.wait())
+        await asyncio.wait([ended, hurried], timeout=STOP_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if not ended.done():
+            say(f"the {self._command.name} doesn't end; killing it")
+            process.kill()
+        await ended
+
+
+def _ending(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+async def _announce(address: Address) -> None:
+    """Print, once, that requests are served."""
+    while True:
+        if await asyncio.to_thread(_is_ready, address):
+            print(f"ready {address.url}\n{_curl(address)}", flush=True)
+            return
+        await asyncio.sleep(PROBE_INTERVAL_S)
+
+
+def _is_ready(address: Address) -> bool:
+    connection = http.client.HTTPConnection(address.probe_host, address.port, timeout=PROBE_TIMEOUT_S)
+    headers = {"Authorization": f"Bearer {address.key}"} if address.key else {}
+    try:
+        connection.request("GET", "/ready", headers=headers)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _curl(address: Address) -> str:
+    key = ' -H "Authorization: Bearer $WARMLINE_CLIENT_KEY"' if address.key else ""
+    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    return f"curl {address.url}/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
