@@ -1,0 +1,272 @@
+"""What a client asks of a generation: read from an OpenAI body, checked, and bounded before the engine sees it.
+
+    BadRequest    what is wrong with the body; becomes a 400 in OpenAI's error shape
+
+A null field means absent.  Unknown fields are ignored; known ones that are not supported are refused, never ignored.
+Defaults are mlx_lm.server's (greedy unless a temperature is given), not OpenAI's.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+import msgspec
+
+from warmline_wire.messages import ErrorBody, ErrorReply, encode
+
+STOP_WORDS_MAX = 16
+TOP_LOGPROBS_MAX = 20
+TOKENS_UNBOUNDED = 1 << 30  # where neither the request, nor a setting, nor the model sets a limit
+TEMPERATURE_GREEDY = 1e-5  # below it, sampling and argmax can't be told apart
+_INT64 = 1 << 63
+
+
+class BadRequest(Exception):
+    """The body is at fault: `message` says what was wrong and what was expected, `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message, self.param, self.code, self.status = message, param, code, status
+
+    def reply(self) -> bytes:
+        """OpenAI's error object as JSON."""
+        return encode(ErrorReply(error=ErrorBody(message=self.message, param=self.param, code=self.code)))
+
+
+class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's checked parameters."""
+
+    max_tokens: int  # 1 <= max_tokens, and prompt + max_tokens fits the context
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0  # 1: off; 0: greedy
+    top_k: int = 0  # 0: off; may exceed the vocabulary, which is off too
+    min_p: float = 0.0  # 0: off
+    seed: int | None = None  # None: an unpredictable one
+    stop: tuple[str, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # 1: off
+    repetition_context_size: int = 20
+    logit_bias: dict[int, float] = {}
+    logprobs: bool = False
+    top_logprobs: int = 0
+    stream: bool = False
+    include_usage: bool = False
+    ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < TEMPERATURE_GREEDY or self.top_p == 0 or self.top_k == 1
+
+
+def parse_params(
+    endpoint: str,
+    body: object,
+    *,
+    context_tokens_max: int,
+    prompt_tokens: int,
+    vocabulary_size: int,
+    default_max_tokens: int = 0,
+) -> GenerationParams:
+    """Check `body` of `endpoint` ("chat" or "completion") and return what it asks for.  Raises BadRequest.
+
+    `context_tokens_max` and `default_max_tokens` are 0 where there is none.  A limit beyond what the context leaves is
+    cut to it: it is a limit, not a wish.  Only a prompt that leaves no room for one token is refused.
+    """
+    fields = _Fields(body)
+    _refuse_unsupported(endpoint, fields)
+    logprobs, top_logprobs = _logprobs(endpoint, fields)
+    return GenerationParams(
+        max_tokens=_max_tokens(fields, context_tokens_max, prompt_tokens, default_max_tokens),
+        temperature=fields.number("temperature", 0.0, low=0.0),
+        top_p=fields.number("top_p", 1.0, low=0.0, high=1.0),
+        top_k=_top_k(fields),
+        min_p=fields.number("min_p", 0.0, low=0.0, high=1.0),
+        seed=fields.optional_integer("seed", low=-_INT64, high=_INT64 - 1),
+        stop=_stop(fields),
+        presence_penalty=fields.number("presence_penalty", 0.0, low=-2.0, high=2.0),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, low=-2.0, high=2.0),
+        repetition_penalty=_repetition_penalty(fields),
+        repetition_context_size=fields.integer("repetition_context_size", 20, low=1),
+        logit_bias=_logit_bias(fields, vocabulary_size),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        stream=fields.boolean("stream"),
+        include_usage=_include_usage(fields),
+        ignore_eos=fields.boolean("ignore_eos"),
+    )
+
+
+class _Fields:
+    """Typed reads of a JSON object in which null means absent.  Every read raises BadRequest naming the field."""
+
+    def __init__(self, body: object, within: str = "") -> None:
+        if not isinstance(body, Mapping):
+            what = f"'{within}'" if within else "the body"
+            raise BadRequest(f"{what} must be a JSON object, not {_kind(body)}", within or None)
+        self._body, self._prefix = body, f"{within}." if within else ""
+
+    def get(self, name: str) -> Any:
+        return self._body.get(name)
+
+    def refuse(self, name: str, expected: str, value: object) -> BadRequest:
+        return BadRequest(f"'{self._prefix}{name}' must be {expected}, not {_shown(value)}", self._prefix + name)
+
+    def boolean(self, name: str) -> bool:
+        value = self.get(name)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        raise self.refuse(name, "true or false", value)
+
+    def number(self, name: str, default: float, *, low: float, high: float = math.inf) -> float:
+        value = self.get(name)
+        if value is None:
+            return default
+        if _is_number(value) and low <= value <= high:
+            return float(value)
+        raise self.refuse(name, f"a number {_range(low, high)}", value)
+
+    def optional_integer(self, name: str, *, low: int, high: float = math.inf) -> int | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if _is_integer(value) and low <= value <= high:
+            return value
+        raise self.refuse(name, f"an integer {_range(low, high)}", value)
+
+    def integer(self, name: str, default: int, *, low: int, high: float = math.inf) -> int:
+        value = self.optional_integer(name, low=low, high=high)
+        return default if value is None else value
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    """Finite, and small enough to be a float at all; a bool is none."""
+    try:
+        return (_is_integer(value) or isinstance(value, float)) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _range(low: float, high: float) -> str:
+    return f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _shown(value: object) -> str:
+    """The value where it is short, else its kind: an error message is no place for a transcript."""
+    text = f'"{value}"' if isinstance(value, str) else repr(value)
+    return text if isinstance(value, str | int | float) and len(text) <= 40 else _kind(value)
+
+
+def _max_tokens(fields: _Fields, context: int, prompt: int, default: int) -> int:
+    name = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
+    asked = fields.optional_integer(name, low=1)
+    room = context - prompt if context else TOKENS_UNBOUNDED
+    if room < 1:
+        raise BadRequest(
+            f"This model's maximum context length is {context} tokens. However, your prompt has {prompt} tokens, which "
+            "leaves no room for an answer. Please shorten the prompt.",
+            param="messages" if fields.get("messages") is not None else "prompt",
+            code="context_length_exceeded",
+        )
+    return min(asked or default or room, room)
+
+
+def _top_k(fields: _Fields) -> int:
+    """-1 means off, as in vLLM."""
+    value = fields.optional_integer("top_k", low=-1)
+    return 0 if value is None or value < 0 else value
+
+
+def _repetition_penalty(fields: _Fields) -> float:
+    """0 would divide by zero; mlx_lm.server's clients send it for off."""
+    return fields.number("repetition_penalty", 1.0, low=0.0) or 1.0
+
+
+def _stop(fields: _Fields) -> tuple[str, ...]:
+    value = fields.get("stop")
+    words = [value] if isinstance(value, str) else value
+    if words is None:
+        return ()
+    if (
+        not isinstance(words, list)
+        or len(words) > STOP_WORDS_MAX
+        or not all(isinstance(word, str) and word for word in words)
+    ):
+        raise fields.refuse("stop", f"a string or a list of up to {STOP_WORDS_MAX} strings, none empty", value)
+    return tuple(words)
+
+
+def _logit_bias(fields: _Fields, vocabulary_size: int) -> dict[int, float]:
+    value = fields.get("logit_bias")
+    if value is None:
+        return {}
+    entries = _Fields(value, "logit_bias")
+    return {_token_id(key, vocabulary_size): entries.number(key, 0.0, low=-100.0, high=100.0) for key in value}
+
+
+def _token_id(key: str, vocabulary_size: int) -> int:
+    if key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < vocabulary_size:
+        return int(key)
+    raise BadRequest(
+        f"'logit_bias' has the key {_shown(key)}; keys must be token ids from 0 to {vocabulary_size - 1}", "logit_bias"
+    )
+
+
+def _logprobs(endpoint: str, fields: _Fields) -> tuple[bool, int]:
+    """Chat has a switch and a count, the older endpoint only a count (0 is on, without alternatives)."""
+    if endpoint == "completion":
+        count = fields.optional_integer("logprobs", low=0, high=TOP_LOGPROBS_MAX)
+        return count is not None, count or 0
+    wanted = fields.boolean("logprobs")
+    count = fields.integer("top_logprobs", 0, low=0, high=TOP_LOGPROBS_MAX)
+    if count and not wanted:
+        raise BadRequest("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
+    return wanted, count
+
+
+def _include_usage(fields: _Fields) -> bool:
+    options = fields.get("stream_options")
+    return options is not None and _Fields(options, "stream_options").boolean("include_usage")
+
+
+def _refuse_unsupported(endpoint: str, fields: _Fields) -> None:
+    if fields.integer("n", 1, low=1) != 1:
+        raise BadRequest(f"'n' is {fields.get('n')}; only one choice a request is supported (n = 1)", "n")
+    if endpoint == "completion":
+        _refuse_legacy(fields)
+    else:
+        _refuse_structure(fields)
+
+
+def _refuse_legacy(fields: _Fields) -> None:
+    if fields.integer("best_of", 1, low=1) != 1:
+        raise BadRequest("'best_of' is not supported; leave it out or send 1", "best_of")
+    if fields.boolean("echo"):
+        raise BadRequest("'echo' is not supported; leave it out or send false", "echo")
+    if fields.get("suffix"):
+        raise BadRequest("'suffix' is not supported; leave it out", "suffix")
+
+
+def _refuse_structure(fields: _Fields) -> None:
+    form = fields.get("response_format")
+    if form is not None and (kind := _Fields(form, "response_format").get("type")) != "text":
+        raise BadRequest(
+            f"'response_format' of type {_shown(kind)} is not supported yet; leave it out or send type \"text\"",
+            "response_format",
+        )
+    if fields.get("tool_choice") not in (None, "none", "auto"):
+        raise BadRequest(
+            "'tool_choice' that requires or names a tool is not supported yet; send \"auto\" or leave it out",
+            "tool_choice",
+        )
+    if fields.get("functions"):
+        raise BadRequest("'functions' is not supported; send 'tools'", "functions")

@@ -1,0 +1,71 @@
+"""Token ids to text as they come: nothing is said that the next token could take back."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+_PENDING_TOKENS_MAX = 16  # no character needs as many; more is noise that never becomes valid UTF-8
+_TEXT = "text"
+
+
+class TextStream:
+    """One answer's text.  Not thread-safe; one a request.
+
+    End-of-sequence tokens have no text: a caller that ends on one does not `add` it.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, stop_words: Sequence[str] = ()) -> None:
+        self._decoder = _Decoder(tokenizer)
+        machine = TextStateMachine({_TEXT: [(word, None) for word in stop_words]})
+        self._state = machine.make_state(_TEXT)
+        self.stopped = False  # a stop word is complete; it and what follows are not emitted
+
+    def add(self, token: int) -> str:
+        """The text that may be emitted now: not half a character, and nothing that could begin a stop word."""
+        return "" if self.stopped else self._emit(self._decoder.add(token))
+
+    def finish(self) -> str:
+        """The rest, once no more tokens come; `stopped` may become true here too."""
+        if self.stopped:
+            return ""
+        text = self._emit(self._decoder.finish())
+        if self.stopped:
+            return text
+        self._state, held, _ = TextStateMachine.flush(self._state)
+        return text + str(held)
+
+    def _emit(self, text: str) -> str:
+        self._state, segments = TextStateMachine.split(self._state, text)
+        self.stopped = self._state[0] is None
+        return "".join(part for state, part in segments if state == _TEXT)
+
+
+class _Decoder:
+    """Decodes with a window over the last tokens, so that each step costs the same.
+
+    mlx-lm's streaming detokenizers drop the leading space of an answer.  A client sends the answer back with its next
+    turn, and only the exact text becomes the same tokens again.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        self._context: list[int] = []  # tokens already emitted, kept because they decide how the next ones join
+        self._pending: list[int] = []
+
+    def add(self, token: int) -> str:
+        self._pending.append(token)
+        text = self._pending_text()
+        if not text or (text.endswith("\ufffd") and len(self._pending) < _PENDING_TOKENS_MAX):
+            return ""
+        self._context, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        text, self._pending = self._pending_text(), []
+        return text
+
+    def _pending_text(self) -> str:
+        known = self._decode(self._context) if self._context else ""
+        return str(self._decode(self._context + self._pending)[len(known) :])
