@@ -81,14 +81,14 @@ def proxy(config: Config, environment: Mapping[str, str]) -> Command:
 
 
 def _flags(config: Config, names: Iterable[str]) -> list[str]:
-    """Settings at "" or 0 mean "not set", and a switch that is off has no flag."""
+    """A text that is "" and a switch that is off have no flag."""
     flags: list[str] = []
     for name in names:
-        value, flag = config[name], SETTINGS[name].flag
+        value, setting = config[name], SETTINGS[name]
         if value is True:
-            flags.append(flag)
-        elif value:
-            flags += [flag, str(value)]
+            flags.append(setting.flag)
+        elif value is not False and value != "" and not (setting.omit_zero and value == 0):
+            flags += [setting.flag, str(value)]
     return flags
 
 

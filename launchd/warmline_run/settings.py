@@ -28,6 +28,7 @@ class Setting:
     in_toml: bool = True
     as_flag: bool = True
     secret: bool = False
+    omit_zero: bool = False  # 0 leaves the choice to the process, which then isn't given the flag
 
     @property
     def flag(self) -> str:
@@ -119,7 +120,6 @@ def is_loopback(host: str) -> bool:
 
 
 port = whole(1, 65535)
-count = whole(1, 100_000)
 
 SETTINGS: dict[str, Setting] = {
     setting.name: setting
@@ -142,17 +142,36 @@ SETTINGS: dict[str, Setting] = {
         Setting("client_key", "", text, "KEY", "what clients must send as Bearer token", as_flag=False, secret=True),
         Setting("reuse", "fast", one_of(*REUSE), "MODE", "fast: reuse all that is kept; off: nothing"),
         Setting("prefill_step_size", 2048, whole(1, 65536), "TOKENS", "tokens that prefill computes at a time"),
-        Setting("memory_budget_gb", 0.0, gigabytes, "GB", "memory for conversations; 0: as the machine allows"),
+        Setting(
+            "memory_budget_gb",
+            0.0,
+            gigabytes,
+            "GB",
+            "memory for conversations; 0: as the machine allows",
+            omit_zero=True,
+        ),
         Setting("disk_budget_gb", 50.0, gigabytes, "GB", "disk for conversations, index included"),
-        Setting("kv_bits", 0, one_of(0, 4, 8), "BITS", "quantize KV to this many bits; 0: keep it as computed"),
+        Setting(
+            "kv_bits",
+            0,
+            one_of(0, 4, 8),
+            "BITS",
+            "quantize KV to this many bits; 0: keep it as computed",
+            omit_zero=True,
+        ),
         Setting("kv_group_size", 64, one_of(32, 64, 128), "N", "values quantized together, with kv_bits"),
         Setting(
-            "max_tokens", 0, whole(0, 10_000_000), "TOKENS", "answer length where a request sets none; 0: no limit"
+            "max_tokens",
+            0,
+            whole(0, 10_000_000),
+            "TOKENS",
+            "answer length where a request sets none; 0: no limit",
+            omit_zero=True,
         ),
         Setting("adapter_path", "", path, "DIR", "a LoRA adapter for the model"),
         Setting("trust_remote_code", False, yes_or_no, "", "let a model's own tokenizer code run"),
-        Setting("queue_count_max", 64, count, "N", "requests that may wait; more get 429"),
-        Setting("running_count_max", 8, count, "N", "requests computed at once"),
+        Setting("queue_count_max", 64, whole(0, 100_000), "N", "requests that may wait; more get 429"),
+        Setting("running_count_max", 16, whole(1, 10_000), "N", "requests computed at once"),
         Setting("log_level", "info", one_of(*LOG_LEVELS), "LEVEL", "debug, info, warning or error"),
     )
 }

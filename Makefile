@@ -1,0 +1,47 @@
+# make run     serve the demo model (MODEL=path-or-repo for another); Ctrl-C stops
+# make test    lint and all tests (ARGS="-k name" for some)
+# make setup   only install: .venv with the versions in requirements/
+# make lint    only lint
+# make lock    choose the newest versions that pyproject.toml allows, and write them to requirements/
+
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+STAMP := .venv/.installed
+LOCK := requirements/lock.txt requirements/demo.txt
+
+.PHONY: run test setup lint lock clean
+
+run: setup
+	$(BIN)/warmline serve $(if $(MODEL),--model "$(MODEL)") $(if $(HOME_DIR),--home "$(HOME_DIR)") \
+		$(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") \
+		$(if $(BACKEND_PORT),--backend-port "$(BACKEND_PORT)") $(ARGS)
+
+test: lint
+	$(BIN)/pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+setup: $(STAMP)
+
+$(STAMP): $(LOCK) pyproject.toml
+	$(if $(PYTHON),,$(error Python 3.11 or newer is needed and was not found; name one with PYTHON=/path/to/python3))
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/lock.txt
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/demo.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+# uv is needed for this alone.  One lock serves macOS and Linux, and Python 3.11 and newer.
+COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --upgrade
+lock: setup
+	$(BIN)/python -m pip install --quiet uv
+	$(COMPILE) --extra dev pyproject.toml requirements/build.in -o requirements/lock.txt
+	$(COMPILE) --no-deps requirements/demo.in -o requirements/demo.txt
+
+clean:
+	rm -rf .venv
