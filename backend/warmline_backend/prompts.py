@@ -1,0 +1,206 @@
+"""Bodies to token ids: rendered and tokenized once, with the offsets at which a later prompt may part ways.
+
+A boundary is a token offset: so many tokens lie wholly inside the text up to the end of a message.  The text of a
+message's end is found by rendering the conversation up to there, and counts only where the whole prompt begins with it
+(templates that rewrite earlier turns give fewer boundaries, never wrong ones).
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+from jinja2 import TemplateError
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
+
+from warmline_backend.conversation import Conversation, Message, read_conversation
+from warmline_backend.params import BadRequest
+
+MESSAGES_ALL_MAX = 16  # up to so many, every message's end is looked for; beyond, only the last ones'
+MESSAGES_LAST = 8
+_ERROR_CHARS_MAX = 500
+# What a template can raise on a client's data; RecursionError comes from nested tool schemas.
+_TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+class Rendered(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt.
+
+    `boundaries` ascend without repeats, 0 left out: the end of system messages and tools, then ends of messages.  The
+    last may equal the prompt's length, where no generation prompt follows.  `turn_end` is the one before the generation
+    prompt (and whatever the template puts behind it); 0 where unknown, as for completions.
+    """
+
+    tokens: list[int]
+    boundaries: list[int]
+    turn_end: int
+
+
+class Renderer:
+    """Renders for any number of threads at once.
+
+    Hugging Face's fast tokenizers may be shared by threads as long as nobody changes truncation, padding or special
+    token settings: they do so themselves, lazily, in a first call, which is made here.  Slow ones get a lock.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, vocabulary_size: int | None = None) -> None:
+        self._wrapper = tokenizer
+        self._tokenizer: Any = tokenizer._tokenizer  # the wrapper forwards no __call__
+        self._vocabulary_size = vocabulary_size or len(tokenizer)
+        self._keeps_developer = "developer" in str(self._tokenizer.chat_template or "")
+        fast = bool(self._tokenizer.is_fast)
+        # Some legacy classes rewrite the text in `encode` alone; offsets are then offsets into another text.
+        self._has_offsets = fast and type(self._tokenizer).encode is PreTrainedTokenizerBase.encode
+        self._lock = nullcontext() if fast else threading.Lock()
+        self._tokenize("a", add_special_tokens=False)
+
+    def render(self, endpoint: str, body: object) -> Rendered:
+        """The prompt of a "chat" or "completion" body.  Raises BadRequest."""
+        if not isinstance(body, dict):
+            raise BadRequest("the body must be a JSON object")
+        rendered = self._chat(body) if endpoint == "chat" else self._completion(body)
+        if not rendered.tokens:
+            raise BadRequest("the prompt is empty", "messages" if endpoint == "chat" else "prompt")
+        return rendered
+
+    def _completion(self, body: dict[str, Any]) -> Rendered:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
+            prompt = prompt[0]
+        if isinstance(prompt, str) and prompt:
+            _require_unicode(prompt, "prompt")
+            tokens, _ = self._tokenize(prompt, add_special_tokens=True)
+        else:
+            tokens = self._token_ids(prompt)
+        return Rendered(tokens=tokens, boundaries=[], turn_end=0)
+
+    def _token_ids(self, prompt: object) -> list[int]:
+        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+            raise BadRequest("'prompt' must be one non-empty string, or one list of token ids", "prompt")
+        if not prompt:
+            raise BadRequest("'prompt' is empty", "prompt")
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary_size:
+            raise BadRequest(f"'prompt' has token ids outside 0 to {self._vocabulary_size - 1}", "prompt")
+        return prompt
+
+    def _chat(self, body: dict[str, Any]) -> Rendered:
+        if not self._wrapper.has_chat_template:
+            raise BadRequest("this model has no chat template; use /v1/completions", "messages")
+        conversation = read_conversation(body, keeps_developer=self._keeps_developer)
+        text = self._prompt_text(conversation)
+        tokens, token_at = self._tokenize(text, add_special_tokens=False)
+        turn_end = token_at(self._turn_end(conversation, text))
+        ends = {token_at(end) for end in self._message_ends(conversation, text)} | {turn_end}
+        return Rendered(tokens=tokens, boundaries=sorted(ends - {0}), turn_end=turn_end)
+
+    def _prompt_text(self, conversation: Conversation) -> str:
+        options = {"continue_final_message": True} if conversation.continue_final else {}
+        try:
+            text = self._template(conversation, conversation.messages, conversation.generation_prompt, **options)
+        except _TEMPLATE_FAULTS as error:
+            detail = str(error)[:_ERROR_CHARS_MAX] or type(error).__name__
+            raise BadRequest(f"the model's chat template refuses these messages: {detail}", "messages") from error
+        _require_unicode(text, "messages")
+        return text
+
+    def _template(
+        self, conversation: Conversation, messages: list[Message], generation_prompt: bool, **options: object
+    ) -> str:
+        kwargs = {**conversation.kwargs, **options}
+        with self._lock:
+            return str(
+                self._wrapper.apply_chat_template(
+                    messages,
+                    tools=conversation.tools,
+                    add_generation_prompt=generation_prompt,
+                    tokenize=False,
+                    **kwargs,
+                )
+            )
+
+    def _prefix(self, conversation: Conversation, messages: list[Message]) -> str:
+        """These messages alone, or "" where the template refuses a conversation that ends there."""
+        try:
+            return self._template(conversation, messages, generation_prompt=False)
+        except _TEMPLATE_FAULTS:
+            return ""
+
+    def _turn_end(self, conversation: Conversation, text: str) -> int:
+        """Where the prompt leaves what is the same without a generation prompt (or without the message to continue)."""
+        closed = conversation.messages[:-1] if conversation.continue_final else conversation.messages
+        return _common_prefix(self._prefix(conversation, closed), text) if closed else 0
+
+    def _message_ends(self, conversation: Conversation, text: str) -> Iterator[int]:
+        """Character offsets of the other boundaries."""
+        messages, system = conversation.messages, conversation.system_messages
+        if system or conversation.tools:
+            yield self._system_end(conversation, text)
+        ends = range(system + 1, len(messages))
+        for end in ends if len(messages) <= MESSAGES_ALL_MAX else ends[-MESSAGES_LAST:]:
+            prefix = self._prefix(conversation, messages[:end])
+            if text.startswith(prefix):
+                yield len(prefix)
+
+    def _system_end(self, conversation: Conversation, text: str) -> int:
+        """The end of system messages and tools.
+
+        Some templates refuse a conversation without a user, or move the system text into the user's message; then it is
+        where two conversations that differ in the user's first word part ways.
+        """
+        system = conversation.messages[: conversation.system_messages]
+        plain = self._prefix(conversation, system) if system else ""
+        if plain and _shows(conversation, plain) and text.startswith(plain):
+            return len(plain)
+        one, other = (self._prefix(conversation, [*system, {"role": "user", "content": word}]) for word in ("a", "b"))
+        shared = one[: _common_prefix(one, other)]
+        return len(shared) if text.startswith(shared) else 0
+
+    def _tokenize(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], Callable[[int], int]]:
+        """Token ids, and a function from a character offset to the number of tokens wholly before it."""
+        with self._lock:
+            if not self._has_offsets:
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False), lambda _: 0
+            encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).encodings[0]
+        ids: list[int] = encoding.ids
+
+        def token_at(offset: int) -> int:
+            # Characters without a token (dropped by the tokenizer) belong to the next one.
+            for position in range(offset, len(text)) if offset else ():
+                if (token := encoding.char_to_token(position)) is not None:
+                    return int(token)
+            return len(ids) if offset else 0
+
+        return ids, token_at
+
+
+def _shows(conversation: Conversation, text: str) -> bool:
+    """Whether the system messages and the tools are in the text at all."""
+    needles = [str(m["content"]).strip() for m in conversation.messages[: conversation.system_messages]]
+    for tool in conversation.tools or ():
+        function = tool.get("function")
+        needles.append(str(function.get("name", "")) if isinstance(function, dict) else "")
+    return all(needle in text for needle in needles)
+
+
+def _common_prefix(a: str, b: str) -> int:
+    """How many leading characters two strings share, by halves: `startswith` compares at memory speed."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a.startswith(b[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _require_unicode(text: str, param: str) -> None:
+    """JSON can spell half a surrogate pair, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"'{param}' has a lone surrogate at character {error.start}; it is no valid text", param
+        ) from error
