@@ -1,1 +1,1 @@
-"""What proxy and backend say to each other: messages, chain hashes, stream framing.  No I/O, no mlx, no HTTP library."""
+"""What proxy and backend say to each other: messages, chain hashes, stream framing.  No mlx, no HTTP library."""

@@ -1,8 +1,8 @@
 """Token ids as bytes, and the chain hashes that find a stored prefix.
 
 A block is 64 consecutive tokens, aligned at absolute positions.  A chain hash names a block *and all before it*:
-``h[i] = xxh3_128(h[i-1] || u32le(tokens of block i))`` with ``h[-1] = namespace(fingerprint, tenant)``.  Equal hashes are
-only a hint: whoever reuses KV compares the tokens themselves.
+``h[i] = xxh3_128(h[i-1] || u32le(tokens of block i))`` with ``h[-1] = namespace(fingerprint, tenant)``.  Equal hashes
+are only a hint: whoever reuses KV compares the tokens themselves.
 """
 
 from array import array

@@ -1,8 +1,8 @@
 """The backend's contract as msgspec structs.  JSON on the wire; `bytes` fields travel as base64; token ids are u32le.
 
-Every reply of a ``/kv`` call carries `boot` and `generation`: `boot` changes when the backend process does, `generation`
-grows by one each time the backend drops a resident on its own.  A proxy that sees either change asks for the residents
-again (``GET /kv/residents``).
+Every reply of a ``/kv`` call carries `boot` and `generation`: `boot` changes when the backend process does,
+`generation` grows by one each time the backend drops a resident on its own.  A proxy that sees either change asks for
+the residents again (``GET /kv/residents``).
 """
 
 from typing import Any, TypeVar
@@ -197,7 +197,7 @@ class Timings(msgspec.Struct, kw_only=True):
 class Settled(Reply, kw_only=True):
     """The closing event of a stream, and the reply of DELETE /requests/{id}: what the backend now holds.
 
-    The resident's tokens are ``(prompt + generated)[:prefilled_until]``; on a cancel in prefill that is a part of the prompt.
+    The resident's tokens are ``(prompt + generated)[:prefilled_until]``; on a cancel in prefill, a part of the prompt.
     """
 
     request_id: str

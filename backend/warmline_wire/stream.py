@@ -17,7 +17,7 @@ class Event(msgspec.Struct, frozen=True):
     data: bytes = b""
     name: bytes = b""
     comment: bytes = b""
-    raw: bytes = b""  # exactly as received, blank line included
+    raw: bytes = b""  # as received, blank line included; line ends are LF
 
 
 class EventParser:
@@ -27,7 +27,9 @@ class EventParser:
         self._buffer = b""
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        self._buffer = (self._buffer + data).replace(b"\r\n", b"\n") if b"\r" in data else self._buffer + data
+        self._buffer += data
+        if b"\r" in self._buffer:  # a CR may have come with the data before
+            self._buffer = self._buffer.replace(b"\r\n", b"\n")
         while (end := self._buffer.find(b"\n\n")) >= 0:
             raw, self._buffer = self._buffer[: end + 2], self._buffer[end + 2 :]
             yield parse_event(raw)
@@ -59,7 +61,8 @@ def comment_event(text: str) -> bytes:
 class ChunkFold:
     """Folds streamed chunks of one choice into the JSON that a client gets that did not ask for a stream.
 
-    Works for ``chat.completion.chunk`` and for ``text_completion`` chunks; fields it doesn't know in the first chunk are kept.
+    Works for ``chat.completion.chunk`` and for ``text_completion`` chunks; fields of the first chunk that it doesn't know
+    are kept.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,54 @@
+"""Chain hashes name a block and all before it; packed tokens compare like lists."""
+
+from itertools import takewhile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warmline_wire.keys import BLOCK_TOKENS, chain_hashes, common_prefix, namespace, pack_tokens, unpack_tokens
+
+IDS = st.lists(st.integers(0, 2**32 - 1), max_size=300)
+ROOT = namespace("f")
+
+
+@given(IDS)
+def test_packing_is_reversible_and_four_little_endian_bytes_a_token(ids: list[int]) -> None:
+    packed = pack_tokens(ids)
+    assert packed == b"".join(i.to_bytes(4, "little") for i in ids)
+    assert unpack_tokens(packed) == ids
+
+
+def test_a_cut_off_token_is_an_error() -> None:
+    with pytest.raises(ValueError):
+        unpack_tokens(b"\0\0\0\0\0")
+
+
+@given(st.integers(0, 4), st.integers(0, BLOCK_TOKENS - 1), st.integers(0, 2**32 - 1))
+def test_every_full_block_has_a_hash_and_a_partial_one_has_none(blocks: int, rest: int, token: int) -> None:
+    assert len(chain_hashes(ROOT, pack_tokens([token] * (blocks * BLOCK_TOKENS + rest)))) == blocks
+
+
+@given(st.integers(0, 4 * BLOCK_TOKENS - 1))
+def test_a_changed_token_changes_its_block_and_all_after_it_but_none_before(position: int) -> None:
+    ids = list(range(4 * BLOCK_TOKENS))
+    changed = [*ids[:position], 10**6, *ids[position + 1 :]]
+    same = [
+        a == b
+        for a, b in zip(chain_hashes(ROOT, pack_tokens(ids)), chain_hashes(ROOT, pack_tokens(changed)), strict=True)
+    ]
+    assert same == [block < position // BLOCK_TOKENS for block in range(4)]
+
+
+def test_models_and_tenants_do_not_meet() -> None:
+    roots = {namespace("f"), namespace("g"), namespace("f", "a"), namespace("fa")}
+    assert len(roots) == 4 and all(len(root) == 16 for root in roots)
+    tokens = pack_tokens(range(BLOCK_TOKENS))
+    assert len({chain_hashes(root, tokens)[0] for root in roots}) == 4
+
+
+@given(IDS, IDS, IDS)
+def test_common_prefix_counts_whole_tokens(shared: list[int], a: list[int], b: list[int]) -> None:
+    one, other = shared + a, shared + b
+    expected = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    assert common_prefix(pack_tokens(one), pack_tokens(other)) == expected

@@ -1,0 +1,151 @@
+"""SSE framing under any split of the bytes, and folded answers that OpenAI's own models accept."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from warmline_wire.stream import DONE, ChunkFold, Event, EventParser, comment_event, data_event, parse_event
+
+PAYLOADS = st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3)
+COMMENTS = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), min_size=1, max_size=20)
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> list[tuple[bytes, Event]]:
+    """Framed events and what parsing each must give."""
+    framed = []
+    for _ in range(draw(st.integers(0, 5))):
+        if draw(st.booleans()):
+            payload, name = (
+                json.dumps(draw(PAYLOADS), ensure_ascii=False).encode(errors="replace"),
+                draw(st.sampled_from(["", "warmline"])),
+            )
+            raw = data_event(payload, name)
+            framed.append((raw, Event(data=payload, name=name.encode(), raw=raw)))
+        else:
+            text = draw(COMMENTS)
+            raw = comment_event(text)
+            framed.append((raw, Event(comment=text.encode(), raw=raw)))
+    return framed
+
+
+def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
+    return [data[a:b] for a, b in pairwise([0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)])]
+
+
+@given(streams(), st.lists(st.integers(0), max_size=12), st.booleans())
+def test_events_come_out_whole_however_the_bytes_are_split(
+    stream: list[tuple[bytes, Event]], cuts: list[int], crlf: bool
+) -> None:
+    data = b"".join(raw for raw, _ in stream)
+    data = data.replace(b"\n", b"\r\n") if crlf else data
+    parser = EventParser()
+    got = [event for piece in pieces(data, cuts) for event in parser.feed(piece)]
+    assert got == [event for _, event in stream]
+
+
+def test_an_event_comes_as_soon_as_its_blank_line_does() -> None:
+    parser = EventParser()
+    assert list(parser.feed(b"data: 1\n")) == []
+    assert [event.data for event in parser.feed(b"\ndata: 2")] == [b"1"]
+    assert [event.data for event in parser.feed(b"\n\n")] == [b"2"]
+
+
+def test_lines_end_at_newlines_only() -> None:
+    text = "a\u2028b\u0085c"
+    (event,) = EventParser().feed(data_event(json.dumps(text, ensure_ascii=False).encode()))
+    assert json.loads(event.data) == text
+
+
+def test_several_data_lines_are_one_payload() -> None:
+    assert parse_event(b"data: one\ndata:two\nid: 7\n\n").data == b"one\ntwo"
+
+
+def test_done_is_an_event() -> None:
+    assert parse_event(DONE).data == b"[DONE]"
+
+
+def chat_chunk(delta: dict[str, Any], **choice: Any) -> dict[str, Any]:
+    head = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 5,
+        "model": "m",
+        "system_fingerprint": "f",
+    }
+    return {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **choice}]}
+
+
+def folded(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    fold = ChunkFold()
+    for chunk in chunks:
+        fold.add(chunk)
+    return fold.result()
+
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}
+
+
+def test_chat_chunks_fold_into_a_chat_completion() -> None:
+    def logprob(token: str) -> dict[str, Any]:
+        entry = {"token": token, "logprob": -0.5, "bytes": list(token.encode()), "top_logprobs": []}
+        return {"content": [entry]}
+
+    answer = folded(
+        [
+            chat_chunk({"role": "assistant", "content": ""}),
+            chat_chunk({"content": "Par"}, logprobs=logprob("Par")),
+            chat_chunk({"content": "is"}, logprobs=logprob("is")),
+            chat_chunk({}, finish_reason="stop"),
+            {**chat_chunk({}), "choices": [], "usage": USAGE},
+        ]
+    )
+    completion = ChatCompletion.model_validate(answer, strict=True)
+    assert completion.object == "chat.completion" and completion.system_fingerprint == "f"
+    (choice,) = completion.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Paris", "stop")
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert [entry.token for entry in choice.logprobs.content] == ["Par", "is"]
+    assert completion.usage is not None and completion.usage.prompt_tokens_details is not None
+    assert completion.usage.prompt_tokens_details.cached_tokens == 1
+
+
+def test_other_text_fields_of_a_delta_are_folded_too() -> None:
+    answer = folded(
+        [chat_chunk({"reasoning_content": "hm"}), chat_chunk({"reasoning_content": "m"}), chat_chunk({"content": "x"})]
+    )
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "x", "reasoning_content": "hmm"}
+
+
+def test_completion_chunks_fold_into_a_completion() -> None:
+    head = {"id": "cmpl-1", "object": "text_completion", "created": 5, "model": "m"}
+
+    def chunk(text: str, finish: str | None = None, offset: int | None = None) -> dict[str, Any]:
+        logprobs = (
+            None
+            if offset is None
+            else {"tokens": [text], "token_logprobs": [-1.0], "top_logprobs": [{}], "text_offset": [offset]}
+        )
+        return {**head, "choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}]}
+
+    answer = folded(
+        [chunk("a", offset=0), chunk("b", offset=1), chunk("", "length"), {**head, "choices": [], "usage": USAGE}]
+    )
+    completion = Completion.model_validate(answer, strict=True)
+    (choice,) = completion.choices
+    assert (choice.text, choice.finish_reason) == ("ab", "length")
+    assert choice.logprobs is not None and choice.logprobs.tokens == ["a", "b"]
+    assert choice.logprobs.text_offset == [0, 1] and choice.logprobs.top_logprobs == [{}, {}]
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_an_empty_answer_is_an_answer(finish: str) -> None:
+    answer = folded([chat_chunk({"role": "assistant", "content": ""}), chat_chunk({}, finish_reason=finish)])
+    completion = ChatCompletion.model_validate(answer, strict=True)
+    assert completion.choices[0].message.content == "" and completion.usage is None
