@@ -1,0 +1,54 @@
+"""Starting real processes in tests and reading what they print, as events."""
+
+import queue
+import re
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Running:
+    """A process whose output is read line by line; killed at the end of the `with`."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        self.seen: list[str] = []
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def wait_for(self, pattern: str, timeout_s: float = 20) -> re.Match[str]:
+        """The first line from here on that matches."""
+        while (line := self._lines.get(timeout=timeout_s)) is not None:
+            self.seen.append(line)
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError(f"ended without a line like {pattern!r}:\n" + "\n".join(self.seen))
+
+    def wait_for_silence(self, timeout_s: float = 20) -> list[str]:
+        """All lines up to the end of the output: the process *and all who inherited its output* have ended."""
+        while (line := self._lines.get(timeout=timeout_s)) is not None:
+            self.seen.append(line)
+        return self.seen
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.process.kill()
+        self.process.wait()

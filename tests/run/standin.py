@@ -1,0 +1,46 @@
+"""A child for the supervisor's tests: tells what happens to it on stdout, answers GET /ready, ends on SIGTERM.
+
+Usage: standin.py NAME PORT [stubborn|misconfigured]
+"""
+
+import os
+import signal
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import FrameType
+
+from warmline_wire.lifeline import end_with_parent
+
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/ready" else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+def say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())  # one write a line: several processes share this pipe
+
+
+def main(name: str, port: int, manner: str) -> None:
+    if manner == "misconfigured":
+        say(f"{name}: no such model")
+        sys.exit(2)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        say(f"{name} stopping")
+        if manner != "stubborn":
+            sys.exit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    end_with_parent()
+    server = HTTPServer(("127.0.0.1", port), Ready)
+    say(f"{name} up {os.getpid()} key={os.environ.get('WARMLINE_CLIENT_KEY')}")
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "")

@@ -1,0 +1,72 @@
+"""`warmline` as a process."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import free_port
+
+
+def warmline(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WARMLINE_")}
+    return subprocess.run(
+        [sys.executable, "-m", "warmline_run.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**clean, **environment},
+        timeout=30,
+    )
+
+
+def test_config_prints_each_setting_with_its_source(tmp_path: Path) -> None:
+    (tmp_path / "warmline.toml").write_text('served_name = "mine"\nclient_key = "hush"')
+    answer = warmline("config", "--home", str(tmp_path), "--port", "9000", "--json", WARMLINE_REUSE="off")
+    shown = json.loads(answer.stdout)
+    assert shown["served_name"] == {"value": "mine", "source": str(tmp_path / "warmline.toml")}
+    assert shown["port"] == {"value": 9000, "source": "--port"}
+    assert shown["reuse"] == {"value": "off", "source": "WARMLINE_REUSE"}
+    assert shown["backend_port"] == {"value": 8025, "source": "default"}
+    assert shown["client_key"]["value"] == "(set)" and "hush" not in answer.stdout
+    table = warmline("config", "--home", str(tmp_path), "--port", "9000").stdout
+    assert ["port", "9000", "--port"] in [line.split() for line in table.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--reuse", "exact"], "not available yet"),
+        (["--host", "0.0.0.0"], "client key"),
+        (["--port", "http"], "whole number"),
+        (["--no-such-flag"], "no-such-flag"),
+    ],
+)
+def test_a_bad_command_line_ends_with_code_2_and_says_why(tmp_path: Path, arguments: list[str], message: str) -> None:
+    for command in ("serve", "proxy", "backend", "config"):
+        answer = warmline(command, "--home", str(tmp_path), *arguments)
+        assert answer.returncode == 2
+        assert message in answer.stderr
+        assert "Traceback" not in answer.stderr
+
+
+def test_a_bad_file_ends_with_code_2(tmp_path: Path) -> None:
+    (tmp_path / "warmline.toml").write_text("prefil_step_size = 3")
+    answer = warmline("serve", "--home", str(tmp_path))
+    assert answer.returncode == 2
+    assert answer.stderr.count("\n") == 1 and "prefill_step_size" in answer.stderr
+
+
+@pytest.mark.parametrize("flag", ["--port", "--backend-port"])
+def test_a_port_in_use_is_named(tmp_path: Path, flag: str) -> None:
+    ports = {"--port": free_port(), "--backend-port": free_port()}
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        ports[flag] = holder.getsockname()[1]
+        chosen = [text for pair in ports.items() for text in map(str, pair)]
+        answer = warmline("serve", "--home", str(tmp_path), "--model", str(tmp_path), *chosen)
+    assert answer.returncode == 2
+    assert f"port {ports[flag]} ({flag})" in answer.stderr and "in use" in answer.stderr

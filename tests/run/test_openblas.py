@@ -1,0 +1,47 @@
+"""Finding OpenBLAS and preloading it."""
+
+from pathlib import Path
+
+import pytest
+
+from warmline_run import openblas
+
+
+def library(root: Path, place: str) -> Path:
+    path = root / place
+    path.parent.mkdir(parents=True)
+    path.touch()
+    return path
+
+
+def test_finds_the_threaded_build_first(tmp_path: Path) -> None:
+    library(tmp_path, "usr/lib/aarch64-linux-gnu/libopenblas.so.0")
+    threaded = library(tmp_path, "usr/lib/aarch64-linux-gnu/openblas-pthread/libopenblas.so.0")
+    assert openblas.find(tmp_path) == threaded
+
+
+def test_says_what_to_install_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openblas, "wanted", lambda: True)
+    monkeypatch.setattr(openblas, "find", lambda: None)
+    preload, advice = openblas.preload("")
+    assert preload == ""
+    assert "libopenblas0-pthread" in advice and "\n" not in advice
+
+
+def test_goes_before_what_is_preloaded_already_but_not_before_another_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openblas, "wanted", lambda: True)
+    monkeypatch.setattr(openblas, "find", lambda: Path("/x/libopenblas.so.0"))
+    assert openblas.preload("/y/libjemalloc.so") == ("/x/libopenblas.so.0:/y/libjemalloc.so", "")
+    assert openblas.preload("/y/libblas.so.3") == ("/y/libblas.so.3", "")
+
+
+def test_not_wanted_off_linux_or_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Package:
+        name = "mlx-cuda-13"
+
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert not openblas.wanted()
+    monkeypatch.setattr("sys.platform", "linux")
+    assert openblas.wanted()
+    monkeypatch.setattr(openblas.metadata, "distributions", lambda: [Package])
+    assert not openblas.wanted()

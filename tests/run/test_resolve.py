@@ -1,0 +1,109 @@
+"""Which layer wins, and what each refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from warmline_run import commands
+from warmline_run.resolve import Config, ConfigurationError, resolve
+from warmline_run.settings import SETTINGS
+
+
+def configured(home: Path, toml: str = "", environment: dict[str, str] | None = None, **flags: object) -> Config:
+    (home / "warmline.toml").write_text(toml)
+    return resolve({"home": str(home), **flags}, environment or {})
+
+
+def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
+    toml = "prefill_step_size = 100\nport = 9001\ndisk_budget_gb = 2"
+    environment = {"WARMLINE_PREFILL_STEP_SIZE": "200", "WARMLINE_PORT": "9002"}
+    config = configured(tmp_path, toml, environment, prefill_step_size="300")
+    origin = config.origin
+    assert (config["prefill_step_size"], origin["prefill_step_size"].source) == (300, "--prefill-step-size")
+    assert (config["port"], origin["port"].source) == (9002, "WARMLINE_PORT")
+    assert (config["disk_budget_gb"], origin["disk_budget_gb"].source) == (2.0, str(tmp_path / "warmline.toml"))
+    assert (config["host"], origin["host"].source) == ("127.0.0.1", "default")
+
+
+def test_the_home_decides_which_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "warmline.toml").write_text('reuse = "off"')
+    config = resolve({}, {"WARMLINE_HOME": str(tmp_path)})
+    assert (config["home"], config.origin["home"].source) == (str(tmp_path), "WARMLINE_HOME")
+    assert config["reuse"] == "off"
+
+
+def test_every_default_is_valid(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    for name, setting in SETTINGS.items():
+        if setting.default != "":
+            assert setting.parse(setting.default) == setting.default, name
+        if name != "home":
+            assert config[name] == setting.default
+
+
+def test_an_unknown_key_is_named_with_the_nearest_right_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"unknown key 'disk-budget'; did you mean 'disk_budget_gb'\?"):
+        configured(tmp_path, "disk-budget = 3")
+    with pytest.raises(ConfigurationError, match="unknown key 'zzz'; known keys: model, "):
+        configured(tmp_path, "zzz = 3")
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("port = 70000", "port .*warmline.toml.*from 1 to 65535, not 70000"),
+        ("port = true", "port .*whole number"),
+        ("port = ", "no valid TOML"),
+        ("disk_budget_gb = -1", "disk_budget_gb .*0 or more"),
+        ("disk_budget_gb = nan", "disk_budget_gb .*0 or more"),
+        ('reuse = "sometimes"', "reuse .*fast, exact or off, not 'sometimes'"),
+        ("kv_bits = 5", "kv_bits .*0, 4 or 8"),
+        ("kv_bits = true", "kv_bits .*0, 4 or 8"),
+        ("model = 7", "model .*expected text"),
+        ("trust_remote_code = 2", "true or false"),
+        ('home = "/elsewhere"', "unknown key 'home'"),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(tmp_path: Path, toml: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        configured(tmp_path, toml)
+    assert "\n" not in str(caught.value) or "TOML" in message
+
+
+def test_exact_reuse_says_that_it_is_not_available_yet(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"WARMLINE_REUSE.*not available yet"):
+        configured(tmp_path, environment={"WARMLINE_REUSE": "exact"})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "some.name"])
+def test_only_loopback_goes_without_a_client_key(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigurationError, match="client key"):
+        configured(tmp_path, host=host)
+    assert configured(tmp_path, 'client_key = "abc"', host=host)["host"] == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_loopback_needs_no_client_key(tmp_path: Path, host: str) -> None:
+    assert configured(tmp_path, host=host)["host"] == host
+
+
+def test_the_two_ports_must_differ(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="must differ"):
+        configured(tmp_path, port="8025")
+
+
+def test_the_client_key_reaches_the_proxy_by_its_environment_only(tmp_path: Path) -> None:
+    config = configured(tmp_path, 'client_key = "from-file"')
+    surroundings = {"WARMLINE_CLIENT_KEY": "stale", "PATH": "/bin"}
+    proxy, backend = commands.proxy(config, surroundings), commands.backend(config, "m", surroundings)
+    assert proxy.environment["WARMLINE_CLIENT_KEY"] == "from-file"
+    assert "WARMLINE_CLIENT_KEY" not in backend.environment
+    assert not any("from-file" in argument for argument in proxy.arguments + backend.arguments)
+
+
+def test_what_is_not_set_is_not_passed(tmp_path: Path) -> None:
+    config = configured(tmp_path, "disk_budget_gb = 0", trust_remote_code=True, model="/m")
+    backend, proxy = commands.backend(config, "/m", {}).arguments, commands.proxy(config, {}).arguments
+    assert "--trust-remote-code" in backend
+    assert not {"--kv-bits", "--memory-budget-gb", "--max-tokens", "--adapter-path", "--served-name"} & set(backend)
+    assert proxy[proxy.index("--disk-budget-gb") + 1] == "0.0"  # 0 means none, not the default

@@ -1,0 +1,74 @@
+"""The supervisor over stand-ins, as real processes."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from processes import Running, free_port
+
+DRIVER = str(Path(__file__).with_name("drive_supervise.py"))
+
+
+def start(*manner: str) -> Running:
+    return Running([sys.executable, DRIVER, str(free_port()), str(free_port()), *manner])
+
+
+def test_announces_readiness_with_a_line_to_paste() -> None:
+    with start() as serve:
+        url = serve.wait_for(r"^ready (http://127\.0\.0\.1:\d+/v1)$")[1]
+        serve.wait_for(rf"^curl {url}/chat/completions -H 'Content-Type: application/json' -d '\{{.*France")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_proxy_before_the_backend(number: signal.Signals) -> None:
+    with start() as serve:
+        serve.wait_for("^ready ")
+        serve.process.send_signal(number)
+        serve.wait_for("^proxy stopping$")
+        serve.wait_for("^backend stopping$")
+        serve.wait_for_silence()
+        assert serve.process.wait() == 0
+
+
+def test_restarts_a_killed_child_and_waits_longer_each_time() -> None:
+    with start() as serve:
+        first = int(serve.wait_for(r"^backend up (\d+)")[1])
+        serve.wait_for("^ready ")
+        os.kill(first, signal.SIGKILL)
+        assert serve.wait_for(r"the backend was killed by SIGKILL; starting it again in (\S+) s")[1] == "1"
+        second = int(serve.wait_for(r"^backend up (\d+)")[1])
+        assert second != first
+        os.kill(second, signal.SIGKILL)
+        assert serve.wait_for(r"starting it again in (\S+) s")[1] == "2"
+        serve.process.terminate()  # while it waits to start the child again
+        serve.wait_for("^proxy stopping$")
+        serve.wait_for_silence()
+        assert serve.process.wait() == 0
+
+
+def test_a_child_that_reports_a_configuration_error_ends_serve_with_code_2() -> None:
+    with start("misconfigured") as serve:
+        lines = serve.wait_for_silence()
+        assert "backend: no such model" in lines
+        assert serve.process.wait() == 2
+
+
+def test_no_child_outlives_a_killed_serve() -> None:
+    with start() as serve:
+        serve.wait_for("^ready ")
+        serve.process.kill()
+        lines = serve.wait_for_silence()  # both stand-ins held the output open
+        assert {"proxy stopping", "backend stopping"} <= set(lines)
+
+
+def test_a_second_signal_kills_what_does_not_stop() -> None:
+    with start("stubborn") as serve:
+        serve.wait_for("^ready ")
+        serve.process.send_signal(signal.SIGINT)
+        serve.wait_for("^backend stopping$")
+        serve.process.send_signal(signal.SIGINT)
+        serve.wait_for("the backend doesn't end; killing it", timeout_s=5)
+        serve.wait_for_silence()
+        assert serve.process.wait() == 0
