@@ -1,0 +1,72 @@
+"""What a client is told when its request can't be answered: a status and OpenAI's error object."""
+
+from aiohttp import web
+
+from warmline_proxy.upstream import Refused, Unreachable, UpstreamError
+from warmline_wire.messages import ErrorBody, ErrorReply, encode
+
+RETRY_AFTER_S = 2
+
+
+class ClientError(Exception):
+    """Ends a request.  `body` is the JSON to send; `retry_after_s` becomes a Retry-After header."""
+
+    def __init__(self, status: int, body: bytes, retry_after_s: int | None = None) -> None:
+        super().__init__(body.decode(errors="replace"))
+        self.status = status
+        self.body = body
+        self.retry_after_s = retry_after_s
+
+    def response(self, headers: dict[str, str] | None = None) -> web.Response:
+        all_headers = dict(headers or {})
+        if self.retry_after_s is not None:
+            all_headers["Retry-After"] = str(self.retry_after_s)
+        if self.status == 401:
+            all_headers["WWW-Authenticate"] = "Bearer"
+        return web.Response(
+            status=self.status, body=self.body, content_type="application/json", headers=all_headers
+        )
+
+
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
+    return encode(ErrorReply(error=ErrorBody(message=message, type=kind, code=code, param=param)))
+
+
+def bad_request(message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> ClientError:
+    """The client is at fault."""
+    return ClientError(status, error_body(message, "invalid_request_error", code, param))
+
+
+def unavailable(message: str) -> ClientError:
+    """Nobody's fault that the client could mend: try again soon."""
+    return ClientError(503, error_body(message, "server_error", "backend_unavailable"), RETRY_AFTER_S)
+
+
+def queue_full(message: str) -> ClientError:
+    return ClientError(429, error_body(message, "rate_limit_error", "queue_full"), RETRY_AFTER_S)
+
+
+def bad_gateway(message: str) -> ClientError:
+    """The backend broke off or answered nonsense."""
+    return ClientError(502, error_body(message, "server_error", "backend_failed"))
+
+
+def from_upstream(error: ClientError | UpstreamError) -> ClientError:
+    """A failure of the backend in the client's terms; what the backend itself says of a request is passed on."""
+    if isinstance(error, ClientError):
+        return error
+    if isinstance(error, Refused):
+        return _passed_on(error)
+    if isinstance(error, Unreachable):
+        return unavailable("The backend is not there, or still starting; try again soon.")
+    return bad_gateway(f"The backend failed: {error}")
+
+
+def _passed_on(error: Refused) -> ClientError:
+    retry_after_s = int(error.retry_after) if error.retry_after.isdigit() else None
+    if error.status == 401:  # proxy and backend disagree about their secret; that is not the client's key
+        return bad_gateway("The backend refused the proxy: do both use one home?")
+    if error.status in (429, 503) and retry_after_s is None:
+        retry_after_s = RETRY_AFTER_S
+    body = error.body if error.body.lstrip().startswith(b"{") else error_body(str(error), "server_error")
+    return ClientError(error.status, body, retry_after_s)

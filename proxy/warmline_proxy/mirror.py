@@ -1,0 +1,97 @@
+"""What the proxy knows of the backend's memory.  No I/O; owned by the event loop.
+
+The backend drops residents on its own; `generation` tells that some went, `boot` that all did.  The mirror may be
+behind for a moment; then a generation answers 410, the mirror is refreshed, and the request is planned again.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from warmline_proxy.plan import Candidate
+from warmline_wire.keys import TOKEN_BYTES, common_prefix
+from warmline_wire.messages import Reply, Resident
+
+# A resident that is continued from so near its end is moved into the request, no longer to be found by others.
+TAKEN_OVER_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Held:
+    """One resident: packed tokens under a namespace root."""
+
+    root: bytes
+    tokens: bytes
+    positions: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+
+@dataclass
+class Mirror:
+    """Residents by id.  `boot` is "" until the first reply."""
+
+    boot: str = ""
+    generation: int = -1
+    _held: dict[str, Held] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, resident: str) -> bool:
+        return resident in self._held
+
+    def ids(self) -> frozenset[str]:
+        return frozenset(self._held)
+
+    def is_behind(self, reply: Reply) -> bool:
+        """Whether the backend dropped residents, or is another process, since the mirror last looked."""
+        return reply.boot != self.boot or reply.generation > self.generation
+
+    def note(self, reply: Reply) -> None:
+        """The mirror now agrees with this reply.  Another boot: nothing that was held is there any more."""
+        if reply.boot != self.boot:
+            self._held.clear()
+            self.generation = reply.generation
+        self.boot, self.generation = reply.boot, max(self.generation, reply.generation)
+
+    def add(self, resident: str, held: Held) -> None:
+        if resident and len(held):
+            self._held[resident] = held
+
+    def add_listed(self, residents: Iterable[Resident], root: bytes) -> None:
+        """Adopt what a listing with ids shows and the mirror didn't know.
+
+        A listing doesn't tell whose tokens these are; the proxy serves one tenant, whose namespace `root` is.
+        """
+        for each in residents:
+            if each.ids is not None and each.id not in self._held:
+                self.add(each.id, Held(root, each.ids, tuple(each.positions)))
+
+    def drop(self, resident: str) -> None:
+        self._held.pop(resident, None)
+
+    def keep_only(self, listed: Iterable[Resident], among: Collection[str]) -> None:
+        """Forget those of `among` (what was known when the listing was asked for) that it lacks; learn the positions
+        of the others.
+        """
+        alive = {each.id: tuple(each.positions) for each in listed}
+        for name in among:
+            if name not in alive:
+                self.drop(name)
+            elif held := self._held.get(name):
+                self._held[name] = replace(held, positions=alive[name])
+
+    def taken(self, resident: str, reuse: int) -> None:
+        """A generation begins that continues `resident` at `reuse`."""
+        held = self._held.get(resident)
+        if held and len(held) - reuse <= TAKEN_OVER_TOKENS:
+            self.drop(resident)
+
+    def candidates(self, root: bytes, prompt: bytes) -> list[Candidate]:
+        """Residents of this namespace that share a prefix with the packed prompt, tokens compared."""
+        found = []
+        for name, held in self._held.items():
+            if held.root == root and (common := common_prefix(held.tokens, prompt)):
+                found.append(Candidate(name, len(held), common, held.positions))
+        return found

@@ -1,0 +1,184 @@
+"""Where a request should start: a resident, a restorable chain, or cold.  Pure; the caller acts.
+
+Contract: `decide` never reuses the whole prompt (at least one token is left to compute), never a position where the
+model's caches can't go on, and always says why the start is not warmer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from warmline_proxy.rows import Match
+from warmline_wire.messages import CheckpointRef, Layout, Rate, SegmentRef
+
+CHECKPOINT_STRIDE_TOKENS = 2_048
+CHECKPOINT_GAP_TOKENS_MIN = 512  # a stride's checkpoint this close to a boundary's is not worth a split chunk
+# Assumed until the backend has measured; restoring wins clearly, as it does on every machine we know.
+PREFILL_TOKENS_PER_S_ASSUMED = 500.0
+RESTORE_BYTES_PER_S_ASSUMED = 500e6
+RESTORE_OVERHEAD_S = 0.005  # opening files and one more call
+
+RESIDENT, RESTORED, COLD = "resident", "restored", "cold"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A resident that shares its first `common` tokens with the prompt."""
+
+    resident: str
+    tokens: int
+    common: int
+    positions: Sequence[int] = ()  # where it can be continued, ascending; empty means anywhere
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the backend measured (Status); empty and zero where it has not yet."""
+
+    prefill: Sequence[Rate] = ()
+    restore_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What of a PromptReply a plan depends on."""
+
+    tokens: int
+    boundaries: Sequence[int] = ()
+    turn_end: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`reuse` tokens of `resident`, or of what restoring `chain` (and `checkpoint`) gives, or nothing."""
+
+    source: str
+    reuse: int
+    why_not_warmer: str
+    estimate_s: float
+    resident: str = ""
+    chain: tuple[SegmentRef, ...] = ()
+    checkpoint: CheckpointRef | None = None
+    checkpoints: tuple[int, ...] = ()  # where to keep recurrent state while prefilling
+
+
+def decide(
+    prompt: Prompt, residents: Sequence[Candidate], match: Match, layout: Layout | None, costs: Costs
+) -> Plan:
+    """The start with the shortest estimated time to the first token; on a tie the one that touches less."""
+    limit = prompt.tokens - 1
+    starts = [_cold(), _best_resident(residents, limit), _restorable(match, limit, layout)]
+    timed = [(_seconds(start, prompt.tokens, layout, costs), start) for start in starts if start]
+    estimate_s, start = min(timed, key=lambda pair: (pair[0], -pair[1].reuse))
+    return Plan(
+        source=start.source,
+        reuse=start.reuse,
+        why_not_warmer=_why(start, starts, match, limit, layout),
+        estimate_s=estimate_s,
+        resident=start.resident,
+        chain=start.chain,
+        checkpoint=start.checkpoint,
+        checkpoints=checkpoint_positions(prompt, start.reuse) if layout and layout.has_states else (),
+    )
+
+
+def cold_plan(prompt: Prompt, layout: Layout | None, why: str) -> Plan:
+    """Compute everything, whatever is stored."""
+    checkpoints = checkpoint_positions(prompt, 0) if layout and layout.has_states else ()
+    return Plan(source=COLD, reuse=0, why_not_warmer=why, estimate_s=0.0, checkpoints=checkpoints)
+
+
+def checkpoint_positions(prompt: Prompt, start: int) -> tuple[int, ...]:
+    """End of system and tools, the last boundary before the generation prompt, and a stride in between."""
+    named = {position for position in (*prompt.boundaries[:1], prompt.turn_end) if start < position < prompt.tokens}
+    stops = sorted({start, *named, prompt.turn_end or prompt.tokens - 1})
+    positions = set(named)
+    for low, high in pairwise(stops):
+        first = (low // CHECKPOINT_STRIDE_TOKENS + 1) * CHECKPOINT_STRIDE_TOKENS
+        strides = range(first, high, CHECKPOINT_STRIDE_TOKENS)
+        positions.update(at for at in strides if min(at - low, high - at) >= CHECKPOINT_GAP_TOKENS_MIN)
+    return tuple(sorted(position for position in positions if position > start))
+
+
+@dataclass(frozen=True)
+class _Start:
+    source: str
+    reuse: int
+    resident: str = ""
+    chain: tuple[SegmentRef, ...] = ()
+    checkpoint: CheckpointRef | None = None
+
+
+def _cold() -> _Start:
+    return _Start(COLD, 0)
+
+
+def _best_resident(residents: Sequence[Candidate], limit: int) -> _Start | None:
+    # The shortest one that reaches as far: continuing a longer one would copy or trim it.
+    reach = [(usable_position(each, limit), -each.tokens, each) for each in residents]
+    best = max(reach, key=lambda entry: entry[:2], default=None)
+    return _Start(RESIDENT, best[0], resident=best[2].resident) if best and best[0] > 0 else None
+
+
+def usable_position(candidate: Candidate, limit: int) -> int:
+    """The deepest token count from which this resident can go on with the prompt; 0 where there is none."""
+    reach = min(candidate.common, limit)
+    if not candidate.positions:
+        return reach
+    return max((position for position in candidate.positions if position <= reach), default=0)
+
+
+def _restorable(match: Match, limit: int, layout: Layout | None) -> _Start | None:
+    if not layout or not layout.persistent:
+        return None
+    position, checkpoint = min(match.tokens, limit), None
+    if layout.has_states:
+        usable = [each for each in match.checkpoints if each.position <= position]
+        checkpoint = max(usable, key=lambda each: each.position, default=None)
+        position = checkpoint.position if checkpoint else 0
+    if position <= 0:
+        return None
+    return _Start(RESTORED, position, chain=cut_chain(match.chain, position), checkpoint=checkpoint)
+
+
+def cut_chain(chain: Sequence[SegmentRef], position: int) -> tuple[SegmentRef, ...]:
+    """The part of a chain that gives exactly the rows [0, position)."""
+    return tuple(
+        SegmentRef(id=link.id, start=link.start, end=link.end, upto=min(link.upto, position))
+        for link in chain
+        if link.start < position
+    )
+
+
+def _seconds(start: _Start, tokens: int, layout: Layout | None, costs: Costs) -> float:
+    computing = prefill_seconds(start.reuse, tokens, costs.prefill)
+    if start.source != RESTORED or not layout:
+        return computing
+    size = start.reuse * layout.row_bytes + (layout.state_bytes if start.checkpoint else 0)
+    return computing + RESTORE_OVERHEAD_S + size / (costs.restore_bytes_per_s or RESTORE_BYTES_PER_S_ASSUMED)
+
+
+def prefill_seconds(start: int, end: int, rates: Sequence[Rate]) -> float:
+    """Time to compute [start, end), each stretch at the rate measured nearest above its context length."""
+    usable = sorted((rate for rate in rates if rate.tokens_per_s > 0), key=lambda rate: rate.tokens)
+    seconds, at = 0.0, start
+    for rate in usable[:-1]:
+        stretch = min(end, rate.tokens) - at
+        if stretch > 0:
+            seconds, at = seconds + stretch / rate.tokens_per_s, at + stretch
+    last = usable[-1].tokens_per_s if usable else PREFILL_TOKENS_PER_S_ASSUMED
+    return seconds + max(0, end - at) / last
+
+
+def _why(start: _Start, starts: Sequence[_Start | None], match: Match, limit: int, layout: Layout | None) -> str:
+    if start.reuse >= limit:
+        return ""
+    slower = max((other.reuse for other in starts if other), default=0)
+    if slower > start.reuse:
+        return f"restoring {slower} tokens would take longer"
+    if layout and not layout.persistent and start.source == COLD:
+        return f"not persistent: {layout.why_not}" if layout.why_not else "not persistent"
+    stored = min(match.tokens, limit)
+    if layout and layout.has_states and stored > start.reuse:
+        return f"{stored} tokens stored, no checkpoint after {start.reuse}"
+    return match.why

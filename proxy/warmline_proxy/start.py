@@ -1,0 +1,113 @@
+"""Steps 4 and 5 of a request's life: plan where it starts, and restore what the plan needs."""
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+
+from warmline_proxy.background import Background
+from warmline_proxy.index import Index, IndexFailure
+from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.life import Life, held_at
+from warmline_proxy.plan import RESTORED, Plan, decide
+from warmline_proxy.rows import Match
+from warmline_proxy.upstream import RestoreFailed, Unreachable, Upstream, UpstreamError
+from warmline_wire.messages import RestoreRequest
+
+log = logging.getLogger(__name__)
+
+RESTORES_MAX = 8  # each that fails takes a damaged file out of the index
+NOTHING = Match(tokens=0, chain=[], checkpoints=[], bytes_to_read=0, why="nothing stored")
+
+
+@dataclass(frozen=True)
+class _Restored:
+    """A resident, or why there is none and whether planning again can find another way."""
+
+    resident: str = ""
+    why_not: str = ""
+    plan_again: bool = False
+
+
+class Starter:
+    """Finds the warmest start that works.  A restore that fails is a shorter or a cold start, never an error."""
+
+    def __init__(self, upstream: Upstream, index: Index, knowledge: Knowledge, background: Background) -> None:
+        self._upstream = upstream
+        self._index = index
+        self._knowledge = knowledge
+        self._background = background
+
+    async def start(self, life: Life) -> Plan:
+        """A plan whose resident, where it has one, was there a moment ago.  Raises Unreachable."""
+        misses: list[str] = []
+        for _ in range(RESTORES_MAX):
+            plan = self._plan(life, misses)
+            if plan.source != RESTORED:
+                return plan
+            # Not cancelled with the client: what is being read is resident afterwards, for the client's next try.
+            restoring = self._background.spawn(self._restore(life, plan), f"restore for {life.trace.id}")
+            restored = await asyncio.shield(restoring)
+            if restored.resident:
+                return replace(plan, resident=restored.resident)
+            misses.append(restored.why_not)
+            if not restored.plan_again:
+                break
+        return self._plan(life, misses, stored=False)
+
+    def _plan(self, life: Life, misses: list[str], stored: bool = True) -> Plan:
+        assert life.prompt is not None
+        prompt = life.prompt_shape()
+        match = self._match(life, prompt.tokens - 1) if stored else NOTHING
+        residents = self._knowledge.mirror.candidates(life.root, life.prompt.tokens)
+        plan = decide(prompt, residents, match, life.layout, self._knowledge.costs())
+        used = [link.id for link in match.chain if link.start < plan.reuse]
+        if used:
+            self._index.note_use(used + ([plan.checkpoint.id] if plan.checkpoint else []))
+        return replace(plan, why_not_warmer="; ".join(filter(None, [*misses, plan.why_not_warmer])))
+
+    def _match(self, life: Life, limit: int) -> Match:
+        assert life.prompt is not None
+        if limit < 1:
+            return NOTHING
+        try:
+            return self._index.match(life.root, life.prompt.tokens, limit)
+        except IndexFailure as error:
+            log.error("the index can't be read: %s", error)
+            return NOTHING
+
+    async def _restore(self, life: Life, plan: Plan) -> _Restored:
+        files = [link.id for link in plan.chain] + ([plan.checkpoint.id] if plan.checkpoint else [])
+        held = held_at(life, plan.reuse)
+        request = RestoreRequest(
+            request_id=life.trace.id, tokens=held.tokens, chain=list(plan.chain), checkpoint=plan.checkpoint
+        )
+        began_s = life.trace.elapsed_s()
+        self._index.lease(files)
+        try:
+            reply = await self._upstream.restore(request)
+        except RestoreFailed as error:
+            return await self._set_aside(error, files)
+        except Unreachable:
+            raise
+        except UpstreamError as error:
+            log.warning("request %s: restoring %d tokens failed: %s", life.trace.id, plan.reuse, error)
+            return _Restored(why_not=f"restore failed: {error}")
+        finally:
+            self._index.release(files)
+            life.trace.restore_s += life.trace.elapsed_s() - began_s
+        self._knowledge.mirror.add(reply.resident, held)
+        return _Restored(resident=reply.resident)
+
+    async def _set_aside(self, error: RestoreFailed, files: list[str]) -> _Restored:
+        """Quarantine the file at fault, so that no later request meets it."""
+        refused = error.reply
+        why_not = f"{refused.reason} in {refused.bad[:8] or 'the chain'}: {refused.detail}"
+        log.warning("a restore was refused: %s", why_not)
+        if refused.bad not in files:
+            return _Restored(why_not=why_not)
+        try:
+            await asyncio.to_thread(self._index.quarantine, refused.bad, refused.reason)
+        except IndexFailure as failure:
+            log.error("%s could not be quarantined: %s", refused.bad, failure)
+            return _Restored(why_not=why_not)
+        return _Restored(why_not=why_not, plan_again=True)

@@ -1,0 +1,108 @@
+"""What is learnt of one request on its way; in the end its record and its one PERF line."""
+
+import json
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from warmline_proxy.plan import COLD, RESTORED, Plan
+from warmline_proxy.rows import RequestRecord
+from warmline_wire.messages import Settled
+
+OK, ERROR, CANCELLED = "ok", "error", "cancelled"
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(12)
+
+
+@dataclass
+class Trace:
+    """Filled by the hot path, read by settle; owned by the event loop."""
+
+    endpoint: str
+    id: str = field(default_factory=new_request_id)
+    at: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.monotonic)
+    client_model: str = ""
+    session_hint: str = ""
+    session: str = ""
+    outcome: str = ""
+    error: str = ""
+    plan: Plan | None = None
+    prompt_tokens: int = 0
+    saved_tokens: int = 0
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    settled: Settled | None = None
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.began
+
+    def saw_content(self) -> None:
+        """The first token's text is on its way to the client."""
+        self.ttft_s = self.ttft_s or self.elapsed_s()
+
+    def answered(self) -> None:
+        """The client has all of its answer; a failure in the midst of it stays one."""
+        self.outcome = self.outcome or OK
+
+    def failed(self, error: Exception) -> None:
+        self.outcome, self.error = ERROR, str(error)
+
+    def left(self) -> None:
+        """The client went before its answer was whole."""
+        self.outcome = CANCELLED
+
+    def cache_header(self) -> str:
+        """X-Warmline-Cache: where the start came from and how many tokens it saved."""
+        return f"{self.plan.source} {self.plan.reuse}" if self.plan else f"{COLD} 0"
+
+    def record(self) -> RequestRecord:
+        plan, timings = self.plan, self.settled.timings if self.settled else None
+        reuse = plan.reuse if plan else 0
+        return RequestRecord(
+            id=self.id,
+            at=self.at,
+            endpoint=self.endpoint,
+            client_model=self.client_model,
+            session=self.session,
+            outcome=self.outcome or ERROR,
+            source=plan.source if plan else COLD,
+            why_not_warmer=plan.why_not_warmer if plan else "",
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=reuse,
+            restored_tokens=reuse if plan and plan.source == RESTORED else 0,
+            prefilled_tokens=timings.prefilled if timings else 0,
+            generated_tokens=timings.decoded if timings else 0,
+            saved_tokens=self.saved_tokens,
+            queue_s=self.queue_s + (timings.queue_s if timings else 0.0),
+            restore_s=self.restore_s,
+            prefill_s=timings.prefill_s if timings else 0.0,
+            ttft_s=self.ttft_s,
+            decode_tokens_per_s=timings.decoded / timings.decode_s if timings and timings.decode_s > 0 else 0.0,
+            total_s=self.total_s or self.elapsed_s(),
+            error=self.error,
+        )
+
+
+def perf_line(record: RequestRecord, session_hint: str = "") -> str:
+    """One line, `key=value`; texts that others chose are quoted."""
+    numbers = (
+        f"queue={record.queue_s:.3f}s restore={record.restore_s:.3f}s prefill={record.prefill_s:.3f}s"
+        f" ttft={record.ttft_s:.3f}s total={record.total_s:.3f}s decode={record.decode_tokens_per_s:.1f}tok/s"
+        f" prompt={record.prompt_tokens} cached={record.cached_tokens} restored={record.restored_tokens}"
+        f" prefilled={record.prefilled_tokens} generated={record.generated_tokens} saved={record.saved_tokens}"
+    )
+    session = record.session or "-"
+    texts = f"miss={json.dumps(record.why_not_warmer)} model={json.dumps(record.client_model)}"
+    if session_hint:
+        texts += f" client_session={json.dumps(session_hint)}"
+    if record.error:
+        texts += f" error={json.dumps(record.error)}"
+    return (
+        f"PERF request={record.id} session={session} endpoint={record.endpoint} outcome={record.outcome}"
+        f" source={record.source} {numbers} {texts}"
+    )

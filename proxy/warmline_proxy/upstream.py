@@ -1,0 +1,256 @@
+"""The backend, as typed calls.  The only module that knows httpx and tenacity.
+
+    UpstreamError
+    ├── Unreachable      nobody listens, and nobody did for `wait_s`; nothing was sent
+    ├── Broken           the connection broke off, or an answer took too long
+    ├── Garbled          an answer that the contract doesn't know
+    └── Refused          an HTTP status of 400 or more; `body` is the backend's error object
+        ├── Gone         410: the resident, the prompt or the request is no longer there; plan again
+        └── RestoreFailed   409 of a restore; `reply` names the file at fault
+
+Errors are translated here, once.  Nothing is sent twice unless sending it twice is harmless.
+"""
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import httpx
+import msgspec
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
+
+from warmline_proxy.plan import Plan
+from warmline_wire.messages import (
+    HEADER_CHECKPOINTS,
+    HEADER_PROMPT,
+    HEADER_REQUEST,
+    HEADER_RESIDENT,
+    HEADER_REUSE,
+    ErrorReply,
+    KeepOrder,
+    PromptReply,
+    PromptRequest,
+    ResidentsReply,
+    RestoreRefused,
+    RestoreReply,
+    RestoreRequest,
+    SaveReply,
+    SaveRequest,
+    Settled,
+    Status,
+    decode,
+    encode,
+)
+
+CONNECT_TIMEOUT_S = 5.0
+RESTART_WAIT_S = 15.0  # how long a request waits for a backend that is being restarted
+PROBE_TIMEOUT_S = 5.0
+CANCEL_TIMEOUT_S = 120.0  # an engine lets go between two steps, and a step of a very large model takes long
+PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+
+T = TypeVar("T")
+
+
+class UpstreamError(Exception):
+    """The backend didn't do what was asked."""
+
+
+class Unreachable(UpstreamError):
+    """Nobody listens; nothing was sent."""
+
+
+class Broken(UpstreamError):
+    """The connection broke off, or an answer took too long."""
+
+
+class Garbled(UpstreamError):
+    """An answer that the contract doesn't know."""
+
+
+class Refused(UpstreamError):
+    """An HTTP status of 400 or more."""
+
+    def __init__(self, status: int, body: bytes, retry_after: str = "") -> None:
+        super().__init__(f"{status}: {_message_in(body)}")
+        self.status = status
+        self.body = body
+        self.retry_after = retry_after
+
+
+class Gone(Refused):
+    """410: plan again."""
+
+
+class RestoreFailed(Refused):
+    """409 of a restore."""
+
+    def __init__(self, body: bytes, reply: RestoreRefused) -> None:
+        super().__init__(409, body)
+        self.reply = reply
+
+
+class ByteStream:
+    """The body of an answer whose headers have come.  Close it, or read it to its end."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._response = response
+        self.status = response.status_code
+        self.headers = response.headers.multi_items()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Bytes as they arrive, not decoded.  Raises Broken."""
+        with _translated():
+            async for data in self._response.aiter_raw():
+                yield data
+
+    async def close(self) -> None:
+        await self._response.aclose()
+
+
+class Upstream:
+    """One backend.  Every method raises UpstreamError, and nothing else, where the backend fails."""
+
+    def __init__(self, base_url: str, secret: str, restart_wait_s: float = RESTART_WAIT_S) -> None:
+        self._restart_wait_s = restart_wait_s
+        self._client = httpx.AsyncClient(
+            base_url=base_url,
+            headers={"Authorization": f"Bearer {secret}"},
+            # Generations, restores and saves take as long as they take; the connection alone has a limit here.
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
+            verify=False,
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def status(self, patient: bool = True) -> Status:
+        """`patient=False` asks once, now: for probes."""
+        return _decoded(await self._call("GET", "/kv/status", patient=patient, timeout_s=PROBE_TIMEOUT_S), Status)
+
+    async def prompt(self, request: PromptRequest) -> PromptReply:
+        """Raises Refused (400) with OpenAI's error for whatever is wrong with the body."""
+        return _decoded(await self._call("POST", "/kv/prompts", encode(request), repeatable=True), PromptReply)
+
+    async def restore(self, request: RestoreRequest) -> RestoreReply:
+        """Raises RestoreFailed where a file is at fault."""
+        try:
+            return _decoded(await self._call("POST", "/kv/restore", encode(request)), RestoreReply)
+        except Refused as error:
+            if error.status == 409:
+                raise RestoreFailed(error.body, _decoded(error.body, RestoreRefused)) from error
+            raise
+
+    async def save(self, request: SaveRequest) -> SaveReply:
+        """Returns once all files are durable.  Raises Gone where the resident is no longer there."""
+        return _decoded(await self._call("POST", "/kv/save", encode(request)), SaveReply)
+
+    async def residents(self, ids: bool) -> ResidentsReply:
+        path = "/kv/residents?ids=1" if ids else "/kv/residents"
+        return _decoded(await self._call("GET", path, repeatable=True), ResidentsReply)
+
+    async def drop_resident(self, resident: str) -> None:
+        try:
+            await self._call("DELETE", f"/kv/residents/{resident}", patient=False)
+        except Refused as error:
+            if error.status not in (404, 410):
+                raise
+
+    async def keep_order(self, drop_first: list[str]) -> None:
+        await self._call("PUT", "/kv/residents/order", encode(KeepOrder(drop_first=drop_first)), patient=False)
+
+    async def cancel(self, request_id: str) -> Settled | None:
+        """Returns when the engine has let go: what it now holds, or None where the request is over or unknown."""
+        try:
+            body = await self._call("DELETE", f"/requests/{request_id}", patient=False, timeout_s=CANCEL_TIMEOUT_S)
+        except Refused as error:
+            if error.status in (404, 410):
+                return None
+            raise
+        return _decoded(body, Settled)
+
+    async def generate(self, endpoint: str, body: bytes, request_id: str, prompt_id: str, plan: Plan) -> ByteStream:
+        """Starts a generation.  Raises Gone where `plan`'s resident or the prompt is no longer there."""
+        headers = {"Content-Type": "application/json", HEADER_REQUEST: request_id, HEADER_PROMPT: prompt_id}
+        if plan.reuse:
+            headers |= {HEADER_RESIDENT: plan.resident, HEADER_REUSE: str(plan.reuse)}
+        if plan.checkpoints:
+            headers[HEADER_CHECKPOINTS] = ",".join(map(str, plan.checkpoints))
+        request = self._client.build_request("POST", PATHS[endpoint], content=body, headers=headers)
+        try:
+            return ByteStream(await self._checked(await self._send(request, patient=True, repeatable=False)))
+        except Refused as error:
+            if error.status in (409, 410):
+                raise Gone(error.status, error.body) from error
+            raise
+
+    async def forward(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> ByteStream:
+        """Any other call, answered with whatever status the backend gives."""
+        request = self._client.build_request(method, target, headers=headers, content=body or None)
+        return ByteStream(await self._send(request, patient=False, repeatable=False))
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        patient: bool = True,
+        repeatable: bool = False,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        headers = {"Content-Type": "application/json"} if body else {}
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+        request = self._client.build_request(method, path, content=body or None, headers=headers, timeout=timeout)
+        response = await self._checked(await self._send(request, patient=patient, repeatable=repeatable))
+        with _translated():
+            return await response.aread()
+
+    async def _send(self, request: httpx.Request, *, patient: bool, repeatable: bool) -> httpx.Response:
+        """The answer's head.  A refused connection is tried again: a backend that restarts is soon back."""
+
+        def is_worth_another(error: BaseException) -> bool:
+            unsent = isinstance(error, httpx.ConnectError)
+            return unsent or (repeatable and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError))
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(is_worth_another),
+            wait=wait_exponential(multiplier=0.05, max=0.5),
+            stop=stop_after_delay(self._restart_wait_s if patient else 0.0),
+            reraise=True,
+        )
+        with _translated():
+            return await retrying(self._client.send, request, stream=True)
+
+    async def _checked(self, response: httpx.Response) -> httpx.Response:
+        if response.status_code < 400:
+            return response
+        with _translated():
+            body = await response.aread()
+        kind = Gone if response.status_code == 410 else Refused
+        raise kind(response.status_code, body, response.headers.get("Retry-After", ""))
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise Unreachable(f"the backend is not reachable: {error}") from error
+    except (httpx.HTTPError, httpx.StreamError) as error:
+        raise Broken(f"the backend broke off: {error or type(error).__name__}") from error
+
+
+def _decoded(body: bytes, kind: type[T]) -> T:
+    try:
+        return decode(body, kind)
+    except msgspec.DecodeError as error:
+        raise Garbled(f"the backend's {kind.__name__} is not readable: {error}") from error
+
+
+def _message_in(body: bytes) -> str:
+    try:
+        return decode(body, ErrorReply).error.message
+    except msgspec.DecodeError:
+        return body[:200].decode(errors="replace")
