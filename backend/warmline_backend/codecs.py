@@ -76,8 +76,9 @@ class RowsCodec(Codec):
         single.keys, single.values, single.offset = fields["keys"], fields["values"], position
         return self.lift(single)
 
-    def truncate(self, leaf: BatchKVCache, position: int) -> None:
-        leaf.trim(leaf._idx - position)
+    def truncate(self, leaf: BatchKVCache, count: int) -> None:
+        """Forget the last `count` rows; the buffer stays."""
+        leaf.trim(count)
 
 
 class QuantizedRowsCodec(Codec):
@@ -106,8 +107,8 @@ class QuantizedRowsCodec(Codec):
         leaf.offset = position
         return leaf
 
-    def truncate(self, leaf: QuantizedKVCache, position: int) -> None:
-        leaf.trim(leaf.offset - position)
+    def truncate(self, leaf: QuantizedKVCache, count: int) -> None:
+        leaf.trim(count)
 
 
 class WindowCodec(Codec):

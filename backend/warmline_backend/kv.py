@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_reduce
 
-from warmline_backend.codecs import CacheLayout, Fields, Kind, flatten, rebuild
+from warmline_backend.codecs import CacheLayout, Fields, Kind, Leaf, flatten, rebuild
 
 Named = dict[str, mx.array]  # "layer.component.field" -> array
 
@@ -132,33 +132,43 @@ class KV:
         )
 
     def branch(self, position: int) -> "KV":
-        """A copy of the first `position` tokens; rows are copied, this KV stays as it is."""
-        twin = KV(self.layout, list(self.tokens), copy.deepcopy(self.layers), journals=self.journals)
-        twin.checkpoints, twin.journal = dict(self.checkpoints), list(self.journal)
-        twin.journal_until = self.journal_until
-        if position < self.length:
-            twin.truncate(position)
+        """A KV of the first `position` tokens; this one stays as it is.  Only where `can_continue_at(position)`."""
+        leaves = (
+            self._leaf_at(leaf, held, position) for leaf, held in zip(self.layout.leaves, self._leaves(), strict=True)
+        )
+        twin = KV.from_leaves(self.layout, self.tokens[:position], leaves)
+        twin.journals, twin.journal_until = self.journals, min(self.journal_until, position)
+        twin._keep_below(position, self)
         return twin
 
     def truncate(self, position: int) -> None:
-        """Forget all but the first `position` tokens.  Only where `can_continue_at(position)`."""
+        """Forget all but the first `position` tokens, in place.  Only where `can_continue_at(position)`."""
         if position == self.length:
             return
         leaves = self._leaves()
-        state = self.checkpoints.get(position, {})
         for n, leaf in enumerate(self.layout.leaves):
-            if leaf.codec.kind is Kind.ROWS:
-                leaf.codec.truncate(leaves[n], position)
-            elif leaf.codec.kind is Kind.STATE:
-                leaves[n] = leaf.codec.build(_fields_of(state, leaf.name), position, leaf.template)
+            if leaf.codec.kind is Kind.ROWS:  # its buffer, with room to grow, is kept
+                leaf.codec.truncate(leaves[n], self.length - position)
             else:
-                fields = leaf.codec.rows(leaves[n], 0, self.length, 0, position)
-                leaves[n] = leaf.codec.build(fields, position, leaf.template)
+                leaves[n] = self._leaf_at(leaf, leaves[n], position)
         self.layers = rebuild(self.layout.template, iter(leaves))
         self.tokens = self.tokens[:position]
-        self.checkpoints = {at: held for at, held in self.checkpoints.items() if at <= position}
-        self.journal = [_cut(entry, position) for entry in self.journal if entry[0] < position]
         self.journal_until = min(self.journal_until, position)
+        self._keep_below(position, self)
+
+    def _leaf_at(self, leaf: Leaf, held: Any, position: int) -> Any:
+        if leaf.codec.kind is Kind.STATE:
+            state = self.checkpoints.get(position)
+            fields = leaf.codec.state(held, self.index) if state is None else _fields_of(state, leaf.name)
+        elif leaf.codec.kind is Kind.WINDOW and position == self.length:
+            return copy.deepcopy(held)  # past its start, a ring has no row 0
+        else:
+            fields = leaf.codec.rows(held, self.index, self.length, 0, position)
+        return leaf.codec.build(fields, position, leaf.template)
+
+    def _keep_below(self, position: int, other: "KV") -> None:
+        self.checkpoints = {at: state for at, state in other.checkpoints.items() if at <= position}
+        self.journal = [_cut(entry, position) for entry in other.journal if entry[0] < position]
 
     def _leaves(self) -> list[Any]:
         return [leaf for _, leaf in flatten(self.layers)]

@@ -199,6 +199,7 @@ class Loader:
     """Reads chains of one model.  `segment_file` maps an id to its path; `pool` reads segments side by side."""
 
     layout: CacheLayout
+    row_names: frozenset[str]  # every tensor that a segment of this model has
     fingerprint: str
     segment_file: Callable[[str], Path]
     pool: Executor
@@ -238,6 +239,8 @@ class Loader:
         meta = header.meta
         if meta.fingerprint != self.fingerprint:
             raise Damaged(link.id, link.start, "foreign", f"made by another model ({meta.fingerprint[:12]})")
+        if header.tensors.keys() - {TOKENS, CHECKSUMS} != self.row_names:
+            raise Damaged(link.id, link.start, "foreign", "its tensors are not this model's")
         if (meta.kind, meta.id, meta.start, meta.end) != ("segment", link.id, link.start, link.end):
             raise Damaged(link.id, link.start, "foreign", f"{meta.kind} {meta.id} of [{meta.start}, {meta.end})")
         return header

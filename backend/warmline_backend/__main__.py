@@ -1,0 +1,127 @@
+"""`python -m warmline_backend`: one model behind loopback HTTP.
+
+Exit codes: 0 after a clean stop, 2 where the configuration or the model is at fault (starting again would not help),
+1 otherwise.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+from aiohttp import web
+
+from warmline_backend.config import BackendConfig, ConfigError, parse_config
+from warmline_backend.engine import Engine
+from warmline_backend.model import ModelProblem, load, memory_budget
+from warmline_backend.scheduler import Scheduler, SchedulerSettings
+from warmline_backend.server import make_app
+from warmline_backend.service import Service
+from warmline_wire.home import Home, write_private
+from warmline_wire.lifeline import end_with_parent
+
+log = logging.getLogger(__name__)
+
+ENGINE_STOP_S = 30.0
+SHUTDOWN_S = 2.0  # what running streams get to end by themselves
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        config = parse_config(arguments)
+    except ConfigError as error:
+        print(f"warmline backend: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(
+        level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    end_with_parent()
+    return asyncio.run(_serve(config))
+
+
+async def _serve(config: BackendConfig) -> int:
+    home = Home(config.home)
+    home.prepare()
+    boot = secrets.token_hex(8)
+    engine = Engine(lambda: _make_scheduler(config, boot))
+    service = Service(config, home, engine, boot)
+    stopped = _stop_signals()
+    app = make_app(service, home.secret())
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, config.host, config.port, reuse_address=True).start()
+    except OSError as error:
+        print(f"warmline backend: can't listen on {config.host}:{config.port}: {error}", file=sys.stderr)
+        return 2
+    engine.start()
+    write_private(home.pid_file("backend"), f"{os.getpid()}\n")
+    try:
+        return await _run(config, service, engine, stopped)
+    finally:
+        await runner.cleanup()
+        engine.stop()
+        await asyncio.to_thread(engine.join, ENGINE_STOP_S)
+        home.pid_file("backend").unlink(missing_ok=True)
+
+
+async def _run(config: BackendConfig, service: Service, engine: Engine, stopped: asyncio.Event) -> int:
+    try:
+        await _unless(stopped, service.wait_until_loaded())
+    except (ModelProblem, FileNotFoundError, ValueError) as error:
+        print(f"warmline backend: can't serve {config.model}: {error}", file=sys.stderr)
+        return 2
+    if not stopped.is_set():
+        log.info("serving %s at http://%s:%d", config.served_name, config.host, config.port)
+    await stopped.wait()
+    return 0
+
+
+async def _unless(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`, or leave it when this process is to stop."""
+    waiting = asyncio.ensure_future(stopped.wait())
+    task = asyncio.ensure_future(work)
+    await asyncio.wait({waiting, task}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if task.done():
+        task.result()
+    else:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _stop_signals() -> asyncio.Event:
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    return stopped
+
+
+def _make_scheduler(config: BackendConfig, boot: str) -> Scheduler:
+    """Engine thread: everything that mlx touches is made where it will be used."""
+    served = load(
+        config.model,
+        config.served_name,
+        kv_bits=config.kv_bits,
+        kv_group_size=config.kv_group_size,
+        adapter_path=config.adapter_path,
+        trust_remote_code=config.trust_remote_code,
+    )
+    settings = SchedulerSettings(
+        boot=boot,
+        memory_budget_bytes=config.memory_budget_bytes or memory_budget(served.weight_bytes),
+        prefill_step_size=config.prefill_step_size,
+        running_count_max=config.running_count_max,
+        keeps_residents=config.reuse != "off",
+    )
+    return Scheduler(served, settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,180 @@
+"""The served model: loaded once, warmed up, measured.  Engine thread."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx.utils import tree_reduce
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import _download
+
+from warmline_backend.codecs import CacheLayout
+from warmline_backend.kv import KV, layers_nbytes
+from warmline_wire.messages import Layout
+
+log = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 8
+CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length", "n_positions")
+MEMORY_SHARE = 0.7  # of what weights leave free, when no budget is set
+
+
+class ModelProblem(Exception):
+    """The model can't be served; says what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    path: Path
+    name: str
+    layout: CacheLayout
+    row_names: frozenset[str]  # "layer.component.field" of every tensor of a segment
+    row_bytes: int  # one token's rows over all leaves
+    state_bytes: int  # one checkpoint
+    context_tokens_max: int  # 0: the model doesn't say
+    vocabulary_size: int
+    dtype: str  # of the KV's floating values; part of the fingerprint
+    weight_bytes: int
+
+    def bytes_of(self, tokens: int) -> int:
+        """KV bytes of a sequence of `tokens`, without padding."""
+        return tokens * self.row_bytes + self.state_bytes
+
+    def fresh_kv(self, *, journals: bool) -> KV:
+        return KV(self.layout, [], self.layout.fresh(), journals=journals)
+
+    def described(self) -> Layout:
+        layout = self.layout
+        return Layout(
+            row_bytes=self.row_bytes,
+            state_bytes=self.state_bytes,
+            has_rows=self.row_bytes > 0,
+            has_states=layout.has_states,
+            has_windows=layout.window > 0,
+            persistent=not layout.problem,
+            families=layout.families,
+            why_not=layout.problem,
+        )
+
+
+def load(
+    path: str,
+    name: str,
+    *,
+    kv_bits: int = 0,
+    kv_group_size: int = 64,
+    adapter_path: str = "",
+    trust_remote_code: bool = False,
+) -> ServedModel:
+    """Load weights and tokenizer, compile by computing a few tokens, and learn what a row weighs.
+
+    Raises ModelProblem, or what mlx-lm raises for a folder that is no model.
+    """
+    folder = _folder(path)
+    model, tokenizer, config = mlx_lm.load(
+        str(folder),
+        adapter_path=adapter_path or None,
+        return_config=True,
+        trust_remote_code=trust_remote_code,
+    )
+    layout = CacheLayout.of(_cache_maker(model, kv_bits, kv_group_size))
+    warmed = _warm_up(model, layout)
+    if layout.problem:
+        log.warning("%s is served without persistence: %s", name, layout.problem)
+    return ServedModel(
+        model=model,
+        tokenizer=tokenizer,
+        path=folder,
+        name=name,
+        layout=layout,
+        row_names=warmed.row_names,
+        row_bytes=warmed.row_bytes,
+        state_bytes=warmed.state_bytes,
+        context_tokens_max=_context_tokens_max(config),
+        vocabulary_size=_vocabulary_size(config, tokenizer),
+        dtype=warmed.dtype,
+        weight_bytes=tree_reduce(lambda held, weight: held + weight.nbytes, model.parameters(), 0),
+    )
+
+
+def _folder(path: str) -> Path:
+    """The local folder of a path or repo id."""
+    local = Path(path).expanduser()
+    if not local.exists() and (path.startswith(("/", ".", "~")) or path.count("/") != 1):
+        raise ModelProblem(f"--model {path}: there is no such folder")
+    return Path(_download(str(local) if local.exists() else path))
+
+
+def _cache_maker(model: nn.Module, kv_bits: int, kv_group_size: int) -> Callable[[], list[Any]]:
+    if not kv_bits:
+        return lambda: list(make_prompt_cache(model))
+    others = {type(layer).__name__ for layer in make_prompt_cache(model) if type(layer) is not KVCache}
+    if others:
+        raise ModelProblem(
+            f"--kv-bits {kv_bits}: only plain KV caches can be quantized, this model has {', '.join(sorted(others))}; "
+            "leave --kv-bits out"
+        )
+    count = len(make_prompt_cache(model))
+    return lambda: [QuantizedKVCache(group_size=kv_group_size, bits=kv_bits) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class _Warmed:
+    row_names: frozenset[str]
+    row_bytes: int
+    state_bytes: int
+    dtype: str
+
+
+def _warm_up(model: nn.Module, layout: CacheLayout) -> _Warmed:
+    """A chunk and a step, so that the first request meets compiled kernels; what they leave in the cache is weighed."""
+    layers = layout.fresh()
+    for tokens in (list(range(1, WARM_UP_TOKENS + 1)), [1]):
+        mx.eval(model(mx.array([tokens]), cache=layers))
+    length = WARM_UP_TOKENS + 1
+    if layout.problem:
+        return _Warmed(frozenset(), layers_nbytes(layers) // length, 0, "")
+    kv = KV(layout, [1] * length, layers)
+    kv.capture_checkpoint()
+    rows, states = kv.rows(0, length), kv.checkpoints.get(length, {})
+    dtypes = {str(array.dtype) for array in (*rows.values(), *states.values())}
+    return _Warmed(
+        row_names=frozenset(rows),
+        row_bytes=sum(array.nbytes for array in rows.values()) // length,
+        state_bytes=sum(array.nbytes for array in states.values()),
+        dtype=",".join(sorted(dtypes)),
+    )
+
+
+def _context_tokens_max(config: dict[str, Any]) -> int:
+    for part in (config, config.get("text_config") or {}):
+        for key in CONTEXT_KEYS:
+            if isinstance(value := part.get(key), int) and value > 0:
+                return value
+    return 0
+
+
+def _vocabulary_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
+    for part in (config, config.get("text_config") or {}):
+        if isinstance(value := part.get("vocab_size"), int):
+            return value
+    return len(tokenizer.get_vocab())
+
+
+def memory_budget(weight_bytes: int) -> int:
+    """What residents and running requests may hold when nobody said: a share of what the weights leave."""
+    info = mx.device_info()
+    total = info.get("max_recommended_working_set_size") or info.get("memory_size")
+    if not total:
+        import os
+
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(int((int(total) - weight_bytes) * MEMORY_SHARE), 0)

@@ -1,0 +1,138 @@
+"""KV that waits in memory for its conversation's next turn.  Owned by the engine thread."""
+
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from warmline_backend.kv import KV
+from warmline_wire.keys import pack_tokens
+from warmline_wire.messages import Resident
+
+LEASE_S = 60.0  # how long a restored resident is safe from eviction while its request is on the way
+TAIL_TOKENS_MIN = 64  # a tail this short, or this share of all, is given up rather than copied around
+TAIL_SHARE = 8
+
+
+class ResidentGone(Exception):
+    """No resident of that id: it was dropped, or another request took it over."""
+
+
+class ResidentMismatch(Exception):
+    """The resident is not a prefix of the prompt, or can't be continued at that position."""
+
+
+@dataclass
+class _Entry:
+    kv: KV
+    packed: bytes  # its tokens, u32le
+    bytes_held: int
+    leased_until: float = 0.0  # time.monotonic()
+    last_used: float = field(default_factory=time.monotonic)
+
+    @property
+    def leased(self) -> bool:
+        return self.leased_until > time.monotonic()
+
+
+class Residents:
+    """The table of residents under a byte budget.
+
+    `generation` grows by one whenever a resident is dropped that nobody asked to drop.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.generation = 0
+        self._entries: dict[str, _Entry] = {}  # oldest first
+        self._drop_first: list[str] = []
+
+    def __contains__(self, resident_id: str) -> bool:
+        return resident_id in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(entry.bytes_held for entry in self._entries.values())
+
+    @property
+    def bytes_leased(self) -> int:
+        return sum(entry.bytes_held for entry in self._entries.values() if entry.leased)
+
+    def kv(self, resident_id: str) -> KV | None:
+        entry = self._entries.get(resident_id)
+        return entry.kv if entry else None
+
+    def add(self, kv: KV, *, leased: bool = False) -> str:
+        """Keep `kv`; the caller has seen to the room (`make_room`).  Returns the new resident's id."""
+        resident_id = secrets.token_hex(8)
+        until = time.monotonic() + LEASE_S if leased else 0.0
+        self._entries[resident_id] = _Entry(kv, pack_tokens(kv.tokens), kv.nbytes, until)
+        return resident_id
+
+    def weigh(self, resident_id: str) -> None:
+        """Count a resident's bytes again after it has shed some."""
+        if (entry := self._entries.get(resident_id)) is not None:
+            entry.bytes_held = entry.kv.nbytes
+
+    def take(self, resident_id: str, prompt: list[int], reuse: int) -> KV:
+        """A KV of exactly `prompt[:reuse]` for a new owner.  Raises ResidentGone, ResidentMismatch.
+
+        The resident itself is moved where this is its continuation, and copied for a branch off its middle.
+        """
+        entry = self._entries.get(resident_id)
+        if entry is None:
+            raise ResidentGone(resident_id)
+        kv = entry.kv
+        if not 0 < reuse < len(prompt) or not kv.can_continue_at(reuse):
+            raise ResidentMismatch(f"resident {resident_id} of {kv.length} tokens can't be continued at {reuse}")
+        if kv.tokens[:reuse] != prompt[:reuse]:
+            raise ResidentMismatch(f"resident {resident_id} holds other tokens than the prompt's first {reuse}")
+        entry.leased_until, entry.last_used = 0.0, time.monotonic()
+        if kv.length - reuse > max(TAIL_TOKENS_MIN, kv.length // TAIL_SHARE):
+            self._entries[resident_id] = self._entries.pop(resident_id)
+            return kv.branch(reuse)
+        del self._entries[resident_id]
+        kv.truncate(reuse)
+        return kv
+
+    def drop(self, resident_id: str) -> bool:
+        """Forget a resident because somebody asked to; False where there is none."""
+        return self._entries.pop(resident_id, None) is not None
+
+    def order(self, drop_first: list[str]) -> None:
+        """Which to give up first under pressure; the others go after these, least recently used first."""
+        self._drop_first = drop_first
+
+    def make_room(self, bytes_wanted: int) -> bool:
+        """Drop unleased residents until at most `budget - bytes_wanted` is held; False where that can't be."""
+        target = self.budget_bytes - bytes_wanted
+        for resident_id in self._in_drop_order():
+            if self.bytes_held <= target:
+                break
+            del self._entries[resident_id]
+            self.generation += 1
+        return self.bytes_held <= target
+
+    def _in_drop_order(self) -> list[str]:
+        rank = {resident_id: n for n, resident_id in enumerate(self._drop_first)}
+        free = [(resident_id, entry) for resident_id, entry in self._entries.items() if not entry.leased]
+        free.sort(key=lambda item: (rank.get(item[0], len(rank)), item[1].last_used))
+        return [resident_id for resident_id, _ in free]
+
+    def listed(self) -> list[Resident]:
+        """All residents with their tokens, for whoever asks."""
+        now = time.monotonic()
+        return [
+            Resident(
+                id=resident_id,
+                tokens=entry.kv.length,
+                positions=entry.kv.positions(),
+                bytes_held=entry.bytes_held,
+                leased=entry.leased,
+                idle_s=now - entry.last_used,
+                ids=entry.packed,
+            )
+            for resident_id, entry in self._entries.items()
+        ]

@@ -1,0 +1,301 @@
+"""Who computes next: admission, prefill chunks, decode steps, ends.  One turn at a time, on the engine thread.
+
+A turn admits what fits, gives every decode group a few steps, and computes one prefill chunk, so a long prompt never
+stops a running stream and a running stream never starves a prompt.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from warmline_backend.decode import DecodeGroup
+from warmline_backend.kv import KV
+from warmline_backend.model import ServedModel
+from warmline_backend.rates import Rates
+from warmline_backend.residents import ResidentGone, Residents
+from warmline_backend.sampling import pick_logprobs
+from warmline_backend.sequence import Ended, Generation, Piece, Progress, Sequence, TokenLogprobs
+from warmline_wire.keys import pack_tokens
+from warmline_wire.messages import Settled
+
+log = logging.getLogger(__name__)
+
+DECODE_STEPS_PER_CHUNK = 8
+CHUNKS_PASSED_OVER_MAX = 4  # a long prompt waits at most this many chunks of shorter ones
+ANSWER_TOKENS_RESERVED = 256  # admission counts this much of an answer that may be longer
+STEPS_PER_CLEAN_UP = 512  # how often mlx's buffer pool is emptied while decoding
+
+
+class TooLarge(Exception):
+    """The request's KV can't fit the memory budget, whatever is dropped."""
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    boot: str
+    memory_budget_bytes: int
+    prefill_step_size: int
+    running_count_max: int
+    keeps_residents: bool  # false: every request starts cold and leaves nothing
+
+
+class Scheduler:
+    """All running requests and residents of one model."""
+
+    def __init__(self, served: ServedModel, settings: SchedulerSettings) -> None:
+        self.served, self.settings = served, settings
+        self.residents = Residents(settings.memory_budget_bytes)
+        self.rates = Rates()
+        self._waiting: list[Sequence] = []
+        self._prefilling: list[Sequence] = []
+        self._groups: list[DecodeGroup] = []
+        self._steps = 0
+
+    # ---- what others ask for
+
+    def submit(self, request: Generation) -> None:
+        """Queue a request; its resident is its own from now on.
+
+        Raises TooLarge, ResidentGone, ResidentMismatch; nothing is queued then.
+        """
+        needed, budget = self._bytes_needed(request), self.settings.memory_budget_bytes
+        if needed > budget:
+            raise TooLarge(
+                f"the KV of {len(request.prompt)} prompt tokens and their answer takes {needed / 1e9:.2f} GB, the "
+                f"memory budget is {budget / 1e9:.2f} GB; shorten the prompt or raise --memory-budget-gb"
+            )
+        if request.resident:
+            kv = self.residents.take(request.resident, request.prompt, request.reuse)
+        else:
+            kv = self._fresh_kv()
+        self._waiting.append(Sequence(request, kv, self.served, adopted=request.resident))
+
+    def cancel(self, request_id: str) -> Settled | None:
+        """End a request now and keep what it has computed; None where it is not running."""
+        sequence = next((s for s in self._all() if s.request.id == request_id), None)
+        return self._end(sequence, "cancelled") if sequence else None
+
+    def kv_of(self, *, resident: str = "", running: str = "") -> KV:
+        """The KV of a resident, or of the running request that took it over.  Raises ResidentGone."""
+        if (kv := self.residents.kv(resident)) is not None:
+            return kv
+        for sequence in self._all():
+            if sequence.request.id == running or (resident and sequence.adopted == resident):
+                return sequence.kv
+        raise ResidentGone(resident or running)
+
+    def install(self, kv: KV) -> str:
+        """Make a restored KV a resident, leased for the request that it is for."""
+        self.residents.make_room(self.running_bytes + kv.nbytes)
+        return self.residents.add(kv, leased=True)
+
+    def saved(self, resident: str, running: str, until: int) -> None:
+        """Rows below `until` are on disk: what was kept only for the save may go."""
+        try:
+            self.kv_of(resident=resident, running=running).forget_journal(until)
+        except ResidentGone:
+            return
+        self.residents.weigh(resident)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._waiting or self._prefilling or self._groups)
+
+    @property
+    def running(self) -> int:
+        return len(self._prefilling) + sum(len(group.sequences) for group in self._groups)
+
+    @property
+    def queued(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running_bytes(self) -> int:
+        """KV of all requests, padding and the rest of their prompts counted."""
+        decoding = (
+            len(group.sequences) * self.served.bytes_of(max(member.kv.length for member in group.sequences))
+            for group in self._groups
+        )
+        waiting = (self.served.bytes_of(sequence.kv.length) for sequence in self._waiting if sequence.kv.length)
+        return sum(decoding) + sum(waiting) + sum(self._bytes_needed(s.request) for s in self._prefilling)
+
+    # ---- a turn
+
+    def turn(self) -> None:
+        """Do a bounded piece of everybody's work."""
+        self._admit()
+        for _ in range(DECODE_STEPS_PER_CHUNK):
+            if not self._groups:
+                break
+            self._decode_round()
+        if self._prefilling:
+            self._prefill_one()
+
+    def _admit(self) -> None:
+        while self._waiting and self.running < self.settings.running_count_max:
+            sequence = self._waiting[0]
+            needed = self._bytes_needed(sequence.request) - self.served.bytes_of(sequence.kv.length)
+            if not self.residents.make_room(self.running_bytes + needed) and self.running:
+                return  # until somebody ends
+            self._waiting.pop(0)
+            sequence.started()
+            self._prefilling.append(sequence)
+
+    def _decode_round(self) -> None:
+        """One token for every decoding sequence."""
+        for group in list(self._groups):
+            began, count = time.monotonic(), len(group.sequences)
+            try:
+                heard = group.step()
+            except Exception as error:  # noqa: BLE001  whatever it is: tokens and rows of this batch disagree now
+                self._groups.remove(group)
+                self._discard(group.sequences, error)
+                continue
+            for sequence, token, logprobs in heard:
+                self._hear(sequence, token, logprobs)
+            self.rates.decoded(count, time.monotonic() - began)
+        self._steps += 1
+        if self._steps % STEPS_PER_CLEAN_UP == 0:
+            mx.clear_cache()
+
+    def _hear(self, sequence: Sequence, token: int, logprobs: mx.array) -> None:
+        """Tell the listener of a token; end the sequence where this was its last."""
+        params = sequence.request.params
+        sequence.generated += 1
+        sequence.timings.decoded += 1
+        if sequence.fault.error is not None:
+            self._end(sequence, "error", error=f"sampling failed: {sequence.fault.error}")
+            return
+        ends = token in self.served.tokenizer.eos_token_ids and not params.ignore_eos
+        text = "" if ends else sequence.text.add(token)
+        full = sequence.generated >= params.max_tokens
+        if ends or full:
+            text += sequence.text.finish()
+        detail = None
+        if params.logprobs and not ends:
+            detail = TokenLogprobs(token, *pick_logprobs(logprobs, token, params.top_logprobs))
+        sequence.spoken |= bool(text)
+        sequence.request.listener(Piece(text, detail))
+        if ends or sequence.text.stopped:
+            self._end(sequence, "stop")
+        elif full:
+            self._end(sequence, "length")
+
+    def _prefill_one(self) -> None:
+        """One chunk of one prompt; the last chunk is followed by the first decode step."""
+        sequence = next_prefill(self._prefilling, self.settings.prefill_step_size)
+        began = time.monotonic()
+        try:
+            if sequence.prefill_left > 0:
+                tokens = sequence.prefill_chunk(self.settings.prefill_step_size)
+                self._prefilled(sequence, tokens, time.monotonic() - began)
+            if sequence.prefill_left == 0:
+                self._start_decoding(sequence)
+        except Exception as error:  # noqa: BLE001  as in _decode_round
+            self._discard([sequence], error)
+
+    def _prefilled(self, sequence: Sequence, tokens: int, seconds: float) -> None:
+        sequence.timings.prefilled += tokens
+        sequence.timings.prefill_s += seconds
+        self.rates.prefilled(sequence.kv.length, tokens, seconds)
+        sequence.request.listener(Progress(sequence.kv.length, len(sequence.request.prompt)))
+
+    def _start_decoding(self, sequence: Sequence) -> None:
+        newcomer = DecodeGroup.of(sequence)
+        sequence.decoding_since = time.monotonic()
+        sequence.timings.prefilled += 1  # the prompt's last token is computed by the first decode step
+        self._prefilling.remove(sequence)
+        host = next((group for group in self._groups if group.welcomes(sequence)), None)
+        if host is None:
+            self._groups.append(newcomer)
+        else:
+            host.join(newcomer)
+
+    # ---- ends
+
+    def _end(self, sequence: Sequence, finish: str, error: str = "") -> Settled:
+        """Take a sequence out, keep its KV as a resident where that is wanted, and tell its listener."""
+        self._leave(sequence)
+        if sequence.decoding_since:
+            sequence.timings.decode_s = time.monotonic() - sequence.decoding_since
+        resident = "" if error else self._keep(sequence.kv)
+        settled = self._settled(sequence, finish, resident, error)
+        sequence.request.listener(Ended(settled, sequence.reused))
+        return settled
+
+    def _leave(self, sequence: Sequence) -> None:
+        for holding in (self._waiting, self._prefilling):
+            if sequence in holding:
+                holding.remove(sequence)
+        for group in self._groups:
+            if sequence in group.sequences:
+                group.leave(sequence)
+        self._groups = [group for group in self._groups if group.sequences]
+
+    def _keep(self, kv: KV) -> str:
+        if not self.settings.keeps_residents or not kv.length:
+            return ""
+        kv.capture_window()
+        kv.capture_checkpoint()
+        if not self.residents.make_room(self.running_bytes + kv.nbytes):
+            return ""
+        return self.residents.add(kv)
+
+    def _settled(self, sequence: Sequence, finish: str, resident: str, error: str) -> Settled:
+        kv, prompt = sequence.kv, len(sequence.request.prompt)
+        return Settled(
+            boot=self.settings.boot,
+            generation=self.residents.generation,
+            request_id=sequence.request.id,
+            finish=finish,
+            resident=resident,
+            generated=pack_tokens(kv.tokens[prompt:]) if resident else b"",
+            prefilled_until=kv.length if resident else 0,
+            checkpoints=sorted(kv.checkpoints) if resident else [],
+            timings=sequence.timings,
+            error=error,
+        )
+
+    def _discard(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        """After an exception in a step: nothing of this batch is kept; who has said nothing yet starts over, once."""
+        log.error("a step failed and its batch is discarded", exc_info=error)
+        for sequence in sequences:
+            self._leave_discarded(sequence)
+            if sequence.spoken or sequence.retried:
+                settled = self._settled(sequence, "error", "", f"the engine failed: {error}")
+                sequence.request.listener(Ended(settled, sequence.reused))
+            else:
+                request = replace(sequence.request, resident="", reuse=0)
+                again = Sequence(request, self._fresh_kv(), self.served, retried=True, arrived=sequence.arrived)
+                self._waiting.insert(0, again)
+
+    def _leave_discarded(self, sequence: Sequence) -> None:
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+
+    # ---- figures
+
+    def _all(self) -> Iterable[Sequence]:
+        yield from self._waiting
+        yield from self._prefilling
+        for group in self._groups:
+            yield from group.sequences
+
+    def _fresh_kv(self) -> KV:
+        return self.served.fresh_kv(journals=self.settings.keeps_residents)
+
+    def _bytes_needed(self, request: Generation) -> int:
+        answer = min(request.params.max_tokens, ANSWER_TOKENS_RESERVED)
+        return self.served.bytes_of(len(request.prompt) + answer)
+
+
+def next_prefill(prefilling: list[Sequence], step: int) -> Sequence:
+    """The shortest remaining prompt, unless another was passed over too often; counts who is."""
+    starved = [sequence for sequence in prefilling if sequence.chunks_passed_over >= CHUNKS_PASSED_OVER_MAX]
+    chosen = starved[0] if starved else min(prefilling, key=lambda sequence: max(sequence.prefill_left, step))
+    for sequence in prefilling:
+        sequence.chunks_passed_over = 0 if sequence is chosen else sequence.chunks_passed_over + 1
+    return chosen

@@ -1,0 +1,329 @@
+"""The backend's HTTP routes: the contract of warmline_wire.messages, and OpenAI's endpoints.
+
+Errors are translated here, once, into OpenAI's error object with a status that the proxy goes by:
+
+    BadRequest 400 (or its own)   TooLarge 400   ValidationError 400   Damaged 409   ResidentMismatch 409
+    ResidentGone, RowsGone, UnknownPrompt 410    UnknownRequest 404    Cancelled 499   NotReady 503   OSError 507
+"""
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from warmline_backend.chunks import ChunkWriter, TokenLogprob, TokenNames
+from warmline_backend.kv import RowsGone
+from warmline_backend.params import BadRequest
+from warmline_backend.residents import ResidentGone, ResidentMismatch
+from warmline_backend.scheduler import TooLarge
+from warmline_backend.segments import Cancelled, Damaged
+from warmline_backend.sequence import Ended, Event, Piece, Progress
+from warmline_backend.service import NotReady, Service, StoredPrompt, UnknownPrompt, UnknownRequest
+from warmline_wire.messages import (
+    HEADER_CHECKPOINTS,
+    HEADER_PROMPT,
+    HEADER_REQUEST,
+    HEADER_RESIDENT,
+    HEADER_REUSE,
+    SETTLED_EVENT,
+    ErrorBody,
+    ErrorReply,
+    KeepOrder,
+    PromptRequest,
+    RestoreRefused,
+    RestoreRequest,
+    SaveRequest,
+    decode,
+    encode,
+)
+from warmline_wire.stream import DONE, ChunkFold, EventParser, comment_event, data_event
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+BODY_BYTES_MAX = 512 << 20
+STATUS_CLIENT_GONE = 499  # nginx's word for it
+RETRY_AFTER_S = "2"
+
+
+def make_app(service: Service, secret: str) -> web.Application:
+    """The whole application; `secret` is what every call but /health must bear."""
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_translate, _authenticate(secret)])
+    routes = _Routes(service)
+    app.add_routes(
+        [
+            web.get("/health", routes.health),
+            web.get("/ready", routes.ready),
+            web.get("/v1/models", routes.models),
+            web.get("/v1/models/{model:.+}", routes.model),
+            web.post("/v1/chat/completions", routes.chat),
+            web.post("/v1/completions", routes.completion),
+            web.post("/kv/prompts", routes.prompts),
+            web.post("/kv/restore", routes.restore),
+            web.post("/kv/save", routes.save),
+            web.get("/kv/status", routes.status),
+            web.get("/kv/residents", routes.residents),
+            web.put("/kv/residents/order", routes.order_residents),
+            web.delete("/kv/residents/{resident}", routes.drop_resident),
+            web.delete("/requests/{request}", routes.cancel),
+        ]
+    )
+    return app
+
+
+def _authenticate(secret: str) -> Any:
+    expected = f"Bearer {secret}".encode()
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if request.path != "/health" and not hmac.compare_digest(given, expected):
+            return _error(401, "the backend's secret is missing or wrong; talk to the proxy instead", "authentication")
+        return await handler(request)
+
+    return middleware
+
+
+@web.middleware
+async def _translate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        return web.Response(status=error.status, body=error.reply(), content_type="application/json")
+    except msgspec.DecodeError as error:
+        return _error(400, f"the body is no JSON that {request.path} takes: {error}")
+    except ValueError as error:
+        return _error(400, str(error))
+    except TooLarge as error:
+        return _error(400, str(error), code="kv_memory_exceeded")
+    except ResidentMismatch as error:
+        return _error(409, str(error), code="resident_mismatch")
+    except (ResidentGone, RowsGone, UnknownPrompt) as error:
+        return _error(410, f"{type(error).__name__}: {error}", code="gone")
+    except UnknownRequest as error:
+        return _error(404, f"no request {error} is running here", code="unknown_request")
+    except Cancelled:
+        return _error(STATUS_CLIENT_GONE, "cancelled", code="cancelled")
+    except NotReady as error:
+        return _error(503, str(error), "unavailable", headers={"Retry-After": RETRY_AFTER_S})
+    except OSError as error:
+        return _error(507, f"writing failed: {error}", "storage")
+    except web.HTTPException as error:
+        return _error(error.status, f"{request.method} {request.path}: {error.reason}")
+
+
+def _error(
+    status: int,
+    message: str,
+    kind: str = "invalid_request_error",
+    *,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> web.Response:
+    body = encode(ErrorReply(error=ErrorBody(message=message, type=kind, code=code)))
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+def _json(message: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=encode(message), content_type="application/json")
+
+
+class _Routes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    # ---- state
+
+    async def health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok", "boot": self._service.boot})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        status = self._service.status()
+        return _json({"ready": status.ready, "reason": status.failure}, 200 if status.ready else 503)
+
+    async def status(self, request: web.Request) -> web.Response:
+        return _json(self._service.status())
+
+    async def models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        if (wanted := request.match_info["model"]) != self._model()["id"]:
+            return _error(404, f"the model {wanted} is not served here", code="model_not_found")
+        return _json(self._model())
+
+    def _model(self) -> dict[str, object]:
+        return {"id": self._service.status().model, "object": "model", "created": 0, "owned_by": "warmline"}
+
+    # ---- kv
+
+    async def prompts(self, request: web.Request) -> web.Response:
+        return _json(await self._service.prompt(await _body(request, PromptRequest)))
+
+    async def restore(self, request: web.Request) -> web.Response:
+        try:
+            return _json(await self._service.restore(await _body(request, RestoreRequest)))
+        except Damaged as error:
+            status = self._service.status()
+            refused = RestoreRefused(
+                boot=status.boot,
+                generation=status.generation,
+                reason=error.reason,
+                bad=error.bad,
+                good_prefix=error.good_prefix,
+                detail=error.detail,
+            )
+            return _json(refused, 409)
+
+    async def save(self, request: web.Request) -> web.Response:
+        return _json(await self._service.save(await _body(request, SaveRequest)))
+
+    async def residents(self, request: web.Request) -> web.Response:
+        return _json(self._service.residents(with_ids=request.query.get("ids") == "1"))
+
+    async def drop_resident(self, request: web.Request) -> web.Response:
+        dropped = await self._service.drop_resident(request.match_info["resident"])
+        return _json({"dropped": dropped}, 200 if dropped else 410)
+
+    async def order_residents(self, request: web.Request) -> web.Response:
+        await self._service.order_residents((await _body(request, KeepOrder)).drop_first)
+        return _json({})
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        return _json(await self._service.cancel(request.match_info["request"]))
+
+    # ---- generations
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "chat")
+
+    async def completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "completion")
+
+    async def _generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
+        service, headers = self._service, request.headers
+        request_id = headers.get(HEADER_REQUEST) or secrets.token_hex(8)
+        if prompt_id := headers.get(HEADER_PROMPT):
+            prompt = service.stored_prompt(prompt_id)
+        else:
+            prompt = await service.render(endpoint, await _body(request, dict[str, Any]))
+        events = await service.generate(
+            request_id, prompt, headers.get(HEADER_RESIDENT, ""), _number(headers, HEADER_REUSE), _positions(headers)
+        )
+        answer = _Answer(prompt, request_id, service.status().model, service.loaded.names)
+        try:
+            if prompt.params.stream:
+                return await self._stream(request, answer, events)
+            return await self._whole(answer, events)
+        finally:
+            if not answer.ended:
+                service.let_go(request_id)
+
+    async def _stream(
+        self, request: web.Request, answer: "_Answer", events: "asyncio.Queue[Event]"
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        async for data in answer.stream(events, closing_event=HEADER_REQUEST in request.headers):
+            await response.write(data)
+        await response.write_eof()
+        return response
+
+    async def _whole(self, answer: "_Answer", events: "asyncio.Queue[Event]") -> web.Response:
+        fold, parser = ChunkFold(), EventParser()
+        async for data in answer.stream(events, closing_event=False):
+            for event in parser.feed(data):
+                if event.data and event.data != b"[DONE]":
+                    fold.add(msgspec.json.decode(event.data))
+        if answer.error:
+            return _error(500, answer.error, "server_error")
+        return _json(fold.result())
+
+
+class _Answer:
+    """One generation's events as SSE bytes."""
+
+    def __init__(self, prompt: StoredPrompt, request_id: str, model: str, names: TokenNames) -> None:
+        self._prompt, self._names = prompt, names
+        self._writer = ChunkWriter(prompt.endpoint, request_id, model, int(time.time()))
+        self._pending: list[TokenLogprob] = []  # of tokens whose text is held back
+        self._begun = False
+        self.ended = False
+        self.error = ""
+
+    async def stream(self, events: "asyncio.Queue[Event]", *, closing_event: bool) -> AsyncIterator[bytes]:
+        """What is there at once goes out at once, in one piece."""
+        while not self.ended:
+            parts = [self._say(await events.get(), closing_event)]
+            while not events.empty():
+                parts.append(self._say(events.get_nowait(), closing_event))
+            if data := b"".join(parts):
+                yield data
+
+    def _say(self, event: Event, closing_event: bool) -> bytes:
+        if isinstance(event, Progress):
+            return comment_event(f"prefill {event.done}/{event.total}")
+        if isinstance(event, Piece):
+            return self._begin() + self._piece(event)
+        return self._end(event, closing_event)
+
+    def _begin(self) -> bytes:
+        if self._begun:
+            return b""
+        self._begun = True
+        return self._writer.role()
+
+    def _piece(self, piece: Piece) -> bytes:
+        if piece.logprobs is not None:
+            detail = piece.logprobs
+            self._pending.append(self._names.logprob(detail.token, detail.logprob, detail.top))
+        if not piece.text:
+            return b""
+        logprobs, self._pending = self._pending, []
+        return self._writer.text(piece.text, logprobs)
+
+    def _end(self, ended: Ended, closing_event: bool) -> bytes:
+        settled, self.ended = ended.settled, True
+        closing = data_event(encode(settled), SETTLED_EVENT) if closing_event else b""
+        if settled.finish in ("error", "cancelled"):
+            self.error = settled.error or "the request was cancelled"
+            return self._writer.error(self.error, code=settled.finish) + closing
+        parts = [self._begin()]
+        if self._pending:
+            parts.append(self._writer.text("", self._pending))
+        parts.append(self._writer.finish(settled.finish))
+        parts.append(self._usage(ended))
+        return b"".join(parts) + DONE + closing
+
+    def _usage(self, ended: Ended) -> bytes:
+        """A whole answer always has its usage, a stream when it was asked for."""
+        params = self._prompt.params
+        if params.stream and not params.include_usage:
+            return b""
+        return self._writer.usage(len(self._prompt.tokens), ended.settled.timings.decoded, ended.reused)
+
+
+async def _body(request: web.Request, kind: type[T]) -> T:
+    return decode(await request.read(), kind)
+
+
+def _number(headers: Any, name: str) -> int:
+    text = headers.get(name, "0")
+    if not text.isdecimal():
+        raise BadRequest(f"the header {name} must be a number of tokens, not {text!r}")
+    return int(text)
+
+
+def _positions(headers: Any) -> tuple[int, ...]:
+    texts = [text for text in headers.get(HEADER_CHECKPOINTS, "").replace(" ", "").split(",") if text]
+    if not all(text.isdecimal() for text in texts):
+        raise BadRequest(f"the header {HEADER_CHECKPOINTS} must be token positions, such as 120,800")
+    return tuple(sorted({int(text) for text in texts}))

@@ -1,0 +1,387 @@
+"""What the HTTP routes call: prompts rendered, generations submitted, KV restored and saved.  Event loop thread.
+
+    NotReady    the model is still loading, or the engine has ended
+    UnknownPrompt, UnknownRequest    gone, or never there
+
+What the engine raises (ResidentGone, ResidentMismatch, TooLarge) and what requests raise (BadRequest) passes through.
+"""
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from warmline_backend import codecs, kv, segments
+from warmline_backend.chunks import TokenNames
+from warmline_backend.config import BackendConfig
+from warmline_backend.engine import Engine, EngineStopped
+from warmline_backend.fingerprint import fingerprint
+from warmline_backend.model import ServedModel
+from warmline_backend.params import GenerationParams, parse_params
+from warmline_backend.prompts import Renderer
+from warmline_backend.scheduler import Scheduler
+from warmline_backend.segments import Cancelled, Loader, Tensor, write_file
+from warmline_backend.sequence import Ended, Event, Generation
+from warmline_wire.home import Home
+from warmline_wire.keys import pack_tokens
+from warmline_wire.messages import (
+    CheckpointRef,
+    PromptReply,
+    PromptRequest,
+    ResidentsReply,
+    RestoreReply,
+    RestoreRequest,
+    SavedFile,
+    SaveReply,
+    SaveRequest,
+    SegmentSpec,
+    Settled,
+    Status,
+)
+from warmline_wire.segment_file import FileMeta
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PROMPT_TOKENS_KEPT_MAX = 8_000_000
+SETTLED_KEPT_MAX = 256
+READERS = 4
+RENDERERS = 2
+
+
+class NotReady(Exception):
+    pass
+
+
+class UnknownPrompt(Exception):
+    pass
+
+
+class UnknownRequest(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class StoredPrompt:
+    id: str
+    endpoint: str
+    tokens: list[int]
+    params: GenerationParams
+    boundaries: list[int]
+    turn_end: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """All that exists once the model does."""
+
+    served: ServedModel
+    fingerprint: str
+    renderer: Renderer
+    names: TokenNames
+    loader: Loader
+
+
+class Service:
+    """One backend process.  Everything here belongs to the event loop; what computes is asked of the engine."""
+
+    def __init__(self, config: BackendConfig, home: Home, engine: Engine, boot: str) -> None:
+        self._config, self._home, self._engine, self.boot = config, home, engine, boot
+        self._loaded: Loaded | None = None
+        self._prompts: OrderedDict[str, StoredPrompt] = OrderedDict()
+        self._settled: OrderedDict[str, Settled] = OrderedDict()
+        self._jobs: dict[str, threading.Event] = {}  # restores and saves that can be given up
+        self._readers = ThreadPoolExecutor(READERS, "segment-reader")
+        self._loaders = ThreadPoolExecutor(READERS, "restore")
+        self._writer = ThreadPoolExecutor(1, "segment-writer")
+        self._renderers = ThreadPoolExecutor(RENDERERS, "renderer")
+
+    # ---- start and state
+
+    async def wait_until_loaded(self) -> None:
+        """Raises what loading the model raised."""
+        served = await asyncio.wrap_future(self._engine.loaded)
+        config = self._config
+        mark = await asyncio.to_thread(
+            fingerprint,
+            served.path,
+            Path(config.adapter_path) if config.adapter_path else None,
+            config.kv_bits,
+            config.kv_group_size,
+            served.dtype,
+            self._home.models,
+            code=(codecs, kv),
+        )
+        self._loaded = Loaded(
+            served,
+            mark,
+            Renderer(served.tokenizer, served.vocabulary_size),
+            TokenNames(served.tokenizer),
+            Loader(served.layout, served.row_names, mark, self._home.segment_file, self._readers),
+        )
+
+    @property
+    def loaded(self) -> Loaded:
+        if self._loaded is None:
+            raise NotReady("the model is still loading")
+        if not self._engine.is_alive():
+            raise NotReady("the engine has ended")
+        return self._loaded
+
+    def status(self) -> Status:
+        """At once, whatever the engine is busy with."""
+        loaded, snapshot = self._loaded, self._engine.snapshot
+        ready = loaded is not None and self._engine.is_alive()
+        return Status(
+            boot=self.boot,
+            generation=snapshot.generation,
+            ready=ready,
+            model=self._config.served_name,
+            model_path=self._config.model,
+            fingerprint=loaded.fingerprint if loaded else "",
+            layout=loaded.served.described() if loaded else None,
+            context_tokens_max=loaded.served.context_tokens_max if loaded else 0,
+            memory_budget_bytes=snapshot.memory_budget_bytes,
+            resident_bytes=snapshot.resident_bytes,
+            running_bytes=snapshot.running_bytes,
+            residents=len(snapshot.residents),
+            running=snapshot.running,
+            queued=snapshot.queued,
+            prefill_rates=snapshot.prefill_rates,
+            decode_tokens_per_s=snapshot.decode_tokens_per_s,
+            restore_bytes_per_s=snapshot.restore_bytes_per_s,
+            save_bytes_per_s=snapshot.save_bytes_per_s,
+            slowest_recent_step_s=snapshot.slowest_recent_step_s,
+            prefill_step_size=self._config.prefill_step_size,
+            failure="" if ready else "the model is still loading" if loaded is None else "the engine has ended",
+        )
+
+    # ---- prompts and generations
+
+    async def prompt(self, request: PromptRequest) -> PromptReply:
+        stored = await self.render(request.endpoint, request.body)
+        return PromptReply(
+            boot=self.boot,
+            generation=self._engine.snapshot.generation,
+            prompt_id=stored.id,
+            tokens=pack_tokens(stored.tokens),
+            boundaries=stored.boundaries,
+            turn_end=stored.turn_end,
+            tokens_max=stored.params.max_tokens,
+            fingerprint=self.loaded.fingerprint,
+        )
+
+    async def render(self, endpoint: str, body: dict[str, Any]) -> StoredPrompt:
+        """Check, render and tokenize a body, and remember it.  Raises BadRequest."""
+        loaded = self.loaded
+
+        def work() -> StoredPrompt:
+            rendered = loaded.renderer.render(endpoint, body)
+            params = parse_params(
+                endpoint,
+                body,
+                context_tokens_max=loaded.served.context_tokens_max,
+                prompt_tokens=len(rendered.tokens),
+                vocabulary_size=loaded.served.vocabulary_size,
+                default_max_tokens=self._config.max_tokens,
+            )
+            return StoredPrompt(
+                secrets.token_hex(8), endpoint, rendered.tokens, params, rendered.boundaries, rendered.turn_end
+            )
+
+        stored = await asyncio.get_running_loop().run_in_executor(self._renderers, work)
+        self._prompts[stored.id] = stored
+        kept = sum(len(prompt.tokens) for prompt in self._prompts.values())
+        while kept > PROMPT_TOKENS_KEPT_MAX and len(self._prompts) > 1:
+            kept -= len(self._prompts.popitem(last=False)[1].tokens)
+        return stored
+
+    def stored_prompt(self, prompt_id: str) -> StoredPrompt:
+        if (stored := self._prompts.get(prompt_id)) is None:
+            raise UnknownPrompt(f"no prompt {prompt_id}: it is too old, or this backend was restarted")
+        return stored
+
+    async def generate(
+        self, request_id: str, prompt: StoredPrompt, resident: str, reuse: int, checkpoints: tuple[int, ...]
+    ) -> "asyncio.Queue[Event]":
+        """Submit a generation; what it says arrives in the queue, `Ended` last."""
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+        def hear(event: Event) -> None:
+            if isinstance(event, Ended):
+                self._remember(event.settled)
+            events.put_nowait(event)
+
+        generation = Generation(
+            id=request_id,
+            prompt=prompt.tokens,
+            params=prompt.params,
+            listener=lambda event: _call_soon(loop, hear, event),
+            resident=resident,
+            reuse=reuse,
+            checkpoints=checkpoints,
+        )
+        await self._ask(lambda scheduler: scheduler.submit(generation))
+        return events
+
+    async def cancel(self, request_id: str) -> Settled:
+        """End a generation, and answer when the engine has let go; a restore or a save is given up.
+
+        One that has just ended by itself is answered with how it did.  Raises UnknownRequest.
+        """
+        if (job := self._jobs.get(request_id)) is not None:
+            job.set()
+        settled = await self._ask(lambda scheduler: scheduler.cancel(request_id))
+        settled = settled or self._settled.get(request_id)
+        if settled is None:
+            raise UnknownRequest(request_id)
+        return settled
+
+    def let_go(self, request_id: str) -> None:
+        """Cancel without waiting: its client is gone."""
+        self._engine.ask(lambda scheduler: scheduler.cancel(request_id))
+
+    def _remember(self, settled: Settled) -> None:
+        self._settled[settled.request_id] = settled
+        while len(self._settled) > SETTLED_KEPT_MAX:
+            self._settled.popitem(last=False)
+
+    # ---- residents
+
+    def residents(self, with_ids: bool) -> ResidentsReply:
+        snapshot = self._engine.snapshot
+        listed = snapshot.residents
+        if not with_ids:
+            listed = [msgspec.structs.replace(resident, ids=None) for resident in listed]
+        return ResidentsReply(boot=self.boot, generation=snapshot.generation, residents=listed)
+
+    async def drop_resident(self, resident_id: str) -> bool:
+        return await self._ask(lambda scheduler: scheduler.residents.drop(resident_id))
+
+    async def order_residents(self, drop_first: list[str]) -> None:
+        await self._ask(lambda scheduler: scheduler.residents.order(drop_first))
+
+    # ---- restore and save
+
+    async def restore(self, request: RestoreRequest) -> RestoreReply:
+        """Raises segments.Damaged, Cancelled, ValueError (a chain that makes no sense)."""
+        loaded, began = self.loaded, time.monotonic()
+        room = loaded.served.bytes_of(len(request.tokens) // 4)
+        await self._ask(lambda scheduler: scheduler.residents.make_room(scheduler.running_bytes + room))
+        with self._job(request.request_id) as given_up:
+            read = await asyncio.get_running_loop().run_in_executor(
+                self._loaders, loaded.loader.load, request.tokens, request.chain, request.checkpoint, given_up
+            )
+
+        def install(scheduler: Scheduler) -> tuple[str, float]:
+            held = read.build(loaded.served.layout)
+            resident, seconds = scheduler.install(held), time.monotonic() - began
+            scheduler.rates.restored(read.bytes_read, seconds)
+            return resident, seconds
+
+        resident, seconds = await self._ask(install)
+        return RestoreReply(
+            boot=self.boot,
+            generation=self._engine.snapshot.generation,
+            resident=resident,
+            position=read.position,
+            bytes_read=read.bytes_read,
+            seconds=seconds,
+        )
+
+    async def save(self, request: SaveRequest) -> SaveReply:
+        """Write files one after the other; decoding goes on in between.  Raises ResidentGone, RowsGone, OSError."""
+        began, written = time.monotonic(), 0
+        reply = SaveReply(boot=self.boot, generation=0, segments=[], checkpoints=[], seconds=0.0)
+        with self._job(request.request_id) as given_up:
+            for spec in request.segments:
+                reply.segments.append(await self._save_segment(request, spec, given_up))
+            for checkpoint in request.checkpoints:
+                reply.checkpoints.append(await self._save_checkpoint(request, checkpoint, given_up))
+        reply.seconds = time.monotonic() - began
+        written = sum(saved.bytes_written for saved in (*reply.segments, *reply.checkpoints))
+        saved_until = max((spec.end for spec in request.segments), default=0)
+
+        def settle(scheduler: Scheduler) -> None:
+            scheduler.rates.saved(written, reply.seconds)
+            scheduler.saved(request.resident, request.running, saved_until)
+
+        await self._ask(settle)
+        reply.generation = self._engine.snapshot.generation
+        return reply
+
+    async def _save_segment(self, request: SaveRequest, spec: SegmentSpec, given_up: Callable[[], bool]) -> SavedFile:
+        def copy_rows(scheduler: Scheduler) -> tuple[dict[str, Tensor], bytes]:
+            held = scheduler.kv_of(resident=request.resident, running=request.running)
+            if not 0 <= spec.start < spec.end <= held.length:
+                raise kv.RowsGone(f"rows [{spec.start}, {spec.end}) of {held.length}")
+            tokens = pack_tokens(held.tokens[spec.start : spec.end])
+            return segments.as_bytes(held.rows(spec.start, spec.end)), tokens
+
+        tensors, tokens = await self._ask(copy_rows)
+        meta = FileMeta(
+            kind="segment",
+            id=spec.id,
+            fingerprint=self.loaded.fingerprint,
+            start=spec.start,
+            end=spec.end,
+            parent=spec.parent,
+        )
+        return await self._write(meta, tensors, tokens, given_up)
+
+    async def _save_checkpoint(
+        self, request: SaveRequest, checkpoint: CheckpointRef, given_up: Callable[[], bool]
+    ) -> SavedFile:
+        def copy_state(scheduler: Scheduler) -> dict[str, Tensor]:
+            held = scheduler.kv_of(resident=request.resident, running=request.running)
+            if checkpoint.position not in held.checkpoints:
+                raise kv.RowsGone(f"no state at {checkpoint.position}")
+            return segments.as_bytes(held.checkpoints[checkpoint.position])
+
+        tensors, at = await self._ask(copy_state), checkpoint.position
+        meta = FileMeta(
+            kind="checkpoint", id=checkpoint.id, fingerprint=self.loaded.fingerprint, start=0, end=0, position=at
+        )
+        return await self._write(meta, tensors, b"", given_up)
+
+    async def _write(
+        self, meta: FileMeta, tensors: dict[str, Tensor], tokens: bytes, given_up: Callable[[], bool]
+    ) -> SavedFile:
+        if given_up():
+            raise Cancelled
+        path = self._home.segment_file(meta.id)
+        return await asyncio.get_running_loop().run_in_executor(self._writer, write_file, path, meta, tensors, tokens)
+
+    @contextmanager
+    def _job(self, request_id: str) -> Iterator[Callable[[], bool]]:
+        """A restore or save that `cancel(request_id)`, or the end of its handler, gives up."""
+        given_up = self._jobs[request_id] = threading.Event()
+        try:
+            yield given_up.is_set
+        finally:
+            given_up.set()
+            self._jobs.pop(request_id, None)
+
+    async def _ask(self, work: Callable[[Scheduler], T]) -> T:
+        try:
+            return await asyncio.wrap_future(self._engine.ask(work))
+        except EngineStopped as error:
+            raise NotReady(str(error)) from error
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, hear: Callable[[Event], None], event: Event) -> None:
+    try:
+        loop.call_soon_threadsafe(hear, event)
+    except RuntimeError:
+        log.debug("the event loop has ended, nobody hears %s", event)
