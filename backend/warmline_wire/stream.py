@@ -61,7 +61,7 @@ def comment_event(text: str) -> bytes:
 class ChunkFold:
     """Folds streamed chunks of one choice into the JSON that a client gets that did not ask for a stream.
 
-    Works for ``chat.completion.chunk`` and for ``text_completion`` chunks; fields of the first chunk that it doesn't know
+    Works for ``chat.completion.chunk`` and for ``text_completion`` chunks; unknown fields of the first chunk
     are kept.
     """
 

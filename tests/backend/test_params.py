@@ -1,0 +1,248 @@
+"""Parameters: what is read, what it defaults to, and what is refused with which words."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warmline_backend.params import TOKENS_UNBOUNDED, BadRequest, GenerationParams, parse_params
+
+VOCABULARY = 1000
+
+
+def parse(
+    endpoint: str = "chat", *, context: int = 100, prompt: int = 10, default: int = 0, **body: Any
+) -> GenerationParams:
+    return parse_params(
+        endpoint,
+        body,
+        context_tokens_max=context,
+        prompt_tokens=prompt,
+        vocabulary_size=VOCABULARY,
+        default_max_tokens=default,
+    )
+
+
+def refusal(endpoint: str = "chat", **body: Any) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        parse(endpoint, **body)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_an_empty_body_is_greedy_and_may_fill_the_context() -> None:
+    assert parse() == GenerationParams(max_tokens=90)
+    assert parse().greedy
+
+
+NULLS = [
+    *("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_context_size", "logprobs", "n"),
+    *("top_logprobs", "stream", "stream_options", "ignore_eos", "response_format", "tool_choice", "functions"),
+    *("best_of", "echo", "suffix"),
+]
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+def test_null_means_absent(endpoint: str) -> None:
+    assert parse(endpoint, **dict.fromkeys(NULLS)) == parse(endpoint)
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert parse(user="me", metadata={"a": 1}, reasoning_effort="high") == parse()
+
+
+def test_all_that_was_asked_for_is_kept() -> None:
+    params = parse(
+        temperature=1,
+        top_p=0.5,
+        top_k=40,
+        min_p=0.1,
+        seed=-7,
+        stop=["a", "b"],
+        presence_penalty=1.5,
+        frequency_penalty=-2,
+        repetition_penalty=1.1,
+        repetition_context_size=64,
+        logit_bias={"5": 3, "999": -100},
+        logprobs=True,
+        top_logprobs=5,
+        stream=True,
+        stream_options={"include_usage": True},
+        ignore_eos=True,
+        max_tokens=7,
+    )
+    assert params == GenerationParams(
+        temperature=1.0,
+        top_p=0.5,
+        top_k=40,
+        min_p=0.1,
+        seed=-7,
+        stop=("a", "b"),
+        presence_penalty=1.5,
+        frequency_penalty=-2.0,
+        repetition_penalty=1.1,
+        repetition_context_size=64,
+        logit_bias={5: 3.0, 999: -100.0},
+        logprobs=True,
+        top_logprobs=5,
+        stream=True,
+        include_usage=True,
+        ignore_eos=True,
+        max_tokens=7,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"max_tokens": 5}, 5),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, 6),
+        ({"max_tokens": 5, "max_completion_tokens": None}, 5),
+        ({"max_tokens": 91}, 90),  # a limit beyond the context is cut to it
+        ({"max_tokens": 10**30}, 90),
+    ],
+)
+def test_max_tokens(body: dict[str, Any], expected: int) -> None:
+    assert parse(**body).max_tokens == expected
+
+
+def test_the_default_limit_holds_where_none_is_asked_for() -> None:
+    assert parse(default=20).max_tokens == 20
+    assert parse(default=20, max_tokens=30).max_tokens == 30
+    assert parse(default=20, prompt=95).max_tokens == 5
+    assert parse(context=0).max_tokens == TOKENS_UNBOUNDED
+
+
+@pytest.mark.parametrize("prompt", [100, 101, 5000])
+def test_a_prompt_that_leaves_no_room_is_refused_with_the_figures(prompt: int) -> None:
+    error = refusal(prompt=prompt, messages=[])
+    assert error.code == "context_length_exceeded" and error.param == "messages"
+    assert "maximum context length is 100 tokens" in error.message and f"{prompt} tokens" in error.message
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "5", True, [], {}])
+def test_max_tokens_must_be_positive_integers(name: str, value: object) -> None:
+    error = refusal(**{name: value})
+    assert error.param == name and name in error.message and "an integer of at least 1" in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("temperature", [-0.1, "1", True, [], float("nan"), float("inf"), 10**400]),
+        ("top_p", [-0.1, 1.1, "0.5", True, float("nan")]),
+        ("min_p", [-0.1, 1.1, {}, False]),
+        ("top_k", [-2, 1.0, "5", True]),
+        ("seed", [1.5, "x", True, 1 << 64]),
+        ("presence_penalty", [2.1, -2.1, "1", True]),
+        ("frequency_penalty", [2.1, -2.1, "1", True]),
+        ("repetition_penalty", [-1, "1", True]),
+        ("repetition_context_size", [0, -1, True]),
+        (
+            "logit_bias",
+            [[], "x", {"5": 101}, {"5": "x"}, {"5": True}, {"1000": 1}, {"-1": 1}, {"x": 1}, {"²": 1}, {"": 1}],
+        ),
+        ("stop", [5, [5], [""], "", ["a", None], {}, True, ["x"] * 17]),
+        ("logprobs", [1, "yes", {}]),
+        ("top_logprobs", [-1, 21, True, 1.5, 5]),  # 5 without logprobs
+        ("n", [0, 2, "1", True]),
+        ("stream", [1, "true", {}]),
+        ("stream_options", [True, [], {"include_usage": 1}]),
+        ("ignore_eos", [1, "no"]),
+        ("response_format", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, {}, "text"]),
+        ("tool_choice", ["required", {"type": "function", "function": {"name": "f"}}, 1]),
+        ("functions", [[{"name": "f"}]]),
+    ],
+)
+def test_wrong_values_are_refused_by_name(name: str, wrong: list[object]) -> None:
+    for value in wrong:
+        error = refusal(**{name: value})
+        assert error.param is not None and error.param.split(".")[0] == name, value
+        assert f"'{name}" in error.message, (value, error.message)
+        assert len(error.message) < 300
+
+
+@pytest.mark.parametrize("name", ["logprobs", "best_of", "echo", "suffix"])
+@pytest.mark.parametrize("value", ["x", -1])
+def test_the_older_endpoint_has_fields_of_its_own(name: str, value: object) -> None:
+    if (name, value) != ("suffix", -1):
+        assert refusal("completion", **{name: value}).param == name
+
+
+def test_logprobs_of_the_older_endpoint_are_a_count() -> None:
+    asked = parse("completion", logprobs=3)
+    assert (asked.logprobs, asked.top_logprobs) == (True, 3)
+    assert (parse("completion", logprobs=0).logprobs, parse("completion").logprobs) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"top_k": VOCABULARY},
+        {"top_k": 10**9},
+        {"top_k": -1},
+        {"top_k": 0},
+        {"stream_options": {}},
+        {"response_format": {"type": "text"}},
+        {"tool_choice": "auto"},
+        {"tool_choice": "none"},
+        {"n": 1},
+        {"stop": []},
+        {"repetition_penalty": 0},
+        {"tools": [{"type": "function"}]},
+        {"functions": []},
+        {"logit_bias": {}},
+        {"top_p": 0},
+        {"seed": 0},
+        {"temperature": 0},
+        {"logprobs": False, "top_logprobs": 0},
+        {"logprobs": True},
+    ],
+)
+def test_odd_but_right_values_are_no_errors(body: dict[str, Any]) -> None:
+    assert parse(**body).max_tokens == 90
+
+
+def test_what_amounts_to_greedy_is_greedy() -> None:
+    assert (
+        parse(temperature=1, top_p=0).greedy and parse(temperature=1, top_k=1).greedy and parse(temperature=1e-9).greedy
+    )
+    assert not parse(temperature=0.5).greedy
+
+
+@pytest.mark.parametrize("body", [None, [], "x", 5, True])
+def test_a_body_that_is_no_object_is_refused(body: object) -> None:
+    with pytest.raises(BadRequest, match="must be a JSON object"):
+        parse_params("chat", body, context_tokens_max=0, prompt_tokens=1, vocabulary_size=5)
+
+
+def test_a_refusal_reads_as_openais_error_object() -> None:
+    assert json.loads(refusal(stop=[5]).reply()) == {
+        "error": {
+            "message": "'stop' must be a string or a list of up to 16 strings, none empty, not an array",
+            "type": "invalid_request_error",
+            "param": "stop",
+            "code": None,
+        }
+    }
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from(["chat", "completion"]), st.dictionaries(st.sampled_from(NULLS), JSON))
+def test_any_json_is_read_or_refused(endpoint: str, body: dict[str, Any]) -> None:
+    try:
+        params = parse(endpoint, **body)
+    except BadRequest as error:
+        assert json.loads(error.reply())["error"]["message"]
+    else:
+        assert 1 <= params.max_tokens <= 90

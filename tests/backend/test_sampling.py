@@ -1,0 +1,160 @@
+"""Sampling: filters as mlx-lm's, randomness a sequence's own, faults its own too."""
+
+import threading
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import greedy_sampler
+
+from warmline_backend.params import GenerationParams
+from warmline_backend.sampling import Sampler, SamplerFault, make_processors, make_sampler, pick_logprobs
+
+VOCABULARY = 50
+
+
+def params(**fields: Any) -> GenerationParams:
+    return GenerationParams(max_tokens=10, **fields)
+
+
+def logprobs_of(step: int = 0, rows: int = 1) -> mx.array:
+    logits = mx.random.normal((rows, VOCABULARY), key=mx.random.key(step)) * 2
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def sampler(fault: SamplerFault | None = None, **fields: Any) -> Sampler:
+    return make_sampler(params(**{"temperature": 1.0, **fields}), fault or SamplerFault())
+
+
+def draws(sample: Sampler, steps: int = 40) -> list[int]:
+    return [int(sample(logprobs_of(step)).tolist()[0]) for step in range(steps)]
+
+
+def random_state() -> list[Any]:
+    return [np.array(state).tolist() for state in mx.random.state]
+
+
+def test_greedy_requests_share_mlx_lms_object_so_that_a_batch_samples_in_one_call() -> None:
+    assert sampler(temperature=0.0) is greedy_sampler
+    assert sampler(top_k=1) is greedy_sampler
+
+
+def test_a_seed_repeats_and_another_differs() -> None:
+    assert draws(sampler(seed=7)) == draws(sampler(seed=7))
+    assert draws(sampler(seed=7)) != draws(sampler(seed=8))
+    assert draws(sampler()) != draws(sampler())
+    assert draws(sampler(seed=-1)) == draws(sampler(seed=-1))
+
+
+def test_interleaved_sequences_draw_what_each_draws_alone() -> None:
+    lone = [draws(sampler(seed=1)), draws(sampler(seed=2, top_p=0.9))]
+    one, other = sampler(seed=1), sampler(seed=2, top_p=0.9)
+    together = [(int(one(logprobs_of(step)).item()), int(other(logprobs_of(step)).item())) for step in range(40)]
+    assert [list(pair) for pair in zip(*together, strict=True)] == lone
+
+
+def test_the_global_random_state_is_neither_read_nor_moved() -> None:
+    mx.random.seed(1)
+    before = random_state()
+    first = draws(sampler(seed=3, top_p=0.9, min_p=0.01, top_k=20))
+    assert random_state() == before
+    mx.random.seed(2)
+    assert draws(sampler(seed=3, top_p=0.9, min_p=0.01, top_k=20)) == first
+
+
+def test_a_sampler_made_on_one_thread_works_on_another() -> None:
+    sample, result = sampler(seed=5, top_p=0.8), []
+    processors = make_processors(params(logit_bias={3: 100.0}, presence_penalty=1.0), 0, SamplerFault())
+    expected = draws(sampler(seed=5, top_p=0.8))
+
+    def step() -> None:
+        result.append(draws(sample))
+        logits = mx.zeros((1, VOCABULARY))
+        for processor in processors:
+            logits = processor(mx.array([1, 2]), logits)
+        result.append(int(mx.argmax(logits).item()))
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    assert result == [expected, 3]
+
+
+def counts(sample: Sampler, logprobs: mx.array, steps: int = 300) -> dict[int, int]:
+    tokens = [int(sample(logprobs).item()) for _ in range(steps)]
+    return {token: tokens.count(token) for token in set(tokens)}
+
+
+def test_filters_leave_only_what_they_say() -> None:
+    logprobs = mx.log(mx.array([[0.4, 0.3, 0.2, 0.06, 0.04]]))
+    assert set(counts(sampler(seed=1), logprobs)) == {0, 1, 2, 3, 4}
+    assert set(counts(sampler(seed=1, top_k=2), logprobs)) == {0, 1}
+    assert set(counts(sampler(seed=1, top_p=0.65), logprobs)) == {0, 1}
+    assert set(counts(sampler(seed=1, min_p=0.4), logprobs)) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("top_k", [5, 6, 10**9])
+def test_top_k_of_the_whole_vocabulary_or_more_is_no_limit(top_k: int) -> None:
+    logprobs, fault = mx.log(mx.array([[0.2] * 5])), SamplerFault()
+    assert set(counts(sampler(fault, seed=1, top_k=top_k), logprobs)) == {0, 1, 2, 3, 4}
+    assert fault.error is None
+
+
+def test_temperature_flattens_and_sharpens() -> None:
+    logprobs = mx.log(mx.array([[0.6, 0.4]]))
+    assert counts(sampler(seed=1, temperature=0.05), logprobs) == {0: 300}
+    assert abs(counts(sampler(seed=1, temperature=1.0), logprobs)[0] - 180) < 40
+    assert abs(counts(sampler(seed=1, temperature=100.0), logprobs)[0] - 150) < 40
+
+
+def processed(tokens: list[int], prompt_tokens: int, **fields: Any) -> list[float]:
+    logits = mx.ones((1, 6))
+    for processor in make_processors(params(**fields), prompt_tokens, SamplerFault()):
+        logits = processor(mx.array(tokens), logits)
+    return [round(value, 4) for value in np.array(logits)[0].tolist()]
+
+
+def test_presence_and_frequency_count_all_that_was_generated_and_nothing_of_the_prompt() -> None:
+    tokens = [5, 5, *[1, 1, 1, 2], *[3] * 30]
+    assert processed(tokens, 2, presence_penalty=0.5) == [1, 0.5, 0.5, 0.5, 1, 1]
+    assert processed(tokens, 2, frequency_penalty=0.5) == [1, -0.5, 0.5, -14, 1, 1]
+    assert processed([5, 5], 2, presence_penalty=0.5, frequency_penalty=0.5) == [1] * 6
+
+
+def test_repetition_counts_the_last_tokens_of_prompt_and_answer() -> None:
+    assert processed([0, 1, 2], 3, repetition_penalty=2.0) == [0.5, 0.5, 0.5, 1, 1, 1]
+    assert processed([0, 1, 2], 3, repetition_penalty=2.0, repetition_context_size=2) == [1, 0.5, 0.5, 1, 1, 1]
+
+
+def test_bias_is_added_and_nothing_is_made_without_need() -> None:
+    assert processed([0], 1, logit_bias={2: -100.0, 3: 5.0}) == [1, 1, -99, 6, 1, 1]
+    assert make_processors(params(), 5, SamplerFault()) == []
+
+
+def test_a_fault_is_recorded_and_the_sequence_goes_on_greedily() -> None:
+    def broken(logprobs: mx.array) -> mx.array:
+        raise ValueError("broken")
+
+    def broken_processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise IndexError("also")
+
+    fault, logprobs = SamplerFault(), logprobs_of()
+    sampled = fault.sampler(broken)(logprobs)
+    assert sampled.tolist() == greedy_sampler(logprobs).tolist()
+    assert isinstance(fault.error, ValueError)
+    assert fault.processor(broken_processor)(mx.array([1]), logprobs) is logprobs
+    assert isinstance(fault.error, ValueError), "the first error is the cause"
+    other = SamplerFault()
+    assert other.processor(broken_processor)(mx.array([1]), logprobs) is logprobs
+    assert isinstance(other.error, IndexError)
+
+
+def test_picked_logprobs_are_the_likeliest_first() -> None:
+    row = mx.log(mx.array([0.1, 0.5, 0.15, 0.25]))
+    chosen, top = pick_logprobs(row, 2, 2)
+    assert chosen == pytest.approx(np.log(0.15), abs=1e-6)
+    assert [token for token, _ in top] == [1, 3]
+    assert [value for _, value in top] == pytest.approx(np.log([0.5, 0.25]), abs=1e-6)
+    assert pick_logprobs(row.astype(mx.bfloat16), 1, 0)[1] == []
+    assert len(pick_logprobs(row, 1, 20)[1]) == 4

@@ -1,0 +1,22 @@
+"""Shared fixtures.  That this file lies here also puts tests/ on the import path, for `tiny_models`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+FolderOf = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
+    """`tiny_folder(family, **options)`: the folder of a tiny model, made once a session.  Not to be written to."""
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(family: str, **options: object) -> Path:
+        from tiny_models import build  # here, so that tests without a model don't import mlx
+
+        name = "-".join([family, *(f"{key}={value}" for key, value in sorted(options.items()))])
+        return build(family, root / name, **options)
+
+    return folder
