@@ -2,6 +2,7 @@
 # make test    lint and all tests (ARGS="-k name" for some)
 # make setup   only install: .venv with the versions in requirements/
 # make lint    only lint
+# make cuda    install mlx for an NVIDIA GPU (CUDA 13) in place of the CPU's
 # make lock    choose the newest versions that pyproject.toml allows, and write them to requirements/
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -10,7 +11,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 LOCK := requirements/lock.txt requirements/demo.txt
 
-.PHONY: run test setup lint lock clean
+.PHONY: run test setup cuda lint lock clean
 
 run: setup
 	$(BIN)/warmline serve $(if $(MODEL),--model "$(MODEL)") $(if $(HOME_DIR),--home "$(HOME_DIR)") \
@@ -36,11 +37,17 @@ $(STAMP): $(LOCK) pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
+# The CPU's and the GPU's build bring the same library file: the one goes before the other comes.
+cuda: setup
+	$(BIN)/python -m pip uninstall --quiet --yes mlx-cpu mlx-cuda-13
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/cuda.txt
+
 # uv is needed for this alone.  One lock serves macOS and Linux, and Python 3.11 and newer.
 COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --upgrade
 lock: setup
 	$(BIN)/python -m pip install --quiet uv
 	$(COMPILE) --extra dev pyproject.toml requirements/build.in -o requirements/lock.txt
+	$(COMPILE) --constraint requirements/lock.txt requirements/cuda.in -o requirements/cuda.txt
 	$(COMPILE) --no-deps requirements/demo.in -o requirements/demo.txt
 
 clean:
