@@ -1,6 +1,5 @@
 """Text as it streams: nothing is said that must be taken back, and all of it together is what the tokens mean."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,0 +1,165 @@
+"""What changes a fingerprint and what doesn't; weights are read once."""
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+
+from warmline_backend import fingerprint as module
+from warmline_backend.fingerprint import fingerprint
+
+
+@pytest.fixture
+def model(tiny_folder: object, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_folder("llama"), tmp_path / "model"))  # type: ignore[operator]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    path = tmp_path / "models"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that were read to be digested."""
+    names: list[str] = []
+    whole = module._sha256
+
+    def counted(file: object) -> str:
+        names.append(Path(file.name).name)  # type: ignore[attr-defined]
+        return whole(file)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_sha256", counted)
+    return names
+
+
+def of(model: Path, home: Path, **changes: object) -> str:
+    settings = {"adapter_path": None, "kv_bits": None, "kv_group_size": 64, "dtype": "float32"} | changes
+    return fingerprint(model, home_models_dir=home, **settings)  # type: ignore[arg-type]
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_same_twice_and_read_once(model: Path, home: Path, reads: list[str]) -> None:
+    first = of(model, home)
+    assert len(first) == 64 and int(first, 16) > 0
+    assert of(model, home) == first
+    assert reads == ["model.safetensors"]
+
+
+def test_digests_are_private_and_a_damaged_file_is_begun_again(model: Path, home: Path, reads: list[str]) -> None:
+    first = of(model, home)
+    path = home / "digests.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and list(home.iterdir()) == [path]
+    for damage in ("{", "[]", '{"a": 5}'):
+        path.write_text(damage)
+        assert of(model, home) == first
+    assert len(reads) == 4
+
+
+def test_a_touched_file_is_read_again(model: Path, home: Path, reads: list[str]) -> None:
+    first = of(model, home)
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    assert of(model, home) == first and len(reads) == 2
+
+
+def test_a_changed_byte_changes_it(model: Path, home: Path) -> None:
+    first = of(model, home)
+    flip(model / "model.safetensors", -1)
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    assert of(model, home) != first
+
+
+def test_a_renamed_folder_keeps_it_without_reading(model: Path, home: Path, reads: list[str]) -> None:
+    first = of(model, home)
+    assert of(model.rename(model.with_name("other")), home) == first and len(reads) == 1
+
+
+def test_a_copy_keeps_it(model: Path, home: Path) -> None:
+    assert of(Path(shutil.copytree(model, model.with_name("copy"))), home) == of(model, home)
+
+
+def test_tokenizer_and_template_do_not_matter(model: Path, home: Path) -> None:
+    first = of(model, home)
+    (model / "tokenizer_config.json").write_text("{}")
+    flip(model / "tokenizer.json", 5)
+    assert of(model, home) == first
+
+
+def test_config_matters_but_not_its_spelling(model: Path, home: Path) -> None:
+    first = of(model, home)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=4))
+    assert of(model, home) == first
+    (model / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    assert of(model, home) != first
+
+
+def test_each_setting_matters(model: Path, home: Path) -> None:
+    settings: list[dict[str, object]] = [
+        {},
+        {"kv_bits": 8},
+        {"kv_bits": 4},
+        {"kv_bits": 8, "kv_group_size": 32},
+        {"dtype": "bfloat16"},
+        {"shards": 2},
+        {"code": [module]},
+    ]
+    assert len({of(model, home, **setting) for setting in settings}) == len(settings)
+    assert of(model, home, kv_group_size=32) == of(model, home), "without quantization its group size means nothing"
+
+
+def test_the_code_of_the_architecture_and_what_it_builds_on_matters(
+    tiny_folder: object, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen = tiny_folder("qwen3_5")  # type: ignore[operator]
+    seen = {name for name, _ in module._code(qwen, [])}
+    used = ["qwen3_5", "qwen3_next", "gated_delta", "rope_utils", "switch_layers", "base", "cache"]
+    assert seen >= {f"mlx_lm.models.{name}" for name in used} and "mlx_lm.models.llama" not in seen
+    first = of(qwen, home)
+    source = module.inspect.getsource
+    monkeypatch.setattr(
+        module.inspect, "getsource", lambda m: source(m) + ("#" if m.__name__.endswith("gated_delta") else "")
+    )
+    assert of(qwen, home) != first
+
+
+def test_an_adapter_matters(model: Path, home: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapters.safetensors").write_bytes(b"a")
+    first = of(model, home, adapter_path=adapter)
+    assert first != of(model, home)
+    (adapter / "adapters.safetensors").write_bytes(b"bb")
+    assert of(model, home, adapter_path=adapter) != first
+
+
+def test_shards_are_told_apart(model: Path, home: Path, reads: list[str]) -> None:
+    first = of(model, home)
+    shutil.copy(model / "model.safetensors", model / "model-2.safetensors")
+    assert of(model, home) != first
+    assert sorted(reads) == ["model-2.safetensors", "model.safetensors"]
+
+
+def test_a_folder_without_weights_is_an_error(model: Path, home: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="no model"):
+        of(model, home)
+
+
+def test_only_the_newest_digests_are_remembered(model: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DIGESTS_MAX", 2)
+    for i in range(4):
+        (model / f"model-{i}.safetensors").write_bytes(bytes(i))
+    of(model, home)
+    assert len(json.loads((home / "digests.json").read_text())) == 2
