@@ -6,6 +6,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm import load
+from mlx_lm.generate import PromptProcessingBatch
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
 from warmline_backend.params import GenerationParams
@@ -158,3 +161,36 @@ def test_picked_logprobs_are_the_likeliest_first() -> None:
     assert [value for _, value in top] == pytest.approx(np.log([0.5, 0.25]), abs=1e-6)
     assert pick_logprobs(row.astype(mx.bfloat16), 1, 0)[1] == []
     assert len(pick_logprobs(row, 1, 20)[1]) == 4
+
+
+def decoded(model: Any, requests: list[GenerationParams], prompts: list[list[int]]) -> list[list[int]]:
+    """What mlx-lm's batch classes decode for these requests together."""
+    fault = SamplerFault()
+    batch = PromptProcessingBatch(
+        model,
+        list(range(len(requests))),
+        [make_prompt_cache(model) for _ in requests],
+        samplers=[make_sampler(request, fault) for request in requests],
+        logits_processors=[
+            make_processors(request, len(prompt), fault) for request, prompt in zip(requests, prompts, strict=True)
+        ],
+    )
+    decode = batch.generate([list(prompt) for prompt in prompts])
+    steps = [[response.token for response in decode.next()] for _ in range(12)]
+    assert fault.error is None
+    return [list(tokens) for tokens in zip(*steps, strict=True)]
+
+
+def test_seeded_requests_give_the_same_tokens_in_a_batch_as_alone(tiny_folder: Any) -> None:
+    model, *_ = load(str(tiny_folder("llama")))
+    requests = [
+        params(temperature=1.0, seed=1),
+        params(temperature=0.8, seed=2, top_p=0.9, frequency_penalty=1.0),
+        params(),
+    ]
+    prompts = [[40 + i] * 9 for i in range(3)]
+    together = decoded(model, requests, prompts)
+    assert together == [
+        decoded(model, [request], [prompt])[0] for request, prompt in zip(requests, prompts, strict=True)
+    ]
+    assert together[0] != decoded(model, [params(temperature=1.0, seed=3)], prompts[:1])[0]
