@@ -22,6 +22,7 @@ BACKEND_SETTINGS = (
     "max_tokens",
     "adapter_path",
     "trust_remote_code",
+    "running_count_max",
     "log_level",
 )
 PROXY_SETTINGS = (
