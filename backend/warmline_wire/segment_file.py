@@ -110,6 +110,12 @@ def read_header(path: Path) -> SegmentHeader:
         return _header(file)
 
 
+def read_checksums(path: Path) -> list[int]:
+    """One a tensor, in the order of `SegmentHeader.checksummed`; not compared with anything."""
+    with _opened(path) as file:
+        return _checksums(file, _header(file))
+
+
 def read_tokens(path: Path) -> bytes:
     """The packed ids of a segment, their checksum verified."""
     with _opened(path) as file:
@@ -200,15 +206,19 @@ def _check_frame(header: SegmentHeader) -> None:
 
 
 def _verify(file: BinaryIO, header: SegmentHeader, names: list[str]) -> None:
-    expected = array("Q", b"".join(_parts(file, header.tensors[CHECKSUMS])))
-    if byteorder == "big":
-        expected.byteswap()
-    wanted = dict(zip(header.checksummed(), expected, strict=True))
+    wanted = dict(zip(header.checksummed(), _checksums(file, header), strict=True))
     for name in names:
         if name not in wanted:
             raise SegmentFileError("tokens", f"no tensor {name}")
         if tensor_checksum(name, *header.meta.span, _parts(file, header.tensors[name])) != wanted[name]:
             raise SegmentFileError("checksum", f"{name} of [{header.meta.start}, {header.meta.end})")
+
+
+def _checksums(file: BinaryIO, header: SegmentHeader) -> list[int]:
+    values = array("Q", b"".join(_parts(file, header.tensors[CHECKSUMS])))
+    if byteorder == "big":
+        values.byteswap()
+    return values.tolist()
 
 
 def _parts(file: BinaryIO, place: TensorPlace) -> Iterator[bytes]:

@@ -1,12 +1,21 @@
-"""The index of what is stored: `IndexReader` for who looks, `Index` for the proxy, which owns it."""
+"""The index of what is stored: `IndexReader` for who looks, `Index` for the proxy, which owns it.
 
-from collections.abc import Iterable, Sequence
+The files are the index's to delete: a row goes first (its id is then "doomed"), the file after, and the doomed id last,
+so that whatever is killed in between, the next start finishes it.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
-from warmline_wire.home import Home
-from warmline_wire.messages import Layout, SaveReply
-
+from warmline_proxy import index_files, index_save, index_tree, index_verify, index_walk
+from warmline_proxy.index_env import MAP_BYTES, Env, IndexFailure, IndexFull, NoIndex, NoRoom, WrongSchema
+from warmline_proxy.index_tables import Tables
+from warmline_proxy.index_writer import Writer
 from warmline_proxy.rows import (
     CheckpointRow,
     Finding,
@@ -18,69 +27,99 @@ from warmline_proxy.rows import (
     SegmentRow,
     SessionRow,
     SessionUpdate,
+    Snapshot,
     Totals,
     Usage,
 )
+from warmline_wire.home import Home
+from warmline_wire.messages import Layout, SaveReply
 
+__all__ = ["Index", "IndexFailure", "IndexFull", "IndexReader", "NoIndex", "NoRoom", "WrongSchema"]
 
-class IndexFailure(Exception):
-    """The index can't be opened or written: version, map full, no room."""
+FLUSH_INTERVAL_S = 1.0
+READER_CHECK_INTERVAL_S = 60.0
+PENDING_MAX = 256  # bookkeeping entries kept before they are written early
 
-
-class NoRoom(IndexFailure):
-    """The disk budget can't hold a save, whatever is evicted."""
+T = TypeVar("T")
 
 
 class IndexReader:
-    """Read-only; works whether a proxy is running or not.  Thread-safe; no call waits for a writer."""
+    """Read-only; works whether a proxy is running or not.  Thread-safe; no call waits for a writer.
+
+    Raises NoIndex, WrongSchema or IndexFailure.
+    """
 
     def __init__(self, home: Home) -> None:
-        raise NotImplementedError
+        self.home = home
+        self._env = Env(home.index, writable=False)
 
     def match(self, root: bytes, tokens: bytes, limit: int) -> Match:
         """The longest stored prefix of packed `tokens`, at most `limit` tokens; milliseconds even at 200k tokens."""
-        raise NotImplementedError
+        with self._env.reading() as tables:
+            return index_walk.match(tables, root, tokens, limit)
 
     def totals(self) -> Totals:
-        raise NotImplementedError
+        with self._env.reading() as tables:
+            return tables.totals(self._env.bytes_used())
+
+    def snapshot(self) -> Snapshot:
+        """Everything but tokens, at one moment."""
+        with self._env.reading() as tables:
+            segments, checkpoints = list(tables.segments()), tables.checkpoints()
+            return Snapshot(
+                segments={row.id: row for row in segments},
+                checkpoints={row.id: row for row in checkpoints},
+                sessions={row.id: row for row in tables.sessions()},
+                quarantined={row.id: row for row in tables.quarantined()},
+                usage={row.id: tables.usage(row.id) for row in tables.files()},
+            )
 
     def sessions(self) -> list[SessionRow]:
         """All conversations, last used first."""
-        raise NotImplementedError
+        with self._env.reading() as tables:
+            return sorted(tables.sessions(), key=lambda row: -row.last_used)
 
     def session(self, session_id: str) -> SessionRow | None:
-        raise NotImplementedError
-
-    def segments(self) -> list[SegmentRow]:
-        raise NotImplementedError
+        with self._env.reading() as tables:
+            return tables.session(session_id)
 
     def segment(self, segment_id: str) -> SegmentRow | None:
-        raise NotImplementedError
+        with self._env.reading() as tables:
+            return tables.segment(segment_id)
 
     def path(self, segment_id: str) -> list[SegmentRow]:
         """From the root to this segment."""
-        raise NotImplementedError
+        with self._env.reading() as tables:
+            return index_walk.path(tables, segment_id)
 
     def checkpoints(self, segment_id: str = "") -> list[CheckpointRow]:
-        """Those of one segment, or all."""
-        raise NotImplementedError
+        """Those of one segment by position, or all."""
+        with self._env.reading() as tables:
+            return tables.checkpoints(segment_id)
 
     def usage(self, file_id: str) -> Usage:
-        raise NotImplementedError
+        with self._env.reading() as tables:
+            return tables.usage(file_id)
 
     def requests(self, count: int = 1000) -> list[RequestRecord]:
         """What happened to the last requests, newest first."""
-        raise NotImplementedError
+        with self._env.reading() as tables:
+            return [record for _, record in tables.requests()][: -count - 1 : -1]
 
     def quarantined(self) -> list[QuarantineRow]:
-        raise NotImplementedError
+        with self._env.reading() as tables:
+            return tables.quarantined()
 
     def verify(self, deep: bool = False) -> list[Finding]:
         """Every structural invariant and every file's frame and tokens; `deep` reads all their bytes."""
-        raise NotImplementedError
+        files = index_verify.listed(self.home)
+        with self._env.reading() as tables:
+            findings = index_verify.verify(tables, self.home, files, deep)
+        with self._env.reading() as tables:
+            return index_verify.still_stored(tables, findings)
 
     def close(self) -> None:
-        raise NotImplementedError
+        self._env.close()
 
     def __enter__(self) -> Self:
         return self
@@ -92,12 +131,25 @@ class IndexReader:
 
 
 class Index(IndexReader):
-    """The proxy's, under `home.lock`.  Methods may be called on any thread; those that write block until it is durable
-    (call them through `asyncio.to_thread`), but `note_use`, `record`, `lease` and `release` return at once.
+    """The proxy's, under `home.lock`.  Methods may be called on any thread.
+
+    Those that write block until it is durable (on an event loop: `asyncio.to_thread`); `note_use`, `record`, `lease`
+    and `release` return at once.  Any write may raise IndexFull: nothing was changed then, and reading goes on.
     """
 
-    def __init__(self, home: Home, budget_bytes: int) -> None:
-        raise NotImplementedError
+    def __init__(self, home: Home, budget_bytes: int, *, map_bytes: int = MAP_BYTES) -> None:
+        self.home = home
+        self.budget_bytes = budget_bytes
+        self._env = Env(home.index, writable=True, map_bytes=map_bytes)
+        self._env.reader_check()
+        self._lock = threading.Lock()  # guards the three below
+        self._leases: Counter[str] = Counter()
+        self._uses: dict[str, Usage] = {}
+        self._records: list[RequestRecord] = []
+        self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
+        self._writer = Writer(self._tick, FLUSH_INTERVAL_S)
+
+    # --- saving ---
 
     def begin_save(
         self,
@@ -112,60 +164,177 @@ class Index(IndexReader):
         """What of `tokens` (all of them with rows in memory) is to be written; None where all is stored.
 
         `checkpoints`: positions whose state is in memory.  `may_replace`: the backend still has the rows of a small
-        parent, so that the first segment may swallow it.  Evicts what the budget needs, and deletes those files, before it
-        returns; what the plan builds on stays.  Raises NoRoom, or IndexFailure where the index itself is full.
+        parent, so that the first segment may swallow it.  Evicts what the budget needs, and deletes those files, before
+        it returns; what the plan builds on stays.  Raises NoRoom.
         """
-        raise NotImplementedError
+        wish = index_save.Wish(
+            root=root, model=model, tokens=tokens, checkpoints=checkpoints, layout=layout, may_replace=may_replace
+        )
+        leased = self._leased()
+
+        def change(tables: Tables) -> SavePlan | None:
+            plan = index_save.begin(tables, wish, leased)
+            if plan is not None:
+                index_save.room(tables, self.budget_bytes, 0, self._env.bytes_used(), leased, must=True)
+            return plan
+
+        plan = self._write(change)
+        self.sweep()
+        return plan
 
     def commit_save(
         self, plan: SavePlan, reply: SaveReply, *, prefill_s: float, session: SessionUpdate
     ) -> SaveCommitted:
-        """Make what the backend has written part of the tree, all in one transaction, and advance (or open) its session.
+        """Make what the backend has written part of the tree, in one transaction, and advance (or open) its session.
 
         `prefill_s`: what computing [plan.matched, end) cost.  What no longer fits (its parent is gone, another save was
         sooner) is dropped and its file deleted.
         """
-        raise NotImplementedError
+        committed = self._write(
+            lambda tables: index_save.commit(tables, plan, reply, prefill_s, session, time.time()),
+        )
+        self.sweep()
+        return committed
 
     def abort_save(self, plan: SavePlan) -> None:
-        """Forget it, and delete what it may have written."""
-        raise NotImplementedError
+        """Forget it, and delete what it may have written.  Nothing happens where it is over already."""
+        self._write(lambda tables: index_save.abort(tables, plan))
+        self.sweep()
 
     def note_session(self, root: bytes, tokens: bytes, session: SessionUpdate) -> str:
         """A conversation went on without anything to save: its session's id; "" where nothing of it is stored."""
-        raise NotImplementedError
+
+        def change(tables: Tables) -> str:
+            found = index_walk.walk(tables, root, tokens, len(tokens))
+            return index_tree.advance_session(tables, found, root, tokens, session, time.time())
+
+        return self._write(change)
+
+    # --- bookkeeping, off the hot path ---
 
     def note_use(self, ids: Iterable[str]) -> None:
         """Segments and checkpoints that a request reused; written within a second."""
-        raise NotImplementedError
+        now = time.time()
+        with self._lock:
+            for file_id in ids:
+                use = self._uses.setdefault(file_id, Usage())
+                use.hits += 1
+                use.last_used = now
+            full = len(self._uses) > PENDING_MAX
+        if full:
+            self._submit(self._write_pending)
 
     def record(self, record: RequestRecord) -> None:
         """Keep it among the last 1,000; written within a second."""
-        raise NotImplementedError
-
-    def lease(self, ids: Iterable[str]) -> None:
-        """Keep these files while a restore reads them; counted, so each lease wants its release."""
-        raise NotImplementedError
-
-    def release(self, ids: Iterable[str]) -> None:
-        raise NotImplementedError
-
-    def make_room(self, bytes_needed: int = 0) -> list[str]:
-        """Evict (and delete) until the budget holds with that much more; `begin_save` does it by itself.  Raises NoRoom."""
-        raise NotImplementedError
-
-    def quarantine(self, file_id: str, reason: str) -> list[str]:
-        """Take a damaged, foreign or suspect file out of the tree, a segment with all that builds on it; their ids."""
-        raise NotImplementedError
-
-    def sweep(self) -> int:
-        """Delete the files whose rows are gone, but for leased ones; how many.  The other methods do this by themselves."""
-        raise NotImplementedError
+        with self._lock:
+            self._records.append(record)
+            full = len(self._records) > PENDING_MAX
+        if full:
+            self._submit(self._write_pending)
 
     def flush(self) -> None:
         """Write the bookkeeping now."""
-        raise NotImplementedError
+        self._submit(self._write_pending).result()
+
+    # --- leases, room, quarantine ---
+
+    def lease(self, ids: Iterable[str]) -> None:
+        """Keep these files while a restore reads them; counted, so each lease wants its release."""
+        with self._lock:
+            self._leases.update(ids)
+
+    def release(self, ids: Iterable[str]) -> None:
+        with self._lock:
+            self._leases.subtract(ids)
+            self._leases = +self._leases
+
+    def make_room(self, bytes_needed: int = 0) -> list[str]:
+        """Evict (and delete) until the budget holds with that much more; `begin_save` does it by itself.
+
+        The ids that went.  Raises NoRoom, except for 0 bytes: then what may go goes.
+        """
+        leased = self._leased()
+        removed = self._write(
+            lambda tables: index_save.room(
+                tables, self.budget_bytes, bytes_needed, self._env.bytes_used(), leased, must=bytes_needed > 0
+            )
+        )
+        self.sweep()
+        return removed
+
+    def quarantine(self, file_id: str, reason: str) -> list[str]:
+        """Take a damaged, foreign or suspect file out of the tree, a segment with all that builds on it; their ids.
+
+        The files move to segments/quarantine/, count against the budget, and are the first to go.
+        """
+        ids = self._write(lambda tables: index_tree.quarantine(tables, file_id, reason, time.time()))
+        index_files.set_aside(self.home, ids)
+        return ids
+
+    def sweep(self) -> int:
+        """Delete the files whose rows are gone, but for leased ones; how many.  What removes rows calls it itself."""
+        with self._env.reading() as tables:
+            doomed = tables.doomed().keys() - self._leased()
+        if not doomed:
+            return 0
+        for file_id in doomed:
+            index_files.delete(self.home, file_id)
+
+        def change(tables: Tables) -> None:
+            for file_id in doomed:
+                tables.forget_doomed(file_id)
+
+        self._write(change)
+        return len(doomed)
+
+    # --- upkeep ---
+
+    def change(self, change: Callable[[Tables], T]) -> T:
+        """A transaction of reconcile's or purge's own; nobody else needs it."""
+        return self._write(change)
 
     def compact(self) -> None:
-        """Rewrite the index file, so that nothing deleted is left in it.  Readers wait for it."""
-        raise NotImplementedError
+        """Rewrite the index file, so that nothing deleted is left in it.  Readers go on meanwhile."""
+        self._submit(self._env.compact).result()
+
+    def close(self) -> None:
+        """Writes the bookkeeping first."""
+        self._writer.close()
+        self._env.close()
+
+    def _leased(self) -> set[str]:
+        with self._lock:
+            return set(self._leases)
+
+    def _submit(self, work: Callable[[], T]) -> "Future[T]":
+        try:
+            return self._writer.submit(work)
+        except RuntimeError as error:
+            raise IndexFailure(str(error)) from error
+
+    def _write(self, change: Callable[[Tables], T]) -> T:
+        return self._submit(lambda: self._env.write(change)).result()
+
+    def _tick(self) -> None:
+        """On the writer thread, every second and at the end."""
+        self._write_pending()
+        if time.monotonic() >= self._reader_check_due:
+            self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
+            self._env.reader_check()
+
+    def _write_pending(self) -> None:
+        with self._lock:
+            uses, self._uses = self._uses, {}
+            records, self._records = self._records, []
+        if not uses and not records:
+            return
+
+        def change(tables: Tables) -> None:
+            for file_id, use in uses.items():
+                if tables.holds(file_id):
+                    hits = tables.usage(file_id).hits + use.hits
+                    tables.put_usage(file_id, Usage(hits=hits, last_used=use.last_used))
+            for record in records:
+                tables.append_request(record)
+
+        self._env.write(change)

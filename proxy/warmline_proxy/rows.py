@@ -1,6 +1,7 @@
 """What the index stores and what it answers: plain values, no I/O."""
 
 import msgspec
+
 from warmline_wire.messages import CheckpointRef, SegmentRef, SegmentSpec
 
 
@@ -114,6 +115,10 @@ class SavePlan(msgspec.Struct, kw_only=True):
     bytes_expected: int  # reserved in the budget until it is over
     replaces: str = ""  # a small parent that the first segment swallows
 
+    @property
+    def file_ids(self) -> list[str]:
+        return [spec.id for spec in self.segments] + [ref.id for ref in self.checkpoints]
+
 
 class SessionUpdate(msgspec.Struct, kw_only=True):
     """What the proxy knows of the conversation that a request belongs to."""
@@ -143,6 +148,16 @@ class QuarantineRow(msgspec.Struct, kw_only=True):
     bytes_on_disk: int
     reason: str
     at: float
+
+
+class Snapshot(msgspec.Struct, kw_only=True):
+    """Everything stored but tokens, by id, at one moment."""
+
+    segments: dict[str, SegmentRow]
+    checkpoints: dict[str, CheckpointRow]
+    sessions: dict[str, SessionRow]
+    quarantined: dict[str, QuarantineRow]
+    usage: dict[str, Usage]
 
 
 class Finding(msgspec.Struct, kw_only=True):

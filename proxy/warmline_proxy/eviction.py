@@ -1,0 +1,78 @@
+"""What to evict: pure functions over a snapshot.
+
+Leaf first: a segment goes when nothing builds on it any more.  Among those, the one goes whose bytes save the least:
+prefill seconds per byte, aged by the time since its last use (hyperbolically, so that nothing is worth nothing and the
+order of two files of one age never turns).
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LOW_WATERMARK = 0.9  # of the budget: once it is passed, room is made down to here, so that not every save evicts
+AGE_FLOOR_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A segment or checkpoint.  `parent`: a segment's parent ("" at the root), or the segment of a checkpoint."""
+
+    id: str
+    parent: str
+    checkpoint: bool
+    bytes_count: int
+    saves_s: float  # prefill that it spares
+    last_used: float
+    kept: bool  # pinned, leased, or being built on
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    ids: list[str]  # in this order; a segment's checkpoints before it
+    bytes_freed: int
+
+
+def bytes_to_free(used: int, needed: int, budget: int) -> int:
+    """0 below the budget; above it, down to the low watermark."""
+    if used + needed <= budget:
+        return 0
+    return used + needed - int(budget * LOW_WATERMARK)
+
+
+def worth(candidate: Candidate, bytes_count: int, now: float) -> float:
+    age_s = max(0.0, now - candidate.last_used)
+    return candidate.saves_s / max(1, bytes_count) / (age_s + AGE_FLOOR_S)
+
+
+def choose(candidates: Sequence[Candidate], wanted: int, now: float) -> Choice:
+    """What to evict to free `wanted` bytes; less where the rest is kept."""
+    by_id = {candidate.id: candidate for candidate in candidates}
+    checkpoints: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        if candidate.checkpoint:
+            checkpoints.setdefault(candidate.parent, []).append(candidate)
+    children = Counter(candidate.parent for candidate in candidates if not candidate.checkpoint)
+    heap: list[tuple[float, str]] = []
+
+    def offer(candidate: Candidate) -> None:
+        mine = checkpoints.get(candidate.id, [])
+        if not candidate.kept and not any(checkpoint.kept for checkpoint in mine):
+            weight = candidate.bytes_count + sum(checkpoint.bytes_count for checkpoint in mine)
+            heapq.heappush(heap, (worth(candidate, weight, now), candidate.id))
+
+    for candidate in candidates:
+        if candidate.checkpoint or not children[candidate.id]:
+            offer(candidate)
+    ids: dict[str, None] = {}
+    freed = 0
+    while heap and freed < wanted:
+        candidate = by_id[heapq.heappop(heap)[1]]
+        for gone in [*checkpoints.get(candidate.id, []), candidate]:
+            freed += 0 if gone.id in ids else gone.bytes_count
+            ids[gone.id] = None
+        if not candidate.checkpoint and candidate.parent:
+            children[candidate.parent] -= 1
+            if not children[candidate.parent]:
+                offer(by_id[candidate.parent])
+    return Choice(list(ids), freed)

@@ -1,0 +1,148 @@
+"""Finding the longest stored prefix: a hash finds the deepest block, equality decides, a walk goes on to the token."""
+
+from dataclasses import dataclass, field
+
+from warmline_proxy.index_tables import Tables, first_token
+from warmline_proxy.rows import Match, SegmentRow
+from warmline_wire.keys import TOKEN_BYTES, chain_hashes, common_prefix
+from warmline_wire.messages import CheckpointRef, SegmentRef
+
+
+@dataclass
+class Step:
+    """One segment of a path, followed up to `upto`."""
+
+    row: SegmentRow
+    upto: int
+
+
+@dataclass
+class Walk:
+    """A path from the root whose tokens were all compared; `matched` is where it ends."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def matched(self) -> int:
+        return self.steps[-1].upto if self.steps else 0
+
+    @property
+    def leaf(self) -> str:
+        return self.steps[-1].row.id if self.steps else ""
+
+    def step_at(self, position: int) -> Step | None:
+        """The one in which `position` lies (start < position <= upto)."""
+        return next((step for step in self.steps if step.row.start < position <= step.upto), None)
+
+
+def walk(tables: Tables, root: bytes, tokens: bytes, limit: int) -> Walk:
+    """Follow packed `tokens` as far as they are stored, at most `limit` of them."""
+    limit = min(limit, len(tokens) // TOKEN_BYTES)
+    found = Walk(_verified(tables, _climb(tables, root, _deepest(tables, root, tokens, limit)), tokens, limit))
+    _descend(tables, root, tokens, limit, found.steps)
+    return found
+
+
+def match(tables: Tables, root: bytes, tokens: bytes, limit: int) -> Match:
+    limit = min(limit, len(tokens) // TOKEN_BYTES)
+    found = walk(tables, root, tokens, limit)
+    steps = found.steps
+    checkpoints = [
+        CheckpointRef(id=row.id, position=row.position)
+        for step in steps
+        for row in tables.checkpoints(step.row.id)
+        if row.position <= step.upto
+    ]
+    return Match(
+        tokens=found.matched,
+        chain=[SegmentRef(id=s.row.id, start=s.row.start, end=s.row.end, upto=s.upto) for s in steps],
+        checkpoints=checkpoints,
+        bytes_to_read=sum(_bytes_of(step) for step in steps),
+        why=_why(tables, root, tokens, limit, found),
+    )
+
+
+def path(tables: Tables, segment_id: str) -> list[SegmentRow]:
+    """From the root to this segment; [] where a link is missing."""
+    rows: list[SegmentRow] = []
+    while segment_id:
+        row = tables.segment(segment_id)
+        if row is None or (rows and row.start >= rows[-1].start):
+            return []
+        rows.append(row)
+        segment_id = row.parent
+    return rows[::-1]
+
+
+def _deepest(tables: Tables, root: bytes, tokens: bytes, limit: int) -> str:
+    """The segment of the deepest stored block: all blocks before a stored one are stored, so bisection finds it."""
+    hashes = chain_hashes(root, tokens[: limit * TOKEN_BYTES])
+    low, high, found = 0, len(hashes), ""
+    while low < high:
+        middle = (low + high) // 2
+        if segment_id := tables.block(hashes[middle]):
+            low, found = middle + 1, segment_id
+        else:
+            high = middle
+    return found
+
+
+def _climb(tables: Tables, root: bytes, segment_id: str) -> list[SegmentRow]:
+    rows = path(tables, segment_id)
+    return rows if rows and rows[0].root == root else []
+
+
+def _verified(tables: Tables, rows: list[SegmentRow], tokens: bytes, limit: int) -> list[Step]:
+    """As much of a path as has these tokens; a hash that lied only makes it shorter."""
+    steps: list[Step] = []
+    leaves_at = [row.start for row in rows[1:]] + [row.end for row in rows[-1:]]
+    for row, until in zip(rows, leaves_at, strict=True):
+        reached = _compare(tables, row, tokens, row.start, min(until, limit))
+        if reached > row.start:
+            steps.append(Step(row, reached))
+        if reached < until:
+            break
+    return steps
+
+
+def _descend(tables: Tables, root: bytes, tokens: bytes, limit: int, steps: list[Step]) -> None:
+    """Go on from the last step: to its end, then to the child that starts where it is left, and so on."""
+    while True:
+        if steps:
+            last = steps[-1]
+            last.upto = _compare(tables, last.row, tokens, last.upto, limit)
+        at, parent = (steps[-1].upto, steps[-1].row.id) if steps else (0, "")
+        if at >= limit:
+            return
+        child = tables.segment(tables.child(root, parent, at, first_token(tokens, at)))
+        if child is None:
+            return
+        steps.append(Step(child, at))
+
+
+def _compare(tables: Tables, row: SegmentRow, tokens: bytes, at: int, until: int) -> int:
+    """The first position from `at` on where `tokens` leave this segment, at most `until` or its end."""
+    until = min(until, row.end)
+    if at >= until:
+        return at
+    stored = tables.tokens(row.id)[(at - row.start) * TOKEN_BYTES : (until - row.start) * TOKEN_BYTES]
+    return at + common_prefix(stored, tokens[at * TOKEN_BYTES : until * TOKEN_BYTES])
+
+
+def _bytes_of(step: Step) -> int:
+    row = step.row
+    return row.bytes_on_disk * (step.upto - row.start) // (row.end - row.start)
+
+
+def _why(tables: Tables, root: bytes, tokens: bytes, limit: int, found: Walk) -> str:
+    at = found.matched
+    if at >= limit:
+        return "all of it"
+    if gone := tables.gone(root, found.leaf, at, first_token(tokens, at)):
+        return f"{gone} after token {at}"
+    if not found.steps:
+        return "differs at token 0" if tables.children(root, "", 0) else "nothing stored"
+    row = found.steps[-1].row
+    if at < row.end or tables.children(root, row.id, at):
+        return f"differs at token {at}"
+    return f"stored up to token {at}"

@@ -1,0 +1,65 @@
+"""The one thread that owns every write transaction of the index."""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Writer:
+    """Runs what is submitted, one after the other, and `tick` every `interval_s` in between.  Thread-safe."""
+
+    def __init__(self, tick: Callable[[], None], interval_s: float) -> None:
+        self._tick = tick
+        self._interval_s = interval_s
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="index-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
+        """Raises RuntimeError once closed."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the index is closed")
+            self._jobs.put(lambda: _settle(future, work))
+        return future
+
+    def close(self) -> None:
+        """Waits for what was submitted, and for a last tick."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        due = time.monotonic() + self._interval_s
+        running = True
+        while running:
+            with contextlib.suppress(queue.Empty):
+                job = self._jobs.get(timeout=max(0.0, due - time.monotonic()))
+                running = job is not None
+                if job is not None:
+                    job()
+            if time.monotonic() >= due or not running:
+                self._tick()
+                due = time.monotonic() + self._interval_s
+
+
+def _settle(future: "Future[Any]", work: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001  whoever waits for the future gets it
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,72 @@
+"""Start-up: make index and files agree again, whatever was killed in between.  Needs `home.lock`, no save running."""
+
+from pathlib import Path
+
+import msgspec
+
+from warmline_proxy import index_files
+from warmline_proxy.index import Index
+from warmline_proxy.index_save import abort
+from warmline_proxy.index_tables import Tables
+from warmline_proxy.index_tree import drop
+from warmline_wire.home import Home
+
+
+class Reconciled(msgspec.Struct, kw_only=True):
+    """How much was put right; all 0 after a clean end."""
+
+    saves_rolled_back: int = 0
+    rows_without_file: int = 0  # segments and checkpoints, with what built on them
+    rows_of_other_size: int = 0
+    files_without_row: int = 0
+    files_temporary: int = 0
+    files_doomed: int = 0  # rows were gone already
+
+
+def reconcile(index: Index) -> Reconciled:
+    home, counts = index.home, Reconciled()
+    saves = index.change(lambda tables: [abort(tables, plan) for plan in tables.saves()])
+    counts.saves_rolled_back = len(saves)
+    files = dict(index_files.stored(home))
+    sizes = {file_id: path.stat().st_size for file_id, path in files.items()}
+    index.change(lambda tables: _drop_rows(tables, sizes, counts))
+    index_files.set_aside(home, [row.id for row in index.quarantined()])
+    index.change(lambda tables: _forget_missing_quarantined(tables, home))
+    counts.files_doomed = index.sweep()
+    _delete_strays(index, counts)
+    return counts
+
+
+def _drop_rows(tables: Tables, sizes: dict[str, int], counts: Reconciled) -> None:
+    for row in tables.files():
+        if not tables.holds(row.id):
+            continue  # it went with what it built on
+        size = sizes.get(row.id)
+        if size is None:
+            counts.rows_without_file += len(drop(tables, row.id, "missing"))
+        elif size != row.bytes_on_disk:
+            counts.rows_of_other_size += len(drop(tables, row.id, "damaged"))
+
+
+def _forget_missing_quarantined(tables: Tables, home: Home) -> None:
+    for row in tables.quarantined():
+        if not index_files.quarantine_file(home, row.id).exists():
+            tables.remove_quarantined(row)
+
+
+def _delete_strays(index: Index, counts: Reconciled) -> None:
+    snapshot = index.snapshot()
+    known = snapshot.segments.keys() | snapshot.checkpoints.keys()
+    for file_id, path in list(index_files.stored(index.home)):
+        if not file_id:
+            counts.files_temporary += _delete(path)
+        elif file_id not in known:
+            counts.files_without_row += _delete(path)
+    for file_id, path in list(index_files.aside(index.home)):
+        if file_id not in snapshot.quarantined:
+            counts.files_without_row += _delete(path)
+
+
+def _delete(path: Path) -> int:
+    path.unlink(missing_ok=True)
+    return 1
