@@ -83,6 +83,10 @@ class IndexReader:
         with self._env.reading() as tables:
             return tables.session(session_id)
 
+    def segments(self) -> list[SegmentRow]:
+        with self._env.reading() as tables:
+            return list(tables.segments())
+
     def segment(self, segment_id: str) -> SegmentRow | None:
         with self._env.reading() as tables:
             return tables.segment(segment_id)

@@ -113,8 +113,9 @@ class Env:
             raise NoIndex(f"the index in {path} is not complete: {error}") from error
 
     def _handles(self, env: Any, path: Path) -> dict[str, Any]:
+        # Not within one transaction: LMDB forgets a handle that was opened in a read transaction when that ends.
+        handles = {name: env.open_db(name.encode(), create=self._writable) for name in TABLES}
         with env.begin(write=self._writable) as txn:
-            handles = {name: env.open_db(name.encode(), txn=txn, create=self._writable) for name in TABLES}
             found = txn.get(SCHEMA_KEY, db=handles["meta"])
             if found is None and self._writable:
                 txn.put(SCHEMA_KEY, str(SCHEMA).encode(), db=handles["meta"])

@@ -1,0 +1,21 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import BUDGET, make_home
+
+from warmline_proxy.index import Index
+from warmline_wire.home import Home
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return make_home(tmp_path / "home")
+
+
+@pytest.fixture
+def index(home: Home) -> Iterator[Index]:
+    """Its invariants are checked after every test that uses it."""
+    with Index(home, BUDGET) as index:
+        yield index
+        assert index.verify(deep=True) == []

@@ -1,0 +1,101 @@
+"""A backend that writes a plan's files, and short hands for tests of the index."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from segment_files import write_segment_file
+
+from warmline_proxy.index import Index
+from warmline_proxy.rows import SaveCommitted, SavePlan, SessionUpdate
+from warmline_wire.home import Home
+from warmline_wire.keys import TOKEN_BYTES, namespace, pack_tokens
+from warmline_wire.messages import Layout, SavedFile, SaveReply
+from warmline_wire.segment_file import FileMeta, file_checksum, read_checksums
+
+ROOT = namespace("model-a")
+MODEL = "model-a"
+BUDGET = 1 << 30
+ROW_BYTES = 16
+STATE_BYTES = 64
+LAYOUT = Layout(
+    row_bytes=ROW_BYTES,
+    state_bytes=STATE_BYTES,
+    has_rows=True,
+    has_states=True,
+    has_windows=False,
+    persistent=True,
+    families=["KVCache", "ArraysCache"],
+)
+
+
+def make_home(path: Path) -> Home:
+    home = Home(path)
+    home.prepare()
+    return home
+
+
+def begin(
+    index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), root: bytes = ROOT, may_replace: bool = True
+) -> SavePlan | None:
+    return index.begin_save(
+        root, MODEL, pack_tokens(ids), checkpoints=checkpoints, layout=LAYOUT, may_replace=may_replace
+    )
+
+
+def planned(index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), may_replace: bool = True) -> SavePlan:
+    """Where something is to be saved."""
+    plan = begin(index, ids, checkpoints, may_replace=may_replace)
+    assert plan is not None
+    return plan
+
+
+def write_plan(home: Home, plan: SavePlan) -> SaveReply:
+    """What a backend does on POST /kv/save."""
+    segments, checkpoints = [], []
+    for spec in plan.segments:
+        meta = FileMeta(
+            kind="segment", id=spec.id, fingerprint="model-a", start=spec.start, end=spec.end, parent=spec.parent
+        )
+        tokens = plan.tokens[spec.start * TOKEN_BYTES : spec.end * TOKEN_BYTES]
+        segments.append(_write(home, meta, tokens, {"0.kv.keys": bytes(ROW_BYTES) * (spec.end - spec.start)}))
+    for ref in plan.checkpoints:
+        at = ref.position
+        meta = FileMeta(kind="checkpoint", id=ref.id, fingerprint="model-a", start=at, end=at, position=at)
+        checkpoints.append(_write(home, meta, None, {"1.arrays.0": bytes(STATE_BYTES)}))
+    return SaveReply(boot="b", generation=0, segments=segments, checkpoints=checkpoints, seconds=0.0)
+
+
+def _write(home: Home, meta: FileMeta, tokens: bytes | None, tensors: dict[str, bytes]) -> SavedFile:
+    path = home.segment_file(meta.id)
+    size = write_segment_file(path, meta, tokens, tensors)
+    return SavedFile(id=meta.id, bytes_written=size, checksum=file_checksum(read_checksums(path)))
+
+
+def commit(index: Index, plan: SavePlan, turn_end: int = 0, client: str = "", prefill_s: float = 1.0) -> SaveCommitted:
+    reply = write_plan(index.home, plan)
+    return index.commit_save(plan, reply, prefill_s=prefill_s, session=SessionUpdate(turn_end=turn_end, client=client))
+
+
+def save(
+    index: Index,
+    ids: Sequence[int],
+    checkpoints: Sequence[int] = (),
+    turn_end: int = 0,
+    client: str = "",
+    prefill_s: float = 1.0,
+    may_replace: bool = True,
+) -> SaveCommitted:
+    plan = planned(index, ids, checkpoints, may_replace)
+    return commit(index, plan, turn_end, client, prefill_s)
+
+
+def matched(index: Index, ids: Sequence[int], root: bytes = ROOT) -> int:
+    return index.match(root, pack_tokens(ids), len(ids)).tokens
+
+
+def why(index: Index, ids: Sequence[int]) -> str:
+    return index.match(ROOT, pack_tokens(ids), len(ids)).why
+
+
+def files_on_disk(home: Home) -> int:
+    return sum(path.stat().st_size for path in home.segments.rglob("*") if path.is_file())
