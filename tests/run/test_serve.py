@@ -1,0 +1,98 @@
+"""`warmline serve` over the real pair."""
+
+import json
+import os
+import signal
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Running, free_port
+
+import tiny_models
+from warmline_wire.home import Home
+
+
+@contextmanager
+def served(home: Path, *arguments: str, **environment: str) -> Iterator[tuple[Running, str]]:
+    """(serve, ready and running; the base URL)."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WARMLINE_")}
+    ports = ("--port", str(free_port()), "--backend-port", str(free_port()))
+    command = [sys.executable, "-m", "warmline_run.cli", "serve", "--home", str(home), *ports, *arguments]
+    with Running(command, {**clean, **environment}) as serve:
+        yield serve, serve.wait_for(r"^ready (http://\S+/v1)$", timeout_s=60)[1]
+        if serve.process.poll() is None:
+            serve.process.terminate()
+            serve.wait_for_silence()
+
+
+def ask(url: str, content: str, **more: Any) -> dict[str, Any]:
+    body = {"model": "any/name", "messages": [{"role": "user", "content": content}], "temperature": 0, **more}
+    request = urllib.request.Request(
+        f"{url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer: dict[str, Any] = json.load(response)
+        return answer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.build("llama", tmp_path_factory.mktemp("model") / "tiny")
+
+
+def pid(home: Path, process: str) -> int:
+    return int(Home(home).pid_file(process).read_text())
+
+
+def test_answers_restarts_what_dies_and_stops_cleanly(tmp_path: Path, model: Path) -> None:
+    with served(tmp_path, "--model", str(model)) as (serve, url):
+        before = ask(url, "hello", max_tokens=8)["choices"][0]["message"]["content"]
+        for process in ("backend", "proxy"):
+            old = pid(tmp_path, process)
+            os.kill(old, signal.SIGKILL)
+            serve.wait_for(f"the {process} was killed by SIGKILL")
+            serve.wait_for("serving .* at http://" if process == "backend" else "listening on http://")
+            assert pid(tmp_path, process) != old
+            assert ask(url, "hello", max_tokens=8)["choices"][0]["message"]["content"] == before
+        serve.process.send_signal(signal.SIGINT)
+        serve.wait_for_silence()
+        assert serve.process.wait() == 0
+        assert not list(Home(tmp_path).run.glob("*.pid"))
+
+
+def test_the_pair_ends_with_a_killed_serve(tmp_path: Path, model: Path) -> None:
+    with served(tmp_path, "--model", str(model)) as (serve, _):
+        serve.process.kill()
+        serve.wait_for_silence()
+        assert not list(Home(tmp_path).run.glob("*.pid"))
+
+
+def test_a_model_that_is_not_there_ends_serve_with_code_2(tmp_path: Path) -> None:
+    ports = ("--port", str(free_port()), "--backend-port", str(free_port()))
+    nowhere = str(tmp_path / "nowhere")
+    command = [sys.executable, "-m", "warmline_run.cli", "serve", "--home", str(tmp_path), "--model", nowhere, *ports]
+    with Running(command) as serve:
+        lines = serve.wait_for_silence()
+        assert serve.process.wait() == 2
+        assert any(nowhere in line for line in lines)
+        assert not any("Traceback" in line for line in lines)
+
+
+def test_the_client_key_is_asked_for(tmp_path: Path, model: Path) -> None:
+    with served(tmp_path, "--model", str(model), WARMLINE_CLIENT_KEY="hush") as (_, url):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask(url, "hello", max_tokens=1)
+        assert refused.value.code == 401
+
+
+def test_the_demo_knows_the_capital_of_france(demo_home: Home) -> None:
+    with served(demo_home.root) as (_, url):
+        answer = ask(url, "What is the capital of France?", max_tokens=12)
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+        assert answer["model"] == "any/name"
