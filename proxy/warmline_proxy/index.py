@@ -65,14 +65,7 @@ class IndexReader:
     def snapshot(self) -> Snapshot:
         """Everything but tokens, at one moment."""
         with self._env.reading() as tables:
-            segments, checkpoints = list(tables.segments()), tables.checkpoints()
-            return Snapshot(
-                segments={row.id: row for row in segments},
-                checkpoints={row.id: row for row in checkpoints},
-                sessions={row.id: row for row in tables.sessions()},
-                quarantined={row.id: row for row in tables.quarantined()},
-                usage={row.id: tables.usage(row.id) for row in tables.files()},
-            )
+            return tables.snapshot()
 
     def sessions(self) -> list[SessionRow]:
         """All conversations, last used first."""

@@ -22,6 +22,7 @@ from warmline_proxy.rows import (
     SavePlan,
     SegmentRow,
     SessionRow,
+    Snapshot,
     Totals,
     Usage,
 )
@@ -151,6 +152,15 @@ class Tables:
 
     def totals(self, bytes_index: int) -> Totals:
         return Totals(**msgspec.structs.asdict(self.sums()), bytes_index=bytes_index)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            segments={row.id: row for row in self.segments()},
+            checkpoints={row.id: row for row in self.checkpoints()},
+            sessions={row.id: row for row in self.sessions()},
+            quarantined={row.id: row for row in self.quarantined()},
+            usage={row.id: self.usage(row.id) for row in self.files()},
+        )
 
     # --- segments ---
 

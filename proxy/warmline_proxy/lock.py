@@ -17,10 +17,15 @@ class HomeLocked(Exception):
 
 @contextmanager
 def home_lock(home: Home, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold `home.lock` (the kernel frees it when the holder dies).  Raises HomeLocked after `wait_s`."""
+    """Hold `home.lock`, and write our pid in it.  Raises HomeLocked, naming the holder, after `wait_s`.
+
+    The kernel frees it when the holder dies, however it does.
+    """
     descriptor = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         _acquire(descriptor, home, time.monotonic() + wait_s)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
@@ -33,5 +38,6 @@ def _acquire(descriptor: int, home: Home, deadline: float) -> None:
             return
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                raise HomeLocked(f"{home.root} is in use by another proxy, or by cachectl") from None
+                holder = os.pread(descriptor, 32, 0).decode().strip()
+                raise HomeLocked(f"{home.root} is in use by process {holder or '?'}, a proxy or cachectl") from None
             time.sleep(POLL_S)  # flock has no timeout, and no event to wait for

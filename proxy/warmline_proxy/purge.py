@@ -1,0 +1,154 @@
+"""Purging: what a request means (pure), and doing it, by the proxy's handler or by a cachectl under `home.lock`."""
+
+import time
+from collections.abc import Iterable, Set
+
+import msgspec
+
+from warmline_proxy.index import Index
+from warmline_proxy.index_save import abort
+from warmline_proxy.index_tables import Tables
+from warmline_proxy.index_tree import drop
+from warmline_proxy.rows import PurgeReply, PurgeRequest, Snapshot
+
+
+class Selection(msgspec.Struct, kw_only=True):
+    """What goes.  `segments` is closed: with a segment goes all that builds on it."""
+
+    sessions: set[str] = set()
+    segments: set[str] = set()
+    checkpoints: set[str] = set()
+    quarantined: set[str] = set()
+    bytes_freed: int = 0
+
+
+def select(snapshot: Snapshot, request: PurgeRequest, now: float) -> Selection:
+    """Raises ValueError unless the request names exactly one thing; an empty selection where it matches nothing.
+
+    A conversation takes along only what no other one needs.
+    """
+    given = [bool(request.session), bool(request.model), request.older_than_s is not None, request.everything]
+    if sum(given) != 1:
+        raise ValueError("name exactly one of: a session, a model, an age, everything")
+    if request.everything:
+        return _measured(snapshot, set(snapshot.sessions), set(snapshot.segments), set(snapshot.quarantined))
+    if request.model:
+        return _of_model(snapshot, request.model)
+    if request.session:
+        return _of_sessions(snapshot, {request.session} & snapshot.sessions.keys())
+    return _older_than(snapshot, now - (request.older_than_s or 0.0))
+
+
+def purge(index: Index, request: PurgeRequest) -> PurgeReply:
+    """Rows, files, request records and then every trace in the index file.  Blocks; raises ValueError, IndexFailure."""
+    if request.dry_run:
+        selection = select(index.snapshot(), request, time.time())
+    else:
+        index.flush()
+        selection = index.change(lambda tables: _select_and_remove(tables, request))
+        index.sweep()
+        index.compact()
+    return PurgeReply(
+        sessions=sorted(selection.sessions),
+        segments=sorted(selection.segments),
+        checkpoints=sorted(selection.checkpoints),
+        quarantined=sorted(selection.quarantined),
+        bytes_freed=selection.bytes_freed,
+        dry_run=request.dry_run,
+    )
+
+
+def _select_and_remove(tables: Tables, request: PurgeRequest) -> Selection:
+    selection = select(tables.snapshot(), request, time.time())
+    _remove(tables, selection, request.everything)
+    return selection
+
+
+def _of_model(snapshot: Snapshot, model: str) -> Selection:
+    segments = {row.id for row in snapshot.segments.values() if row.model == model}
+    sessions = {row.id for row in snapshot.sessions.values() if row.model == model}
+    quarantined = {row.id for row in snapshot.quarantined.values() if row.model == model}
+    return _measured(snapshot, sessions, segments, quarantined)
+
+
+def _older_than(snapshot: Snapshot, before: float) -> Selection:
+    """Conversations, and what belongs to none, last used before then."""
+    old = {row.id for row in snapshot.sessions.values() if row.last_used < before}
+    selection = _of_sessions(snapshot, old)
+    kept = _needed(snapshot, snapshot.sessions.keys() - old)
+    young = {row.id for row in snapshot.segments.values() if _last_used(snapshot, row.id) >= before}
+    kept |= {link for segment_id in young - selection.segments for link in _path(snapshot, segment_id)}
+    quarantined = {row.id for row in snapshot.quarantined.values() if row.at < before}
+    return _measured(snapshot, old, selection.segments | (snapshot.segments.keys() - kept), quarantined)
+
+
+def _last_used(snapshot: Snapshot, segment_id: str) -> float:
+    return max(snapshot.segments[segment_id].created, snapshot.usage[segment_id].last_used)
+
+
+def _of_sessions(snapshot: Snapshot, sessions: set[str]) -> Selection:
+    """Their paths, abandoned branches of those, and what else they wrote, but for what other conversations stand on."""
+    needed = _needed(snapshot, snapshot.sessions.keys() - sessions)
+    leaves = [snapshot.sessions[session].leaf for session in sessions]
+    own = {link for leaf in leaves for link in _path(snapshot, leaf)}
+    own |= {row.id for row in snapshot.segments.values() if row.session in sessions}
+    return _measured(snapshot, sessions, own - needed, set())
+
+
+def _needed(snapshot: Snapshot, sessions: Iterable[str]) -> set[str]:
+    return {link for session in sessions for link in _path(snapshot, snapshot.sessions[session].leaf)}
+
+
+def _path(snapshot: Snapshot, segment_id: str) -> list[str]:
+    links = []
+    while segment_id in snapshot.segments:
+        links.append(segment_id)
+        segment_id = snapshot.segments[segment_id].parent
+    return links
+
+
+def _measured(snapshot: Snapshot, sessions: set[str], segments: Set[str], quarantined: set[str]) -> Selection:
+    gone = _with_descendants(snapshot, segments)
+    checkpoints = {row.id for row in snapshot.checkpoints.values() if row.segment in gone}
+    lost = {
+        row.id for row in snapshot.sessions.values() if row.leaf in gone and not _survives(snapshot, row.leaf, gone)
+    }
+    sizes = [
+        *(snapshot.segments[file_id].bytes_on_disk for file_id in gone),
+        *(snapshot.checkpoints[file_id].bytes_on_disk for file_id in checkpoints),
+        *(snapshot.quarantined[file_id].bytes_on_disk for file_id in quarantined),
+    ]
+    return Selection(
+        sessions=sessions | lost,
+        segments=gone,
+        checkpoints=checkpoints,
+        quarantined=quarantined,
+        bytes_freed=sum(sizes),
+    )
+
+
+def _with_descendants(snapshot: Snapshot, segments: Set[str]) -> set[str]:
+    gone = set(segments)
+    for row in sorted(snapshot.segments.values(), key=lambda row: row.start):  # a parent starts before its children
+        if row.parent in gone:
+            gone.add(row.id)
+    return gone
+
+
+def _remove(tables: Tables, selection: Selection, everything: bool) -> None:
+    for session in selection.sessions:
+        tables.remove_session(session)
+    for segment in selection.segments:
+        drop(tables, segment, "")
+    for row in tables.quarantined():
+        if row.id in selection.quarantined:
+            tables.remove_quarantined(row)
+            tables.doom(row.id, row.bytes_on_disk)
+    for key, record in tables.requests():
+        if everything or record.session in selection.sessions:
+            tables.delete("requests", key)
+    for key, _ in list(tables.items("gone")):
+        tables.delete("gone", key)  # each holds a token
+    if everything:
+        for plan in tables.saves():
+            abort(tables, plan)
