@@ -1,0 +1,128 @@
+"""Drives a scheduler by hand, turn after turn, on the test's own thread: no threads, no clocks, no sockets."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from warmline_backend.kv import KV
+from warmline_backend.model import ServedModel
+from warmline_backend.params import GenerationParams
+from warmline_backend.scheduler import Scheduler, SchedulerSettings
+from warmline_backend.segments import Loader, as_bytes, write_file
+from warmline_backend.sequence import Ended, Event, Generation, Piece, Progress
+from warmline_wire.keys import pack_tokens, unpack_tokens
+from warmline_wire.messages import CheckpointRef, SegmentRef, Settled
+from warmline_wire.segment_file import FileMeta
+
+FINGERPRINT = "f" * 64
+TURNS_MAX = 5000
+
+
+@dataclass
+class Heard:
+    """All that one request's listener was told."""
+
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def settled(self) -> Settled:
+        ended = self.events[-1]
+        assert isinstance(ended, Ended), self.events[-3:]
+        return ended.settled
+
+    @property
+    def over(self) -> bool:
+        return bool(self.events) and isinstance(self.events[-1], Ended)
+
+    @property
+    def generated(self) -> list[int]:
+        return unpack_tokens(self.settled.generated)
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Piece))
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [event.logprobs.logprob for event in self.events if isinstance(event, Piece) and event.logprobs]
+
+    @property
+    def chunks(self) -> list[int]:
+        return [event.done for event in self.events if isinstance(event, Progress)]
+
+
+class Drive:
+    """One scheduler with short ways to ask it."""
+
+    def __init__(self, served: ServedModel, *, step: int = 2048, budget: int = 1 << 30, keeps: bool = True) -> None:
+        settings = SchedulerSettings(
+            boot="test",
+            memory_budget_bytes=budget,
+            prefill_step_size=step,
+            running_count_max=32,
+            keeps_residents=keeps,
+        )
+        self.served, self.scheduler = served, Scheduler(served, settings)
+        self._count = 0
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int = 8,
+        *,
+        resident: str = "",
+        reuse: int = 0,
+        checkpoints: tuple[int, ...] = (),
+        **params: object,
+    ) -> tuple[str, Heard]:
+        self._count += 1
+        name, heard = f"r{self._count}", Heard()
+        wanted = GenerationParams(max_tokens=max_tokens, **{"ignore_eos": True, **params})
+        self.scheduler.submit(Generation(name, prompt, wanted, heard.events.append, resident, reuse, checkpoints))
+        return name, heard
+
+    def until(self, done: Callable[[], bool]) -> None:
+        for _ in range(TURNS_MAX):
+            if done():
+                return
+            self.scheduler.turn()
+        raise AssertionError("the scheduler did not get there")
+
+    def run(self, prompt: list[int], max_tokens: int = 8, **options: object) -> Heard:
+        """Alone, to its end."""
+        _, heard = self.submit(prompt, max_tokens, **options)
+        self.until(lambda: heard.over)
+        return heard
+
+
+def save(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRef], list[CheckpointRef]]:
+    """Write `kv` as segments that end at `cuts`, and all of its checkpoints."""
+    chain, start = [], 0
+    for end in cuts:
+        name = f"{len(chain):032x}"
+        meta = FileMeta(kind="segment", id=name, fingerprint=FINGERPRINT, start=start, end=end)
+        tensors = as_bytes(kv.rows(start, end))
+        write_file(folder / f"{name}.safetensors", meta, tensors, pack_tokens(kv.tokens[start:end]))
+        chain.append(SegmentRef(id=name, start=start, end=end, upto=end))
+        start = end
+    checkpoints = []
+    for position, state in kv.checkpoints.items():
+        name = f"c{position:031x}"
+        meta = FileMeta(kind="checkpoint", id=name, fingerprint=FINGERPRINT, start=0, end=0, position=position)
+        write_file(folder / f"{name}.safetensors", meta, as_bytes(state))
+        checkpoints.append(CheckpointRef(id=name, position=position))
+    return chain, checkpoints
+
+
+def loader(served: ServedModel, folder: Path, pool: ThreadPoolExecutor) -> Loader:
+    return Loader(served.layout, served.row_names, FINGERPRINT, lambda name: folder / f"{name}.safetensors", pool)
+
+
+def cut_chain(chain: list[SegmentRef], position: int) -> list[SegmentRef]:
+    """The links up to `position`, the last one used in part."""
+    return [
+        SegmentRef(id=link.id, start=link.start, end=link.end, upto=min(link.end, position))
+        for link in chain
+        if link.start < position
+    ]

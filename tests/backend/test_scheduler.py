@@ -1,0 +1,285 @@
+"""The step loop: what it computes is what mlx-lm computes, whoever else is running, whatever is cancelled or fails."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from drive import Drive
+from families import FAMILIES, cold, prompt_of, served, tolerance
+from oracle import compare_greedy
+
+from warmline_backend.residents import ResidentGone, ResidentMismatch
+from warmline_backend.scheduler import CHUNKS_PASSED_OVER_MAX, DECODE_STEPS_PER_CHUNK, TooLarge
+from warmline_backend.sequence import Piece, Progress, next_cut
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_concurrent_requests_answer_as_each_would_alone(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=24)
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((20, 90, 61, 64, 33, 70), start=1)]
+    heard = [drive.submit(prompt, 16)[1] for prompt in prompts]
+    drive.until(lambda: all(one.over for one in heard))
+    for prompt, one in zip(prompts, heard, strict=True):
+        truth = cold(drive.served, family, prompt, 16)
+        assert compare_greedy(truth.tokens, one.generated, truth.margins, tolerance(family)), prompt
+        assert one.settled.prefilled_until == len(prompt) + 16
+        assert one.settled.timings.prefilled == len(prompt)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_next_turn_computes_only_its_own_tokens(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    first = drive.run(prompt_of(80), 12)
+    prompt = prompt_of(80) + first.generated + prompt_of(30, 5)
+    second = drive.run(prompt, 12, resident=first.settled.resident, reuse=92)
+    truth = cold(drive.served, family, prompt, 12)
+    assert compare_greedy(truth.tokens, second.generated, truth.margins, tolerance(family))
+    assert second.settled.timings.prefilled == 30
+    assert first.settled.resident not in drive.scheduler.residents, "its only continuation took it over"
+
+
+@pytest.mark.parametrize("family", ["llama", "quantized", "deepseek_v32", "qwen3_5"])
+def test_a_branch_leaves_its_resident_as_it_was(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=64)
+    shared, first = prompt_of(70), prompt_of(400)
+    first[:70] = shared
+    trunk = drive.run(first, 4, checkpoints=(70,))
+    branch = shared + prompt_of(40, 9)
+    other = drive.run(branch, 10, resident=trunk.settled.resident, reuse=70)
+    truth = cold(drive.served, family, branch, 10)
+    assert compare_greedy(truth.tokens, other.generated, truth.margins, tolerance(family))
+    assert other.settled.timings.prefilled == 40
+    onward = first + trunk.generated + prompt_of(5, 3)
+    again = drive.run(onward, 10, resident=trunk.settled.resident, reuse=404)
+    truth = cold(drive.served, family, onward, 10)
+    assert compare_greedy(truth.tokens, again.generated, truth.margins, tolerance(family))
+
+
+def test_residents_refuse_what_they_are_not(root: Path) -> None:
+    drive = Drive(served("gemma3", root))
+    held = drive.run(prompt_of(60), 4).settled.resident
+    with pytest.raises(ResidentGone):
+        drive.submit(prompt_of(80), resident="nobody", reuse=10)
+    with pytest.raises(ResidentMismatch, match="other tokens"):
+        drive.submit(prompt_of(80, 2), resident=held, reuse=64)
+    with pytest.raises(ResidentMismatch, match="can't be continued at 10"):
+        drive.submit(prompt_of(80), resident=held, reuse=10)  # the window has passed it
+    with pytest.raises(ResidentMismatch):
+        drive.submit(prompt_of(60), resident=held, reuse=60)  # nothing would be left to compute
+    assert held in drive.scheduler.residents and drive.scheduler.idle
+
+
+def test_a_running_stream_goes_on_during_a_long_prefill(root: Path) -> None:
+    drive = Drive(served("llama", root), step=16)
+    _, stream = drive.submit(prompt_of(10), 200)
+    drive.until(lambda: len(stream.events) > 2)
+    before = len(stream.events)
+    _, long = drive.submit(prompt_of(161), 2)
+    drive.until(lambda: len(long.chunks) == 10)
+    assert len(stream.events) - before >= 9 * DECODE_STEPS_PER_CHUNK
+
+
+def test_short_prompts_go_first_and_long_ones_are_not_starved(root: Path) -> None:
+    drive = Drive(served("llama", root), step=16)
+    _, long = drive.submit(prompt_of(400), 1)
+    drive.until(lambda: len(long.chunks) == 2)
+    _, short = drive.submit(prompt_of(12), 1)
+    drive.until(lambda: short.over)
+    assert len(long.chunks) <= 3
+    seen = len(long.chunks)
+    shorts = [drive.submit(prompt_of(12, seed), 1)[1] for seed in range(2, 2 + 3 * (CHUNKS_PASSED_OVER_MAX + 1))]
+    drive.until(lambda: all(one.over for one in shorts))
+    assert len(long.chunks) >= seen + 2
+
+
+def test_padding_keeps_unlike_lengths_in_batches_of_their_own(root: Path) -> None:
+    drive = Drive(served("llama", root))
+    lone = [drive.submit(prompt_of(length), 100)[1] for length in (600, 20, 22, 24)]
+    drive.until(lambda: all(any(isinstance(event, Piece) for event in one.events) for one in lone))
+    sizes = sorted(len(group.sequences) for group in drive.scheduler._groups)
+    assert sizes == [1, 3]
+    assert drive.scheduler.running_bytes < 1.3 * 512 * sum((700, 120, 122, 124))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cancelled_prefill_is_kept_and_resumed(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=20)
+    name, cut = drive.submit(prompt_of(150), 8)
+    drive.until(lambda: len(cut.chunks) == 3)
+    settled = drive.scheduler.cancel(name)
+    assert settled is not None and settled == cut.settled
+    assert (settled.finish, settled.prefilled_until, settled.generated) == ("cancelled", 60, b"")
+    again = drive.run(prompt_of(150), 8, resident=settled.resident, reuse=60)
+    truth = cold(drive.served, family, prompt_of(150), 8)
+    assert compare_greedy(truth.tokens, again.generated, truth.margins, tolerance(family))
+    assert again.settled.timings.prefilled == 90
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cancel_in_a_shared_batch_disturbs_nobody(family: str, root: Path) -> None:
+    drive = Drive(served(family, root))
+    prompts = [prompt_of(40 + n, n + 1) for n in range(4)]
+    running = [drive.submit(prompt, 40) for prompt in prompts]
+    drive.until(lambda: all(len(heard.events) > 10 for _, heard in running))
+    gone = drive.scheduler.cancel(running[1][0])
+    drive.until(lambda: all(heard.over for _, heard in running))
+    assert gone is not None and gone.finish == "cancelled"
+    for n, (_, heard) in enumerate(running):
+        truth = cold(drive.served, family, prompts[n], 40)
+        tokens = truth.tokens[: len(heard.generated)] if n == 1 else truth.tokens
+        assert compare_greedy(tokens, heard.generated, truth.margins, tolerance(family)), n
+    held = prompts[1] + running[1][1].generated
+    onward = held + prompt_of(9, 9)
+    more = drive.run(onward, 6, resident=gone.resident, reuse=len(held))
+    truth = cold(drive.served, family, onward, 6)
+    assert compare_greedy(truth.tokens, more.generated, truth.margins, tolerance(family))
+
+
+def test_cancel_of_what_is_not_running_says_so(root: Path) -> None:
+    drive = Drive(served("llama", root))
+    assert drive.scheduler.cancel("nobody") is None
+    name, heard = drive.submit(prompt_of(30), 5)
+    settled = drive.scheduler.cancel(name)  # still queued
+    assert settled is not None and settled.prefilled_until == 0 and heard.over and drive.scheduler.idle
+
+
+class Planted(Exception):
+    pass
+
+
+class FailsAt:
+    """A model that raises once, when it has been called `calls` times."""
+
+    def __init__(self, model: object, calls: int) -> None:
+        self._model, self._left = model, calls
+
+    def __call__(self, *args: object, **kwargs: object) -> mx.array:
+        self._left -= 1
+        if self._left == 0:
+            raise Planted("a planted fault")
+        return self._model(*args, **kwargs)  # type: ignore[operator]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
+
+
+def test_a_failed_step_starts_over_who_has_said_nothing_and_ends_who_has(root: Path) -> None:
+    from dataclasses import replace
+
+    model = served("llama", root)
+    drive = Drive(replace(model, model=FailsAt(model.model, 6)), step=1000)
+    _, early = drive.submit(prompt_of(40), 30)  # calls 1 (prefill) to ...
+    drive.until(lambda: len(early.events) >= 2)
+    _, late = drive.submit(prompt_of(41, 2), 10)
+    drive.until(lambda: early.over and late.over)
+    assert early.settled.finish == "error" and "planted" in early.settled.error and not early.settled.resident
+    truth = cold(model, "llama", prompt_of(41, 2), 10)
+    assert late.generated == truth.tokens
+    assert drive.run(prompt_of(40), 5).generated == cold(model, "llama", prompt_of(40), 5).tokens
+
+
+def test_a_fault_in_prefill_is_tried_once_more_and_then_told(root: Path) -> None:
+    from dataclasses import replace
+
+    model = served("llama", root)
+
+    class AlwaysFails(FailsAt):
+        def __call__(self, *args: object, **kwargs: object) -> mx.array:
+            raise Planted("a planted fault")
+
+    drive = Drive(replace(model, model=AlwaysFails(model.model, 0)))
+    heard = drive.run(prompt_of(40))
+    assert heard.settled.finish == "error" and drive.scheduler.idle
+    drive = Drive(replace(model, model=FailsAt(model.model, 1)))
+    assert drive.run(prompt_of(40), 5).generated == cold(model, "llama", prompt_of(40), 5).tokens
+
+
+def test_residents_stay_within_the_budget(root: Path) -> None:
+    model = served("llama", root)
+    one = 512 * 256 + 16  # a cache grows by 256 rows
+    drive = Drive(model, budget=4 * one)
+    ids = [drive.run(prompt_of(60, seed), 4).settled.resident for seed in range(1, 9)]
+    held = [resident for resident in ids if resident in drive.scheduler.residents]
+    assert held == ids[-len(held) :] and len(held) >= 2, "the oldest go first"
+    assert drive.scheduler.residents.bytes_held <= 4 * one
+    assert drive.scheduler.residents.generation == len(ids) - len(held)
+    drive.scheduler.residents.order([held[-1]])
+    drive.run(prompt_of(60, 20), 4)
+    assert held[-1] not in drive.scheduler.residents, "the proxy's order comes before age"
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_the_figures(root: Path) -> None:
+    drive = Drive(served("llama", root), budget=1_000_000)
+    with pytest.raises(TooLarge, match=r"3000 prompt tokens .* 0\.00 GB"):
+        drive.submit(prompt_of(3000))
+    assert drive.scheduler.idle
+
+
+def test_a_request_waits_for_memory_and_then_runs(root: Path) -> None:
+    drive = Drive(served("llama", root), budget=500_000)
+    _, first = drive.submit(prompt_of(500), 100)
+    _, second = drive.submit(prompt_of(500, 2), 5)
+    drive.until(lambda: len(first.events) > 20)
+    assert drive.scheduler.queued == 1 and not second.events
+    drive.until(lambda: second.over)
+    assert second.generated == cold(drive.served, "llama", prompt_of(500, 2), 5).tokens
+
+
+def test_reuse_off_keeps_nothing(root: Path) -> None:
+    drive = Drive(served("gemma3", root), keeps=False)
+    heard = drive.run(prompt_of(100), 5)
+    assert heard.settled.resident == "" and len(drive.scheduler.residents) == 0
+
+
+def test_stop_words_end_of_sequence_and_length(root: Path) -> None:
+    drive = Drive(served("llama", root))
+    plain = drive.run(prompt_of(50), 20)
+    word = plain.text[5:7]
+    stopped = drive.run(prompt_of(50), 20, stop=(word,))
+    assert stopped.settled.finish == "stop" and stopped.text == plain.text[: plain.text.index(word)]
+    assert plain.settled.finish == "length" and len(plain.generated) == 20
+
+
+def test_seeds_give_the_same_text_alone_and_in_a_batch(root: Path) -> None:
+    drive = Drive(served("llama", root))
+    wanted = {"temperature": 1.0, "seed": 11}
+    alone = drive.run(prompt_of(50), 20, **wanted)
+    together = [
+        drive.submit(prompt_of(50 + n), 20, **(wanted if n == 0 else {"temperature": 1.0}))[1] for n in range(3)
+    ]
+    drive.until(lambda: all(one.over for one in together))
+    assert together[0].text == alone.text
+    assert drive.run(prompt_of(50), 20, temperature=1.0, seed=12).text != alone.text
+
+
+def test_logprobs_are_those_of_the_cold_run(root: Path) -> None:
+    drive = Drive(served("llama", root))
+    heard = drive.run(prompt_of(50), 6, logprobs=True, top_logprobs=3)
+    truth = cold(drive.served, "llama", prompt_of(50), 6)
+    expected = [float(row[token]) for row, token in zip(truth.logprobs, truth.tokens, strict=True)]
+    assert heard.logprobs == pytest.approx(expected, abs=1e-4)
+    pieces = [event for event in heard.events if isinstance(event, Piece) and event.logprobs]
+    assert all(piece.logprobs and piece.logprobs.top[0][0] == piece.logprobs.token for piece in pieces)
+
+
+def test_progress_is_told_chunk_by_chunk(root: Path) -> None:
+    heard = Drive(served("llama", root), step=32).run(prompt_of(100), 1)
+    assert [(e.done, e.total) for e in heard.events if isinstance(e, Progress)] == [
+        (32, 100),
+        (64, 100),
+        (96, 100),
+        (99, 100),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "checkpoints", "cut"),
+    [(0, 99, (), 32), (90, 99, (), 99), (0, 99, (10, 50), 10), (10, 99, (10, 50), 42), (42, 99, (10, 50), 50)],
+)
+def test_chunks_end_at_checkpoints(start: int, end: int, checkpoints: tuple[int, ...], cut: int) -> None:
+    assert next_cut(start, end, 32, checkpoints) == cut
