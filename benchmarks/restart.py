@@ -173,8 +173,11 @@ def warmline(model: Path, home: Path, log: Path) -> Iterator[tuple[Server, Serve
     def ready() -> bool:
         return status_of(port, "/ready")[0] == 200
 
+    def owner() -> dict[str, str]:
+        return {"Authorization": f"Bearer {(home / 'secret').read_text().strip()}"}
+
     def settle() -> None:
-        until(lambda: json.loads(status_of(port, "/warmline/status")[1])["settling"] == 0, "the pair settles")
+        until(lambda: json.loads(status_of(port, "/warmline/status", owner())[1])["settling"] == 0, "the pair settles")
 
     def kill_and_start() -> None:
         """serve starts again what dies; the wait for it is no part of any measurement."""
@@ -191,7 +194,7 @@ def warmline(model: Path, home: Path, log: Path) -> Iterator[tuple[Server, Serve
             until(lambda: ready() or process.poll() is not None, "the pair is ready")
             if process.poll() is not None:
                 raise SystemExit(f"warmline serve ended; see {log}")
-            direct.headers = {"Authorization": f"Bearer {(home / 'secret').read_text().strip()}"}
+            direct.headers = owner()
             yield pair, direct
         finally:
             process.terminate()
