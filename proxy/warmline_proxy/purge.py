@@ -110,9 +110,7 @@ def _path(snapshot: Snapshot, segment_id: str) -> list[str]:
 def _measured(snapshot: Snapshot, sessions: set[str], segments: Set[str], quarantined: set[str]) -> Selection:
     gone = _with_descendants(snapshot, segments)
     checkpoints = {row.id for row in snapshot.checkpoints.values() if row.segment in gone}
-    lost = {
-        row.id for row in snapshot.sessions.values() if row.leaf in gone and not _survives(snapshot, row.leaf, gone)
-    }
+    lost = {row.id for row in snapshot.sessions.values() if gone.issuperset(_path(snapshot, row.leaf))}
     sizes = [
         *(snapshot.segments[file_id].bytes_on_disk for file_id in gone),
         *(snapshot.checkpoints[file_id].bytes_on_disk for file_id in checkpoints),
