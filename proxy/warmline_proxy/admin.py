@@ -56,7 +56,7 @@ class Admin:
     async def status(self) -> web.Response:
         residents, backend = [], ""
         try:
-            residents = (await self._upstream.residents(ids=False)).residents
+            residents = (await self._upstream.residents(ids=False, patient=False)).residents
         except UpstreamError as error:
             backend = str(error)
         answer = ProxyStatus(
@@ -70,7 +70,7 @@ class Admin:
         return web.Response(body=encode(answer), content_type="application/json")
 
     async def purge(self, request: web.Request) -> web.Response:
-        """What was purged from the disk leaves the memory too; residents that were not meant are restored when needed."""
+        """What was purged from disk leaves memory too; residents that were not meant are restored when needed."""
         try:
             wanted = decode(await read_body(request), PurgeRequest)
         except msgspec.DecodeError as error:

@@ -1,9 +1,6 @@
 """Reading a client's body: sized, chunked or compressed, and never larger than the limit."""
 
-import zlib
-
-from aiohttp import ClientPayloadError, web
-from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError
+from aiohttp import web
 
 from warmline_proxy.errors import bad_request
 
@@ -16,5 +13,5 @@ async def read_body(request: web.Request) -> bytes:
         return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise bad_request(f"The body is larger than {BODY_BYTES_MAX} bytes.", status=413) from None
-    except (ClientPayloadError, ContentEncodingError, HttpProcessingError, zlib.error) as error:
+    except web.RequestPayloadError as error:
         raise bad_request(f"The body can't be read: {error}") from error

@@ -35,6 +35,7 @@ class Config:
     running_count_max: int = 16
     log_level: str = "info"
     client_key: str = ""
+    restart_wait_s: float = 15.0  # how long a request waits for a backend that is being restarted
 
     def __post_init__(self) -> None:
         if not is_loopback(self.host) and not self.client_key:

@@ -55,7 +55,7 @@ class Knowledge:
         """Forget what the backend dropped and learn where the rest can be continued; cheap, for it asks for no ids."""
         async with self._refreshing:
             known = self.mirror.ids()
-            listing = await self._upstream.residents(ids=False)
+            listing = await self._upstream.residents(ids=False, patient=False)
             self.mirror.note(listing)
             self.mirror.keep_only(listing.residents, known)
 

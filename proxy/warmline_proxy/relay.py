@@ -87,7 +87,7 @@ def client_event(event: Event, call: Call, trace: Trace) -> bytes:
         trace.saw_content()
     if not call.include_usage and _usage_only(chunk):
         return b""
-    return data_event(_rewritten(chunk, call))
+    return data_event(_rewritten(chunk, call).replace(b"\n", b"\ndata: "))  # newlines between JSON's tokens, if any
 
 
 def _rewritten(chunk: Chunk, call: Call) -> bytes:

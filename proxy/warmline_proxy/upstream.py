@@ -43,7 +43,6 @@ from warmline_wire.messages import (
 )
 
 CONNECT_TIMEOUT_S = 5.0
-RESTART_WAIT_S = 15.0  # how long a request waits for a backend that is being restarted
 PROBE_TIMEOUT_S = 5.0
 CANCEL_TIMEOUT_S = 120.0  # an engine lets go between two steps, and a step of a very large model takes long
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
@@ -110,7 +109,7 @@ class ByteStream:
 class Upstream:
     """One backend.  Every method raises UpstreamError, and nothing else, where the backend fails."""
 
-    def __init__(self, base_url: str, secret: str, restart_wait_s: float = RESTART_WAIT_S) -> None:
+    def __init__(self, base_url: str, secret: str, restart_wait_s: float) -> None:
         self._restart_wait_s = restart_wait_s
         self._client = httpx.AsyncClient(
             base_url=base_url,
@@ -144,11 +143,11 @@ class Upstream:
 
     async def save(self, request: SaveRequest) -> SaveReply:
         """Returns once all files are durable.  Raises Gone where the resident is no longer there."""
-        return _decoded(await self._call("POST", "/kv/save", encode(request)), SaveReply)
+        return _decoded(await self._call("POST", "/kv/save", encode(request), patient=False), SaveReply)
 
-    async def residents(self, ids: bool) -> ResidentsReply:
+    async def residents(self, ids: bool, patient: bool = True) -> ResidentsReply:
         path = "/kv/residents?ids=1" if ids else "/kv/residents"
-        return _decoded(await self._call("GET", path, repeatable=True), ResidentsReply)
+        return _decoded(await self._call("GET", path, patient=patient, repeatable=True), ResidentsReply)
 
     async def drop_resident(self, resident: str) -> None:
         try:

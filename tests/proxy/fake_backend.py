@@ -1,0 +1,337 @@
+"""Speaks the backend's contract over a real socket, with bytes for tokens and no model: for the proxy's logic alone."""
+
+import asyncio
+import json
+from collections import defaultdict
+from typing import Any
+
+from aiohttp import web
+
+from warmline_wire.home import Home
+from warmline_wire.keys import pack_tokens
+from warmline_wire.messages import (
+    HEADER_CHECKPOINTS,
+    HEADER_REQUEST,
+    HEADER_RESIDENT,
+    HEADER_REUSE,
+    SETTLED_EVENT,
+    ErrorBody,
+    ErrorReply,
+    Layout,
+    PromptReply,
+    PromptRequest,
+    Rate,
+    Reply,
+    Resident,
+    ResidentsReply,
+    RestoreRefused,
+    RestoreReply,
+    RestoreRequest,
+    SavedFile,
+    SaveReply,
+    SaveRequest,
+    Settled,
+    Status,
+    Timings,
+    decode,
+    encode,
+)
+from warmline_wire.stream import DONE, comment_event, data_event
+
+SERVED = "fake-model"
+
+
+def rendered(body: dict[str, Any]) -> tuple[bytes, list[int]]:
+    """The prompt's text and where its messages end."""
+    text, ends = b"", []
+    for message in body.get("messages", ()):
+        text += f"<{message['role']}>{message.get('content') or ''}\n".encode()
+        ends.append(len(text))
+    return (text + b"<assistant>", ends) if "messages" in body else (body["prompt"].encode(), [])
+
+
+def packed(text: bytes) -> bytes:
+    """A token a byte."""
+    return pack_tokens(list(text))
+
+
+def layout(**changes: Any) -> Layout:
+    facts: dict[str, Any] = {
+        "row_bytes": 100,
+        "state_bytes": 0,
+        "has_rows": True,
+        "has_states": False,
+        "has_windows": False,
+        "persistent": True,
+        "families": ["KVCache"],
+    }
+    return Layout(**facts | changes)
+
+
+class FakeBackend:
+    """Its attributes script what it does; `calls` tells what it was asked."""
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.boot, self.generation = "boot-1", 0
+        self.ready = True
+        self.layout = layout()
+        self.answer = ["Par", "is."]
+        self.held: dict[str, bytes] = {}  # residents: packed tokens
+        self.checkpoints: dict[str, list[int]] = {}
+        self.calls: defaultdict[str, list[Any]] = defaultdict(list)
+        self.raw: list[bytes] | None = None  # a stream's bytes instead of the usual ones
+        self.refuse_restores: list[str] = []  # reasons, one a restore; the last file of the chain is at fault
+        self.gone_count = 0  # generations to answer with 410
+        self.hold_after: int | None = None  # chunks after which a generation waits to be let go or cancelled
+        self.let_go = asyncio.Event()
+        self.holding = asyncio.Event()
+        self.saving_allowed = asyncio.Event()
+        self.saving_allowed.set()
+        self._running: dict[str, asyncio.Event] = {}
+        self._settled: dict[str, asyncio.Future[Settled]] = {}
+        self._count = 0
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_get("/kv/status", self._status)
+        app.router.add_post("/kv/prompts", self._prompts)
+        app.router.add_post("/kv/restore", self._restore)
+        app.router.add_post("/kv/save", self._save)
+        app.router.add_get("/kv/residents", self._residents)
+        app.router.add_delete("/kv/residents/{id}", self._drop)
+        app.router.add_delete("/requests/{id}", self._cancel)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_route("*", "/{path:(?!kv|requests).*}", self._other)
+        return app
+
+    def restart(self) -> None:
+        """What a killed process leaves: nothing in memory."""
+        self.held.clear()
+        self.boot = f"boot-{int(self.boot[5:]) + 1}"
+
+    def _id(self, kind: str) -> str:
+        self._count += 1
+        return f"{kind}-{self._count}"
+
+    def _reply(self, message: Reply | Settled, status: int = 200) -> web.Response:
+        return web.Response(body=encode(message), status=status, content_type="application/json")
+
+    def _error(self, status: int, message: str) -> web.Response:
+        return web.Response(
+            body=encode(ErrorReply(error=ErrorBody(message=message))), status=status, content_type="application/json"
+        )
+
+    @property
+    def _now(self) -> dict[str, Any]:
+        return {"boot": self.boot, "generation": self.generation}
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return self._reply(
+            Status(
+                **self._now,
+                ready=self.ready,
+                model=SERVED,
+                model_path="/none",
+                fingerprint="f" * 64,
+                layout=self.layout,
+                context_tokens_max=100_000,
+                memory_budget_bytes=10**9,
+                resident_bytes=0,
+                running_bytes=0,
+                residents=len(self.held),
+                running=len(self._running),
+                queued=0,
+                prefill_rates=[Rate(tokens=1000, tokens_per_s=1.0)],
+                decode_tokens_per_s=10.0,
+                restore_bytes_per_s=1e9,
+                save_bytes_per_s=1e9,
+                slowest_recent_step_s=0.1,
+                prefill_step_size=512,
+            )
+        )
+
+    async def _prompts(self, request: web.Request) -> web.Response:
+        asked = decode(await request.read(), PromptRequest)
+        self.calls["prompts"].append(asked.body)
+        if "stop" in asked.body and not isinstance(asked.body["stop"], str):
+            return self._error(400, "'stop' must be a string")
+        text, ends = rendered(asked.body)
+        return self._reply(
+            PromptReply(
+                **self._now,
+                prompt_id=self._id("prompt"),
+                tokens=packed(text),
+                boundaries=ends,
+                turn_end=ends[-1] if ends else 0,
+                tokens_max=100,
+                fingerprint="f" * 64,
+            )
+        )
+
+    async def _restore(self, request: web.Request) -> web.Response:
+        asked = decode(await request.read(), RestoreRequest)
+        self.calls["restore"].append(asked)
+        if self.refuse_restores:
+            link = asked.chain[-1]
+            return self._reply(
+                RestoreRefused(
+                    **self._now,
+                    reason=self.refuse_restores.pop(0),
+                    bad=link.id,
+                    good_prefix=link.start,
+                    detail="as scripted",
+                ),
+                409,
+            )
+        resident = self._id("restored")
+        self.held[resident] = asked.tokens
+        return self._reply(
+            RestoreReply(**self._now, resident=resident, position=len(asked.tokens) // 4, bytes_read=1, seconds=0.01)
+        )
+
+    async def _save(self, request: web.Request) -> web.Response:
+        asked = decode(await request.read(), SaveRequest)
+        self.calls["save"].append(asked)
+        await self.saving_allowed.wait()
+        if asked.resident not in self.held:
+            return self._error(410, "gone")
+        return self._reply(
+            SaveReply(
+                **self._now,
+                segments=[self._write(each.id) for each in asked.segments],
+                checkpoints=[self._write(each.id) for each in asked.checkpoints],
+                seconds=0.01,
+            )
+        )
+
+    def _write(self, file_id: str) -> SavedFile:
+        path = self.home.segment_file(file_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"rows")
+        return SavedFile(id=file_id, bytes_written=4, checksum="0" * 16)
+
+    async def _residents(self, request: web.Request) -> web.Response:
+        self.calls["residents"].append(request.query_string)
+        with_ids = request.query.get("ids") == "1"
+        return self._reply(
+            ResidentsReply(
+                **self._now,
+                residents=[
+                    Resident(
+                        id=name,
+                        tokens=len(ids) // 4,
+                        positions=self.checkpoints.get(name, []),
+                        bytes_held=1,
+                        leased=False,
+                        idle_s=0.0,
+                        ids=ids if with_ids else None,
+                    )
+                    for name, ids in self.held.items()
+                ],
+            )
+        )
+
+    async def _drop(self, request: web.Request) -> web.Response:
+        self.calls["drop"].append(request.match_info["id"])
+        self.held.pop(request.match_info["id"], None)
+        return self._reply(Reply(**self._now))
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        request_id = request.match_info["id"]
+        self.calls["cancel"].append(request_id)
+        if request_id not in self._running:
+            return self._error(404, "unknown request")
+        self._running[request_id].set()
+        return self._reply(await self._settled[request_id])
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body, headers = await request.json(), request.headers
+        self.calls["generate"].append((body, headers.copy()))
+        if self.gone_count:
+            self.gone_count -= 1
+            return self._error(410, "resident is gone")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if self.raw is not None:
+            for data in self.raw:
+                await response.write(data)
+            if request.transport and self.raw[-1:] != [b"data: [DONE]\n\n"]:
+                request.transport.abort()
+            return response
+        await self._stream(response, body, headers)
+        return response
+
+    async def _stream(self, response: web.StreamResponse, body: dict[str, Any], headers: Any) -> None:
+        request_id, reuse = headers[HEADER_REQUEST], int(headers.get(HEADER_REUSE, 0))
+        self._running[request_id] = cancelled = asyncio.Event()
+        self._settled[request_id] = asyncio.get_running_loop().create_future()
+        taken = self.held.get(headers.get(HEADER_RESIDENT, ""), b"")
+        if len(taken) // 4 == reuse:
+            self.held.pop(headers.get(HEADER_RESIDENT, ""), None)
+        prompt, generated = rendered(body)[0], b""
+        await response.write(comment_event(f"prefill {reuse}/{len(prompt)}"))
+        for number, text in enumerate(self.answer):
+            if number == self.hold_after:
+                self.holding.set()
+                await asyncio.wait(
+                    [asyncio.ensure_future(self.let_go.wait()), asyncio.ensure_future(cancelled.wait())],
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            if cancelled.is_set():
+                break
+            generated += text.encode()
+            await response.write(data_event(json.dumps(chunk(body, text)).encode()))
+        settled = self._settle(request_id, prompt, generated, reuse, headers, cancelled.is_set())
+        del self._running[request_id]
+        self._settled[request_id].set_result(settled)
+        if not cancelled.is_set():
+            await response.write(data_event(json.dumps(chunk(body, "", "stop")).encode()))
+            await response.write(data_event(json.dumps(usage_chunk(len(prompt), len(generated), reuse)).encode()))
+            await response.write(DONE)
+        await response.write(data_event(encode(settled), SETTLED_EVENT))
+
+    def _settle(
+        self, request_id: str, prompt: bytes, generated: bytes, reuse: int, headers: Any, cancelled: bool
+    ) -> Settled:
+        resident = self._id("resident")
+        self.held[resident] = packed(prompt + generated)
+        at = [int(position) for position in headers.get(HEADER_CHECKPOINTS, "").split(",") if position]
+        self.checkpoints[resident] = [*at, len(prompt + generated)] if self.layout.has_states else []
+        return Settled(
+            **self._now,
+            request_id=request_id,
+            finish="cancelled" if cancelled else "stop",
+            resident=resident,
+            generated=packed(generated),
+            prefilled_until=len(prompt + generated),
+            checkpoints=self.checkpoints[resident],
+            timings=Timings(prefill_s=0.1, decode_s=0.1, prefilled=len(prompt) - reuse, decoded=len(generated)),
+        )
+
+    async def _other(self, request: web.Request) -> web.Response:
+        self.calls["other"].append((request.method, request.path_qs, dict(request.headers), await request.read()))
+        if request.path == "/v1/models":
+            headers = {"X-Fake": "1", "Connection": "X-Secret-Hop", "X-Secret-Hop": "1"}
+            return web.json_response({"object": "list", "data": [{"id": SERVED}]}, headers=headers)
+        return self._error(404, f"unknown path {request.path}")
+
+
+def chunk(body: dict[str, Any], text: str, finish: str | None = None) -> dict[str, Any]:
+    head = {"id": "c-1", "created": 1, "model": SERVED, "usage": None}
+    if "messages" in body:
+        choice = {"index": 0, "delta": {"content": text} if text else {}, "finish_reason": finish}
+        return {**head, "object": "chat.completion.chunk", "choices": [choice]}
+    return {**head, "object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": finish}]}
+
+
+def usage_chunk(prompt: int, generated: int, cached: int) -> dict[str, Any]:
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    head = {"id": "c-1", "created": 1, "model": SERVED, "object": "chat.completion.chunk"}
+    return {**head, "choices": [], "usage": usage}

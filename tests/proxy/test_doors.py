@@ -1,0 +1,113 @@
+"""Who may come in, and what of the backend can be reached: keys, hosts, other paths, the owner's paths."""
+
+from pathlib import Path
+
+import pytest
+from harness import on_loop, pair
+
+from warmline_proxy.admission import tenant_of
+from warmline_proxy.config import Config, ConfigError, parse
+from warmline_proxy.passthrough import is_forwardable
+from warmline_wire.home import Home
+
+
+@on_loop
+async def test_a_key_is_asked_for(tmp_path: Path) -> None:
+    async with pair(tmp_path, client_key="sesame") as proxy:
+        assert (await proxy.chat()).status == 401
+        for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}, {"X-Api-Key": "é"}):
+            async with proxy.client.get(f"{proxy.url}/v1/models", headers=headers) as response:
+                assert response.status == 401
+                assert (await response.json())["error"]["code"] == "invalid_api_key"
+        proxy.client.headers["Authorization"] = "Bearer sesame"
+        assert (await proxy.chat()).status == 200
+        async with proxy.client.get(f"{proxy.url}/v1/models", headers={"X-Api-Key": "sesame"}) as response:
+            assert response.status == 200
+        assert all("sesame" not in str(call) for call in proxy.backend.calls["other"])
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost", 200), ("127.0.0.1:8026", 200), ("[::1]:8026", 200), ("evil.example", 403), ("localhost.evil", 403)],
+)
+@on_loop
+async def test_a_rebound_name_is_refused(tmp_path: Path, host: str, status: int) -> None:
+    async with pair(tmp_path) as proxy, proxy.client.get(f"{proxy.url}/v1/models", headers={"Host": host}) as response:
+        assert response.status == status
+
+
+@on_loop
+async def test_other_paths_pass_through(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        headers = {"X-Mine": "1", "Connection": "keep-alive, X-Hop", "X-Hop": "1", "Authorization": "Bearer client's"}
+        async with proxy.client.get(f"{proxy.url}/v1/models/?a=%20b", headers=headers) as response:
+            assert (await response.json())["data"][0]["id"] == "fake-model"
+            assert response.headers["X-Fake"] == "1" and "X-Secret-Hop" not in response.headers
+        method, path, got, _ = proxy.backend.calls["other"][0]
+        assert (method, path) == ("GET", "/v1/models?a=%20b")
+        assert got["X-Mine"] == "1" and "X-Hop" not in got
+        assert got["Authorization"] == f"Bearer {proxy.home.secret()}"
+        async with proxy.client.post(f"{proxy.url}/v1/embeddings", data=b"body") as response:
+            assert response.status == 404
+        assert proxy.backend.calls["other"][1][3] == b"body"
+        async with proxy.client.head(f"{proxy.url}/v1/models") as response:
+            assert response.status == 200 and await response.read() == b""
+        async with proxy.client.options(f"{proxy.url}/v1/chat/completions") as response:
+            assert response.status == 204
+        async with proxy.client.get(f"{proxy.url}/v1/chat/completions") as response:
+            assert response.status == 405
+
+
+@pytest.mark.parametrize("path", ["/kv/status", "/kv", "/%6bv/status", "//kv/status", "/requests/1", "/warmline/none",
+                                  "/x/%2e%2e/kv/status"])  # fmt: skip
+@on_loop
+async def test_the_backends_own_paths_are_out_of_reach(tmp_path: Path, path: str) -> None:
+    import yarl
+
+    async with pair(tmp_path) as proxy, proxy.client.get(yarl.URL(proxy.url + path, encoded=True)) as response:
+        assert response.status in (401, 404)
+        assert not proxy.backend.calls
+
+
+HIDDEN = ["/kv", "/KV/x", "//kv", "/v1/../kv", "/a/./b", "/a\\..\\kv", "/warmline", "/requests"]
+
+
+@pytest.mark.parametrize("path", HIDDEN)
+def test_not_forwardable(path: str) -> None:
+    assert not is_forwardable(path)
+
+
+@on_loop
+async def test_the_owners_paths_want_the_homes_secret(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat("x " * 50)
+        for method, path in (("GET", "/warmline/status"), ("POST", "/warmline/purge")):
+            async with proxy.client.request(method, proxy.url + path) as response:
+                assert response.status == 401
+        await proxy.settled()
+        status = await proxy.status()
+        assert status["totals"]["segments"] > 0 and len(status["residents"]) == 1
+        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        purge = {"everything": True}
+        async with proxy.client.post(f"{proxy.url}/warmline/purge", json=purge, headers=owner) as response:
+            assert response.status == 200
+        status = await proxy.status()
+        assert status["totals"]["segments"] == 0 and not status["residents"]
+
+
+def test_others_are_let_in_only_with_a_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="WARMLINE_CLIENT_KEY"):
+        parse(["--home", str(tmp_path), "--host", "0.0.0.0"], {})
+    assert parse(["--home", str(tmp_path), "--host", "0.0.0.0"], {"WARMLINE_CLIENT_KEY": "k"}).client_key == "k"
+
+
+@pytest.mark.parametrize("bad", [{"port": 70_000}, {"backend_url": "https://x"}, {"running_count_max": 0}])
+def test_bad_settings_are_one_clear_line(tmp_path: Path, bad: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        Config(home=Home(tmp_path), **bad)  # type: ignore[arg-type]
+
+
+def test_tenants_are_stable_and_tell_no_key() -> None:
+    assert tenant_of("") == ""
+    assert tenant_of("a") == tenant_of("a") != tenant_of("b")
+    assert "sesame" not in tenant_of("sesame")

@@ -1,0 +1,103 @@
+"""Plans, as a table: what is resident, what is stored, what the model can do, and the start that follows."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from fake_backend import layout
+
+from warmline_proxy.plan import Candidate, Costs, Prompt, checkpoint_positions, cold_plan, decide, prefill_seconds
+from warmline_proxy.rows import Match
+from warmline_wire.messages import CheckpointRef, Layout, Rate, SegmentRef
+
+COSTS = Costs([Rate(tokens=1000, tokens_per_s=100.0)], 1e6)  # 10 ms a token to compute, 0.1 ms a row to read
+HYBRID = layout(has_states=True, state_bytes=1000)
+
+
+def stored(tokens: int, checkpoints: tuple[int, ...] = (), why: str = "differs") -> Match:
+    chain = [SegmentRef(id=f"s{start}", start=start, end=start + 100, upto=min(tokens, start + 100))
+             for start in range(0, tokens, 100)]  # fmt: skip
+    at = [CheckpointRef(id=f"c{position}", position=position) for position in checkpoints]
+    return Match(tokens=tokens, chain=chain, checkpoints=at, bytes_to_read=tokens * 100, why=why)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    source: str
+    reuse: int
+    prompt: int = 300
+    residents: list[Candidate] = field(default_factory=list)
+    match: Match = field(default_factory=lambda: stored(0, why="nothing stored"))
+    layout: Layout | None = field(default_factory=layout)
+    why: str = ""
+
+
+CASES = [
+    Case("nothing known", "cold", 0, why="nothing stored"),
+    Case("a resident", "resident", 200, residents=[Candidate("r", 200, 200)], why="nothing stored"),
+    Case("never the whole prompt", "resident", 299, residents=[Candidate("r", 400, 300)]),
+    Case("never the whole prompt, restored", "restored", 299, match=stored(300)),
+    Case("a prompt of one token", "cold", 0, prompt=1, residents=[Candidate("r", 9, 1)], match=stored(1)),
+    Case("memory beats disk", "resident", 200, residents=[Candidate("r", 200, 200)], match=stored(200), why="differs"),
+    Case("disk where it reaches further", "restored", 280, residents=[Candidate("r", 90, 90)], match=stored(280),
+         why="differs"),
+    Case("memory where disk gains too little", "resident", 278, residents=[Candidate("r", 278, 278)],
+         match=stored(280), why="restoring 280 tokens would take longer"),
+    Case("cold where reading costs more", "cold", 0, match=stored(1), layout=layout(row_bytes=10**6),
+         why="restoring 1 tokens would take longer"),
+    Case("a resident only at its positions", "resident", 120, residents=[Candidate("r", 250, 200, (50, 120, 250))],
+         layout=HYBRID, why="nothing stored"),
+    Case("a resident past all its positions", "cold", 0, residents=[Candidate("r", 250, 200, (250,))], layout=HYBRID,
+         why="nothing stored"),
+    Case("states restore at checkpoints", "restored", 150, match=stored(250, (40, 150, 290)), layout=HYBRID,
+         why="250 tokens stored, no checkpoint after 150"),
+    Case("states without a checkpoint", "cold", 0, match=stored(250), layout=HYBRID,
+         why="250 tokens stored, no checkpoint after 0"),
+    Case("a checkpoint at the very end is too far", "restored", 150, match=stored(300, (150, 300)), layout=HYBRID,
+         why="299 tokens stored, no checkpoint after 150"),
+    Case("no codec", "cold", 0, match=stored(250), layout=layout(persistent=False, why_not="no codec for X"),
+         why="not persistent: no codec for X"),
+    Case("layout not known yet", "cold", 0, match=stored(250), layout=None, why="differs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_plan(case: Case) -> None:
+    plan = decide(Prompt(case.prompt), case.residents, case.match, case.layout, COSTS)
+    assert (plan.source, plan.reuse, plan.why_not_warmer) == (case.source, case.reuse, case.why)
+    assert plan.reuse < case.prompt
+    assert sum(link.upto - link.start for link in plan.chain) == (plan.reuse if plan.source == "restored" else 0)
+    assert (plan.checkpoint.position if plan.checkpoint else plan.reuse) == plan.reuse
+
+
+def test_the_shortest_of_equal_residents_is_continued() -> None:
+    residents = [Candidate("long", 900, 200), Candidate("exact", 200, 200)]
+    assert decide(Prompt(300), residents, stored(0), layout(), COSTS).resident == "exact"
+
+
+def test_restores_and_prefills_are_timed_without_measurements() -> None:
+    assert decide(Prompt(300), [], stored(200), layout(), Costs()).source == "restored"
+
+
+def test_prefill_gets_slower_with_length() -> None:
+    rates = [Rate(tokens=100, tokens_per_s=100.0), Rate(tokens=1000, tokens_per_s=10.0)]
+    assert prefill_seconds(0, 100, rates) == pytest.approx(1.0)
+    assert prefill_seconds(50, 150, rates) == pytest.approx(0.5 + 5.0)
+    assert prefill_seconds(150, 2000, rates) == pytest.approx(185.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "start", "positions"),
+    [
+        (Prompt(300, (100, 200, 290), 290), 0, (100, 290)),
+        (Prompt(300, (100, 200, 290), 290), 100, (290,)),
+        (Prompt(300, (100, 200, 290), 290), 290, ()),
+        (Prompt(9000, (100, 8990), 8990), 0, (100, 2048, 4096, 6144, 8192, 8990)),
+        (Prompt(8300, (2000, 8290), 8290), 0, (2000, 4096, 6144, 8290)),
+        (Prompt(5000), 0, (2048, 4096)),
+        (Prompt(1), 0, ()),
+    ],
+)
+def test_checkpoints(prompt: Prompt, start: int, positions: tuple[int, ...]) -> None:
+    assert checkpoint_positions(prompt, start) == positions
+    assert cold_plan(prompt, layout(), "").checkpoints == ()

@@ -1,0 +1,226 @@
+"""A request's life against a fake backend: warm starts, what failed on the way, who left, who had to wait."""
+
+import asyncio
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_backend import layout
+from harness import on_loop, pair, perf_lines, serve
+
+from warmline_wire.keys import unpack_tokens
+from warmline_wire.messages import HEADER_CHECKPOINTS, HEADER_REUSE
+
+TEXT = "word " * 40
+
+
+def second_turn(text: str = TEXT) -> dict[str, Any]:
+    messages = [("user", text), ("assistant", "Paris."), ("user", "And of Spain?")]
+    return {"messages": [{"role": role, "content": content} for role, content in messages]}
+
+
+@on_loop
+async def test_a_next_turn_goes_on_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(TEXT)
+        response = await proxy.chat(**second_turn())
+        reused = len(f"<user>{TEXT}\n<assistant>Paris.")
+        assert response.headers["X-Warmline-Cache"] == f"resident {reused}"
+        assert proxy.backend.calls["generate"][1][1][HEADER_REUSE] == str(reused)
+        await proxy.settled()
+        first, second = perf_lines(caplog)
+        assert "source=cold" in first and 'miss="nothing stored"' in first
+        assert "source=resident queue=0.000s restore=0.000s prefill=0.100s" in second
+        assert f"cached={reused} restored=0" in second
+
+
+@on_loop
+async def test_after_both_restarted_it_is_restored_from_disk(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(TEXT)
+        await proxy.settled()
+        proxy.backend.restart()
+        response = await proxy.chat(**second_turn())
+        reused = len(f"<user>{TEXT}\n<assistant>Paris.")
+        assert response.headers["X-Warmline-Cache"] == f"restored {reused}"
+        asked = proxy.backend.calls["restore"][0]
+        assert bytes(unpack_tokens(asked.tokens)).decode() == f"<user>{TEXT}\n<assistant>Paris."
+        record = (await proxy.settled())[0]
+        assert (record.source, record.cached_tokens, record.restored_tokens) == ("restored", reused, reused)
+        assert record.saved_tokens > 0
+
+
+@on_loop
+async def test_a_new_proxy_learns_what_is_in_memory(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        prompt = f"<user>{TEXT}\n".encode()
+        proxy.backend.held["old"] = b"".join(byte.to_bytes(4, "little") for byte in prompt)
+        response = await proxy.chat(TEXT)
+        assert response.headers["X-Warmline-Cache"] == f"resident {len(prompt)}"
+
+
+@on_loop
+async def test_a_damaged_segment_is_set_aside_and_the_answer_is_right(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(TEXT)
+        await proxy.settled()
+        proxy.backend.restart()
+        proxy.backend.refuse_restores = ["checksum"]
+        response = await proxy.chat(**second_turn())
+        assert (await response.json())["choices"][0]["message"]["content"] == "Paris."
+        assert response.headers["X-Warmline-Cache"] == "cold 0"
+        bad = proxy.backend.calls["restore"][0].chain[-1].id
+        assert [row.id for row in proxy.index.quarantined()] == [bad]
+        assert "checksum" in (await proxy.settled())[0].why_not_warmer
+
+
+@on_loop
+async def test_a_resident_that_is_gone_is_planned_again(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(TEXT)
+        await proxy.settled()
+        proxy.backend.held.clear()  # without a word: the mirror is behind
+        proxy.backend.gone_count = 1
+        response = await proxy.chat(**second_turn())
+        assert response.status == 200
+        assert response.headers["X-Warmline-Cache"].startswith("restored ")
+        proxy.backend.gone_count = 2
+        assert (await proxy.chat(**second_turn())).headers["X-Warmline-Cache"] == "cold 0"
+
+
+@on_loop
+async def test_states_are_kept_where_the_plan_says(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.layout = layout(has_states=True, state_bytes=64)
+        messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": TEXT}]
+        await proxy.chat(messages=messages)
+        system, end = len("<system>be brief\n"), len(f"<system>be brief\n<user>{TEXT}\n")
+        assert proxy.backend.calls["generate"][0][1][HEADER_CHECKPOINTS] == f"{system},{end}"
+        await proxy.settled()
+        saved = {each.position for each in proxy.backend.calls["save"][0].checkpoints}
+        assert {system, end} <= saved
+        proxy.backend.restart()
+        messages[1:] = [{"role": "user", "content": "something else"}]
+        assert (await proxy.chat(messages=messages)).headers["X-Warmline-Cache"] == f"restored {system}"
+
+
+@on_loop
+async def test_with_reuse_off_nothing_is_kept(tmp_path: Path) -> None:
+    async with pair(tmp_path, reuse="off") as proxy:
+        for _ in range(2):
+            assert (await proxy.chat(TEXT)).headers["X-Warmline-Cache"] == "cold 0"
+        await proxy.settled()
+        assert not proxy.backend.held and not proxy.backend.calls["save"]
+        assert proxy.index.totals().segments == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@on_loop
+async def test_who_leaves_is_cancelled_and_what_was_computed_is_kept(tmp_path: Path, stream: bool) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.ensure_future(proxy.chat(TEXT, stream=stream))
+        await proxy.backend.holding.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
+        while not (records := await proxy.settled()):
+            pass  # the proxy has yet to notice
+        assert len(proxy.backend.calls["cancel"]) == 1
+        assert proxy.backend.calls["save"], "prefill that was done is kept"
+        assert records[0].outcome == "cancelled"
+        assert (await proxy.status())["running"] == 0
+        proxy.backend.hold_after = None
+        assert (await proxy.chat(TEXT)).headers["X-Warmline-Cache"].startswith("resident")
+
+
+@on_loop
+async def test_a_full_queue_is_told_at_once(tmp_path: Path) -> None:
+    async with pair(tmp_path, running_count_max=1, queue_count_max=1) as proxy:
+        proxy.backend.hold_after = 0
+        first = asyncio.ensure_future(proxy.chat())
+        await proxy.backend.holding.wait()
+        second = asyncio.ensure_future(proxy.chat())
+        while (await proxy.status())["queued"] == 0:
+            pass
+        third = await proxy.chat()
+        assert third.status == 429
+        assert int(third.headers["Retry-After"]) > 0
+        assert (await third.json())["error"]["code"] == "queue_full"
+        proxy.backend.let_go.set()
+        assert [(await each).status for each in (first, second)] == [200, 200]
+
+
+NO_REQUESTS = [b"", b"{", b"[]", b"null", b'"x"', b'{"model": 5}', b'{"a": "\xff"}', b"[" * 10_000]
+REFUSED_BY_THE_BACKEND = b'{"stop": [5], "messages": []}'
+
+
+@pytest.mark.parametrize("body", [*NO_REQUESTS, REFUSED_BY_THE_BACKEND])
+@on_loop
+async def test_a_bad_body_is_a_400_and_the_next_request_works(tmp_path: Path, body: bytes) -> None:
+    async with pair(tmp_path) as proxy:
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", data=body) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["type"] == "invalid_request_error"
+        assert (await proxy.chat()).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/", "/v1/chat/completions?beta=true"])
+@on_loop
+async def test_bodies_come_chunked_and_compressed_on_odd_paths(tmp_path: Path, path: str) -> None:
+    async with pair(tmp_path) as proxy:
+        body = json.dumps({"messages": [{"role": "user", "content": TEXT}]}).encode()
+
+        async def pieces() -> Any:
+            for start in range(0, len(body), 50):
+                yield body[start : start + 50]
+
+        chunked = await proxy.client.post(proxy.url + path, data=pieces())
+        packed = await proxy.client.post(
+            proxy.url + path, data=gzip.compress(body), headers={"Content-Encoding": "gzip"}
+        )
+        broken = await proxy.client.post(proxy.url + path, data=b"no gzip", headers={"Content-Encoding": "gzip"})
+        assert [each.status for each in (chunked, packed, broken)] == [200, 200, 400]
+        assert "error" in await broken.json()
+
+
+@on_loop
+async def test_a_backend_that_is_gone_is_a_503(tmp_path: Path) -> None:
+    async with pair(tmp_path, restart_wait_s=0.1) as proxy:
+        assert (await proxy.client.get(f"{proxy.url}/ready")).status == 200
+        await proxy.stop_backend()
+        response = await proxy.chat()
+        assert response.status == 503
+        assert int(response.headers["Retry-After"]) > 0
+        assert (await response.json())["error"]["code"] == "backend_unavailable"
+        assert (await proxy.client.get(f"{proxy.url}/ready")).status == 503
+        assert (await proxy.client.get(f"{proxy.url}/health")).status == 200
+
+
+@on_loop
+async def test_a_backend_that_restarts_is_waited_for(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(TEXT)
+        await proxy.settled()
+        port = int(str(proxy.backend_url).rsplit(":", 1)[1])
+        await proxy.stop_backend()
+        asking = asyncio.ensure_future(proxy.chat(**second_turn()))
+        await asyncio.sleep(0.05)  # its first try finds nobody
+        proxy.backend.restart()
+        again, _ = await serve(proxy.backend.app(), port)
+        assert (await asking).headers["X-Warmline-Cache"].startswith("restored")
+        await again.cleanup()
+
+
+@on_loop
+async def test_a_save_holds_nobody_up(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.saving_allowed.clear()
+        for _ in range(2):
+            assert (await proxy.chat(TEXT)).status == 200
+        assert (await proxy.status())["settling"] == 2
+        proxy.backend.saving_allowed.set()
+        await proxy.settled()
+        assert proxy.index.totals().segments > 0
