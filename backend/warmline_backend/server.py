@@ -218,9 +218,12 @@ class _Routes:
         events = await service.generate(
             request_id, prompt, headers.get(HEADER_RESIDENT, ""), _number(headers, HEADER_REUSE), _positions(headers)
         )
-        answer = _Answer(prompt, request_id, service.status().model, service.loaded.names)
+        # A prompt that was rendered ahead is the proxy's: it always wants a stream and its usage, and sends no body.
+        streamed = bool(prompt_id) or prompt.params.stream
+        with_usage = bool(prompt_id) or prompt.params.include_usage or not streamed
+        answer = _Answer(prompt, request_id, service.status().model, service.loaded.names, with_usage)
         try:
-            if prompt.params.stream:
+            if streamed:
                 return await self._stream(request, answer, events)
             return await self._whole(answer, events)
         finally:
@@ -251,8 +254,8 @@ class _Routes:
 class _Answer:
     """One generation's events as SSE bytes."""
 
-    def __init__(self, prompt: StoredPrompt, request_id: str, model: str, names: TokenNames) -> None:
-        self._prompt, self._names = prompt, names
+    def __init__(self, prompt: StoredPrompt, request_id: str, model: str, names: TokenNames, with_usage: bool) -> None:
+        self._prompt, self._names, self._with_usage = prompt, names, with_usage
         self._writer = ChunkWriter(prompt.endpoint, request_id, model, int(time.time()))
         self._pending: list[TokenLogprob] = []  # of tokens whose text is held back
         self._begun = False
@@ -300,15 +303,9 @@ class _Answer:
         if self._pending:
             parts.append(self._writer.text("", self._pending))
         parts.append(self._writer.finish(settled.finish))
-        parts.append(self._usage(ended))
+        if self._with_usage:
+            parts.append(self._writer.usage(len(self._prompt.tokens), settled.timings.decoded, ended.reused))
         return b"".join(parts) + DONE + closing
-
-    def _usage(self, ended: Ended) -> bytes:
-        """A whole answer always has its usage, a stream when it was asked for."""
-        params = self._prompt.params
-        if params.stream and not params.include_usage:
-            return b""
-        return self._writer.usage(len(self._prompt.tokens), ended.settled.timings.decoded, ended.reused)
 
 
 async def _body(request: web.Request, kind: type[T]) -> T:

@@ -11,7 +11,7 @@ import msgspec
 
 # Request headers of a generation call, set by the proxy.
 HEADER_REQUEST = "X-Warmline-Request"  # request id; asks for the closing `Settled` event
-HEADER_PROMPT = "X-Warmline-Prompt"  # prompt id from POST /kv/prompts; the body's messages are then not rendered again
+HEADER_PROMPT = "X-Warmline-Prompt"  # id from POST /kv/prompts; no body is read then, a stream with usage comes
 HEADER_RESIDENT = "X-Warmline-Resident"  # resident to continue
 HEADER_REUSE = "X-Warmline-Reuse"  # tokens of it to reuse; 1 <= reuse < prompt tokens
 HEADER_CHECKPOINTS = "X-Warmline-Checkpoints"  # "120,800": positions at which recurrent state is to be kept
