@@ -121,11 +121,11 @@ class HotPath:
     async def _generate(self, life: Life, plan: Plan) -> bool:
         """False where what was planned on is gone from the backend's memory: to be planned again."""
         assert life.call is not None and life.prompt is not None
-        body, request_id = life.call.generation_body(life.model), life.trace.id
+        request_id = life.trace.id
         self._knowledge.mirror.taken(plan.resident, plan.reuse)
         life.sent = True
         try:
-            stream = await self._upstream.generate(life.call.endpoint, body, request_id, life.prompt.prompt_id, plan)
+            stream = await self._upstream.generate(life.call.endpoint, request_id, life.prompt.prompt_id, plan)
         except Gone as error:
             log.info("request %s is planned again: %s", request_id, error)
             await self._knowledge.refresh()

@@ -1,6 +1,6 @@
 """A client's body, made into what the backend gets.  Values that we don't need are kept as the bytes that came.
 
-Any model name means the served one; null means absent; the backend always streams, with usage.
+Any model name means the served one, and null means absent.
 """
 
 from collections.abc import Mapping
@@ -34,17 +34,6 @@ class Call:
     def prompt_body(self, served_model: str) -> dict[str, Any]:
         """For POST /kv/prompts: the client's own body, so that its faults are found there."""
         return {**self.fields, "model": served_model}
-
-    def generation_body(self, served_model: str) -> bytes:
-        options: dict[str, Any] = _optional(self.fields, "stream_options", dict) or {}
-        return msgspec.json.encode(
-            {
-                **self.fields,
-                "model": served_model,
-                "stream": True,
-                "stream_options": {**options, "include_usage": True},
-            }
-        )
 
 
 def read_call(endpoint: str, body: bytes, headers: Mapping[str, str]) -> Call:

@@ -169,14 +169,17 @@ class Upstream:
             raise
         return _decoded(body, Settled)
 
-    async def generate(self, endpoint: str, body: bytes, request_id: str, prompt_id: str, plan: Plan) -> ByteStream:
-        """Starts a generation.  Raises Gone where `plan`'s resident or the prompt is no longer there."""
-        headers = {"Content-Type": "application/json", HEADER_REQUEST: request_id, HEADER_PROMPT: prompt_id}
+    async def generate(self, endpoint: str, request_id: str, prompt_id: str, plan: Plan) -> ByteStream:
+        """Starts a generation of a rendered prompt: always a stream with usage, and no body, for the backend has it.
+
+        Raises Gone where `plan`'s resident or the prompt is no longer there.
+        """
+        headers = {HEADER_REQUEST: request_id, HEADER_PROMPT: prompt_id}
         if plan.reuse:
             headers |= {HEADER_RESIDENT: plan.resident, HEADER_REUSE: str(plan.reuse)}
         if plan.checkpoints:
             headers[HEADER_CHECKPOINTS] = ",".join(map(str, plan.checkpoints))
-        request = self._client.build_request("POST", PATHS[endpoint], content=body, headers=headers)
+        request = self._client.build_request("POST", PATHS[endpoint], headers=headers)
         try:
             return ByteStream(await self._checked(await self._send(request, patient=True, repeatable=False)))
         except Refused as error:

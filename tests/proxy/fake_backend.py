@@ -11,6 +11,7 @@ from warmline_wire.home import Home
 from warmline_wire.keys import pack_tokens
 from warmline_wire.messages import (
     HEADER_CHECKPOINTS,
+    HEADER_PROMPT,
     HEADER_REQUEST,
     HEADER_RESIDENT,
     HEADER_REUSE,
@@ -88,6 +89,7 @@ class FakeBackend:
         self.holding = asyncio.Event()
         self.saving_allowed = asyncio.Event()
         self.saving_allowed.set()
+        self._prompts_by_id: dict[str, dict[str, Any]] = {}
         self._running: dict[str, asyncio.Event] = {}
         self._settled: dict[str, asyncio.Future[Settled]] = {}
         self._count = 0
@@ -158,10 +160,12 @@ class FakeBackend:
         if "stop" in asked.body and not isinstance(asked.body["stop"], str):
             return self._error(400, "'stop' must be a string")
         text, ends = rendered(asked.body)
+        prompt_id = self._id("prompt")
+        self._prompts_by_id[prompt_id] = asked.body
         return self._reply(
             PromptReply(
                 **self._now,
-                prompt_id=self._id("prompt"),
+                prompt_id=prompt_id,
                 tokens=packed(text),
                 boundaries=ends,
                 turn_end=ends[-1] if ends else 0,
@@ -247,8 +251,8 @@ class FakeBackend:
         return self._reply(await self._settled[request_id])
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body, headers = await request.json(), request.headers
-        self.calls["generate"].append((body, headers.copy()))
+        body, headers = self._prompts_by_id[request.headers[HEADER_PROMPT]], request.headers
+        self.calls["generate"].append(headers.copy())
         if self.gone_count:
             self.gone_count -= 1
             return self._error(410, "resident is gone")

@@ -29,7 +29,7 @@ async def test_a_next_turn_goes_on_in_memory(tmp_path: Path, caplog: pytest.LogC
         response = await proxy.chat(**second_turn())
         reused = len(f"<user>{TEXT}\n<assistant>Paris.")
         assert response.headers["X-Warmline-Cache"] == f"resident {reused}"
-        assert proxy.backend.calls["generate"][1][1][HEADER_REUSE] == str(reused)
+        assert proxy.backend.calls["generate"][1][HEADER_REUSE] == str(reused)
         await proxy.settled()
         first, second = perf_lines(caplog)
         assert "source=cold" in first and 'miss="nothing stored"' in first
@@ -98,7 +98,7 @@ async def test_states_are_kept_where_the_plan_says(tmp_path: Path) -> None:
         messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": TEXT}]
         await proxy.chat(messages=messages)
         system, end = len("<system>be brief\n"), len(f"<system>be brief\n<user>{TEXT}\n")
-        assert proxy.backend.calls["generate"][0][1][HEADER_CHECKPOINTS] == f"{system},{end}"
+        assert proxy.backend.calls["generate"][0][HEADER_CHECKPOINTS] == f"{system},{end}"
         await proxy.settled()
         saved = {each.position for each in proxy.backend.calls["save"][0].checkpoints}
         assert {system, end} <= saved
