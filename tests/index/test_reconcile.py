@@ -1,0 +1,259 @@
+"""Whatever a kill leaves behind, the next start puts right; and a purge leaves nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, make_home, matched, planned, save, write_plan
+
+from warmline_proxy.index import Index, IndexReader
+from warmline_proxy.lock import HomeLocked, home_lock
+from warmline_proxy.purge import purge, select
+from warmline_proxy.reconcile import reconcile
+from warmline_proxy.rows import PurgeRequest
+from warmline_wire.home import Home
+from warmline_wire.keys import pack_tokens
+
+A = list(range(100_000, 103_000))
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[3:]
+import helpers
+from warmline_proxy.index import Index
+from warmline_wire.home import Home
+index = Index(Home(Path(sys.argv[1])), 1 << 30)
+plan = helpers.planned(index, [*range(100_000, 103_000), *range(3000)], checkpoints=[3500])
+"""
+STEPS = {
+    "planned": "",
+    "half written": "helpers.write_plan(index.home, plan); index.home.segment_file(plan.file_ids[-1]).unlink()",
+    "written": "helpers.write_plan(index.home, plan)",
+    "committed": "helpers.commit(index, plan)",
+    "evicted": "helpers.commit(index, plan); index.budget_bytes = 1; index.sweep = lambda: 0; index.make_room()",
+    "aside": "import warmline_proxy.index_files as f; f.set_aside = lambda *a: 0; helpers.commit(index, plan); "
+    "index.quarantine(plan.segments[0].id, 'checksum')",
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_at_any_step_of_a_save_only_that_is_lost(home: Home, step: str) -> None:
+    with Index(home, 1 << 30) as index:
+        save(index, A)
+    code = CHILD + STEPS[step] + "\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    child = subprocess.run(
+        [sys.executable, "-c", code, str(home.root), str(os.getpid()), str(Path(__file__).parent)], check=False
+    )
+    assert child.returncode == -signal.SIGKILL
+    with Index(home, 1 << 30) as index:
+        counts = reconcile(index)
+        assert index.verify(deep=True) == []
+        assert matched(index, [*A, *range(3000)]) == {"committed": 6000, "evicted": 0}.get(step, 3000)
+        if step in ("planned", "half written", "written"):
+            assert counts.saves_rolled_back == 1
+        if step == "evicted":
+            assert counts.files_doomed == 3
+        if step == "aside":
+            assert len(index.quarantined()) == 2
+        assert index.totals().bytes_writing == index.totals().bytes_doomed == 0
+        again = reconcile(index)
+        assert not any(getattr(again, name) for name in again.__struct_fields__)
+
+
+def test_files_and_rows_that_disagree(home: Home) -> None:
+    with Index(home, 1 << 30) as index:
+        save(index, A[:1500], checkpoints=[1000])
+        save(index, A, checkpoints=[2000])
+        save(index, [1, *A[:1500]])
+        save(index, [2, *A[:1500]])
+        first, second = (ref.id for ref in index.match(ROOT, pack_tokens(A), 3000).chain)
+        damaged = index.match(ROOT, pack_tokens([1]), 1).chain[0].id
+    home.segment_file(second).unlink()
+    os.truncate(home.segment_file(damaged), 100)
+    stray = home.segment_file("ab" * 16)
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_bytes(b"x")
+    home.segment_file(first).with_name(f".{first}.12.tmp").write_bytes(b"x")
+    (home.segments / "quarantine").mkdir()
+    (home.segments / "quarantine" / f"{'cd' * 16}.safetensors").write_bytes(b"x")
+    with Index(home, 1 << 30) as index:
+        assert {finding.what for finding in index.verify()} == {"missing", "truncated", "orphan"}
+        counts = reconcile(index)
+        assert counts.rows_without_file == 2 and counts.rows_of_other_size == 1
+        assert counts.files_temporary == 1 and counts.files_without_row == 2
+        assert index.verify(deep=True) == []
+        assert [matched(index, ids) for ids in (A, [1, *A], [2, *A])] == [1500, 0, 1501]
+        assert [row.position for row in index.checkpoints()] == [1000]
+
+
+def test_the_home_has_one_owner(home: Home) -> None:
+    hold = "import sys\nfrom pathlib import Path\nfrom warmline_proxy.lock import home_lock\n"
+    hold += "from warmline_wire.home import Home\n"
+    hold += "with home_lock(Home(Path(sys.argv[1]))):\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(home.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == "held\n"
+        with pytest.raises(HomeLocked, match=f"process {child.pid}"), home_lock(home):
+            pass
+        child.kill()
+        child.wait()
+        with home_lock(home):
+            pass
+
+
+def test_another_process_reads_while_this_one_writes(home: Home) -> None:
+    code = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import helpers
+from warmline_proxy.index import IndexReader
+from warmline_wire.home import Home
+with IndexReader(Home(Path(sys.argv[1]))) as reader:
+    for line in sys.stdin:
+        print(json.dumps([reader.totals().segments, len(reader.verify()), len(reader.sessions())]), flush=True)
+"""
+    with (
+        Index(home, 1 << 30) as index,
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(home.root), str(Path(__file__).parent)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as child,
+    ):
+        assert child.stdin is not None and child.stdout is not None
+        plan = None
+        for number in range(1, 5):
+            save(index, [number, *A[:1100]])
+            plan = planned(index, [number, *A[:1200]])
+            write_plan(home, plan)  # its files are on disk, but not in the tree
+            child.stdin.write("\n")
+            child.stdin.flush()
+            assert json.loads(child.stdout.readline()) == [number, 0, number]
+        child.stdin.close()
+        assert child.wait() == 0
+        assert plan is not None
+
+
+# --- purge ---
+
+
+def everything(home: Home) -> bytes:
+    return b"".join(path.read_bytes() for path in home.root.rglob("*") if path.is_file())
+
+
+def needle(ids: list[int]) -> bytes:
+    return pack_tokens(ids)
+
+
+def test_purge_leaves_no_bytes(home: Home) -> None:
+    """Tokens of the purged conversation are in no file of the home any more, slack of pages included."""
+    secret, kept = list(range(700_000, 700_900)), list(range(800_000, 800_900))
+    with Index(home, 1 << 30) as index:
+        for length in (20, 60, 200, 900):  # small rows lie inside pages, among others
+            save(index, secret[:length], may_replace=False, turn_end=10)
+            save(index, kept[:length], may_replace=False, turn_end=10)
+        session = next(row for row in index.sessions() if index.path(row.leaf)[0].id in _ids(index, secret)).id
+        assert needle(secret[5:8]) in everything(home)
+        reply = purge(index, PurgeRequest(session=session, dry_run=True))
+        assert reply.dry_run and len(reply.segments) == 4 and matched(index, secret) == 900
+        reply = purge(index, PurgeRequest(session=session))
+        assert len(reply.segments) == 4 and reply.sessions == [session]
+        assert matched(index, secret) == 0 and matched(index, kept) == 900
+        left = everything(home)
+        for at in range(0, 890, 2):
+            assert needle(secret[at : at + 3]) not in left
+        assert needle(kept[5:8]) in left
+        assert session.encode() not in left
+        assert index.verify(deep=True) == []
+        save(index, secret)  # the new generation takes writes
+        assert [path.name for path in home.index.iterdir()] == ["2"]
+    with Index(home, 1 << 30) as index:
+        assert matched(index, secret) == 900
+
+
+def _ids(index: Index, ids: list[int]) -> set[str]:
+    return {ref.id for ref in index.match(ROOT, pack_tokens(ids), len(ids)).chain}
+
+
+def test_a_purged_conversation_leaves_others_what_they_need(index: Index) -> None:
+    system = A[:1100]
+    first = save(index, [*system, *range(300)], turn_end=1400).session
+    second = save(index, [*system, *range(5000, 5300)], turn_end=1400).session
+    assert save(index, [*system, *range(290), 7, 7], turn_end=1392).session not in (first, second)
+    abandoned = save(index, [*system, *range(5000, 5300), 1, 1], turn_end=1401, may_replace=False)
+    assert abandoned.session == second
+    assert save(index, [*system, *range(5000, 5300), 1, 2], turn_end=1402).session == second
+    reply = purge(index, PurgeRequest(session=second))
+    assert len(reply.segments) == 3  # its own tail, the answer that it went on with, and the one that it left
+    assert matched(index, [*system, *range(300)]) == 1400
+    assert matched(index, [*system, *range(5000, 5300)]) == 1100
+    assert purge(index, PurgeRequest(session=second)).segments == []
+
+
+def test_purge_by_model_age_and_all(index: Index) -> None:
+    save(index, A[:1500], checkpoints=[100])
+    save(index, [1, *A[:1500]])
+    index.quarantine(index.match(ROOT, pack_tokens([1]), 1).chain[0].id, "checksum")
+    assert purge(index, PurgeRequest(model="other")).segments == []
+    assert purge(index, PurgeRequest(older_than_s=3600)).bytes_freed == 0
+    used = index.totals()
+    reply = purge(index, PurgeRequest(model="model-a", dry_run=True))
+    assert reply.bytes_freed == used.bytes_segments + used.bytes_checkpoints + used.bytes_quarantined
+    reply = purge(index, PurgeRequest(older_than_s=0))
+    assert len(reply.segments) == len(reply.checkpoints) == len(reply.quarantined) == len(reply.sessions) == 1
+    save(index, A[:1500])
+    running = planned(index, [9, *A])
+    reply = purge(index, PurgeRequest(everything=True))
+    assert len(reply.segments) == 1
+    assert index.totals().bytes_used == index.totals().bytes_index
+    assert index.change(lambda tables: tables.save(running.id)) is None
+    assert [path for path in index.home.segments.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    "request_", [PurgeRequest(), PurgeRequest(session="a", model="b"), PurgeRequest(everything=True, older_than_s=1.0)]
+)
+def test_a_purge_names_one_thing(index: Index, request_: PurgeRequest) -> None:
+    with pytest.raises(ValueError, match="exactly one"):
+        select(index.snapshot(), request_, 0.0)
+
+
+def test_a_compaction_that_was_killed_loses_nothing(tmp_path: Path) -> None:
+    home = make_home(tmp_path / "h")
+    with Index(home, 1 << 30) as index:
+        save(index, A)
+        (home.index / ".2.tmp").mkdir()
+        (home.index / ".2.tmp" / "data.mdb").write_bytes(b"half")
+    with Index(home, 1 << 30) as index:
+        assert not (home.index / ".2.tmp").exists()
+        assert matched(index, A) == 3000
+        with IndexReaderInThread(index) as before:
+            index.compact()
+            assert before() == 3000  # a snapshot taken before goes on
+    (home.index / "1").mkdir()  # killed after the rename, before the old one went
+    with Index(home, 1 << 30) as index:
+        assert [path.name for path in home.index.iterdir()] == ["2"]
+        assert matched(index, A) == 3000
+    with IndexReader(home) as reader:
+        assert reader.totals().segments == 1
+
+
+class IndexReaderInThread:
+    """Keeps a read transaction open across what happens inside the block."""
+
+    def __init__(self, index: Index) -> None:
+        self._context = index._env.reading()
+
+    def __enter__(self):  # type: ignore[no-untyped-def]
+        tables = self._context.__enter__()
+        return lambda: sum(row.end - row.start for row in tables.segments())
+
+    def __exit__(self, *error) -> None:  # type: ignore[no-untyped-def]
+        self._context.__exit__(*error)
