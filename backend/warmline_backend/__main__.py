@@ -11,8 +11,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable
 
 from aiohttp import web
 
@@ -78,11 +77,11 @@ async def _run(config: BackendConfig, service: Service, engine: Engine, stopped:
         return 2
     if not stopped.is_set():
         log.info("serving %s at http://%s:%d", config.served_name, config.host, config.port)
-    await stopped.wait()
-    return 0
+    await _unless(stopped, asyncio.wrap_future(engine.ended))
+    return 0 if stopped.is_set() else 1
 
 
-async def _unless(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+async def _unless(stopped: asyncio.Event, work: Awaitable[None]) -> None:
     """Await `work`, or leave it when this process is to stop."""
     waiting = asyncio.ensure_future(stopped.wait())
     task = asyncio.ensure_future(work)

@@ -157,7 +157,14 @@ class StateCodec(Codec):
     kind = Kind.STATE
 
     def lift(self, single: ArraysCache) -> ArraysCache:
-        return ArraysCache.merge([single])
+        if single.empty():
+            return ArraysCache.merge([single])
+        batch = ArraysCache(size=len(single.cache))
+        batch.cache = list(single.cache)
+        return batch
+
+    def lower(self, leaf: ArraysCache, i: int) -> ArraysCache:
+        return self.build(self.state(leaf, i), 0, leaf)
 
     def state(self, leaf: ArraysCache, i: int) -> Fields:
         """The state of sequence `i`; a lazy view.  Entries that a model leaves unused are left out."""

@@ -51,8 +51,12 @@ class Engine(threading.Thread):
         self._make_scheduler = make_scheduler
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = False
+        self._closing, self._closed = threading.Lock(), False
         self._scheduler: Scheduler | None = None
         self.loaded: Future[ServedModel] = Future()
+        self.ended: Future[None] = Future()  # however it did
+        for future in (self.loaded, self.ended):
+            future.set_running_or_notify_cancel()  # whoever gives up waiting must not cancel them for the others
         self.snapshot = Snapshot()
 
     # ---- any thread
@@ -65,14 +69,18 @@ class Engine(threading.Thread):
             if not answer.set_running_or_notify_cancel():
                 return
             try:
-                answer.set_result(work(self.scheduler))
-            except BaseException as error:  # noqa: BLE001  it belongs to whoever asked
+                result = work(self.scheduler)
+            except Exception as error:  # noqa: BLE001  it belongs to whoever asked
                 answer.set_exception(error)
+                return
+            self._take_snapshot()  # first, so that whoever hears the answer finds it true
+            answer.set_result(result)
 
-        if not self.is_alive():
-            answer.set_exception(EngineStopped("the engine is not running"))
-        else:
-            self._commands.put(command)
+        with self._closing:
+            if self._closed:
+                answer.set_exception(EngineStopped("the engine is not running"))
+            else:
+                self._commands.put(command)
         return answer
 
     @property
@@ -94,16 +102,27 @@ class Engine(threading.Thread):
     def run(self) -> None:
         try:
             self._scheduler = self._make_scheduler()
-        except BaseException as error:  # noqa: BLE001  whoever waits for the model must hear of it
+            self._scheduler.changed = self._take_snapshot
+        except Exception as error:  # noqa: BLE001  whoever waits for the model must hear of it
             self.loaded.set_exception(error)
-            return
-        self.loaded.set_result(self._scheduler.served)
+        else:
+            self.loaded.set_result(self._scheduler.served)
+            self._run()
+        finally:
+            with self._closing:
+                self._closed = True
+            self._obey_rest()
+            self.ended.set_result(None)
+
+    def _run(self) -> None:
         self._take_snapshot()
-        while not self._stopping:
-            self._obey()
-            self._scheduler.turn()
-            self._take_snapshot()
-        self._obey_rest()
+        try:
+            while not self._stopping:
+                self._obey()
+                self.scheduler.turn()
+                self._take_snapshot()
+        except Exception:
+            log.exception("the engine failed outside of any request; this process must be started again")
 
     def _obey(self) -> None:
         """Do what was asked; without other work, wait for it."""

@@ -13,6 +13,8 @@ from mlx.utils import tree_reduce
 
 from warmline_backend.codecs import CacheLayout, Fields, Kind, Leaf, flatten, rebuild
 
+CHECKPOINTS_KEPT = 3  # besides the first, which ends system and tools: where a next turn may part ways
+
 Named = dict[str, mx.array]  # "layer.component.field" -> array
 
 
@@ -78,9 +80,12 @@ class KV:
             state = _named((leaf.name, leaf.codec.state(leaves[n], self.index)) for n, leaf in states)
             self.checkpoints[self.length] = _detach(state)
 
-    def forget_journal(self, until: int) -> None:
-        """Drop journal rows below `until`: they are on disk."""
+    def forget_saved(self, until: int) -> None:
+        """Drop what was kept only to be saved, below `until`: journal rows, states but for the first and the last."""
         self.journal = [entry for entry in self.journal if entry[1] > until]
+        saved = sorted(position for position in self.checkpoints if position <= until)
+        for position in saved[1:-CHECKPOINTS_KEPT]:
+            del self.checkpoints[position]
 
     # ---- reading for a save
 

@@ -6,13 +6,13 @@ stops a running stream and a running stream never starves a prompt.
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from warmline_backend.decode import DecodeGroup
-from warmline_backend.kv import KV
+from warmline_backend.kv import KV, RowsGone
 from warmline_backend.model import ServedModel
 from warmline_backend.rates import Rates
 from warmline_backend.residents import ResidentGone, Residents
@@ -42,16 +42,22 @@ class SchedulerSettings:
     keeps_residents: bool  # false: every request starts cold and leaves nothing
 
 
+def _unheard() -> None:
+    """Nobody wants to know."""
+
+
 class Scheduler:
     """All running requests and residents of one model."""
 
     def __init__(self, served: ServedModel, settings: SchedulerSettings) -> None:
         self.served, self.settings = served, settings
+        self.changed: Callable[[], None] = _unheard  # called before a listener hears of an end
         self.residents = Residents(settings.memory_budget_bytes)
         self.rates = Rates()
         self._waiting: list[Sequence] = []
         self._prefilling: list[Sequence] = []
         self._groups: list[DecodeGroup] = []
+        self._reserved: dict[str, int] = {}  # bytes of restores on their way, by request id
         self._steps = 0
 
     # ---- what others ask for
@@ -78,25 +84,44 @@ class Scheduler:
         sequence = next((s for s in self._all() if s.request.id == request_id), None)
         return self._end(sequence, "cancelled") if sequence else None
 
-    def kv_of(self, *, resident: str = "", running: str = "") -> KV:
-        """The KV of a resident, or of the running request that took it over.  Raises ResidentGone."""
+    def kv_of(self, until: int, *, resident: str = "", running: str = "") -> KV:
+        """The KV of a resident's first `until` tokens, or of the running request that took it over.
+
+        Raises ResidentGone, or RowsGone where less than that is left of it: who took it over may have gone on from its
+        middle.
+        """
         if (kv := self.residents.kv(resident)) is not None:
-            return kv
+            return _holding(kv, until, kv.length)
         for sequence in self._all():
-            if sequence.request.id == running or (resident and sequence.adopted == resident):
-                return sequence.kv
+            if resident and sequence.adopted == resident:
+                return _holding(sequence.kv, until, sequence.reused)
+            if sequence.request.id == running:
+                return _holding(sequence.kv, until, sequence.kv.length)
         raise ResidentGone(resident or running)
 
-    def install(self, kv: KV) -> str:
-        """Make a restored KV a resident, leased for the request that it is for."""
-        self.residents.make_room(self.running_bytes + kv.nbytes)
+    def reserve(self, request_id: str, bytes_wanted: int) -> bool:
+        """Set memory aside for a restore; False while others need it.  Raises TooLarge where it will never fit."""
+        if self.residents.make_room(self.running_bytes + bytes_wanted):
+            self._reserved[request_id] = bytes_wanted
+            return True
+        if bytes_wanted > self.settings.memory_budget_bytes:
+            raise TooLarge(f"restoring takes {bytes_wanted / 1e9:.2f} GB, more than the memory budget")
+        return False
+
+    def release(self, request_id: str) -> None:
+        """Give a reservation back; no harm where there is none."""
+        self._reserved.pop(request_id, None)
+
+    def install(self, request_id: str, kv: KV) -> str:
+        """Make a restored KV a resident, leased for the request that it is for; its reservation ends."""
+        self.release(request_id)
         return self.residents.add(kv, leased=True)
 
     def saved(self, resident: str, running: str, until: int) -> None:
-        """Rows below `until` are on disk: what was kept only for the save may go."""
+        """Rows and states below `until` are on disk: what was kept only for the save may go."""
         try:
-            self.kv_of(resident=resident, running=running).forget_journal(until)
-        except ResidentGone:
+            self.kv_of(until, resident=resident, running=running).forget_saved(until)
+        except (ResidentGone, RowsGone):
             return
         self.residents.weigh(resident)
 
@@ -120,7 +145,8 @@ class Scheduler:
             for group in self._groups
         )
         waiting = (self.served.bytes_of(sequence.kv.length) for sequence in self._waiting if sequence.kv.length)
-        return sum(decoding) + sum(waiting) + sum(self._bytes_needed(s.request) for s in self._prefilling)
+        prefilling = (self._bytes_needed(sequence.request) for sequence in self._prefilling)
+        return sum(decoding) + sum(waiting) + sum(prefilling) + sum(self._reserved.values())
 
     # ---- a turn
 
@@ -155,7 +181,11 @@ class Scheduler:
                 self._discard(group.sequences, error)
                 continue
             for sequence, token, logprobs in heard:
-                self._hear(sequence, token, logprobs)
+                try:
+                    self._hear(sequence, token, logprobs)
+                except Exception as error:
+                    log.error("request %s failed", sequence.request.id, exc_info=error)
+                    self._end(sequence, "error", error=f"the answer could not be told: {error}")
             self.rates.decoded(count, time.monotonic() - began)
         self._steps += 1
         if self._steps % STEPS_PER_CLEAN_UP == 0:
@@ -212,7 +242,14 @@ class Scheduler:
         if host is None:
             self._groups.append(newcomer)
         else:
+            self._join(host, newcomer)
+
+    def _join(self, host: DecodeGroup, newcomer: DecodeGroup) -> None:
+        try:
             host.join(newcomer)
+        except Exception as error:  # noqa: BLE001  half joined, neither can be trusted
+            self._groups.remove(host)
+            self._discard({*host.sequences, *newcomer.sequences}, error)
 
     # ---- ends
 
@@ -223,6 +260,7 @@ class Scheduler:
             sequence.timings.decode_s = time.monotonic() - sequence.decoding_since
         resident = "" if error else self._keep(sequence.kv)
         settled = self._settled(sequence, finish, resident, error)
+        self.changed()
         sequence.request.listener(Ended(settled, sequence.reused))
         return settled
 
@@ -290,6 +328,12 @@ class Scheduler:
     def _bytes_needed(self, request: Generation) -> int:
         answer = min(request.params.max_tokens, ANSWER_TOKENS_RESERVED)
         return self.served.bytes_of(len(request.prompt) + answer)
+
+
+def _holding(kv: KV, until: int, held: int) -> KV:
+    if until > held:
+        raise RowsGone(f"{held} tokens are left, {until} were asked for")
+    return kv
 
 
 def next_prefill(prefilling: list[Sequence], step: int) -> Sequence:

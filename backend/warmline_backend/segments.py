@@ -56,6 +56,10 @@ HEADER_ALIGN = 8
 READ_BYTES_MAX = 64 << 20  # one read call; some systems refuse 2 GiB and more
 
 
+class BadChain(Exception):
+    """The request makes no sense: a gap, a position that is not the chain's, a checkpoint that is not there."""
+
+
 class Cancelled(Exception):
     """The save or restore was given up by its caller."""
 
@@ -207,7 +211,7 @@ class Loader:
     def load(
         self, tokens: bytes, chain: list[SegmentRef], checkpoint: CheckpointRef | None, given_up: Callable[[], bool]
     ) -> Loaded:
-        """Read and verify all that continuing after `tokens` takes.  Raises Damaged, Cancelled, ValueError."""
+        """Read and verify all that continuing after `tokens` takes.  Raises Damaged, Cancelled, BadChain."""
         loaded = Loaded(len(tokens) // TOKEN_BYTES, tokens)
         _check_chain(chain, checkpoint, loaded.position, self.layout)
         headers = [self._check(link, tokens) for link in chain]
@@ -303,16 +307,16 @@ class Loader:
 
 
 def _check_chain(chain: list[SegmentRef], checkpoint: CheckpointRef | None, position: int, layout: CacheLayout) -> None:
-    """Raises ValueError where a chain is not what a restore of `position` tokens takes."""
+    """Raises BadChain where a chain is not what a restore of `position` tokens takes."""
     reached = 0
     for link in chain:
         if link.start != reached or not link.start < link.upto <= link.end:
-            raise ValueError(f"segment {link.id}: [{link.start}, {link.upto}) of end {link.end} after {reached} tokens")
+            raise BadChain(f"segment {link.id}: [{link.start}, {link.upto}) of end {link.end} after {reached} tokens")
         reached = link.upto
     if reached != position or position == 0:
-        raise ValueError(f"the chain holds {reached} tokens, the request names {position}")
+        raise BadChain(f"the chain holds {reached} tokens, the request names {position}")
     if layout.has_states and (checkpoint is None or checkpoint.position != position):
-        raise ValueError(f"a model with recurrent layers needs a checkpoint at {position}")
+        raise BadChain(f"a model with recurrent layers needs a checkpoint at {position}")
 
 
 def _target(place: TensorPlace, first: int, rows: int) -> _Target:

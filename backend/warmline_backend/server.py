@@ -2,7 +2,7 @@
 
 Errors are translated here, once, into OpenAI's error object with a status that the proxy goes by:
 
-    BadRequest 400 (or its own)   TooLarge 400   ValidationError 400   Damaged 409   ResidentMismatch 409
+    BadRequest 400 (or its own)   TooLarge, BadChain, DecodeError 400   Damaged 409   ResidentMismatch 409
     ResidentGone, RowsGone, UnknownPrompt 410    UnknownRequest 404    Cancelled 499   NotReady 503   OSError 507
 """
 
@@ -22,7 +22,7 @@ from warmline_backend.kv import RowsGone
 from warmline_backend.params import BadRequest
 from warmline_backend.residents import ResidentGone, ResidentMismatch
 from warmline_backend.scheduler import TooLarge
-from warmline_backend.segments import Cancelled, Damaged
+from warmline_backend.segments import BadChain, Cancelled, Damaged
 from warmline_backend.sequence import Ended, Event, Piece, Progress
 from warmline_backend.service import NotReady, Service, StoredPrompt, UnknownPrompt, UnknownRequest
 from warmline_wire.messages import (
@@ -100,7 +100,7 @@ async def _translate(request: web.Request, handler: Handler) -> web.StreamRespon
         return web.Response(status=error.status, body=error.reply(), content_type="application/json")
     except msgspec.DecodeError as error:
         return _error(400, f"the body is no JSON that {request.path} takes: {error}")
-    except ValueError as error:
+    except BadChain as error:
         return _error(400, str(error))
     except TooLarge as error:
         return _error(400, str(error), code="kv_memory_exceeded")
@@ -273,6 +273,7 @@ class _Answer:
 
     def _say(self, event: Event, closing_event: bool) -> bytes:
         if isinstance(event, Progress):
+            self._pending.clear()  # of a first try that failed before it said anything
             return comment_event(f"prefill {event.done}/{event.total}")
         if isinstance(event, Piece):
             return self._begin() + self._piece(event)

@@ -33,7 +33,7 @@ from warmline_backend.scheduler import Scheduler
 from warmline_backend.segments import Cancelled, Loader, Tensor, write_file
 from warmline_backend.sequence import Ended, Event, Generation
 from warmline_wire.home import Home
-from warmline_wire.keys import pack_tokens
+from warmline_wire.keys import TOKEN_BYTES, pack_tokens
 from warmline_wire.messages import (
     CheckpointRef,
     PromptReply,
@@ -47,6 +47,7 @@ from warmline_wire.messages import (
     SegmentSpec,
     Settled,
     Status,
+    Timings,
 )
 from warmline_wire.segment_file import FileMeta
 
@@ -57,6 +58,7 @@ T = TypeVar("T")
 PROMPT_TOKENS_KEPT_MAX = 8_000_000
 SETTLED_KEPT_MAX = 256
 READERS = 4
+ROOM_POLL_S = 0.05
 RENDERERS = 2
 
 
@@ -93,6 +95,13 @@ class Loaded:
     loader: Loader
 
 
+class _Job:
+    """A restore or save: asked to stop by a flag that other threads read, over when its handler is."""
+
+    def __init__(self) -> None:
+        self.given_up, self.over = threading.Event(), asyncio.Event()
+
+
 class Service:
     """One backend process.  Everything here belongs to the event loop; what computes is asked of the engine."""
 
@@ -101,7 +110,7 @@ class Service:
         self._loaded: Loaded | None = None
         self._prompts: OrderedDict[str, StoredPrompt] = OrderedDict()
         self._settled: OrderedDict[str, Settled] = OrderedDict()
-        self._jobs: dict[str, threading.Event] = {}  # restores and saves that can be given up
+        self._jobs: dict[str, _Job] = {}  # restores and saves that can be given up
         self._readers = ThreadPoolExecutor(READERS, "segment-reader")
         self._loaders = ThreadPoolExecutor(READERS, "restore")
         self._writer = ThreadPoolExecutor(1, "segment-writer")
@@ -232,7 +241,11 @@ class Service:
             reuse=reuse,
             checkpoints=checkpoints,
         )
-        await self._ask(lambda scheduler: scheduler.submit(generation))
+        try:
+            await self._ask(lambda scheduler: scheduler.submit(generation))
+        except asyncio.CancelledError:
+            self.let_go(request_id)  # its client left in this moment; the engine may have it already
+            raise
         return events
 
     async def cancel(self, request_id: str) -> Settled:
@@ -241,12 +254,27 @@ class Service:
         One that has just ended by itself is answered with how it did.  Raises UnknownRequest.
         """
         if (job := self._jobs.get(request_id)) is not None:
-            job.set()
+            job.given_up.set()
+            await job.over.wait()
+            return self._given_up(request_id)
         settled = await self._ask(lambda scheduler: scheduler.cancel(request_id))
         settled = settled or self._settled.get(request_id)
         if settled is None:
             raise UnknownRequest(request_id)
         return settled
+
+    def _given_up(self, request_id: str) -> Settled:
+        return Settled(
+            boot=self.boot,
+            generation=self._engine.snapshot.generation,
+            request_id=request_id,
+            finish="cancelled",
+            resident="",
+            generated=b"",
+            prefilled_until=0,
+            checkpoints=[],
+            timings=Timings(),
+        )
 
     def let_go(self, request_id: str) -> None:
         """Cancel without waiting: its client is gone."""
@@ -275,22 +303,25 @@ class Service:
     # ---- restore and save
 
     async def restore(self, request: RestoreRequest) -> RestoreReply:
-        """Raises segments.Damaged, Cancelled, ValueError (a chain that makes no sense)."""
-        loaded, began = self.loaded, time.monotonic()
-        room = loaded.served.bytes_of(len(request.tokens) // 4)
-        await self._ask(lambda scheduler: scheduler.residents.make_room(scheduler.running_bytes + room))
-        with self._job(request.request_id) as given_up:
-            read = await asyncio.get_running_loop().run_in_executor(
-                self._loaders, loaded.loader.load, request.tokens, request.chain, request.checkpoint, given_up
-            )
+        """Raises segments.Damaged, Cancelled, BadChain, TooLarge."""
+        loaded, name = self.loaded, request.request_id
+        with self._job(name) as given_up:
+            await self._reserve(name, loaded.served.bytes_of(len(request.tokens) // TOKEN_BYTES), given_up)
+            began = time.monotonic()
+            try:
+                read = await asyncio.get_running_loop().run_in_executor(
+                    self._loaders, loaded.loader.load, request.tokens, request.chain, request.checkpoint, given_up
+                )
 
-        def install(scheduler: Scheduler) -> tuple[str, float]:
-            held = read.build(loaded.served.layout)
-            resident, seconds = scheduler.install(held), time.monotonic() - began
-            scheduler.rates.restored(read.bytes_read, seconds)
-            return resident, seconds
+                def install(scheduler: Scheduler) -> tuple[str, float]:
+                    held = read.build(loaded.served.layout)
+                    resident, seconds = scheduler.install(name, held), time.monotonic() - began
+                    scheduler.rates.restored(read.bytes_read, seconds)
+                    return resident, seconds
 
-        resident, seconds = await self._ask(install)
+                resident, seconds = await self._ask(install)
+            finally:
+                self._engine.ask(lambda scheduler: scheduler.release(name))
         return RestoreReply(
             boot=self.boot,
             generation=self._engine.snapshot.generation,
@@ -299,6 +330,13 @@ class Service:
             bytes_read=read.bytes_read,
             seconds=seconds,
         )
+
+    async def _reserve(self, request_id: str, bytes_wanted: int, given_up: Callable[[], bool]) -> None:
+        """Wait until running requests leave room for a restore: a prefill would want as much, and take longer."""
+        while not await self._ask(lambda scheduler: scheduler.reserve(request_id, bytes_wanted)):
+            await asyncio.sleep(ROOM_POLL_S)
+            if given_up():
+                raise Cancelled
 
     async def save(self, request: SaveRequest) -> SaveReply:
         """Write files one after the other; decoding goes on in between.  Raises ResidentGone, RowsGone, OSError."""
@@ -323,9 +361,7 @@ class Service:
 
     async def _save_segment(self, request: SaveRequest, spec: SegmentSpec, given_up: Callable[[], bool]) -> SavedFile:
         def copy_rows(scheduler: Scheduler) -> tuple[dict[str, Tensor], bytes]:
-            held = scheduler.kv_of(resident=request.resident, running=request.running)
-            if not 0 <= spec.start < spec.end <= held.length:
-                raise kv.RowsGone(f"rows [{spec.start}, {spec.end}) of {held.length}")
+            held = scheduler.kv_of(spec.end, resident=request.resident, running=request.running)
             tokens = pack_tokens(held.tokens[spec.start : spec.end])
             return segments.as_bytes(held.rows(spec.start, spec.end)), tokens
 
@@ -344,7 +380,7 @@ class Service:
         self, request: SaveRequest, checkpoint: CheckpointRef, given_up: Callable[[], bool]
     ) -> SavedFile:
         def copy_state(scheduler: Scheduler) -> dict[str, Tensor]:
-            held = scheduler.kv_of(resident=request.resident, running=request.running)
+            held = scheduler.kv_of(checkpoint.position, resident=request.resident, running=request.running)
             if checkpoint.position not in held.checkpoints:
                 raise kv.RowsGone(f"no state at {checkpoint.position}")
             return segments.as_bytes(held.checkpoints[checkpoint.position])
@@ -366,11 +402,12 @@ class Service:
     @contextmanager
     def _job(self, request_id: str) -> Iterator[Callable[[], bool]]:
         """A restore or save that `cancel(request_id)`, or the end of its handler, gives up."""
-        given_up = self._jobs[request_id] = threading.Event()
+        job = self._jobs[request_id] = _Job()
         try:
-            yield given_up.is_set
+            yield job.given_up.is_set
         finally:
-            given_up.set()
+            job.given_up.set()
+            job.over.set()
             self._jobs.pop(request_id, None)
 
     async def _ask(self, work: Callable[[Scheduler], T]) -> T:

@@ -8,6 +8,7 @@ from drive import Drive
 from families import FAMILIES, cold, prompt_of, served, tolerance
 from oracle import compare_greedy
 
+from warmline_backend.kv import RowsGone
 from warmline_backend.residents import ResidentGone, ResidentMismatch
 from warmline_backend.scheduler import CHUNKS_PASSED_OVER_MAX, DECODE_STEPS_PER_CHUNK, TooLarge
 from warmline_backend.sequence import Piece, Progress, next_cut
@@ -283,3 +284,51 @@ def test_progress_is_told_chunk_by_chunk(root: Path) -> None:
 )
 def test_chunks_end_at_checkpoints(start: int, end: int, checkpoints: tuple[int, ...], cut: int) -> None:
     assert next_cut(start, end, 32, checkpoints) == cut
+
+
+def test_a_save_after_a_takeover_never_writes_the_new_owners_tokens(root: Path) -> None:
+    drive = Drive(served("llama", root))
+    first = drive.run(prompt_of(80), 20)
+    resident = first.settled.resident
+    name, _ = drive.submit(prompt_of(90) + prompt_of(200, 7), 5, resident=resident, reuse=80)  # leaves its tail behind
+    drive.until(lambda: bool(drive.scheduler._groups))
+    assert drive.scheduler.kv_of(80, resident=resident).tokens[:80] == prompt_of(80)
+    with pytest.raises(RowsGone):
+        drive.scheduler.kv_of(100, resident=resident)
+    assert drive.scheduler.kv_of(280, running=name).length > 280
+
+
+def test_one_answers_fault_is_its_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Drive(served("llama", root))
+    _, bad = drive.submit(prompt_of(50), 30)
+    _, good = drive.submit(prompt_of(50, 2), 30)
+    drive.until(lambda: len(bad.events) > 3)
+    sequence = next(s for s in drive.scheduler._all() if s.request.prompt == prompt_of(50))
+    monkeypatch.setattr(sequence.text, "add", lambda token: 1 / 0)
+    drive.until(lambda: bad.over and good.over)
+    assert bad.settled.finish == "error" and "division" in bad.settled.error
+    assert good.generated == cold(drive.served, "llama", prompt_of(50, 2), 30).tokens
+
+
+def test_states_do_not_pile_up_once_they_are_saved(root: Path) -> None:
+    drive = Drive(served("qwen3_5", root))
+    tokens = prompt_of(30)
+    heard = drive.run(tokens, 5, checkpoints=(10, 20))
+    for turn in range(6):
+        resident, length = heard.settled.resident, heard.settled.prefilled_until
+        drive.scheduler.saved(resident, "", length)
+        kept = drive.scheduler.kv_of(length, resident=resident).checkpoints
+        assert 10 in kept and length in kept and len(kept) <= 4
+        tokens = tokens[: length - 5] + heard.generated + prompt_of(20, turn)
+        heard = drive.run(tokens, 5, resident=resident, reuse=length, checkpoints=(length + 10,))
+
+
+def test_memory_is_reserved_for_a_restore_until_it_is_there(root: Path) -> None:
+    drive = Drive(served("llama", root), budget=500_000)
+    assert drive.scheduler.reserve("a", 400_000)
+    assert not drive.scheduler.reserve("b", 400_000)
+    _, heard = drive.submit(prompt_of(400), 5)
+    drive.scheduler.release("a")
+    drive.until(lambda: heard.over)
+    with pytest.raises(TooLarge):
+        drive.scheduler.reserve("c", 500_001)

@@ -11,7 +11,7 @@ from oracle import compare_greedy
 from safetensors import safe_open
 
 from warmline_backend.kv import RowsGone
-from warmline_backend.segments import Cancelled, Damaged
+from warmline_backend.segments import BadChain, Cancelled, Damaged
 from warmline_wire.keys import pack_tokens
 from warmline_wire.segment_file import verify_file
 
@@ -33,7 +33,7 @@ def positions(drive: Drive, tokens: int) -> list[int]:
 def test_any_position_restores(family: str, root: Path, tmp_path: Path) -> None:
     drive = Drive(served(family, root), step=50)
     turn = drive.run(PROMPT, 40, checkpoints=CHECKPOINTS)
-    kv = drive.scheduler.kv_of(resident=turn.settled.resident)
+    kv = drive.scheduler.kv_of(1, resident=turn.settled.resident)
     tokens = list(kv.tokens)
     assert tokens == PROMPT + turn.generated and len(tokens) == 210
     chain, checkpoints = save(kv, tmp_path, [64, 100, 210])
@@ -44,7 +44,7 @@ def test_any_position_restores(family: str, root: Path, tmp_path: Path) -> None:
         read = loader(drive.served, tmp_path, POOL).load(
             pack_tokens(tokens[:position]), cut_chain(chain, position), at, lambda: False
         )
-        restored = drive.scheduler.install(read.build(drive.served.layout))
+        restored = drive.scheduler.install("", read.build(drive.served.layout))
         prompt = tokens[:position] + prompt_of(20, 7)
         warm = drive.run(prompt, 10, resident=restored, reuse=position)
         truth = cold(drive.served, family, prompt, 10)
@@ -57,15 +57,15 @@ def test_a_restored_conversation_saves_its_new_tail(family: str, root: Path, tmp
     """Save, restore, go on, save only what is new, restore all of it: each file has its own rows and no more."""
     drive = Drive(served(family, root), step=50)
     turn = drive.run(PROMPT, 40)
-    chain, checkpoints = save(drive.scheduler.kv_of(resident=turn.settled.resident), tmp_path, [210])
+    chain, checkpoints = save(drive.scheduler.kv_of(1, resident=turn.settled.resident), tmp_path, [210])
     tokens = PROMPT + turn.generated
     read = loader(drive.served, tmp_path, POOL).load(
         pack_tokens(tokens), chain, checkpoints[-1] if checkpoints else None, lambda: False
     )
-    resident = drive.scheduler.install(read.build(drive.served.layout))
+    resident = drive.scheduler.install("", read.build(drive.served.layout))
     prompt = tokens + prompt_of(60, 3)
     more = drive.run(prompt, 45, resident=resident, reuse=210)
-    kv = drive.scheduler.kv_of(resident=more.settled.resident)
+    kv = drive.scheduler.kv_of(1, resident=more.settled.resident)
     rows = kv.rows(210, kv.length)
     assert {array.shape[2] for array in rows.values()} == {kv.length - 210}
     if drive.served.layout.window:
@@ -76,7 +76,7 @@ def test_a_restored_conversation_saves_its_new_tail(family: str, root: Path, tmp
 def test_files_weigh_what_their_rows_do(root: Path, tmp_path: Path) -> None:
     for family in FAMILIES:
         drive = Drive(served(family, root))
-        kv = drive.scheduler.kv_of(resident=drive.run(PROMPT, 40).settled.resident)
+        kv = drive.scheduler.kv_of(1, resident=drive.run(PROMPT, 40).settled.resident)
         folder = tmp_path / family
         folder.mkdir()
         chain, _ = save(kv, folder, [3, 64, 210])
@@ -87,7 +87,7 @@ def test_files_weigh_what_their_rows_do(root: Path, tmp_path: Path) -> None:
 
 def test_files_are_safetensors_for_everybody(root: Path, tmp_path: Path) -> None:
     drive = Drive(served("deepseek_v32", root))
-    kv = drive.scheduler.kv_of(resident=drive.run(PROMPT, 4).settled.resident)
+    kv = drive.scheduler.kv_of(1, resident=drive.run(PROMPT, 4).settled.resident)
     chain, _ = save(kv, tmp_path, [174])
     path = tmp_path / f"{chain[0].id}.safetensors"
     with safe_open(path, "numpy") as file:
@@ -100,7 +100,7 @@ def test_files_are_safetensors_for_everybody(root: Path, tmp_path: Path) -> None
 @pytest.fixture
 def stored(root: Path, tmp_path: Path) -> tuple[Drive, list, bytes, Path]:  # type: ignore[type-arg]
     drive = Drive(served("llama", root))
-    kv = drive.scheduler.kv_of(resident=drive.run(PROMPT, 30).settled.resident)
+    kv = drive.scheduler.kv_of(1, resident=drive.run(PROMPT, 30).settled.resident)
     chain, _ = save(kv, tmp_path, [64, 128, 200])
     return drive, chain, pack_tokens(kv.tokens), tmp_path
 
@@ -158,7 +158,7 @@ def test_other_tokens_than_the_files_are_refused(stored) -> None:  # type: ignor
 def test_chains_that_make_no_sense_are_refused(stored) -> None:  # type: ignore[no-untyped-def]
     drive, chain, tokens, folder = stored
     for links, ids in (([chain[1]], tokens), (chain[:2], tokens), (chain[::2], tokens), ([], b"")):
-        with pytest.raises(ValueError):
+        with pytest.raises(BadChain):
             loader(drive.served, folder, POOL).load(ids, links, None, lambda: False)
     with pytest.raises(Cancelled):
         loader(drive.served, folder, POOL).load(tokens, chain, None, lambda: True)
@@ -172,7 +172,7 @@ def test_a_running_request_can_be_saved(root: Path, tmp_path: Path) -> None:
         name, heard = drive.submit(PROMPT, 60)
         drive.submit(prompt_of(160, 4), 60)  # a batch mate, where the family can have one
         drive.until(lambda heard=heard: len(heard.events) > 30)  # type: ignore[misc]
-        kv = drive.scheduler.kv_of(running=name)
+        kv = drive.scheduler.kv_of(1, running=name)
         at = kv.length
         tokens = list(kv.tokens)
         kv.capture_checkpoint()
@@ -180,7 +180,7 @@ def test_a_running_request_can_be_saved(root: Path, tmp_path: Path) -> None:
         drive.until(lambda heard=heard: heard.over)  # type: ignore[misc]
         last = checkpoints[-1] if checkpoints else None
         read = loader(drive.served, folder, POOL).load(pack_tokens(tokens), chain, last, lambda: False)
-        restored = drive.scheduler.install(read.build(drive.served.layout))
+        restored = drive.scheduler.install("", read.build(drive.served.layout))
         warm = drive.run([*tokens, 65], 6, resident=restored, reuse=at)
         truth = cold(drive.served, family, [*tokens, 65], 6)
         assert compare_greedy(truth.tokens, warm.generated, truth.margins, tolerance(family)), family

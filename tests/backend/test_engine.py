@@ -1,0 +1,81 @@
+"""The engine thread: it answers whoever asks, and its end is noticed by all who wait."""
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from drive import Drive, Heard
+from families import prompt_of, served
+
+from warmline_backend.engine import Engine, EngineStopped
+from warmline_backend.params import GenerationParams
+from warmline_backend.scheduler import Scheduler
+from warmline_backend.sequence import Ended, Event, Generation
+
+WAIT_S = 20
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+def started(root: Path) -> Engine:
+    # Made on its own thread, as a model is: mlx arrays belong to the thread that computes with them.
+    engine = Engine(lambda: Drive(served.__wrapped__("llama", root)).scheduler)
+    engine.start()
+    engine.loaded.result(WAIT_S)
+    return engine
+
+
+def generation(name: str, ended: "Future[Heard]", max_tokens: int = 5) -> Generation:
+    heard = Heard()
+
+    def listen(event: Event) -> None:
+        heard.events.append(event)
+        if isinstance(event, Ended):
+            ended.set_result(heard)
+
+    return Generation(name, prompt_of(40), GenerationParams(max_tokens=max_tokens, ignore_eos=True), listen)
+
+
+def test_a_request_runs_and_what_it_leaves_is_seen_at_once(root: Path) -> None:
+    engine, ended = started(root), Future[Heard]()
+    engine.ask(lambda scheduler: scheduler.submit(generation("a", ended))).result(WAIT_S)
+    heard = ended.result(WAIT_S)
+    assert [resident.id for resident in engine.snapshot.residents] == [heard.settled.resident]
+    assert engine.ask(lambda scheduler: scheduler.residents.drop(heard.settled.resident)).result(WAIT_S)
+    assert engine.snapshot.residents == []
+    engine.stop()
+    engine.ended.result(WAIT_S)
+
+
+def test_what_is_asked_fails_alone(root: Path) -> None:
+    engine = started(root)
+    with pytest.raises(ZeroDivisionError):
+        engine.ask(lambda scheduler: 1 / 0).result(WAIT_S)
+    assert engine.ask(lambda scheduler: scheduler.idle).result(WAIT_S)
+    engine.stop()
+    engine.ended.result(WAIT_S)
+    with pytest.raises(EngineStopped):
+        engine.ask(lambda scheduler: scheduler.idle).result(WAIT_S)
+
+
+def test_a_failure_outside_of_any_request_ends_the_engine_and_is_told(root: Path) -> None:
+    engine = started(root)
+
+    def break_it(scheduler: Scheduler) -> None:
+        scheduler._admit = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+
+    engine.ask(break_it).result(WAIT_S)
+    engine.ended.result(WAIT_S)
+    with pytest.raises(EngineStopped):
+        engine.ask(lambda scheduler: scheduler.idle).result(WAIT_S)
+
+
+def test_a_model_that_does_not_load_is_told() -> None:
+    engine = Engine(lambda: (_ for _ in ()).throw(FileNotFoundError("no such folder")))  # type: ignore[arg-type]
+    engine.start()
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        engine.loaded.result(WAIT_S)
+    engine.ended.result(WAIT_S)
