@@ -4,6 +4,7 @@ The files are the index's to delete: a row goes first (its id is then "doomed"),
 so that whatever is killed in between, the next start finishes it.
 """
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -41,6 +42,7 @@ READER_CHECK_INTERVAL_S = 60.0
 PENDING_MAX = 256  # bookkeeping entries kept before they are written early
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class IndexReader:
@@ -219,7 +221,7 @@ class Index(IndexReader):
                 use.last_used = now
             full = len(self._uses) > PENDING_MAX
         if full:
-            self._submit(self._write_pending)
+            self._submit(self._tick)
 
     def record(self, record: RequestRecord) -> None:
         """Keep it among the last 1,000; written within a second."""
@@ -227,11 +229,11 @@ class Index(IndexReader):
             self._records.append(record)
             full = len(self._records) > PENDING_MAX
         if full:
-            self._submit(self._write_pending)
+            self._submit(self._tick)
 
     def flush(self) -> None:
         """Write the bookkeeping now."""
-        self._submit(self._write_pending).result()
+        self._submit(self._tick).result()
 
     # --- leases, room, quarantine ---
 
@@ -313,11 +315,14 @@ class Index(IndexReader):
         return self._submit(lambda: self._env.write(change)).result()
 
     def _tick(self) -> None:
-        """On the writer thread, every second and at the end."""
-        self._write_pending()
-        if time.monotonic() >= self._reader_check_due:
-            self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
-            self._env.reader_check()
+        """On the writer thread, every second and at the end.  What can't be written then is lost, and nothing else."""
+        try:
+            self._write_pending()
+            if time.monotonic() >= self._reader_check_due:
+                self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
+                self._env.reader_check()
+        except IndexFailure as error:
+            log.warning("bookkeeping was lost: %s", error)
 
     def _write_pending(self) -> None:
         with self._lock:

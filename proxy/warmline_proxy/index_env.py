@@ -160,7 +160,10 @@ class Env:
     def reader_check(self) -> int:
         """Free the slots (and so the pages) of readers that were killed."""
         with self._using() as generation:
-            return int(generation.env.reader_check())
+            try:
+                return int(generation.env.reader_check())
+            except lmdb.Error as error:
+                raise IndexFailure(f"can't check the readers of the index: {error}") from error
 
     def compact(self) -> None:
         """Copy every row into a new file and take that.

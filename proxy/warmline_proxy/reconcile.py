@@ -21,6 +21,7 @@ class Reconciled(msgspec.Struct, kw_only=True):
     files_without_row: int = 0
     files_temporary: int = 0
     files_doomed: int = 0  # rows were gone already
+    evicted: int = 0  # the budget became smaller meanwhile
 
 
 def reconcile(index: Index) -> Reconciled:
@@ -34,6 +35,7 @@ def reconcile(index: Index) -> Reconciled:
     index.change(lambda tables: _forget_missing_quarantined(tables, home))
     counts.files_doomed = index.sweep()
     _delete_strays(index, counts)
+    counts.evicted = len(index.make_room())
     return counts
 
 

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import BUDGET, make_home
+from index_helpers import BUDGET, make_home
 
 from warmline_proxy.index import Index
 from warmline_wire.home import Home

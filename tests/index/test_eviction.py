@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from helpers import ROOT, begin, commit, files_on_disk, matched, planned, save
+from index_helpers import ROOT, begin, commit, files_on_disk, matched, planned, save
 
 from warmline_proxy.eviction import LOW_WATERMARK, Candidate, bytes_to_free, choose
 from warmline_proxy.index import Index, NoRoom

@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers import LAYOUT, MODEL, ROOT, begin, commit, make_home, matched, planned, save, why, write_plan
+from index_helpers import LAYOUT, MODEL, ROOT, begin, commit, make_home, matched, planned, save, why, write_plan
 
 from warmline_proxy.index import Index, IndexFull, IndexReader, NoIndex, WrongSchema
 from warmline_proxy.rows import RequestRecord, SessionUpdate
@@ -359,6 +359,9 @@ def test_a_full_map_refuses_the_save_and_serves_on(tmp_path: Path) -> None:
         with pytest.raises(IndexFull, match="1 MiB"):
             for number in range(100):
                 save(index, [number, *range(8000)])
+        for number in range(2000):
+            index.record(record(number))  # more than fits: bookkeeping is lost, the writer lives on
+        index.flush()
         assert matched(index, A) == 1000
         assert index.match(ROOT, pack_tokens(A), 10).tokens == 10
 

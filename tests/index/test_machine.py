@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from helpers import ROOT, begin, commit, make_home
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from index_helpers import ROOT, begin, commit, make_home
 
 from warmline_proxy import index_save
 from warmline_proxy.index import Index

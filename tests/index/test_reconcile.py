@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, make_home, matched, planned, save, write_plan
+from index_helpers import ROOT, make_home, matched, planned, save, write_plan
 
 from warmline_proxy.index import Index, IndexReader
 from warmline_proxy.lock import HomeLocked, home_lock
@@ -23,7 +23,7 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
-import helpers
+import index_helpers as helpers
 from warmline_proxy.index import Index
 from warmline_wire.home import Home
 index = Index(Home(Path(sys.argv[1])), 1 << 30)
@@ -90,6 +90,16 @@ def test_files_and_rows_that_disagree(home: Home) -> None:
         assert [row.position for row in index.checkpoints()] == [1000]
 
 
+def test_a_budget_that_became_smaller_holds_from_the_start(home: Home) -> None:
+    with Index(home, 1 << 30) as index:
+        save(index, A)
+        save(index, [1, *A])
+        budget = index.totals().bytes_used - 1
+    with Index(home, budget) as index:
+        assert reconcile(index).evicted == 1
+        assert index.totals().bytes_used <= budget
+
+
 def test_the_home_has_one_owner(home: Home) -> None:
     hold = "import sys\nfrom pathlib import Path\nfrom warmline_proxy.lock import home_lock\n"
     hold += "from warmline_wire.home import Home\n"
@@ -111,7 +121,7 @@ def test_another_process_reads_while_this_one_writes(home: Home) -> None:
 import json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-import helpers
+import index_helpers as helpers
 from warmline_proxy.index import IndexReader
 from warmline_wire.home import Home
 with IndexReader(Home(Path(sys.argv[1]))) as reader:

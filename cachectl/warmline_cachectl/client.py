@@ -1,0 +1,92 @@
+"""How cachectl reaches a home: reading its index directly, changing it through the proxy, or itself where none runs.
+
+CannotDo       the reason is for people
+├── NoHome     no such home, or nothing was ever stored in it
+└── Refused    the proxy said no, or another process holds the home
+"""
+
+import json
+import sys
+from http.client import HTTPException
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+import msgspec
+
+from warmline_proxy.index import Index, IndexFailure, IndexReader, NoIndex
+from warmline_proxy.lock import HomeLocked, home_lock
+from warmline_proxy.purge import purge as purge_index
+from warmline_proxy.rows import PurgeReply, PurgeRequest
+from warmline_wire.home import Home
+from warmline_wire.messages import ErrorReply, decode, encode
+
+PURGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
+
+
+class CannotDo(Exception):
+    pass
+
+
+class NoHome(CannotDo):
+    pass
+
+
+class Refused(CannotDo):
+    pass
+
+
+def open_reader(home: Home) -> IndexReader:
+    """Works whether a proxy runs or not.  Raises CannotDo."""
+    if not home.root.is_dir():
+        raise NoHome(f"no home at {home.root} (name one with --home or WARMLINE_HOME)")
+    try:
+        return IndexReader(home)
+    except NoIndex as error:
+        raise NoHome(f"{error} (nothing was ever stored there)") from error
+    except IndexFailure as error:
+        raise Refused(str(error)) from error
+
+
+def purge(home: Home, request: PurgeRequest) -> PurgeReply:
+    """By the proxy where one runs, else here, under the lock that it would hold.  Raises Refused."""
+    if url := _proxy_url(home):
+        try:
+            return _ask_proxy(url, home.secret(), request)
+        except ConnectionRefusedError:
+            pass  # it was killed, and left its address behind
+    try:
+        with home_lock(home), Index(home, sys.maxsize) as index:
+            return purge_index(index, request)
+    except (HomeLocked, IndexFailure) as error:
+        raise Refused(str(error)) from error
+
+
+def _proxy_url(home: Home) -> str:
+    try:
+        return str(json.loads((home.run / "proxy.json").read_text())["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _ask_proxy(url: str, secret: str, request: PurgeRequest) -> PurgeReply:
+    headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
+    call = Request(f"{url}/warmline/purge", data=encode(request), headers=headers, method="POST")
+    direct = build_opener(ProxyHandler({}))  # it is on this machine, whatever http_proxy says
+    try:
+        with direct.open(call, timeout=PURGE_TIMEOUT_S) as answer:
+            return decode(answer.read(), PurgeReply)
+    except HTTPError as error:
+        raise Refused(f"the proxy at {url} answered {error.code}: {_message(error.read())}") from error
+    except URLError as error:
+        if isinstance(error.reason, ConnectionRefusedError):
+            raise error.reason from error
+        raise Refused(f"can't reach the proxy at {url}: {error.reason}") from error
+    except (OSError, HTTPException, msgspec.MsgspecError) as error:
+        raise Refused(f"the proxy at {url} gave no answer: {error}") from error
+
+
+def _message(body: bytes) -> str:
+    try:
+        return decode(body, ErrorReply).error.message
+    except msgspec.MsgspecError:
+        return body[:200].decode(errors="replace")

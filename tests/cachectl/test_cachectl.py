@@ -1,0 +1,262 @@
+"""cachectl as a process, on a real home: with no proxy, and with one that answers the purge."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+sys.path.append(str(Path(__file__).parents[1] / "index"))
+from index_helpers import ROOT, begin, commit, make_home, matched, save
+
+from warmline_cachectl import views
+from warmline_cachectl.cli import app
+from warmline_proxy.index import Index
+from warmline_proxy.lock import home_lock
+from warmline_proxy.purge import purge
+from warmline_proxy.rows import PurgeRequest, RequestRecord
+from warmline_wire.home import Home
+from warmline_wire.keys import pack_tokens
+from warmline_wire.messages import decode, encode
+
+A = list(range(1000, 4000))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """Two conversations with one beginning, a quarantined file, two requests."""
+    home = make_home(tmp_path / "home")
+    with Index(home, 1 << 30) as index:
+        save(index, [*A[:1500], 1, 1], checkpoints=[1000], turn_end=1501, client="first")
+        save(index, [*A[:1500], 2, 2], turn_end=1501)
+        save(index, [3, 3, 3])
+        index.quarantine(index.match(ROOT, pack_tokens([3]), 1).chain[0].id, "checksum")
+        for number, source in enumerate(("cold", "restored")):
+            index.record(
+                RequestRecord(
+                    id=str(number),
+                    at=float(number),
+                    endpoint="chat",
+                    client_model="m",
+                    outcome="ok",
+                    source=source,
+                    why_not_warmer="differs at token 812",
+                    prompt_tokens=100,
+                    cached_tokens=50 * number,
+                )
+            )
+    return home
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(home: Home, *words: str) -> Done:
+    """In this process, which must not have the index open."""
+    result = CliRunner().invoke(app, words, env={"WARMLINE_HOME": str(home.root)})
+    return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def process(home: Home, *words: str, stdin: int = subprocess.DEVNULL) -> Done:
+    environment = {**os.environ, "WARMLINE_HOME": str(home.root)}
+    command = [sys.executable, "-c", "from warmline_cachectl.cli import app; app()", *words]
+    done = subprocess.run(command, env=environment, stdin=stdin, capture_output=True, text=True, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def answer(home: Home, *words: str, via: Callable[..., Done] = run) -> dict[str, Any]:
+    done = via(home, *words, "--json")
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_inspect_shows_conversations_paths_and_files(home: Home) -> None:
+    view = answer(home, "inspect")
+    first, second = sorted(view["sessions"], key=lambda row: row["client"], reverse=True)
+    assert (first["tokens"], first["client"], first["model"]) == (1502, "first", "model-a")
+    assert first["bytes"] > first["bytes_alone"] == 0  # the other leaves it in the middle of its only segment
+    assert second["bytes"] > second["bytes_alone"] > 0
+    assert view["quarantined"][0]["reason"] == "checksum"
+    path = answer(home, "inspect", second["id"])["path"]
+    assert [(row["start"], row["end"], row["shared"]) for row in path] == [(0, 1502, True), (1500, 1502, False)]
+    row = answer(home, "inspect", path[0]["id"][:8])["segment"]
+    assert row["children"] == [path[1]["id"]] and len(row["sessions"]) == 2
+    assert [state["position"] for state in row["checkpoints"]] == [1000]
+    assert answer(home, "inspect", row["checkpoints"][0]["id"])["checkpoint"]["position"] == 1000
+    assert answer(home, "inspect", view["quarantined"][0]["id"])["quarantined"]["end"] == 3
+    for words in (["inspect"], ["inspect", second["id"]], ["inspect", row["id"]]):
+        text = run(home, *words)
+        assert text.returncode == 0 and words[-1].removeprefix("inspect") in text.stdout
+
+
+def test_stats_sum_up(home: Home) -> None:
+    view = answer(home, "stats")
+    assert view["stored"]["segments"] == 2 and view["stored"]["tokens"] == 1504
+    assert view["stored"]["bytes_used"] > view["stored"]["bytes_segments"]
+    assert view["requests"]["sources"] == {"cold": 1, "restored": 1}
+    assert view["requests"]["cached_share"] == 0.25
+    assert view["requests"]["why_not_warmer"] == {"differs at token": 2}
+    assert "bytes used" in run(home, "stats").stdout
+
+
+def test_verify_finds_damage(home: Home) -> None:
+    assert answer(home, "verify", "--deep")["findings"] == []
+    with Index(home, 1 << 30) as index:
+        file = home.segment_file(index.segments()[0].id)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert run(home, "verify").returncode == 0  # its frame is whole; only reading it all can tell
+    done = run(home, "verify", "--deep", "--json")
+    assert done.returncode == 1
+    assert [finding["what"] for finding in json.loads(done.stdout)["findings"]] == ["checksum"]
+    assert "checksum" in run(home, "verify", "--deep").stdout
+    file.unlink()
+    assert run(home, "verify").returncode == 1
+
+
+def test_purge_says_what_would_go_and_then_does_it(home: Home) -> None:
+    sessions = {row["client"]: row["id"] for row in answer(home, "inspect")["sessions"]}
+    dry = answer(home, "purge", "--session", sessions[""][:6], "--dry-run")
+    assert dry["dry_run"] and len(dry["segments"]) == 1
+    refused = run(home, "purge", "--session", sessions[""])
+    assert refused.returncode == 2 and "--yes" in refused.stderr
+    done = answer(home, "purge", "--session", sessions[""], "--yes")
+    assert done == dry | {"dry_run": False}
+    again = run(home, "purge", "--session", sessions[""], "--yes")
+    assert again.returncode == 1 and "nothing stored" in again.stderr
+    with Index(home, 1 << 30) as index:
+        assert matched(index, [*A[:1500], 1, 1]) == 1502
+        assert index.verify(deep=True) == []
+    assert run(home, "purge", "--older-than", "7d", "--yes").returncode == 1
+    assert run(home, "purge", "--model", "other", "--yes").returncode == 1
+    assert answer(home, "purge", "--all", "--yes")["quarantined"]
+    assert answer(home, "inspect") == {"sessions": [], "quarantined": []}
+
+
+@pytest.mark.parametrize(("typed", "left"), [("n", 2), ("y", 0)])
+def test_purge_asks_on_a_terminal(home: Home, typed: str, left: int) -> None:
+    ours, theirs = pty.openpty()
+    os.write(ours, f"{typed}\n".encode())
+    done = process(home, "purge", "--all", stdin=theirs)
+    os.close(ours)
+    os.close(theirs)
+    assert done.returncode == 0 and "purge 2 conversations" in done.stderr
+    assert len(answer(home, "inspect")["sessions"]) == left
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["purge", "--yes"], "exactly one"),
+        (["purge", "--all", "--session", "ab", "--yes"], "exactly one"),
+        (["purge", "--older-than", "7 days", "--yes"], "no age"),
+        (["inspect", "--home", "/nowhere"], "no home at /nowhere"),
+        (["nonsense"], "No such command"),
+    ],
+)
+def test_usage_errors_exit_with_2(home: Home, words: list[str], says: str) -> None:
+    done = run(home, *words)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_empty_home_is_said(tmp_path: Path) -> None:
+    done = run(make_home(tmp_path / "new"), "inspect")
+    assert done.returncode == 2 and "nothing was ever stored" in done.stderr
+
+
+def test_an_unknown_id_exits_with_1(home: Home) -> None:
+    done = run(home, "inspect", "feedfeed")
+    assert done.returncode == 1 and "feedfeed" in done.stderr
+
+
+def test_a_beginning_that_fits_twice_is_refused(home: Home) -> None:
+    with Index(home, 1 << 30) as index:
+        snapshot = index.snapshot()
+    row = next(iter(snapshot.segments.values()))
+    snapshot.segments = {"abcd1": row, "abcd2": row}
+    with pytest.raises(views.Ambiguous):
+        views.resolve(snapshot, "abcd")
+    assert views.resolve(snapshot, "abcd2") == ("segment", "abcd2")
+    assert views.resolve(snapshot, "abc") == ("", "")
+
+
+# --- beside a running proxy ---
+
+
+class FakeProxy(HTTPServer):
+    """Owns the index and does what the proxy's handler does."""
+
+    def __init__(self, home: Home, index: Index) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHandler)
+        self.home, self.index = home, index
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class FakeHandler(BaseHTTPRequestHandler):
+    server: FakeProxy
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        known = self.headers["Authorization"] == f"Bearer {self.server.home.secret()}"
+        if self.path != "/warmline/purge" or not known:
+            return self._answer(401, b'{"error": {"message": "not for you"}}')
+        self._answer(200, encode(purge(self.server.index, decode(body, PurgeRequest))))
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def proxy(home: Home) -> Iterator[FakeProxy]:
+    with home_lock(home), Index(home, 1 << 30) as index, FakeProxy(home, index) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        (home.run / "proxy.json").write_text(json.dumps({"pid": os.getpid(), "url": server.url}))
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_the_same_answers_beside_a_proxy_which_does_the_purge(proxy: FakeProxy) -> None:
+    home, index = proxy.home, proxy.index
+    assert len(answer(home, "inspect", via=process)["sessions"]) == 2
+    plan = begin(index, [7, *A[:100]])
+    assert plan is not None
+    assert answer(home, "verify", "--deep", via=process)["findings"] == []
+    commit(index, plan)
+    assert len(answer(home, "purge", "--all", "--yes", via=process)["sessions"]) == 3
+    assert index.totals().segments == 0
+    assert answer(home, "inspect", via=process)["sessions"] == []
+
+
+def test_a_proxy_that_says_no_is_quoted(proxy: FakeProxy) -> None:
+    (proxy.home.root / "secret").write_text("another")
+    proxy.home = Home(proxy.home.run)  # whose secret is its own
+    done = process(Home(proxy.index.home.root), "purge", "--all", "--yes")
+    assert done.returncode == 3 and "401: not for you" in done.stderr
+
+
+def test_a_home_in_use_by_a_silent_process_is_left_alone(home: Home) -> None:
+    (home.run / "proxy.json").write_text('{"pid": 1, "url": "http://127.0.0.1:9"}')  # nobody listens there
+    with home_lock(home):
+        done = run(home, "purge", "--all", "--yes")
+        assert done.returncode == 3 and f"process {os.getpid()}" in done.stderr
+    assert run(home, "purge", "--all", "--yes").returncode == 0
