@@ -1,9 +1,12 @@
 """Shared fixtures.  That this file lies here also puts tests/ on the import path, for `tiny_models`."""
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from warmline_wire.home import Home
 
 FolderOf = Callable[..., Path]
 
@@ -20,3 +23,14 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
         return build(family, root / name, **options)
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def demo_home() -> Iterator[Home]:
+    """A home with the demo model converted to float32; half a gigabyte, so removed at the end."""
+    from warmline_backend import demo
+
+    with tempfile.TemporaryDirectory(prefix="warmline-demo-") as folder:
+        home = Home(Path(folder))
+        demo.prepare(home, "float32")
+        yield home

@@ -1,0 +1,134 @@
+"""The real pair under `warmline serve`, as a user runs it: real processes, real sockets, kill -9."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from processes import Running, free_port
+from warmline_wire.home import Home
+from warmline_wire.messages import PromptReply, PromptRequest, ResidentsReply, decode, encode
+
+WARMLINE = str(Path(sys.executable).with_name("warmline"))
+START_TIMEOUT_S = 120.0
+SETTLE_TIMEOUT_S = 60.0
+POLL_S = 0.02
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    raw: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.raw)
+
+    @property
+    def text(self) -> str:
+        return str(self.json["choices"][0]["message"]["content"])
+
+    @property
+    def cached(self) -> int:
+        return int(self.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+class Pair:
+    """Proxy and backend on free ports over one home; `kill` and `start` as often as you like."""
+
+    def __init__(self, home: Path, model: Path, *flags: str) -> None:
+        self.home, self._model, self._flags = Home(home), model, flags
+        self.port, self.backend_port = free_port(), free_port()
+        self._serve: Running | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def backend_url(self) -> str:
+        return f"http://127.0.0.1:{self.backend_port}"
+
+    @property
+    def log(self) -> list[str]:
+        assert self._serve is not None
+        return self._serve.seen
+
+    def start(self) -> "Pair":
+        ports = ["--port", str(self.port), "--backend-port", str(self.backend_port)]
+        arguments = ["serve", "--home", str(self.home.root), "--model", str(self._model), *ports, *self._flags]
+        self._serve = Running([WARMLINE, *arguments])
+        self._serve.wait_for("^ready http://", START_TIMEOUT_S)
+        return self
+
+    def kill(self) -> None:
+        """-9, all three at once: what a power cut leaves."""
+        assert self._serve is not None
+        for pid in (self._serve.process.pid, self.pid("proxy"), self.pid("backend")):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._serve.process.wait()
+        self._serve.wait_for_silence()
+
+    def pid(self, process: str) -> int:
+        return int(self.home.pid_file(process).read_text())
+
+    def __enter__(self) -> "Pair":
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._serve is not None:
+            self._serve.process.send_signal(signal.SIGTERM)
+            self._serve.process.wait(30)
+
+    # ---- asking
+
+    def post(self, path: str, body: object, **headers: str) -> Reply:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return ask(self.url + path, data, {"Content-Type": "application/json", **headers})
+
+    def chat(self, messages: list[Message], **options: object) -> Reply:
+        reply = self.post("/v1/chat/completions", {"model": "any/name", "messages": messages, **options})
+        assert reply.status == 200, reply.raw
+        return reply
+
+    def settle(self) -> None:
+        """Wait until the tails of all answered requests are durable."""
+        limit = time.monotonic() + SETTLE_TIMEOUT_S
+        while self._as_owner("GET", self.url + "/warmline/status").json["settling"]:
+            assert time.monotonic() < limit, "the pair does not settle"
+            time.sleep(POLL_S)
+
+    def rendered(self, messages: list[Message]) -> PromptReply:
+        """The prompt that these messages become."""
+        request = PromptRequest(request_id="test", endpoint="chat", body={"messages": messages})
+        return decode(self._as_owner("POST", self.backend_url + "/kv/prompts", encode(request)).raw, PromptReply)
+
+    def longest_resident(self) -> bytes:
+        """The packed tokens of the longest KV in memory."""
+        reply = self._as_owner("GET", self.backend_url + "/kv/residents?ids=1")
+        residents = decode(reply.raw, ResidentsReply).residents
+        return max((resident.ids or b"" for resident in residents), key=len, default=b"")
+
+    def _as_owner(self, method: str, url: str, data: bytes | None = None) -> Reply:
+        return ask(url, data, {"Authorization": f"Bearer {self.home.secret()}"}, method)
+
+
+def ask(url: str, data: bytes | None, headers: dict[str, str], method: str = "POST") -> Reply:
+    request = urllib.request.Request(url, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=300) as response:
+            return Reply(response.status, dict(response.headers), response.read())
+    except urllib.error.HTTPError as error:
+        return Reply(error.code, dict(error.headers), error.read())
