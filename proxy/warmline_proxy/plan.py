@@ -181,4 +181,6 @@ def _why(start: _Start, starts: Sequence[_Start | None], match: Match, limit: in
     stored = min(match.tokens, limit)
     if layout and layout.has_states and stored > start.reuse:
         return f"{stored} tokens stored, no checkpoint after {start.reuse}"
+    if start.source == RESIDENT and start.reuse >= stored:
+        return f"in memory up to token {start.reuse}"
     return match.why

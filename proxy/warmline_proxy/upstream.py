@@ -110,19 +110,16 @@ class Upstream:
     """One backend.  Every method raises UpstreamError, and nothing else, where the backend fails."""
 
     def __init__(self, base_url: str, secret: str, restart_wait_s: float) -> None:
+        self._base_url = base_url
+        self._authorization = {"Authorization": f"Bearer {secret}"}
         self._restart_wait_s = restart_wait_s
-        self._client = httpx.AsyncClient(
-            base_url=base_url,
-            headers={"Authorization": f"Bearer {secret}"},
-            # Generations, restores and saves take as long as they take; the connection alone has a limit here.
-            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,
-            verify=False,
+        # The bare transport: a client's cookies, redirects and environment cost a third more time a call.
+        self._transport = httpx.AsyncHTTPTransport(
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64), trust_env=False, verify=False
         )
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._transport.aclose()
 
     async def status(self, patient: bool = True) -> Status:
         """`patient=False` asks once, now: for probes."""
@@ -179,7 +176,7 @@ class Upstream:
             headers |= {HEADER_RESIDENT: plan.resident, HEADER_REUSE: str(plan.reuse)}
         if plan.checkpoints:
             headers[HEADER_CHECKPOINTS] = ",".join(map(str, plan.checkpoints))
-        request = self._client.build_request("POST", PATHS[endpoint], headers=headers)
+        request = self._request("POST", PATHS[endpoint], headers)
         try:
             return ByteStream(await self._checked(await self._send(request, patient=True, repeatable=False)))
         except Refused as error:
@@ -189,7 +186,7 @@ class Upstream:
 
     async def forward(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> ByteStream:
         """Any other call, answered with whatever status the backend gives."""
-        request = self._client.build_request(method, target, headers=headers, content=body or None)
+        request = self._request(method, target, headers, body)
         return ByteStream(await self._send(request, patient=False, repeatable=False))
 
     async def _call(
@@ -203,11 +200,23 @@ class Upstream:
         timeout_s: float | None = None,
     ) -> bytes:
         headers = {"Content-Type": "application/json"} if body else {}
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
-        request = self._client.build_request(method, path, content=body or None, headers=headers, timeout=timeout)
+        request = self._request(method, path, headers, body, timeout_s)
         response = await self._checked(await self._send(request, patient=patient, repeatable=repeatable))
         with _translated():
             return await response.aread()
+
+    def _request(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"", timeout_s: float | None = None
+    ) -> httpx.Request:
+        """Generations, restores and saves take as long as they take; only connecting always has a limit."""
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S).as_dict()
+        return httpx.Request(
+            method,
+            self._base_url + path,
+            headers={**headers, **self._authorization},
+            content=body or None,
+            extensions={"timeout": timeout},
+        )
 
     async def _send(self, request: httpx.Request, *, patient: bool, repeatable: bool) -> httpx.Response:
         """The answer's head.  A refused connection is tried again: a backend that restarts is soon back."""
@@ -216,14 +225,19 @@ class Upstream:
             unsent = isinstance(error, httpx.ConnectError)
             return unsent or (repeatable and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError))
 
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(is_worth_another),
-            wait=wait_exponential(multiplier=0.05, max=0.5),
-            stop=stop_after_delay(self._restart_wait_s if patient else 0.0),
-            reraise=True,
-        )
         with _translated():
-            return await retrying(self._client.send, request, stream=True)
+            try:
+                return await self._transport.handle_async_request(request)
+            except httpx.TransportError as error:
+                if not patient or not is_worth_another(error):
+                    raise
+            retrying = AsyncRetrying(
+                retry=retry_if_exception(is_worth_another),
+                wait=wait_exponential(multiplier=0.05, max=0.5),
+                stop=stop_after_delay(self._restart_wait_s),
+                reraise=True,
+            )
+            return await retrying(self._transport.handle_async_request, request)
 
     async def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code < 400:

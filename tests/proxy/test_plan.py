@@ -34,11 +34,12 @@ class Case:
 
 CASES = [
     Case("nothing known", "cold", 0, why="nothing stored"),
-    Case("a resident", "resident", 200, residents=[Candidate("r", 200, 200)], why="nothing stored"),
+    Case("a resident", "resident", 200, residents=[Candidate("r", 200, 200)], why="in memory up to token 200"),
     Case("never the whole prompt", "resident", 299, residents=[Candidate("r", 400, 300)]),
     Case("never the whole prompt, restored", "restored", 299, match=stored(300)),
     Case("a prompt of one token", "cold", 0, prompt=1, residents=[Candidate("r", 9, 1)], match=stored(1)),
-    Case("memory beats disk", "resident", 200, residents=[Candidate("r", 200, 200)], match=stored(200), why="differs"),
+    Case("memory beats disk", "resident", 200, residents=[Candidate("r", 200, 200)], match=stored(200),
+         why="in memory up to token 200"),
     Case("disk where it reaches further", "restored", 280, residents=[Candidate("r", 90, 90)], match=stored(280),
          why="differs"),
     Case("memory where disk gains too little", "resident", 278, residents=[Candidate("r", 278, 278)],
@@ -46,7 +47,7 @@ CASES = [
     Case("cold where reading costs more", "cold", 0, match=stored(1), layout=layout(row_bytes=10**6),
          why="restoring 1 tokens would take longer"),
     Case("a resident only at its positions", "resident", 120, residents=[Candidate("r", 250, 200, (50, 120, 250))],
-         layout=HYBRID, why="nothing stored"),
+         layout=HYBRID, why="in memory up to token 120"),
     Case("a resident past all its positions", "cold", 0, residents=[Candidate("r", 250, 200, (250,))], layout=HYBRID,
          why="nothing stored"),
     Case("states restore at checkpoints", "restored", 150, match=stored(250, (40, 150, 290)), layout=HYBRID,
