@@ -1,4 +1,4 @@
-# make run     serve the demo model (MODEL=path-or-repo for another); Ctrl-C stops
+# make run     serve the demo model; Ctrl-C stops.  MODEL=path-or-repo HOME_DIR= HOST= PORT= BACKEND_PORT= ARGS="..."
 # make test    lint and all tests (ARGS="-k name" for some)
 # make setup   only install: .venv with the versions in requirements/
 # make lint    only lint
@@ -14,7 +14,7 @@ LOCK := requirements/lock.txt requirements/demo.txt
 .PHONY: run test setup cuda lint lock clean
 
 run: setup
-	$(BIN)/warmline serve $(if $(MODEL),--model "$(MODEL)") $(if $(HOME_DIR),--home "$(HOME_DIR)") \
+	@$(BIN)/warmline serve $(if $(MODEL),--model "$(MODEL)") $(if $(HOME_DIR),--home "$(HOME_DIR)") \
 		$(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") \
 		$(if $(BACKEND_PORT),--backend-port "$(BACKEND_PORT)") $(ARGS)
 
