@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Running, free_port
 
 import tiny_models
+from processes import Running, free_port
 from warmline_wire.home import Home
 
 

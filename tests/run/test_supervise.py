@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from processes import Running, free_port
 
 DRIVER = str(Path(__file__).with_name("drive_supervise.py"))
