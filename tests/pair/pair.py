@@ -4,10 +4,12 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,14 +17,16 @@ from typing import Any
 
 from processes import Running, free_port
 from warmline_wire.home import Home
-from warmline_wire.messages import PromptReply, PromptRequest, ResidentsReply, decode, encode
+from warmline_wire.messages import PromptReply, PromptRequest, ResidentsReply, Status, decode, encode
 
 WARMLINE = str(Path(sys.executable).with_name("warmline"))
+CACHECTL = str(Path(sys.executable).with_name("cachectl"))
 START_TIMEOUT_S = 120.0
 SETTLE_TIMEOUT_S = 60.0
 POLL_S = 0.02
 
 Message = dict[str, str]
+FolderOf = Callable[..., Path]  # what the fixture `tiny_folder` is
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,10 @@ class Reply:
     @property
     def cached(self) -> int:
         return int(self.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.json["usage"]["prompt_tokens"])
 
 
 class Pair:
@@ -81,6 +89,12 @@ class Pair:
         self._serve.process.wait()
         self._serve.wait_for_silence()
 
+    def stop(self) -> None:
+        """As Ctrl-C does; what was answered is on disk afterwards."""
+        assert self._serve is not None
+        self._serve.process.send_signal(signal.SIGTERM)
+        self._serve.process.wait(30)
+
     def pid(self, process: str) -> int:
         return int(self.home.pid_file(process).read_text())
 
@@ -89,8 +103,7 @@ class Pair:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._serve is not None:
-            self._serve.process.send_signal(signal.SIGTERM)
-            self._serve.process.wait(30)
+            self.stop()
 
     # ---- asking
 
@@ -103,12 +116,35 @@ class Pair:
         assert reply.status == 200, reply.raw
         return reply
 
+    def direct(self, messages: list[Message], **options: object) -> Reply:
+        """The same asked of the backend itself, which without the proxy's word reuses nothing: the cold answer."""
+        body = json.dumps({"messages": messages, **options}).encode()
+        return self._as_owner("POST", self.backend_url + "/v1/chat/completions", body)
+
     def settle(self) -> None:
         """Wait until the tails of all answered requests are durable."""
         limit = time.monotonic() + SETTLE_TIMEOUT_S
         while self._as_owner("GET", self.url + "/warmline/status").json["settling"]:
             assert time.monotonic() < limit, "the pair does not settle"
             time.sleep(POLL_S)
+
+    # ---- looking inside
+
+    def status(self) -> Status:
+        """The backend's."""
+        return decode(self._as_owner("GET", self.backend_url + "/kv/status").raw, Status)
+
+    def perf_line(self, reply: Reply) -> str:
+        """The line that the proxy logs of a request; wait for each request's at most once, in their order."""
+        assert self._serve is not None
+        return self._serve.wait_for(f"PERF request={reply.headers['X-Warmline-Request']} ").string
+
+    def cachectl(self, *words: str, code: int = 0) -> Any:
+        """What the command prints as JSON."""
+        command = [CACHECTL, *words, "--json", "--home", str(self.home.root)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        return json.loads(done.stdout)
 
     def rendered(self, messages: list[Message]) -> PromptReply:
         """The prompt that these messages become."""

@@ -3,15 +3,12 @@
 from pathlib import Path
 
 import pytest
+from answers import TOLERANCE, TOLERANCE_QUANTIZED, WITH_LOGPROBS, explain_difference
 
-from conftest import FolderOf
-from pair import Message, Pair, Reply
+from pair import FolderOf, Message, Pair, Reply
 from warmline_wire.home import Home
 from warmline_wire.keys import TOKEN_BYTES, common_prefix
 
-# What logits of a warm run may differ by: rows computed while decoding, and in chunks that end elsewhere, round
-# differently; quantized rows turn a last bit into a step.
-TOLERANCE = {"quantized": 2e-2}
 QUANTIZED = ("--kv-bits", "8", "--kv-group-size", "32")
 QUESTIONS = ["Hello, who are you?", "Tell me about the sea.", "And about ships?", "Thanks. And the moon?"]
 
@@ -25,21 +22,8 @@ def converse(pair: Pair, turns: int, **options: object) -> tuple[list[Message], 
     return messages, reply
 
 
-def explain_difference(cold: Reply, warm: Reply, tolerance: float) -> str:
-    """ "" where the greedy answers are equal, or differ first where the two likeliest tokens were nearly tied."""
-    mine, theirs = (reply.json["choices"][0]["logprobs"]["content"] for reply in (cold, warm))
-    for place, (one, other) in enumerate(zip(mine, theirs, strict=False)):
-        if one["token"] != other["token"]:
-            first, second = (entry["logprob"] for entry in one["top_logprobs"])
-            if first - second <= tolerance:
-                print(f"a near tie: {first - second:.1e} between the two likeliest at token {place}")
-                return ""
-            return f"token {place}: {one['token']!r} cold, {other['token']!r} warm, {first - second:.1e} apart"
-    return "" if len(mine) == len(theirs) else f"{len(mine)} tokens cold, {len(theirs)} warm"
-
-
 def check_restart(pair: Pair, fresh: Pair, tolerance: float, tokens: int) -> None:
-    answer = {"max_tokens": tokens, "logprobs": True, "top_logprobs": 2}
+    answer = {"max_tokens": tokens, **WITH_LOGPROBS}
     with pair:
         messages, _ = converse(pair, 3, **answer)
         pair.settle()
@@ -73,7 +57,7 @@ def test_the_next_turn_after_kill_9(family: str, tiny_folder: FolderOf, tmp_path
     model = tiny_folder("llama" if family == "quantized" else family)
     flags = QUANTIZED if family == "quantized" else ()
     pair, fresh = (Pair(tmp_path / name, model, *flags) for name in ("home", "fresh"))
-    check_restart(pair, fresh, TOLERANCE.get(family, 1e-3), tokens=40)
+    check_restart(pair, fresh, TOLERANCE_QUANTIZED if flags else TOLERANCE, tokens=40)
 
 
 def test_the_next_turn_after_kill_9_on_a_real_model(demo_home: Home, tmp_path: Path) -> None:
