@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from warmline_proxy.upstream import Refused, Unreachable, UpstreamError
+from warmline_proxy.upstream import Refused, Unreachable, UpstreamError, message_in
 from warmline_wire.messages import ErrorBody, ErrorReply, encode
 
 RETRY_AFTER_S = 2
@@ -12,7 +12,7 @@ class ClientError(Exception):
     """Ends a request.  `body` is the JSON to send; `retry_after_s` becomes a Retry-After header."""
 
     def __init__(self, status: int, body: bytes, retry_after_s: int | None = None) -> None:
-        super().__init__(body.decode(errors="replace"))
+        super().__init__(f"{status}: {message_in(body)}")
         self.status = status
         self.body = body
         self.retry_after_s = retry_after_s
@@ -23,9 +23,7 @@ class ClientError(Exception):
             all_headers["Retry-After"] = str(self.retry_after_s)
         if self.status == 401:
             all_headers["WWW-Authenticate"] = "Bearer"
-        return web.Response(
-            status=self.status, body=self.body, content_type="application/json", headers=all_headers
-        )
+        return web.Response(status=self.status, body=self.body, content_type="application/json", headers=all_headers)
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:

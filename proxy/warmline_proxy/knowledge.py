@@ -22,8 +22,8 @@ class Knowledge:
     async def status(self) -> Status:
         """The last status; asked for once where there is none.  Raises UpstreamError."""
         if self._status is None:
-            await self.refresh()
-        assert self._status is not None
+            async with self._refreshing:
+                return self._status or await self._refresh()
         return self._status
 
     def costs(self) -> Costs:
@@ -35,27 +35,36 @@ class Knowledge:
         """Make the mirror agree with a backend that has moved on since it last looked.  Raises UpstreamError."""
         if not self.mirror.is_behind(reply):
             return
-        if reply.boot != self.mirror.boot:
-            await self.refresh()
-        else:
-            await self.prune()
+        async with self._refreshing:  # many requests may notice a restart at once
+            if reply.boot != self.mirror.boot:
+                await self._refresh()
+            elif self.mirror.is_behind(reply):
+                await self._prune()
 
     async def refresh(self) -> None:
-        """Status and residents from the start; what the mirror knew and the backend still has is kept."""
+        """Ask for everything; what the mirror knew and the backend still has is kept.  Raises UpstreamError."""
         async with self._refreshing:
-            status = await self._upstream.status()
-            known = self.mirror.ids()
-            listing = await self._upstream.residents(ids=True)
-            self._status = status
-            self.mirror.note(listing)
-            self.mirror.keep_only(listing.residents, known)
-            self.mirror.add_listed(listing.residents, namespace(status.fingerprint, self._tenant))
+            await self._refresh()
 
     async def prune(self) -> None:
-        """Forget what the backend dropped and learn where the rest can be continued; cheap, for it asks for no ids."""
+        """Forget what the backend dropped and learn where the rest can be continued.  Raises UpstreamError."""
         async with self._refreshing:
-            known = self.mirror.ids()
-            listing = await self._upstream.residents(ids=False, patient=False)
+            await self._prune()
+
+    async def _refresh(self) -> Status:
+        known = self.mirror.ids()
+        listing = await self._upstream.residents(ids=True)
+        # The status last: where the backend restarts in between, the mirror is behind, and asks again.
+        self._status = status = await self._upstream.status()
+        self.mirror.note(listing)
+        self.mirror.keep_only(listing.residents, known)
+        self.mirror.add_listed(listing.residents, namespace(status.fingerprint, self._tenant))
+        return status
+
+    async def _prune(self) -> None:
+        known = self.mirror.ids()
+        listing = await self._upstream.residents(ids=False, patient=False)  # without ids it is cheap
+        if listing.boot == self.mirror.boot:
             self.mirror.note(listing)
             self.mirror.keep_only(listing.residents, known)
 

@@ -11,8 +11,10 @@ from warmline_proxy.plan import Candidate
 from warmline_wire.keys import TOKEN_BYTES, common_prefix
 from warmline_wire.messages import Reply, Resident
 
-# A resident that is continued from so near its end is moved into the request, no longer to be found by others.
+# A resident that is continued from so near its end is moved into the request, and no longer there for others.  The
+# backend decides that; guessing it right spares a second plan.
 TAKEN_OVER_TOKENS = 64
+TAKEN_OVER_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,6 @@ class Mirror:
     boot: str = ""
     generation: int = -1
     _held: dict[str, Held] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __contains__(self, resident: str) -> bool:
-        return resident in self._held
 
     def ids(self) -> frozenset[str]:
         return frozenset(self._held)
@@ -85,7 +81,7 @@ class Mirror:
     def taken(self, resident: str, reuse: int) -> None:
         """A generation begins that continues `resident` at `reuse`."""
         held = self._held.get(resident)
-        if held and len(held) - reuse <= TAKEN_OVER_TOKENS:
+        if held and len(held) - reuse <= max(TAKEN_OVER_TOKENS, len(held) // TAKEN_OVER_SHARE):
             self.drop(resident)
 
     def candidates(self, root: bytes, prompt: bytes) -> list[Candidate]:

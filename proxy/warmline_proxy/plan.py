@@ -16,7 +16,7 @@ CHECKPOINT_GAP_TOKENS_MIN = 512  # a stride's checkpoint this close to a boundar
 # Assumed until the backend has measured; restoring wins clearly, as it does on every machine we know.
 PREFILL_TOKENS_PER_S_ASSUMED = 500.0
 RESTORE_BYTES_PER_S_ASSUMED = 500e6
-RESTORE_OVERHEAD_S = 0.005  # opening files and one more call
+RESTORE_OVERHEAD_S = 0.01  # opening files and one more call
 
 RESIDENT, RESTORED, COLD = "resident", "restored", "cold"
 
@@ -62,9 +62,7 @@ class Plan:
     checkpoints: tuple[int, ...] = ()  # where to keep recurrent state while prefilling
 
 
-def decide(
-    prompt: Prompt, residents: Sequence[Candidate], match: Match, layout: Layout | None, costs: Costs
-) -> Plan:
+def decide(prompt: Prompt, residents: Sequence[Candidate], match: Match, layout: Layout | None, costs: Costs) -> Plan:
     """The start with the shortest estimated time to the first token; on a tie the one that touches less."""
     limit = prompt.tokens - 1
     starts = [_cold(), _best_resident(residents, limit), _restorable(match, limit, layout)]

@@ -36,7 +36,7 @@ class Settler:
         settled = life.trace.settled
         try:
             if settled:
-                await self._keep_up(settled)
+                await self._keep_up()
             if settled and settled.resident:
                 async with self._one_at_a_time:
                     await (self._keep(life, settled) if self._reuse else self._forget(settled))
@@ -45,12 +45,9 @@ class Settler:
         finally:
             self._record(life)
 
-    async def _keep_up(self, settled: Settled) -> None:
+    async def _keep_up(self) -> None:
         """What the request took over or pushed out is no longer in memory, and the rates have been measured anew."""
-        if settled.boot != self._knowledge.mirror.boot:
-            await self._knowledge.refresh()
-        else:
-            await self._knowledge.prune()
+        await self._knowledge.prune()
         await self._knowledge.measure()
 
     async def _forget(self, settled: Settled) -> None:

@@ -27,7 +27,6 @@ from warmline_wire.messages import (
     HEADER_RESIDENT,
     HEADER_REUSE,
     ErrorReply,
-    KeepOrder,
     PromptReply,
     PromptRequest,
     ResidentsReply,
@@ -70,7 +69,7 @@ class Refused(UpstreamError):
     """An HTTP status of 400 or more."""
 
     def __init__(self, status: int, body: bytes, retry_after: str = "") -> None:
-        super().__init__(f"{status}: {_message_in(body)}")
+        super().__init__(f"{status}: {message_in(body)}")
         self.status = status
         self.body = body
         self.retry_after = retry_after
@@ -152,9 +151,6 @@ class Upstream:
         except Refused as error:
             if error.status not in (404, 410):
                 raise
-
-    async def keep_order(self, drop_first: list[str]) -> None:
-        await self._call("PUT", "/kv/residents/order", encode(KeepOrder(drop_first=drop_first)), patient=False)
 
     async def cancel(self, request_id: str) -> Settled | None:
         """Returns when the engine has let go: what it now holds, or None where the request is over or unknown."""
@@ -265,7 +261,8 @@ def _decoded(body: bytes, kind: type[T]) -> T:
         raise Garbled(f"the backend's {kind.__name__} is not readable: {error}") from error
 
 
-def _message_in(body: bytes) -> str:
+def message_in(body: bytes) -> str:
+    """What an error object says, or the beginning of whatever else it is."""
     try:
         return decode(body, ErrorReply).error.message
     except msgspec.DecodeError:

@@ -42,6 +42,7 @@ class Pair:
     url: str
     client: aiohttp.ClientSession
     stop_backend: Callable[[], Coroutine[Any, Any, None]]
+    stop_proxy: Callable[[], Coroutine[Any, Any, None]]
 
     async def chat(self, text: str = "What is the capital of France?", **fields: Any) -> aiohttp.ClientResponse:
         """A finished, not streamed answer to one user message, unless `messages` or `stream` say otherwise."""
@@ -82,7 +83,16 @@ async def pair(folder: Path, **settings: Any) -> AsyncIterator[Pair]:
     with Index(home, config.disk_budget_bytes) as index:
         above, port = await serve(build(config, home.secret(), index))
         async with aiohttp.ClientSession() as client:
-            yield Pair(backend, index, home, config.backend_url, f"http://127.0.0.1:{port}", client, below.cleanup)
+            yield Pair(
+                backend,
+                index,
+                home,
+                config.backend_url,
+                f"http://127.0.0.1:{port}",
+                client,
+                below.cleanup,
+                above.cleanup,
+            )
         await above.cleanup()
     await below.cleanup()
 

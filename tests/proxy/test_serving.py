@@ -224,3 +224,30 @@ async def test_a_save_holds_nobody_up(tmp_path: Path) -> None:
         proxy.backend.saving_allowed.set()
         await proxy.settled()
         assert proxy.index.totals().segments > 0
+
+
+@on_loop
+async def test_many_that_notice_a_restart_ask_once(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(TEXT)
+        await proxy.settled()
+        proxy.backend.restart()
+        before = proxy.backend.calls["residents"].count("ids=1")
+        answers = await asyncio.gather(*(proxy.chat(f"{number} {TEXT}") for number in range(6)))
+        assert {each.status for each in answers} == {200}
+        assert proxy.backend.calls["residents"].count("ids=1") == before + 1
+
+
+@on_loop
+async def test_a_proxy_that_stops_cancels_and_keeps_what_runs(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.ensure_future(proxy.chat(TEXT))
+        await proxy.backend.holding.wait()
+        await proxy.stop_proxy()
+        await asyncio.wait([asking])
+        assert asking.exception() is not None, "half an answer must not look whole"
+        assert len(proxy.backend.calls["cancel"]) == len(proxy.backend.calls["save"]) == 1
+        proxy.index.flush()
+        assert proxy.index.requests()[0].outcome == "cancelled"
+        assert proxy.index.totals().tokens > 0
