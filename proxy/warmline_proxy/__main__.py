@@ -22,7 +22,7 @@ from warmline_wire.home import write_private
 
 log = logging.getLogger("warmline_proxy")
 
-GRACE_S = 3.0  # for answers under way at a shutdown
+GRACE_S = 2.0  # for answers under way at a shutdown; aiohttp waits it twice
 LOCK_WAIT_S = 10.0  # a predecessor that is ending, or cachectl
 DESCRIPTORS_WANTED = 8_192  # a non-login macOS shell gives 256
 
