@@ -73,9 +73,9 @@ class Admin:
         """What was purged from disk leaves memory too; residents that were not meant are restored when needed."""
         try:
             wanted = decode(await read_body(request), PurgeRequest)
-        except msgspec.DecodeError as error:
+            reply = await asyncio.to_thread(purge, self._index, wanted)
+        except (msgspec.DecodeError, ValueError) as error:
             raise bad_request(f"Not a purge: {error}") from error
-        reply = await asyncio.to_thread(purge, self._index, wanted)
         if not wanted.dry_run:
             await self._forget_residents()
         return web.Response(body=encode(reply), content_type="application/json")

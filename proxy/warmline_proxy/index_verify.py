@@ -7,10 +7,9 @@ import msgspec
 
 from warmline_proxy import index_files
 from warmline_proxy.index_tables import Sums, Tables, blocks_within, first_token, slot
-from warmline_proxy.index_walk import path
 from warmline_proxy.rows import CheckpointRow, Finding, SegmentRow
 from warmline_wire.home import Home
-from warmline_wire.keys import TOKEN_BYTES, chain_hashes
+from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES, chain_hashes
 from warmline_wire.segment_file import (
     SegmentFileError,
     SegmentHeader,
@@ -82,12 +81,8 @@ def _parent(tables: Tables, row: SegmentRow, parent: SegmentRow | None) -> Itera
 def _blocks(tables: Tables, segments: dict[str, SegmentRow]) -> Iterator[Finding]:
     expected: dict[bytes, str] = {}
     for row in segments.values():
-        rows = path(tables, row.id)
-        stored = b""
-        for link in rows:
-            stored = stored[: link.start * TOKEN_BYTES] + tables.tokens(link.id)
-        mine = list(chain_hashes(row.root, stored)[blocks_within(row.start, row.end)])
-        if rows and mine != tables.hashes(row.id):
+        mine = tables.hashes(row.id)
+        if mine != _hashes(tables, segments, row):
             yield _finding("block", row.id, "its chain hashes are not those of its tokens")
         expected |= dict.fromkeys(mine, row.id)
     actual = {key: value.hex() for key, value in tables.items("blocks")}
@@ -95,6 +90,33 @@ def _blocks(tables: Tables, segments: dict[str, SegmentRow]) -> Iterator[Finding
         if expected.get(key) != actual.get(key):
             owner = expected.get(key, "no segment")
             yield _finding("block", actual.get(key, ""), f"block {key.hex()} belongs to {owner}")
+
+
+def _hashes(tables: Tables, segments: dict[str, SegmentRow], row: SegmentRow) -> list[bytes]:
+    """What its chain hashes must be, given those of what it builds on; [] where a link is missing."""
+    first = row.start - row.start % BLOCK_TOKENS  # where the block begins in which it starts
+    tokens, link = tables.tokens(row.id), row
+    while link.start > first:
+        leaves_at, parent = link.start, segments.get(link.parent)
+        if parent is None or parent.start >= leaves_at:
+            return []
+        begin = max(first, parent.start)
+        tokens = tables.tokens(parent.id)[_bytes(begin - parent.start) : _bytes(leaves_at - parent.start)] + tokens
+        link = parent
+    while link.start >= first > 0:
+        parent = segments.get(link.parent)
+        if parent is None or parent.start >= link.start:
+            return []
+        link = parent
+    before = row.root
+    if first:
+        at = first // BLOCK_TOKENS - 1 - blocks_within(link.start, link.end).start
+        before = b"".join(tables.hashes(link.id)[at : at + 1])
+    return list(chain_hashes(before, tokens))
+
+
+def _bytes(tokens: int) -> int:
+    return tokens * TOKEN_BYTES
 
 
 def _checkpoints(tables: Tables, segments: dict[str, SegmentRow]) -> Iterator[Finding]:
