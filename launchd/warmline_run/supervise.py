@@ -142,7 +142,10 @@ class _Keeper:
 
 
 def _ending(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}  # real-time signals have no name of their own
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
 async def _announce(address: Address) -> None:
