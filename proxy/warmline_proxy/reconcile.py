@@ -1,5 +1,6 @@
 """Start-up: make index and files agree again, whatever was killed in between.  Needs `home.lock`, no save running."""
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,7 @@ from warmline_proxy import index_files
 from warmline_proxy.index import Index
 from warmline_proxy.index_save import abort
 from warmline_proxy.index_tables import Tables
-from warmline_proxy.index_tree import drop
+from warmline_proxy.index_tree import drop, quarantine
 from warmline_wire.home import Home
 
 
@@ -16,8 +17,8 @@ class Reconciled(msgspec.Struct, kw_only=True):
     """How much was put right; all 0 after a clean end."""
 
     saves_rolled_back: int = 0
-    rows_without_file: int = 0  # segments and checkpoints, with what built on them
-    rows_of_other_size: int = 0
+    rows_without_file: int = 0  # dropped, segments and checkpoints, with what built on them
+    rows_of_other_size: int = 0  # quarantined, with what built on them
     files_without_row: int = 0
     files_temporary: int = 0
     files_doomed: int = 0  # rows were gone already
@@ -32,7 +33,7 @@ def reconcile(index: Index) -> Reconciled:
     sizes = {file_id: path.stat().st_size for file_id, path in files.items()}
     index.change(lambda tables: _drop_rows(tables, sizes, counts))
     index_files.set_aside(home, [row.id for row in index.quarantined()])
-    index.change(lambda tables: _forget_missing_quarantined(tables, home))
+    index.change(lambda tables: _weigh_quarantined(tables, home))
     counts.files_doomed = index.sweep()
     _delete_strays(index, counts)
     counts.evicted = len(index.make_room())
@@ -47,13 +48,17 @@ def _drop_rows(tables: Tables, sizes: dict[str, int], counts: Reconciled) -> Non
         if size is None:
             counts.rows_without_file += len(drop(tables, row.id, "missing"))
         elif size != row.bytes_on_disk:
-            counts.rows_of_other_size += len(drop(tables, row.id, "damaged"))
+            reason = "truncated" if size < row.bytes_on_disk else "foreign"
+            counts.rows_of_other_size += len(quarantine(tables, row.id, reason, time.time()))
 
 
-def _forget_missing_quarantined(tables: Tables, home: Home) -> None:
+def _weigh_quarantined(tables: Tables, home: Home) -> None:
+    """The budget counts what these files weigh now, not what was once written."""
     for row in tables.quarantined():
-        if not index_files.quarantine_file(home, row.id).exists():
-            tables.remove_quarantined(row)
+        tables.remove_quarantined(row)
+        file = index_files.quarantine_file(home, row.id)
+        if file.exists():
+            tables.insert_quarantined(msgspec.structs.replace(row, bytes_on_disk=file.stat().st_size))
 
 
 def _delete_strays(index: Index, counts: Reconciled) -> None:

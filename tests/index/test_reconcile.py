@@ -88,6 +88,9 @@ def test_files_and_rows_that_disagree(home: Home) -> None:
         assert index.verify(deep=True) == []
         assert [matched(index, ids) for ids in (A, [1, *A], [2, *A])] == [1500, 0, 1501]
         assert [row.position for row in index.checkpoints()] == [1000]
+        (aside,) = index.quarantined()
+        assert (aside.id, aside.reason, aside.bytes_on_disk) == (damaged, "truncated", 100)
+        assert index.match(ROOT, pack_tokens([1]), 1).why == "quarantined (truncated) after token 0"
 
 
 def test_a_budget_that_became_smaller_holds_from_the_start(home: Home) -> None:
