@@ -9,7 +9,7 @@ from index_helpers import LAYOUT, MODEL, ROOT, begin, commit, make_home, matched
 from warmline_proxy.index import Index, IndexFull, IndexReader, NoIndex, WrongSchema
 from warmline_proxy.rows import RequestRecord, SessionUpdate
 from warmline_wire.home import Home
-from warmline_wire.keys import namespace, pack_tokens, unpack_tokens
+from warmline_wire.keys import chain_hashes, namespace, pack_tokens, unpack_tokens
 from warmline_wire.segment_file import SegmentFileError, read_header
 
 A = list(range(1000, 4000))
@@ -92,6 +92,19 @@ def test_a_hash_that_lies_only_shortens_the_search(index: Index) -> None:
         assert matched(index, A) == 640
         assert {finding.what for finding in index.verify()} == {"block"}
     index.change(lambda tables: [tables.put("blocks", key, value) for key, value in blocks])
+
+
+def test_a_hash_that_lies_does_not_skip_what_differs(index: Index) -> None:
+    """It points at a segment with the right tokens at the right place, behind others."""
+    tail = list(range(200))
+    save(index, A[:1500])
+    save(index, [*A[:1500], *tail])
+    behind = index.match(ROOT, pack_tokens([*A[:1500], *tail]), 1700).chain[-1].id
+    text = [9, *A[1:1500], *tail]
+    hashes = chain_hashes(ROOT, pack_tokens(text))
+    index.change(lambda tables: [tables.put("blocks", lie, bytes.fromhex(behind)) for lie in hashes])
+    assert matched(index, text) == 0
+    index.change(lambda tables: [tables.delete("blocks", lie) for lie in hashes])
 
 
 def test_checkpoints_lie_on_the_path(index: Index) -> None:

@@ -78,6 +78,24 @@ class IndexMachine(RuleBasedStateMachine):
         else:
             assert self.expected(root, ids) == len(ids)
 
+    @rule(
+        base=st.integers(0, 4),
+        keep=st.sampled_from([1.0, 1.0, 0.98, 0.5]),
+        tail=st.integers(1, 100),
+        token=st.integers(1, 3),
+        states=st.lists(st.floats(0, 1), max_size=3),
+        root=st.sampled_from(ROOTS),
+    )
+    def converse(self, base: int, keep: float, tail: int, token: int, states: list[float], root: bytes) -> None:
+        """A turn, as the proxy would save it: a text goes on, or is left near its end."""
+        self.think_of_a_text(-1 - base, keep, tail, token)
+        ids = self.texts[-1]
+        with short_segments():
+            plan = begin(self.index, ids, [round(len(ids) * share) for share in states], root)
+        if plan is not None:
+            self.pending.append(plan)
+            self.commit(-1, len(ids) - 1)
+
     @precondition(lambda self: self.pending)
     @rule(which=st.integers(0, 9), turn_end=st.integers(0, 400))
     def commit(self, which: int, turn_end: int) -> None:
