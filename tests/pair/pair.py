@@ -157,6 +157,11 @@ class Pair:
         residents = decode(reply.raw, ResidentsReply).residents
         return max((resident.ids or b"" for resident in residents), key=len, default=b"")
 
+    def forget_residents(self) -> None:
+        """Drop all KV in memory behind the proxy's back; only what is on disk is left."""
+        for resident in decode(self._as_owner("GET", self.backend_url + "/kv/residents").raw, ResidentsReply).residents:
+            self._as_owner("DELETE", f"{self.backend_url}/kv/residents/{resident.id}")
+
     def _as_owner(self, method: str, url: str, data: bytes | None = None) -> Reply:
         return ask(url, data, {"Authorization": f"Bearer {self.home.secret()}"}, method)
 
