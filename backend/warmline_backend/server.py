@@ -99,7 +99,7 @@ async def _translate(request: web.Request, handler: Handler) -> web.StreamRespon
     except BadRequest as error:
         return web.Response(status=error.status, body=error.reply(), content_type="application/json")
     except msgspec.DecodeError as error:
-        return _error(400, f"the body is no JSON that {request.path} takes: {error}")
+        return _error(400, f"We could not parse the JSON body of your request: {error}")
     except BadChain as error:
         return _error(400, str(error))
     except TooLarge as error:
