@@ -1,0 +1,119 @@
+"""Clients that leave, and many at once."""
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from answers import WITH_LOGPROBS, explain_difference
+
+from pair import POLL_S, Message, Pair, Reply
+
+LIMIT_S = 30.0
+ENDLESS = {"max_tokens": 90_000, "ignore_eos": True}
+CLIENTS, TURNS = 6, 2
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < limit, what
+        time.sleep(POLL_S)
+
+
+def wait_until_let_go(pair: Pair) -> None:
+    until(lambda: pair.status().running + pair.status().queued == 0, "the engine goes on for nobody")
+    pair.settle()
+
+
+class Leaver:
+    """One request on a connection that can be dropped at any moment."""
+
+    def __init__(self, pair: Pair, messages: list[Message], **options: object) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", pair.port, timeout=LIMIT_S)
+        body = json.dumps({"messages": messages, **options}).encode()
+        self._connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        self.response: http.client.HTTPResponse | None = None
+
+    def read_until(self, word: bytes) -> bytes:
+        self.response = self.response or self._connection.getresponse()
+        for line in self.response:
+            if word in line:
+                return bytes(line)
+        raise AssertionError(f"the stream ended without {word!r}")
+
+    def leave(self) -> None:
+        if self.response:
+            self.response.close()
+        self._connection.close()
+
+
+def test_leaving_in_the_middle_of_a_stream(warm_pair: Pair) -> None:
+    messages: list[Message] = [{"role": "user", "content": "Tell me everything, streamed."}]
+    leaver = Leaver(warm_pair, messages, stream=True, **ENDLESS)
+    leaver.read_until(b'"content":"')
+    assert warm_pair.status().running == 1
+    leaver.leave()
+    wait_until_let_go(warm_pair)
+    check_retry(warm_pair, messages)
+
+
+def test_leaving_before_a_whole_answer(warm_pair: Pair) -> None:
+    messages: list[Message] = [{"role": "user", "content": "Now everything at once."}]
+    leaver = Leaver(warm_pair, messages, **ENDLESS)
+    until(lambda: warm_pair.status().running_bytes > 400 * row_bytes(warm_pair), "the answer does not begin")
+    leaver.leave()
+    wait_until_let_go(warm_pair)
+    check_retry(warm_pair, messages)
+
+
+def test_leaving_in_the_middle_of_prefill(warm_pair: Pair) -> None:
+    messages: list[Message] = [{"role": "user", "content": "Read this. " + "A long story. " * 500}]
+    leaver = Leaver(warm_pair, messages, stream=True, **ENDLESS)
+    done, total = map(int, leaver.read_until(b": prefill").split()[-1].split(b"/"))
+    assert 1000 < done < total
+    leaver.leave()
+    wait_until_let_go(warm_pair)
+    retry = warm_pair.chat(messages, max_tokens=2)
+    assert done <= retry.cached < total, "it goes on where it stopped"
+
+
+def row_bytes(pair: Pair) -> int:
+    layout = pair.status().layout
+    assert layout is not None
+    return layout.row_bytes
+
+
+def check_retry(pair: Pair, messages: list[Message]) -> None:
+    retry = pair.chat(messages, max_tokens=8, **WITH_LOGPROBS)
+    assert retry.cached == retry.prompt_tokens - 1, "prefill that was done is kept"
+    assert explain_difference(pair.direct(messages, max_tokens=8, **WITH_LOGPROBS), retry) == ""
+
+
+def test_many_at_once_answer_as_each_alone(warm_pair: Pair) -> None:
+    start = threading.Barrier(CLIENTS)
+
+    def talk(number: int) -> list[tuple[list[Message], Reply]]:
+        # Of lengths that share no batch, and of lengths that do.
+        messages: list[Message] = [{"role": "system", "content": f"You are number {number}. " * 4 ** (number % 4)}]
+        replies = []
+        start.wait(LIMIT_S)
+        for turn in range(TURNS):
+            messages.append({"role": "user", "content": f"Turn {turn}, please."})
+            reply = warm_pair.chat(messages, max_tokens=24, **WITH_LOGPROBS)
+            replies.append((list(messages), reply))
+            messages.append({"role": "assistant", "content": reply.text})
+        return replies
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        talks = list(pool.map(talk, range(CLIENTS)))
+    for replies in talks:
+        for messages, reply in replies:
+            alone = warm_pair.direct(messages, max_tokens=24, **WITH_LOGPROBS)
+            assert explain_difference(alone, reply) == ""
+        first, second = (reply for _, reply in replies)
+        assert second.cached == first.prompt_tokens + 24
+    warm_pair.settle()
+    assert warm_pair.cachectl("verify", "--deep")["findings"] == []
