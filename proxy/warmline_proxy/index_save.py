@@ -116,7 +116,10 @@ def commit(
     rows = [] if why_not else _write_segments(tables, plan, files, prefill_s, now)
     if not why_not and len(rows) < len(plan.segments):
         why_not = "the backend did not write all of it"
-    found = walk(tables, plan.root, plan.tokens, len(plan.tokens) // TOKEN_BYTES)
+    count = len(plan.tokens) // TOKEN_BYTES
+    found = walk(tables, plan.root, plan.tokens, count)
+    if not why_not and found.matched < count:
+        why_not = "the rows that its states belong to are gone"
     written = {row.id for row in rows} | set(_write_checkpoints(tables, plan, files, found, now))
     session = advance_session(tables, found, plan.root, plan.tokens, update, now)
     for row in rows:
@@ -230,7 +233,7 @@ def room(tables: Tables, budget: int, needed: int, bytes_index: int, leased: Con
     wanted = eviction.bytes_to_free(used, needed, budget)
     if not wanted:
         return []
-    removed, freed = _empty_quarantine(tables, wanted)
+    removed, freed = _empty_quarantine(tables, wanted, leased)
     choice = eviction.choose(candidates(tables, leased), wanted - freed, now)
     if must and used + needed - freed - choice.bytes_freed > budget:
         most = freed + choice.bytes_freed
@@ -240,11 +243,13 @@ def room(tables: Tables, budget: int, needed: int, bytes_index: int, leased: Con
     return removed
 
 
-def _empty_quarantine(tables: Tables, wanted: int) -> tuple[list[str], int]:
+def _empty_quarantine(tables: Tables, wanted: int, leased: Container[str]) -> tuple[list[str], int]:
     ids, freed = [], 0
     for row in tables.quarantined():
         if freed >= wanted:
             break
+        if row.id in leased:
+            continue
         tables.remove_quarantined(row)
         tables.doom(row.id, row.bytes_on_disk)
         ids.append(row.id)

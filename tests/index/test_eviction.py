@@ -126,6 +126,18 @@ def test_quarantined_files_are_the_first_to_go(home: Home) -> None:
         assert files_on_disk(home) == index.totals().bytes_segments
 
 
+def test_a_leased_file_stays_in_quarantine(home: Home) -> None:
+    with Index(home, 1 << 30) as index:
+        save(index, range(4000))
+        leased = index.segments()[0].id
+        index.lease([leased])
+        index.quarantine(leased, "checksum")
+        index.budget_bytes = 1
+        assert index.make_room() == []
+        index.release([leased])
+        assert index.make_room() == [leased]
+
+
 def test_what_is_used_stays(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         for number in range(4):

@@ -224,6 +224,15 @@ def test_a_save_whose_parent_went_is_dropped(index: Index) -> None:
     assert matched(index, A) == 0 and index.sessions() == []
 
 
+def test_a_state_whose_rows_went_is_dropped(index: Index) -> None:
+    save(index, A[:1500])
+    plan = planned(index, A[:1500], checkpoints=[1000])
+    index.quarantine(index.segments()[0].id, "checksum")
+    committed = commit(index, plan)
+    assert committed.why_not == "the rows that its states belong to are gone"
+    assert committed.removed == plan.file_ids and index.checkpoints() == []
+
+
 def test_a_save_swallows_only_what_is_still_childless(index: Index) -> None:
     save(index, A[:100])
     swallowing, other = planned(index, A[:200]), planned(index, [*A[:100], 1])
