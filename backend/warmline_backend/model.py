@@ -1,6 +1,7 @@
 """The served model: loaded once, warmed up, measured.  Engine thread."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,10 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     layout = CacheLayout.of(_cache_maker(model, kv_bits, kv_group_size))
-    warmed = _warm_up(model, layout)
+    try:
+        warmed = _warm_up(model, layout)
+    except RuntimeError as error:  # such as a quantized product that mlx has no kernel for on this device
+        raise ModelProblem(f"this device can't compute the model as configured: {error}") from error
     if layout.problem:
         log.warning("%s is served without persistence: %s", name, layout.problem)
     return ServedModel(
@@ -172,9 +176,8 @@ def _vocabulary_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int
 def memory_budget(weight_bytes: int) -> int:
     """What residents and running requests may hold when nobody said: a share of what the weights leave."""
     info = mx.device_info()
-    total = info.get("max_recommended_working_set_size") or info.get("memory_size")
+    sizes = (info.get(name) for name in ("max_recommended_working_set_size", "total_memory", "memory_size"))
+    total = next((int(size) for size in sizes if size), 0)  # Metal's, CUDA's; none on a CPU
     if not total:
-        import os
-
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(int((int(total) - weight_bytes) * MEMORY_SHARE), 0)
+    return max(int((total - weight_bytes) * MEMORY_SHARE), 0)

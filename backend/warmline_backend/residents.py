@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 
 from warmline_backend.kv import KV
 from warmline_wire.keys import pack_tokens
-from warmline_wire.messages import Resident
+from warmline_wire.messages import Resident, takes_over
 
 LEASE_S = 60.0  # how long a restored resident is safe from eviction while its request is on the way
-TAIL_TOKENS_MIN = 64  # a tail this short, or this share of all, is given up rather than copied around
-TAIL_SHARE = 8
 
 
 class ResidentGone(Exception):
@@ -90,7 +88,7 @@ class Residents:
         if kv.tokens[:reuse] != prompt[:reuse]:
             raise ResidentMismatch(f"resident {resident_id} holds other tokens than the prompt's first {reuse}")
         entry.leased_until, entry.last_used = 0.0, time.monotonic()
-        if kv.length - reuse > max(TAIL_TOKENS_MIN, kv.length // TAIL_SHARE):
+        if not takes_over(kv.length, reuse):
             self._entries[resident_id] = self._entries.pop(resident_id)
             return kv.branch(reuse)
         del self._entries[resident_id]

@@ -122,6 +122,18 @@ class SaveReply(Reply, kw_only=True):
     seconds: float
 
 
+TAIL_TOKENS_MAX = 64
+TAIL_SHARE = 8
+
+
+def takes_over(held: int, reuse: int) -> bool:
+    """Whether a request that continues a resident of `held` tokens at `reuse` takes it over, or copies and leaves it.
+
+    A tail this short, or this small a share of all, is given up rather than copied around.
+    """
+    return held - reuse <= max(TAIL_TOKENS_MAX, held // TAIL_SHARE)
+
+
 class Resident(msgspec.Struct, kw_only=True):
     """KV in the backend's memory for one token sequence."""
 

@@ -19,6 +19,7 @@ from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.reconcile import reconcile
 from warmline_wire.home import write_private
+from warmline_wire.lifeline import end_with_parent
 
 log = logging.getLogger("warmline_proxy")
 
@@ -28,7 +29,7 @@ DESCRIPTORS_WANTED = 8_192  # a non-login macOS shell gives 256
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: 0 after a signal, 2 for bad settings, 1 where the place or the port can't be had."""
+    """The exit code: 0 after a signal, 2 for bad settings or a home that another proxy holds, 1 for other failures."""
     try:
         config = parse(arguments)
     except ConfigError as error:
@@ -38,9 +39,13 @@ def main(arguments: Sequence[str]) -> int:
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line a call says nothing that PERF doesn't
+    end_with_parent()
     try:
         run(config)
-    except (HomeLocked, IndexFailure, OSError) as error:
+    except HomeLocked as error:  # starting again would not help
+        print(f"warmline_proxy: {error}", file=sys.stderr)
+        return 2
+    except (IndexFailure, OSError) as error:
         print(f"warmline_proxy: {error}", file=sys.stderr)
         return 1
     return 0

@@ -9,12 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from warmline_proxy.plan import Candidate
 from warmline_wire.keys import TOKEN_BYTES, common_prefix
-from warmline_wire.messages import Reply, Resident
-
-# A resident that is continued from so near its end is moved into the request, and no longer there for others.  The
-# backend decides that; guessing it right spares a second plan.
-TAKEN_OVER_TOKENS = 64
-TAKEN_OVER_SHARE = 8
+from warmline_wire.messages import Reply, Resident, takes_over
 
 
 @dataclass(frozen=True)
@@ -24,6 +19,7 @@ class Held:
     root: bytes
     tokens: bytes
     positions: Sequence[int] = ()
+    durable: bool = False  # known to be on disk, all of it
 
     def __len__(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
@@ -81,8 +77,31 @@ class Mirror:
     def taken(self, resident: str, reuse: int) -> None:
         """A generation begins that continues `resident` at `reuse`."""
         held = self._held.get(resident)
-        if held and len(held) - reuse <= max(TAKEN_OVER_TOKENS, len(held) // TAKEN_OVER_SHARE):
+        if held and takes_over(len(held), reuse):
             self.drop(resident)
+
+    def mark_durable(self, resident: str) -> None:
+        """All of it is on disk."""
+        if held := self._held.get(resident):
+            self._held[resident] = replace(held, durable=True)
+
+    def drop_order(self) -> list[str]:
+        """Whom to give up first: what another resident holds too, then what can be restored, each oldest first.
+
+        What is named last of all, by not being named, exists nowhere else.
+        """
+        covered = [name for name in self._held if self._is_covered(name)]
+        return covered + [name for name, held in self._held.items() if held.durable and name not in covered]
+
+    def _is_covered(self, name: str) -> bool:
+        mine = self._held[name]
+        return any(
+            len(other) > len(mine)
+            and other.root == mine.root
+            and (not other.positions or len(mine) in other.positions)
+            and other.tokens.startswith(mine.tokens)
+            for other in self._held.values()
+        )
 
     def candidates(self, root: bytes, prompt: bytes) -> list[Candidate]:
         """Residents of this namespace that share a prefix with the packed prompt, tokens compared."""

@@ -12,6 +12,8 @@ from warmline_proxy.rows import Match
 from warmline_wire.messages import CheckpointRef, Layout, Rate, SegmentRef
 
 CHECKPOINT_STRIDE_TOKENS = 2_048
+CHECKPOINT_STRIDES_MAX = 8  # in a prompt; a longer one gets a longer stride, since a state may weigh 100 MB
+_STRIDED_TOKENS_MAX = CHECKPOINT_STRIDE_TOKENS * CHECKPOINT_STRIDES_MAX
 CHECKPOINT_GAP_TOKENS_MIN = 512  # a stride's checkpoint this close to a boundary's is not worth a split chunk
 # Assumed until the backend has measured; restoring wins clearly, as it does on every machine we know.
 PREFILL_TOKENS_PER_S_ASSUMED = 500.0
@@ -89,11 +91,11 @@ def cold_plan(prompt: Prompt, layout: Layout | None, why: str) -> Plan:
 def checkpoint_positions(prompt: Prompt, start: int) -> tuple[int, ...]:
     """End of system and tools, the last boundary before the generation prompt, and a stride in between."""
     named = {position for position in (*prompt.boundaries[:1], prompt.turn_end) if start < position < prompt.tokens}
+    stride = CHECKPOINT_STRIDE_TOKENS * max(1, -(-(prompt.tokens - start) // _STRIDED_TOKENS_MAX))
     stops = sorted({start, *named, prompt.turn_end or prompt.tokens - 1})
     positions = set(named)
     for low, high in pairwise(stops):
-        first = (low // CHECKPOINT_STRIDE_TOKENS + 1) * CHECKPOINT_STRIDE_TOKENS
-        strides = range(first, high, CHECKPOINT_STRIDE_TOKENS)
+        strides = range((low // stride + 1) * stride, high, stride)
         positions.update(at for at in strides if min(at - low, high - at) >= CHECKPOINT_GAP_TOKENS_MIN)
     return tuple(sorted(position for position in positions if position > start))
 

@@ -66,6 +66,7 @@ class Settler:
         )
         save = await self._begin(life, held, settled, layout)
         if save is None:
+            self._knowledge.mirror.mark_durable(settled.resident)
             trace.session = await _in_thread(self._index.note_session, life.root, held.tokens, session)
             return
         reply = await self._write(save, settled)
@@ -74,7 +75,10 @@ class Settler:
         cost_s = prefill_seconds(save.matched, len(held), self._knowledge.costs().prefill)
         committed = await _in_thread(self._index.commit_save, save, reply, prefill_s=cost_s, session=session)
         trace.session, trace.saved_tokens = committed.session, committed.tokens_saved
-        if committed.why_not:
+        if not committed.why_not:
+            self._knowledge.mirror.mark_durable(settled.resident)
+            await self._upstream.order_residents(self._knowledge.mirror.drop_order())
+        else:
             log.info("request %s: not all of its tail was kept: %s", trace.id, committed.why_not)
 
     async def _begin(self, life: Life, held: Held, settled: Settled, layout: Layout) -> SavePlan | None:

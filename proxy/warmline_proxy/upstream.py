@@ -27,6 +27,7 @@ from warmline_wire.messages import (
     HEADER_RESIDENT,
     HEADER_REUSE,
     ErrorReply,
+    KeepOrder,
     PromptReply,
     PromptRequest,
     ResidentsReply,
@@ -151,6 +152,10 @@ class Upstream:
         except Refused as error:
             if error.status not in (404, 410):
                 raise
+
+    async def order_residents(self, drop_first: list[str]) -> None:
+        """Whom the backend is to drop first when its memory is short."""
+        await self._call("PUT", "/kv/residents/order", encode(KeepOrder(drop_first=drop_first)), patient=False)
 
     async def cancel(self, request_id: str) -> Settled | None:
         """Returns when the engine has let go: what it now holds, or None where the request is over or unknown."""

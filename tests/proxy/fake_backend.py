@@ -18,6 +18,7 @@ from warmline_wire.messages import (
     SETTLED_EVENT,
     ErrorBody,
     ErrorReply,
+    KeepOrder,
     Layout,
     PromptReply,
     PromptRequest,
@@ -102,6 +103,7 @@ class FakeBackend:
         app.router.add_post("/kv/save", self._save)
         app.router.add_get("/kv/residents", self._residents)
         app.router.add_delete("/kv/residents/{id}", self._drop)
+        app.router.add_put("/kv/residents/order", self._order)
         app.router.add_delete("/requests/{id}", self._cancel)
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/v1/completions", self._generate)
@@ -236,6 +238,10 @@ class FakeBackend:
                 ],
             )
         )
+
+    async def _order(self, request: web.Request) -> web.Response:
+        self.calls["order"].append(decode(await request.read(), KeepOrder).drop_first)
+        return web.json_response({})
 
     async def _drop(self, request: web.Request) -> web.Response:
         self.calls["drop"].append(request.match_info["id"])
