@@ -114,9 +114,15 @@ class HotPath:
         elif not warm:
             plan = cold_plan(life.prompt_shape(), life.layout, "what it was to start from was gone, twice")
         else:
+            await self._await_leavers(life)
             plan = await self._starter.start(life)
         life.trace.plan = plan
         return plan
+
+    async def _await_leavers(self, life: Life) -> None:
+        """Who gave up and asks again at once goes on from what the first try has computed: a step's time away."""
+        leavers = [other for other in self._lives if other.is_leaving and life.begins_like(other)]
+        await asyncio.gather(*(leaver.let_go.wait() for leaver in leavers))
 
     async def _generate(self, life: Life, plan: Plan) -> bool:
         """False where what was planned on is gone from the backend's memory: to be planned again."""
@@ -151,6 +157,7 @@ class HotPath:
         except UpstreamError as error:
             log.warning("request %s: what the backend made of it is unknown: %s", life.trace.id, error)
         finally:
+            life.let_go.set()
             if life.slot:
                 life.slot.release()
         await self._settler.settle(life)

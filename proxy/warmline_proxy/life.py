@@ -1,14 +1,15 @@
 """One request between its arrival and its last byte on disk."""
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from warmline_proxy.admission import Slot
 from warmline_proxy.generation import Generation
 from warmline_proxy.mirror import Held
 from warmline_proxy.normalize import Call
 from warmline_proxy.plan import Prompt
-from warmline_proxy.trace import Trace
-from warmline_wire.keys import TOKEN_BYTES
+from warmline_proxy.trace import CANCELLED, Trace
+from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES, common_prefix
 from warmline_wire.messages import Layout, PromptReply, Settled
 
 
@@ -26,10 +27,22 @@ class Life:
     sent: bool = False  # a generation was asked for: the backend may hold something
     generation: Generation | None = None
     answered: bool = False  # the client has its answer, or has left
+    let_go: asyncio.Event = field(default_factory=asyncio.Event)  # the engine works on it no more, or never did
 
     @property
     def is_settling(self) -> bool:
         return self.answered or (self.generation is not None and self.generation.is_over)
+
+    @property
+    def is_leaving(self) -> bool:
+        """The client is gone, the engine may still be at work; what it has computed is not yet a resident."""
+        return self.trace.outcome == CANCELLED and not self.let_go.is_set()
+
+    def begins_like(self, other: "Life") -> bool:
+        """Whether it is worth waiting for what the other one computed."""
+        if self.prompt is None or other.prompt is None or self.root != other.root:
+            return False
+        return common_prefix(self.prompt.tokens, other.prompt.tokens) >= BLOCK_TOKENS
 
     def prompt_shape(self) -> Prompt:
         assert self.prompt is not None

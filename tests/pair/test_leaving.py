@@ -69,15 +69,23 @@ def test_leaving_before_a_whole_answer(warm_pair: Pair) -> None:
     check_retry(warm_pair, messages)
 
 
-def test_leaving_in_the_middle_of_prefill(warm_pair: Pair) -> None:
+def test_a_retry_at_once_goes_on_where_prefill_stopped(warm_pair: Pair) -> None:
     messages: list[Message] = [{"role": "user", "content": "Read this. " + "A long story. " * 500}]
     leaver = Leaver(warm_pair, messages, stream=True, **ENDLESS)
     done, total = map(int, leaver.read_until(b": prefill").split()[-1].split(b"/"))
     assert 1000 < done < total
     leaver.leave()
+    assert done <= warm_pair.chat(messages, max_tokens=2).cached < total
     wait_until_let_go(warm_pair)
-    retry = warm_pair.chat(messages, max_tokens=2)
-    assert done <= retry.cached < total, "it goes on where it stopped"
+
+
+def test_a_retry_at_once_prefills_nothing_twice(warm_pair: Pair) -> None:
+    messages: list[Message] = [{"role": "user", "content": "Tell me a story as long as this one. " * 5}]
+    leaver = Leaver(warm_pair, messages, stream=True, **ENDLESS)
+    leaver.read_until(b'"content":"')
+    leaver.leave()
+    check_retry(warm_pair, messages)
+    wait_until_let_go(warm_pair)
 
 
 def row_bytes(pair: Pair) -> int:
