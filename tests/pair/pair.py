@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from processes import Running, free_port
 from warmline_cachectl.cli import app as cachectl
 from warmline_wire.home import Home
-from warmline_wire.messages import PromptReply, PromptRequest, ResidentsReply, Status, decode, encode
+from warmline_wire.messages import PromptReply, PromptRequest, Resident, ResidentsReply, Status, decode, encode
 
 WARMLINE = str(Path(sys.executable).with_name("warmline"))
 START_TIMEOUT_S = 120.0
@@ -90,6 +90,10 @@ class Pair:
         self._serve.process.wait()
         self._serve.wait_for_silence()
 
+    @property
+    def is_up(self) -> bool:
+        return self._serve is not None and self._serve.process.poll() is None
+
     def stop(self) -> None:
         """As Ctrl-C does; what was answered is on disk afterwards."""
         assert self._serve is not None
@@ -141,25 +145,27 @@ class Pair:
         return self._serve.wait_for(f"PERF request={reply.headers['X-Warmline-Request']} ").string
 
     def cachectl(self, *words: str, code: int = 0) -> Any:
-        """What the command prints as JSON.  In this process, for speed; it reads the index as any other process."""
+        """What the command prints as JSON, if anything.  In this process, for speed, as any other reader."""
         done = CliRunner().invoke(cachectl, [*words, "--json", "--home", str(self.home.root)])
         assert done.exit_code == code, done.output
-        return json.loads(done.stdout)
+        return json.loads(done.stdout) if done.stdout else None
 
     def rendered(self, messages: list[Message]) -> PromptReply:
         """The prompt that these messages become."""
         request = PromptRequest(request_id="test", endpoint="chat", body={"messages": messages})
         return decode(self._as_owner("POST", self.backend_url + "/kv/prompts", encode(request)).raw, PromptReply)
 
+    def residents(self) -> list[Resident]:
+        reply = self._as_owner("GET", self.backend_url + "/kv/residents?ids=1")
+        return decode(reply.raw, ResidentsReply).residents
+
     def longest_resident(self) -> bytes:
         """The packed tokens of the longest KV in memory."""
-        reply = self._as_owner("GET", self.backend_url + "/kv/residents?ids=1")
-        residents = decode(reply.raw, ResidentsReply).residents
-        return max((resident.ids or b"" for resident in residents), key=len, default=b"")
+        return max((resident.ids or b"" for resident in self.residents()), key=len, default=b"")
 
     def forget_residents(self) -> None:
         """Drop all KV in memory behind the proxy's back; only what is on disk is left."""
-        for resident in decode(self._as_owner("GET", self.backend_url + "/kv/residents").raw, ResidentsReply).residents:
+        for resident in self.residents():
             self._as_owner("DELETE", f"{self.backend_url}/kv/residents/{resident.id}")
 
     def _as_owner(self, method: str, url: str, data: bytes | None = None) -> Reply:
