@@ -40,6 +40,15 @@ class Running:
                 return match
         raise AssertionError(f"ended without a line like {pattern!r}:\n" + "\n".join(self.seen))
 
+    def wait_for_all(self, *patterns: str, timeout_s: float = 20) -> list[re.Match[str]]:
+        """For each pattern the first line that matches, in whatever order they come."""
+        found: dict[str, re.Match[str]] = {}
+        while len(found) < len(patterns):
+            line = self.wait_for("|".join(f"(?:{pattern})" for pattern in patterns if pattern not in found), timeout_s)
+            matches = ((pattern, re.search(pattern, line.string)) for pattern in patterns if pattern not in found)
+            found.update((pattern, match) for pattern, match in matches if match)
+        return [found[pattern] for pattern in patterns]
+
     def wait_for_silence(self, timeout_s: float = 20) -> list[str]:
         """All lines up to the end of the output: the process *and all who inherited its output* have ended."""
         while (line := self._lines.get(timeout=timeout_s)) is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from warmline_backend.kv import KV
 from warmline_wire.keys import pack_tokens
-from warmline_wire.messages import Resident, takes_over
+from warmline_wire.messages import Resident
 
 LEASE_S = 60.0  # how long a restored resident is safe from eviction while its request is on the way
 
@@ -74,10 +74,10 @@ class Residents:
         if (entry := self._entries.get(resident_id)) is not None:
             entry.bytes_held = entry.kv.nbytes
 
-    def take(self, resident_id: str, prompt: list[int], reuse: int) -> KV:
+    def take(self, resident_id: str, prompt: list[int], reuse: int, keep: bool) -> KV:
         """A KV of exactly `prompt[:reuse]` for a new owner.  Raises ResidentGone, ResidentMismatch.
 
-        The resident itself is moved where this is its continuation, and copied for a branch off its middle.
+        The resident itself is moved, and what it holds beyond `reuse` given up; or, to `keep` it, copied.
         """
         entry = self._entries.get(resident_id)
         if entry is None:
@@ -88,7 +88,7 @@ class Residents:
         if kv.tokens[:reuse] != prompt[:reuse]:
             raise ResidentMismatch(f"resident {resident_id} holds other tokens than the prompt's first {reuse}")
         entry.leased_until, entry.last_used = 0.0, time.monotonic()
-        if not takes_over(kv.length, reuse):
+        if keep:
             self._entries[resident_id] = self._entries.pop(resident_id)
             return kv.branch(reuse)
         del self._entries[resident_id]

@@ -74,10 +74,10 @@ class Scheduler:
                 f"memory budget is {budget / 1e9:.2f} GB; shorten the prompt or raise --memory-budget-gb"
             )
         if request.resident:
-            kv = self.residents.take(request.resident, request.prompt, request.reuse)
+            kv = self.residents.take(request.resident, request.prompt, request.reuse, request.keep)
         else:
             kv = self._fresh_kv()
-        self._waiting.append(Sequence(request, kv, self.served, adopted=request.resident))
+        self._waiting.append(Sequence(request, kv, self.served, adopted="" if request.keep else request.resident))
 
     def cancel(self, request_id: str) -> Settled | None:
         """End a request now and keep what it has computed; None where it is not running."""

@@ -69,6 +69,7 @@ class Generation:
     listener: Listener
     resident: str = ""
     reuse: int = 0
+    keep: bool = False  # copy the resident and leave it for others, rather than take it over
     checkpoints: tuple[int, ...] = ()  # ascending positions in the prompt at which to keep recurrent state
 
 

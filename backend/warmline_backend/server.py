@@ -27,6 +27,7 @@ from warmline_backend.sequence import Ended, Event, Piece, Progress
 from warmline_backend.service import NotReady, Service, StoredPrompt, UnknownPrompt, UnknownRequest
 from warmline_wire.messages import (
     HEADER_CHECKPOINTS,
+    HEADER_KEEP,
     HEADER_PROMPT,
     HEADER_REQUEST,
     HEADER_RESIDENT,
@@ -216,7 +217,12 @@ class _Routes:
         else:
             prompt = await service.render(endpoint, await _body(request, dict[str, Any]))
         events = await service.generate(
-            request_id, prompt, headers.get(HEADER_RESIDENT, ""), _number(headers, HEADER_REUSE), _positions(headers)
+            request_id,
+            prompt,
+            resident=headers.get(HEADER_RESIDENT, ""),
+            reuse=_number(headers, HEADER_REUSE),
+            keep=headers.get(HEADER_KEEP) == "1",
+            checkpoints=_positions(headers),
         )
         # A prompt that was rendered ahead is the proxy's: it always wants a stream and its usage, and sends no body.
         streamed = bool(prompt_id) or prompt.params.stream

@@ -222,7 +222,14 @@ class Service:
         return stored
 
     async def generate(
-        self, request_id: str, prompt: StoredPrompt, resident: str, reuse: int, checkpoints: tuple[int, ...]
+        self,
+        request_id: str,
+        prompt: StoredPrompt,
+        *,
+        resident: str = "",
+        reuse: int = 0,
+        keep: bool = False,
+        checkpoints: tuple[int, ...] = (),
     ) -> "asyncio.Queue[Event]":
         """Submit a generation; what it says arrives in the queue, `Ended` last."""
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
@@ -239,6 +246,7 @@ class Service:
             listener=lambda event: _call_soon(loop, hear, event),
             resident=resident,
             reuse=reuse,
+            keep=keep,
             checkpoints=checkpoints,
         )
         try:

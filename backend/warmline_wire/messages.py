@@ -14,6 +14,7 @@ HEADER_REQUEST = "X-Warmline-Request"  # request id; asks for the closing `Settl
 HEADER_PROMPT = "X-Warmline-Prompt"  # id from POST /kv/prompts; no body is read then, a stream with usage comes
 HEADER_RESIDENT = "X-Warmline-Resident"  # resident to continue
 HEADER_REUSE = "X-Warmline-Reuse"  # tokens of it to reuse; 1 <= reuse < prompt tokens
+HEADER_KEEP = "X-Warmline-Keep"  # "1": the resident is copied and stays; without it the request takes it over
 HEADER_CHECKPOINTS = "X-Warmline-Checkpoints"  # "120,800": positions at which recurrent state is to be kept
 # Response headers, from the proxy to its client.
 HEADER_CACHE = "X-Warmline-Cache"  # "resident 812", "restored 812" or "cold 0"
@@ -120,18 +121,6 @@ class SaveReply(Reply, kw_only=True):
     segments: list[SavedFile]
     checkpoints: list[SavedFile]
     seconds: float
-
-
-TAIL_TOKENS_MAX = 64
-TAIL_SHARE = 8
-
-
-def takes_over(held: int, reuse: int) -> bool:
-    """Whether a request that continues a resident of `held` tokens at `reuse` takes it over, or copies and leaves it.
-
-    A tail this short, or this small a share of all, is given up rather than copied around.
-    """
-    return held - reuse <= max(TAIL_TOKENS_MAX, held // TAIL_SHARE)
 
 
 class Resident(msgspec.Struct, kw_only=True):

@@ -128,7 +128,8 @@ class HotPath:
         """False where what was planned on is gone from the backend's memory: to be planned again."""
         assert life.call is not None and life.prompt is not None
         request_id = life.trace.id
-        self._knowledge.mirror.taken(plan.resident, plan.reuse)
+        if not plan.keep:
+            self._knowledge.mirror.drop(plan.resident)
         life.sent = True
         try:
             stream = await self._upstream.generate(life.call.endpoint, request_id, life.prompt.prompt_id, plan)

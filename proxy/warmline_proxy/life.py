@@ -64,7 +64,7 @@ def held_after(life: Life, settled: Settled) -> Held:
     assert life.prompt is not None
     tokens = (life.prompt.tokens + settled.generated)[: settled.prefilled_until * TOKEN_BYTES]
     positions = () if _anywhere(life.layout) else tuple(sorted({*settled.checkpoints, settled.prefilled_until}))
-    return Held(life.root, tokens, positions)
+    return Held(life.root, tokens, positions, turn_end=min(life.prompt.turn_end, len(tokens) // TOKEN_BYTES))
 
 
 def _anywhere(layout: Layout | None) -> bool:

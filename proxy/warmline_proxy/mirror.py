@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from warmline_proxy.plan import Candidate
 from warmline_wire.keys import TOKEN_BYTES, common_prefix
-from warmline_wire.messages import Reply, Resident, takes_over
+from warmline_wire.messages import Reply, Resident
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Held:
     root: bytes
     tokens: bytes
     positions: Sequence[int] = ()
+    turn_end: int = 0  # where the last message of its prompt ends; see plan.Candidate
     durable: bool = False  # known to be on disk, all of it
 
     def __len__(self) -> int:
@@ -58,7 +59,7 @@ class Mirror:
         """
         for each in residents:
             if each.ids is not None and each.id not in self._held:
-                self.add(each.id, Held(root, each.ids, tuple(each.positions)))
+                self.add(each.id, Held(root, each.ids, tuple(each.positions), turn_end=each.tokens))
 
     def drop(self, resident: str) -> None:
         self._held.pop(resident, None)
@@ -73,12 +74,6 @@ class Mirror:
                 self.drop(name)
             elif held := self._held.get(name):
                 self._held[name] = replace(held, positions=alive[name])
-
-    def taken(self, resident: str, reuse: int) -> None:
-        """A generation begins that continues `resident` at `reuse`."""
-        held = self._held.get(resident)
-        if held and takes_over(len(held), reuse):
-            self.drop(resident)
 
     def mark_durable(self, resident: str) -> None:
         """All of it is on disk."""
@@ -108,5 +103,5 @@ class Mirror:
         found = []
         for name, held in self._held.items():
             if held.root == root and (common := common_prefix(held.tokens, prompt)):
-                found.append(Candidate(name, len(held), common, held.positions))
+                found.append(Candidate(name, len(held), common, held.positions, held.turn_end))
         return found

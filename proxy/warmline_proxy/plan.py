@@ -25,12 +25,17 @@ RESIDENT, RESTORED, COLD = "resident", "restored", "cold"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A resident that shares its first `common` tokens with the prompt."""
+    """A resident that shares its first `common` tokens with the prompt.
+
+    A prompt that repeats it up to `turn_end`, where the last message of its own prompt ends, goes on with the same
+    conversation, however its answer was rendered, and may take it over; any other branches off a living one.
+    """
 
     resident: str
     tokens: int
     common: int
     positions: Sequence[int] = ()  # where it can be continued, ascending; empty means anywhere
+    turn_end: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Plan:
     why_not_warmer: str
     estimate_s: float
     resident: str = ""
+    keep: bool = False  # the resident is another conversation's too: copy it
     chain: tuple[SegmentRef, ...] = ()
     checkpoint: CheckpointRef | None = None
     checkpoints: tuple[int, ...] = ()  # where to keep recurrent state while prefilling
@@ -76,6 +82,7 @@ def decide(prompt: Prompt, residents: Sequence[Candidate], match: Match, layout:
         why_not_warmer=_why(start, starts, match, limit, layout),
         estimate_s=estimate_s,
         resident=start.resident,
+        keep=start.keep,
         chain=start.chain,
         checkpoint=start.checkpoint,
         checkpoints=checkpoint_positions(prompt, start.reuse) if layout and layout.has_states else (),
@@ -105,6 +112,7 @@ class _Start:
     source: str
     reuse: int
     resident: str = ""
+    keep: bool = False
     chain: tuple[SegmentRef, ...] = ()
     checkpoint: CheckpointRef | None = None
 
@@ -117,7 +125,9 @@ def _best_resident(residents: Sequence[Candidate], limit: int) -> _Start | None:
     # The shortest one that reaches as far: continuing a longer one would copy or trim it.
     reach = [(usable_position(each, limit), -each.tokens, each) for each in residents]
     best = max(reach, key=lambda entry: entry[:2], default=None)
-    return _Start(RESIDENT, best[0], resident=best[2].resident) if best and best[0] > 0 else None
+    if best is None or best[0] <= 0:
+        return None
+    return _Start(RESIDENT, best[0], resident=best[2].resident, keep=best[0] < best[2].turn_end)
 
 
 def usable_position(candidate: Candidate, limit: int) -> int:

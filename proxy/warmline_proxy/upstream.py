@@ -22,6 +22,7 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_e
 from warmline_proxy.plan import Plan
 from warmline_wire.messages import (
     HEADER_CHECKPOINTS,
+    HEADER_KEEP,
     HEADER_PROMPT,
     HEADER_REQUEST,
     HEADER_RESIDENT,
@@ -175,6 +176,8 @@ class Upstream:
         headers = {HEADER_REQUEST: request_id, HEADER_PROMPT: prompt_id}
         if plan.reuse:
             headers |= {HEADER_RESIDENT: plan.resident, HEADER_REUSE: str(plan.reuse)}
+            if plan.keep:
+                headers[HEADER_KEEP] = "1"
         if plan.checkpoints:
             headers[HEADER_CHECKPOINTS] = ",".join(map(str, plan.checkpoints))
         request = self._request("POST", PATHS[endpoint], headers)

@@ -73,13 +73,14 @@ class Drive:
         *,
         resident: str = "",
         reuse: int = 0,
+        keep: bool = False,
         checkpoints: tuple[int, ...] = (),
         **params: object,
     ) -> tuple[str, Heard]:
         self._count += 1
         name, heard = f"r{self._count}", Heard()
         wanted = GenerationParams(max_tokens=max_tokens, **{"ignore_eos": True, **params})
-        self.scheduler.submit(Generation(name, prompt, wanted, heard.events.append, resident, reuse, checkpoints))
+        self.scheduler.submit(Generation(name, prompt, wanted, heard.events.append, resident, reuse, keep, checkpoints))
         return name, heard
 
     def until(self, done: Callable[[], bool]) -> None:

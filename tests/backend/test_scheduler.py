@@ -51,7 +51,7 @@ def test_a_branch_leaves_its_resident_as_it_was(family: str, root: Path) -> None
     first[:70] = shared
     trunk = drive.run(first, 4, checkpoints=(70,))
     branch = shared + prompt_of(40, 9)
-    other = drive.run(branch, 10, resident=trunk.settled.resident, reuse=70)
+    other = drive.run(branch, 10, resident=trunk.settled.resident, reuse=70, keep=True)
     truth = cold(drive.served, family, branch, 10)
     assert compare_greedy(truth.tokens, other.generated, truth.margins, tolerance(family))
     assert other.settled.timings.prefilled == 40
@@ -59,6 +59,25 @@ def test_a_branch_leaves_its_resident_as_it_was(family: str, root: Path) -> None
     again = drive.run(onward, 10, resident=trunk.settled.resident, reuse=404)
     truth = cold(drive.served, family, onward, 10)
     assert compare_greedy(truth.tokens, again.generated, truth.margins, tolerance(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_conversations_on_one_resident_do_not_disturb_each_other(family: str, root: Path) -> None:
+    """A copy and its original go on at once, each in its own way, in one batch where they can share one."""
+    drive = Drive(served(family, root))
+    trunk = drive.run(prompt_of(60), 10)
+    held = prompt_of(60) + trunk.generated
+    prompts = [held + prompt_of(20, seed) for seed in (3, 4)]
+    resident = trunk.settled.resident
+    both = [
+        drive.submit(prompt, 20, resident=resident, reuse=70, keep=keep)[1]
+        for prompt, keep in zip(prompts, (True, False), strict=True)
+    ]
+    drive.until(lambda: all(one.over for one in both))
+    for prompt, one in zip(prompts, both, strict=True):
+        truth = cold(drive.served, family, prompt, 20)
+        assert compare_greedy(truth.tokens, one.generated, truth.margins, tolerance(family))
+        assert one.settled.timings.prefilled == 20
 
 
 def test_residents_refuse_what_they_are_not(root: Path) -> None:

@@ -76,6 +76,17 @@ def test_the_shortest_of_equal_residents_is_continued() -> None:
     assert decide(Prompt(300), residents, stored(0), layout(), COSTS).resident == "exact"
 
 
+@pytest.mark.parametrize(
+    ("common", "keep"),
+    [(250, False), (200, False), (180, False), (179, True), (20, True)],
+    ids=["all of it", "into its answer", "all of its prompt's messages", "less than these", "a system prompt"],
+)
+def test_only_the_same_conversation_takes_a_resident_over(common: int, keep: bool) -> None:
+    """A turn that repeats all messages of the last one goes on with it; what shares less is another's."""
+    plan = decide(Prompt(300), [Candidate("r", 250, common, turn_end=180)], stored(0), layout(), COSTS)
+    assert (plan.resident, plan.reuse, plan.keep) == ("r", common, keep)
+
+
 def test_restores_and_prefills_are_timed_without_measurements() -> None:
     assert decide(Prompt(300), [], stored(200), layout(), Costs()).source == "restored"
 

@@ -35,8 +35,8 @@ def test_a_signal_stops_the_proxy_before_the_backend(number: signal.Signals) -> 
 
 def test_restarts_a_killed_child_and_waits_longer_each_time() -> None:
     with start() as serve:
-        first = int(serve.wait_for(r"^backend up (\d+)")[1])
-        serve.wait_for("^ready ")
+        up, _ = serve.wait_for_all(r"^backend up (\d+)", "^ready ")
+        first = int(up[1])
         os.kill(first, signal.SIGKILL)
         assert serve.wait_for(r"the backend was killed by SIGKILL; starting it again in (\S+) s")[1] == "1"
         second = int(serve.wait_for(r"^backend up (\d+)")[1])
