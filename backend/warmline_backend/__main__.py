@@ -26,6 +26,7 @@ from warmline_wire.lifeline import end_with_parent
 
 log = logging.getLogger(__name__)
 
+SWITCH_S = 0.0005
 ENGINE_STOP_S = 30.0
 SHUTDOWN_S = 2.0  # what running streams get to end by themselves
 
@@ -40,6 +41,7 @@ def main(arguments: list[str]) -> int:
         level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     end_with_parent()
+    sys.setswitchinterval(SWITCH_S)
     return asyncio.run(_serve(config))
 
 

@@ -25,7 +25,7 @@ class _Entry:
     packed: bytes  # its tokens, u32le
     bytes_held: int
     leased_until: float = 0.0  # time.monotonic()
-    last_used: float = field(default_factory=time.monotonic)
+    last_used: float = field(default_factory=time.time)
 
     @property
     def leased(self) -> bool:
@@ -43,6 +43,7 @@ class Residents:
         self.generation = 0
         self._entries: dict[str, _Entry] = {}  # oldest first
         self._drop_first: list[str] = []
+        self._listed: list[Resident] | None = None  # until the table changes
 
     def __contains__(self, resident_id: str) -> bool:
         return resident_id in self._entries
@@ -54,10 +55,6 @@ class Residents:
     def bytes_held(self) -> int:
         return sum(entry.bytes_held for entry in self._entries.values())
 
-    @property
-    def bytes_leased(self) -> int:
-        return sum(entry.bytes_held for entry in self._entries.values() if entry.leased)
-
     def kv(self, resident_id: str) -> KV | None:
         entry = self._entries.get(resident_id)
         return entry.kv if entry else None
@@ -67,12 +64,14 @@ class Residents:
         resident_id = secrets.token_hex(8)
         until = time.monotonic() + LEASE_S if leased else 0.0
         self._entries[resident_id] = _Entry(kv, pack_tokens(kv.tokens), kv.nbytes, until)
+        self._listed = None
         return resident_id
 
     def weigh(self, resident_id: str) -> None:
         """Count a resident's bytes again after it has shed some."""
         if (entry := self._entries.get(resident_id)) is not None:
             entry.bytes_held = entry.kv.nbytes
+            self._listed = None
 
     def take(self, resident_id: str, prompt: list[int], reuse: int, keep: bool) -> KV:
         """A KV of exactly `prompt[:reuse]` for a new owner.  Raises ResidentGone, ResidentMismatch.
@@ -87,7 +86,7 @@ class Residents:
             raise ResidentMismatch(f"resident {resident_id} of {kv.length} tokens can't be continued at {reuse}")
         if kv.tokens[:reuse] != prompt[:reuse]:
             raise ResidentMismatch(f"resident {resident_id} holds other tokens than the prompt's first {reuse}")
-        entry.leased_until, entry.last_used = 0.0, time.monotonic()
+        entry.leased_until, entry.last_used, self._listed = 0.0, time.time(), None
         if keep:
             self._entries[resident_id] = self._entries.pop(resident_id)
             return kv.branch(reuse)
@@ -97,6 +96,7 @@ class Residents:
 
     def drop(self, resident_id: str) -> bool:
         """Forget a resident because somebody asked to; False where there is none."""
+        self._listed = None
         return self._entries.pop(resident_id, None) is not None
 
     def order(self, drop_first: list[str]) -> None:
@@ -105,13 +105,14 @@ class Residents:
 
     def make_room(self, bytes_wanted: int) -> bool:
         """Drop unleased residents until at most `budget - bytes_wanted` is held; False where that can't be."""
-        target = self.budget_bytes - bytes_wanted
-        for resident_id in self._in_drop_order():
-            if self.bytes_held <= target:
+        held, target = self.bytes_held, self.budget_bytes - bytes_wanted
+        for resident_id in self._in_drop_order() if held > target else ():
+            if held <= target:
                 break
-            del self._entries[resident_id]
+            held -= self._entries.pop(resident_id).bytes_held
             self.generation += 1
-        return self.bytes_held <= target
+            self._listed = None
+        return held <= target
 
     def _in_drop_order(self) -> list[str]:
         rank = {resident_id: n for n, resident_id in enumerate(self._drop_first)}
@@ -120,17 +121,17 @@ class Residents:
         return [resident_id for resident_id, _ in free]
 
     def listed(self) -> list[Resident]:
-        """All residents with their tokens, for whoever asks."""
-        now = time.monotonic()
-        return [
-            Resident(
-                id=resident_id,
-                tokens=entry.kv.length,
-                positions=entry.kv.positions(),
-                bytes_held=entry.bytes_held,
-                leased=entry.leased,
-                idle_s=now - entry.last_used,
-                ids=entry.packed,
-            )
-            for resident_id, entry in self._entries.items()
-        ]
+        """All residents with their tokens, for whoever asks; not to be changed.  Cheap while nothing changes."""
+        if self._listed is None:
+            self._listed = [
+                Resident(
+                    id=resident_id,
+                    tokens=entry.kv.length,
+                    positions=entry.kv.positions(),
+                    bytes_held=entry.bytes_held,
+                    last_used=entry.last_used,
+                    ids=entry.packed,
+                )
+                for resident_id, entry in self._entries.items()
+            ]
+        return self._listed

@@ -293,6 +293,7 @@ class Scheduler:
             generated=pack_tokens(kv.tokens[prompt:]) if resident else b"",
             prefilled_until=kv.length if resident else 0,
             checkpoints=sorted(kv.checkpoints) if resident else [],
+            positions=kv.positions() if resident else [],
             timings=sequence.timings,
             error=error,
         )

@@ -281,6 +281,7 @@ class Service:
             generated=b"",
             prefilled_until=0,
             checkpoints=[],
+            positions=[],
             timings=Timings(),
         )
 

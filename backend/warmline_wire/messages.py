@@ -130,8 +130,7 @@ class Resident(msgspec.Struct, kw_only=True):
     tokens: int
     positions: list[int]  # where it can be continued, ascending; empty means: anywhere up to `tokens`
     bytes_held: int
-    leased: bool
-    idle_s: float
+    last_used: float  # Unix seconds
     ids: bytes | None = None  # u32le; only on GET /kv/residents?ids=1
 
 
@@ -207,6 +206,7 @@ class Settled(Reply, kw_only=True):
     generated: bytes  # u32le ids sampled *and* computed: each has rows
     prefilled_until: int  # tokens that have rows
     checkpoints: list[int]  # positions whose state is kept in memory, ascending
+    positions: list[int]  # as in Resident
     timings: Timings
     error: str = ""
 

@@ -1,12 +1,16 @@
 """Keeps the mirror and the backend's status fresh: the acting half of `mirror.py`."""
 
 import asyncio
+import time
 
 from warmline_proxy.mirror import Mirror
 from warmline_proxy.plan import Costs
 from warmline_proxy.upstream import Upstream
 from warmline_wire.keys import namespace
 from warmline_wire.messages import Reply, Status
+
+MEASURE_INTERVAL_S = 1.0
+MEMORY_FILLING_SHARE = 0.5
 
 
 class Knowledge:
@@ -17,6 +21,7 @@ class Knowledge:
         self._upstream = upstream
         self._tenant = tenant
         self._status: Status | None = None
+        self._measured_at = 0.0  # time.monotonic()
         self._refreshing = asyncio.Lock()
 
     async def status(self) -> Status:
@@ -46,11 +51,6 @@ class Knowledge:
         async with self._refreshing:
             await self._refresh()
 
-    async def prune(self) -> None:
-        """Forget what the backend dropped and learn where the rest can be continued.  Raises UpstreamError."""
-        async with self._refreshing:
-            await self._prune()
-
     async def _refresh(self) -> Status:
         known = self.mirror.ids()
         listing = await self._upstream.residents(ids=True)
@@ -68,8 +68,18 @@ class Knowledge:
             self.mirror.note(listing)
             self.mirror.keep_only(listing.residents, known)
 
+    def memory_is_filling(self) -> bool:
+        """Whether the backend may soon have to give residents up."""
+        status = self._status
+        return status is not None and (
+            status.resident_bytes + status.running_bytes > MEMORY_FILLING_SHARE * status.memory_budget_bytes
+        )
+
     async def measure(self) -> None:
-        """Take over the rates that the backend has measured since."""
+        """Take over the rates that the backend has measured since; once a second is enough."""
+        if time.monotonic() - self._measured_at < MEASURE_INTERVAL_S:
+            return
+        self._measured_at = time.monotonic()
         status = await self._upstream.status(patient=False)
         if self._status is None or status.boot == self._status.boot:
             self._status = status

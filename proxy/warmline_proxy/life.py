@@ -57,14 +57,10 @@ def held_at(life: Life, position: int) -> Held:
 
 
 def held_after(life: Life, settled: Settled) -> Held:
-    """What a generation leaves: `(prompt + generated)[:prefilled_until]`.
-
-    Its positions hold for sure; the backend's listing of residents may tell more of them later.
-    """
+    """What a generation leaves: `(prompt + generated)[:prefilled_until]`."""
     assert life.prompt is not None
     tokens = (life.prompt.tokens + settled.generated)[: settled.prefilled_until * TOKEN_BYTES]
-    positions = () if _anywhere(life.layout) else tuple(sorted({*settled.checkpoints, settled.prefilled_until}))
-    return Held(life.root, tokens, positions, turn_end=min(life.prompt.turn_end, len(tokens) // TOKEN_BYTES))
+    return Held(life.root, tokens, settled.positions, turn_end=min(life.prompt.turn_end, len(tokens) // TOKEN_BYTES))
 
 
 def _anywhere(layout: Layout | None) -> bool:

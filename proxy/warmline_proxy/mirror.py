@@ -80,23 +80,9 @@ class Mirror:
         if held := self._held.get(resident):
             self._held[resident] = replace(held, durable=True)
 
-    def drop_order(self) -> list[str]:
-        """Whom to give up first: what another resident holds too, then what can be restored, each oldest first.
-
-        What is named last of all, by not being named, exists nowhere else.
-        """
-        covered = [name for name in self._held if self._is_covered(name)]
-        return covered + [name for name, held in self._held.items() if held.durable and name not in covered]
-
-    def _is_covered(self, name: str) -> bool:
-        mine = self._held[name]
-        return any(
-            len(other) > len(mine)
-            and other.root == mine.root
-            and (not other.positions or len(mine) in other.positions)
-            and other.tokens.startswith(mine.tokens)
-            for other in self._held.values()
-        )
+    def durable(self) -> list[str]:
+        """Those that could be restored, oldest first: what the backend may give up before what exists nowhere else."""
+        return [name for name, held in self._held.items() if held.durable]
 
     def candidates(self, root: bytes, prompt: bytes) -> list[Candidate]:
         """Residents of this namespace that share a prefix with the packed prompt, tokens compared."""

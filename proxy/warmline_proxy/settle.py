@@ -36,7 +36,7 @@ class Settler:
         settled = life.trace.settled
         try:
             if settled:
-                await self._keep_up()
+                await self._keep_up(settled)
             if settled and settled.resident:
                 async with self._one_at_a_time:
                     await (self._keep(life, settled) if self._reuse else self._forget(settled))
@@ -45,9 +45,9 @@ class Settler:
         finally:
             self._record(life)
 
-    async def _keep_up(self) -> None:
-        """What the request took over or pushed out is no longer in memory, and the rates have been measured anew."""
-        await self._knowledge.prune()
+    async def _keep_up(self, settled: Settled) -> None:
+        """What the request pushed out is no longer in memory, and the rates may have been measured anew."""
+        await self._knowledge.catch_up(settled)
         await self._knowledge.measure()
 
     async def _forget(self, settled: Settled) -> None:
@@ -66,7 +66,7 @@ class Settler:
         )
         save = await self._begin(life, held, settled, layout)
         if save is None:
-            self._knowledge.mirror.mark_durable(settled.resident)
+            await self._now_durable(settled.resident)
             trace.session = await _in_thread(self._index.note_session, life.root, held.tokens, session)
             return
         reply = await self._write(save, settled)
@@ -75,11 +75,16 @@ class Settler:
         cost_s = prefill_seconds(save.matched, len(held), self._knowledge.costs().prefill)
         committed = await _in_thread(self._index.commit_save, save, reply, prefill_s=cost_s, session=session)
         trace.session, trace.saved_tokens = committed.session, committed.tokens_saved
-        if not committed.why_not:
-            self._knowledge.mirror.mark_durable(settled.resident)
-            await self._upstream.order_residents(self._knowledge.mirror.drop_order())
-        else:
+        if committed.why_not:
             log.info("request %s: not all of its tail was kept: %s", trace.id, committed.why_not)
+        else:
+            await self._now_durable(settled.resident)
+
+    async def _now_durable(self, resident: str) -> None:
+        """What is on disk can be given up; said to the backend once its memory fills."""
+        self._knowledge.mirror.mark_durable(resident)
+        if self._knowledge.memory_is_filling():
+            await self._upstream.order_residents(self._knowledge.mirror.durable())
 
     async def _begin(self, life: Life, held: Held, settled: Settled, layout: Layout) -> SavePlan | None:
         return await _in_thread(

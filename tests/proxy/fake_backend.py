@@ -230,8 +230,7 @@ class FakeBackend:
                         tokens=len(ids) // 4,
                         positions=self.checkpoints.get(name, []),
                         bytes_held=1,
-                        leased=False,
-                        idle_s=0.0,
+                        last_used=0.0,
                         ids=ids if with_ids else None,
                     )
                     for name, ids in self.held.items()
@@ -317,6 +316,7 @@ class FakeBackend:
             generated=packed(generated),
             prefilled_until=len(prompt + generated),
             checkpoints=self.checkpoints[resident],
+            positions=self.checkpoints[resident],
             timings=Timings(prefill_s=0.1, decode_s=0.1, prefilled=len(prompt) - reuse, decoded=len(generated)),
         )
 

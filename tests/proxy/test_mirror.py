@@ -1,4 +1,4 @@
-"""What the proxy would have the backend give up first."""
+"""What the proxy knows of the backend's memory."""
 
 from warmline_proxy.mirror import Held, Mirror
 from warmline_wire.keys import pack_tokens
@@ -10,22 +10,19 @@ def held(count: int, root: bytes = ROOT, positions: tuple[int, ...] = ()) -> Hel
     return Held(root, pack_tokens(range(count)), positions)
 
 
-def test_what_another_holds_too_goes_first_then_what_is_on_disk() -> None:
+def test_only_what_is_on_disk_may_be_given_up() -> None:
     mirror = Mirror()
-    mirror.add("nowhere else", Held(ROOT, pack_tokens([9, 9, 9])))
-    mirror.add("durable", Held(ROOT, pack_tokens([7, 7])))
-    mirror.add("short", held(10))
-    mirror.add("long", held(20))
-    mirror.mark_durable("durable")
-    mirror.mark_durable("gone meanwhile")
-    assert mirror.drop_order() == ["short", "durable"]
+    mirror.add("first", held(10))
+    mirror.add("nowhere else", held(20))
+    mirror.add("last", held(30))
+    for name in ("last", "first", "gone meanwhile"):
+        mirror.mark_durable(name)
+    assert mirror.durable() == ["first", "last"]
 
 
-def test_another_tenants_tokens_or_a_longer_one_that_cant_go_on_there_cover_nothing() -> None:
+def test_tokens_decide_and_never_another_namespace() -> None:
     mirror = Mirror()
-    mirror.add("short", held(10))
-    mirror.add("foreign", held(30, OTHER))
-    mirror.add("hybrid", held(20, positions=(15, 20)))
-    assert mirror.drop_order() == []
-    mirror.add("hybrid", held(20, positions=(10, 20)))
-    assert mirror.drop_order() == ["short"]
+    mirror.add("mine", held(10, positions=(4, 10)))
+    mirror.add("theirs", held(30, OTHER))
+    found = mirror.candidates(ROOT, pack_tokens([*range(8), 99]))
+    assert [(each.resident, each.common, each.positions) for each in found] == [("mine", 8, (4, 10))]
