@@ -167,7 +167,8 @@ class _Routes:
     # ---- kv
 
     async def prompts(self, request: web.Request) -> web.Response:
-        return _json(await self._service.prompt(await _body(request, PromptRequest)))
+        raw = await request.read()
+        return _json(await self._service.prompt(decode(raw, PromptRequest), len(raw)))
 
     async def restore(self, request: web.Request) -> web.Response:
         try:
@@ -215,7 +216,8 @@ class _Routes:
         if prompt_id := headers.get(HEADER_PROMPT):
             prompt = service.stored_prompt(prompt_id)
         else:
-            prompt = await service.render(endpoint, await _body(request, dict[str, Any]))
+            raw = await request.read()
+            prompt = await service.render(endpoint, decode(raw, dict[str, Any]), len(raw))
         events = await service.generate(
             request_id,
             prompt,

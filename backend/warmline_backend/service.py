@@ -60,6 +60,7 @@ SETTLED_KEPT_MAX = 256
 READERS = 4
 ROOM_POLL_S = 0.05
 RENDERERS = 2
+RENDERED_INLINE_BYTES_MAX = 8192
 
 
 class NotReady(Exception):
@@ -178,8 +179,8 @@ class Service:
 
     # ---- prompts and generations
 
-    async def prompt(self, request: PromptRequest) -> PromptReply:
-        stored = await self.render(request.endpoint, request.body)
+    async def prompt(self, request: PromptRequest, body_bytes: int) -> PromptReply:
+        stored = await self.render(request.endpoint, request.body, body_bytes)
         return PromptReply(
             boot=self.boot,
             generation=self._engine.snapshot.generation,
@@ -191,8 +192,11 @@ class Service:
             fingerprint=self.loaded.fingerprint,
         )
 
-    async def render(self, endpoint: str, body: dict[str, Any]) -> StoredPrompt:
-        """Check, render and tokenize a body, and remember it.  Raises BadRequest."""
+    async def render(self, endpoint: str, body: dict[str, Any], body_bytes: int) -> StoredPrompt:
+        """Check, render and tokenize a body, and remember it.  Raises BadRequest.
+
+        A large one on a thread of its own; for a small one the way there would take longer than the work.
+        """
         loaded = self.loaded
 
         def work() -> StoredPrompt:
@@ -209,7 +213,10 @@ class Service:
                 secrets.token_hex(8), endpoint, rendered.tokens, params, rendered.boundaries, rendered.turn_end
             )
 
-        stored = await asyncio.get_running_loop().run_in_executor(self._renderers, work)
+        if body_bytes <= RENDERED_INLINE_BYTES_MAX:
+            stored = work()
+        else:
+            stored = await asyncio.get_running_loop().run_in_executor(self._renderers, work)
         self._prompts[stored.id] = stored
         kept = sum(len(prompt.tokens) for prompt in self._prompts.values())
         while kept > PROMPT_TOKENS_KEPT_MAX and len(self._prompts) > 1:
