@@ -42,7 +42,7 @@ def fingerprint(
 ) -> str:
     """64 hex digits.  Raises OSError where files can't be read, ValueError where mlx-lm doesn't know the model.
 
-    `dtype` is the KV's, `code` our own modules that shape KV (codecs, models), `shards` how many ranks share the model.
+    `dtype` is the KV's, `code` our own modules that compute KV (models), `shards` how many ranks share the model.
     """
     digests = _Digests(home_models_dir / "digests.json")
     weights = sorted(model_path.glob("model*.safetensors"))

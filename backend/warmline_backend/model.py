@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from mlx.utils import tree_reduce
+from mlx_lm.generate import maybe_set_recommended_wired_limit
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _download
@@ -80,6 +81,7 @@ def load(
     Raises ModelProblem, or what mlx-lm raises for a folder that is no model.
     """
     folder = _folder(path)
+    maybe_set_recommended_wired_limit()  # macOS would page a large model out between two steps
     model, tokenizer, config = mlx_lm.load(
         str(folder),
         adapter_path=adapter_path or None,

@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from warmline_backend import codecs, kv, segments
+from warmline_backend import segments
 from warmline_backend.chunks import TokenNames
 from warmline_backend.config import BackendConfig
 from warmline_backend.engine import Engine, EngineStopped
 from warmline_backend.fingerprint import fingerprint
+from warmline_backend.kv import RowsGone
 from warmline_backend.model import ServedModel
 from warmline_backend.params import GenerationParams, parse_params
 from warmline_backend.prompts import Renderer
@@ -131,7 +132,6 @@ class Service:
             config.kv_group_size,
             served.dtype,
             self._home.models,
-            code=(codecs, kv),
         )
         self._loaded = Loaded(
             served,
@@ -358,11 +358,16 @@ class Service:
         """Write files one after the other; decoding goes on in between.  Raises ResidentGone, RowsGone, OSError."""
         began, written = time.monotonic(), 0
         reply = SaveReply(boot=self.boot, generation=0, segments=[], checkpoints=[], seconds=0.0)
-        with self._job(request.request_id) as given_up:
-            for spec in request.segments:
-                reply.segments.append(await self._save_segment(request, spec, given_up))
-            for checkpoint in request.checkpoints:
-                reply.checkpoints.append(await self._save_checkpoint(request, checkpoint, given_up))
+        try:
+            with self._job(request.request_id) as given_up:
+                for spec in request.segments:
+                    reply.segments.append(await self._save_segment(request, spec, given_up))
+                for checkpoint in request.checkpoints:
+                    reply.checkpoints.append(await self._save_checkpoint(request, checkpoint, given_up))
+        except BaseException:  # whatever ended it, its caller too: nobody will ever name these files
+            for saved in (*reply.segments, *reply.checkpoints):
+                self._home.segment_file(saved.id).unlink(missing_ok=True)
+            raise
         reply.seconds = time.monotonic() - began
         written = sum(saved.bytes_written for saved in (*reply.segments, *reply.checkpoints))
         saved_until = max((spec.end for spec in request.segments), default=0)
@@ -398,7 +403,7 @@ class Service:
         def copy_state(scheduler: Scheduler) -> dict[str, Tensor]:
             held = scheduler.kv_of(checkpoint.position, resident=request.resident, running=request.running)
             if checkpoint.position not in held.checkpoints:
-                raise kv.RowsGone(f"no state at {checkpoint.position}")
+                raise RowsGone(f"no state at {checkpoint.position}")
             return segments.as_bytes(held.checkpoints[checkpoint.position])
 
         tensors, at = await self._ask(copy_state), checkpoint.position
@@ -413,7 +418,15 @@ class Service:
         if given_up():
             raise Cancelled
         path = self._home.segment_file(meta.id)
-        return await asyncio.get_running_loop().run_in_executor(self._writer, write_file, path, meta, tensors, tokens)
+
+        def write() -> SavedFile:
+            saved = write_file(path, meta, tensors, tokens)
+            if given_up():  # meanwhile: the handler has gone and won't hear of this file
+                path.unlink()
+                raise Cancelled
+            return saved
+
+        return await asyncio.get_running_loop().run_in_executor(self._writer, write)
 
     @contextmanager
     def _job(self, request_id: str) -> Iterator[Callable[[], bool]]:

@@ -1,0 +1,153 @@
+"""What the routes call, over a real engine: saves that are given up leave no file, cancels tell how it ended."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+import tiny_models
+from warmline_backend import service as service_module
+from warmline_backend.config import parse_config
+from warmline_backend.engine import Engine
+from warmline_backend.model import load
+from warmline_backend.scheduler import Scheduler, SchedulerSettings
+from warmline_backend.segments import Cancelled, write_file
+from warmline_backend.sequence import Ended
+from warmline_backend.service import Service, UnknownRequest
+from warmline_wire.home import Home
+from warmline_wire.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec, Settled
+
+BODY = {"messages": [{"role": "user", "content": "hello " * 30}], "max_tokens": 6, "ignore_eos": True}
+IDS = ["a" * 32, "b" * 32]
+
+
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[tuple[Service, Home]]:
+    model = tiny_models.build("llama", folder / "model")
+    config = parse_config(["--home", str(folder / "home"), "--model", str(model)])
+    home = Home(config.home)
+    home.prepare()
+
+    def make_scheduler() -> Scheduler:
+        settings = SchedulerSettings("boot", 1 << 30, 2048, 8, True)
+        return Scheduler(load(config.model, config.served_name), settings)
+
+    engine = Engine(make_scheduler)
+    service = Service(config, home, engine, "boot")
+    engine.start()
+    await service.wait_until_loaded()
+    try:
+        yield service, home
+    finally:
+        engine.stop()
+        await asyncio.wrap_future(engine.ended)
+
+
+def in_service(tmp_path: Path, work: Callable[[Service, Home], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with running(tmp_path) as (service, home):
+            await work(service, home)
+
+    asyncio.run(run())
+
+
+async def generated(service: Service, name: str = "r") -> tuple[Settled, bytes]:
+    """A generation, run to its end, and its packed prompt."""
+    prompt = await service.render("chat", BODY, 10)
+    events = await service.generate(name, prompt)
+    while not isinstance(event := await events.get(), Ended):
+        pass
+    return event.settled, bytes(service.residents(with_ids=True).residents[-1].ids or b"")
+
+
+def save_request(settled: Settled) -> SaveRequest:
+    specs = [SegmentSpec(id=IDS[0], start=0, end=64), SegmentSpec(id=IDS[1], start=64, end=settled.prefilled_until)]
+    return SaveRequest(request_id="save", resident=settled.resident, segments=specs)
+
+
+def stored(home: Home) -> list[str]:
+    return sorted(path.stem for path in home.segments.rglob("*.safetensors"))
+
+
+def test_a_save_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(service: Service, home: Home) -> None:
+        settled, _ = await generated(service)
+
+        def disk_full(path: Path, *rest: object) -> object:
+            if path.stem == IDS[1]:
+                raise OSError(28, "No space left on device")
+            return write_file(path, *rest)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as planted:
+            planted.setattr(service_module, "write_file", disk_full)
+            with pytest.raises(OSError, match="No space left"):
+                await service.save(save_request(settled))
+        assert stored(home) == []
+        await service.save(save_request(settled))
+        assert stored(home) == IDS
+
+    in_service(tmp_path, work)
+
+
+@pytest.mark.parametrize("leaving", ["the caller is gone", "cancelled by id"])
+def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str) -> None:
+    async def work(service: Service, home: Home) -> None:
+        settled, _ = await generated(service)
+        writing, go_on, written = threading.Event(), threading.Event(), threading.Event()
+
+        def slow(path: Path, *rest: object) -> object:
+            writing.set()
+            go_on.wait(10)
+            try:
+                return write_file(path, *rest)  # type: ignore[arg-type]
+            finally:
+                written.set()
+
+        monkeypatch.setattr(service_module, "write_file", slow)
+        saving = asyncio.ensure_future(service.save(save_request(settled)))
+        await asyncio.to_thread(writing.wait, 10)
+        if leaving == "cancelled by id":
+            cancelling = asyncio.ensure_future(service.cancel("save"))
+            await asyncio.sleep(0)
+            go_on.set()
+            assert (await cancelling).finish == "cancelled"
+            with pytest.raises(Cancelled):
+                await saving
+        else:
+            saving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await saving
+            go_on.set()
+        await asyncio.to_thread(written.wait, 10)
+        await asyncio.get_running_loop().run_in_executor(service._writer, lambda: None)  # behind what was being written
+        assert stored(home) == []
+
+    in_service(tmp_path, work)
+
+
+def test_what_is_saved_is_restored_and_continued(tmp_path: Path) -> None:
+    async def work(service: Service, home: Home) -> None:
+        settled, tokens = await generated(service)
+        await service.save(save_request(settled))
+        assert await service.drop_resident(settled.resident)
+        end = settled.prefilled_until
+        chain = [SegmentRef(id=IDS[0], start=0, end=64, upto=64), SegmentRef(id=IDS[1], start=64, end=end, upto=end)]
+        reply = await service.restore(RestoreRequest(request_id="x", tokens=tokens, chain=chain))
+        assert reply.position == end
+        assert [resident.id for resident in service.residents(with_ids=False).residents] == [reply.resident]
+        assert service.status().restore_bytes_per_s > 0
+
+    in_service(tmp_path, work)
+
+
+def test_cancel_tells_how_a_request_ended(tmp_path: Path) -> None:
+    async def work(service: Service, home: Home) -> None:
+        settled, _ = await generated(service, "early")
+        assert await service.cancel("early") == settled
+        with pytest.raises(UnknownRequest):
+            await service.cancel("nobody")
+
+    in_service(tmp_path, work)
