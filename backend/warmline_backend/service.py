@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+PROMPTS_KEPT_MAX = 4096
 PROMPT_TOKENS_KEPT_MAX = 8_000_000
 SETTLED_KEPT_MAX = 256
 READERS = 4
@@ -111,6 +112,7 @@ class Service:
         self._config, self._home, self._engine, self.boot = config, home, engine, boot
         self._loaded: Loaded | None = None
         self._prompts: OrderedDict[str, StoredPrompt] = OrderedDict()
+        self._prompt_tokens_kept = 0
         self._settled: OrderedDict[str, Settled] = OrderedDict()
         self._jobs: dict[str, _Job] = {}  # restores and saves that can be given up
         self._readers = ThreadPoolExecutor(READERS, "segment-reader")
@@ -217,11 +219,17 @@ class Service:
             stored = work()
         else:
             stored = await asyncio.get_running_loop().run_in_executor(self._renderers, work)
-        self._prompts[stored.id] = stored
-        kept = sum(len(prompt.tokens) for prompt in self._prompts.values())
-        while kept > PROMPT_TOKENS_KEPT_MAX and len(self._prompts) > 1:
-            kept -= len(self._prompts.popitem(last=False)[1].tokens)
+        self._store(stored)
         return stored
+
+    def _store(self, prompt: StoredPrompt) -> None:
+        """Keep it, and forget the oldest that are beyond the limits."""
+        self._prompts[prompt.id] = prompt
+        self._prompt_tokens_kept += len(prompt.tokens)
+        while len(self._prompts) > 1 and (
+            len(self._prompts) > PROMPTS_KEPT_MAX or self._prompt_tokens_kept > PROMPT_TOKENS_KEPT_MAX
+        ):
+            self._prompt_tokens_kept -= len(self._prompts.popitem(last=False)[1].tokens)
 
     def stored_prompt(self, prompt_id: str) -> StoredPrompt:
         if (stored := self._prompts.get(prompt_id)) is None:
@@ -356,7 +364,7 @@ class Service:
 
     async def save(self, request: SaveRequest) -> SaveReply:
         """Write files one after the other; decoding goes on in between.  Raises ResidentGone, RowsGone, OSError."""
-        began, written = time.monotonic(), 0
+        began = time.monotonic()
         reply = SaveReply(boot=self.boot, generation=0, segments=[], checkpoints=[], seconds=0.0)
         try:
             with self._job(request.request_id) as given_up:
@@ -365,8 +373,9 @@ class Service:
                 for checkpoint in request.checkpoints:
                     reply.checkpoints.append(await self._save_checkpoint(request, checkpoint, given_up))
         except BaseException:  # whatever ended it, its caller too: nobody will ever name these files
-            for saved in (*reply.segments, *reply.checkpoints):
-                self._home.segment_file(saved.id).unlink(missing_ok=True)
+            ids = [*(spec.id for spec in request.segments), *(ref.id for ref in request.checkpoints)]
+            for file_id in ids:  # not those of the reply: one may be written and not told yet
+                self._home.segment_file(file_id).unlink(missing_ok=True)
             raise
         reply.seconds = time.monotonic() - began
         written = sum(saved.bytes_written for saved in (*reply.segments, *reply.checkpoints))
@@ -422,7 +431,7 @@ class Service:
         def write() -> SavedFile:
             saved = write_file(path, meta, tensors, tokens)
             if given_up():  # meanwhile: the handler has gone and won't hear of this file
-                path.unlink()
+                path.unlink(missing_ok=True)
                 raise Cancelled
             return saved
 

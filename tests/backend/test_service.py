@@ -16,7 +16,7 @@ from warmline_backend.model import load
 from warmline_backend.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.segments import Cancelled, write_file
 from warmline_backend.sequence import Ended
-from warmline_backend.service import Service, UnknownRequest
+from warmline_backend.service import Service, UnknownPrompt, UnknownRequest
 from warmline_wire.home import Home
 from warmline_wire.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec, Settled
 
@@ -92,7 +92,7 @@ def test_a_save_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     in_service(tmp_path, work)
 
 
-@pytest.mark.parametrize("leaving", ["the caller is gone", "cancelled by id"])
+@pytest.mark.parametrize("leaving", ["the caller is gone", "gone once it is written", "cancelled by id"])
 def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str) -> None:
     async def work(service: Service, home: Home) -> None:
         settled, _ = await generated(service)
@@ -117,6 +117,9 @@ def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pyt
             with pytest.raises(Cancelled):
                 await saving
         else:
+            if leaving == "gone once it is written":
+                go_on.set()
+                service._writer.submit(lambda: None).result(10)  # holding the loop up, so that nobody hears of it
             saving.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await saving
@@ -124,6 +127,23 @@ def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pyt
         await asyncio.to_thread(written.wait, 10)
         await asyncio.get_running_loop().run_in_executor(service._writer, lambda: None)  # behind what was being written
         assert stored(home) == []
+
+    in_service(tmp_path, work)
+
+
+def test_prompts_are_kept_within_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(service: Service, home: Home) -> None:
+        first, *_, last = [await service.render("chat", BODY, 10) for _ in range(4)]
+        assert service.stored_prompt(first.id) and service._prompt_tokens_kept == 4 * len(last.tokens)
+        monkeypatch.setattr(service_module, "PROMPTS_KEPT_MAX", 4)
+        await service.render("chat", BODY, 10)
+        with pytest.raises(UnknownPrompt):
+            service.stored_prompt(first.id)
+        monkeypatch.setattr(service_module, "PROMPT_TOKENS_KEPT_MAX", 1)
+        latest = await service.render("chat", BODY, 10)
+        assert service.stored_prompt(latest.id) and service._prompt_tokens_kept == len(latest.tokens)
+        with pytest.raises(UnknownPrompt):
+            service.stored_prompt(last.id)
 
     in_service(tmp_path, work)
 
