@@ -104,15 +104,31 @@ class Residents:
         self._drop_first = drop_first
 
     def make_room(self, bytes_wanted: int) -> bool:
-        """Drop unleased residents until at most `budget - bytes_wanted` is held; False where that can't be."""
-        held, target = self.bytes_held, self.budget_bytes - bytes_wanted
+        """Drop unleased residents until at most `budget - bytes_wanted` is held; False, and none dropped, where that
+        can't be.
+        """
+        target = self.budget_bytes - bytes_wanted
+        if self._bytes_leased > target:
+            return False
+        self._drop_until(target)
+        return True
+
+    def drop_unleased(self) -> None:
+        """Drop all that may go, where even that makes too little room."""
+        self._drop_until(self._bytes_leased)
+
+    @property
+    def _bytes_leased(self) -> int:
+        return sum(entry.bytes_held for entry in self._entries.values() if entry.leased)
+
+    def _drop_until(self, target: int) -> None:
+        held = self.bytes_held
         for resident_id in self._in_drop_order() if held > target else ():
             if held <= target:
                 break
             held -= self._entries.pop(resident_id).bytes_held
             self.generation += 1
             self._listed = None
-        return held <= target
 
     def _in_drop_order(self) -> list[str]:
         rank = {resident_id: n for n, resident_id in enumerate(self._drop_first)}

@@ -101,12 +101,12 @@ class Scheduler:
 
     def reserve(self, request_id: str, bytes_wanted: int) -> bool:
         """Set memory aside for a restore; False while others need it.  Raises TooLarge where it will never fit."""
-        if self.residents.make_room(self.running_bytes + bytes_wanted):
-            self._reserved[request_id] = bytes_wanted
-            return True
         if bytes_wanted > self.settings.memory_budget_bytes:
             raise TooLarge(f"restoring takes {bytes_wanted / 1e9:.2f} GB, more than the memory budget")
-        return False
+        if not self.residents.make_room(self.running_bytes + bytes_wanted):
+            return False
+        self._reserved[request_id] = bytes_wanted
+        return True
 
     def release(self, request_id: str) -> None:
         """Give a reservation back; no harm where there is none."""
@@ -164,8 +164,10 @@ class Scheduler:
         while self._waiting and self.running < self.settings.running_count_max:
             sequence = self._waiting[0]
             needed = self._bytes_needed(sequence.request) - self.served.bytes_of(sequence.kv.length)
-            if not self.residents.make_room(self.running_bytes + needed) and self.running:
-                return  # until somebody ends
+            if not self.residents.make_room(self.running_bytes + needed):
+                if self.running:
+                    return  # until somebody ends
+                self.residents.drop_unleased()
             self._waiting.pop(0)
             sequence.started()
             self._prefilling.append(sequence)
