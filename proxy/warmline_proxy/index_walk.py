@@ -57,7 +57,6 @@ def match(tables: Tables, root: bytes, tokens: bytes, limit: int) -> Match:
         tokens=found.matched,
         chain=[SegmentRef(id=s.row.id, start=s.row.start, end=s.row.end, upto=s.upto) for s in steps],
         checkpoints=checkpoints,
-        bytes_to_read=sum(_bytes_of(step) for step in steps),
         why=_why(tables, root, tokens, limit, found),
     )
 
@@ -127,11 +126,6 @@ def _compare(tables: Tables, row: SegmentRow, tokens: bytes, at: int, until: int
         return at
     stored = tables.tokens(row.id)[(at - row.start) * TOKEN_BYTES : (until - row.start) * TOKEN_BYTES]
     return at + common_prefix(stored, tokens[at * TOKEN_BYTES : until * TOKEN_BYTES])
-
-
-def _bytes_of(step: Step) -> int:
-    row = step.row
-    return row.bytes_on_disk * (step.upto - row.start) // (row.end - row.start)
 
 
 def _why(tables: Tables, root: bytes, tokens: bytes, limit: int, found: Walk) -> str:

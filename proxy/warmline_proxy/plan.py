@@ -62,7 +62,6 @@ class Plan:
     source: str
     reuse: int
     why_not_warmer: str
-    estimate_s: float
     resident: str = ""
     keep: bool = False  # the resident is another conversation's too: copy it
     chain: tuple[SegmentRef, ...] = ()
@@ -75,12 +74,11 @@ def decide(prompt: Prompt, residents: Sequence[Candidate], match: Match, layout:
     limit = prompt.tokens - 1
     starts = [_cold(), _best_resident(residents, limit), _restorable(match, limit, layout)]
     timed = [(_seconds(start, prompt.tokens, layout, costs), start) for start in starts if start]
-    estimate_s, start = min(timed, key=lambda pair: (pair[0], -pair[1].reuse))
+    _, start = min(timed, key=lambda pair: (pair[0], -pair[1].reuse))
     return Plan(
         source=start.source,
         reuse=start.reuse,
         why_not_warmer=_why(start, starts, match, limit, layout),
-        estimate_s=estimate_s,
         resident=start.resident,
         keep=start.keep,
         chain=start.chain,
@@ -92,7 +90,7 @@ def decide(prompt: Prompt, residents: Sequence[Candidate], match: Match, layout:
 def cold_plan(prompt: Prompt, layout: Layout | None, why: str) -> Plan:
     """Compute everything, whatever is stored."""
     checkpoints = checkpoint_positions(prompt, 0) if layout and layout.has_states else ()
-    return Plan(source=COLD, reuse=0, why_not_warmer=why, estimate_s=0.0, checkpoints=checkpoints)
+    return Plan(source=COLD, reuse=0, why_not_warmer=why, checkpoints=checkpoints)
 
 
 def checkpoint_positions(prompt: Prompt, start: int) -> tuple[int, ...]:

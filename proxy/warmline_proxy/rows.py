@@ -98,7 +98,6 @@ class Match(msgspec.Struct, kw_only=True):
     tokens: int  # 0 where nothing matches
     chain: list[SegmentRef]  # root first, no gaps; the last one's `upto` is `tokens`
     checkpoints: list[CheckpointRef]  # on this path at positions <= tokens, ascending
-    bytes_to_read: int
     why: str  # why it is not longer: "nothing stored", "differs at token 812", "evicted", "all of it" ...
 
 

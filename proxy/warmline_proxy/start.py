@@ -16,7 +16,7 @@ from warmline_wire.messages import RestoreRequest
 log = logging.getLogger(__name__)
 
 RESTORES_MAX = 8  # each that fails takes a damaged file out of the index
-NOTHING = Match(tokens=0, chain=[], checkpoints=[], bytes_to_read=0, why="nothing stored")
+NOTHING = Match(tokens=0, chain=[], checkpoints=[], why="nothing stored")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def stored(tokens: int, checkpoints: tuple[int, ...] = (), why: str = "differs")
     chain = [SegmentRef(id=f"s{start}", start=start, end=start + 100, upto=min(tokens, start + 100))
              for start in range(0, tokens, 100)]  # fmt: skip
     at = [CheckpointRef(id=f"c{position}", position=position) for position in checkpoints]
-    return Match(tokens=tokens, chain=chain, checkpoints=at, bytes_to_read=tokens * 100, why=why)
+    return Match(tokens=tokens, chain=chain, checkpoints=at, why=why)
 
 
 @dataclass(frozen=True)
