@@ -1,6 +1,7 @@
 """The one thread that owns every write transaction of the index."""
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -9,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class Writer:
@@ -50,8 +52,16 @@ class Writer:
                 if job is not None:
                     job()
             if time.monotonic() >= due or not running:
-                self._tick()
+                _guarded(self._tick)
                 due = time.monotonic() + self._interval_s
+
+
+def _guarded(tick: Callable[[], None]) -> None:
+    """Whatever a tick meets, the thread lives on: all who write wait for it."""
+    try:
+        tick()
+    except Exception:
+        log.exception("the index's bookkeeping failed")
 
 
 def _settle(future: "Future[Any]", work: Callable[[], Any]) -> None:

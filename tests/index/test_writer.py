@@ -1,0 +1,41 @@
+"""The one thread that writes: whatever it meets, it goes on."""
+
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from warmline_proxy.index_writer import Writer
+
+WAIT_S = 20
+
+
+def test_a_tick_that_fails_is_logged_and_the_next_write_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    ticked = threading.Event()
+
+    def tick() -> None:
+        if not ticked.is_set():
+            ticked.set()
+            raise ZeroDivisionError("planted")
+
+    writer = Writer(tick, 0.01)
+    assert ticked.wait(WAIT_S)
+    assert writer.submit(lambda: 1).result(WAIT_S) == 1
+    writer.close()
+    assert "planted" in caplog.text
+
+
+def test_what_is_written_fails_alone_and_can_be_called_off() -> None:
+    writer = Writer(lambda: None, 1000.0)
+    go_on = threading.Event()
+    first, second, third = (writer.submit(work) for work in (lambda: go_on.wait(WAIT_S), lambda: 2, lambda: 1 / 0))
+    assert second.cancel()
+    go_on.set()
+    assert first.result(WAIT_S) is True
+    with pytest.raises(ZeroDivisionError):
+        third.result(WAIT_S)
+    with pytest.raises(CancelledError):
+        second.result(WAIT_S)
+    writer.close()
+    with pytest.raises(RuntimeError):
+        writer.submit(lambda: 1)
