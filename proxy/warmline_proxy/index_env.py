@@ -182,7 +182,11 @@ class Env:
             fresh.env.close()
         draft.rename(path)
         _sync_folder(self._folder)
-        fresh = self._open(path)
+        try:
+            fresh = self._open(path)
+        except IndexFailure:
+            shutil.rmtree(path)  # the next start would take it for the index, without what is written from now on
+            raise
         with self._lock:
             old, self._current = self._current, fresh
         shutil.rmtree(old.path)  # whoever still reads it has it open

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from index_helpers import ROOT, make_home, matched, planned, save, write_plan
 
-from warmline_proxy.index import Index, IndexReader
+from warmline_proxy.index import Index, IndexFailure, IndexReader
 from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.purge import purge, select
 from warmline_proxy.reconcile import reconcile
@@ -256,6 +256,25 @@ def test_a_compaction_that_was_killed_loses_nothing(tmp_path: Path) -> None:
         assert matched(index, A) == 3000
     with IndexReader(home) as reader:
         assert reader.totals().segments == 1
+
+
+def test_a_compaction_that_fails_leaves_the_index_as_it_was(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Index(home, 1 << 30) as index:
+        save(index, A)
+        whole = index._env._open
+
+        def too_many_files(path: Path) -> object:
+            if path.name == "2":
+                raise IndexFailure("Too many open files")
+            return whole(path)
+
+        with monkeypatch.context() as planted:
+            planted.setattr(index._env, "_open", too_many_files)
+            with pytest.raises(IndexFailure, match="Too many"):
+                index.compact()
+        save(index, [7, *A])
+    with Index(home, 1 << 30) as index:
+        assert (matched(index, A), matched(index, [7, *A])) == (3000, 3001)
 
 
 class IndexReaderInThread:
