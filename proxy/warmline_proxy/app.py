@@ -1,5 +1,6 @@
 """The proxy's HTTP face: who may call what.  Paths are matched by hand, so that a trailing slash is no other path."""
 
+import logging
 from collections.abc import AsyncIterator
 
 from aiohttp import web
@@ -10,15 +11,17 @@ from warmline_proxy.admission import Admission, bearer, check_host, check_key, s
 from warmline_proxy.background import Background
 from warmline_proxy.bodies import BODY_BYTES_MAX
 from warmline_proxy.config import Config
-from warmline_proxy.errors import ClientError, bad_request, from_upstream
+from warmline_proxy.errors import ClientError, bad_request, from_upstream, index_failed
 from warmline_proxy.hotpath import HotPath
-from warmline_proxy.index import Index
+from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.normalize import ENDPOINTS
 from warmline_proxy.passthrough import forward
 from warmline_proxy.settle import Settler
 from warmline_proxy.start import Starter
 from warmline_proxy.upstream import Upstream, UpstreamError
+
+log = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 10.0  # saves under way at a shutdown; what isn't written then is prefilled again
 
@@ -72,6 +75,9 @@ async def errors_as_answers(request: web.Request, handler: Handler) -> web.Strea
         return await handler(request)
     except (ClientError, UpstreamError) as error:
         return from_upstream(error).response()
+    except IndexFailure as error:
+        log.error("%s %s: %s", request.method, request.path, error)
+        return index_failed(str(error)).response()
     except ConnectionResetError:
         return web.Response(status=499, reason="Client Closed Request")
 

@@ -49,6 +49,10 @@ def bad_gateway(message: str) -> ClientError:
     return ClientError(502, error_body(message, "server_error", "backend_failed"))
 
 
+def index_failed(message: str) -> ClientError:
+    return ClientError(500, error_body(f"The index failed: {message}", "server_error", "index_failed"))
+
+
 def from_upstream(error: ClientError | UpstreamError) -> ClientError:
     """A failure of the backend in the client's terms; what the backend itself says of a request is passed on."""
     if isinstance(error, ClientError):

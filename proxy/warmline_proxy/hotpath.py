@@ -1,4 +1,4 @@
-"""A request's life, in seven steps: `HotPath.answer`, read top to bottom.  The other methods are its steps."""
+"""A request's life, in eight steps: `HotPath.answer`, read top to bottom.  The other methods are its steps."""
 
 import asyncio
 import logging
@@ -81,7 +81,7 @@ class HotPath:
         finally:
             life.answered = True
             life.trace.total_s = life.trace.elapsed_s()
-            self._background.spawn(self._finish(life), f"settling of {life.trace.id}")  # 7. settle
+            self._background.spawn(self._finish(life), f"settling of {life.trace.id}")  # 7. settle, 8. record
 
     async def _admit(self, request: web.Request, life: Life) -> bytes:
         self._admission.check()  # before the body is read: a full queue should cost no memory
@@ -154,6 +154,14 @@ class HotPath:
 
     async def _finish(self, life: Life) -> None:
         try:
+            await self._make_way(life)
+            await self._settler.settle(life)
+        finally:
+            self._lives.discard(life)
+
+    async def _make_way(self, life: Life) -> None:
+        """End what runs for it, and let the next one in."""
+        try:
             await self._let_go(life)
         except UpstreamError as error:
             log.warning("request %s: what the backend made of it is unknown: %s", life.trace.id, error)
@@ -161,8 +169,6 @@ class HotPath:
             life.let_go.set()
             if life.slot:
                 life.slot.release()
-        await self._settler.settle(life)
-        self._lives.discard(life)
 
     async def _let_go(self, life: Life) -> None:
         """Cancel what the client no longer waits for.  Prefill that was done stays, so a retry goes on from there."""

@@ -7,6 +7,7 @@ from harness import on_loop, pair
 
 from warmline_proxy.admission import tenant_of
 from warmline_proxy.config import Config, ConfigError, parse
+from warmline_proxy.index import IndexFailure
 from warmline_proxy.passthrough import is_forwardable
 from warmline_wire.home import Home
 
@@ -93,6 +94,20 @@ async def test_the_owners_paths_want_the_homes_secret(tmp_path: Path) -> None:
             assert response.status == 200
         status = await proxy.status()
         assert status["totals"]["segments"] == 0 and not status["residents"]
+
+
+@on_loop
+async def test_an_index_that_fails_is_told_in_openais_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise IndexFailure("no space left")
+
+    async with pair(tmp_path) as proxy:
+        monkeypatch.setattr(proxy.index, "totals", fail)
+        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        async with proxy.client.get(f"{proxy.url}/warmline/status", headers=owner) as response:
+            assert response.status == 500
+            error = (await response.json())["error"]
+        assert error["code"] == "index_failed" and "no space left" in error["message"]
 
 
 def test_others_are_let_in_only_with_a_key(tmp_path: Path) -> None:
