@@ -358,9 +358,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
         place = Path(folder)
         logs = options.logs or place
         logs.mkdir(parents=True, exist_ok=True)
-        model = tiny_models.build("bench", place / "model")
+        model = options.model or tiny_models.build("bench", place / "model")
         measured: dict[str, list[Turns]] = {}
-        console.print(f"{blas_line()}\n{os.cpu_count()} cores; llama, 8 layers, 256 wide, float32")
+        what = options.model or "llama, 8 layers, 256 wide, float32"
+        console.print(f"{blas_line()}\n{os.cpu_count()} cores; {what}")
         with warmline(model, place / "home", logs / "warmline.log") as (pair, direct):
             tokens = options.tokens or calibrate(pair, options.cold_s)
             pair.settle()
@@ -379,6 +380,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a 3 s prefill, once: whether it works, not how fast")
+    parser.add_argument("--model", type=Path, help="a model of your own, instead of the small one")
     parser.add_argument("--cold-s", type=float, default=30.0, help="how long the cold prefill is to take (default: 30)")
     parser.add_argument("--tokens", type=int, default=0, help="prompt length, instead of calibrating")
     parser.add_argument("--repeats", type=int, default=3, help="conversations a server (default: 3)")

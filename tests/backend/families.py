@@ -12,11 +12,12 @@ import tiny_models
 from warmline_backend.model import ServedModel, load
 
 # Where a warm run's logits may differ from a cold one's: rows computed while decoding, or in other chunks, round
-# differently.  Quantized rows turn a difference in the last bit into one of a step; a GPU multiplies float32 with the
-# mantissa of TF32.
+# differently.  Quantized rows turn a difference in the last bit into one of a step.  (On an NVIDIA GPU run these tests
+# with MLX_ENABLE_TF32=0: ten bits of mantissa are too few to tell a wrong cache from rounding.)
 TOLERANCE = {"quantized": 2e-2}
-GPU_TOLERANCE = 5e-2
-FAMILIES = ["llama", "qwen3_5", "gemma3", "deepseek_v32", "falcon_h1", "quantized"]
+FAMILIES = ["llama", "qwen3_5", "gemma3", "deepseek_v32", "falcon_h1"]
+if not mx.cuda.is_available():  # mlx has no kernel there for these quantized shapes
+    FAMILIES.append("quantized")
 
 
 @cache
@@ -36,7 +37,7 @@ def cold(model: ServedModel, family: str, prompt: list[int], max_tokens: int) ->
 
 
 def tolerance(family: str) -> float:
-    return GPU_TOLERANCE if mx.default_device() == mx.gpu else TOLERANCE.get(family, 1e-3)
+    return TOLERANCE.get(family, 1e-3)
 
 
 def prompt_of(length: int, seed: int = 1) -> list[int]:
