@@ -177,7 +177,6 @@ class StateCodec(Codec):
         return self.lift(single)
 
 
-RowsCodecs = RowsCodec | QuantizedRowsCodec
 ROWS, QUANTIZED, WINDOW, STATE = RowsCodec(), QuantizedRowsCodec(), WindowCodec(), StateCodec()
 
 # By exact class: a subclass may keep more than its parent does.

@@ -3,7 +3,6 @@
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,8 +26,6 @@ class EngineStopped(Exception):
 class Snapshot:
     """What the engine was like after its last turn; read by anybody, at once, even while a chunk takes a minute."""
 
-    turns: int = 0
-    at: float = 0.0  # time.monotonic()
     running: int = 0
     queued: int = 0
     running_bytes: int = 0
@@ -44,7 +41,7 @@ class Snapshot:
 
 
 class Engine(threading.Thread):
-    """Runs a scheduler until it is stopped.  `start()` loads the model first; `ready` is set once it serves."""
+    """Runs a scheduler until it is stopped.  `start()` loads the model first; `loaded` and `ended` tell how it went."""
 
     def __init__(self, make_scheduler: Callable[[], Scheduler]) -> None:
         super().__init__(name="engine", daemon=True)
@@ -136,11 +133,9 @@ class Engine(threading.Thread):
             self._commands.get()()
 
     def _take_snapshot(self) -> None:
-        scheduler, last = self.scheduler, self.snapshot
+        scheduler = self.scheduler
         rates = scheduler.rates
         self.snapshot = Snapshot(
-            turns=last.turns + 1,
-            at=time.monotonic(),
             running=scheduler.running,
             queued=scheduler.queued,
             running_bytes=scheduler.running_bytes,
