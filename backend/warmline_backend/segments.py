@@ -1,7 +1,8 @@
 """Segment and checkpoint files: evaluated arrays out to disk, verified bytes back into arrays.
 
-Nothing here runs on the engine thread but `as_bytes` and `Loaded.fields`; the rest reads and writes memory that the
-engine made and will not touch meanwhile.  The frame of a file is `warmline_wire.segment_file`.
+Only `as_bytes` and `Loaded.build` run on the engine thread.  Writers read memory that the engine has evaluated and
+touches no more; loaders fill arrays that they make and evaluate themselves, for the engine to take over.  The frame of
+a file is `warmline_wire.segment_file`.
 """
 
 import os
@@ -18,6 +19,7 @@ import msgspec
 
 from warmline_backend.codecs import CacheLayout, Kind
 from warmline_backend.kv import KV, Named
+from warmline_wire.home import fsync_folder
 from warmline_wire.keys import TOKEN_BYTES, common_prefix, unpack_tokens
 from warmline_wire.messages import CheckpointRef, SavedFile, SegmentRef
 from warmline_wire.segment_file import (
@@ -133,15 +135,6 @@ def _write_durably(path: Path, parts: list[bytes | memoryview]) -> int:
         draft.unlink(missing_ok=True)
     fsync_folder(path.parent)
     return written
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make a rename in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- reading

@@ -66,6 +66,15 @@ class Home:
         return path.read_text().strip()
 
 
+def fsync_folder(folder: Path) -> None:
+    """Make a rename in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_private(path: Path, text: str) -> None:
     """Replace a small file at once, readable by its owner alone."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")

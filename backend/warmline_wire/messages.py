@@ -1,7 +1,7 @@
 """The backend's contract as msgspec structs.  JSON on the wire; `bytes` fields travel as base64; token ids are u32le.
 
-Every reply of a ``/kv`` call carries `boot` and `generation`: `boot` changes when the backend process does,
-`generation` grows by one each time the backend drops a resident on its own.  A proxy that sees either change asks for
+Replies that tell of KV carry `boot` and `generation`: `boot` changes when the backend process does, `generation` grows
+by one each time the backend drops a resident on its own.  A proxy that sees either change asks for
 the residents again (``GET /kv/residents``).
 """
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Reply(msgspec.Struct, kw_only=True):
-    """What every /kv reply carries."""
+    """What every reply carries but those that only acknowledge (a resident dropped, an order taken)."""
 
     boot: str
     generation: int
@@ -231,3 +231,11 @@ def encode(message: object) -> bytes:
 def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
     """Strictly typed; raises msgspec.ValidationError or DecodeError."""
     return msgspec.json.decode(data, type=kind)
+
+
+def message_in(body: bytes) -> str:
+    """What an error object says, or the beginning of whatever else it is."""
+    try:
+        return decode(body, ErrorReply).error.message
+    except msgspec.DecodeError:
+        return body[:200].decode(errors="replace")

@@ -17,7 +17,7 @@ import typer
 
 from warmline_cachectl import client, tables, views
 from warmline_proxy.index import IndexFailure, IndexReader
-from warmline_proxy.purge import select
+from warmline_proxy.purge import select, told
 from warmline_proxy.rows import PurgeReply, PurgeRequest, Snapshot
 from warmline_wire.home import Home
 
@@ -133,14 +133,7 @@ def _preview(snapshot: Snapshot, request: PurgeRequest) -> PurgeReply:
     selection = select(snapshot, request, time.time())
     if not (selection.sessions or selection.segments or selection.quarantined or request.everything):
         _fail("nothing matches", EXIT_FOUND)
-    return PurgeReply(
-        sessions=sorted(selection.sessions),
-        segments=sorted(selection.segments),
-        checkpoints=sorted(selection.checkpoints),
-        quarantined=sorted(selection.quarantined),
-        bytes_freed=selection.bytes_freed,
-        dry_run=True,
-    )
+    return told(selection, dry_run=True)
 
 
 def _resolved(snapshot: Snapshot, typed: str) -> tuple[str, str]:

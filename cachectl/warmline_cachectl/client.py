@@ -18,7 +18,7 @@ from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.purge import purge as purge_index
 from warmline_proxy.rows import PurgeReply, PurgeRequest
 from warmline_wire.home import Home
-from warmline_wire.messages import ErrorReply, decode, encode
+from warmline_wire.messages import decode, encode, message_in
 
 PURGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
 
@@ -76,17 +76,10 @@ def _ask_proxy(url: str, secret: str, request: PurgeRequest) -> PurgeReply:
         with direct.open(call, timeout=PURGE_TIMEOUT_S) as answer:
             return decode(answer.read(), PurgeReply)
     except HTTPError as error:
-        raise Refused(f"the proxy at {url} answered {error.code}: {_message(error.read())}") from error
+        raise Refused(f"the proxy at {url} answered {error.code}: {message_in(error.read())}") from error
     except URLError as error:
         if isinstance(error.reason, ConnectionRefusedError):
             raise error.reason from error
         raise Refused(f"can't reach the proxy at {url}: {error.reason}") from error
     except (OSError, HTTPException, msgspec.MsgspecError) as error:
         raise Refused(f"the proxy at {url} gave no answer: {error}") from error
-
-
-def _message(body: bytes) -> str:
-    try:
-        return decode(body, ErrorReply).error.message
-    except msgspec.MsgspecError:
-        return body[:200].decode(errors="replace")

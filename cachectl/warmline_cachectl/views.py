@@ -36,7 +36,7 @@ def resolve(snapshot: Snapshot, typed: str) -> tuple[str, str]:
 
 def conversations(snapshot: Snapshot, now: float) -> View:
     """All of them, last used first, and what is in quarantine."""
-    users = Counter(link.id for row in snapshot.sessions.values() for link in path(snapshot, row.leaf))
+    users = Counter(link.id for row in snapshot.sessions.values() for link in snapshot.path(row.leaf))
     rows = sorted(snapshot.sessions.values(), key=lambda row: -row.last_used)
     return {
         "sessions": [_session(snapshot, row, users, now) for row in rows],
@@ -47,8 +47,8 @@ def conversations(snapshot: Snapshot, now: float) -> View:
 def conversation(snapshot: Snapshot, session_id: str, now: float) -> View:
     """One with its path, root first."""
     row = snapshot.sessions[session_id]
-    users = Counter(link.id for other in snapshot.sessions.values() for link in path(snapshot, other.leaf))
-    links = path(snapshot, row.leaf)
+    users = Counter(link.id for other in snapshot.sessions.values() for link in snapshot.path(other.leaf))
+    links = snapshot.path(row.leaf)
     return {
         "session": _session(snapshot, row, users, now),
         "path": [_segment(snapshot, link) | {"shared": users[link.id] > 1} for link in links],
@@ -64,7 +64,7 @@ def segment(snapshot: Snapshot, segment_id: str) -> View:
             "sessions": sorted(
                 session.id
                 for session in snapshot.sessions.values()
-                if segment_id in {link.id for link in path(snapshot, session.leaf)}
+                if segment_id in {link.id for link in snapshot.path(session.leaf)}
             ),
         }
     }
@@ -100,17 +100,8 @@ def stats(totals: Totals, requests: list[RequestRecord]) -> View:
     }
 
 
-def path(snapshot: Snapshot, leaf: str) -> list[SegmentRow]:
-    """From the root to this segment."""
-    rows: list[SegmentRow] = []
-    while leaf in snapshot.segments:
-        rows.append(snapshot.segments[leaf])
-        leaf = rows[-1].parent
-    return rows[::-1]
-
-
 def _session(snapshot: Snapshot, row: SessionRow, users: Counter[str], now: float) -> View:
-    links = path(snapshot, row.leaf)
+    links = snapshot.path(row.leaf)
     states = {link.id: _checkpoints(snapshot, link) for link in links}
     weights = {link.id: link.bytes_on_disk + sum(state.bytes_on_disk for state in states[link.id]) for link in links}
     return {

@@ -2,8 +2,8 @@
 
 from aiohttp import web
 
-from warmline_proxy.upstream import Refused, Unreachable, UpstreamError, message_in
-from warmline_wire.messages import ErrorBody, ErrorReply, encode
+from warmline_proxy.upstream import Refused, Unreachable, UpstreamError
+from warmline_wire.messages import ErrorBody, ErrorReply, encode, message_in
 
 RETRY_AFTER_S = 2
 

@@ -11,7 +11,6 @@ keeps the number of the last transaction in a lock file of its own, which must n
     └── NoRoom         the disk budget can't hold a save, whatever is evicted
 """
 
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 import lmdb
 
 from warmline_proxy.index_tables import TABLES, Tables
+from warmline_wire.home import fsync_folder
 
 SCHEMA = 1
 MAP_BYTES = 64 << 30  # virtual and sparse; every process must open the index with the same size
@@ -181,7 +181,7 @@ class Env:
         finally:
             fresh.env.close()
         draft.rename(path)
-        _sync_folder(self._folder)
+        fsync_folder(self._folder)
         try:
             fresh = self._open(path)
         except IndexFailure:
@@ -238,11 +238,3 @@ def _copy(old: _Generation, new: _Generation) -> None:
         for name in TABLES:
             for key, value in source.cursor(db=old.handles[name]):
                 target.put(key, value, db=new.handles[name])
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

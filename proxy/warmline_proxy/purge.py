@@ -48,13 +48,18 @@ def purge(index: Index, request: PurgeRequest) -> PurgeReply:
         selection = index.change(lambda tables: _select_and_remove(tables, request))
         index.sweep()
         index.compact()
+    return told(selection, request.dry_run)
+
+
+def told(selection: Selection, dry_run: bool) -> PurgeReply:
+    """The answer that names it."""
     return PurgeReply(
         sessions=sorted(selection.sessions),
         segments=sorted(selection.segments),
         checkpoints=sorted(selection.checkpoints),
         quarantined=sorted(selection.quarantined),
         bytes_freed=selection.bytes_freed,
-        dry_run=request.dry_run,
+        dry_run=dry_run,
     )
 
 
@@ -77,7 +82,7 @@ def _older_than(snapshot: Snapshot, before: float) -> Selection:
     selection = _of_sessions(snapshot, old)
     kept = _needed(snapshot, snapshot.sessions.keys() - old)
     young = {row.id for row in snapshot.segments.values() if _last_used(snapshot, row.id) >= before}
-    kept |= {link for segment_id in young - selection.segments for link in _path(snapshot, segment_id)}
+    kept |= {link.id for segment_id in young - selection.segments for link in snapshot.path(segment_id)}
     quarantined = {row.id for row in snapshot.quarantined.values() if row.at < before}
     return _measured(snapshot, old, selection.segments | (snapshot.segments.keys() - kept), quarantined)
 
@@ -89,28 +94,20 @@ def _last_used(snapshot: Snapshot, segment_id: str) -> float:
 def _of_sessions(snapshot: Snapshot, sessions: set[str]) -> Selection:
     """Their paths, abandoned branches of those, and what else they wrote, but for what other conversations stand on."""
     needed = _needed(snapshot, snapshot.sessions.keys() - sessions)
-    leaves = [snapshot.sessions[session].leaf for session in sessions]
-    own = {link for leaf in leaves for link in _path(snapshot, leaf)}
+    own = _needed(snapshot, sessions)
     own |= {row.id for row in snapshot.segments.values() if row.session in sessions}
     return _measured(snapshot, sessions, own - needed, set())
 
 
 def _needed(snapshot: Snapshot, sessions: Iterable[str]) -> set[str]:
-    return {link for session in sessions for link in _path(snapshot, snapshot.sessions[session].leaf)}
-
-
-def _path(snapshot: Snapshot, segment_id: str) -> list[str]:
-    links = []
-    while segment_id in snapshot.segments:
-        links.append(segment_id)
-        segment_id = snapshot.segments[segment_id].parent
-    return links
+    """What these stand on."""
+    return {link.id for session in sessions for link in snapshot.path(snapshot.sessions[session].leaf)}
 
 
 def _measured(snapshot: Snapshot, sessions: set[str], segments: Set[str], quarantined: set[str]) -> Selection:
     gone = _with_descendants(snapshot, segments)
     checkpoints = {row.id for row in snapshot.checkpoints.values() if row.segment in gone}
-    lost = {row.id for row in snapshot.sessions.values() if gone.issuperset(_path(snapshot, row.leaf))}
+    lost = {row.id for row in snapshot.sessions.values() if gone.issuperset(_needed(snapshot, [row.id]))}
     sizes = [
         *(snapshot.segments[file_id].bytes_on_disk for file_id in gone),
         *(snapshot.checkpoints[file_id].bytes_on_disk for file_id in checkpoints),

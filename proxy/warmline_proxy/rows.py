@@ -158,6 +158,14 @@ class Snapshot(msgspec.Struct, kw_only=True):
     quarantined: dict[str, QuarantineRow]
     usage: dict[str, Usage]
 
+    def path(self, segment_id: str) -> list[SegmentRow]:
+        """From the root to this segment."""
+        rows: list[SegmentRow] = []
+        while segment_id in self.segments:
+            rows.append(self.segments[segment_id])
+            segment_id = rows[-1].parent
+        return rows[::-1]
+
 
 class Finding(msgspec.Struct, kw_only=True):
     """Something that `verify` holds against the index or a file."""

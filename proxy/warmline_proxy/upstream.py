@@ -27,7 +27,6 @@ from warmline_wire.messages import (
     HEADER_REQUEST,
     HEADER_RESIDENT,
     HEADER_REUSE,
-    ErrorReply,
     KeepOrder,
     PromptReply,
     PromptRequest,
@@ -41,6 +40,7 @@ from warmline_wire.messages import (
     Status,
     decode,
     encode,
+    message_in,
 )
 
 CONNECT_TIMEOUT_S = 5.0
@@ -267,11 +267,3 @@ def _decoded(body: bytes, kind: type[T]) -> T:
         return decode(body, kind)
     except msgspec.DecodeError as error:
         raise Garbled(f"the backend's {kind.__name__} is not readable: {error}") from error
-
-
-def message_in(body: bytes) -> str:
-    """What an error object says, or the beginning of whatever else it is."""
-    try:
-        return decode(body, ErrorReply).error.message
-    except msgspec.DecodeError:
-        return body[:200].decode(errors="replace")
