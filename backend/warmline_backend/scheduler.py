@@ -307,6 +307,7 @@ class Scheduler:
             self._leave_discarded(sequence)
             if sequence.spoken or sequence.retried:
                 settled = self._settled(sequence, "error", "", f"the engine failed: {error}")
+                self.changed()
                 sequence.request.listener(Ended(settled, sequence.reused))
             else:
                 request = replace(sequence.request, resident="", reuse=0)

@@ -3,7 +3,8 @@
 Errors are translated here, once, into OpenAI's error object with a status that the proxy goes by:
 
     BadRequest 400 (or its own)   TooLarge, BadChain, DecodeError 400   Damaged 409   ResidentMismatch 409
-    ResidentGone, RowsGone, UnknownPrompt 410    UnknownRequest 404    Cancelled 499   NotReady 503   OSError 507
+    ResidentGone, RowsGone, UnknownPrompt 410    UnknownRequest 404    Cancelled, ConnectionResetError 499
+    NotReady 503   OSError 507
 """
 
 import asyncio
@@ -115,6 +116,8 @@ async def _translate(request: web.Request, handler: Handler) -> web.StreamRespon
         return _error(STATUS_CLIENT_GONE, "cancelled", code="cancelled")
     except NotReady as error:
         return _error(503, str(error), "unavailable", headers={"Retry-After": RETRY_AFTER_S})
+    except ConnectionResetError:  # an OSError too, but not the disk's
+        return _error(STATUS_CLIENT_GONE, "the client has left", code="cancelled")
     except OSError as error:
         return _error(507, f"writing failed: {error}", "storage")
     except web.HTTPException as error:
