@@ -133,7 +133,9 @@ def main() -> None:
         chain = save(kv, folder)
         files = [folder / f"{link.id}.safetensors" for link in chain]
         size = sum(path.stat().st_size for path in files)
-        loader = Loader(layout, row_names, FINGERPRINT, lambda segment: folder / f"{segment}.safetensors", pool)
+        loader = Loader(
+            layout, row_names, FINGERPRINT, lambda segment: folder / f"{segment}.safetensors", pool, lambda work: work()
+        )
         packed, blob = pack_tokens(tokens), bytes(size)
         buffer = memoryview(bytearray(64 << 20))
         rows = [

@@ -27,7 +27,7 @@ from warmline_wire.lifeline import end_with_parent
 log = logging.getLogger(__name__)
 
 SWITCH_S = 0.0005
-ENGINE_STOP_S = 30.0
+ENGINE_STOP_S = 8.0  # within the grace that serve and the lifeline leave
 SHUTDOWN_S = 2.0  # what running streams get to end by themselves
 
 
@@ -66,6 +66,7 @@ async def _serve(config: BackendConfig) -> int:
         return await _run(config, service, engine, stopped)
     finally:
         await runner.cleanup()
+        service.close()
         engine.stop()
         await asyncio.to_thread(engine.join, ENGINE_STOP_S)
         home.pid_file("backend").unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from warmline_wire.messages import Rate, Resident
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Command = Callable[[], None]
+Command = Callable[[bool], None]  # told whether the engine has ended
 
 
 class EngineStopped(Exception):
@@ -62,9 +62,7 @@ class Engine(threading.Thread):
         """Have `work` done on the engine thread between two steps.  Fails with EngineStopped once it is over."""
         answer: Future[T] = Future()
 
-        def command() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
+        def run() -> None:
             try:
                 result = work(self.scheduler)
             except Exception as error:  # noqa: BLE001  it belongs to whoever asked
@@ -72,6 +70,14 @@ class Engine(threading.Thread):
                 return
             self._take_snapshot()  # first, so that whoever hears the answer finds it true
             answer.set_result(result)
+
+        def command(ended: bool) -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            if ended:
+                answer.set_exception(EngineStopped("the engine has ended"))
+            else:
+                run()
 
         with self._closing:
             if self._closed:
@@ -89,7 +95,7 @@ class Engine(threading.Thread):
     def stop(self) -> None:
         """End after the present step; running requests get no more tokens."""
 
-        def command() -> None:
+        def command(ended: bool) -> None:
             self._stopping = True
 
         self._commands.put(command)
@@ -108,7 +114,7 @@ class Engine(threading.Thread):
         finally:
             with self._closing:
                 self._closed = True
-            self._obey_rest()
+            self._refuse_rest()
             self.ended.set_result(None)
 
     def _run(self) -> None:
@@ -124,13 +130,13 @@ class Engine(threading.Thread):
     def _obey(self) -> None:
         """Do what was asked; without other work, wait for it."""
         if self.scheduler.idle:
-            self._commands.get()()
+            self._commands.get()(False)
         while not self._commands.empty():
-            self._commands.get()()
+            self._commands.get()(False)
 
-    def _obey_rest(self) -> None:
+    def _refuse_rest(self) -> None:
         while not self._commands.empty():
-            self._commands.get()()
+            self._commands.get()(True)
 
     def _take_snapshot(self) -> None:
         scheduler = self.scheduler

@@ -4,17 +4,18 @@ Engine thread only.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_reduce
 
-from warmline_backend.codecs import CacheLayout, Fields, Kind, Leaf, flatten, rebuild
+from warmline_backend.codecs import CacheLayout, Kind, Leaf, flatten, rebuild
 
 CHECKPOINTS_KEPT = 3  # besides the first, which ends system and tools: where a next turn may part ways
 
+T = TypeVar("T")
 Named = dict[str, mx.array]  # "layer.component.field" -> array
 
 
@@ -164,7 +165,7 @@ class KV:
     def _leaf_at(self, leaf: Leaf, held: Any, position: int) -> Any:
         if leaf.codec.kind is Kind.STATE:
             state = self.checkpoints.get(position)
-            fields = leaf.codec.state(held, self.index) if state is None else _fields_of(state, leaf.name)
+            fields = leaf.codec.state(held, self.index) if state is None else fields_of(state, leaf.name)
         elif leaf.codec.kind is Kind.WINDOW and position == self.length:
             return copy.deepcopy(held)  # past its start, a ring has no row 0
         else:
@@ -183,8 +184,9 @@ def _named(leaves: Any) -> Named:
     return {f"{name}.{key}": array for name, fields in leaves for key, array in fields.items()}
 
 
-def _fields_of(named: Named, leaf: str) -> Fields:
-    return {name.removeprefix(leaf + "."): array for name, array in named.items() if name.startswith(leaf + ".")}
+def fields_of(named: Mapping[str, T], leaf: str) -> dict[str, T]:
+    """What of `named` belongs to one leaf, by the name of its field."""
+    return {name.removeprefix(leaf + "."): value for name, value in named.items() if name.startswith(leaf + ".")}
 
 
 def _detach(named: Named) -> Named:

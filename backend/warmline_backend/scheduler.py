@@ -42,6 +42,13 @@ class SchedulerSettings:
     keeps_residents: bool  # false: every request starts cold and leaves nothing
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    request_id: str
+    bytes_wanted: int
+    granted: Callable[[], None]
+
+
 def _unheard() -> None:
     """Nobody wants to know."""
 
@@ -57,6 +64,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._prefilling: list[Sequence] = []
         self._groups: list[DecodeGroup] = []
+        self._wanted: list[_Wanted] = []  # restores that wait for memory, first come first
         self._reserved: dict[str, int] = {}  # bytes of restores on their way, by request id
         self._steps = 0
 
@@ -99,18 +107,28 @@ class Scheduler:
                 return _holding(sequence.kv, until, sequence.kv.length)
         raise ResidentGone(resident or running)
 
-    def reserve(self, request_id: str, bytes_wanted: int) -> bool:
-        """Set memory aside for a restore; False while others need it.  Raises TooLarge where it will never fit."""
+    def reserve(self, request_id: str, bytes_wanted: int, granted: Callable[[], None]) -> None:
+        """Set memory aside for a restore; `granted` is called on this thread once it is.  Raises TooLarge."""
         if bytes_wanted > self.settings.memory_budget_bytes:
             raise TooLarge(f"restoring takes {bytes_wanted / 1e9:.2f} GB, more than the memory budget")
-        if not self.residents.make_room(self.running_bytes + bytes_wanted):
-            return False
-        self._reserved[request_id] = bytes_wanted
-        return True
+        self._wanted.append(_Wanted(request_id, bytes_wanted, granted))
+        self._grant()
 
     def release(self, request_id: str) -> None:
-        """Give a reservation back; no harm where there is none."""
+        """Give a reservation back, or no longer wait for it; no harm where there is none."""
+        self._wanted = [wanted for wanted in self._wanted if wanted.request_id != request_id]
         self._reserved.pop(request_id, None)
+        self._grant()
+
+    def _grant(self) -> None:
+        """Reservations are granted in order, and before waiting prompts: what is read is soon running."""
+        while self._wanted:
+            wanted = self._wanted[0]
+            fits = self.residents.make_room(self.running_bytes + wanted.bytes_wanted)
+            if not fits and (self.running or self._reserved):
+                return  # until somebody ends; alone, it gets what leases leave
+            self._reserved[wanted.request_id] = wanted.bytes_wanted
+            self._wanted.pop(0).granted()
 
     def install(self, request_id: str, kv: KV) -> str:
         """Make a restored KV a resident, leased for the request that it is for; its reservation ends."""
@@ -161,7 +179,8 @@ class Scheduler:
             self._prefill_one()
 
     def _admit(self) -> None:
-        while self._waiting and self.running < self.settings.running_count_max:
+        self._grant()
+        while self._waiting and not self._wanted and self.running < self.settings.running_count_max:
             sequence = self._waiting[0]
             needed = self._bytes_needed(sequence.request) - self.served.bytes_of(sequence.kv.length)
             if not self.residents.make_room(self.running_bytes + needed):
@@ -265,6 +284,16 @@ class Scheduler:
         self.changed()
         sequence.request.listener(Ended(settled, sequence.reused))
         return settled
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        """End a sequence for a fault of its own; where even that fails, its batch can't be trusted any more."""
+        log.error("request %s failed", sequence.request.id, exc_info=error)
+        try:
+            self._end(sequence, "error", error=f"the answer could not be told: {error}")
+        except Exception as second:  # noqa: BLE001  as in _decode_round
+            broken = [group for group in self._groups if sequence in group.sequences]
+            self._groups = [group for group in self._groups if group not in broken]
+            self._discard([member for group in broken for member in group.sequences], second)
 
     def _leave(self, sequence: Sequence) -> None:
         for holding in (self._waiting, self._prefilling):

@@ -12,13 +12,13 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import msgspec
 
 from warmline_backend.codecs import CacheLayout, Kind
-from warmline_backend.kv import KV, Named
+from warmline_backend.kv import KV, Named, fields_of
 from warmline_wire.home import fsync_folder
 from warmline_wire.keys import TOKEN_BYTES, common_prefix, unpack_tokens
 from warmline_wire.messages import CheckpointRef, SavedFile, SegmentRef
@@ -34,6 +34,8 @@ from warmline_wire.segment_file import (
     read_header,
     tensor_checksum,
 )
+
+T = TypeVar("T")
 
 DTYPES = {
     "BOOL": mx.bool_,
@@ -148,16 +150,37 @@ class Damaged(Exception):
         self.bad, self.good_prefix, self.reason, self.detail = bad, good_prefix, reason, detail
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Carrier:
+    """An array that a reader fills through its bytes.  Made and read on the engine thread, filled on any."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    array: mx.array  # of the unsigned type of the same width
+    data: memoryview
+
+    @classmethod
+    def of(cls, dtype: str, shape: tuple[int, ...]) -> "_Carrier":
+        array = mx.zeros(shape, CARRIERS[DTYPES[dtype].size])
+        mx.eval(array)
+        return cls(dtype, shape, array, _raw(array))
+
+    def filled(self) -> mx.array:
+        """What was read, under its own type; shares the memory."""
+        return self.array.view(DTYPES[self.dtype])
+
+
+@dataclass(frozen=True)
 class _Target:
     """Where the rows of one tensor go: positions [first, position) of every head."""
 
-    dtype: str
-    shape: tuple[int, ...]  # (1, heads, rows of room, width)
+    carrier: _Carrier  # (1, heads, rows of room, width)
     first: int
-    row_bytes: int  # of one head
-    carrier: mx.array
-    data: memoryview
+
+    @property
+    def row_bytes(self) -> int:
+        """One row of one head."""
+        return self.carrier.shape[3] * self.carrier.array.dtype.size
 
 
 @dataclass
@@ -168,38 +191,39 @@ class Loaded:
     tokens: bytes
     bytes_read: int = 0
     rows: dict[str, _Target] = field(default_factory=dict)
-    state: Named = field(default_factory=dict)
-
-    def fields(self, leaf: str) -> Named:
-        """The arrays of one leaf.  Engine thread."""
-        prefix = leaf + "."
-        fields = {
-            name.removeprefix(prefix): target.carrier.view(DTYPES[target.dtype])
-            for name, target in self.rows.items()
-            if name.startswith(prefix)
-        }
-        fields |= {name.removeprefix(prefix): array for name, array in self.state.items() if name.startswith(prefix)}
-        return fields
+    state: dict[str, _Carrier] = field(default_factory=dict)
 
     def build(self, layout: CacheLayout) -> KV:
         """The KV that these bytes are.  Engine thread."""
-        leaves = (leaf.codec.build(self.fields(leaf.name), self.position, leaf.template) for leaf in layout.leaves)
-        kv = KV.from_leaves(layout, unpack_tokens(self.tokens), leaves)
-        if self.state:
-            kv.checkpoints[self.position] = dict(self.state)
-        mx.eval([layer.state for layer in kv.layers])
+        state = {name: carrier.filled() for name, carrier in self.state.items()}
+        arrays = state | {name: target.carrier.filled() for name, target in self.rows.items()}
+        built = (leaf.codec.build(fields_of(arrays, leaf.name), self.position, leaf.template) for leaf in layout.leaves)
+        kv = KV.from_leaves(layout, unpack_tokens(self.tokens), built)
+        if state:
+            kv.checkpoints[self.position] = state
+        mx.eval([layer.state for layer in kv.layers], list(state.values()))
         return kv
+
+
+class OnEngine(Protocol):
+    """Runs `work` on the engine thread and waits for what it returns."""
+
+    def __call__(self, work: Callable[[], T]) -> T: ...
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Reads chains of one model.  `segment_file` maps an id to its path; `pool` reads segments side by side."""
+    """Reads chains of one model.  `segment_file` maps an id to its path; `pool` reads segments side by side.
+
+    `on_engine` has work done on the engine thread: arrays are made there, and nowhere else.
+    """
 
     layout: CacheLayout
     row_names: frozenset[str]  # every tensor that a segment of this model has
     fingerprint: str
     segment_file: Callable[[str], Path]
     pool: Executor
+    on_engine: OnEngine
 
     def load(
         self, tokens: bytes, chain: list[SegmentRef], checkpoint: CheckpointRef | None, given_up: Callable[[], bool]
@@ -209,7 +233,7 @@ class Loader:
         _check_chain(chain, checkpoint, loaded.position, self.layout)
         headers = [self._check(link, tokens) for link in chain]
         if headers:
-            self._make_room(loaded, headers)
+            loaded.rows = self.on_engine(lambda: self._targets(loaded.position, headers[0]))
         jobs = [
             self.pool.submit(self._read_segment, link, header, loaded, given_up)
             for link, header in zip(chain, headers, strict=True)
@@ -236,23 +260,26 @@ class Loader:
         meta = header.meta
         if meta.fingerprint != self.fingerprint:
             raise Damaged(link.id, link.start, "foreign", f"made by another model ({meta.fingerprint[:12]})")
-        if header.tensors.keys() - {TOKENS, CHECKSUMS} != self.row_names:
+        if header.content().keys() != self.row_names:
             raise Damaged(link.id, link.start, "foreign", "its tensors are not this model's")
         if (meta.kind, meta.id, meta.start, meta.end) != ("segment", link.id, link.start, link.end):
             raise Damaged(link.id, link.start, "foreign", f"{meta.kind} {meta.id} of [{meta.start}, {meta.end})")
         return header
 
-    def _make_room(self, loaded: Loaded, headers: list[SegmentHeader]) -> None:
-        room = -(-loaded.position // ROOM_TOKENS) * ROOM_TOKENS
+    def _targets(self, position: int, header: SegmentHeader) -> dict[str, _Target]:
+        """Room for [0, position) of every tensor with rows; for rotating layers, of their window.  Engine thread."""
+        room, targets = -(-position // ROOM_TOKENS) * ROOM_TOKENS, {}
         for leaf in self.layout.leaves:
             if leaf.codec.kind is Kind.STATE:
                 continue
             windowed = leaf.codec.kind is Kind.WINDOW
-            first = max(0, loaded.position - leaf.template.max_size) if windowed else 0
-            rows = loaded.position - first if windowed else room
-            for name, place in headers[0].tensors.items():
-                if name.startswith(leaf.name + "."):
-                    loaded.rows[name] = _target(place, first, rows)
+            first = max(0, position - leaf.template.max_size) if windowed else 0
+            rows = position - first if windowed else room
+            for name, place in fields_of(header.tensors, leaf.name).items():
+                one, heads, _, width = place.shape
+                carrier = _Carrier.of(place.dtype, (one, heads, rows, width))
+                targets[f"{leaf.name}.{name}"] = _Target(carrier, first)
+        return targets
 
     def _read_segment(
         self, link: SegmentRef, header: SegmentHeader, loaded: Loaded, given_up: Callable[[], bool]
@@ -287,11 +314,13 @@ class Loader:
             meta = header.meta
             if meta.fingerprint != self.fingerprint or meta.kind != "checkpoint" or meta.position != loaded.position:
                 raise SegmentFileError("foreign", f"{meta.kind} at {meta.position}")
+            loaded.state = self.on_engine(
+                lambda: {name: _Carrier.of(place.dtype, place.shape) for name, place in header.content().items()}
+            )
             with FileIO(path) as file:
                 reader = _Reader(file, header)
-                for name in header.tensors:
-                    if name != CHECKSUMS:
-                        loaded.state[name] = reader.read_array(name)
+                for name, carrier in loaded.state.items():
+                    reader.read_into(name, carrier.data)
                 loaded.bytes_read += reader.bytes_read
         except SegmentFileError as error:
             raise Damaged(checkpoint.id, loaded.position, error.reason, error.detail) from error
@@ -312,14 +341,6 @@ def _check_chain(chain: list[SegmentRef], checkpoint: CheckpointRef | None, posi
         raise BadChain(f"a model with recurrent layers needs a checkpoint at {position}")
 
 
-def _target(place: TensorPlace, first: int, rows: int) -> _Target:
-    one, heads, _, width = place.shape
-    carrier_type = CARRIERS[DTYPES[place.dtype].size]
-    carrier = mx.zeros((one, heads, rows, width), carrier_type)
-    mx.eval(carrier)
-    return _Target(place.dtype, carrier.shape, first, width * carrier_type.size, carrier, _raw(carrier))
-
-
 class _Reader:
     """Reads tensors of one open file, each compared with its checksum.  Raises SegmentFileError, OSError."""
 
@@ -334,24 +355,13 @@ class _Reader:
         self._wanted = {name: int.from_bytes(packed[8 * n : 8 * n + 8], "little") for n, name in enumerate(names)}
 
     def read_whole(self, name: str) -> bytes:
-        place = self._header.tensors[name]
-        data = bytearray(place.bytes_count)
-        self._fill(memoryview(data), place.offset)
-        self._verify(name, [memoryview(data)])
+        data = bytearray(self._header.tensors[name].bytes_count)
+        self.read_into(name, memoryview(data))
         return bytes(data)
 
-    def read_array(self, name: str) -> mx.array:
-        """A tensor as an evaluated array of its own."""
-        place = self._header.tensors[name]
-        dtype = DTYPES[place.dtype]
-        carrier = mx.zeros(place.shape, CARRIERS[dtype.size])
-        mx.eval(carrier)
-        data = _raw(carrier)
-        self._fill(data, place.offset)
+    def read_into(self, name: str, data: memoryview) -> None:
+        self._fill(data, self._header.tensors[name].offset)
         self._verify(name, [data])
-        array = carrier.view(dtype)
-        mx.eval(array)
-        return array
 
     def read_rows(self, name: str, target: _Target, upto: int) -> None:
         """Rows [max(start, target.first), upto) of every head, straight into place.
@@ -359,7 +369,8 @@ class _Reader:
         What else the tensor holds is read for its checksum alone.
         """
         place, meta = self._header.tensors.get(name), self._header.meta
-        if place is None or place.dtype != target.dtype or place.shape[1::2] != target.shape[1::2]:
+        carrier = target.carrier
+        if place is None or place.dtype != carrier.dtype or place.shape[1::2] != carrier.shape[1::2]:
             raise SegmentFileError("foreign", f"{name} is {place and (place.dtype, place.shape)}")
         if place.shape[2] != meta.end - meta.start:
             raise SegmentFileError("rows", f"{name} has {place.shape[2]} rows for [{meta.start}, {meta.end})")
@@ -367,13 +378,14 @@ class _Reader:
 
     def _strips(self, place: TensorPlace, target: _Target, upto: int) -> Iterator[memoryview]:
         """Head by head: the rows before the wanted ones, the wanted ones in their place, those behind them."""
-        start, end, row, room = self._header.meta.start, self._header.meta.end, target.row_bytes, target.shape[2]
+        start, end = self._header.meta.start, self._header.meta.end
+        row, room = target.row_bytes, target.carrier.shape[2]
         first = max(start, target.first)
         before, after = memoryview(bytearray((first - start) * row)), memoryview(bytearray((end - upto) * row))
         offset = place.offset
         for head in range(place.shape[1]):
             into = (head * room + first - target.first) * row
-            for strip in (before, target.data[into : into + (upto - first) * row], after):
+            for strip in (before, target.carrier.data[into : into + (upto - first) * row], after):
                 self._fill(strip, offset)
                 offset += strip.nbytes
                 yield strip

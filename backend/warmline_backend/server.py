@@ -4,7 +4,7 @@ Errors are translated here, once, into OpenAI's error object with a status that 
 
     BadRequest 400 (or its own)   TooLarge, BadChain, DecodeError 400   Damaged 409   ResidentMismatch 409
     ResidentGone, RowsGone, UnknownPrompt 410    UnknownRequest 404    Cancelled, ConnectionResetError 499
-    NotReady 503   OSError 507
+    NotReady, EngineStopped 503   OSError 507
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import msgspec
 from aiohttp import web
 
 from warmline_backend.chunks import ChunkWriter, TokenLogprob, TokenNames
+from warmline_backend.engine import EngineStopped
 from warmline_backend.kv import RowsGone
 from warmline_backend.params import BadRequest
 from warmline_backend.residents import ResidentGone, ResidentMismatch
@@ -114,7 +115,7 @@ async def _translate(request: web.Request, handler: Handler) -> web.StreamRespon
         return _error(404, f"no request {error} is running here", code="unknown_request")
     except Cancelled:
         return _error(STATUS_CLIENT_GONE, "cancelled", code="cancelled")
-    except NotReady as error:
+    except (NotReady, EngineStopped) as error:
         return _error(503, str(error), "unavailable", headers={"Retry-After": RETRY_AFTER_S})
     except ConnectionResetError:  # an OSError too, but not the disk's
         return _error(STATUS_CLIENT_GONE, "the client has left", code="cancelled")

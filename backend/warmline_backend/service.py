@@ -9,48 +9,39 @@ What the engine raises (ResidentGone, ResidentMismatch, TooLarge) and what reque
 import asyncio
 import logging
 import secrets
-import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from warmline_backend import segments
 from warmline_backend.chunks import TokenNames
 from warmline_backend.config import BackendConfig
-from warmline_backend.engine import Engine, EngineStopped
+from warmline_backend.engine import Engine
 from warmline_backend.fingerprint import fingerprint
-from warmline_backend.kv import RowsGone
 from warmline_backend.model import ServedModel
 from warmline_backend.params import GenerationParams, parse_params
 from warmline_backend.prompts import Renderer
 from warmline_backend.scheduler import Scheduler
-from warmline_backend.segments import Cancelled, Loader, Tensor, write_file
 from warmline_backend.sequence import Ended, Event, Generation
+from warmline_backend.storage import Storage
 from warmline_wire.home import Home
 from warmline_wire.keys import TOKEN_BYTES, pack_tokens
 from warmline_wire.messages import (
-    CheckpointRef,
     PromptReply,
     PromptRequest,
     ResidentsReply,
     RestoreReply,
     RestoreRequest,
-    SavedFile,
     SaveReply,
     SaveRequest,
-    SegmentSpec,
     Settled,
     Status,
     Timings,
 )
-from warmline_wire.segment_file import FileMeta
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +50,6 @@ T = TypeVar("T")
 PROMPTS_KEPT_MAX = 4096
 PROMPT_TOKENS_KEPT_MAX = 8_000_000
 SETTLED_KEPT_MAX = 256
-READERS = 4
-ROOM_POLL_S = 0.05
 RENDERERS = 2
 RENDERED_INLINE_BYTES_MAX = 8192
 
@@ -95,14 +84,7 @@ class Loaded:
     fingerprint: str
     renderer: Renderer
     names: TokenNames
-    loader: Loader
-
-
-class _Job:
-    """A restore or save: asked to stop by a flag that other threads read, over when its handler is."""
-
-    def __init__(self) -> None:
-        self.given_up, self.over = threading.Event(), asyncio.Event()
+    storage: Storage
 
 
 class Service:
@@ -114,10 +96,6 @@ class Service:
         self._prompts: OrderedDict[str, StoredPrompt] = OrderedDict()
         self._prompt_tokens_kept = 0
         self._settled: OrderedDict[str, Settled] = OrderedDict()
-        self._jobs: dict[str, _Job] = {}  # restores and saves that can be given up
-        self._readers = ThreadPoolExecutor(READERS, "segment-reader")
-        self._loaders = ThreadPoolExecutor(READERS, "restore")
-        self._writer = ThreadPoolExecutor(1, "segment-writer")
         self._renderers = ThreadPoolExecutor(RENDERERS, "renderer")
 
     # ---- start and state
@@ -140,8 +118,14 @@ class Service:
             mark,
             Renderer(served.tokenizer, served.vocabulary_size),
             TokenNames(served.tokenizer),
-            Loader(served.layout, served.row_names, mark, self._home.segment_file, self._readers),
+            Storage(self._home, self._engine, served, mark),
         )
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._renderers.shutdown(wait=False, cancel_futures=True)
+        if self._loaded is not None:
+            self._loaded.storage.close()
 
     @property
     def loaded(self) -> Loaded:
@@ -276,9 +260,7 @@ class Service:
 
         One that has just ended by itself is answered with how it did.  Raises UnknownRequest.
         """
-        if (job := self._jobs.get(request_id)) is not None:
-            job.given_up.set()
-            await job.over.wait()
+        if await self.loaded.storage.give_up(request_id):
             return self._given_up(request_id)
         settled = await self._ask(lambda scheduler: scheduler.cancel(request_id))
         settled = settled or self._settled.get(request_id)
@@ -328,131 +310,31 @@ class Service:
 
     async def restore(self, request: RestoreRequest) -> RestoreReply:
         """Raises segments.Damaged, Cancelled, BadChain, TooLarge."""
-        loaded, name = self.loaded, request.request_id
-        with self._job(name) as given_up:
-            await self._reserve(name, loaded.served.bytes_of(len(request.tokens) // TOKEN_BYTES), given_up)
-            began = time.monotonic()
-            try:
-                read = await asyncio.get_running_loop().run_in_executor(
-                    self._loaders, loaded.loader.load, request.tokens, request.chain, request.checkpoint, given_up
-                )
-
-                def install(scheduler: Scheduler) -> tuple[str, float]:
-                    held = read.build(loaded.served.layout)
-                    resident, seconds = scheduler.install(name, held), time.monotonic() - began
-                    scheduler.rates.restored(read.bytes_read, seconds)
-                    return resident, seconds
-
-                resident, seconds = await self._ask(install)
-            finally:
-                self._engine.ask(lambda scheduler: scheduler.release(name))
+        resident, bytes_read, seconds = await self.loaded.storage.restore(request)
         return RestoreReply(
             boot=self.boot,
             generation=self._engine.snapshot.generation,
             resident=resident,
-            position=read.position,
-            bytes_read=read.bytes_read,
+            position=len(request.tokens) // TOKEN_BYTES,
+            bytes_read=bytes_read,
             seconds=seconds,
         )
 
-    async def _reserve(self, request_id: str, bytes_wanted: int, given_up: Callable[[], bool]) -> None:
-        """Wait until running requests leave room for a restore: a prefill would want as much, and take longer."""
-        while not await self._ask(lambda scheduler: scheduler.reserve(request_id, bytes_wanted)):
-            await asyncio.sleep(ROOM_POLL_S)
-            if given_up():
-                raise Cancelled
-
     async def save(self, request: SaveRequest) -> SaveReply:
-        """Write files one after the other; decoding goes on in between.  Raises ResidentGone, RowsGone, OSError."""
-        began = time.monotonic()
-        reply = SaveReply(boot=self.boot, generation=0, segments=[], checkpoints=[], seconds=0.0)
-        try:
-            with self._job(request.request_id) as given_up:
-                for spec in request.segments:
-                    reply.segments.append(await self._save_segment(request, spec, given_up))
-                for checkpoint in request.checkpoints:
-                    reply.checkpoints.append(await self._save_checkpoint(request, checkpoint, given_up))
-        except BaseException:  # whatever ended it, its caller too: nobody will ever name these files
-            ids = [*(spec.id for spec in request.segments), *(ref.id for ref in request.checkpoints)]
-            for file_id in ids:  # not those of the reply: one may be written and not told yet
-                self._home.segment_file(file_id).unlink(missing_ok=True)
-            raise
-        reply.seconds = time.monotonic() - began
-        written = sum(saved.bytes_written for saved in (*reply.segments, *reply.checkpoints))
-        saved_until = max((spec.end for spec in request.segments), default=0)
-
-        def settle(scheduler: Scheduler) -> None:
-            scheduler.rates.saved(written, reply.seconds)
-            scheduler.saved(request.resident, request.running, saved_until)
-
-        await self._ask(settle)
-        reply.generation = self._engine.snapshot.generation
-        return reply
-
-    async def _save_segment(self, request: SaveRequest, spec: SegmentSpec, given_up: Callable[[], bool]) -> SavedFile:
-        def copy_rows(scheduler: Scheduler) -> tuple[dict[str, Tensor], bytes]:
-            held = scheduler.kv_of(spec.end, resident=request.resident, running=request.running)
-            tokens = pack_tokens(held.tokens[spec.start : spec.end])
-            return segments.as_bytes(held.rows(spec.start, spec.end)), tokens
-
-        tensors, tokens = await self._ask(copy_rows)
-        meta = FileMeta(
-            kind="segment",
-            id=spec.id,
-            fingerprint=self.loaded.fingerprint,
-            start=spec.start,
-            end=spec.end,
-            parent=spec.parent,
+        """Raises ResidentGone, RowsGone, Cancelled, OSError."""
+        written, states, seconds = await self.loaded.storage.save(request)
+        return SaveReply(
+            boot=self.boot,
+            generation=self._engine.snapshot.generation,
+            segments=written,
+            checkpoints=states,
+            seconds=seconds,
         )
-        return await self._write(meta, tensors, tokens, given_up)
-
-    async def _save_checkpoint(
-        self, request: SaveRequest, checkpoint: CheckpointRef, given_up: Callable[[], bool]
-    ) -> SavedFile:
-        def copy_state(scheduler: Scheduler) -> dict[str, Tensor]:
-            held = scheduler.kv_of(checkpoint.position, resident=request.resident, running=request.running)
-            if checkpoint.position not in held.checkpoints:
-                raise RowsGone(f"no state at {checkpoint.position}")
-            return segments.as_bytes(held.checkpoints[checkpoint.position])
-
-        tensors, at = await self._ask(copy_state), checkpoint.position
-        meta = FileMeta(
-            kind="checkpoint", id=checkpoint.id, fingerprint=self.loaded.fingerprint, start=0, end=0, position=at
-        )
-        return await self._write(meta, tensors, b"", given_up)
-
-    async def _write(
-        self, meta: FileMeta, tensors: dict[str, Tensor], tokens: bytes, given_up: Callable[[], bool]
-    ) -> SavedFile:
-        if given_up():
-            raise Cancelled
-        path = self._home.segment_file(meta.id)
-
-        def write() -> SavedFile:
-            saved = write_file(path, meta, tensors, tokens)
-            if given_up():  # meanwhile: the handler has gone and won't hear of this file
-                path.unlink(missing_ok=True)
-                raise Cancelled
-            return saved
-
-        return await asyncio.get_running_loop().run_in_executor(self._writer, write)
-
-    @contextmanager
-    def _job(self, request_id: str) -> Iterator[Callable[[], bool]]:
-        """A restore or save that `cancel(request_id)`, or the end of its handler, gives up."""
-        job = self._jobs[request_id] = _Job()
-        try:
-            yield job.given_up.is_set
-        finally:
-            job.given_up.set()
-            job.over.set()
-            self._jobs.pop(request_id, None)
 
     async def _ask(self, work: Callable[[Scheduler], T]) -> T:
-        try:
-            return await asyncio.wrap_future(self._engine.ask(work))
-        except EngineStopped as error:
-            raise NotReady(str(error)) from error
+        """Raises NotReady where there is no engine to answer."""
+        assert self.loaded
+        return await asyncio.wrap_future(self._engine.ask(work))
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, hear: Callable[[Event], None], event: Event) -> None:

@@ -80,6 +80,10 @@ class SegmentHeader:
     tensors: dict[str, TensorPlace]  # "checksums" included
     file_bytes: int
 
+    def content(self) -> dict[str, TensorPlace]:
+        """The tensors that are KV."""
+        return {name: place for name, place in self.tensors.items() if name not in (TOKENS, CHECKSUMS)}
+
     def checksummed(self) -> list[str]:
         """The names that the checksums stand for, in their order."""
         return sorted(name for name in self.tensors if name != CHECKSUMS)

@@ -117,7 +117,14 @@ def save(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRef], list[
 
 
 def loader(served: ServedModel, folder: Path, pool: ThreadPoolExecutor) -> Loader:
-    return Loader(served.layout, served.row_names, FINGERPRINT, lambda name: folder / f"{name}.safetensors", pool)
+    return Loader(
+        served.layout,
+        served.row_names,
+        FINGERPRINT,
+        lambda name: folder / f"{name}.safetensors",
+        pool,
+        lambda work: work(),
+    )
 
 
 def cut_chain(chain: list[SegmentRef], position: int) -> list[SegmentRef]:

@@ -347,18 +347,45 @@ def test_room_that_can_not_be_made_costs_nobody_its_place(root: Path) -> None:
     held = drive.run(prompt_of(60), 4).settled.resident
     _, long = drive.submit(prompt_of(500), 100)
     drive.until(lambda: len(long.events) > 3)
-    assert not drive.scheduler.reserve("a", 400_000)
+    granted: list[str] = []
+    drive.scheduler.reserve("a", 400_000, lambda: granted.append("a"))
     with pytest.raises(TooLarge):
-        drive.scheduler.reserve("b", 500_001)
-    assert held in drive.scheduler.residents and drive.scheduler.residents.generation == 0
+        drive.scheduler.reserve("b", 500_001, lambda: granted.append("b"))
+    assert not granted and held in drive.scheduler.residents and drive.scheduler.residents.generation == 0
 
 
 def test_memory_is_reserved_for_a_restore_until_it_is_there(root: Path) -> None:
     drive = Drive(served("llama", root), budget=500_000)
-    assert drive.scheduler.reserve("a", 400_000)
-    assert not drive.scheduler.reserve("b", 400_000)
+    granted: list[str] = []
+
+    def reserve(name: str, bytes_wanted: int) -> None:
+        drive.scheduler.reserve(name, bytes_wanted, lambda: granted.append(name))
+
+    reserve("a", 400_000)
+    reserve("b", 400_000)
+    assert granted == ["a"], "the second waits for the first"
     _, heard = drive.submit(prompt_of(400), 5)
+    drive.scheduler.turn()
+    assert drive.scheduler.queued == 1, "a prompt waits behind what was asked before it"
+    drive.scheduler.release("b")
     drive.scheduler.release("a")
     drive.until(lambda: heard.over)
+    reserve("c", 400_000)
+    assert granted == ["a", "c"], "residents make way"
     with pytest.raises(TooLarge):
-        drive.scheduler.reserve("c", 500_001)
+        reserve("d", 500_001)
+
+
+def test_restores_are_granted_in_order_as_requests_end(root: Path) -> None:
+    drive = Drive(served("llama", root), budget=500_000)
+    granted: list[str] = []
+    _, running = drive.submit(prompt_of(500), 40)
+    drive.until(lambda: len(running.events) > 3)
+    for name in ("first", "second"):
+        drive.scheduler.reserve(name, 240_000, lambda name=name: granted.append(name))  # type: ignore[misc]
+    _, later = drive.submit(prompt_of(30, 2), 2)
+    assert granted == []
+    drive.until(lambda: running.over)
+    drive.scheduler.turn()
+    assert granted == ["first", "second"]
+    drive.until(lambda: later.over)

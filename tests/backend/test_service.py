@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiny_models
-from warmline_backend import service as service_module
+from warmline_backend import storage
 from warmline_backend.config import parse_config
 from warmline_backend.engine import Engine
 from warmline_backend.model import load
@@ -42,6 +42,7 @@ async def running(folder: Path) -> AsyncIterator[tuple[Service, Home]]:
     try:
         yield service, home
     finally:
+        service.close()
         engine.stop()
         await asyncio.wrap_future(engine.ended)
 
@@ -82,7 +83,7 @@ def test_a_save_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             return write_file(path, *rest)  # type: ignore[arg-type]
 
         with monkeypatch.context() as planted:
-            planted.setattr(service_module, "write_file", disk_full)
+            planted.setattr(storage, "write_file", disk_full)
             with pytest.raises(OSError, match="No space left"):
                 await service.save(save_request(settled))
         assert stored(home) == []
@@ -106,7 +107,7 @@ def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pyt
             finally:
                 written.set()
 
-        monkeypatch.setattr(service_module, "write_file", slow)
+        monkeypatch.setattr(storage, "write_file", slow)
         saving = asyncio.ensure_future(service.save(save_request(settled)))
         await asyncio.to_thread(writing.wait, 10)
         if leaving == "cancelled by id":
@@ -119,13 +120,17 @@ def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pyt
         else:
             if leaving == "gone once it is written":
                 go_on.set()
-                service._writer.submit(lambda: None).result(10)  # holding the loop up, so that nobody hears of it
+                service.loaded.storage._writer.submit(lambda: None).result(
+                    10
+                )  # holding the loop up, so that nobody hears of it
             saving.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await saving
             go_on.set()
         await asyncio.to_thread(written.wait, 10)
-        await asyncio.get_running_loop().run_in_executor(service._writer, lambda: None)  # behind what was being written
+        await asyncio.get_running_loop().run_in_executor(
+            service.loaded.storage._writer, lambda: None
+        )  # behind what was being written
         assert stored(home) == []
 
     in_service(tmp_path, work)
