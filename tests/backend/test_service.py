@@ -3,12 +3,14 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 import tiny_models
+from warmline_backend import service as warmline_service
 from warmline_backend import storage
 from warmline_backend.config import parse_config
 from warmline_backend.engine import Engine
@@ -67,6 +69,11 @@ async def generated(service: Service, name: str = "r") -> tuple[Settled, bytes]:
 def save_request(settled: Settled) -> SaveRequest:
     specs = [SegmentSpec(id=IDS[0], start=0, end=64), SegmentSpec(id=IDS[1], start=64, end=settled.prefilled_until)]
     return SaveRequest(request_id="save", resident=settled.resident, segments=specs)
+
+
+def behind(service: Service) -> "Future[None]":
+    """Done once the writer has done all that it was given."""
+    return service.loaded.storage._writer.submit(lambda: None)
 
 
 def stored(home: Home) -> list[str]:
@@ -140,11 +147,11 @@ def test_prompts_are_kept_within_their_limits(tmp_path: Path, monkeypatch: pytes
     async def work(service: Service, home: Home) -> None:
         first, *_, last = [await service.render("chat", BODY, 10) for _ in range(4)]
         assert service.stored_prompt(first.id) and service._prompt_tokens_kept == 4 * len(last.tokens)
-        monkeypatch.setattr(service_module, "PROMPTS_KEPT_MAX", 4)
+        monkeypatch.setattr(warmline_service, "PROMPTS_KEPT_MAX", 4)
         await service.render("chat", BODY, 10)
         with pytest.raises(UnknownPrompt):
             service.stored_prompt(first.id)
-        monkeypatch.setattr(service_module, "PROMPT_TOKENS_KEPT_MAX", 1)
+        monkeypatch.setattr(warmline_service, "PROMPT_TOKENS_KEPT_MAX", 1)
         latest = await service.render("chat", BODY, 10)
         assert service.stored_prompt(latest.id) and service._prompt_tokens_kept == len(latest.tokens)
         with pytest.raises(UnknownPrompt):
