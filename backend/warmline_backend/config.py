@@ -1,6 +1,7 @@
 """The backend's configuration: flags, checked once."""
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8025)
     parser.add_argument("--reuse", choices=("fast", "off"), default="fast")
     parser.add_argument("--prefill-step-size", type=int, default=2048)
-    parser.add_argument("--memory-budget-gb", type=float, default=0.0)
+    parser.add_argument("--memory-budget-gb", type=gigabytes, default=0.0)
     parser.add_argument("--kv-bits", type=int, default=0)
     parser.add_argument("--kv-group-size", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=0)
@@ -74,11 +75,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def gigabytes(text: str) -> float:
+    """argparse's type for a budget; raises ValueError for what is no amount."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
 def _check(config: BackendConfig) -> None:
     if config.host not in ("127.0.0.1", "::1", "localhost"):
         raise ConfigError(f"--host {config.host}: the backend serves loopback only; put the proxy on the network")
-    if config.kv_bits not in (0, 2, 3, 4, 5, 6, 8):
-        raise ConfigError(f"--kv-bits {config.kv_bits}: expected 0 (off), 2, 3, 4, 5, 6 or 8")
+    if config.kv_bits not in (0, 4, 8):
+        raise ConfigError(f"--kv-bits {config.kv_bits}: expected 0 (off), 4 or 8")
     if config.kv_group_size not in (32, 64, 128):
         raise ConfigError(f"--kv-group-size {config.kv_group_size}: expected 32, 64 or 128")
     for name in ("prefill_step_size", "running_count_max"):

@@ -2,6 +2,7 @@
 
 import argparse
 import ipaddress
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,14 @@ class Config:
             raise ConfigError("--queue-count-max must be at least 0 and --running-count-max at least 1")
 
 
+def gigabytes(text: str) -> float:
+    """argparse's type for a budget; raises ValueError for what is no amount."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
 def is_loopback(host: str) -> bool:
     """Whether binding `host` stays on this machine."""
     if host == "localhost":
@@ -76,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=Config.port)
     parser.add_argument("--backend-url", default=Config.backend_url)
     parser.add_argument("--reuse", choices=("fast", "off"), default=Config.reuse)
-    parser.add_argument("--disk-budget-gb", type=float, default=Config.disk_budget_bytes / GB)
+    parser.add_argument("--disk-budget-gb", type=gigabytes, default=Config.disk_budget_bytes / GB)
     parser.add_argument("--queue-count-max", type=int, default=Config.queue_count_max)
     parser.add_argument("--running-count-max", type=int, default=Config.running_count_max)
     parser.add_argument("--log-level", choices=LOG_LEVELS, default=Config.log_level)

@@ -155,7 +155,8 @@ class HotPath:
     async def _finish(self, life: Life) -> None:
         try:
             await self._make_way(life)
-            await self._settler.settle(life)
+            if life.slot:  # else it never came in, and a flood of refusals would push out what the records are for
+                await self._settler.settle(life)
         finally:
             self._lives.discard(life)
 

@@ -35,13 +35,13 @@ class Settler:
         """Returns when the request's tail is durable, or isn't going to be."""
         settled = life.trace.settled
         try:
-            if settled:
-                await self._keep_up(settled)
             if settled and settled.resident:
                 async with self._one_at_a_time:
                     await (self._keep(life, settled) if self._reuse else self._forget(settled))
+            if settled:
+                await self._keep_up(settled)
         except (UpstreamError, IndexFailure, OSError) as error:
-            log.warning("request %s is answered, but its tail was not kept: %s", life.trace.id, error)
+            log.warning("request %s is answered, but settling it failed: %s", life.trace.id, error)
         finally:
             self._record(life)
 
@@ -69,11 +69,15 @@ class Settler:
             await self._now_durable(settled.resident)
             trace.session = await _in_thread(self._index.note_session, life.root, held.tokens, session)
             return
-        reply = await self._write(save, settled)
-        if reply is None:
-            return
-        cost_s = prefill_seconds(save.matched, len(held), self._knowledge.costs().prefill)
-        committed = await _in_thread(self._index.commit_save, save, reply, prefill_s=cost_s, session=session)
+        committed = None
+        try:
+            if (reply := await self._write(save, settled)) is None:
+                return
+            cost_s = prefill_seconds(save.matched, len(held), self._knowledge.costs().prefill)
+            committed = await _in_thread(self._index.commit_save, save, reply, prefill_s=cost_s, session=session)
+        finally:
+            if committed is None:  # whatever went wrong, also where the proxy is shutting down
+                await _in_thread(self._index.abort_save, save)
         trace.session, trace.saved_tokens = committed.session, committed.tokens_saved
         if committed.why_not:
             log.info("request %s: not all of its tail was kept: %s", trace.id, committed.why_not)
@@ -105,17 +109,11 @@ class Settler:
             segments=save.segments,
             checkpoints=save.checkpoints,
         )
-        written = False
         try:
-            reply = await self._upstream.save(request)
-            written = True
+            return await self._upstream.save(request)
         except Gone:
             log.info("resident %s was gone before it was saved", settled.resident)
             return None
-        finally:
-            if not written:  # also where the proxy is shutting down
-                await _in_thread(self._index.abort_save, save)
-        return reply
 
     def _record(self, life: Life) -> None:
         record = life.trace.record()
