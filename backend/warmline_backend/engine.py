@@ -1,5 +1,6 @@
 """The engine thread: the only one that computes with mlx.  Others send it work and read its last snapshot."""
 
+import contextlib
 import logging
 import queue
 import threading
@@ -15,6 +16,8 @@ from warmline_wire.messages import Rate, Resident
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+BLOCKED_WAIT_S = 0.1  # a lease may end without anybody saying so
 Command = Callable[[bool], None]  # told whether the engine has ended
 
 
@@ -129,8 +132,9 @@ class Engine(threading.Thread):
 
     def _obey(self) -> None:
         """Do what was asked; without other work, wait for it."""
-        if self.scheduler.idle:
-            self._commands.get()(False)
+        if self.scheduler.idle or self.scheduler.blocked:
+            with contextlib.suppress(queue.Empty):
+                self._commands.get(timeout=BLOCKED_WAIT_S if self.scheduler.blocked else None)(False)
         while not self._commands.empty():
             self._commands.get()(False)
 

@@ -8,7 +8,8 @@ from warmline_backend.kv import KV
 from warmline_wire.keys import pack_tokens
 from warmline_wire.messages import Resident
 
-LEASE_S = 60.0  # how long a restored resident is safe from eviction while its request is on the way
+LEASE_S = 20.0  # how long a restored resident is safe from eviction while its request is on the way
+UNSAVED_S = 60.0  # and one that a request has left, while its save is; each piece that is written renews it
 
 
 class ResidentGone(Exception):
@@ -59,18 +60,26 @@ class Residents:
         entry = self._entries.get(resident_id)
         return entry.kv if entry else None
 
-    def add(self, kv: KV, *, leased: bool = False) -> str:
-        """Keep `kv`; the caller has seen to the room (`make_room`).  Returns the new resident's id."""
+    def add(self, kv: KV, *, lease_s: float) -> str:
+        """Keep `kv`; the caller has seen to the room (`make_room`).  Returns the new resident's id.
+
+        For `lease_s` nothing pushes it out; the lease ends sooner when it is taken, saved, or named in `order`.
+        """
         resident_id = secrets.token_hex(8)
-        until = time.monotonic() + LEASE_S if leased else 0.0
+        until = time.monotonic() + lease_s
         self._entries[resident_id] = _Entry(kv, pack_tokens(kv.tokens), kv.nbytes, until)
         self._listed = None
         return resident_id
 
-    def weigh(self, resident_id: str) -> None:
-        """Count a resident's bytes again after it has shed some."""
+    def renew(self, resident_id: str, lease_s: float) -> None:
+        """Lease a resident anew where its lease has not ended yet."""
+        if (entry := self._entries.get(resident_id)) is not None and entry.leased:
+            entry.leased_until = time.monotonic() + lease_s
+
+    def saved(self, resident_id: str) -> None:
+        """It is on disk: it may go, and has shed what was kept for the save."""
         if (entry := self._entries.get(resident_id)) is not None:
-            entry.bytes_held = entry.kv.nbytes
+            entry.bytes_held, entry.leased_until = entry.kv.nbytes, 0.0
             self._listed = None
 
     def take(self, resident_id: str, prompt: list[int], reuse: int, keep: bool) -> KV:
@@ -102,6 +111,14 @@ class Residents:
     def order(self, drop_first: list[str]) -> None:
         """Which to give up first under pressure; the others go after these, least recently used first."""
         self._drop_first = drop_first
+        for resident_id in drop_first:
+            if (entry := self._entries.get(resident_id)) is not None:
+                entry.leased_until = 0.0
+
+    @property
+    def some_leased(self) -> bool:
+        """Some will be free to go in a moment: when they are taken or saved, or their lease ends."""
+        return any(entry.leased for entry in self._entries.values())
 
     def make_room(self, bytes_wanted: int) -> bool:
         """Drop unleased residents until at most `budget - bytes_wanted` is held; False, and none dropped, where that

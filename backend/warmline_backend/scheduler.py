@@ -15,7 +15,7 @@ from warmline_backend.decode import DecodeGroup
 from warmline_backend.kv import KV, RowsGone
 from warmline_backend.model import ServedModel
 from warmline_backend.rates import Rates
-from warmline_backend.residents import ResidentGone, Residents
+from warmline_backend.residents import LEASE_S, UNSAVED_S, ResidentGone, Residents
 from warmline_backend.sampling import pick_logprobs
 from warmline_backend.sequence import Ended, Generation, Piece, Progress, Sequence, TokenLogprobs
 from warmline_wire.keys import pack_tokens
@@ -26,7 +26,11 @@ log = logging.getLogger(__name__)
 DECODE_STEPS_PER_CHUNK = 8
 CHUNKS_PASSED_OVER_MAX = 4  # a long prompt waits at most this many chunks of shorter ones
 ANSWER_TOKENS_RESERVED = 256  # admission counts this much of an answer that may be longer
+STEPS_PER_WEIGHING = 32
 STEPS_PER_CLEAN_UP = 512  # how often mlx's buffer pool is emptied while decoding
+
+
+OUT_OF_MEMORY = "the memory budget is used up by answers that grew; try again, or raise --memory-budget-gb"
 
 
 class TooLarge(Exception):
@@ -78,14 +82,16 @@ class Scheduler:
         needed, budget = self._bytes_needed(request), self.settings.memory_budget_bytes
         if needed > budget:
             raise TooLarge(
-                f"the KV of {len(request.prompt)} prompt tokens and their answer takes {needed / 1e9:.2f} GB, the "
-                f"memory budget is {budget / 1e9:.2f} GB; shorten the prompt or raise --memory-budget-gb"
+                f"the KV of {len(request.prompt)} prompt tokens and their answer takes {needed / 1e6:.1f} MB, the "
+                f"memory budget is {budget / 1e6:.1f} MB; shorten the prompt or raise --memory-budget-gb"
             )
         if request.resident:
             kv = self.residents.take(request.resident, request.prompt, request.reuse, request.keep)
         else:
             kv = self._fresh_kv()
-        self._waiting.append(Sequence(request, kv, self.served, adopted="" if request.keep else request.resident))
+        sequence = Sequence(request, kv, self.served, adopted="" if request.keep else request.resident)
+        sequence.answer_tokens_max = min(request.params.max_tokens, self._tokens_within_budget - len(request.prompt))
+        self._waiting.append(sequence)
 
     def cancel(self, request_id: str) -> Settled | None:
         """End a request now and keep what it has computed; None where it is not running."""
@@ -99,6 +105,7 @@ class Scheduler:
         middle.
         """
         if (kv := self.residents.kv(resident)) is not None:
+            self.residents.renew(resident, UNSAVED_S)  # whoever asks is saving it
             return _holding(kv, until, kv.length)
         for sequence in self._all():
             if resident and sequence.adopted == resident:
@@ -110,7 +117,7 @@ class Scheduler:
     def reserve(self, request_id: str, bytes_wanted: int, granted: Callable[[], None]) -> None:
         """Set memory aside for a restore; `granted` is called on this thread once it is.  Raises TooLarge."""
         if bytes_wanted > self.settings.memory_budget_bytes:
-            raise TooLarge(f"restoring takes {bytes_wanted / 1e9:.2f} GB, more than the memory budget")
+            raise TooLarge(f"restoring takes {bytes_wanted / 1e6:.1f} MB, more than the memory budget")
         self._wanted.append(_Wanted(request_id, bytes_wanted, granted))
         self._grant()
 
@@ -125,15 +132,15 @@ class Scheduler:
         while self._wanted:
             wanted = self._wanted[0]
             fits = self.residents.make_room(self.running_bytes + wanted.bytes_wanted)
-            if not fits and (self.running or self._reserved):
-                return  # until somebody ends; alone, it gets what leases leave
+            if not fits and (self.running or self._reserved or self.residents.some_leased):
+                return  # until somebody ends, or is saved
             self._reserved[wanted.request_id] = wanted.bytes_wanted
             self._wanted.pop(0).granted()
 
     def install(self, request_id: str, kv: KV) -> str:
         """Make a restored KV a resident, leased for the request that it is for; its reservation ends."""
         self.release(request_id)
-        return self.residents.add(kv, leased=True)
+        return self.residents.add(kv, lease_s=LEASE_S)
 
     def saved(self, resident: str, running: str, until: int) -> None:
         """Rows and states below `until` are on disk: what was kept only for the save may go."""
@@ -141,11 +148,16 @@ class Scheduler:
             self.kv_of(until, resident=resident, running=running).forget_saved(until)
         except (ResidentGone, RowsGone):
             return
-        self.residents.weigh(resident)
+        self.residents.saved(resident)
 
     @property
     def idle(self) -> bool:
-        return not (self._waiting or self._prefilling or self._groups)
+        return not (self._waiting or self._wanted or self._prefilling or self._groups)
+
+    @property
+    def blocked(self) -> bool:
+        """Nothing can go on before a resident is saved or taken, or its lease ends."""
+        return not (self._prefilling or self._groups or self.idle)
 
     @property
     def running(self) -> int:
@@ -181,15 +193,22 @@ class Scheduler:
     def _admit(self) -> None:
         self._grant()
         while self._waiting and not self._wanted and self.running < self.settings.running_count_max:
-            sequence = self._waiting[0]
-            needed = self._bytes_needed(sequence.request) - self.served.bytes_of(sequence.kv.length)
-            if not self.residents.make_room(self.running_bytes + needed):
-                if self.running:
-                    return  # until somebody ends
-                self.residents.drop_unleased()
-            self._waiting.pop(0)
+            if (sequence := self._next_admissible()) is None:
+                return  # until somebody ends, or is saved
+            self._waiting.remove(sequence)
             sequence.started()
             self._prefilling.append(sequence)
+
+    def _next_admissible(self) -> Sequence | None:
+        """The first in line if it fits; with nothing running whoever fits: who waits may hold the memory itself."""
+        for sequence in self._waiting[:1] if self.running else self._waiting:
+            needed = self._bytes_needed(sequence.request) - self.served.bytes_of(sequence.kv.length)
+            if self.residents.make_room(self.running_bytes + needed):
+                return sequence
+        if self.running or self._reserved or self.residents.some_leased:
+            return None
+        self.residents.drop_unleased()
+        return self._waiting[0]
 
     def _decode_round(self) -> None:
         """One token for every decoding sequence."""
@@ -209,8 +228,20 @@ class Scheduler:
                     self._end(sequence, "error", error=f"the answer could not be told: {error}")
             self.rates.decoded(count, time.monotonic() - began)
         self._steps += 1
+        if self._steps % STEPS_PER_WEIGHING == 0:
+            self._keep_within_budget()
         if self._steps % STEPS_PER_CLEAN_UP == 0:
             mx.clear_cache()
+
+    def _keep_within_budget(self) -> None:
+        """Answers grow: residents make way for them, and then the youngest request, so that the others can end."""
+        if self.residents.make_room(self.running_bytes):
+            return
+        self.residents.drop_unleased()
+        running = [*self._prefilling, *(member for group in self._groups for member in group.sequences)]
+        if self.running_bytes > self.settings.memory_budget_bytes and len(running) > 1:
+            youngest = max(running, key=lambda sequence: sequence.arrived)
+            self._end(youngest, "error", error=OUT_OF_MEMORY)
 
     def _hear(self, sequence: Sequence, token: int, logprobs: mx.array) -> None:
         """Tell the listener of a token; end the sequence where this was its last."""
@@ -222,7 +253,7 @@ class Scheduler:
             return
         ends = token in self.served.tokenizer.eos_token_ids and not params.ignore_eos
         text = "" if ends else sequence.text.add(token)
-        full = sequence.generated >= params.max_tokens
+        full = sequence.generated >= sequence.answer_tokens_max
         if ends or full:
             text += sequence.text.finish()
         detail = None
@@ -279,7 +310,7 @@ class Scheduler:
         self._leave(sequence)
         if sequence.decoding_since:
             sequence.timings.decode_s = time.monotonic() - sequence.decoding_since
-        resident = "" if error else self._keep(sequence.kv)
+        resident = "" if error or not sequence.request.kept else self._keep(sequence.kv)
         settled = self._settled(sequence, finish, resident, error)
         self.changed()
         sequence.request.listener(Ended(settled, sequence.reused))
@@ -309,9 +340,9 @@ class Scheduler:
             return ""
         kv.capture_window()
         kv.capture_checkpoint()
-        if not self.residents.make_room(self.running_bytes + kv.nbytes):
-            return ""
-        return self.residents.add(kv)
+        self.residents.make_room(self.running_bytes + kv.nbytes)
+        # Kept even without: it takes no more than it took, and what is lost before it is saved is computed again.
+        return self.residents.add(kv, lease_s=0.0 if self.served.layout.problem else UNSAVED_S)
 
     def _settled(self, sequence: Sequence, finish: str, resident: str, error: str) -> Settled:
         kv, prompt = sequence.kv, len(sequence.request.prompt)
@@ -341,6 +372,7 @@ class Scheduler:
             else:
                 request = replace(sequence.request, resident="", reuse=0)
                 again = Sequence(request, self._fresh_kv(), self.served, retried=True, arrived=sequence.arrived)
+                again.answer_tokens_max = sequence.answer_tokens_max
                 self._waiting.insert(0, again)
 
     def _leave_discarded(self, sequence: Sequence) -> None:
@@ -354,6 +386,11 @@ class Scheduler:
         yield from self._prefilling
         for group in self._groups:
             yield from group.sequences
+
+    @property
+    def _tokens_within_budget(self) -> int:
+        """How long one sequence alone may become."""
+        return (self.settings.memory_budget_bytes - self.served.state_bytes) // max(1, self.served.row_bytes)
 
     def _fresh_kv(self) -> KV:
         return self.served.fresh_kv(journals=self.settings.keeps_residents)

@@ -70,6 +70,7 @@ class Generation:
     resident: str = ""
     reuse: int = 0
     keep: bool = False  # copy the resident and leave it for others, rather than take it over
+    kept: bool = True  # what it has computed becomes a resident
     checkpoints: tuple[int, ...] = ()  # ascending positions in the prompt at which to keep recurrent state
 
 
@@ -94,6 +95,7 @@ class Sequence:
         self.fault = SamplerFault()
         self.text = TextStream(self.served.tokenizer, self.request.params.stop)
         self.reused = self.kv.length
+        self.answer_tokens_max = self.request.params.max_tokens  # or what the memory budget leaves
 
     @property
     def prefill_left(self) -> int:

@@ -228,6 +228,7 @@ class _Routes:
             resident=headers.get(HEADER_RESIDENT, ""),
             reuse=_number(headers, HEADER_REUSE),
             keep=headers.get(HEADER_KEEP) == "1",
+            kept=HEADER_REQUEST in headers,  # whoever gives no name to its request has no use for a resident
             checkpoints=_positions(headers),
         )
         # A prompt that was rendered ahead is the proxy's: it always wants a stream and its usage, and sends no body.

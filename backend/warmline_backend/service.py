@@ -228,6 +228,7 @@ class Service:
         resident: str = "",
         reuse: int = 0,
         keep: bool = False,
+        kept: bool = True,
         checkpoints: tuple[int, ...] = (),
     ) -> "asyncio.Queue[Event]":
         """Submit a generation; what it says arrives in the queue, `Ended` last."""
@@ -246,6 +247,7 @@ class Service:
             resident=resident,
             reuse=reuse,
             keep=keep,
+            kept=kept,
             checkpoints=checkpoints,
         )
         try:

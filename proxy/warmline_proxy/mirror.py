@@ -89,5 +89,5 @@ class Mirror:
         found = []
         for name, held in self._held.items():
             if held.root == root and (common := common_prefix(held.tokens, prompt)):
-                found.append(Candidate(name, len(held), common, held.positions, held.turn_end))
+                found.append(Candidate(name, len(held), common, held.positions, held.turn_end, held.durable))
         return found

@@ -36,6 +36,7 @@ class Candidate:
     common: int
     positions: Sequence[int] = ()  # where it can be continued, ascending; empty means anywhere
     turn_end: int = 0
+    durable: bool = False  # all of it is on disk
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,12 @@ def _best_resident(residents: Sequence[Candidate], limit: int) -> _Start | None:
     best = max(reach, key=lambda entry: entry[:2], default=None)
     if best is None or best[0] <= 0:
         return None
-    return _Start(RESIDENT, best[0], resident=best[2].resident, keep=best[0] < best[2].turn_end)
+    return _Start(RESIDENT, best[0], resident=best[2].resident, keep=_must_stay(best[2], best[0]))
+
+
+def _must_stay(candidate: Candidate, reuse: int) -> bool:
+    """It is another conversation's, or what would be given up of it exists nowhere else yet."""
+    return reuse < candidate.turn_end or (reuse < candidate.tokens and not candidate.durable)
 
 
 def usable_position(candidate: Candidate, limit: int) -> int:

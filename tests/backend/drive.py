@@ -80,7 +80,17 @@ class Drive:
         self._count += 1
         name, heard = f"r{self._count}", Heard()
         wanted = GenerationParams(max_tokens=max_tokens, **{"ignore_eos": True, **params})
-        self.scheduler.submit(Generation(name, prompt, wanted, heard.events.append, resident, reuse, keep, checkpoints))
+        generation = Generation(
+            name,
+            prompt,
+            wanted,
+            heard.events.append,
+            resident=resident,
+            reuse=reuse,
+            keep=keep,
+            checkpoints=checkpoints,
+        )
+        self.scheduler.submit(generation)
         return name, heard
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -89,6 +99,12 @@ class Drive:
                 return
             self.scheduler.turn()
         raise AssertionError("the scheduler did not get there")
+
+    def saved(self, heard: Heard) -> str:
+        """As if the proxy had saved what this request left.  Its resident."""
+        settled = heard.settled
+        self.scheduler.saved(settled.resident, "", settled.prefilled_until)
+        return settled.resident
 
     def run(self, prompt: list[int], max_tokens: int = 8, **options: object) -> Heard:
         """Alone, to its end."""

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from drive import Drive
+from drive import Drive, Heard
 from families import FAMILIES, cold, prompt_of, served, tolerance
 from oracle import compare_greedy
 
 from warmline_backend.kv import RowsGone
+from warmline_backend.params import GenerationParams
 from warmline_backend.residents import ResidentGone, ResidentMismatch
 from warmline_backend.scheduler import CHUNKS_PASSED_OVER_MAX, DECODE_STEPS_PER_CHUNK, TooLarge
-from warmline_backend.sequence import Piece, Progress, next_cut
+from warmline_backend.sequence import Generation, Piece, Progress, next_cut
 
 
 @pytest.fixture(scope="session")
@@ -223,7 +224,7 @@ def test_residents_stay_within_the_budget(root: Path) -> None:
     model = served("llama", root)
     one = 512 * 256 + 16  # a cache grows by 256 rows
     drive = Drive(model, budget=4 * one)
-    ids = [drive.run(prompt_of(60, seed), 4).settled.resident for seed in range(1, 9)]
+    ids = [drive.saved(drive.run(prompt_of(60, seed), 4)) for seed in range(1, 9)]
     held = [resident for resident in ids if resident in drive.scheduler.residents]
     assert held == ids[-len(held) :] and len(held) >= 2, "the oldest go first"
     assert drive.scheduler.residents.bytes_held <= 4 * one
@@ -235,7 +236,7 @@ def test_residents_stay_within_the_budget(root: Path) -> None:
 
 def test_a_prompt_that_can_never_fit_is_refused_with_the_figures(root: Path) -> None:
     drive = Drive(served("llama", root), budget=1_000_000)
-    with pytest.raises(TooLarge, match=r"3000 prompt tokens .* 0\.00 GB"):
+    with pytest.raises(TooLarge, match=r"3000 prompt tokens .* 1\.0 MB"):
         drive.submit(prompt_of(3000))
     assert drive.scheduler.idle
 
@@ -246,6 +247,8 @@ def test_a_request_waits_for_memory_and_then_runs(root: Path) -> None:
     _, second = drive.submit(prompt_of(500, 2), 5)
     drive.until(lambda: len(first.events) > 20)
     assert drive.scheduler.queued == 1 and not second.events
+    drive.until(lambda: first.over)
+    drive.saved(first)
     drive.until(lambda: second.over)
     assert second.generated == cold(drive.served, "llama", prompt_of(500, 2), 5).tokens
 
@@ -370,6 +373,7 @@ def test_memory_is_reserved_for_a_restore_until_it_is_there(root: Path) -> None:
     drive.scheduler.release("b")
     drive.scheduler.release("a")
     drive.until(lambda: heard.over)
+    drive.saved(heard)
     reserve("c", 400_000)
     assert granted == ["a", "c"], "residents make way"
     with pytest.raises(TooLarge):
@@ -386,6 +390,48 @@ def test_restores_are_granted_in_order_as_requests_end(root: Path) -> None:
     _, later = drive.submit(prompt_of(30, 2), 2)
     assert granted == []
     drive.until(lambda: running.over)
+    drive.saved(running)
     drive.scheduler.turn()
     assert granted == ["first", "second"]
     drive.until(lambda: later.over)
+
+
+def test_what_is_not_saved_yet_is_not_given_up_for_a_waiting_prompt(root: Path) -> None:
+    """Else each of several large conversations would push the last one out before its save, and all stay cold."""
+    drive = Drive(served("llama", root), budget=600_000)
+    first = drive.run(prompt_of(500), 5)
+    _, second = drive.submit(prompt_of(700, 2), 5)
+    for _ in range(5):
+        drive.scheduler.turn()
+    assert drive.scheduler.blocked and first.settled.resident in drive.scheduler.residents
+    drive.saved(first)
+    drive.until(lambda: second.over)
+    assert first.settled.resident not in drive.scheduler.residents
+    assert second.generated == cold(drive.served, "llama", prompt_of(700, 2), 5).tokens
+
+
+def test_growing_answers_push_out_residents_and_then_the_youngest_request(root: Path) -> None:
+    drive = Drive(served("llama", root), budget=700_000)
+    old = drive.saved(drive.run(prompt_of(300), 2))
+    _, first = drive.submit(prompt_of(200), 1000)
+    _, second = drive.submit(prompt_of(210, 2), 1000)
+    drive.until(lambda: second.over)
+    assert old not in drive.scheduler.residents
+    assert second.settled.finish == "error" and "memory budget" in second.settled.error
+    assert drive.scheduler.running_bytes <= 700_000
+    drive.until(lambda: first.over)
+    assert first.settled.finish == "length" and len(first.generated) == 1000
+
+
+def test_an_answer_ends_where_the_memory_budget_does(root: Path) -> None:
+    heard = Drive(served("llama", root), budget=300_000).run(prompt_of(200), 5000)
+    assert heard.settled.finish == "length" and heard.settled.prefilled_until == 300_000 // 512
+
+
+def test_a_request_that_asks_for_no_resident_leaves_none(root: Path) -> None:
+    drive = Drive(served("llama", root))
+    heard = Heard()
+    params = GenerationParams(max_tokens=3, ignore_eos=True)
+    drive.scheduler.submit(Generation("direct", prompt_of(30), params, heard.events.append, kept=False))
+    drive.until(lambda: heard.over)
+    assert heard.settled.resident == "" and len(drive.scheduler.residents) == 0

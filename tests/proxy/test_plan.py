@@ -83,8 +83,16 @@ def test_the_shortest_of_equal_residents_is_continued() -> None:
 )
 def test_only_the_same_conversation_takes_a_resident_over(common: int, keep: bool) -> None:
     """A turn that repeats all messages of the last one goes on with it; what shares less is another's."""
-    plan = decide(Prompt(300), [Candidate("r", 250, common, turn_end=180)], stored(0), layout(), COSTS)
+    resident = Candidate("r", 250, common, turn_end=180, durable=True)
+    plan = decide(Prompt(300), [resident], stored(0), layout(), COSTS)
     assert (plan.resident, plan.reuse, plan.keep) == ("r", common, keep)
+
+
+def test_a_tail_that_exists_nowhere_else_yet_is_not_given_up() -> None:
+    fresh = Candidate("r", 250, 200, turn_end=180)
+    assert decide(Prompt(300), [fresh], stored(0), layout(), COSTS).keep
+    whole = Candidate("r", 250, 250, turn_end=180)
+    assert not decide(Prompt(300), [whole], stored(0), layout(), COSTS).keep
 
 
 def test_restores_and_prefills_are_timed_without_measurements() -> None:
