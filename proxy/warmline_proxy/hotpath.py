@@ -19,12 +19,14 @@ from warmline_proxy.settle import Settler
 from warmline_proxy.start import Starter
 from warmline_proxy.trace import Trace
 from warmline_proxy.upstream import Gone, Upstream, UpstreamError
-from warmline_wire.keys import namespace
+from warmline_wire.keys import BLOCK_TOKENS, namespace
 from warmline_wire.messages import HEADER_CACHE, HEADER_REQUEST, PromptRequest, Settled
 
 log = logging.getLogger(__name__)
 
 STARTS_MAX = 3  # a plan, a second one where the first one's resident was gone, and a cold one
+WORTH_WAITING_TOKENS = BLOCK_TOKENS
+SAVE_WAIT_S = 10.0
 LAST_EVENT_TIMEOUT_S = 10.0  # between the engine's letting go and the end of the stream
 
 
@@ -115,14 +117,27 @@ class HotPath:
             plan = cold_plan(life.prompt_shape(), life.layout, "what it was to start from was gone, twice")
         else:
             await self._await_leavers(life)
+            await self._await_savers(life)
             plan = await self._starter.start(life)
         life.trace.plan = plan
         return plan
 
     async def _await_leavers(self, life: Life) -> None:
         """Who gave up and asks again at once goes on from what the first try has computed: a step's time away."""
-        leavers = [other for other in self._lives if other.is_leaving and life.begins_like(other)]
+        leavers = [each for each in self._lives if each.is_leaving and life.shares(each) >= WORTH_WAITING_TOKENS]
         await asyncio.gather(*(leaver.let_go.wait() for leaver in leavers))
+
+    async def _await_savers(self, life: Life) -> None:
+        """What is just being saved can be restored in a moment, at positions at which its resident can't go on."""
+        savers = {other: life.shares(other) for other in self._lives if other is not life and other.trace.settled}
+        if not savers:
+            return
+        reach = self._starter.reach(life) + WORTH_WAITING_TOKENS
+        waits = [asyncio.ensure_future(other.settled.wait()) for other, shared in savers.items() if shared >= reach]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=SAVE_WAIT_S)
+            for wait in late:
+                wait.cancel()
 
     async def _generate(self, life: Life, plan: Plan) -> bool:
         """False where what was planned on is gone from the backend's memory: to be planned again."""
@@ -158,6 +173,7 @@ class HotPath:
             if life.slot:  # else it never came in, and a flood of refusals would push out what the records are for
                 await self._settler.settle(life)
         finally:
+            life.settled.set()
             self._lives.discard(life)
 
     async def _make_way(self, life: Life) -> None:

@@ -5,12 +5,14 @@ place, so a crash leaves either; the highest number is the index.  A generation 
 keeps the number of the last transaction in a lock file of its own, which must not meet another data file.
 
     IndexFailure
+    ├── DamagedIndex   its file is no LMDB file (any more)
     ├── NoIndex        there is none (yet)
     ├── WrongSchema    another version of Warmline wrote it
     ├── IndexFull      the map is full: nothing more can be written
     └── NoRoom         the disk budget can't hold a save, whatever is evicted
 """
 
+import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +26,8 @@ import lmdb
 from warmline_proxy.index_tables import TABLES, Tables
 from warmline_wire.home import fsync_folder
 
+log = logging.getLogger(__name__)
+
 SCHEMA = 1
 MAP_BYTES = 64 << 30  # virtual and sparse; every process must open the index with the same size
 READERS_MAX = 512
@@ -34,6 +38,10 @@ T = TypeVar("T")
 
 class IndexFailure(Exception):
     """The index can't be opened or written."""
+
+
+class DamagedIndex(IndexFailure):
+    pass
 
 
 class NoIndex(IndexFailure):
@@ -73,7 +81,16 @@ class Env:
         self._lock = threading.Lock()
         if writable:
             _tidy(folder)
-        self._current = self._open_newest()
+        try:
+            self._current = self._open_newest()
+        except DamagedIndex as error:
+            if not writable:
+                raise
+            # Not set aside: it holds transcripts, which neither a purge nor the budget would ever find again.
+            log.error("%s; a new one is begun, and what was stored is computed again", error)
+            shutil.rmtree(folder)
+            folder.mkdir(mode=0o700)
+            self._current = self._open_newest()
 
     def _open_newest(self) -> _Generation:
         for _ in range(3):  # a compaction may take the directory away between the look and the opening
@@ -102,6 +119,8 @@ class Env:
                 readonly=not self._writable,
                 create=self._writable,
             )
+        except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
+            raise DamagedIndex(f"the index in {path} is damaged: {error}") from error
         except lmdb.Error as error:
             raise IndexFailure(f"can't open the index in {path}: {error}") from error
         try:

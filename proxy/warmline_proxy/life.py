@@ -9,7 +9,7 @@ from warmline_proxy.mirror import Held
 from warmline_proxy.normalize import Call
 from warmline_proxy.plan import Prompt
 from warmline_proxy.trace import CANCELLED, Trace
-from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES, common_prefix
+from warmline_wire.keys import TOKEN_BYTES, common_prefix
 from warmline_wire.messages import Layout, PromptReply, Settled
 
 
@@ -28,6 +28,7 @@ class Life:
     generation: Generation | None = None
     answered: bool = False  # the client has its answer, or has left
     let_go: asyncio.Event = field(default_factory=asyncio.Event)  # the engine works on it no more, or never did
+    settled: asyncio.Event = field(default_factory=asyncio.Event)  # on disk, or not going to be
 
     @property
     def is_settling(self) -> bool:
@@ -38,11 +39,12 @@ class Life:
         """The client is gone, the engine may still be at work; what it has computed is not yet a resident."""
         return self.trace.outcome == CANCELLED and not self.let_go.is_set()
 
-    def begins_like(self, other: "Life") -> bool:
-        """Whether it is worth waiting for what the other one computed."""
+    def shares(self, other: "Life") -> int:
+        """How many leading tokens of this prompt the other request has computed, or is to compute."""
         if self.prompt is None or other.prompt is None or self.root != other.root:
-            return False
-        return common_prefix(self.prompt.tokens, other.prompt.tokens) >= BLOCK_TOKENS
+            return 0
+        theirs = other.prompt.tokens if (settled := other.trace.settled) is None else held_after(other, settled).tokens
+        return common_prefix(self.prompt.tokens, theirs)
 
     def prompt_shape(self) -> Prompt:
         assert self.prompt is not None

@@ -37,6 +37,10 @@ class Starter:
         self._knowledge = knowledge
         self._background = background
 
+    def reach(self, life: Life) -> int:
+        """How many tokens a start would reuse by now."""
+        return self._plan(life, []).reuse
+
     async def start(self, life: Life) -> Plan:
         """A plan whose resident, where it has one, was there a moment ago.  Raises Unreachable."""
         misses: list[str] = []

@@ -289,3 +289,19 @@ class IndexReaderInThread:
 
     def __exit__(self, *error) -> None:  # type: ignore[no-untyped-def]
         self._context.__exit__(*error)
+
+
+def test_a_damaged_index_is_begun_anew(tmp_path: Path) -> None:
+    home = make_home(tmp_path)
+    with Index(home, 1 << 30) as index:
+        save(index, A)
+    (data,) = home.index.glob("*/data.mdb")
+    data.write_bytes(b"garbage" * 10_000)
+    with pytest.raises(IndexFailure, match="damaged"):
+        IndexReader(home)
+    with Index(home, 1 << 30) as index:
+        reconcile(index)
+        assert matched(index, A) == 0 and index.verify(deep=True) == []
+        save(index, A)
+        assert matched(index, A) == len(A)
+    assert b"garbage" not in b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

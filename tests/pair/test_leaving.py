@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from answers import WITH_LOGPROBS, explain_difference
 
-from pair import POLL_S, Message, Pair, Reply
+from pair import POLL_S, FolderOf, Message, Pair, Reply
 
 LIMIT_S = 30.0
 ENDLESS = {"max_tokens": 90_000, "ignore_eos": True}
@@ -125,3 +126,33 @@ def test_many_at_once_answer_as_each_alone(warm_pair: Pair) -> None:
         assert second.cached == first.prompt_tokens + 24
     warm_pair.settle()
     assert warm_pair.cachectl("verify", "--deep")["findings"] == []
+
+
+def test_a_rotating_model_waits_for_the_save_that_it_starts_from(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    """Its resident goes on only at its end: a regenerate at once, or a second branch, starts from disk."""
+    with Pair(tmp_path / "home", tiny_folder("gemma3")) as pair:
+        messages: list[Message] = [{"role": "user", "content": "Tell me of the sea. " * 150}]
+        first = pair.chat(messages, max_tokens=20)
+        again = pair.chat(messages, max_tokens=20)
+        assert again.cached == again.prompt_tokens - 1 and again.text == first.text
+        messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And?"}]
+        pair.chat(messages, max_tokens=5)
+        other = pair.chat([*messages[:-1], {"role": "user", "content": "But?"}], max_tokens=5)
+        assert other.cached >= first.prompt_tokens + 20
+
+
+def test_large_conversations_at_once_are_all_kept(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    """Memory for one and a half of them: each is saved before the next one pushes it out, and all turns are warm."""
+    with Pair(tmp_path / "home", tiny_folder("llama"), "--memory-budget-gb", "0.0025") as pair:
+
+        def talk(number: int) -> list[Reply]:
+            messages: list[Message] = [{"role": "user", "content": f"{number} " + "x" * 3000}]
+            replies = []
+            for _ in range(3):
+                replies.append(pair.chat(messages, max_tokens=10))
+                messages += [{"role": "assistant", "content": replies[-1].text}, {"role": "user", "content": "Go on."}]
+            return replies
+
+        with ThreadPoolExecutor(3) as pool:
+            for first, *later in pool.map(talk, range(3)):
+                assert all(reply.cached > first.prompt_tokens for reply in later)
