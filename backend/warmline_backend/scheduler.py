@@ -15,6 +15,7 @@ from warmline_backend.decode import DecodeGroup
 from warmline_backend.kv import KV, RowsGone
 from warmline_backend.model import ServedModel
 from warmline_backend.rates import Rates
+from warmline_backend.reservations import Reservations
 from warmline_backend.residents import LEASE_S, UNSAVED_S, ResidentGone, Residents
 from warmline_backend.sampling import pick_logprobs
 from warmline_backend.sequence import Ended, Generation, Piece, Progress, Sequence, TokenLogprobs
@@ -46,13 +47,6 @@ class SchedulerSettings:
     keeps_residents: bool  # false: every request starts cold and leaves nothing
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    request_id: str
-    bytes_wanted: int
-    granted: Callable[[], None]
-
-
 def _unheard() -> None:
     """Nobody wants to know."""
 
@@ -68,8 +62,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._prefilling: list[Sequence] = []
         self._groups: list[DecodeGroup] = []
-        self._wanted: list[_Wanted] = []  # restores that wait for memory, first come first
-        self._reserved: dict[str, int] = {}  # bytes of restores on their way, by request id
+        self._reservations = Reservations()
         self._steps = 0
 
     # ---- what others ask for
@@ -118,24 +111,24 @@ class Scheduler:
         """Set memory aside for a restore; `granted` is called on this thread once it is.  Raises TooLarge."""
         if bytes_wanted > self.settings.memory_budget_bytes:
             raise TooLarge(f"restoring takes {bytes_wanted / 1e6:.1f} MB, more than the memory budget")
-        self._wanted.append(_Wanted(request_id, bytes_wanted, granted))
+        self._reservations.want(request_id, bytes_wanted, granted)
         self._grant()
 
     def release(self, request_id: str) -> None:
         """Give a reservation back, or no longer wait for it; no harm where there is none."""
-        self._wanted = [wanted for wanted in self._wanted if wanted.request_id != request_id]
-        self._reserved.pop(request_id, None)
+        self._reservations.release(request_id)
         self._grant()
 
     def _grant(self) -> None:
-        """Reservations are granted in order, and before waiting prompts: what is read is soon running."""
-        while self._wanted:
-            wanted = self._wanted[0]
-            fits = self.residents.make_room(self.running_bytes + wanted.bytes_wanted)
-            if not fits and (self.running or self._reserved or self.residents.some_leased):
-                return  # until somebody ends, or is saved
-            self._reserved[wanted.request_id] = wanted.bytes_wanted
-            self._wanted.pop(0).granted()
+        self._reservations.grant(
+            fits=lambda wanted: self.residents.make_room(self.running_bytes + wanted),
+            may_wait=self._something_makes_way,
+        )
+
+    def _something_makes_way(self) -> bool:
+        """Whether memory will be freed without our dropping anything: somebody ends, or is saved or taken over."""
+        holding = self.running or any(sequence.kv.length for sequence in self._waiting)
+        return bool(holding or self._reservations.some_granted or self.residents.some_leased)
 
     def install(self, request_id: str, kv: KV) -> str:
         """Make a restored KV a resident, leased for the request that it is for; its reservation ends."""
@@ -152,7 +145,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self._waiting or self._wanted or self._prefilling or self._groups)
+        return not (self._waiting or self._reservations.waiting or self._prefilling or self._groups)
 
     @property
     def blocked(self) -> bool:
@@ -176,7 +169,7 @@ class Scheduler:
         )
         waiting = (self.served.bytes_of(sequence.kv.length) for sequence in self._waiting if sequence.kv.length)
         prefilling = (self._bytes_needed(sequence.request) for sequence in self._prefilling)
-        return sum(decoding) + sum(waiting) + sum(prefilling) + sum(self._reserved.values())
+        return sum(decoding) + sum(waiting) + sum(prefilling) + self._reservations.bytes_granted
 
     # ---- a turn
 
@@ -192,7 +185,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         self._grant()
-        while self._waiting and not self._wanted and self.running < self.settings.running_count_max:
+        while self._waiting and self.running < self.settings.running_count_max:
             if (sequence := self._next_admissible()) is None:
                 return  # until somebody ends, or is saved
             self._waiting.remove(sequence)
@@ -200,15 +193,22 @@ class Scheduler:
             self._prefilling.append(sequence)
 
     def _next_admissible(self) -> Sequence | None:
-        """The first in line if it fits; with nothing running whoever fits: who waits may hold the memory itself."""
-        for sequence in self._waiting[:1] if self.running else self._waiting:
+        """The first in line, if it fits.
+
+        While a restore waits for memory, only those that hold some themselves; with nothing running, whoever fits.
+        """
+        if self._reservations.waiting:
+            line = [sequence for sequence in self._waiting if sequence.kv.length]
+        else:
+            line = self._waiting[:1] if self.running else self._waiting
+        for sequence in line:
             needed = self._bytes_needed(sequence.request) - self.served.bytes_of(sequence.kv.length)
             if self.residents.make_room(self.running_bytes + needed):
                 return sequence
-        if self.running or self._reserved or self.residents.some_leased:
+        if self.running or self._reservations.some_granted or self.residents.some_leased or not line:
             return None
         self.residents.drop_unleased()
-        return self._waiting[0]
+        return line[0]
 
     def _decode_round(self) -> None:
         """One token for every decoding sequence."""
@@ -221,11 +221,8 @@ class Scheduler:
                 self._discard(group.sequences, error)
                 continue
             for sequence, token, logprobs in heard:
-                try:
-                    self._hear(sequence, token, logprobs)
-                except Exception as error:
-                    log.error("request %s failed", sequence.request.id, exc_info=error)
-                    self._end(sequence, "error", error=f"the answer could not be told: {error}")
+                if group in self._groups:  # else it was given up for a fault of one of them
+                    self._tell(sequence, token, logprobs)
             self.rates.decoded(count, time.monotonic() - began)
         self._steps += 1
         if self._steps % STEPS_PER_WEIGHING == 0:
@@ -242,6 +239,12 @@ class Scheduler:
         if self.running_bytes > self.settings.memory_budget_bytes and len(running) > 1:
             youngest = max(running, key=lambda sequence: sequence.arrived)
             self._end(youngest, "error", error=OUT_OF_MEMORY)
+
+    def _tell(self, sequence: Sequence, token: int, logprobs: mx.array) -> None:
+        try:
+            self._hear(sequence, token, logprobs)
+        except Exception as error:  # noqa: BLE001  its text, its log-probabilities: its own fault alone
+            self._fail(sequence, error)
 
     def _hear(self, sequence: Sequence, token: int, logprobs: mx.array) -> None:
         """Tell the listener of a token; end the sequence where this was its last."""

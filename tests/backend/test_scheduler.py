@@ -435,3 +435,36 @@ def test_a_request_that_asks_for_no_resident_leaves_none(root: Path) -> None:
     drive.scheduler.submit(Generation("direct", prompt_of(30), params, heard.events.append, kept=False))
     drive.until(lambda: heard.over)
     assert heard.settled.resident == "" and len(drive.scheduler.residents) == 0
+
+
+def test_a_request_that_can_not_even_be_ended_takes_only_its_batch_along(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive = Drive(served("llama", root))
+    _, bad = drive.submit(prompt_of(50), 30)
+    _, mate = drive.submit(prompt_of(50, 2), 30)
+    _, apart = drive.submit(prompt_of(400, 3), 30)
+    drive.until(lambda: all(len(one.events) > 3 for one in (bad, mate, apart)))
+    sequence = next(each for each in drive.scheduler._all() if each.request.prompt == prompt_of(50))
+    group = next(group for group in drive.scheduler._groups if sequence in group.sequences)
+    monkeypatch.setattr(sequence.text, "add", lambda token: 1 / 0)
+    monkeypatch.setattr(group, "leave", lambda sequence: 1 / 0)
+    drive.until(lambda: bad.over and mate.over and apart.over)
+    assert (bad.settled.finish, mate.settled.finish, apart.settled.finish) == ("error", "error", "length")
+    assert drive.run(prompt_of(50), 5).generated == cold(drive.served, "llama", prompt_of(50), 5).tokens
+
+
+def test_who_holds_memory_goes_on_before_a_restore_that_waits_for_it(root: Path) -> None:
+    drive = Drive(served("llama", root), budget=500_000)
+    first = drive.run(prompt_of(500), 5)
+    granted: list[str] = []
+    drive.scheduler.reserve("restore", 300_000, lambda: granted.append("restore"))
+    _, fresh = drive.submit(prompt_of(100, 2), 5)
+    onward = prompt_of(500) + first.generated + prompt_of(5, 3)
+    _, second = drive.submit(onward, 5, resident=first.settled.resident, reuse=505)
+    drive.until(lambda: second.over)
+    assert granted == [] and not fresh.events
+    drive.saved(second)
+    drive.until(lambda: bool(granted))
+    drive.scheduler.release("restore")
+    drive.until(lambda: fresh.over)
