@@ -116,6 +116,8 @@ def _folder(path: str) -> Path:
     local = Path(path).expanduser()
     if not local.exists() and (path.startswith(("/", ".", "~")) or path.count("/") != 1):
         raise ModelProblem(f"--model {path}: there is no such folder")
+    if local.exists() and not (local / "config.json").is_file():
+        raise ModelProblem(f"--model {path}: not a model's folder, it has no config.json")
     return Path(_download(str(local) if local.exists() else path))
 
 

@@ -191,6 +191,8 @@ class Scheduler:
             self._waiting.remove(sequence)
             sequence.started()
             self._prefilling.append(sequence)
+            if sequence.prefill_left > self.settings.prefill_step_size:  # a chunk may take a minute: say that it began
+                sequence.request.listener(Progress(sequence.kv.length, len(sequence.request.prompt)))
 
     def _next_admissible(self) -> Sequence | None:
         """The first in line, if it fits.

@@ -80,6 +80,7 @@ def quarantined(snapshot: Snapshot, file_id: str) -> View:
 
 def stats(totals: Totals, requests: list[RequestRecord]) -> View:
     """What is on disk, and how the last requests went."""
+    answered = [record for record in requests if record.outcome != "error"]
     prompt = sum(record.prompt_tokens for record in requests)
     cached = sum(record.cached_tokens for record in requests)
     return {
@@ -87,14 +88,14 @@ def stats(totals: Totals, requests: list[RequestRecord]) -> View:
         "requests": {
             "count": len(requests),
             "outcomes": dict(Counter(record.outcome for record in requests)),
-            "sources": dict(Counter(record.source for record in requests)),
+            "sources": dict(Counter(record.source for record in answered)),
             "prompt_tokens": prompt,
             "cached_tokens": cached,
             "prefilled_tokens": sum(record.prefilled_tokens for record in requests),
             "generated_tokens": sum(record.generated_tokens for record in requests),
             "saved_tokens": sum(record.saved_tokens for record in requests),
             "cached_share": cached / prompt if prompt else 0.0,
-            "ttft_median_s": median(record.ttft_s for record in requests) if requests else 0.0,
+            "ttft_median_s": median(record.ttft_s for record in answered) if answered else 0.0,
             "why_not_warmer": dict(Counter(_reason(record) for record in requests if record.why_not_warmer)),
         },
     }

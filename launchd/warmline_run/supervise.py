@@ -63,6 +63,8 @@ async def _serve(backend: Command, proxy: Command, address: Address) -> int:
         asked = asyncio.create_task(signals.stop.wait())
         try:
             done, _ = await asyncio.wait([*kept, asked], return_when=asyncio.FIRST_COMPLETED)
+            if asked in done:
+                say("stopping: what runs is let go after its present step, and kept; once more to end at once")
             return next((task.result() for task in kept if task in done), 0)
         finally:
             for task in (announcing, asked, *kept):

@@ -49,7 +49,8 @@ class Heard:
 
     @property
     def chunks(self) -> list[int]:
-        return [event.done for event in self.events if isinstance(event, Progress)]
+        """Where each ended; the word that the first one began is left out."""
+        return [event.done for event in self.events if isinstance(event, Progress) and event.done]
 
 
 class Drive:

@@ -293,6 +293,7 @@ def test_logprobs_are_those_of_the_cold_run(root: Path) -> None:
 def test_progress_is_told_chunk_by_chunk(root: Path) -> None:
     heard = Drive(served("llama", root), step=32).run(prompt_of(100), 1)
     assert [(e.done, e.total) for e in heard.events if isinstance(e, Progress)] == [
+        (0, 100),
         (32, 100),
         (64, 100),
         (96, 100),

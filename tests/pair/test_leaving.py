@@ -73,6 +73,7 @@ def test_leaving_before_a_whole_answer(warm_pair: Pair) -> None:
 def test_a_retry_at_once_goes_on_where_prefill_stopped(warm_pair: Pair) -> None:
     messages: list[Message] = [{"role": "user", "content": "Read this. " + "A long story. " * 500}]
     leaver = Leaver(warm_pair, messages, stream=True, **ENDLESS)
+    leaver.read_until(b": prefill")  # that it begins
     done, total = map(int, leaver.read_until(b": prefill").split()[-1].split(b"/"))
     assert 1000 < done < total
     leaver.leave()
