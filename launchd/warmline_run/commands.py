@@ -66,6 +66,7 @@ def backend(config: Config, model: str, environment: Mapping[str, str]) -> Comma
     preload, _ = openblas.preload(own.get("LD_PRELOAD", ""))
     if preload:
         own["LD_PRELOAD"] = preload
+        own.setdefault("OPENBLAS_THREAD_TIMEOUT", openblas.THREAD_TIMEOUT)
     return Command("backend", arguments, own)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from warmline_run import commands
+from warmline_run import commands, openblas
 from warmline_run.resolve import Config, ConfigurationError, resolve
 from warmline_run.settings import SETTINGS
 
@@ -107,3 +107,14 @@ def test_what_is_not_set_is_not_passed(tmp_path: Path) -> None:
     assert "--trust-remote-code" in backend
     assert not {"--kv-bits", "--memory-budget-gb", "--max-tokens", "--adapter-path", "--served-name"} & set(backend)
     assert proxy[proxy.index("--disk-budget-gb") + 1] == "0.0"  # 0 means none, not the default
+
+
+def test_the_backend_leaves_the_cores_to_others_between_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(openblas, "wanted", lambda: True)
+    monkeypatch.setattr(openblas, "find", lambda: Path("/x/libopenblas.so.0"))
+    config = configured(tmp_path)
+    environment = commands.backend(config, "m", {"OPENBLAS_NUM_THREADS": "1"}).environment
+    assert environment["LD_PRELOAD"] == "/x/libopenblas.so.0"
+    assert environment["OPENBLAS_THREAD_TIMEOUT"] == "20" and environment["OPENBLAS_NUM_THREADS"] == "1"
+    theirs = commands.backend(config, "m", {"OPENBLAS_THREAD_TIMEOUT": "4"}).environment
+    assert theirs["OPENBLAS_THREAD_TIMEOUT"] == "4"
