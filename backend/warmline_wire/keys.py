@@ -14,6 +14,7 @@ import xxhash
 BLOCK_TOKENS = 64
 TOKEN_BYTES = 4
 SEGMENT_TOKENS_MAX = 8192
+COMPARED_BYTES = 4096  # at a time: large for memcmp, small for finding the difference in
 
 
 def pack_tokens(ids: Iterable[int]) -> bytes:
@@ -50,11 +51,12 @@ def chain_hashes(root: bytes, tokens: bytes) -> Sequence[bytes]:
 
 def common_prefix(a: bytes, b: bytes) -> int:
     """How many leading tokens two packed sequences share."""
-    low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
-    while low < high:  # memcmp over halves: the longest shared run without a Python step a token
-        middle = (low + high + 1) // 2
-        if a[low * TOKEN_BYTES : middle * TOKEN_BYTES] == b[low * TOKEN_BYTES : middle * TOKEN_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    size = min(len(a), len(b))
+    for start in range(0, size, COMPARED_BYTES):
+        end = min(start + COMPARED_BYTES, size)
+        mine, theirs = a[start:end], b[start:end]
+        if mine != theirs:
+            difference = int.from_bytes(mine, "little") ^ int.from_bytes(theirs, "little")
+            first = ((difference & -difference).bit_length() - 1) // 8  # the lowest bit set lies in the first byte
+            return (start + first) // TOKEN_BYTES
+    return size // TOKEN_BYTES

@@ -16,8 +16,8 @@ PATTERNS = (
     "usr/lib64/libopenblas.so.0",
     "usr/lib/libopenblas.so.0",
 )
-# The power of two of cycles for which an idle thread spins before it sleeps.  OpenBLAS's own 26 keeps the cores from the
-# proxy for some 20 ms after each step; this is still longer than the pauses within a step.
+# The power of two of cycles for which an idle thread spins before it sleeps.  OpenBLAS's own 26 keeps the cores from
+# the proxy for some 20 ms after each step; this is still longer than the pauses within a step.
 THREAD_TIMEOUT = "20"
 ADVICE = (
     "no OpenBLAS found: prefill is about ten times slower than it could be; on Debian or Ubuntu: "
