@@ -1,11 +1,10 @@
 """The backend's configuration: flags, checked once."""
 
 import argparse
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
-GB = 10**9
+from warmline_wire.flags import GB, gigabytes
 
 
 class ConfigError(Exception):
@@ -73,14 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser
-
-
-def gigabytes(text: str) -> float:
-    """argparse's type for a budget; raises ValueError for what is no amount."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value
 
 
 def _check(config: BackendConfig) -> None:

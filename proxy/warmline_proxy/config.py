@@ -2,7 +2,6 @@
 
 import argparse
 import ipaddress
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+from warmline_wire.flags import GB, gigabytes
 from warmline_wire.home import Home
 
-GB = 1_000_000_000
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CLIENT_KEY_VARIABLE = "WARMLINE_CLIENT_KEY"
 
@@ -50,14 +49,6 @@ class Config:
             raise ConfigError("the disk budget is negative")
         if self.queue_count_max < 0 or self.running_count_max < 1:
             raise ConfigError("--queue-count-max must be at least 0 and --running-count-max at least 1")
-
-
-def gigabytes(text: str) -> float:
-    """argparse's type for a budget; raises ValueError for what is no amount."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value
 
 
 def is_loopback(host: str) -> bool:

@@ -15,11 +15,6 @@ from warmline_backend.sequence import Ended, Event, Generation
 WAIT_S = 20
 
 
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("families")
-
-
 def started(root: Path) -> Engine:
     # Made on its own thread, as a model is: mlx arrays belong to the thread that computes with them.
     engine = Engine(lambda: Drive(served.__wrapped__("llama", root)).scheduler)

@@ -11,13 +11,8 @@ from oracle import compare_greedy
 from warmline_backend.kv import RowsGone
 from warmline_backend.params import GenerationParams
 from warmline_backend.residents import ResidentGone, ResidentMismatch
-from warmline_backend.scheduler import CHUNKS_PASSED_OVER_MAX, DECODE_STEPS_PER_CHUNK, TooLarge
+from warmline_backend.scheduler import CHUNKS_PASSED_OVER_MAX, DECODE_STEPS_PER_CHUNK
 from warmline_backend.sequence import Generation, Piece, Progress, next_cut
-
-
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("families")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -220,39 +215,6 @@ def test_a_fault_in_prefill_is_tried_once_more_and_then_told(root: Path) -> None
     assert drive.run(prompt_of(40), 5).generated == cold(model, "llama", prompt_of(40), 5).tokens
 
 
-def test_residents_stay_within_the_budget(root: Path) -> None:
-    model = served("llama", root)
-    one = 512 * 256 + 16  # a cache grows by 256 rows
-    drive = Drive(model, budget=4 * one)
-    ids = [drive.saved(drive.run(prompt_of(60, seed), 4)) for seed in range(1, 9)]
-    held = [resident for resident in ids if resident in drive.scheduler.residents]
-    assert held == ids[-len(held) :] and len(held) >= 2, "the oldest go first"
-    assert drive.scheduler.residents.bytes_held <= 4 * one
-    assert drive.scheduler.residents.generation == len(ids) - len(held)
-    drive.scheduler.residents.order([held[-1]])
-    drive.run(prompt_of(60, 20), 4)
-    assert held[-1] not in drive.scheduler.residents, "the proxy's order comes before age"
-
-
-def test_a_prompt_that_can_never_fit_is_refused_with_the_figures(root: Path) -> None:
-    drive = Drive(served("llama", root), budget=1_000_000)
-    with pytest.raises(TooLarge, match=r"3000 prompt tokens .* 1\.0 MB"):
-        drive.submit(prompt_of(3000))
-    assert drive.scheduler.idle
-
-
-def test_a_request_waits_for_memory_and_then_runs(root: Path) -> None:
-    drive = Drive(served("llama", root), budget=500_000)
-    _, first = drive.submit(prompt_of(500), 100)
-    _, second = drive.submit(prompt_of(500, 2), 5)
-    drive.until(lambda: len(first.events) > 20)
-    assert drive.scheduler.queued == 1 and not second.events
-    drive.until(lambda: first.over)
-    drive.saved(first)
-    drive.until(lambda: second.over)
-    assert second.generated == cold(drive.served, "llama", prompt_of(500, 2), 5).tokens
-
-
 def test_reuse_off_keeps_nothing(root: Path) -> None:
     drive = Drive(served("gemma3", root), keeps=False)
     heard = drive.run(prompt_of(100), 5)
@@ -333,102 +295,6 @@ def test_one_answers_fault_is_its_own(root: Path, monkeypatch: pytest.MonkeyPatc
     assert good.generated == cold(drive.served, "llama", prompt_of(50, 2), 30).tokens
 
 
-def test_states_do_not_pile_up_once_they_are_saved(root: Path) -> None:
-    drive = Drive(served("qwen3_5", root))
-    tokens = prompt_of(30)
-    heard = drive.run(tokens, 5, checkpoints=(10, 20))
-    for turn in range(6):
-        resident, length = heard.settled.resident, heard.settled.prefilled_until
-        drive.scheduler.saved(resident, "", length)
-        kept = drive.scheduler.kv_of(length, resident=resident).checkpoints
-        assert 10 in kept and length in kept and len(kept) <= 4
-        tokens = tokens[: length - 5] + heard.generated + prompt_of(20, turn)
-        heard = drive.run(tokens, 5, resident=resident, reuse=length, checkpoints=(length + 10,))
-
-
-def test_room_that_can_not_be_made_costs_nobody_its_place(root: Path) -> None:
-    drive = Drive(served("llama", root), budget=500_000)
-    held = drive.run(prompt_of(60), 4).settled.resident
-    _, long = drive.submit(prompt_of(500), 100)
-    drive.until(lambda: len(long.events) > 3)
-    granted: list[str] = []
-    drive.scheduler.reserve("a", 400_000, lambda: granted.append("a"))
-    with pytest.raises(TooLarge):
-        drive.scheduler.reserve("b", 500_001, lambda: granted.append("b"))
-    assert not granted and held in drive.scheduler.residents and drive.scheduler.residents.generation == 0
-
-
-def test_memory_is_reserved_for_a_restore_until_it_is_there(root: Path) -> None:
-    drive = Drive(served("llama", root), budget=500_000)
-    granted: list[str] = []
-
-    def reserve(name: str, bytes_wanted: int) -> None:
-        drive.scheduler.reserve(name, bytes_wanted, lambda: granted.append(name))
-
-    reserve("a", 400_000)
-    reserve("b", 400_000)
-    assert granted == ["a"], "the second waits for the first"
-    _, heard = drive.submit(prompt_of(400), 5)
-    drive.scheduler.turn()
-    assert drive.scheduler.queued == 1, "a prompt waits behind what was asked before it"
-    drive.scheduler.release("b")
-    drive.scheduler.release("a")
-    drive.until(lambda: heard.over)
-    drive.saved(heard)
-    reserve("c", 400_000)
-    assert granted == ["a", "c"], "residents make way"
-    with pytest.raises(TooLarge):
-        reserve("d", 500_001)
-
-
-def test_restores_are_granted_in_order_as_requests_end(root: Path) -> None:
-    drive = Drive(served("llama", root), budget=500_000)
-    granted: list[str] = []
-    _, running = drive.submit(prompt_of(500), 40)
-    drive.until(lambda: len(running.events) > 3)
-    for name in ("first", "second"):
-        drive.scheduler.reserve(name, 240_000, lambda name=name: granted.append(name))  # type: ignore[misc]
-    _, later = drive.submit(prompt_of(30, 2), 2)
-    assert granted == []
-    drive.until(lambda: running.over)
-    drive.saved(running)
-    drive.scheduler.turn()
-    assert granted == ["first", "second"]
-    drive.until(lambda: later.over)
-
-
-def test_what_is_not_saved_yet_is_not_given_up_for_a_waiting_prompt(root: Path) -> None:
-    """Else each of several large conversations would push the last one out before its save, and all stay cold."""
-    drive = Drive(served("llama", root), budget=600_000)
-    first = drive.run(prompt_of(500), 5)
-    _, second = drive.submit(prompt_of(700, 2), 5)
-    for _ in range(5):
-        drive.scheduler.turn()
-    assert drive.scheduler.blocked and first.settled.resident in drive.scheduler.residents
-    drive.saved(first)
-    drive.until(lambda: second.over)
-    assert first.settled.resident not in drive.scheduler.residents
-    assert second.generated == cold(drive.served, "llama", prompt_of(700, 2), 5).tokens
-
-
-def test_growing_answers_push_out_residents_and_then_the_youngest_request(root: Path) -> None:
-    drive = Drive(served("llama", root), budget=700_000)
-    old = drive.saved(drive.run(prompt_of(300), 2))
-    _, first = drive.submit(prompt_of(200), 1000)
-    _, second = drive.submit(prompt_of(210, 2), 1000)
-    drive.until(lambda: second.over)
-    assert old not in drive.scheduler.residents
-    assert second.settled.finish == "error" and "memory budget" in second.settled.error
-    assert drive.scheduler.running_bytes <= 700_000
-    drive.until(lambda: first.over)
-    assert first.settled.finish == "length" and len(first.generated) == 1000
-
-
-def test_an_answer_ends_where_the_memory_budget_does(root: Path) -> None:
-    heard = Drive(served("llama", root), budget=300_000).run(prompt_of(200), 5000)
-    assert heard.settled.finish == "length" and heard.settled.prefilled_until == 300_000 // 512
-
-
 def test_a_request_that_asks_for_no_resident_leaves_none(root: Path) -> None:
     drive = Drive(served("llama", root))
     heard = Heard()
@@ -453,19 +319,3 @@ def test_a_request_that_can_not_even_be_ended_takes_only_its_batch_along(
     drive.until(lambda: bad.over and mate.over and apart.over)
     assert (bad.settled.finish, mate.settled.finish, apart.settled.finish) == ("error", "error", "length")
     assert drive.run(prompt_of(50), 5).generated == cold(drive.served, "llama", prompt_of(50), 5).tokens
-
-
-def test_who_holds_memory_goes_on_before_a_restore_that_waits_for_it(root: Path) -> None:
-    drive = Drive(served("llama", root), budget=500_000)
-    first = drive.run(prompt_of(500), 5)
-    granted: list[str] = []
-    drive.scheduler.reserve("restore", 300_000, lambda: granted.append("restore"))
-    _, fresh = drive.submit(prompt_of(100, 2), 5)
-    onward = prompt_of(500) + first.generated + prompt_of(5, 3)
-    _, second = drive.submit(onward, 5, resident=first.settled.resident, reuse=505)
-    drive.until(lambda: second.over)
-    assert granted == [] and not fresh.events
-    drive.saved(second)
-    drive.until(lambda: bool(granted))
-    drive.scheduler.release("restore")
-    drive.until(lambda: fresh.over)

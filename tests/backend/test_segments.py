@@ -20,11 +20,6 @@ CHECKPOINTS = (30, 90, 169)
 POOL = ThreadPoolExecutor(3)
 
 
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("families")
-
-
 def positions(drive: Drive, tokens: int) -> list[int]:
     return [*CHECKPOINTS, tokens] if drive.served.layout.has_states else [1, 31, 32, 33, 64, 100, 169, 171, tokens]
 
