@@ -15,9 +15,16 @@ HEADER_PROMPT = "X-Warmline-Prompt"  # id from POST /kv/prompts; no body is read
 HEADER_RESIDENT = "X-Warmline-Resident"  # resident to continue
 HEADER_REUSE = "X-Warmline-Reuse"  # tokens of it to reuse; 1 <= reuse < prompt tokens
 HEADER_KEEP = "X-Warmline-Keep"  # "1": the resident is copied and stays; without it the request takes it over
+HEADER_FOLLOW = "X-Warmline-Follow"  # request id of a generation that is computing the prompt's first `reuse` tokens
 HEADER_CHECKPOINTS = "X-Warmline-Checkpoints"  # "120,800": positions at which recurrent state is to be kept
 # Response headers, from the proxy to its client.
 HEADER_CACHE = "X-Warmline-Cache"  # "resident 812", "restored 812" or "cold 0"
+
+# Request headers, from a client to the proxy: its own deadlines in seconds, and its own name for the request.
+HEADER_CONNECT_TIMEOUT = "X-Warmline-Connect-Timeout"
+HEADER_QUEUE_TIMEOUT = "X-Warmline-Queue-Timeout"
+HEADER_STALL_TIMEOUT = "X-Warmline-Stall-Timeout"
+HEADER_TOTAL_TIMEOUT = "X-Warmline-Total-Timeout"
 
 SETTLED_EVENT = "warmline"  # SSE event name of the closing event
 SEGMENT_FORMAT = 1
@@ -162,6 +169,28 @@ class Rate(msgspec.Struct, kw_only=True):
     tokens_per_s: float
 
 
+class Vitals(msgspec.Struct, kw_only=True):
+    """What a process holds: for whoever looks for leaks."""
+
+    tasks: int = 0
+    threads: int = 0
+    descriptors: int = 0
+    bytes_unaccounted: int = 0  # the backend's: mlx memory beyond weights, residents and running requests
+
+
+class Pulse(msgspec.Struct, kw_only=True):
+    """GET /health of the backend, without a secret: whether its engine moves.  Answered at once, whatever it is at."""
+
+    boot: str
+    pid: int
+    ready: bool  # the model is loaded and the engine lives
+    busy: bool  # a step is being computed
+    steps: int  # chunks, decode steps and pieces of saves and restores done since the start
+    step_age_s: float  # how long the present step has been going on; 0.0 between steps
+    slowest_recent_step_s: float
+    failure: str = ""  # why it is not ready
+
+
 class Status(Reply, kw_only=True):
     """GET /kv/status."""
 
@@ -184,6 +213,7 @@ class Status(Reply, kw_only=True):
     slowest_recent_step_s: float
     prefill_step_size: int
     failure: str = ""
+    vitals: Vitals = msgspec.field(default_factory=Vitals)
 
 
 class Timings(msgspec.Struct, kw_only=True):
@@ -201,7 +231,9 @@ class Settled(Reply, kw_only=True):
     """
 
     request_id: str
-    finish: str  # "stop", "length", "cancelled", "error"
+    # "stop", "length", "cancelled", "error"; "discarded": a step failed, of whatever request, and all in its batch is
+    # lost; "leaderless": the request that it followed ended too soon.  After the last two it is worth sending again.
+    finish: str
     resident: str  # "" where nothing is kept
     generated: bytes  # u32le ids sampled *and* computed: each has rows
     prefilled_until: int  # tokens that have rows

@@ -85,7 +85,7 @@ async def errors_as_answers(request: web.Request, handler: Handler) -> web.Strea
 def build(config: Config, secret: str, index: Index) -> web.Application:
     """The whole proxy, wired together.  The caller owns `index`."""
     background = Background()
-    upstream = Upstream(config.backend_url, secret, config.restart_wait_s)
+    upstream = Upstream(config.backend_url, secret, config.connect_timeout_s)
     tenant, reuse = tenant_of(config.client_key), config.reuse != "off"
     knowledge = Knowledge(upstream, tenant)
     admission = Admission(config.running_count_max, config.queue_count_max)

@@ -16,6 +16,20 @@ from warmline_wire.home import Home
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CLIENT_KEY_VARIABLE = "WARMLINE_CLIENT_KEY"
 
+ON_DISCONNECT = ("stop", "finish-prefill")
+SECONDS = (
+    "connect_timeout_s",
+    "queue_timeout_s",
+    "stall_timeout_s",
+    "total_timeout_s",
+    "wedge_timeout_s",
+    "receive_timeout_s",
+    "send_timeout_s",
+    "heartbeat_after_s",
+    "drain_timeout_s",
+)
+POSITIVE = ("connect_timeout_s", "wedge_timeout_s", "receive_timeout_s", "send_timeout_s")
+
 
 class ConfigError(ValueError):
     """A setting that can't be served; the message is one line for people."""
@@ -35,7 +49,19 @@ class Config:
     running_count_max: int = 16
     log_level: str = "info"
     client_key: str = ""
-    restart_wait_s: float = 15.0  # how long a request waits for a backend that is being restarted
+    # Deadlines; 0: none.  A request may shorten or lengthen its own by header.
+    connect_timeout_s: float = 60.0  # how long a request waits for a backend that starts, or is started again
+    queue_timeout_s: float = 0.0
+    stall_timeout_s: float = 120.0  # without a chunk or a token
+    total_timeout_s: float = 0.0
+    wedge_timeout_s: float = 120.0  # how long a step may take before the backend is killed
+    receive_timeout_s: float = 60.0  # for the next piece of a request
+    send_timeout_s: float = 300.0  # for a client to take the next piece of its answer
+    heartbeat_after_s: float = 0.0  # after which a client that waits for JSON gets whitespace
+    on_disconnect: str = "stop"  # or "finish-prefill"
+    partial_save_tokens: int = 8192  # a running prefill is saved every so many tokens; 0: only at its end
+    drain_timeout_s: float = 30.0  # what running requests get at a shutdown
+    connections_max: int = 2048
 
     def __post_init__(self) -> None:
         if not is_loopback(self.host) and not self.client_key:
@@ -49,6 +75,16 @@ class Config:
             raise ConfigError("the disk budget is negative")
         if self.queue_count_max < 0 or self.running_count_max < 1:
             raise ConfigError("--queue-count-max must be at least 0 and --running-count-max at least 1")
+        if self.on_disconnect not in ON_DISCONNECT:
+            raise ConfigError(f"--on-disconnect {self.on_disconnect}: expected {' or '.join(ON_DISCONNECT)}")
+        for name in SECONDS:
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{_flag(name)} {getattr(self, name)}: expected a number of seconds, 0 or more")
+        for name in POSITIVE:
+            if not getattr(self, name):
+                raise ConfigError(f"{_flag(name)} 0: expected more than 0")
+        if self.partial_save_tokens < 0 or self.connections_max < 1:
+            raise ConfigError("--partial-save-tokens must be at least 0 and --connections-max at least 1")
 
 
 def is_loopback(host: str) -> bool:
@@ -79,8 +115,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--disk-budget-gb", type=gigabytes, default=Config.disk_budget_bytes / GB)
     parser.add_argument("--queue-count-max", type=int, default=Config.queue_count_max)
     parser.add_argument("--running-count-max", type=int, default=Config.running_count_max)
+    parser.add_argument("--on-disconnect", choices=ON_DISCONNECT, default=Config.on_disconnect)
+    parser.add_argument("--partial-save-tokens", type=int, default=Config.partial_save_tokens)
+    parser.add_argument("--connections-max", type=int, default=Config.connections_max)
+    for name in SECONDS:
+        parser.add_argument(_flag(name), type=float, default=getattr(Config, name))
     parser.add_argument("--log-level", choices=LOG_LEVELS, default=Config.log_level)
     return parser
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Config:
@@ -95,6 +140,10 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         disk_budget_bytes=int(flags.disk_budget_gb * GB),
         queue_count_max=flags.queue_count_max,
         running_count_max=flags.running_count_max,
+        on_disconnect=flags.on_disconnect,
+        partial_save_tokens=flags.partial_save_tokens,
+        connections_max=flags.connections_max,
+        **{name: getattr(flags, name) for name in SECONDS},
         log_level=flags.log_level,
         client_key=environment.get(CLIENT_KEY_VARIABLE, ""),
     )

@@ -110,10 +110,10 @@ class ByteStream:
 class Upstream:
     """One backend.  Every method raises UpstreamError, and nothing else, where the backend fails."""
 
-    def __init__(self, base_url: str, secret: str, restart_wait_s: float) -> None:
+    def __init__(self, base_url: str, secret: str, connect_timeout_s: float) -> None:
         self._base_url = base_url
         self._authorization = {"Authorization": f"Bearer {secret}"}
-        self._restart_wait_s = restart_wait_s
+        self._connect_timeout_s = connect_timeout_s
         # The bare transport: a client's cookies, redirects and environment cost a third more time a call.
         self._transport = httpx.AsyncHTTPTransport(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64), trust_env=False, verify=False
@@ -238,7 +238,7 @@ class Upstream:
             retrying = AsyncRetrying(
                 retry=retry_if_exception(is_worth_another),
                 wait=wait_exponential(multiplier=0.05, max=0.5),
-                stop=stop_after_delay(self._restart_wait_s),
+                stop=stop_after_delay(self._connect_timeout_s),
                 reraise=True,
             )
             return await retrying(self._transport.handle_async_request, request)

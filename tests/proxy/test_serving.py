@@ -189,7 +189,7 @@ async def test_bodies_come_chunked_and_compressed_on_odd_paths(tmp_path: Path, p
 
 @on_loop
 async def test_a_backend_that_is_gone_is_a_503(tmp_path: Path) -> None:
-    async with pair(tmp_path, restart_wait_s=0.1) as proxy:
+    async with pair(tmp_path, connect_timeout_s=0.1) as proxy:
         assert (await proxy.client.get(f"{proxy.url}/ready")).status == 200
         await proxy.stop_backend()
         response = await proxy.chat()
