@@ -1,0 +1,23 @@
+"""How many descriptors this process may have open: a connection is one, and a non-login macOS shell allows 256."""
+
+import resource
+
+UNLIMITED = 1 << 62  # what "no limit" reads as, where a number is wanted
+
+
+def raise_descriptor_limit(wanted: int) -> int:
+    """Raise the soft limit to `wanted`, or as far as the system allows; never lower it.
+
+    Returns the soft limit in force: below `wanted` where the hard limit, or the kernel's own, is.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return UNLIMITED
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft >= target:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    except (OSError, ValueError):  # macOS names no hard limit, and refuses what is beyond the kernel's
+        return soft
+    return target

@@ -1,0 +1,32 @@
+"""The limit of open descriptors, raised in a process of its own: a test run must not change its own."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+from warmline_wire.descriptors import raise_descriptor_limit
+print(raise_descriptor_limit({wanted}), *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted", "given"),
+    [(64, 512, 256, 256), (64, 512, 4096, 512), (128, 512, 100, 128)],
+    ids=["raised", "as far as allowed", "never lowered"],
+)
+def test_the_soft_limit_is_raised_within_the_hard_one(soft: int, hard: int, wanted: int, given: int) -> None:
+    program = PROGRAM.format(soft=soft, hard=hard, wanted=wanted)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert list(map(int, done.stdout.split())) == [given, given, hard]
+
+
+def test_a_refusal_of_the_kernel_leaves_the_limit_as_it_was() -> None:
+    """As on macOS, where the hard limit reads as none and a number beyond the kernel's is refused."""
+    refuse = "resource.setrlimit = lambda *_: (_ for _ in ()).throw(ValueError('current limit exceeds maximum'))"
+    program = PROGRAM.format(soft=64, hard=512, wanted=256).replace("print(", f"{refuse}\nprint(")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert list(map(int, done.stdout.split())) == [64, 64, 512]
