@@ -125,7 +125,10 @@ class Engine(threading.Thread):
         try:
             while not self._stopping:
                 self._obey()
-                self.scheduler.turn()
+                for _ in self.scheduler.turn():
+                    self._obey_waiting()
+                    if self._stopping:
+                        break
                 self._take_snapshot()
         except Exception:
             log.exception("the engine failed outside of any request; this process must be started again")
@@ -135,6 +138,10 @@ class Engine(threading.Thread):
         if self.scheduler.idle or self.scheduler.blocked:
             with contextlib.suppress(queue.Empty):
                 self._commands.get(timeout=BLOCKED_WAIT_S if self.scheduler.blocked else None)(False)
+        self._obey_waiting()
+
+    def _obey_waiting(self) -> None:
+        """Do what has been asked meanwhile."""
         while not self._commands.empty():
             self._commands.get()(False)
 

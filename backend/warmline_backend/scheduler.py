@@ -6,7 +6,7 @@ stops a running stream and a running stream never starves a prompt.
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from warmline_backend.rates import Rates
 from warmline_backend.reservations import Reservations
 from warmline_backend.residents import LEASE_S, UNSAVED_S, ResidentGone, Residents
 from warmline_backend.sampling import pick_logprobs
-from warmline_backend.sequence import Ended, Generation, Piece, Progress, Sequence, TokenLogprobs
+from warmline_backend.sequence import Ended, Generation, Piece, Progress, Sequence, Started, TokenLogprobs
 from warmline_wire.keys import pack_tokens
 from warmline_wire.messages import Settled
 
@@ -173,15 +173,21 @@ class Scheduler:
 
     # ---- a turn
 
-    def turn(self) -> None:
-        """Do a bounded piece of everybody's work."""
+    def turn(self) -> Iterator[None]:
+        """Do a bounded piece of everybody's work; yields after each step, one decode step of a group or one chunk.
+
+        At a yield anything may be asked: what it changes is looked at anew.
+        """
         self._admit()
         for _ in range(DECODE_STEPS_PER_CHUNK):
-            if not self._groups:
-                break
-            self._decode_round()
+            for group in list(self._groups):
+                if group in self._groups:
+                    self._decode(group)
+                    yield
+            self._decoded_round()
         if self._prefilling:
             self._prefill_one()
+            yield
 
     def _admit(self) -> None:
         self._grant()
@@ -191,6 +197,7 @@ class Scheduler:
             self._waiting.remove(sequence)
             sequence.started()
             self._prefilling.append(sequence)
+            sequence.request.listener(Started())
             if sequence.prefill_left > self.settings.prefill_step_size:  # a chunk may take a minute: say that it began
                 sequence.request.listener(Progress(sequence.kv.length, len(sequence.request.prompt)))
 
@@ -212,20 +219,24 @@ class Scheduler:
         self.residents.drop_unleased()
         return line[0]
 
-    def _decode_round(self) -> None:
-        """One token for every decoding sequence."""
-        for group in list(self._groups):
-            began, count = time.monotonic(), len(group.sequences)
-            try:
-                heard = group.step()
-            except Exception as error:  # noqa: BLE001  whatever it is: tokens and rows of this batch disagree now
-                self._groups.remove(group)
-                self._discard(group.sequences, error)
-                continue
-            for sequence, token, logprobs in heard:
-                if group in self._groups:  # else it was given up for a fault of one of them
-                    self._tell(sequence, token, logprobs)
-            self.rates.decoded(count, time.monotonic() - began)
+    def _decode(self, group: DecodeGroup) -> None:
+        """One token for every sequence of a group."""
+        began, count = time.monotonic(), len(group.sequences)
+        try:
+            heard = group.step()
+        except Exception as error:  # noqa: BLE001  whatever it is: tokens and rows of this batch disagree now
+            self._groups.remove(group)
+            self._discard(group.sequences, error)
+            return
+        for sequence, token, logprobs in heard:
+            if group in self._groups:  # else it was given up for a fault of one of them
+                self._tell(sequence, token, logprobs)
+        self.rates.decoded(count, time.monotonic() - began)
+
+    def _decoded_round(self) -> None:
+        """Now and then, between rounds of decode steps: the budget is kept, mlx's buffers are freed."""
+        if not self._groups:
+            return
         self._steps += 1
         if self._steps % STEPS_PER_WEIGHING == 0:
             self._keep_within_budget()
@@ -281,7 +292,7 @@ class Scheduler:
                 self._prefilled(sequence, tokens, time.monotonic() - began)
             if sequence.prefill_left == 0:
                 self._start_decoding(sequence)
-        except Exception as error:  # noqa: BLE001  as in _decode_round
+        except Exception as error:  # noqa: BLE001  as in _decode
             self._discard([sequence], error)
 
     def _prefilled(self, sequence: Sequence, tokens: int, seconds: float) -> None:
@@ -326,7 +337,7 @@ class Scheduler:
         log.error("request %s failed", sequence.request.id, exc_info=error)
         try:
             self._end(sequence, "error", error=f"the answer could not be told: {error}")
-        except Exception as second:  # noqa: BLE001  as in _decode_round
+        except Exception as second:  # noqa: BLE001  as in _decode
             broken = [group for group in self._groups if sequence in group.sequences]
             self._groups = [group for group in self._groups if group not in broken]
             self._discard([member for group in broken for member in group.sequences], second)

@@ -25,6 +25,11 @@ UNBOUNDED = 1 << 30  # ends are the engine's to find, so mlx-lm's own limits are
 
 
 @dataclass(frozen=True)
+class Started:
+    """It has left the queue: from here on it computes."""
+
+
+@dataclass(frozen=True)
 class Progress:
     """A prefill chunk is done: `done` of `total` prompt tokens have rows."""
 
@@ -55,7 +60,7 @@ class Ended:
     reused: int  # prompt tokens that were not prefilled
 
 
-Event = Progress | Piece | Ended
+Event = Started | Progress | Piece | Ended
 Listener = Callable[[Event], None]  # called on the engine thread; must not block
 
 

@@ -25,7 +25,7 @@ from warmline_backend.params import BadRequest
 from warmline_backend.residents import ResidentGone, ResidentMismatch
 from warmline_backend.scheduler import TooLarge
 from warmline_backend.segments import BadChain, Cancelled, Damaged
-from warmline_backend.sequence import Ended, Event, Piece, Progress
+from warmline_backend.sequence import Ended, Event, Piece, Progress, Started
 from warmline_backend.service import NotReady, Service, StoredPrompt, UnknownPrompt, UnknownRequest
 from warmline_wire.messages import (
     HEADER_CHECKPOINTS,
@@ -285,6 +285,8 @@ class _Answer:
                 yield data
 
     def _say(self, event: Event, closing_event: bool) -> bytes:
+        if isinstance(event, Started):
+            return comment_event("started")
         if isinstance(event, Progress):
             self._pending.clear()  # of a first try that failed before it said anything
             return comment_event(f"prefill {event.done}/{event.total}")

@@ -94,11 +94,16 @@ class Drive:
         self.scheduler.submit(generation)
         return name, heard
 
+    def turn(self) -> None:
+        """One whole turn."""
+        for _ in self.scheduler.turn():
+            pass
+
     def until(self, done: Callable[[], bool]) -> None:
         for _ in range(TURNS_MAX):
             if done():
                 return
-            self.scheduler.turn()
+            self.turn()
         raise AssertionError("the scheduler did not get there")
 
     def saved(self, heard: Heard) -> str:

@@ -78,7 +78,7 @@ def test_memory_is_reserved_for_a_restore_until_it_is_there(root: Path) -> None:
     reserve("b", 400_000)
     assert granted == ["a"], "the second waits for the first"
     _, heard = drive.submit(prompt_of(400), 5)
-    drive.scheduler.turn()
+    drive.turn()
     assert drive.scheduler.queued == 1, "a prompt waits behind what was asked before it"
     drive.scheduler.release("b")
     drive.scheduler.release("a")
@@ -101,7 +101,7 @@ def test_restores_are_granted_in_order_as_requests_end(root: Path) -> None:
     assert granted == []
     drive.until(lambda: running.over)
     drive.saved(running)
-    drive.scheduler.turn()
+    drive.turn()
     assert granted == ["first", "second"]
     drive.until(lambda: later.over)
 
@@ -112,7 +112,7 @@ def test_what_is_not_saved_yet_is_not_given_up_for_a_waiting_prompt(root: Path) 
     first = drive.run(prompt_of(500), 5)
     _, second = drive.submit(prompt_of(700, 2), 5)
     for _ in range(5):
-        drive.scheduler.turn()
+        drive.turn()
     assert drive.scheduler.blocked and first.settled.resident in drive.scheduler.residents
     drive.saved(first)
     drive.until(lambda: second.over)
