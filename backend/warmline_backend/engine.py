@@ -1,13 +1,15 @@
-"""The engine thread: the only one that computes with mlx.  Others send it work and read its last snapshot."""
+"""The engine thread: the only one that computes with mlx.  Others send it work, and read its beat and last snapshot."""
 
-import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+import mlx.core as mx
 
 from warmline_backend.model import ServedModel
 from warmline_backend.scheduler import Scheduler
@@ -26,6 +28,22 @@ class EngineStopped(Exception):
 
 
 @dataclass(frozen=True)
+class Beat:
+    """Where the engine is.  Replaced whole, so that any thread reads one that was true a moment ago."""
+
+    steps: int = 0  # chunks, decode steps and commands done
+    began: float = 0.0  # time.monotonic() at which the present one did; 0.0 while there is none
+
+    @property
+    def busy(self) -> bool:
+        return self.began > 0
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.began if self.busy else 0.0
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """What the engine was like after its last turn; read by anybody, at once, even while a chunk takes a minute."""
 
@@ -40,11 +58,15 @@ class Snapshot:
     restore_bytes_per_s: float = 0.0
     save_bytes_per_s: float = 0.0
     slowest_recent_step_s: float = 0.0
+    bytes_unaccounted: int = 0
     residents: list[Resident] = field(default_factory=list)
 
 
 class Engine(threading.Thread):
-    """Runs a scheduler until it is stopped.  `start()` loads the model first; `loaded` and `ended` tell how it went."""
+    """Runs a scheduler until it is stopped.  `start()` loads the model first; `loaded` and `ended` tell how it went.
+
+    `failure` says why it can't be asked now, "" while it can.
+    """
 
     def __init__(self, make_scheduler: Callable[[], Scheduler]) -> None:
         super().__init__(name="engine", daemon=True)
@@ -57,7 +79,8 @@ class Engine(threading.Thread):
         self.ended: Future[None] = Future()  # however it did
         for future in (self.loaded, self.ended):
             future.set_running_or_notify_cancel()  # whoever gives up waiting must not cancel them for the others
-        self.snapshot = Snapshot()
+        self.snapshot, self.beat = Snapshot(), Beat()
+        self.failure = "the model is still loading"
 
     # ---- any thread
 
@@ -68,23 +91,23 @@ class Engine(threading.Thread):
         def run() -> None:
             try:
                 result = work(self.scheduler)
+                self._take_snapshot()  # first, so that whoever hears the answer finds it true
             except Exception as error:  # noqa: BLE001  it belongs to whoever asked
                 answer.set_exception(error)
-                return
-            self._take_snapshot()  # first, so that whoever hears the answer finds it true
-            answer.set_result(result)
+            else:
+                answer.set_result(result)
 
         def command(ended: bool) -> None:
             if not answer.set_running_or_notify_cancel():
                 return
             if ended:
-                answer.set_exception(EngineStopped("the engine has ended"))
+                answer.set_exception(EngineStopped(self.failure))
             else:
                 run()
 
         with self._closing:
             if self._closed:
-                answer.set_exception(EngineStopped("the engine is not running"))
+                answer.set_exception(EngineStopped(self.failure))
             else:
                 self._commands.put(command)
         return answer
@@ -110,8 +133,10 @@ class Engine(threading.Thread):
             self._scheduler = self._make_scheduler()
             self._scheduler.changed = self._take_snapshot
         except Exception as error:  # noqa: BLE001  whoever waits for the model must hear of it
+            self.failure = f"the model could not be loaded: {error}"
             self.loaded.set_exception(error)
         else:
+            self.failure = ""
             self.loaded.set_result(self._scheduler.served)
             self._run()
         finally:
@@ -121,29 +146,53 @@ class Engine(threading.Thread):
             self.ended.set_result(None)
 
     def _run(self) -> None:
-        self._take_snapshot()
+        failure = "the engine has ended"
         try:
+            self._take_snapshot()
             while not self._stopping:
+                self._turn()
+                self._await_work()
                 self._obey()
-                for _ in self.scheduler.turn():
-                    self._obey_waiting()
-                    if self._stopping:
-                        break
-                self._take_snapshot()
-        except Exception:
-            log.exception("the engine failed outside of any request; this process must be started again")
+        except Exception as error:
+            failure = f"{failure}: {error or type(error).__name__}"
+            log.exception("%s; this process must be started again", failure)
+        finally:
+            self.failure = failure
+            self.beat = Beat(self.beat.steps)
+
+    def _turn(self) -> None:
+        """One turn of the scheduler; what is asked meanwhile is done between two of its steps."""
+        for _ in self.scheduler.turn():
+            self._count_step()
+            self._obey()
+            if self._stopping:
+                break
+        self._take_snapshot()
+
+    def _await_work(self) -> None:
+        """Where nothing can be computed, wait for something to be asked."""
+        blocked = self.scheduler.blocked
+        if not (blocked or self.scheduler.idle):
+            return
+        self.beat = Beat(self.beat.steps)
+        try:
+            command = self._commands.get(timeout=BLOCKED_WAIT_S if blocked else None)
+        except queue.Empty:
+            return
+        finally:
+            self.beat = Beat(self.beat.steps, time.monotonic())
+        command(False)
+        self._count_step()
 
     def _obey(self) -> None:
-        """Do what was asked; without other work, wait for it."""
-        if self.scheduler.idle or self.scheduler.blocked:
-            with contextlib.suppress(queue.Empty):
-                self._commands.get(timeout=BLOCKED_WAIT_S if self.scheduler.blocked else None)(False)
-        self._obey_waiting()
-
-    def _obey_waiting(self) -> None:
-        """Do what has been asked meanwhile."""
-        while not self._commands.empty():
+        """Do what has been asked so far; what is asked meanwhile waits for the next step, so that there is one."""
+        for _ in range(self._commands.qsize()):
             self._commands.get()(False)
+            self._count_step()
+
+    def _count_step(self) -> None:
+        """A step or command is done, and the next begins."""
+        self.beat = Beat(self.beat.steps + 1, time.monotonic())
 
     def _refuse_rest(self) -> None:
         while not self._commands.empty():
@@ -151,12 +200,12 @@ class Engine(threading.Thread):
 
     def _take_snapshot(self) -> None:
         scheduler = self.scheduler
-        rates = scheduler.rates
+        rates, running, kept = scheduler.rates, scheduler.running_bytes, scheduler.residents.bytes_held
         self.snapshot = Snapshot(
             running=scheduler.running,
             queued=scheduler.queued,
-            running_bytes=scheduler.running_bytes,
-            resident_bytes=scheduler.residents.bytes_held,
+            running_bytes=running,
+            resident_bytes=kept,
             memory_budget_bytes=scheduler.residents.budget_bytes,
             generation=scheduler.residents.generation,
             prefill_rates=rates.prefill,
@@ -164,5 +213,6 @@ class Engine(threading.Thread):
             restore_bytes_per_s=rates.restore_bytes_per_s,
             save_bytes_per_s=rates.save_bytes_per_s,
             slowest_recent_step_s=rates.slowest_recent_step_s,
+            bytes_unaccounted=mx.get_active_memory() - scheduler.served.weight_bytes - kept - running,
             residents=scheduler.residents.listed(),
         )
