@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -56,8 +56,8 @@ class Reply:
 class Pair:
     """Proxy and backend on free ports over one home; `kill` and `start` as often as you like."""
 
-    def __init__(self, home: Path, model: Path, *flags: str) -> None:
-        self.home, self._model, self._flags = Home(home), model, flags
+    def __init__(self, home: Path, model: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+        self.home, self._model, self._flags, self._environment = Home(home), model, flags, environment
         self.port, self.backend_port = free_port(), free_port()
         self._serve: Running | None = None
 
@@ -77,7 +77,7 @@ class Pair:
     def start(self) -> "Pair":
         ports = ["--port", str(self.port), "--backend-port", str(self.backend_port)]
         arguments = ["serve", "--home", str(self.home.root), "--model", str(self._model), *ports, *self._flags]
-        self._serve = Running([WARMLINE, *arguments])
+        self._serve = Running([WARMLINE, *arguments], self._environment)
         self._serve.wait_for("^ready http://", START_TIMEOUT_S)
         return self
 

@@ -1,0 +1,177 @@
+"""Orders for the faults that `site/sitecustomize.py` plants in a backend, and the gate that its steps wait at."""
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+SITE = str(Path(__file__).with_name("site"))
+LIMIT_S = 60.0
+POLL_S = 0.005
+
+# In whatever step comes next: an exception, a step that never ends (with the other threads alive or not), the process
+# gone by a signal, the device broken until the process is another.
+FAULTS = ("raise", "hang", "freeze", "segv", "abort", "oom", "device")
+WEDGES = ("hang", "freeze")  # which only a deadline ends
+
+
+class Planted:
+    """The control folder of one pair, which is started with `environment`."""
+
+    def __init__(self, restart_delay_s: float | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="planted-"))  # short: a socket's path has at most 104 characters
+        paths = [SITE, *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {"PYTHONPATH": os.pathsep.join(paths), "PLANTED_FOLDER": str(self.folder)}
+        if restart_delay_s is not None:
+            own["PLANTED_RESTART_DELAY_S"] = str(restart_delay_s)
+        self.environment: Mapping[str, str] = {**os.environ, **own}
+
+    def order(self, fault: str, phase: str = "any") -> None:
+        """Have the fault inside the next step of this phase: "prefill", "first", "decode" or "any"."""
+        self._taken.unlink(missing_ok=True)
+        draft = self.folder / "draft"
+        draft.write_text(fault)
+        draft.rename(self.folder / f"order-{phase}")
+
+    def withdraw(self) -> None:
+        """Forget an order that no step has met."""
+        for order in self.folder.glob("order-*"):
+            order.unlink(missing_ok=True)
+
+    def wait_until_taken(self) -> None:
+        """The step with the fault has begun."""
+        limit = time.monotonic() + LIMIT_S
+        while not self._taken.exists():
+            assert time.monotonic() < limit, "no step met the fault"
+            time.sleep(POLL_S)
+
+    def gate(self) -> "Gate":
+        return Gate(self.folder / "gate")
+
+    @property
+    def _taken(self) -> Path:
+        return self.folder / "taken"
+
+    def __enter__(self) -> "Planted":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that has begun, and computes nothing before it is let pass."""
+
+    process: int
+    phase: str
+    requests: list[str]
+    connection: socket.socket
+
+    def let_pass(self) -> bool:
+        """Wait until it is over; whether it ended well."""
+        self.start()
+        return self.wait_for_end()
+
+    def start(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.sendall(b".")
+
+    def wait_for_end(self) -> bool:
+        with self.connection:
+            return _line(self.connection).get("phase") == "ended"
+
+
+class Gate:
+    """While it stands, each step of the engine waits to be let pass.  For the `with` statement, after which all pass.
+
+    Put up while the engine computes, the step under way is not held.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._steps: queue.Queue[Step] = queue.Queue()
+        self._asked: queue.Queue[str] = queue.Queue()
+        self._held: list[socket.socket] = []
+        self.begun = 0  # steps that have come to the gate
+
+    def next_step(self) -> Step:
+        """The step that waits, or the next one to come."""
+        return self._steps.get(timeout=LIMIT_S)
+
+    def steps(self, phase: str, request: str = "") -> Iterator[Step]:
+        """Steps of this phase (and request) as they come; all others are let pass."""
+        while True:
+            step = self.next_step()
+            if step.phase == phase and (not request or request in step.requests):
+                yield step
+            else:
+                step.let_pass()
+
+    def wait_for(self, phase: str, request: str = "") -> Step:
+        """The first step of this phase (and request); those before it are let pass."""
+        return next(self.steps(phase, request))
+
+    def wait_for_command(self, word: str) -> None:
+        """Until something whose code's name contains `word` is in the engine's mailbox."""
+        while word not in self._asked.get(timeout=LIMIT_S):
+            pass
+
+    def forget_commands(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._asked.get_nowait()
+
+    def __enter__(self) -> "Gate":
+        self._listener.bind(str(self._path))
+        self._listener.listen(64)
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._path.unlink(missing_ok=True)
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in self._held:
+            connection.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the gate is taken down
+            while True:
+                self._receive(self._listener.accept()[0])
+
+    def _receive(self, connection: socket.socket) -> None:
+        message = _line(connection)
+        if "asked" in message:
+            self._asked.put(message["asked"])
+            connection.close()
+        elif message:
+            self._held.append(connection)
+            self.begun += 1
+            self._steps.put(Step(message["process"], message["phase"], message["requests"], connection))
+
+
+def _line(connection: socket.socket) -> dict[str, Any]:
+    """The next message; empty where the other side is gone."""
+    data = b""
+    while not data.endswith(b"\n"):
+        try:
+            piece = connection.recv(1)
+        except OSError:
+            piece = b""
+        if not piece:
+            return {}
+        data += piece
+    message: dict[str, Any] = json.loads(data)
+    return message
