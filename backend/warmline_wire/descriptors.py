@@ -1,6 +1,7 @@
 """How many descriptors this process may have open: a connection is one, and a non-login macOS shell allows 256."""
 
 import resource
+from pathlib import Path
 
 UNLIMITED = 1 << 62  # what "no limit" reads as, where a number is wanted
 
@@ -21,3 +22,10 @@ def raise_descriptor_limit(wanted: int) -> int:
     except (OSError, ValueError):  # macOS names no hard limit, and refuses what is beyond the kernel's
         return soft
     return target
+
+
+def open_descriptors() -> int:
+    """How many this process has open now."""
+    folder = Path("/proc/self/fd")
+    held = list((folder if folder.exists() else Path("/dev/fd")).iterdir())
+    return len(held) - 1  # the folder's own

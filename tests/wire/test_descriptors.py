@@ -1,9 +1,12 @@
 """The limit of open descriptors, raised in a process of its own: a test run must not change its own."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from warmline_wire.descriptors import open_descriptors
 
 PROGRAM = """
 import resource
@@ -30,3 +33,12 @@ def test_a_refusal_of_the_kernel_leaves_the_limit_as_it_was() -> None:
     program = PROGRAM.format(soft=64, hard=512, wanted=256).replace("print(", f"{refuse}\nprint(")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert list(map(int, done.stdout.split())) == [64, 64, 512]
+
+
+def test_open_descriptors_are_counted() -> None:
+    before = open_descriptors()
+    pipe = os.pipe()
+    assert open_descriptors() == before + 2
+    for descriptor in pipe:
+        os.close(descriptor)
+    assert open_descriptors() == before
