@@ -1,17 +1,52 @@
-"""Reading a client's body: sized, chunked or compressed, and never larger than the limit."""
+"""Reading a client's body (sized, chunked or compressed, never larger than the limit) and writing what it gets.
+
+Both may take as long as they like while they move: what is limited is how long nothing comes, and nothing is taken.
+"""
+
+import asyncio
 
 from aiohttp import web
 
-from warmline_proxy.errors import bad_request
+from warmline_proxy.errors import ClientError, bad_request
 
 BODY_BYTES_MAX = 64 * 1024 * 1024
 
 
-async def read_body(request: web.Request) -> bytes:
-    """The whole body, decompressed.  Raises ClientError 400 or 413."""
+async def read_body(request: web.Request, timeout_s: float = 60.0) -> bytes:
+    """The whole body, decompressed.  Raises ClientError 400, 413, or 408 where nothing comes for `timeout_s`."""
+    body = bytearray()
+    if (request.content_length or 0) > BODY_BYTES_MAX:
+        raise _too_large()
+    while piece := await _next_piece(request, timeout_s):
+        body += piece
+        if len(body) > BODY_BYTES_MAX:
+            raise _too_large()
+    return bytes(body)
+
+
+async def _next_piece(request: web.Request, timeout_s: float) -> bytes:
+    """b"" at the end."""
     try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise bad_request(f"The body is larger than {BODY_BYTES_MAX} bytes.", status=413) from None
+        async with asyncio.timeout(timeout_s):
+            return await request.content.readany()
+    except TimeoutError:
+        message = f"No more of the body came for {timeout_s:g} s."
+        raise bad_request(message, status=408, code="request_timeout") from None
     except web.RequestPayloadError as error:
         raise bad_request(f"The body can't be read: {error}") from error
+
+
+def _too_large() -> ClientError:
+    return bad_request(f"The body is larger than {BODY_BYTES_MAX} bytes.", status=413)
+
+
+async def send(response: web.StreamResponse, data: bytes, timeout_s: float) -> None:
+    """Write on.  Raises ConnectionResetError where the client has left, or takes nothing for `timeout_s`.
+
+    The connection of an answer that was given up is aborted when its handler ends (`connections`).
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await response.write(data)
+    except TimeoutError:
+        raise ConnectionResetError(f"the client took nothing for {timeout_s:g} s") from None
