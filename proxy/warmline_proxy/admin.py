@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import threading
+from collections.abc import Callable
 
 import msgspec
 from aiohttp import web
@@ -9,13 +11,15 @@ from aiohttp import web
 from warmline_proxy.admission import Admission
 from warmline_proxy.bodies import read_body
 from warmline_proxy.errors import RETRY_AFTER_S, bad_request
-from warmline_proxy.hotpath import HotPath
 from warmline_proxy.index import Index
 from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.lives import Lives
 from warmline_proxy.purge import purge
 from warmline_proxy.rows import PurgeRequest, Totals
 from warmline_proxy.upstream import Upstream, UpstreamError
-from warmline_wire.messages import Resident, decode, encode
+from warmline_proxy.watchdog import Watchdog
+from warmline_wire.descriptors import open_descriptors
+from warmline_wire.messages import Resident, Vitals, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +32,10 @@ class ProxyStatus(msgspec.Struct, kw_only=True):
     settling: int  # answered, but not yet on disk
     residents: list[Resident]
     totals: Totals
+    lives: int  # requests on their way: answered and saved ones no longer are
+    connections: int
+    backend_kills: int  # of wedged backends, since the start
+    vitals: Vitals
     backend: str = ""  # why the backend could not be asked; "" where it could
 
 
@@ -35,36 +43,55 @@ class Admin:
     """Handlers; the state that they tell is others'."""
 
     def __init__(
-        self, index: Index, upstream: Upstream, knowledge: Knowledge, admission: Admission, hot_path: HotPath
+        self,
+        *,
+        index: Index,
+        upstream: Upstream,
+        watchdog: Watchdog,
+        knowledge: Knowledge,
+        admission: Admission,
+        lives: Lives,
+        receive_timeout_s: float,
+        connections: Callable[[], int],
     ) -> None:
         self._index = index
         self._upstream = upstream
+        self._watchdog = watchdog
         self._knowledge = knowledge
         self._admission = admission
-        self._hot_path = hot_path
+        self._lives = lives
+        self._receive_timeout_s = receive_timeout_s
+        self._connections = connections
 
     async def ready(self) -> web.Response:
-        """200 where a request would be served now."""
+        """200 where a request would be served now; else 503 and why not."""
+        if self._admission.closed:
+            return _not_ready(self._admission.closed)
         try:
-            status = await self._upstream.status(patient=False)
+            await self._upstream.ready()
+            status = await self._knowledge.status()
         except UpstreamError as error:
             return _not_ready(str(error))
-        if not status.ready:
-            return _not_ready(status.failure or "the backend is starting")
         return web.json_response({"ready": True, "model": status.model})
 
     async def status(self) -> web.Response:
         residents, backend = [], ""
         try:
-            residents = (await self._upstream.residents(ids=False, patient=False)).residents
+            residents = (await self._upstream.residents(ids=False)).residents
         except UpstreamError as error:
             backend = str(error)
         answer = ProxyStatus(
             running=self._admission.running,
             queued=self._admission.queued,
-            settling=self._hot_path.settling,
+            settling=self._lives.settling,
             residents=residents,
             totals=await asyncio.to_thread(self._index.totals),
+            lives=len(self._lives),
+            connections=self._connections(),
+            backend_kills=self._watchdog.kills,
+            vitals=Vitals(
+                tasks=len(asyncio.all_tasks()), threads=threading.active_count(), descriptors=open_descriptors()
+            ),
             backend=backend,
         )
         return web.Response(body=encode(answer), content_type="application/json")
@@ -72,7 +99,7 @@ class Admin:
     async def purge(self, request: web.Request) -> web.Response:
         """What was purged from disk leaves memory too; residents that were not meant are restored when needed."""
         try:
-            wanted = decode(await read_body(request), PurgeRequest)
+            wanted = decode(await read_body(request, self._receive_timeout_s), PurgeRequest)
             reply = await asyncio.to_thread(purge, self._index, wanted)
         except (msgspec.DecodeError, ValueError) as error:
             raise bad_request(f"Not a purge: {error}") from error

@@ -1,7 +1,8 @@
 """The proxy's HTTP face: who may call what.  Paths are matched by hand, so that a trailing slash is no other path."""
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -11,29 +12,48 @@ from warmline_proxy.admission import Admission, bearer, check_host, check_key, s
 from warmline_proxy.background import Background
 from warmline_proxy.bodies import BODY_BYTES_MAX
 from warmline_proxy.config import Config
+from warmline_proxy.connections import CONNECTIONS
+from warmline_proxy.ending import Ending
 from warmline_proxy.errors import ClientError, bad_request, from_upstream, index_failed
 from warmline_proxy.hotpath import HotPath
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.lives import Lives
 from warmline_proxy.normalize import ENDPOINTS
+from warmline_proxy.overseer import Overseer
 from warmline_proxy.passthrough import forward
 from warmline_proxy.settle import Settler
 from warmline_proxy.start import Starter
 from warmline_proxy.upstream import Upstream, UpstreamError
+from warmline_proxy.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-DRAIN_TIMEOUT_S = 10.0  # saves under way at a shutdown; what isn't written then is prefilled again
+CANCEL_PATH = "/v1/requests/"
+END_TIMEOUT_S = 2.0  # for background work after the drain, or without one
+DRAIN: web.AppKey[Callable[[], Awaitable[None]]] = web.AppKey("drain")
 
 
 class Face:
     """Dispatches requests; holds no state of its own."""
 
-    def __init__(self, config: Config, secret: str, upstream: Upstream, hot_path: HotPath, admin: Admin) -> None:
+    def __init__(
+        self,
+        *,
+        config: Config,
+        secret: str,
+        upstream: Upstream,
+        hot_path: HotPath,
+        lives: Lives,
+        ending: Ending,
+        admin: Admin,
+    ) -> None:
         self._config = config
         self._secret = secret
         self._upstream = upstream
         self._hot_path = hot_path
+        self._lives = lives
+        self._ending = ending
         self._admin = admin
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -47,16 +67,27 @@ class Face:
         if path.startswith("/warmline/"):
             return await self._administer(request, path)
         if request.method == "OPTIONS":
-            return web.Response(status=204, headers={"Allow": "GET, HEAD, POST, OPTIONS"})
+            return web.Response(status=204, headers={"Allow": "GET, HEAD, POST, DELETE, OPTIONS"})
         check_key(request.headers, self._config.client_key)
         if endpoint := ENDPOINTS.get(path):
             return await self._generate(request, endpoint)
+        if path.startswith(CANCEL_PATH) and request.method == "DELETE":
+            return await self._cancel(path.removeprefix(CANCEL_PATH))
         return await forward(request, self._upstream)
 
     async def _generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
         if request.method != "POST":
             raise bad_request(f"{request.method} is not allowed here; send a POST.", status=405)
         return await self._hot_path.answer(request, endpoint)
+
+    async def _cancel(self, name: str) -> web.StreamResponse:
+        """Answers when the engine has let go.  `name`: the request's id, or the id of its answer, which ends in it."""
+        request_id = name.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        life = self._lives.find(request_id)
+        if life is None or (life.answered and not life.alone):
+            raise bad_request(f"No request {request_id!r} is on its way.", status=404, code="unknown_request")
+        await self._ending.cancel(life)
+        return web.json_response({"id": request_id, "object": "request", "cancelled": True})
 
     async def _administer(self, request: web.Request, path: str) -> web.StreamResponse:
         if not same_secret(bearer(request.headers), self._secret):
@@ -85,28 +116,75 @@ async def errors_as_answers(request: web.Request, handler: Handler) -> web.Strea
 def build(config: Config, secret: str, index: Index) -> web.Application:
     """The whole proxy, wired together.  The caller owns `index`."""
     background = Background()
-    upstream = Upstream(config.backend_url, secret, config.connect_timeout_s)
-    tenant, reuse = tenant_of(config.client_key), config.reuse != "off"
+    upstream = Upstream(config.backend_url, secret)
+    watchdog = Watchdog(upstream, config.wedge_timeout_s, config.home.pid_file("backend"))
+    tenant = tenant_of(config.client_key)
     knowledge = Knowledge(upstream, tenant)
-    admission = Admission(config.running_count_max, config.queue_count_max)
+    lives = Lives(knowledge)
+    admission = Admission(config.running_count_max, config.queue_count_max, lives.retry_after_s)
+    settler = Settler(index, upstream, knowledge, reuse=config.reuse != "off")
+    ending = Ending(lives, upstream, watchdog, settler, background, config.on_disconnect == "finish-prefill")
+    overseer = Overseer(lives, watchdog, background, config.heartbeat_after_s)
     hot_path = HotPath(
+        config=config,
+        tenant=tenant,
+        lives=lives,
         upstream=upstream,
+        watchdog=watchdog,
         knowledge=knowledge,
         admission=admission,
-        starter=Starter(upstream, index, knowledge, background),
-        settler=Settler(index, upstream, knowledge, reuse),
+        starter=Starter(upstream, index, knowledge, watchdog, config.partial_save_tokens),
+        settler=settler,
+        ending=ending,
         background=background,
-        tenant=tenant,
-        reuse=reuse,
     )
-    admin = Admin(index, upstream, knowledge, admission, hot_path)
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors_as_answers])
-    app.router.add_route("*", "/{path:.*}", Face(config, secret, upstream, hot_path, admin).handle)
+    admin = Admin(
+        index=index,
+        upstream=upstream,
+        watchdog=watchdog,
+        knowledge=knowledge,
+        admission=admission,
+        lives=lives,
+        receive_timeout_s=config.receive_timeout_s,
+        connections=lambda: app[CONNECTIONS].count if CONNECTIONS in app else 0,
+    )
+    face = Face(
+        config=config,
+        secret=secret,
+        upstream=upstream,
+        hot_path=hot_path,
+        lives=lives,
+        ending=ending,
+        admin=admin,
+    )
+    app.router.add_route("*", "/{path:.*}", face.handle)
 
-    async def end(_: web.Application) -> AsyncIterator[None]:
+    async def adopt() -> None:
+        """What an earlier proxy left in the backend's memory may be nowhere else."""
+        await watchdog.up()
+        await settler.save_residents()
+
+    async def drain_all() -> None:
+        admission.close("The proxy is being stopped.")
+        await ending.drain(config.drain_timeout_s)
+
+    async def live(_: web.Application) -> AsyncIterator[None]:
+        watching = [asyncio.create_task(each.run()) for each in (watchdog, overseer)]
+        adopting = background.spawn(adopt(), "adoption of residents")
         yield
-        await background.drain(DRAIN_TIMEOUT_S)
+        adopting.cancel()
+        await background.drain(END_TIMEOUT_S)
+        for task in watching:
+            task.cancel()
+        await asyncio.wait(watching)
         await upstream.close()
 
-    app.cleanup_ctx.append(end)
+    app[DRAIN] = drain_all
+    app.cleanup_ctx.append(live)
     return app
+
+
+async def drain(app: web.Application) -> None:
+    """Let nobody in any more, let what runs come to its end or end it, and wait until it is on disk."""
+    await app[DRAIN]()

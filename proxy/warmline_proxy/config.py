@@ -52,7 +52,7 @@ class Config:
     # Deadlines; 0: none.  A request may shorten or lengthen its own by header.
     connect_timeout_s: float = 60.0  # how long a request waits for a backend that starts, or is started again
     queue_timeout_s: float = 0.0
-    stall_timeout_s: float = 120.0  # without a chunk or a token
+    stall_timeout_s: float = 300.0  # without a chunk or a token
     total_timeout_s: float = 0.0
     wedge_timeout_s: float = 120.0  # how long a step may take before the backend is killed
     receive_timeout_s: float = 60.0  # for the next piece of a request

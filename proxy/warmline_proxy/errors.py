@@ -35,13 +35,23 @@ def bad_request(message: str, *, status: int = 400, code: str | None = None, par
     return ClientError(status, error_body(message, "invalid_request_error", code, param))
 
 
-def unavailable(message: str) -> ClientError:
+def unavailable(message: str, code: str = "backend_unavailable", retry_after_s: int = RETRY_AFTER_S) -> ClientError:
     """Nobody's fault that the client could mend: try again soon."""
-    return ClientError(503, error_body(message, "server_error", "backend_unavailable"), RETRY_AFTER_S)
+    return ClientError(503, error_body(message, "server_error", code), retry_after_s)
 
 
-def queue_full(message: str) -> ClientError:
-    return ClientError(429, error_body(message, "rate_limit_error", "queue_full"), RETRY_AFTER_S)
+def queue_full(message: str, retry_after_s: int) -> ClientError:
+    return ClientError(429, error_body(message, "rate_limit_error", "queue_full"), retry_after_s)
+
+
+def timed_out(what: str, code: str) -> ClientError:
+    """A deadline has passed; what was computed is kept, so trying again goes on from there."""
+    return ClientError(504, error_body(f"The request was ended: {what}.  What was computed is kept.", "timeout", code))
+
+
+def cancelled(message: str) -> ClientError:
+    """nginx's status for a client that closed its request."""
+    return ClientError(499, error_body(message, "cancelled", "cancelled"))
 
 
 def bad_gateway(message: str) -> ClientError:
@@ -60,7 +70,7 @@ def from_upstream(error: ClientError | UpstreamError) -> ClientError:
     if isinstance(error, Refused):
         return _passed_on(error)
     if isinstance(error, Unreachable):
-        return unavailable("The backend is not there, or still starting; try again soon.")
+        return unavailable(f"The backend can't serve now: {error}.  Try again soon.")
     return bad_gateway(f"The backend failed: {error}")
 
 

@@ -5,29 +5,36 @@ import logging
 
 from aiohttp import web
 
-from warmline_proxy.admission import Admission
+from warmline_proxy.admission import Admission, caller_of
 from warmline_proxy.background import Background
 from warmline_proxy.bodies import read_body
-from warmline_proxy.errors import ClientError, from_upstream
+from warmline_proxy.config import Config
+from warmline_proxy.deadlines import Limits
+from warmline_proxy.ending import Ending
+from warmline_proxy.errors import ClientError, cancelled, from_upstream
 from warmline_proxy.generation import Generation
+from warmline_proxy.hearing import Hearing
 from warmline_proxy.knowledge import Knowledge
-from warmline_proxy.life import Life, held_after
+from warmline_proxy.life import Life
+from warmline_proxy.lives import Lives
 from warmline_proxy.normalize import read_call
-from warmline_proxy.plan import Plan, cold_plan
-from warmline_proxy.relay import relay
+from warmline_proxy.plan import Plan
+from warmline_proxy.relay import Answer, relay
 from warmline_proxy.settle import Settler
 from warmline_proxy.start import Starter
-from warmline_proxy.trace import Trace
-from warmline_proxy.upstream import Gone, Upstream, UpstreamError
+from warmline_proxy.trace import Trace, read_request_id
+from warmline_proxy.upstream import Broken, Gone, Leaderless, Unreachable, Upstream, UpstreamError, dispatching
+from warmline_proxy.watchdog import Watchdog
 from warmline_wire.keys import BLOCK_TOKENS, namespace
-from warmline_wire.messages import HEADER_CACHE, HEADER_REQUEST, PromptRequest, Settled
+from warmline_wire.messages import HEADER_CACHE, HEADER_REQUEST, PromptRequest
 
 log = logging.getLogger(__name__)
 
-STARTS_MAX = 3  # a plan, a second one where the first one's resident was gone, and a cold one
+PLANS_MAX = 16  # in one dispatch; whoever follows plans again each time that its leader leaves
+GONE_MAX = 2  # times that what was planned on is gone; then cold
 WORTH_WAITING_TOKENS = BLOCK_TOKENS
 SAVE_WAIT_S = 10.0
-LAST_EVENT_TIMEOUT_S = 10.0  # between the engine's letting go and the end of the stream
+PREVIOUS_END_TIMEOUT_S = 10.0
 
 
 class HotPath:
@@ -36,73 +43,105 @@ class HotPath:
     def __init__(
         self,
         *,
+        config: Config,
+        tenant: str,
+        lives: Lives,
         upstream: Upstream,
+        watchdog: Watchdog,
         knowledge: Knowledge,
         admission: Admission,
         starter: Starter,
         settler: Settler,
+        ending: Ending,
         background: Background,
-        tenant: str,
-        reuse: bool,
     ) -> None:
+        self._config = config
+        self._tenant = tenant
+        self._limits = Limits(
+            config.connect_timeout_s, config.queue_timeout_s, config.stall_timeout_s, config.total_timeout_s
+        )
+        self._lives = lives
         self._upstream = upstream
+        self._watchdog = watchdog
         self._knowledge = knowledge
         self._admission = admission
         self._starter = starter
         self._settler = settler
+        self._ending = ending
         self._background = background
-        self._tenant = tenant
-        self._reuse = reuse
-        self._lives: set[Life] = set()
-
-    @property
-    def settling(self) -> int:
-        """Requests whose client has its answer, but which are not yet on disk."""
-        return sum(life.is_settling for life in self._lives)
 
     async def answer(self, request: web.Request, endpoint: str) -> web.StreamResponse:
-        life = Life(Trace(endpoint))
-        self._lives.add(life)
+        life = self._begin(request, endpoint)
         try:
-            body = await self._admit(request, life)  # 1. a bounded queue
-            self._normalize(request, life, body)  # 2. any model name, null is absent
-            for attempt in range(STARTS_MAX):
-                await self._render(life)  # 3. the prompt's token ids
-                plan = await self._start(life, warm=attempt < STARTS_MAX - 1)  # 4. plan, 5. restore
-                if await self._generate(life, plan):
-                    break
-            response = await self._relay(request, life)  # 6. bytes flow as they come
+            async with life.alarm:
+                body = await self._admit(request, life)  # 1. a bounded queue
+                self._normalize(request, life, body)  # 2. any model name, null is absent
+                response: web.StreamResponse = await dispatching()(
+                    self._dispatch, life
+                )  # 3. to 6., again where the backend is lost
             life.trace.answered()
             return response
         except (ClientError, UpstreamError) as error:
             life.trace.failed(error)
-            return from_upstream(error).response(headers_of(life))
+            return await life.answer.fail(from_upstream(error))
         except (asyncio.CancelledError, ConnectionResetError):
             life.trace.left()
             raise
         finally:
-            life.answered = True
             life.trace.total_s = life.trace.elapsed_s()
-            self._background.spawn(self._finish(life), f"settling of {life.trace.id}")  # 7. settle, 8. record
+            self._ending.begin(life)  # 7. settle, 8. record
+
+    def _begin(self, request: web.Request, endpoint: str) -> Life:
+        """Raises ClientError where its headers are wrong."""
+        trace = Trace(endpoint, read_request_id(request.headers.get(HEADER_REQUEST)))
+        answer = Answer(request, lambda: headers_of(trace), self._config.send_timeout_s)
+        return self._lives.add(Life(trace, answer, self._limits.overridden(request.headers)))
 
     async def _admit(self, request: web.Request, life: Life) -> bytes:
-        self._admission.check()  # before the body is read: a full queue should cost no memory
-        body = await read_body(request)
-        arrived_s = life.trace.elapsed_s()
-        life.slot = await self._admission.enter()
-        life.trace.queue_s = life.trace.elapsed_s() - arrived_s
-        return body
+        """The place is asked for before the body is read: a full queue should cost no memory."""
+        life.ticket = self._admission.ticket(caller_of(request.headers, request.remote))
+        return await read_body(request, self._config.receive_timeout_s)
 
     def _normalize(self, request: web.Request, life: Life, body: bytes) -> None:
-        life.call = read_call(life.trace.endpoint, body, request.headers)
+        life.call = life.answer.call = read_call(life.trace.endpoint, body, request.headers)
         life.trace.client_model = life.call.client_model or ""
         life.trace.session_hint = life.call.session_hint
+
+    async def _dispatch(self, life: Life) -> web.StreamResponse:
+        """One try.  Raises Unreachable, Broken or Discarded, with no content sent, where the backend was lost."""
+        try:
+            await self._renew(life)
+            await self._watchdog.up(life.limits.connect_s)
+            gone = 0
+            for _ in range(PLANS_MAX):
+                await self._render(life)  # 3. the prompt's token ids; what is wrong with it is refused here
+                await self._take_turn(life)
+                plan = await self._start(life, warm=gone < GONE_MAX)  # 4. plan, 5. restore
+                if not await self._generate(life, plan):
+                    gone += 1
+                    continue
+                assert life.generation is not None
+                try:
+                    return await relay(life.answer, life.generation, life.trace)  # 6. bytes flow as they come
+                except Leaderless:
+                    await self._renew(life)
+        except (Unreachable, Broken):
+            self._watchdog.doubt()
+            raise
+        raise UpstreamError("what it was to start from was lost again and again")
+
+    async def _renew(self, life: Life) -> None:
+        life.trace.dispatches += 1
+        if life.generation:
+            await life.generation.end(PREVIOUS_END_TIMEOUT_S)
+        life.renew()
 
     async def _render(self, life: Life) -> None:
         assert life.call is not None
         body = life.call.prompt_body((await self._knowledge.status()).model)
         life.prompt = await self._upstream.prompt(
-            PromptRequest(request_id=life.trace.id, endpoint=life.call.endpoint, body=body)
+            PromptRequest(request_id=life.trace.id, endpoint=life.call.endpoint, body=body),
+            life.limits.stall_s or None,
         )
         await self._knowledge.catch_up(life.prompt)
         status = await self._knowledge.status()
@@ -110,17 +149,33 @@ class HotPath:
         life.root = namespace(life.prompt.fingerprint, self._tenant)
         life.trace.prompt_tokens = life.prompt_shape().tokens
 
+    async def _take_turn(self, life: Life) -> None:
+        assert life.ticket is not None
+        began_s = life.trace.elapsed_s()
+        life.clock.waits()
+        await life.ticket.turn()
+        life.clock.rests()
+        life.trace.queue_s += life.trace.elapsed_s() - began_s
+
     async def _start(self, life: Life, warm: bool) -> Plan:
-        if not self._reuse:
-            plan = cold_plan(life.prompt_shape(), life.layout, "reuse is off")
+        if self._config.reuse == "off":
+            plan = self._starter.cold(life, "reuse is off")
         elif not warm:
-            plan = cold_plan(life.prompt_shape(), life.layout, "what it was to start from was gone, twice")
+            plan = self._starter.cold(life, "what it was to start from was gone, twice")
         else:
+            await self._supersede(life)
             await self._await_leavers(life)
             await self._await_savers(life)
-            plan = await self._starter.start(life)
+            plan = await self._starter.start(life, self._lives.to_follow(life))
         life.trace.plan = plan
         return plan
+
+    async def _supersede(self, life: Life) -> None:
+        """Its client has given up an earlier try whose connection is not known to be dead yet."""
+        earlier = [each for each in self._lives if each.is_retried_by(life) and not each.answered]
+        for each in earlier:
+            each.alarm.ring(cancelled("The client has sent this request again; this try is given up."))
+        await asyncio.gather(*(each.let_go.wait() for each in earlier))
 
     async def _await_leavers(self, life: Life) -> None:
         """Who gave up and asks again at once goes on from what the first try has computed: a step's time away."""
@@ -145,59 +200,18 @@ class HotPath:
         request_id = life.trace.id
         if not plan.keep:
             self._knowledge.mirror.drop(plan.resident)
-        life.sent = True
+        life.sent, life.stored = True, plan.reuse
+        life.hearing = Hearing(life, self._knowledge, self._settler, self._background, self._config.partial_save_tokens)
+        life.clock.waits()
         try:
             stream = await self._upstream.generate(life.call.endpoint, request_id, life.prompt.prompt_id, plan)
         except Gone as error:
             log.info("request %s is planned again: %s", request_id, error)
             await self._knowledge.refresh()
             return False
-        life.generation = Generation(stream, request_id, self._background, lambda settled: self._learn(life, settled))
+        life.generation = Generation(stream, request_id, self._background, life.hearing)
         return True
 
-    async def _relay(self, request: web.Request, life: Life) -> web.StreamResponse:
-        assert life.call is not None
-        if life.generation is None:
-            raise UpstreamError("the backend lost what it was given, three times")
-        return await relay(request, life.call, life.generation, life.trace, headers_of(life))
 
-    def _learn(self, life: Life, settled: Settled) -> None:
-        """The backend let go of the request; this is what it holds now.  Told twice where a cancel met the end."""
-        if life.trace.settled is None:
-            life.trace.settled = settled
-            self._knowledge.mirror.add(settled.resident, held_after(life, settled))
-
-    async def _finish(self, life: Life) -> None:
-        try:
-            await self._make_way(life)
-            if life.slot:  # else it never came in, and a flood of refusals would push out what the records are for
-                await self._settler.settle(life)
-        finally:
-            life.settled.set()
-            self._lives.discard(life)
-
-    async def _make_way(self, life: Life) -> None:
-        """End what runs for it, and let the next one in."""
-        try:
-            await self._let_go(life)
-        except UpstreamError as error:
-            log.warning("request %s: what the backend made of it is unknown: %s", life.trace.id, error)
-        finally:
-            life.let_go.set()
-            if life.slot:
-                life.slot.release()
-
-    async def _let_go(self, life: Life) -> None:
-        """Cancel what the client no longer waits for.  Prefill that was done stays, so a retry goes on from there."""
-        generation = life.generation
-        is_over = not life.sent or (generation is not None and generation.is_over)
-        try:
-            if not is_over and (settled := await self._upstream.cancel(life.trace.id)):
-                self._learn(life, settled)
-        finally:
-            if generation:
-                await generation.end(LAST_EVENT_TIMEOUT_S)
-
-
-def headers_of(life: Life) -> dict[str, str]:
-    return {HEADER_REQUEST: life.trace.id, HEADER_CACHE: life.trace.cache_header()}
+def headers_of(trace: Trace) -> dict[str, str]:
+    return {HEADER_REQUEST: trace.id, HEADER_CACHE: trace.cache_header()}

@@ -165,7 +165,7 @@ def advance_session(tables: Tables, found: Walk, root: bytes, tokens: bytes, upd
     row.turn_end, row.turn_digest = turn_end, _digest(tokens, turn_end)
     row.turn_segment = "" if turn is None else turn.row.id
     row.last_used = now
-    row.requests += 1
+    row.requests += update.requests
     row.hits += update.hit
     row.client = update.client or row.client
     tables.put_session(row)

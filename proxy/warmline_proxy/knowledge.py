@@ -36,6 +36,11 @@ class Knowledge:
             return Costs()
         return Costs(self._status.prefill_rates, self._status.restore_bytes_per_s)
 
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """0.0 until the backend has measured."""
+        return self._status.decode_tokens_per_s if self._status else 0.0
+
     async def catch_up(self, reply: Reply) -> None:
         """Make the mirror agree with a backend that has moved on since it last looked.  Raises UpstreamError."""
         if not self.mirror.is_behind(reply):
@@ -63,7 +68,7 @@ class Knowledge:
 
     async def _prune(self) -> None:
         known = self.mirror.ids()
-        listing = await self._upstream.residents(ids=False, patient=False)  # without ids it is cheap
+        listing = await self._upstream.residents(ids=False)  # without ids it is cheap
         if listing.boot == self.mirror.boot:
             self.mirror.note(listing)
             self.mirror.keep_only(listing.residents, known)
@@ -80,6 +85,6 @@ class Knowledge:
         if time.monotonic() - self._measured_at < MEASURE_INTERVAL_S:
             return
         self._measured_at = time.monotonic()
-        status = await self._upstream.status(patient=False)
+        status = await self._upstream.status()
         if self._status is None or status.boot == self._status.boot:
             self._status = status

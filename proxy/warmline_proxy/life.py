@@ -3,12 +3,14 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from warmline_proxy.admission import Slot
-from warmline_proxy.generation import Generation
+from warmline_proxy.admission import Ticket
+from warmline_proxy.deadlines import Alarm, Clock, Limits
+from warmline_proxy.generation import Generation, Listener
 from warmline_proxy.mirror import Held
 from warmline_proxy.normalize import Call
-from warmline_proxy.plan import Prompt
-from warmline_proxy.trace import CANCELLED, Trace
+from warmline_proxy.plan import Prompt, Running
+from warmline_proxy.relay import Answer
+from warmline_proxy.trace import Trace
 from warmline_wire.keys import TOKEN_BYTES, common_prefix
 from warmline_wire.messages import Layout, PromptReply, Settled
 
@@ -18,17 +20,37 @@ class Life:
     """Filled in step by step by the hot path; owned by the event loop."""
 
     trace: Trace
+    answer: Answer
+    limits: Limits
+    clock: Clock = field(default_factory=Clock)
+    alarm: Alarm = field(default_factory=Alarm)
+    ticket: Ticket | None = None
     call: Call | None = None
-    slot: Slot | None = None
     model: str = ""  # the served model's name
     layout: Layout | None = None
     prompt: PromptReply | None = None
     root: bytes = b""  # namespace of fingerprint and tenant
+    restoring: asyncio.Task[object] | None = None
     sent: bool = False  # a generation was asked for: the backend may hold something
+    started: bool = False  # the engine has begun with it
+    prefilled: int = 0  # prompt tokens that have rows
+    stored: int = 0  # of these, on disk or about to be
     generation: Generation | None = None
+    hearing: Listener | None = None  # of the generation
     answered: bool = False  # the client has its answer, or has left
+    alone: bool = False  # its client has left, its prefill goes on to be ready for the next try
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # the same, to wait for
     let_go: asyncio.Event = field(default_factory=asyncio.Event)  # the engine works on it no more, or never did
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # on disk, or not going to be
+
+    def renew(self) -> None:
+        """Before a try: whatever an earlier one made is gone."""
+        self.sent = self.started = False
+        self.prefilled = self.stored = 0
+        self.generation = self.hearing = self.restoring = None
+        self.let_go = asyncio.Event() if self.let_go.is_set() else self.let_go
+        self.trace.settled = None
+        self.clock.rests()
 
     @property
     def is_settling(self) -> bool:
@@ -37,7 +59,13 @@ class Life:
     @property
     def is_leaving(self) -> bool:
         """The client is gone, the engine may still be at work; what it has computed is not yet a resident."""
-        return self.trace.outcome == CANCELLED and not self.let_go.is_set()
+        return self.answered and not self.alone and not self.let_go.is_set()
+
+    @property
+    def is_computing(self) -> bool:
+        """At the backend, and wanted there: what it computes can be shared."""
+        there = self.generation is not None and not self.generation.is_over and self.trace.settled is None
+        return there and (self.alone or not self.answered)
 
     def shares(self, other: "Life") -> int:
         """How many leading tokens of this prompt the other request has computed, or is to compute."""
@@ -45,6 +73,27 @@ class Life:
             return 0
         theirs = other.prompt.tokens if (settled := other.trace.settled) is None else held_after(other, settled).tokens
         return common_prefix(self.prompt.tokens, theirs)
+
+    def as_running(self, other: "Life") -> Running:
+        """This request as one that the other could follow."""
+        return Running(
+            request_id=self.trace.id,
+            common=other.shares(self),
+            tokens=self.prompt_shape().tokens,
+            prefilled=self.prefilled,
+            started=self.started,
+        )
+
+    def is_retried_by(self, other: "Life") -> bool:
+        """The other is the same client's next try: what it says is its session, and its count, leave no doubt."""
+        if not (self.call and other.call and self.ticket and other.ticket and self.prompt and other.prompt):
+            return False
+        return (
+            bool(self.call.session_hint)
+            and (self.call.session_hint, self.ticket.caller) == (other.call.session_hint, other.ticket.caller)
+            and self.call.retry_count < other.call.retry_count
+            and (self.root, self.prompt.tokens) == (other.root, other.prompt.tokens)
+        )
 
     def prompt_shape(self) -> Prompt:
         assert self.prompt is not None

@@ -84,6 +84,10 @@ class Mirror:
         """Those that could be restored, oldest first: what the backend may give up before what exists nowhere else."""
         return [name for name, held in self._held.items() if held.durable]
 
+    def not_durable(self) -> list[tuple[str, Held]]:
+        """Those that exist nowhere else, as far as is known."""
+        return [(name, held) for name, held in self._held.items() if not held.durable]
+
     def candidates(self, root: bytes, prompt: bytes) -> list[Candidate]:
         """Residents of this namespace that share a prefix with the packed prompt, tokens compared."""
         found = []

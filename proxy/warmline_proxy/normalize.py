@@ -13,6 +13,7 @@ from warmline_proxy.errors import bad_request
 
 SESSION_HEADERS = ("X-Session-ID", "X-Claude-Code-Session-Id", "X-Litellm-Session-Id", "Session-Id")
 SESSION_FIELDS = ("session_id", "prompt_cache_key")
+RETRY_COUNT_HEADER = "X-Stainless-Retry-Count"
 SESSION_CHARS_MAX = 128
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 
@@ -29,7 +30,8 @@ class Call:
     client_model: str | None  # as sent; None where absent
     stream: bool
     include_usage: bool
-    session_hint: str  # what the client calls the conversation; for people only
+    session_hint: str  # what the client calls the conversation; never proof of anything
+    retry_count: int = 0  # the client's own count of this request's tries
 
     def prompt_body(self, served_model: str) -> dict[str, Any]:
         """For POST /kv/prompts: the client's own body, so that its faults are found there."""
@@ -50,6 +52,7 @@ def read_call(endpoint: str, body: bytes, headers: Mapping[str, str]) -> Call:
         stream=_optional(fields, "stream", bool) is True,
         include_usage=options.get("include_usage") is True,
         session_hint=_session_hint(fields, headers),
+        retry_count=int(count) if (count := headers.get(RETRY_COUNT_HEADER, "")).isdecimal() else 0,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from aiohttp import web
 
-from warmline_proxy.bodies import read_body
+from warmline_proxy.bodies import read_body, send
 from warmline_proxy.errors import bad_request
 from warmline_proxy.upstream import ByteStream, Upstream, UpstreamError
 
@@ -50,29 +50,34 @@ def request_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {"Accept-Encoding": "identity", "User-Agent": "warmline", **forwarded}
 
 
-async def forward(request: web.Request, upstream: Upstream) -> web.StreamResponse:
-    """Raises ClientError 404 for what is not the client's to reach, UpstreamError where the backend fails."""
+async def forward(
+    request: web.Request, upstream: Upstream, receive_timeout_s: float = 60.0, send_timeout_s: float = 300.0
+) -> web.StreamResponse:
+    """Raises ClientError 404 for what is not the client's to reach, UpstreamError where the backend fails.
+
+    The timeouts are for the next piece of the request, and for the client to take the next one of its answer.
+    """
     if not is_forwardable(request.path):
         raise bad_request(f"Unknown path {request.path}", status=404, code="not_found")
     target = request.rel_url.raw_path.rstrip("/") or "/"
     if request.rel_url.raw_query_string:
         target += f"?{request.rel_url.raw_query_string}"
-    body = await read_body(request)
+    body = await read_body(request, receive_timeout_s)
     stream = await upstream.forward(request.method, target, request_headers(request.headers), body)
     try:
-        return await _answer(request, stream)
+        return await _answer(request, stream, send_timeout_s)
     finally:
         await stream.close()
 
 
-async def _answer(request: web.Request, stream: ByteStream) -> web.StreamResponse:
+async def _answer(request: web.Request, stream: ByteStream, send_timeout_s: float) -> web.StreamResponse:
     response = web.StreamResponse(status=stream.status)
     for name, value in end_to_end(stream.headers):
         response.headers.add(name, value)
     await response.prepare(request)
     try:
         async for data in stream.chunks():
-            await response.write(data)
+            await send(response, data, send_timeout_s)
     except UpstreamError:
         if request.transport:
             request.transport.abort()  # half a body must not look whole

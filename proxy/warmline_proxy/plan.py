@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from warmline_proxy.rows import Match
+from warmline_wire.keys import BLOCK_TOKENS
 from warmline_wire.messages import CheckpointRef, Layout, Rate, SegmentRef
 
 CHECKPOINT_STRIDE_TOKENS = 2_048
@@ -20,7 +21,9 @@ PREFILL_TOKENS_PER_S_ASSUMED = 500.0
 RESTORE_BYTES_PER_S_ASSUMED = 500e6
 RESTORE_OVERHEAD_S = 0.01  # opening files and one more call
 
-RESIDENT, RESTORED, COLD = "resident", "restored", "cold"
+RESIDENT, RESTORED, SHARED, COLD = "resident", "restored", "shared", "cold"
+SHARED_TOKENS_MIN = BLOCK_TOKENS  # less is not worth waiting for another request
+LEADER_TOKENS_MAX = 1.25  # times one's own prompt: nobody waits for a much longer one that has not begun
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,17 @@ class Candidate:
     positions: Sequence[int] = ()  # where it can be continued, ascending; empty means anywhere
     turn_end: int = 0
     durable: bool = False  # all of it is on disk
+
+
+@dataclass(frozen=True)
+class Running:
+    """A request at the backend that shares its first `common` tokens with the prompt, and has computed `prefilled`."""
+
+    request_id: str
+    common: int
+    tokens: int  # of its own prompt
+    prefilled: int
+    started: bool
 
 
 @dataclass(frozen=True)
@@ -58,46 +72,86 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Plan:
-    """`reuse` tokens of `resident`, or of what restoring `chain` (and `checkpoint`) gives, or nothing."""
+    """`reuse` tokens of `resident`, or of what restoring `chain` (and `checkpoint`) gives, or of what the request
+    `follow` is computing, or nothing.
+    """
 
     source: str
     reuse: int
     why_not_warmer: str
     resident: str = ""
+    follow: str = ""
     keep: bool = False  # the resident is another conversation's too: copy it
     chain: tuple[SegmentRef, ...] = ()
     checkpoint: CheckpointRef | None = None
     checkpoints: tuple[int, ...] = ()  # where to keep recurrent state while prefilling
 
 
-def decide(prompt: Prompt, residents: Sequence[Candidate], match: Match, layout: Layout | None, costs: Costs) -> Plan:
-    """The start with the shortest estimated time to the first token; on a tie the one that touches less."""
+def decide(
+    prompt: Prompt,
+    residents: Sequence[Candidate],
+    match: Match,
+    layout: Layout | None,
+    costs: Costs,
+    *,
+    running: Sequence[Running] = (),
+    checkpoint_gap_max: int = 0,
+) -> Plan:
+    """The start with the shortest estimated time to the first token; on a tie the one that computes and touches less.
+
+    Where that leaves something to compute that a running request is computing anyway, it is followed.
+    """
     limit = prompt.tokens - 1
     starts = [_cold(), _best_resident(residents, limit), _restorable(match, limit, layout)]
     timed = [(_seconds(start, prompt.tokens, layout, costs), start) for start in starts if start]
     _, start = min(timed, key=lambda pair: (pair[0], -pair[1].reuse))
+    if leader := _leader(running, start.reuse, prompt.tokens, costs):
+        start = _Start(SHARED, min(leader.common, limit), follow=leader.request_id)
     return Plan(
         source=start.source,
         reuse=start.reuse,
         why_not_warmer=_why(start, starts, match, limit, layout),
         resident=start.resident,
+        follow=start.follow,
         keep=start.keep,
         chain=start.chain,
         checkpoint=start.checkpoint,
-        checkpoints=checkpoint_positions(prompt, start.reuse) if layout and layout.has_states else (),
+        checkpoints=checkpoint_positions(prompt, start.reuse, checkpoint_gap_max) if _has_states(layout) else (),
     )
 
 
-def cold_plan(prompt: Prompt, layout: Layout | None, why: str) -> Plan:
+def cold_plan(prompt: Prompt, layout: Layout | None, why: str, checkpoint_gap_max: int = 0) -> Plan:
     """Compute everything, whatever is stored."""
-    checkpoints = checkpoint_positions(prompt, 0) if layout and layout.has_states else ()
+    checkpoints = checkpoint_positions(prompt, 0, checkpoint_gap_max) if _has_states(layout) else ()
     return Plan(source=COLD, reuse=0, why_not_warmer=why, checkpoints=checkpoints)
 
 
-def checkpoint_positions(prompt: Prompt, start: int) -> tuple[int, ...]:
-    """End of system and tools, the last boundary before the generation prompt, and a stride in between."""
+def _has_states(layout: Layout | None) -> bool:
+    return layout is not None and layout.has_states
+
+
+def _leader(running: Sequence[Running], reuse: int, tokens: int, costs: Costs) -> Running | None:
+    """Whom to follow: who has, or will have, computed more than a start at `reuse` has, and sooner than we could."""
+    best = None
+    for each in running:
+        reach = min(each.common, tokens - 1)
+        if reach < reuse + SHARED_TOKENS_MIN or (best and reach <= min(best.common, tokens - 1)):
+            continue
+        waits = prefill_seconds(min(each.prefilled, reach), reach, costs.prefill)
+        begins = each.started or each.tokens <= LEADER_TOKENS_MAX * tokens
+        if begins and waits <= prefill_seconds(reuse, reach, costs.prefill):
+            best = each
+    return best
+
+
+def checkpoint_positions(prompt: Prompt, start: int, gap_max: int = 0) -> tuple[int, ...]:
+    """End of system and tools, the last boundary before the generation prompt, and a stride in between.
+
+    With a `gap_max`, no two are further apart: that is where a prefill is saved on its way.
+    """
     named = {position for position in (*prompt.boundaries[:1], prompt.turn_end) if start < position < prompt.tokens}
     stride = CHECKPOINT_STRIDE_TOKENS * max(1, -(-(prompt.tokens - start) // _STRIDED_TOKENS_MAX))
+    stride = min(stride, max(gap_max, CHECKPOINT_GAP_TOKENS_MIN)) if gap_max else stride
     stops = sorted({start, *named, prompt.turn_end or prompt.tokens - 1})
     positions = set(named)
     for low, high in pairwise(stops):
@@ -111,6 +165,7 @@ class _Start:
     source: str
     reuse: int
     resident: str = ""
+    follow: str = ""
     keep: bool = False
     chain: tuple[SegmentRef, ...] = ()
     checkpoint: CheckpointRef | None = None
@@ -187,6 +242,8 @@ def prefill_seconds(start: int, end: int, rates: Sequence[Rate]) -> float:
 def _why(start: _Start, starts: Sequence[_Start | None], match: Match, limit: int, layout: Layout | None) -> str:
     if start.reuse >= limit:
         return ""
+    if start.follow:
+        return f"another request computes the first {start.reuse} tokens"
     slower = max((other.reuse for other in starts if other), default=0)
     if slower > start.reuse:
         return f"restoring {slower} tokens would take longer"

@@ -1,67 +1,134 @@
 """From the backend's events to the client's answer: streamed event by event, or folded into one JSON.
 
-An error before the first byte is a proper HTTP status.  After it, an `error` event without `[DONE]`; never a clean end.
+An error before the first byte is a proper HTTP status.  After content, or after a sign of life, it is an `error` event
+without `[DONE]`, or an aborted connection; never a clean end.
 """
 
-from collections.abc import Mapping
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from warmline_proxy.errors import ClientError, bad_gateway, error_body
-from warmline_proxy.generation import Generation
+from warmline_proxy.bodies import send
+from warmline_proxy.errors import ClientError, bad_gateway, from_upstream
+from warmline_proxy.generation import PREFILL, Generation
 from warmline_proxy.normalize import Call
 from warmline_proxy.trace import Trace
-from warmline_proxy.upstream import UpstreamError
-from warmline_wire.stream import ChunkFold, Event, data_event
+from warmline_proxy.upstream import Discarded, Leaderless, UpstreamError
+from warmline_wire.stream import ChunkFold, Event, comment_event, data_event
 
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+JSON_HEADERS = {"Content-Type": "application/json; charset=utf-8"}
 CUT_OFF = "The backend ended its answer early."
+LAST_WORD_TIMEOUT_S = 5.0  # for an error to a client that may not be reading
 
 Chunk = dict[str, msgspec.Raw]
 
 
-async def relay(
-    request: web.Request, call: Call, generation: Generation, trace: Trace, headers: Mapping[str, str]
-) -> web.StreamResponse:
-    """Raises ClientError or UpstreamError where nothing was sent; ConnectionResetError where the client has left."""
-    if call.stream:
-        return await _relay_stream(request, call, generation, trace, headers)
-    return await _relay_json(call, generation, trace, headers)
+class Answer:
+    """The client's side of one request: nothing sent, signs of life sent (`begun`), or content sent (`spoken`)."""
+
+    def __init__(self, request: web.Request, headers: Callable[[], Mapping[str, str]], send_timeout_s: float) -> None:
+        self.call: Call | None = None  # before that is known, nothing is sent
+        self.spoken = False
+        self.said_at = time.monotonic()  # when the client last got a byte, or came
+        self._request, self._headers, self._send_timeout_s = request, headers, send_timeout_s
+        self._response: web.StreamResponse | None = None
+        self._sending = asyncio.Lock()
+        self._over = False
+
+    @property
+    def begun(self) -> bool:
+        return self._response is not None
+
+    async def write(self, data: bytes) -> None:
+        """Raises ConnectionResetError where the client has left, or takes nothing for `send_timeout_s`."""
+        async with self._sending:
+            self.said_at = time.monotonic()
+            if self._response is None:
+                assert self.call is not None
+                kind = STREAM_HEADERS if self.call.stream else JSON_HEADERS
+                response = web.StreamResponse(headers={**kind, **self._headers()})
+                await response.prepare(self._request)
+                self._response = response
+            await send(self._response, data, self._send_timeout_s)
+
+    async def beat(self) -> None:
+        """A sign of life that means nothing: clients that wait for bytes wait on."""
+        if self.call is None or self._over or self._sending.locked():
+            return
+        with suppress(ConnectionResetError):  # the request's own task hears of it too
+            await self.write(comment_event("working") if self.call.stream else b" ")
+
+    async def end(self, data: bytes = b"") -> web.StreamResponse:
+        """The rest, and the end of it."""
+        await self._no_more_beats()
+        if data:
+            await self.write(data)
+        assert self._response is not None
+        await self._response.write_eof()
+        return self._response
+
+    async def whole(self, body: bytes) -> web.StreamResponse:
+        """A JSON answer, all at once where nothing was sent yet."""
+        await self._no_more_beats()
+        if self.begun:
+            return await self.end(body)
+        return web.Response(body=body, content_type="application/json", headers=dict(self._headers()))
+
+    async def fail(self, error: ClientError) -> web.StreamResponse:
+        """Raises ConnectionResetError once the connection is aborted: half an answer must not look whole."""
+        await self._no_more_beats()
+        if not self.begun:
+            return error.response(dict(self._headers()))
+        assert self.call is not None
+        if self.call.stream:
+            self._send_timeout_s = min(self._send_timeout_s, LAST_WORD_TIMEOUT_S)
+            return await self.end(data_event(error.body))
+        if self._request.transport:
+            self._request.transport.abort()
+        raise ConnectionResetError(f"aborted: {error}")
+
+    async def _no_more_beats(self) -> None:
+        async with self._sending:  # one may be on its way
+            self._over = True
 
 
-async def _relay_stream(
-    request: web.Request, call: Call, generation: Generation, trace: Trace, headers: Mapping[str, str]
-) -> web.StreamResponse:
-    response = web.StreamResponse(headers={**STREAM_HEADERS, **headers})
+async def relay(answer: Answer, generation: Generation, trace: Trace) -> web.StreamResponse:
+    """Raises ClientError or UpstreamError where no content was sent; ConnectionResetError where the client has left."""
+    assert answer.call is not None
+    if answer.call.stream:
+        return await _relay_stream(answer, answer.call, generation, trace)
+    return await _relay_json(answer, answer.call, generation, trace)
+
+
+async def _relay_stream(answer: Answer, call: Call, generation: Generation, trace: Trace) -> web.StreamResponse:
     try:
         whole = False
         async for event in generation.events():
-            out = client_event(event, call, trace)
-            if out and not response.prepared:
-                await response.prepare(request)
-            if out:
-                await response.write(out)
+            if out := client_event(event, call, trace):
+                answer.spoken = answer.spoken or not event.comment
+                await answer.write(out)
             whole = whole or event.data == b"[DONE]"
         if not whole:
             raise bad_gateway(CUT_OFF)
     except (ClientError, UpstreamError) as error:
-        if not response.prepared:
+        if not answer.spoken:
             raise
         trace.failed(error)
-        await response.write(data_event(_error_payload(error)))
-    await response.write_eof()
-    return response
+        return await answer.fail(from_upstream(error))
+    return await answer.end()
 
 
-async def _relay_json(
-    call: Call, generation: Generation, trace: Trace, headers: Mapping[str, str]
-) -> web.StreamResponse:
+async def _relay_json(answer: Answer, call: Call, generation: Generation, trace: Trace) -> web.StreamResponse:
     fold, whole = ChunkFold(), False
     async for event in generation.events():
         if event.data == b"[DONE]":
@@ -70,15 +137,17 @@ async def _relay_json(
             fold.add(_checked_chunk(event, trace))
     if not whole:
         raise bad_gateway(CUT_OFF)
-    answer = fold.result()
+    folded = fold.result()
     if call.client_model is not None:
-        answer["model"] = call.client_model
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json", headers=dict(headers))
+        folded["model"] = call.client_model
+    return await answer.whole(msgspec.json.encode(folded))
 
 
 def client_event(event: Event, call: Call, trace: Trace) -> bytes:
     """What of an event the client gets: b"" for nothing.  Raises ClientError for the backend's error event."""
-    if event.comment or not event.data or event.data == b"[DONE]":
+    if event.comment:
+        return event.raw if event.comment.startswith(PREFILL) else b""
+    if not event.data or event.data == b"[DONE]":
         return event.raw
     chunk = _parse(event.data, Chunk)
     if "error" in chunk:
@@ -128,14 +197,12 @@ def _parse(data: bytes, kind: Any) -> Any:
         raise bad_gateway(f"The backend sent an unreadable chunk: {error}") from error
 
 
-def _stream_error(payload: bytes) -> ClientError:
-    """The backend's own words, under the status that suits them."""
+def _stream_error(payload: bytes) -> ClientError | UpstreamError:
+    """The backend's own words, under the status that suits them, or what to do about them."""
     error = _parse(payload, dict[str, Any])["error"]
-    kind = error.get("type") if isinstance(error, dict) else ""
+    kind, code = (error.get("type"), error.get("code")) if isinstance(error, dict) else ("", "")
+    if code == "discarded":
+        return Discarded(str(error.get("message")))
+    if code == "leaderless":
+        return Leaderless(str(error.get("message")))
     return ClientError(400 if kind == "invalid_request_error" else 500, payload)
-
-
-def _error_payload(error: ClientError | UpstreamError) -> bytes:
-    if isinstance(error, ClientError):
-        return error.body
-    return error_body(str(error), "server_error", "backend_failed")

@@ -75,7 +75,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     client_model: str
     session: str = ""
     outcome: str  # "ok", "error", "cancelled"
-    source: str  # "resident", "restored", "cold"
+    source: str  # "resident", "restored", "shared", "cold"
     why_not_warmer: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -125,6 +125,7 @@ class SessionUpdate(msgspec.Struct, kw_only=True):
     turn_end: int  # PromptReply.turn_end
     client: str = ""
     hit: bool = False  # the request reused something
+    requests: int = 1  # 0 where a part of a request is saved
 
 
 class SaveCommitted(msgspec.Struct, kw_only=True):

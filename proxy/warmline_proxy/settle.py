@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
+
+import msgspec
 
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
@@ -13,6 +16,7 @@ from warmline_proxy.plan import prefill_seconds
 from warmline_proxy.rows import SavePlan, SessionUpdate
 from warmline_proxy.trace import perf_line
 from warmline_proxy.upstream import Gone, Upstream, UpstreamError
+from warmline_wire.keys import TOKEN_BYTES
 from warmline_wire.messages import Layout, SaveReply, SaveRequest, Settled
 
 log = logging.getLogger(__name__)
@@ -54,65 +58,107 @@ class Settler:
         self._knowledge.mirror.drop(settled.resident)
         await self._upstream.drop_resident(settled.resident)
 
+    async def save_part(self, life: Life, until: int) -> None:
+        """Save the first `until` tokens of a request that is still being computed.  What fails is saved at its end."""
+        if not self._reuse or not life.prompt or not life.layout or not life.layout.persistent:
+            return
+        unsaved = _Unsaved(
+            source=SaveRequest(request_id="", running=life.trace.id),
+            held=Held(life.root, life.prompt.tokens[: until * TOKEN_BYTES]),
+            checkpoints=[at for at in (life.trace.plan.checkpoints if life.trace.plan else ()) if at <= until],
+            model=life.model,
+            layout=life.layout,
+            session=SessionUpdate(turn_end=life.prompt.turn_end, client=life.trace.session_hint, requests=0),
+        )
+        try:
+            async with self._one_at_a_time:
+                await self._save(unsaved)
+        except (UpstreamError, IndexFailure, OSError) as error:
+            log.warning("request %s: its first %d tokens could not be saved yet: %s", life.trace.id, until, error)
+
+    async def save_residents(self) -> None:
+        """Save what is in memory and not known to be on disk: what an earlier proxy left, or a save that failed."""
+        if not self._reuse:
+            return
+        try:
+            status = await self._knowledge.status()
+            for resident, held in self._knowledge.mirror.not_durable():
+                if status.layout and status.layout.persistent:
+                    async with self._one_at_a_time:
+                        await self._save(_unsaved_resident(resident, held, status.model, status.layout))
+        except (UpstreamError, IndexFailure, OSError) as error:
+            log.warning("what is in memory could not all be saved: %s", error)
+
     async def _keep(self, life: Life, settled: Settled) -> None:
         trace, layout = life.trace, life.layout
         if not life.prompt or not layout or not layout.persistent:
             return
-        held = held_after(life, settled)
-        session = SessionUpdate(
-            turn_end=life.prompt.turn_end,
-            client=trace.session_hint,
-            hit=bool(trace.plan and trace.plan.reuse),
+        unsaved = _Unsaved(
+            source=SaveRequest(request_id="", resident=settled.resident),
+            held=held_after(life, settled),
+            checkpoints=settled.checkpoints,
+            model=life.model,
+            layout=layout,
+            session=SessionUpdate(
+                turn_end=life.prompt.turn_end,
+                client=trace.session_hint,
+                hit=bool(trace.plan and trace.plan.reuse),
+            ),
         )
-        save = await self._begin(life, held, settled, layout)
+        trace.session, trace.saved_tokens = await self._save(unsaved)
+
+    async def _save(self, unsaved: "_Unsaved") -> tuple[str, int]:
+        """(the session's id, tokens saved).  The index plans, the backend writes, one transaction makes it count."""
+        resident, held = unsaved.source.resident, unsaved.held
+        save = await self._begin(unsaved)
         if save is None:
-            await self._now_durable(settled.resident)
-            trace.session = await _in_thread(self._index.note_session, life.root, held.tokens, session)
-            return
+            await self._now_durable(resident)
+            return await _in_thread(self._index.note_session, held.root, held.tokens, unsaved.session), 0
         committed = None
         try:
-            if (reply := await self._write(save, settled)) is None:
-                return
+            if (reply := await self._write(save, unsaved.source)) is None:
+                return "", 0
             cost_s = prefill_seconds(save.matched, len(held), self._knowledge.costs().prefill)
-            committed = await _in_thread(self._index.commit_save, save, reply, prefill_s=cost_s, session=session)
+            committed = await _in_thread(
+                self._index.commit_save, save, reply, prefill_s=cost_s, session=unsaved.session
+            )
         finally:
             if committed is None:  # whatever went wrong, also where the proxy is shutting down
                 await _in_thread(self._index.abort_save, save)
-        trace.session, trace.saved_tokens = committed.session, committed.tokens_saved
         if committed.why_not:
-            log.info("request %s: not all of its tail was kept: %s", trace.id, committed.why_not)
+            log.info("not all of %s was kept: %s", resident or unsaved.source.running, committed.why_not)
         else:
-            await self._now_durable(settled.resident)
+            await self._now_durable(resident)
+        return committed.session, committed.tokens_saved
 
     async def _now_durable(self, resident: str) -> None:
         """What is on disk can be given up; said to the backend once its memory fills."""
+        if not resident:
+            return
         self._knowledge.mirror.mark_durable(resident)
         if self._knowledge.memory_is_filling():
             await self._upstream.order_residents(self._knowledge.mirror.durable())
 
-    async def _begin(self, life: Life, held: Held, settled: Settled, layout: Layout) -> SavePlan | None:
+    async def _begin(self, unsaved: "_Unsaved") -> SavePlan | None:
         return await _in_thread(
             self._index.begin_save,
-            life.root,
-            life.model,
-            held.tokens,
-            checkpoints=settled.checkpoints,
-            layout=layout,
-            may_replace=not layout.has_windows,  # rotating layers no longer have their parent's rows
+            unsaved.held.root,
+            unsaved.model,
+            unsaved.held.tokens,
+            checkpoints=unsaved.checkpoints,
+            layout=unsaved.layout,
+            may_replace=not unsaved.layout.has_windows,  # rotating layers no longer have their parent's rows
         )
 
-    async def _write(self, save: SavePlan, settled: Settled) -> SaveReply | None:
+    async def _write(self, save: SavePlan, source: SaveRequest) -> SaveReply | None:
         """Has the backend write the files; None where the resident is gone, which loses nothing but this tail."""
-        request = SaveRequest(
-            request_id=f"save-{save.id}",
-            resident=settled.resident,
-            segments=save.segments,
-            checkpoints=save.checkpoints,
+        request = msgspec.structs.replace(
+            source, request_id=f"save-{save.id}", segments=save.segments, checkpoints=save.checkpoints
         )
         try:
             return await self._upstream.save(request)
         except Gone:
-            log.info("resident %s was gone before it was saved", settled.resident)
+            log.info("%s was gone before it was saved", source.resident or source.running)
             return None
 
     def _record(self, life: Life) -> None:
@@ -122,6 +168,24 @@ class Settler:
             self._index.record(record)
         except IndexFailure as error:
             log.warning("request %s was not recorded: %s", record.id, error)
+
+
+@dataclass(frozen=True)
+class _Unsaved:
+    """Something of which a part may not be on disk: in a resident, or in a request that is being computed."""
+
+    source: SaveRequest  # which of the two
+    held: Held
+    checkpoints: Sequence[int]
+    model: str
+    layout: Layout
+    session: SessionUpdate
+
+
+def _unsaved_resident(resident: str, held: Held, model: str, layout: Layout) -> _Unsaved:
+    source = SaveRequest(request_id="", resident=resident)
+    session = SessionUpdate(turn_end=held.turn_end, requests=0)
+    return _Unsaved(source, held, held.positions, model, layout, session)
 
 
 async def _in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -2,15 +2,17 @@
 
 import asyncio
 import logging
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from warmline_proxy.background import Background
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life, held_at
-from warmline_proxy.plan import RESTORED, Plan, decide
+from warmline_proxy.plan import RESTORED, Plan, Running, cold_plan, decide
 from warmline_proxy.rows import Match
-from warmline_proxy.upstream import RestoreFailed, Unreachable, Upstream, UpstreamError
+from warmline_proxy.upstream import Broken, RestoreFailed, Unreachable, Upstream, UpstreamError
+from warmline_proxy.watchdog import Watchdog
 from warmline_wire.messages import RestoreRequest
 
 log = logging.getLogger(__name__)
@@ -31,39 +33,69 @@ class _Restored:
 class Starter:
     """Finds the warmest start that works.  A restore that fails is a shorter or a cold start, never an error."""
 
-    def __init__(self, upstream: Upstream, index: Index, knowledge: Knowledge, background: Background) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        index: Index,
+        knowledge: Knowledge,
+        watchdog: Watchdog,
+        checkpoint_gap_max: int,
+    ) -> None:
         self._upstream = upstream
         self._index = index
         self._knowledge = knowledge
-        self._background = background
+        self._watchdog = watchdog
+        self._checkpoint_gap_max = checkpoint_gap_max
 
     def reach(self, life: Life) -> int:
         """How many tokens a start would reuse by now."""
-        return self._plan(life, []).reuse
+        return self._plan(life, [], ()).reuse
 
-    async def start(self, life: Life) -> Plan:
-        """A plan whose resident, where it has one, was there a moment ago.  Raises Unreachable."""
+    def cold(self, life: Life, why: str) -> Plan:
+        return cold_plan(life.prompt_shape(), life.layout, why, self._checkpoint_gap_max)
+
+    async def start(self, life: Life, running: Sequence[Running]) -> Plan:
+        """A plan whose resident, where it has one, was there a moment ago.  Raises Unreachable, Broken."""
         misses: list[str] = []
         for _ in range(RESTORES_MAX):
-            plan = self._plan(life, misses)
+            plan = self._plan(life, misses, running)
             if plan.source != RESTORED:
                 return plan
-            # Not cancelled with the client: what is being read is resident afterwards, for the client's next try.
-            restoring = self._background.spawn(self._restore(life, plan), f"restore for {life.trace.id}")
-            restored = await asyncio.shield(restoring)
+            restored = await self._restored(life, plan)
             if restored.resident:
                 return replace(plan, resident=restored.resident)
             misses.append(restored.why_not)
             if not restored.plan_again:
                 break
-        return self._plan(life, misses, stored=False)
+        return self._plan(life, misses, running, stored=False)
 
-    def _plan(self, life: Life, misses: list[str], stored: bool = True) -> Plan:
+    async def _restored(self, life: Life, plan: Plan) -> _Restored:
+        """As `_restore`, but given up where neither it nor the engine moves.
+
+        Cancelled, it leaves the restore to `life.restoring`, for whoever ends the request to end it too.
+        """
+        restoring = life.restoring = asyncio.create_task(self._restore(life, plan), name=f"restore {life.trace.id}")
+        stall_s = life.limits.stall_s or None
+        while not (await asyncio.wait({restoring}, timeout=stall_s))[0]:
+            if stall_s and time.monotonic() - self._watchdog.moved_at > stall_s:
+                await self._upstream.cancel(life.trace.id, self._watchdog.limit_s)
+                return _Restored(why_not=f"restoring made no progress for {stall_s:g} s")
+        return restoring.result()
+
+    def _plan(self, life: Life, misses: list[str], running: Sequence[Running], stored: bool = True) -> Plan:
         assert life.prompt is not None
         prompt = life.prompt_shape()
         match = self._match(life, prompt.tokens - 1) if stored else NOTHING
         residents = self._knowledge.mirror.candidates(life.root, life.prompt.tokens)
-        plan = decide(prompt, residents, match, life.layout, self._knowledge.costs())
+        plan = decide(
+            prompt,
+            residents,
+            match,
+            life.layout,
+            self._knowledge.costs(),
+            running=running,
+            checkpoint_gap_max=self._checkpoint_gap_max,
+        )
         used = [link.id for link in match.chain if link.start < plan.reuse]
         if used:
             self._index.note_use(used + ([plan.checkpoint.id] if plan.checkpoint else []))
@@ -91,7 +123,7 @@ class Starter:
             reply = await self._upstream.restore(request)
         except RestoreFailed as error:
             return await self._set_aside(error, files)
-        except Unreachable:
+        except (Unreachable, Broken):  # the backend is lost, and the request is dispatched again
             raise
         except UpstreamError as error:
             log.warning("request %s: restoring %d tokens failed: %s", life.trace.id, plan.reuse, error)

@@ -1,19 +1,33 @@
 """What is learnt of one request on its way; in the end its record and its one PERF line."""
 
 import json
+import re
 import secrets
 import time
 from dataclasses import dataclass, field
 
+from warmline_proxy.errors import bad_request
 from warmline_proxy.plan import COLD, RESTORED, Plan
 from warmline_proxy.rows import RequestRecord
-from warmline_wire.messages import Settled
+from warmline_wire.messages import HEADER_REQUEST, Settled
 
 OK, ERROR, CANCELLED = "ok", "error", "cancelled"
 
 
+_GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
 def new_request_id() -> str:
     return secrets.token_hex(12)
+
+
+def read_request_id(given: str | None) -> str:
+    """A client's own name for its request, or a new one.  Raises ClientError 400."""
+    if given is None:
+        return new_request_id()
+    if not _GIVEN_ID.fullmatch(given):
+        raise bad_request(f"The header {HEADER_REQUEST} must be 1 to 64 of A-Z a-z 0-9 . _ -, not {given[:80]!r}.")
+    return given
 
 
 @dataclass
@@ -29,6 +43,7 @@ class Trace:
     session: str = ""
     outcome: str = ""
     error: str = ""
+    dispatches: int = 0  # how often it was sent to the backend
     plan: Plan | None = None
     prompt_tokens: int = 0
     saved_tokens: int = 0
@@ -53,8 +68,8 @@ class Trace:
         self.outcome, self.error = ERROR, str(error)
 
     def left(self) -> None:
-        """The client went before its answer was whole."""
-        self.outcome = CANCELLED
+        """The client went before its answer was whole; what failed before that stays a failure."""
+        self.outcome = self.outcome or CANCELLED
 
     def cache_header(self) -> str:
         """X-Warmline-Cache: where the start came from and how many tokens it saved."""

@@ -1,14 +1,18 @@
 """The backend, as typed calls.  The only module that knows httpx and tenacity.
 
     UpstreamError
-    ├── Unreachable      nobody listens, and nobody did for `wait_s`; nothing was sent
-    ├── Broken           the connection broke off, or an answer took too long
+    ├── Unreachable      nobody listens, or whoever does is still starting or about to stop; nothing was done
+    ├── Broken           the connection broke off
+    │   └── TimedOut     an answer took longer than its call allows
+    ├── Discarded        a step failed at the backend, and the request with it, though it is not to blame
+    ├── Leaderless       the request that this one followed ended too soon; plan again
     ├── Garbled          an answer that the contract doesn't know
     └── Refused          an HTTP status of 400 or more; `body` is the backend's error object
         ├── Gone         410: the resident, the prompt or the request is no longer there; plan again
         └── RestoreFailed   409 of a restore; `reply` names the file at fault
 
-Errors are translated here, once.  Nothing is sent twice unless sending it twice is harmless.
+Errors are translated here, once.  Nothing is sent twice unless sending it twice is harmless; a whole request is
+dispatched again by `dispatching`, on whose word the caller goes.
 """
 
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -17,11 +21,12 @@ from typing import TypeVar
 
 import httpx
 import msgspec
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from warmline_proxy.plan import Plan
 from warmline_wire.messages import (
     HEADER_CHECKPOINTS,
+    HEADER_FOLLOW,
     HEADER_KEEP,
     HEADER_PROMPT,
     HEADER_REQUEST,
@@ -30,6 +35,7 @@ from warmline_wire.messages import (
     KeepOrder,
     PromptReply,
     PromptRequest,
+    Pulse,
     ResidentsReply,
     RestoreRefused,
     RestoreReply,
@@ -45,7 +51,9 @@ from warmline_wire.messages import (
 
 CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 5.0
-CANCEL_TIMEOUT_S = 120.0  # an engine lets go between two steps, and a step of a very large model takes long
+READY_TIMEOUT_S = 15.0  # it may compute a token
+FORWARD_TIMEOUT_S = 60.0
+DISPATCHES_MAX = 3
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 
 T = TypeVar("T")
@@ -56,11 +64,23 @@ class UpstreamError(Exception):
 
 
 class Unreachable(UpstreamError):
-    """Nobody listens; nothing was sent."""
+    """Nobody listens, or whoever does can't serve now; nothing was done."""
 
 
 class Broken(UpstreamError):
-    """The connection broke off, or an answer took too long."""
+    """The connection broke off."""
+
+
+class TimedOut(Broken):
+    """An answer took longer than its call allows."""
+
+
+class Discarded(UpstreamError):
+    """A step failed, and all in its batch is lost."""
+
+
+class Leaderless(UpstreamError):
+    """Whom this request followed ended too soon."""
 
 
 class Garbled(UpstreamError):
@@ -107,13 +127,22 @@ class ByteStream:
         await self._response.aclose()
 
 
+def dispatching() -> AsyncRetrying:
+    """Has a request that said nothing yet sent again where the backend was lost under it; a bounded number of times."""
+    return AsyncRetrying(
+        retry=retry_if_exception_type((Unreachable, Broken, Discarded)),
+        stop=stop_after_attempt(DISPATCHES_MAX),
+        wait=wait_exponential(multiplier=0.1, max=2.0),
+        reraise=True,
+    )
+
+
 class Upstream:
     """One backend.  Every method raises UpstreamError, and nothing else, where the backend fails."""
 
-    def __init__(self, base_url: str, secret: str, connect_timeout_s: float) -> None:
+    def __init__(self, base_url: str, secret: str) -> None:
         self._base_url = base_url
         self._authorization = {"Authorization": f"Bearer {secret}"}
-        self._connect_timeout_s = connect_timeout_s
         # The bare transport: a client's cookies, redirects and environment cost a third more time a call.
         self._transport = httpx.AsyncHTTPTransport(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64), trust_env=False, verify=False
@@ -122,13 +151,21 @@ class Upstream:
     async def close(self) -> None:
         await self._transport.aclose()
 
-    async def status(self, patient: bool = True) -> Status:
-        """`patient=False` asks once, now: for probes."""
-        return _decoded(await self._call("GET", "/kv/status", patient=patient, timeout_s=PROBE_TIMEOUT_S), Status)
+    async def pulse(self, timeout_s: float) -> Pulse:
+        """Whether the engine moves.  Raises Unreachable where no process listens, TimedOut where it doesn't answer."""
+        return _decoded(await self._call("GET", "/health", timeout_s=timeout_s), Pulse)
 
-    async def prompt(self, request: PromptRequest) -> PromptReply:
+    async def ready(self) -> None:
+        """Returns where a request would be computed now.  Raises Unreachable with the reason where not."""
+        await self._call("GET", "/ready", timeout_s=READY_TIMEOUT_S)
+
+    async def status(self) -> Status:
+        return _decoded(await self._call("GET", "/kv/status", timeout_s=PROBE_TIMEOUT_S, repeatable=True), Status)
+
+    async def prompt(self, request: PromptRequest, timeout_s: float | None = None) -> PromptReply:
         """Raises Refused (400) with OpenAI's error for whatever is wrong with the body."""
-        return _decoded(await self._call("POST", "/kv/prompts", encode(request), repeatable=True), PromptReply)
+        body = await self._call("POST", "/kv/prompts", encode(request), repeatable=True, timeout_s=timeout_s)
+        return _decoded(body, PromptReply)
 
     async def restore(self, request: RestoreRequest) -> RestoreReply:
         """Raises RestoreFailed where a file is at fault."""
@@ -141,40 +178,52 @@ class Upstream:
 
     async def save(self, request: SaveRequest) -> SaveReply:
         """Returns once all files are durable.  Raises Gone where the resident is no longer there."""
-        return _decoded(await self._call("POST", "/kv/save", encode(request), patient=False), SaveReply)
+        return _decoded(await self._call("POST", "/kv/save", encode(request)), SaveReply)
 
-    async def residents(self, ids: bool, patient: bool = True) -> ResidentsReply:
+    async def residents(self, ids: bool) -> ResidentsReply:
         path = "/kv/residents?ids=1" if ids else "/kv/residents"
-        return _decoded(await self._call("GET", path, patient=patient, repeatable=True), ResidentsReply)
+        return _decoded(await self._call("GET", path, repeatable=True), ResidentsReply)
 
     async def drop_resident(self, resident: str) -> None:
         try:
-            await self._call("DELETE", f"/kv/residents/{resident}", patient=False)
+            await self._call("DELETE", f"/kv/residents/{resident}")
         except Refused as error:
             if error.status not in (404, 410):
                 raise
 
     async def order_residents(self, drop_first: list[str]) -> None:
         """Whom the backend is to drop first when its memory is short."""
-        await self._call("PUT", "/kv/residents/order", encode(KeepOrder(drop_first=drop_first)), patient=False)
+        await self._call("PUT", "/kv/residents/order", encode(KeepOrder(drop_first=drop_first)))
 
-    async def cancel(self, request_id: str) -> Settled | None:
-        """Returns when the engine has let go: what it now holds, or None where the request is over or unknown."""
+    async def cancel(self, request_id: str, timeout_s: float) -> Settled | None:
+        """Returns when the engine has let go: what it now holds, or None where the request is over or unknown.
+
+        Raises TimedOut where it hasn't within `timeout_s`.
+        """
+        return await self._let_go(f"/requests/{request_id}", timeout_s)
+
+    async def finish_prefill(self, request_id: str, timeout_s: float) -> Settled | None:
+        """Nobody waits for the request any more.  None where it goes on alone, or is over; else as `cancel`."""
+        return await self._let_go(f"/requests/{request_id}?finish=prefill", timeout_s)
+
+    async def _let_go(self, path: str, timeout_s: float) -> Settled | None:
         try:
-            body = await self._call("DELETE", f"/requests/{request_id}", patient=False, timeout_s=CANCEL_TIMEOUT_S)
+            body = await self._call("DELETE", path, timeout_s=timeout_s)
         except Refused as error:
             if error.status in (404, 410):
                 return None
             raise
-        return _decoded(body, Settled)
+        return _decoded(body, Settled) if body != b"{}" else None
 
     async def generate(self, endpoint: str, request_id: str, prompt_id: str, plan: Plan) -> ByteStream:
         """Starts a generation of a rendered prompt: always a stream with usage, and no body, for the backend has it.
 
-        Raises Gone where `plan`'s resident or the prompt is no longer there.
+        Raises Gone where `plan`'s resident, its leader or the prompt is no longer there.
         """
         headers = {HEADER_REQUEST: request_id, HEADER_PROMPT: prompt_id}
-        if plan.reuse:
+        if plan.follow:
+            headers |= {HEADER_FOLLOW: plan.follow, HEADER_REUSE: str(plan.reuse)}
+        elif plan.reuse:
             headers |= {HEADER_RESIDENT: plan.resident, HEADER_REUSE: str(plan.reuse)}
             if plan.keep:
                 headers[HEADER_KEEP] = "1"
@@ -182,7 +231,7 @@ class Upstream:
             headers[HEADER_CHECKPOINTS] = ",".join(map(str, plan.checkpoints))
         request = self._request("POST", PATHS[endpoint], headers)
         try:
-            return ByteStream(await self._checked(await self._send(request, patient=True, repeatable=False)))
+            return ByteStream(await self._checked(await self._send(request)))
         except Refused as error:
             if error.status in (409, 410):
                 raise Gone(error.status, error.body) from error
@@ -190,8 +239,7 @@ class Upstream:
 
     async def forward(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> ByteStream:
         """Any other call, answered with whatever status the backend gives."""
-        request = self._request(method, target, headers, body)
-        return ByteStream(await self._send(request, patient=False, repeatable=False))
+        return ByteStream(await self._send(self._request(method, target, headers, body, FORWARD_TIMEOUT_S)))
 
     async def _call(
         self,
@@ -199,13 +247,12 @@ class Upstream:
         path: str,
         body: bytes = b"",
         *,
-        patient: bool = True,
         repeatable: bool = False,
         timeout_s: float | None = None,
     ) -> bytes:
         headers = {"Content-Type": "application/json"} if body else {}
         request = self._request(method, path, headers, body, timeout_s)
-        response = await self._checked(await self._send(request, patient=patient, repeatable=repeatable))
+        response = await self._checked(await self._send(request, repeatable))
         with _translated():
             return await response.aread()
 
@@ -222,32 +269,23 @@ class Upstream:
             extensions={"timeout": timeout},
         )
 
-    async def _send(self, request: httpx.Request, *, patient: bool, repeatable: bool) -> httpx.Response:
-        """The answer's head.  A refused connection is tried again: a backend that restarts is soon back."""
-
-        def is_worth_another(error: BaseException) -> bool:
-            unsent = isinstance(error, httpx.ConnectError)
-            return unsent or (repeatable and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError))
-
+    async def _send(self, request: httpx.Request, repeatable: bool = False) -> httpx.Response:
+        """The answer's head.  A kept connection may have been closed in this moment: then once more, on a new one."""
         with _translated():
             try:
                 return await self._transport.handle_async_request(request)
-            except httpx.TransportError as error:
-                if not patient or not is_worth_another(error):
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                if not repeatable:
                     raise
-            retrying = AsyncRetrying(
-                retry=retry_if_exception(is_worth_another),
-                wait=wait_exponential(multiplier=0.05, max=0.5),
-                stop=stop_after_delay(self._connect_timeout_s),
-                reraise=True,
-            )
-            return await retrying(self._transport.handle_async_request, request)
+            return await self._transport.handle_async_request(request)
 
     async def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.status_code < 400:
             return response
         with _translated():
             body = await response.aread()
+        if response.status_code == 503:
+            raise Unreachable(f"the backend is not ready: {message_in(body)}")
         kind = Gone if response.status_code == 410 else Refused
         raise kind(response.status_code, body, response.headers.get("Retry-After", ""))
 
@@ -258,6 +296,8 @@ def _translated() -> Iterator[None]:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         raise Unreachable(f"the backend is not reachable: {error}") from error
+    except httpx.TimeoutException as error:
+        raise TimedOut(f"the backend did not answer in time ({type(error).__name__})") from error
     except (httpx.HTTPError, httpx.StreamError) as error:
         raise Broken(f"the backend broke off: {error or type(error).__name__}") from error
 

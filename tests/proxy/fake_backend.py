@@ -22,6 +22,7 @@ from warmline_wire.messages import (
     Layout,
     PromptReply,
     PromptRequest,
+    Pulse,
     Rate,
     Reply,
     Resident,
@@ -77,6 +78,8 @@ class FakeBackend:
         self.home = home
         self.boot, self.generation = "boot-1", 0
         self.ready = True
+        self.pid = 1 << 30  # nobody's
+        self.steps, self.step_age_s = 100, 0.0
         self.layout = layout()
         self.answer = ["Par", "is."]
         self.held: dict[str, bytes] = {}  # residents: packed tokens
@@ -97,6 +100,8 @@ class FakeBackend:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**26)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
         app.router.add_get("/kv/status", self._status)
         app.router.add_post("/kv/prompts", self._prompts)
         app.router.add_post("/kv/restore", self._restore)
@@ -155,6 +160,25 @@ class FakeBackend:
                 prefill_step_size=512,
             )
         )
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=encode(
+                Pulse(
+                    boot=self.boot,
+                    pid=self.pid,
+                    ready=self.ready,
+                    busy=bool(self._running),
+                    steps=self.steps,
+                    step_age_s=self.step_age_s,
+                    slowest_recent_step_s=0.0,
+                    failure="" if self.ready else "the model is still loading",
+                )
+            )
+        )
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.json_response({}) if self.ready else self._error(503, "the model is still loading")
 
     async def _prompts(self, request: web.Request) -> web.Response:
         asked = decode(await request.read(), PromptRequest)

@@ -1,0 +1,50 @@
+"""What a generation tells on its way, taken down in its request's life, and acted on: parts are saved as they come."""
+
+from warmline_proxy.background import Background
+from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.life import Life, held_after
+from warmline_proxy.settle import Settler
+from warmline_wire.messages import Settled
+
+
+class Hearing:
+    """A generation.Listener for one try of one request."""
+
+    def __init__(
+        self, life: Life, knowledge: Knowledge, settler: Settler, background: Background, partial_save_tokens: int
+    ) -> None:
+        self._life, self._knowledge, self._settler, self._background = life, knowledge, settler, background
+        self._partial_save_tokens = partial_save_tokens
+        self._saving = False
+
+    def started(self) -> None:
+        self._life.started = True
+
+    def progressed(self) -> None:
+        self._life.clock.progresses()
+
+    def prefilled(self, tokens: int) -> None:
+        life, step = self._life, self._partial_save_tokens
+        life.prefilled = tokens
+        if life.started and step and tokens - life.stored >= step and not self._saving:
+            self._saving = True
+            self._background.spawn(self._save(tokens), f"part of {life.trace.id}")
+
+    def settled(self, settled: Settled) -> None:
+        """Told twice where a cancel met the end."""
+        if self._life.trace.settled is None:
+            self._life.trace.settled = settled
+            self._knowledge.mirror.add(settled.resident, held_after(self._life, settled))
+
+    def over(self) -> None:
+        """Its place is free, whether or not its client has read all of the answer."""
+        self._life.let_go.set()
+        if self._life.ticket:
+            self._life.ticket.release()
+
+    async def _save(self, tokens: int) -> None:
+        try:
+            await self._settler.save_part(self._life, tokens)
+            self._life.stored = tokens
+        finally:
+            self._saving = False

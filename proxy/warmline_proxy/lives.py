@@ -1,0 +1,66 @@
+"""All requests on their way.  Owned by the event loop."""
+
+import math
+import time
+from collections.abc import Iterator
+
+from warmline_proxy.errors import bad_request
+from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.life import Life
+from warmline_proxy.plan import Running, prefill_seconds
+
+RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1, 60  # OpenAI's SDK obeys up to two minutes
+DECODE_TOKENS_PER_S_ASSUMED = 20.0
+ANSWER_TOKENS_ASSUMED = 256.0
+SMOOTHING = 0.2  # weight of the newest answer
+
+
+class Lives:
+    """From a request's first byte to its tail's last byte on disk."""
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self._lives: dict[str, Life] = {}
+        self._knowledge = knowledge
+        self._answer_tokens = ANSWER_TOKENS_ASSUMED  # a mean
+
+    def __iter__(self) -> Iterator[Life]:
+        return iter(list(self._lives.values()))
+
+    def __len__(self) -> int:
+        return len(self._lives)
+
+    def add(self, life: Life) -> Life:
+        """Raises ClientError 409 where its client gave it a name that is taken."""
+        if life.trace.id in self._lives:
+            raise bad_request(f"A request named {life.trace.id!r} is still on its way.", status=409)
+        self._lives[life.trace.id] = life
+        return life
+
+    def discard(self, life: Life) -> None:
+        self._lives.pop(life.trace.id, None)
+        if (settled := life.trace.settled) and settled.finish in ("stop", "length"):
+            self._answer_tokens += SMOOTHING * (settled.timings.decoded - self._answer_tokens)
+
+    def find(self, request_id: str) -> Life | None:
+        return self._lives.get(request_id)
+
+    @property
+    def settling(self) -> int:
+        """Requests whose client has its answer, but which are not yet on disk."""
+        return sum(life.is_settling for life in self)
+
+    def to_follow(self, life: Life) -> list[Running]:
+        """What the backend is computing that this request could share."""
+        return [each.as_running(life) for each in self if each is not life and each.is_computing]
+
+    def retry_after_s(self) -> int:
+        """When the first of the running requests may be done, by the measured rates."""
+        left = min((self._seconds_left(life) for life in self if life.is_computing), default=0.0)
+        return min(max(math.ceil(left), RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)
+
+    def _seconds_left(self, life: Life) -> float:
+        rate = self._knowledge.decode_tokens_per_s or DECODE_TOKENS_PER_S_ASSUMED
+        answering = self._answer_tokens / rate
+        if life.trace.ttft_s:
+            return max(0.0, answering - (time.monotonic() - life.trace.began - life.trace.ttft_s))
+        return answering + prefill_seconds(life.prefilled, life.trace.prompt_tokens, self._knowledge.costs().prefill)
