@@ -172,7 +172,7 @@ class Engine(threading.Thread):
     def _await_work(self) -> None:
         """Where nothing can be computed, wait for something to be asked."""
         blocked = self.scheduler.blocked
-        if not (blocked or self.scheduler.idle):
+        if self._stopping or not (blocked or self.scheduler.idle):
             return
         self.beat = Beat(self.beat.steps)
         try:
