@@ -5,29 +5,30 @@ Exit codes: 0 after a clean stop, 2 where the configuration or the model is at f
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
-import signal
 import sys
-from collections.abc import Awaitable
 
 from aiohttp import web
 
 from warmline_backend.config import BackendConfig, ConfigError, parse_config
+from warmline_backend.drain import StopSignals, drain, unless
 from warmline_backend.engine import Engine
 from warmline_backend.model import ModelProblem, load, memory_budget
 from warmline_backend.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.server import make_app
 from warmline_backend.service import Service
+from warmline_wire.descriptors import raise_descriptor_limit
 from warmline_wire.home import Home, write_private
 from warmline_wire.lifeline import end_with_parent
 
 log = logging.getLogger(__name__)
 
 SWITCH_S = 0.0005
-ENGINE_STOP_S = 8.0  # within the grace that serve and the lifeline leave
+DESCRIPTORS_WANTED = 8_192  # a connection is one
+GRACE_AFTER_DRAIN_S = 15.0  # before serve, or the lifeline, ends this process; the waits below are within it
+ENGINE_STOP_S = 4.0
 SHUTDOWN_S = 2.0  # what running streams get to end by themselves
 
 
@@ -40,7 +41,8 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(
         level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
-    end_with_parent()
+    end_with_parent(config.drain_timeout_s + GRACE_AFTER_DRAIN_S)
+    log.info("%d descriptors may be open", raise_descriptor_limit(DESCRIPTORS_WANTED))
     sys.setswitchinterval(SWITCH_S)
     return asyncio.run(_serve(config))
 
@@ -51,7 +53,7 @@ async def _serve(config: BackendConfig) -> int:
     boot = secrets.token_hex(8)
     engine = Engine(lambda: _make_scheduler(config, boot))
     service = Service(config, home, engine, boot)
-    stopped = _stop_signals()
+    signals = StopSignals()
     app = make_app(service, home.secret())
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, access_log=None)
     await runner.setup()
@@ -62,47 +64,35 @@ async def _serve(config: BackendConfig) -> int:
         return 2
     engine.start()
     write_private(home.pid_file("backend"), f"{os.getpid()}\n")
+    code = 1
     try:
-        return await _run(config, service, engine, stopped)
+        code = await _run(config, service, engine, signals)
     finally:
         await runner.cleanup()
         service.close()
         engine.stop()
         await asyncio.to_thread(engine.join, ENGINE_STOP_S)
         home.pid_file("backend").unlink(missing_ok=True)
+        if engine.is_alive():  # in a step that takes long, or never ends: nothing that waits for it would either
+            log.warning("the engine is still in a step; the process ends without it")
+            logging.shutdown()
+            os._exit(code)
+    return code
 
 
-async def _run(config: BackendConfig, service: Service, engine: Engine, stopped: asyncio.Event) -> int:
+async def _run(config: BackendConfig, service: Service, engine: Engine, signals: StopSignals) -> int:
     try:
-        await _unless(stopped, service.wait_until_loaded())
+        await unless(signals.stop, service.wait_until_loaded())
     except (ModelProblem, FileNotFoundError, ValueError) as error:
         print(f"warmline backend: can't serve {config.model}: {error}", file=sys.stderr)
         return 2
-    if not stopped.is_set():
+    if not signals.stop.is_set():
         log.info("serving %s at http://%s:%d", config.served_name, config.host, config.port)
-    await _unless(stopped, asyncio.wrap_future(engine.ended))
-    return 0 if stopped.is_set() else 1
-
-
-async def _unless(stopped: asyncio.Event, work: Awaitable[None]) -> None:
-    """Await `work`, or leave it when this process is to stop."""
-    waiting = asyncio.ensure_future(stopped.wait())
-    task = asyncio.ensure_future(work)
-    await asyncio.wait({waiting, task}, return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    if task.done():
-        task.result()
-    else:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
-def _stop_signals() -> asyncio.Event:
-    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
-    return stopped
+    await unless(signals.stop, asyncio.wrap_future(engine.ended))
+    if not signals.stop.is_set():
+        return 1
+    await drain(service, config.drain_timeout_s, signals.hurry)
+    return 0
 
 
 def _make_scheduler(config: BackendConfig, boot: str) -> Scheduler:

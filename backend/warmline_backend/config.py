@@ -25,6 +25,7 @@ class BackendConfig:
     kv_group_size: int
     max_tokens: int  # default of a request that names none; 0: what the context leaves
     running_count_max: int
+    drain_timeout_s: float  # what running requests get at a shutdown
     adapter_path: str
     trust_remote_code: bool
     log_level: str
@@ -46,6 +47,7 @@ def parse_config(arguments: list[str]) -> BackendConfig:
         kv_group_size=given.kv_group_size,
         max_tokens=given.max_tokens,
         running_count_max=given.running_count_max,
+        drain_timeout_s=given.drain_timeout_s,
         adapter_path=given.adapter_path,
         trust_remote_code=given.trust_remote_code,
         log_level=given.log_level.upper(),
@@ -68,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-group-size", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=0)
     parser.add_argument("--running-count-max", type=int, default=32)
+    parser.add_argument("--drain-timeout-s", type=float, default=30.0)
     parser.add_argument("--adapter-path", default="")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
@@ -87,3 +90,5 @@ def _check(config: BackendConfig) -> None:
     for name in ("memory_budget_bytes", "max_tokens"):
         if getattr(config, name) < 0:
             raise ConfigError(f"--{name.replace('_bytes', '-gb').replace('_', '-')}: expected 0 (automatic) or more")
+    if not 0 <= config.drain_timeout_s < float("inf"):
+        raise ConfigError(f"--drain-timeout-s {config.drain_timeout_s}: expected a number of seconds, 0 or more")

@@ -11,30 +11,30 @@ import asyncio
 import hmac
 import logging
 import secrets
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from warmline_backend.chunks import ChunkWriter, TokenLogprob, TokenNames
+from warmline_backend.answer import Answer
 from warmline_backend.engine import EngineStopped
+from warmline_backend.generations import Call, UnknownRequest
 from warmline_backend.kv import RowsGone
 from warmline_backend.params import BadRequest
+from warmline_backend.prompt_store import UnknownPrompt
 from warmline_backend.residents import ResidentGone, ResidentMismatch
 from warmline_backend.scheduler import TooLarge
 from warmline_backend.segments import BadChain, Cancelled, Damaged
-from warmline_backend.sequence import Ended, Event, Piece, Progress, Started
-from warmline_backend.service import NotReady, Service, StoredPrompt, UnknownPrompt, UnknownRequest
+from warmline_backend.service import NotReady, Service
 from warmline_wire.messages import (
     HEADER_CHECKPOINTS,
+    HEADER_FOLLOW,
     HEADER_KEEP,
     HEADER_PROMPT,
     HEADER_REQUEST,
     HEADER_RESIDENT,
     HEADER_REUSE,
-    SETTLED_EVENT,
     ErrorBody,
     ErrorReply,
     KeepOrder,
@@ -45,7 +45,6 @@ from warmline_wire.messages import (
     decode,
     encode,
 )
-from warmline_wire.stream import DONE, ChunkFold, EventParser, comment_event, data_event
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +54,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY_BYTES_MAX = 512 << 20
 STATUS_CLIENT_GONE = 499  # nginx's word for it
 RETRY_AFTER_S = "2"
+SEND_TIMEOUT_S = 300.0  # for the next piece of a stream to be taken
+STATUS_OF_FINISH = {"cancelled": STATUS_CLIENT_GONE, "discarded": 503}  # of an answer that is no stream; else 500
 
 
 def make_app(service: Service, secret: str) -> web.Application:
@@ -148,11 +149,11 @@ class _Routes:
     # ---- state
 
     async def health(self, request: web.Request) -> web.Response:
-        return _json({"status": "ok", "boot": self._service.boot})
+        return _json(self._service.pulse())
 
     async def ready(self, request: web.Request) -> web.Response:
-        status = self._service.status()
-        return _json({"ready": status.ready, "reason": status.failure}, 200 if status.ready else 503)
+        reason = await self._service.why_not_ready()
+        return _json({"ready": not reason, "reason": reason}, 503 if reason else 200)
 
     async def status(self, request: web.Request) -> web.Response:
         return _json(self._service.status())
@@ -166,7 +167,7 @@ class _Routes:
         return _json(self._model())
 
     def _model(self) -> dict[str, object]:
-        return {"id": self._service.status().model, "object": "model", "created": 0, "owned_by": "warmline"}
+        return {"id": self._service.served_name, "object": "model", "created": 0, "owned_by": "warmline"}
 
     # ---- kv
 
@@ -204,7 +205,13 @@ class _Routes:
         return _json({})
 
     async def cancel(self, request: web.Request) -> web.Response:
-        return _json(await self._service.cancel(request.match_info["request"]))
+        request_id, finish = request.match_info["request"], request.query.get("finish")
+        if finish is None:
+            return _json(await self._service.cancel(request_id))
+        if finish != "prefill":
+            raise BadRequest(f"finish={finish}: expected prefill, or no finish at all to cancel at once", "finish")
+        settled = await self._service.finish_prefill(request_id)
+        return _json(settled) if settled else _json({}, 202)
 
     # ---- generations
 
@@ -215,113 +222,50 @@ class _Routes:
         return await self._generate(request, "completion")
 
     async def _generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
+        """A prompt that was rendered ahead is the proxy's: it always wants a stream and usage, and sends no body."""
         service, headers = self._service, request.headers
-        request_id = headers.get(HEADER_REQUEST) or secrets.token_hex(8)
-        if prompt_id := headers.get(HEADER_PROMPT):
-            prompt = service.stored_prompt(prompt_id)
-        else:
-            raw = await request.read()
-            prompt = await service.render(endpoint, decode(raw, dict[str, Any]), len(raw))
-        events = await service.generate(
-            request_id,
-            prompt,
-            resident=headers.get(HEADER_RESIDENT, ""),
-            reuse=_number(headers, HEADER_REUSE),
-            keep=headers.get(HEADER_KEEP) == "1",
-            kept=HEADER_REQUEST in headers,  # whoever gives no name to its request has no use for a resident
-            checkpoints=_positions(headers),
-        )
-        # A prompt that was rendered ahead is the proxy's: it always wants a stream and its usage, and sends no body.
-        streamed = bool(prompt_id) or prompt.params.stream
-        with_usage = bool(prompt_id) or prompt.params.include_usage or not streamed
-        answer = _Answer(prompt, request_id, service.status().model, service.loaded.names, with_usage)
-        try:
-            if streamed:
-                return await self._stream(request, answer, events)
-            return await self._whole(answer, events)
-        finally:
-            if not answer.ended:
-                service.let_go(request_id)
+        with service.accepted(headers.get(HEADER_REQUEST) or secrets.token_hex(8)) as call:
+            if prompt_id := headers.get(HEADER_PROMPT):
+                prompt = service.prompts.get(prompt_id)
+            else:
+                raw = await request.read()
+                prompt = await service.render(endpoint, decode(raw, dict[str, Any]), len(raw))
+            await service.generate(
+                call,
+                prompt,
+                resident=headers.get(HEADER_RESIDENT, ""),
+                follow=headers.get(HEADER_FOLLOW, ""),
+                reuse=_number(headers, HEADER_REUSE),
+                keep=headers.get(HEADER_KEEP) == "1",
+                kept=HEADER_REQUEST in headers,  # whoever gives no name to its request has no use for a resident
+                checkpoints=_positions(headers),
+            )
+            streamed = bool(prompt_id) or prompt.params.stream
+            with_usage = bool(prompt_id) or prompt.params.include_usage or not streamed
+            answer = Answer(prompt, call.id, service.served_name, service.loaded.names, with_usage)
+            return await (self._stream(request, answer, call) if streamed else self._whole(answer, call))
 
-    async def _stream(
-        self, request: web.Request, answer: "_Answer", events: "asyncio.Queue[Event]"
-    ) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, answer: Answer, call: Call) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        async for data in answer.stream(events, closing_event=HEADER_REQUEST in request.headers):
-            await response.write(data)
-        await response.write_eof()
+        try:
+            async for data in answer.stream(call.events, closing_event=HEADER_REQUEST in request.headers):
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await response.write(data)
+            await response.write_eof()
+        except TimeoutError:
+            log.warning(
+                "request %s: nobody has taken its answer for %g s; its connection is cut", call.id, SEND_TIMEOUT_S
+            )
+            if request.transport is not None:
+                request.transport.abort()
         return response
 
-    async def _whole(self, answer: "_Answer", events: "asyncio.Queue[Event]") -> web.Response:
-        fold, parser = ChunkFold(), EventParser()
-        async for data in answer.stream(events, closing_event=False):
-            for event in parser.feed(data):
-                if event.data and event.data != b"[DONE]":
-                    fold.add(msgspec.json.decode(event.data))
+    async def _whole(self, answer: Answer, call: Call) -> web.Response:
+        folded = await answer.whole(call.events)
         if answer.error:
-            return _error(500, answer.error, "server_error")
-        return _json(fold.result())
-
-
-class _Answer:
-    """One generation's events as SSE bytes."""
-
-    def __init__(self, prompt: StoredPrompt, request_id: str, model: str, names: TokenNames, with_usage: bool) -> None:
-        self._prompt, self._names, self._with_usage = prompt, names, with_usage
-        self._writer = ChunkWriter(prompt.endpoint, request_id, model, int(time.time()))
-        self._pending: list[TokenLogprob] = []  # of tokens whose text is held back
-        self._begun = False
-        self.ended = False
-        self.error = ""
-
-    async def stream(self, events: "asyncio.Queue[Event]", *, closing_event: bool) -> AsyncIterator[bytes]:
-        """What is there at once goes out at once, in one piece."""
-        while not self.ended:
-            parts = [self._say(await events.get(), closing_event)]
-            while not events.empty():
-                parts.append(self._say(events.get_nowait(), closing_event))
-            if data := b"".join(parts):
-                yield data
-
-    def _say(self, event: Event, closing_event: bool) -> bytes:
-        if isinstance(event, Started):
-            return comment_event("started")
-        if isinstance(event, Progress):
-            self._pending.clear()  # of a first try that failed before it said anything
-            return comment_event(f"prefill {event.done}/{event.total}")
-        if isinstance(event, Piece):
-            return self._begin() + self._piece(event)
-        return self._end(event, closing_event)
-
-    def _begin(self) -> bytes:
-        if self._begun:
-            return b""
-        self._begun = True
-        return self._writer.role()
-
-    def _piece(self, piece: Piece) -> bytes:
-        if piece.logprobs is not None:
-            detail = piece.logprobs
-            self._pending.append(self._names.logprob(detail.token, detail.logprob, detail.top))
-        if not piece.text:
-            return b""
-        logprobs, self._pending = self._pending, []
-        return self._writer.text(piece.text, logprobs)
-
-    def _end(self, ended: Ended, closing_event: bool) -> bytes:
-        settled, self.ended = ended.settled, True
-        closing = data_event(encode(settled), SETTLED_EVENT) if closing_event else b""
-        if settled.finish in ("error", "cancelled"):
-            self.error = settled.error or "the request was cancelled"
-            return self._writer.error(self.error, code=settled.finish) + closing
-        parts = [self._begin()]
-        if self._pending:
-            parts.append(self._writer.text("", self._pending))
-        parts.append(self._writer.finish(settled.finish))
-        if self._with_usage:
-            parts.append(self._writer.usage(len(self._prompt.tokens), settled.timings.decoded, ended.reused))
-        return b"".join(parts) + DONE + closing
+            return _error(STATUS_OF_FINISH.get(answer.finish, 500), answer.error, "server_error", code=answer.finish)
+        return _json(folded)
 
 
 async def _body(request: web.Request, kind: type[T]) -> T:

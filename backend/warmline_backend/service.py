@@ -1,17 +1,16 @@
 """What the HTTP routes call: prompts rendered, generations submitted, KV restored and saved.  Event loop thread.
 
-    NotReady    the model is still loading, or the engine has ended
-    UnknownPrompt, UnknownRequest    gone, or never there
+    NotReady    the model is still loading, the engine has ended, or this process is shutting down
 
-What the engine raises (ResidentGone, ResidentMismatch, TooLarge) and what requests raise (BadRequest) passes through.
+What prompts, generations and storage raise (UnknownPrompt, UnknownRequest, BadRequest, Cancelled ...) passes through,
+and what the engine does (ResidentGone, ResidentMismatch, TooLarge).
 """
 
 import asyncio
-import logging
 import secrets
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,17 +21,22 @@ from warmline_backend.chunks import TokenNames
 from warmline_backend.config import BackendConfig
 from warmline_backend.engine import Engine
 from warmline_backend.fingerprint import fingerprint
+from warmline_backend.fits import check_fits
+from warmline_backend.generations import Call, Generations
+from warmline_backend.health import Readiness, pulse, vitals
 from warmline_backend.model import ServedModel
-from warmline_backend.params import GenerationParams, parse_params
+from warmline_backend.params import parse_params
+from warmline_backend.prompt_store import PromptStore, StoredPrompt
 from warmline_backend.prompts import Renderer
 from warmline_backend.scheduler import Scheduler
-from warmline_backend.sequence import Ended, Event, Generation
+from warmline_backend.sequence import Generation
 from warmline_backend.storage import Storage
 from warmline_wire.home import Home
 from warmline_wire.keys import TOKEN_BYTES, pack_tokens
 from warmline_wire.messages import (
     PromptReply,
     PromptRequest,
+    Pulse,
     ResidentsReply,
     RestoreReply,
     RestoreRequest,
@@ -40,40 +44,17 @@ from warmline_wire.messages import (
     SaveRequest,
     Settled,
     Status,
-    Timings,
 )
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PROMPTS_KEPT_MAX = 4096
-PROMPT_TOKENS_KEPT_MAX = 8_000_000
-SETTLED_KEPT_MAX = 256
 RENDERERS = 2
 RENDERED_INLINE_BYTES_MAX = 8192
+SHUTTING_DOWN = "shutting down"
 
 
 class NotReady(Exception):
     pass
-
-
-class UnknownPrompt(Exception):
-    pass
-
-
-class UnknownRequest(Exception):
-    pass
-
-
-@dataclass(frozen=True)
-class StoredPrompt:
-    id: str
-    endpoint: str
-    tokens: list[int]
-    params: GenerationParams
-    boundaries: list[int]
-    turn_end: int
 
 
 @dataclass(frozen=True)
@@ -93,10 +74,11 @@ class Service:
     def __init__(self, config: BackendConfig, home: Home, engine: Engine, boot: str) -> None:
         self._config, self._home, self._engine, self.boot = config, home, engine, boot
         self._loaded: Loaded | None = None
-        self._prompts: OrderedDict[str, StoredPrompt] = OrderedDict()
-        self._prompt_tokens_kept = 0
-        self._settled: OrderedDict[str, Settled] = OrderedDict()
+        self._shutting_down = False
+        self._readiness = Readiness(engine)
         self._renderers = ThreadPoolExecutor(RENDERERS, "renderer")
+        self.prompts = PromptStore()
+        self.generations = Generations(engine, boot)
 
     # ---- start and state
 
@@ -120,6 +102,23 @@ class Service:
             TokenNames(served.tokenizer),
             Storage(self._home, self._engine, served, mark),
         )
+        asyncio.wrap_future(self._engine.ended).add_done_callback(lambda _: self.generations.end_all(self.failure))
+
+    def shut_down(self) -> None:
+        """Refuse what is new; what runs goes on."""
+        self._shutting_down = True
+
+    def let_all_go(self) -> None:
+        """Cancel what is under way but saves; without waiting."""
+        self.generations.let_all_go()
+        if self._loaded is not None:
+            self._loaded.storage.give_up_restores()
+
+    async def saves_expected(self) -> bool:
+        """Whether something is being saved, or was left a moment ago by a request, for somebody to save it."""
+        if self.failure:
+            return False
+        return self.loaded.storage.saving or await self._ask(lambda scheduler: scheduler.residents.some_leased)
 
     def close(self) -> None:
         """Give up what is under way."""
@@ -128,22 +127,45 @@ class Service:
             self._loaded.storage.close()
 
     @property
+    def served_name(self) -> str:
+        return self._config.served_name
+
+    @property
+    def failure(self) -> str:
+        """Why nothing can be asked of this process; "" where it can."""
+        return self._engine.failure or ("" if self._loaded else "the model is still loading")
+
+    @property
     def loaded(self) -> Loaded:
-        if self._loaded is None:
-            raise NotReady("the model is still loading")
-        if not self._engine.is_alive():
-            raise NotReady("the engine has ended")
+        """Raises NotReady."""
+        if self._loaded is None or self.failure:
+            raise NotReady(self.failure)
         return self._loaded
+
+    @property
+    def loaded_for_new_work(self) -> Loaded:
+        """Raises NotReady, also where only what is under way may still go on."""
+        if self._shutting_down:
+            raise NotReady(SHUTTING_DOWN)
+        return self.loaded
+
+    def pulse(self) -> Pulse:
+        return pulse(self._engine, self.boot, self.failure)
+
+    async def why_not_ready(self) -> str:
+        """ "" where a request would be computed now; asks an idle engine for a token."""
+        refusal = SHUTTING_DOWN if self._shutting_down else self.failure
+        return refusal or await self._readiness.why_not()
 
     def status(self) -> Status:
         """At once, whatever the engine is busy with."""
         loaded, snapshot = self._loaded, self._engine.snapshot
-        ready = loaded is not None and self._engine.is_alive()
+        failure = SHUTTING_DOWN if self._shutting_down else self.failure
         return Status(
             boot=self.boot,
             generation=snapshot.generation,
-            ready=ready,
-            model=self._config.served_name,
+            ready=not failure,
+            model=self.served_name,
             model_path=self._config.model,
             fingerprint=loaded.fingerprint if loaded else "",
             layout=loaded.served.described() if loaded else None,
@@ -160,7 +182,8 @@ class Service:
             save_bytes_per_s=snapshot.save_bytes_per_s,
             slowest_recent_step_s=snapshot.slowest_recent_step_s,
             prefill_step_size=self._config.prefill_step_size,
-            failure="" if ready else "the model is still loading" if loaded is None else "the engine has ended",
+            failure=failure,
+            vitals=vitals(self._engine),
         )
 
     # ---- prompts and generations
@@ -179,11 +202,11 @@ class Service:
         )
 
     async def render(self, endpoint: str, body: dict[str, Any], body_bytes: int) -> StoredPrompt:
-        """Check, render and tokenize a body, and remember it.  Raises BadRequest.
+        """Check, render and tokenize a body, and remember it.  Raises BadRequest, TooLarge.
 
         A large one on a thread of its own; for a small one the way there would take longer than the work.
         """
-        loaded = self.loaded
+        loaded, budget_bytes = self.loaded_for_new_work, self._engine.scheduler.settings.memory_budget_bytes
 
         def work() -> StoredPrompt:
             rendered = loaded.renderer.render(endpoint, body)
@@ -195,6 +218,7 @@ class Service:
                 vocabulary_size=loaded.served.vocabulary_size,
                 default_max_tokens=self._config.max_tokens,
             )
+            check_fits(loaded.served, len(rendered.tokens), params.max_tokens, budget_bytes)
             return StoredPrompt(
                 secrets.token_hex(8), endpoint, rendered.tokens, params, rendered.boundaries, rendered.turn_end
             )
@@ -203,95 +227,58 @@ class Service:
             stored = work()
         else:
             stored = await asyncio.get_running_loop().run_in_executor(self._renderers, work)
-        self._store(stored)
+        self.prompts.add(stored)
         return stored
 
-    def _store(self, prompt: StoredPrompt) -> None:
-        """Keep it, and forget the oldest that are beyond the limits."""
-        self._prompts[prompt.id] = prompt
-        self._prompt_tokens_kept += len(prompt.tokens)
-        while len(self._prompts) > 1 and (
-            len(self._prompts) > PROMPTS_KEPT_MAX or self._prompt_tokens_kept > PROMPT_TOKENS_KEPT_MAX
-        ):
-            self._prompt_tokens_kept -= len(self._prompts.popitem(last=False)[1].tokens)
-
-    def stored_prompt(self, prompt_id: str) -> StoredPrompt:
-        if (stored := self._prompts.get(prompt_id)) is None:
-            raise UnknownPrompt(f"no prompt {prompt_id}: it is too old, or this backend was restarted")
-        return stored
+    @contextmanager
+    def accepted(self, request_id: str) -> Iterator[Call]:
+        """A generation's call, for as long as its client is there."""
+        assert self.loaded_for_new_work
+        with self.generations.accepted(request_id) as call:
+            yield call
 
     async def generate(
         self,
-        request_id: str,
+        call: Call,
         prompt: StoredPrompt,
         *,
         resident: str = "",
+        follow: str = "",
         reuse: int = 0,
         keep: bool = False,
         kept: bool = True,
         checkpoints: tuple[int, ...] = (),
-    ) -> "asyncio.Queue[Event]":
-        """Submit a generation; what it says arrives in the queue, `Ended` last."""
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
-
-        def hear(event: Event) -> None:
-            if isinstance(event, Ended):
-                self._remember(event.settled)
-            events.put_nowait(event)
-
+    ) -> None:
+        """Submit a generation; what it says arrives in the call's events."""
         generation = Generation(
-            id=request_id,
+            id=call.id,
             prompt=prompt.tokens,
             params=prompt.params,
-            listener=lambda event: _call_soon(loop, hear, event),
+            listener=self.generations.listener(call),
             resident=resident,
+            follow=follow,
             reuse=reuse,
             keep=keep,
             kept=kept,
             checkpoints=checkpoints,
         )
-        try:
-            await self._ask(lambda scheduler: scheduler.submit(generation))
-        except asyncio.CancelledError:
-            self.let_go(request_id)  # its client left in this moment; the engine may have it already
-            raise
-        return events
+        await self.generations.submit(call, generation)
 
     async def cancel(self, request_id: str) -> Settled:
         """End a generation, and answer when the engine has let go; a restore or a save is given up.
 
         One that has just ended by itself is answered with how it did.  Raises UnknownRequest.
         """
-        if await self.loaded.storage.give_up(request_id):
-            return self._given_up(request_id)
-        settled = await self._ask(lambda scheduler: scheduler.cancel(request_id))
-        settled = settled or self._settled.get(request_id)
-        if settled is None:
-            raise UnknownRequest(request_id)
-        return settled
+        given_up = await self.loaded.storage.give_up(request_id)
+        if given_up and request_id not in self.generations.under_way:
+            return self.generations.nothing_kept(request_id, "cancelled")
+        return await self.generations.cancel(request_id)
 
-    def _given_up(self, request_id: str) -> Settled:
-        return Settled(
-            boot=self.boot,
-            generation=self._engine.snapshot.generation,
-            request_id=request_id,
-            finish="cancelled",
-            resident="",
-            generated=b"",
-            prefilled_until=0,
-            checkpoints=[],
-            positions=[],
-            timings=Timings(),
-        )
-
-    def let_go(self, request_id: str) -> None:
-        """Cancel without waiting: its client is gone."""
-        self._engine.ask(lambda scheduler: scheduler.cancel(request_id))
-
-    def _remember(self, settled: Settled) -> None:
-        self._settled[settled.request_id] = settled
-        while len(self._settled) > SETTLED_KEPT_MAX:
-            self._settled.popitem(last=False)
+    async def finish_prefill(self, request_id: str) -> Settled | None:
+        """As Generations.finish_prefill; a restore or a save, and what is not running, as `cancel`."""
+        if request_id in self.generations.under_way:
+            return await self.generations.finish_prefill(request_id)
+        return await self.cancel(request_id)
 
     # ---- residents
 
@@ -312,7 +299,7 @@ class Service:
 
     async def restore(self, request: RestoreRequest) -> RestoreReply:
         """Raises segments.Damaged, Cancelled, BadChain, TooLarge."""
-        resident, bytes_read, seconds = await self.loaded.storage.restore(request)
+        resident, bytes_read, seconds = await self.loaded_for_new_work.storage.restore(request)
         return RestoreReply(
             boot=self.boot,
             generation=self._engine.snapshot.generation,
@@ -337,10 +324,3 @@ class Service:
         """Raises NotReady where there is no engine to answer."""
         assert self.loaded
         return await asyncio.wrap_future(self._engine.ask(work))
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, hear: Callable[[Event], None], event: Event) -> None:
-    try:
-        loop.call_soon_threadsafe(hear, event)
-    except RuntimeError:
-        log.debug("the event loop has ended, nobody hears %s", event)

@@ -6,10 +6,10 @@ The engine thread makes and copies arrays; loader, reader and writer threads onl
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from warmline_backend.engine import Engine
 from warmline_backend.kv import RowsGone
@@ -30,14 +30,39 @@ LOADERS = 4
 class _Job:
     """A restore or save under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: str, saves: bool) -> None:
+        self.request_id, self.saves = request_id, saves
         self.given_up = threading.Event()  # read by other threads between two pieces of work
         self.over = asyncio.Event()
-        self.room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaited: Future[Any] | None = None
 
     def give_up(self) -> None:
+        """No longer wanted; `over` when nothing of it goes on."""
         self.given_up.set()
-        self.room.cancel()
+        if self._awaited is not None:
+            self._awaited.cancel()
+
+    async def wait_for(self, work: "Future[T]") -> T:
+        """What another thread makes of `work`.  Giving up withdraws what has not begun, and waits for what has.
+
+        Raises Cancelled.
+        """
+        self._awaited = work
+        if self.given_up.is_set():
+            work.cancel()
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            if self.given_up.is_set():
+                raise Cancelled from None
+            raise
+
+    def afterwards(self, work: Callable[[], object]) -> None:
+        """Call `work` once, when no other thread is at anything for this job any more; on whatever thread that is."""
+        if self._awaited is None:
+            work()
+        else:
+            self._awaited.add_done_callback(lambda _: work())
 
 
 class Storage:
@@ -45,7 +70,7 @@ class Storage:
 
     def __init__(self, home: Home, engine: Engine, served: ServedModel, fingerprint: str) -> None:
         self._home, self._engine, self._served, self._fingerprint = home, engine, served, fingerprint
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: set[_Job] = set()
         self._readers = ThreadPoolExecutor(READERS, "segment-reader")
         self._loaders = ThreadPoolExecutor(LOADERS, "restore")
         self._writer = ThreadPoolExecutor(1, "segment-writer")
@@ -55,59 +80,59 @@ class Storage:
 
     def close(self) -> None:
         """Give up what is under way; its threads end with what they are at."""
-        for job in self._jobs.values():
+        for job in self._jobs:
             job.give_up()
         for pool in (self._loaders, self._readers, self._writer):
             pool.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def saving(self) -> bool:
+        return any(job.saves for job in self._jobs)
+
+    def give_up_restores(self) -> None:
+        """Without waiting."""
+        for job in self._jobs:
+            if not job.saves:
+                job.give_up()
+
     async def give_up(self, request_id: str) -> bool:
         """End a restore or save, and answer when nothing of it goes on; False where none has that name."""
-        if (job := self._jobs.get(request_id)) is None:
-            return False
-        job.give_up()
-        await job.over.wait()
-        return True
+        jobs = [job for job in self._jobs if job.request_id == request_id]
+        for job in jobs:
+            job.give_up()
+        for job in jobs:
+            await job.over.wait()
+        return bool(jobs)
 
     # ---- restore
 
     async def restore(self, request: RestoreRequest) -> tuple[str, int, float]:
         """(resident, bytes read, seconds).  Raises segments.Damaged, Cancelled, BadChain, TooLarge."""
         name = request.request_id
-        with self._job(name) as job:
+        with self._job(name, saves=False) as job:
             try:
                 await self._reserve(name, job, self._served.bytes_of(len(request.tokens) // TOKEN_BYTES))
                 return await self._load(request, job)
-            finally:
-                self._engine.ask(lambda scheduler: scheduler.release(name))
+            finally:  # not before the last reader has stopped: until then the memory is in use
+                job.afterwards(lambda: self._engine.ask(lambda scheduler: scheduler.release(name)))
 
     async def _reserve(self, name: str, job: _Job, bytes_wanted: int) -> None:
         """Wait until running requests leave room: a prefill would want as much, and take longer."""
-        loop = asyncio.get_running_loop()
-
-        def enter() -> None:
-            if not job.room.done():
-                job.room.set_result(None)
+        room: Future[None] = Future()
 
         def granted() -> None:
-            loop.call_soon_threadsafe(enter)
+            if room.set_running_or_notify_cancel():
+                room.set_result(None)
 
-        await self._ask(lambda scheduler: scheduler.reserve(name, bytes_wanted, granted))
-        try:
-            await job.room
-        except asyncio.CancelledError:
-            if job.given_up.is_set():
-                raise Cancelled from None
-            raise
+        await job.wait_for(self._engine.ask(lambda scheduler: scheduler.reserve(name, bytes_wanted, granted)))
+        await job.wait_for(room)
 
     async def _load(self, request: RestoreRequest, job: _Job) -> tuple[str, int, float]:
         began = time.monotonic()
-        read = await asyncio.get_running_loop().run_in_executor(
-            self._loaders,
-            self._loader.load,
-            request.tokens,
-            request.chain,
-            request.checkpoint,
-            job.given_up.is_set,
+        read = await job.wait_for(
+            self._loaders.submit(
+                self._loader.load, request.tokens, request.chain, request.checkpoint, job.given_up.is_set
+            )
         )
 
         def install(scheduler: Scheduler) -> tuple[str, int, float]:
@@ -116,7 +141,21 @@ class Storage:
             scheduler.rates.restored(read.bytes_read, seconds)
             return resident, read.bytes_read, seconds
 
-        return await self._ask(install)
+        installed = self._engine.ask(install)
+        try:
+            answer = await job.wait_for(installed)
+            if job.given_up.is_set():  # while it was being installed
+                raise Cancelled
+            return answer
+        except BaseException:
+            installed.add_done_callback(self._drop)
+            raise
+
+    def _drop(self, installed: "Future[tuple[str, int, float]]") -> None:
+        """Nobody will ever name this resident."""
+        if not installed.cancelled() and installed.exception() is None:
+            resident = installed.result()[0]
+            self._engine.ask(lambda scheduler: scheduler.residents.drop(resident))
 
     # ---- save
 
@@ -127,7 +166,7 @@ class Storage:
         """
         began = time.monotonic()
         try:
-            with self._job(request.request_id) as job:
+            with self._job(request.request_id, saves=True) as job:
                 written = [await self._save_segment(request, spec, job) for spec in request.segments]
                 states = [await self._save_checkpoint(request, ref, job) for ref in request.checkpoints]
         except BaseException:  # whatever ended it, its caller too: nobody will ever name these files
@@ -143,7 +182,7 @@ class Storage:
             scheduler.rates.saved(bytes_written, seconds)
             scheduler.saved(request.resident, request.running, until)
 
-        await self._ask(settle)
+        self._engine.ask(settle)  # not waited for: from here on the files are their caller's
         return written, states, seconds
 
     async def _save_segment(self, request: SaveRequest, spec: SegmentSpec, job: _Job) -> SavedFile:
@@ -152,7 +191,7 @@ class Storage:
             tokens = pack_tokens(held.tokens[spec.start : spec.end])
             return as_bytes(held.rows(spec.start, spec.end)), tokens
 
-        tensors, tokens = await self._ask(copy_rows)
+        tensors, tokens = await job.wait_for(self._engine.ask(copy_rows))
         meta = FileMeta(
             kind="segment",
             id=spec.id,
@@ -170,7 +209,7 @@ class Storage:
                 raise RowsGone(f"no state at {ref.position}")
             return as_bytes(held.checkpoints[ref.position])
 
-        tensors = await self._ask(copy_state)
+        tensors = await job.wait_for(self._engine.ask(copy_state))
         meta = FileMeta(
             kind="checkpoint", id=ref.id, fingerprint=self._fingerprint, start=0, end=0, position=ref.position
         )
@@ -188,23 +227,21 @@ class Storage:
                 raise Cancelled
             return saved
 
-        return await asyncio.get_running_loop().run_in_executor(self._writer, write)
+        return await job.wait_for(self._writer.submit(write))
 
     # ---- shared
 
     @contextmanager
-    def _job(self, request_id: str) -> Iterator[_Job]:
+    def _job(self, request_id: str, *, saves: bool) -> Iterator[_Job]:
         """A job that `give_up(request_id)`, or the end of its handler, ends."""
-        job = self._jobs[request_id] = _Job()
+        job = _Job(request_id, saves)
+        self._jobs.add(job)
         try:
             yield job
         finally:
             job.give_up()
             job.over.set()
-            self._jobs.pop(request_id, None)
-
-    def _ask(self, work: Callable[[Scheduler], T]) -> Awaitable[T]:
-        return asyncio.wrap_future(self._engine.ask(work))
+            self._jobs.discard(job)
 
     def _on_engine(self, work: Callable[[], T]) -> T:
         """Have a loader thread's arrays made where mlx computes; waits for the present step."""

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 import tiny_models
-from warmline_backend import service as warmline_service
-from warmline_backend import storage
+from warmline_backend import prompt_store, storage
 from warmline_backend.config import parse_config
 from warmline_backend.engine import Engine
+from warmline_backend.generations import UnknownRequest
 from warmline_backend.model import load
+from warmline_backend.prompt_store import UnknownPrompt
 from warmline_backend.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.segments import Cancelled, write_file
 from warmline_backend.sequence import Ended
-from warmline_backend.service import Service, UnknownPrompt, UnknownRequest
+from warmline_backend.service import Service
 from warmline_wire.home import Home
 from warmline_wire.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec, Settled
 
@@ -60,9 +61,10 @@ def in_service(tmp_path: Path, work: Callable[[Service, Home], Awaitable[None]])
 async def generated(service: Service, name: str = "r") -> tuple[Settled, bytes]:
     """A generation, run to its end, and its packed prompt."""
     prompt = await service.render("chat", BODY, 10)
-    events = await service.generate(name, prompt)
-    while not isinstance(event := await events.get(), Ended):
-        pass
+    with service.accepted(name) as call:
+        await service.generate(call, prompt)
+        while not isinstance(event := await call.events.get(), Ended):
+            pass
     return event.settled, bytes(service.residents(with_ids=True).residents[-1].ids or b"")
 
 
@@ -146,16 +148,16 @@ def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pyt
 def test_prompts_are_kept_within_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(service: Service, home: Home) -> None:
         first, *_, last = [await service.render("chat", BODY, 10) for _ in range(4)]
-        assert service.stored_prompt(first.id) and service._prompt_tokens_kept == 4 * len(last.tokens)
-        monkeypatch.setattr(warmline_service, "PROMPTS_KEPT_MAX", 4)
+        assert service.prompts.get(first.id) and service.prompts.tokens_kept == 4 * len(last.tokens)
+        monkeypatch.setattr(prompt_store, "PROMPTS_KEPT_MAX", 4)
         await service.render("chat", BODY, 10)
         with pytest.raises(UnknownPrompt):
-            service.stored_prompt(first.id)
-        monkeypatch.setattr(warmline_service, "PROMPT_TOKENS_KEPT_MAX", 1)
+            service.prompts.get(first.id)
+        monkeypatch.setattr(prompt_store, "PROMPT_TOKENS_KEPT_MAX", 1)
         latest = await service.render("chat", BODY, 10)
-        assert service.stored_prompt(latest.id) and service._prompt_tokens_kept == len(latest.tokens)
+        assert service.prompts.get(latest.id) and service.prompts.tokens_kept == len(latest.tokens)
         with pytest.raises(UnknownPrompt):
-            service.stored_prompt(last.id)
+            service.prompts.get(last.id)
 
     in_service(tmp_path, work)
 

@@ -1,0 +1,45 @@
+"""Prompts that were rendered ahead and wait to be generated from.  Event loop thread."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from warmline_backend.params import GenerationParams
+
+PROMPTS_KEPT_MAX = 4096
+PROMPT_TOKENS_KEPT_MAX = 8_000_000
+
+
+class UnknownPrompt(Exception):
+    """Forgotten, or never there."""
+
+
+@dataclass(frozen=True)
+class StoredPrompt:
+    id: str
+    endpoint: str
+    tokens: list[int]
+    params: GenerationParams
+    boundaries: list[int]
+    turn_end: int
+
+
+class PromptStore:
+    """The latest prompts; the oldest are forgotten beyond either limit, never the latest one."""
+
+    def __init__(self) -> None:
+        self._prompts: OrderedDict[str, StoredPrompt] = OrderedDict()
+        self.tokens_kept = 0
+
+    def add(self, prompt: StoredPrompt) -> None:
+        self._prompts[prompt.id] = prompt
+        self.tokens_kept += len(prompt.tokens)
+        while len(self._prompts) > 1 and (
+            len(self._prompts) > PROMPTS_KEPT_MAX or self.tokens_kept > PROMPT_TOKENS_KEPT_MAX
+        ):
+            self.tokens_kept -= len(self._prompts.popitem(last=False)[1].tokens)
+
+    def get(self, prompt_id: str) -> StoredPrompt:
+        """Raises UnknownPrompt."""
+        if (prompt := self._prompts.get(prompt_id)) is None:
+            raise UnknownPrompt(f"no prompt {prompt_id}: it is too old, or this backend was restarted")
+        return prompt

@@ -1,0 +1,200 @@
+"""A backend in this process, over a real engine, a tiny model and, where that matters, a real socket."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from warmline_backend.config import parse_config
+from warmline_backend.engine import Engine
+from warmline_backend.generations import Call
+from warmline_backend.model import load
+from warmline_backend.scheduler import Scheduler, SchedulerSettings
+from warmline_backend.sequence import Ended, Event, Sequence
+from warmline_backend.server import make_app
+from warmline_backend.service import Service
+from warmline_wire.home import Home
+from warmline_wire.messages import (
+    HEADER_PROMPT,
+    HEADER_REQUEST,
+    SETTLED_EVENT,
+    PromptReply,
+    PromptRequest,
+    Settled,
+    decode,
+    encode,
+)
+from warmline_wire.stream import EventParser
+
+WAIT_S = 20.0
+SECRET = "secret"
+BODY = {"messages": [{"role": "user", "content": "hello " * 30}], "max_tokens": 6, "ignore_eos": True}
+ENDLESS = {**BODY, "max_tokens": 50_000}
+
+
+class Live:
+    """Engine, service, and an application on a socket."""
+
+    def __init__(self, service: Service, engine: Engine, home: Home, session: aiohttp.ClientSession) -> None:
+        self.service, self.engine, self.home, self.session = service, engine, home, session
+
+    async def ask(self, work: Callable[[Scheduler], Any]) -> Any:
+        return await asyncio.wrap_future(self.engine.ask(work))
+
+    def call(
+        self, method: str, path: str, body: object = None, **headers: str
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """For `async with`; JSON is whatever `warmline_wire.messages.encode` takes."""
+        own = {"Authorization": f"Bearer {SECRET}", **headers}
+        return self.session.request(method, path, data=None if body is None else encode(body), headers=own)
+
+    async def json(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
+        async with self.call(method, path, body, **headers) as response:
+            return response.status, await response.json()
+
+    async def prompt(self, body: dict[str, Any] = BODY) -> PromptReply:
+        request = PromptRequest(request_id="p", endpoint="chat", body=body)
+        async with self.call("POST", "/kv/prompts", request) as response:
+            assert response.status == 200, await response.text()
+            return decode(await response.read(), PromptReply)
+
+    def generation(self, request_id: str, prompt: PromptReply) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        headers = {HEADER_REQUEST: request_id, HEADER_PROMPT: prompt.prompt_id}
+        return self.call("POST", "/v1/chat/completions", **headers)
+
+    def in_engine(self, request_id: str) -> Awaitable[bool]:
+        return self.ask(lambda scheduler: scheduler._lineup.find(request_id) is not None)
+
+
+@asynccontextmanager
+async def live(
+    model: Path,
+    folder: Path,
+    *,
+    step: int = 2048,
+    budget: int = 1 << 30,
+    make: Callable[[Callable[[], Scheduler]], Scheduler] = lambda build: build(),
+) -> AsyncIterator[Live]:
+    """`make` may do something before or after the scheduler is built, on the engine thread."""
+    config = parse_config(["--home", str(folder / "home"), "--model", str(model)])
+    home = Home(config.home)
+    home.prepare()
+
+    def build() -> Scheduler:
+        settings = SchedulerSettings(
+            boot="boot",
+            memory_budget_bytes=budget,
+            prefill_step_size=step,
+            running_count_max=8,
+            keeps_residents=True,
+        )
+        return Scheduler(load(config.model, config.served_name), settings)
+
+    engine = Engine(lambda: make(build))
+    service = Service(config, home, engine, "boot")
+    runner = web.AppRunner(make_app(service, SECRET), handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    engine.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    timeout = aiohttp.ClientTimeout(WAIT_S)
+    async with aiohttp.ClientSession(url, timeout=timeout) as session:
+        try:
+            yield Live(service, engine, home, session)
+        finally:
+            await runner.cleanup()
+            service.close()
+            engine.stop()
+            await asyncio.wrap_future(engine.ended)
+
+
+def with_backend(model: Path, folder: Path, work: Callable[[Live], Awaitable[None]], **options: Any) -> None:
+    """Run `work` over a backend whose model is loaded."""
+
+    async def run() -> None:
+        async with live(model, folder, **options) as backend:
+            await backend.service.wait_until_loaded()
+            await work(backend)
+
+    asyncio.run(run())
+
+
+async def until(response: aiohttp.ClientResponse, word: bytes) -> bytes:
+    """Read a stream up to a line with `word`."""
+    async for line in response.content:
+        if word in line:
+            return bytes(line)
+    raise AssertionError(f"the stream ended without {word!r}")
+
+
+async def settled(response: aiohttp.ClientResponse) -> Settled:
+    """Read a stream to its closing event."""
+    parser, found = EventParser(), None
+    async for data in response.content.iter_any():
+        for event in parser.feed(data):
+            if event.name == SETTLED_EVENT.encode():
+                found = decode(event.data, Settled)
+    assert found is not None, "the stream ended without saying how"
+    return found
+
+
+async def heard(call: Call, kind: type[Event]) -> Event:
+    """The next event of this kind."""
+    while not isinstance(event := await asyncio.wait_for(call.events.get(), WAIT_S), kind):
+        assert not isinstance(event, Ended), event
+    return event
+
+
+class Hold:
+    """Holds the engine in a command, as a step that takes long would."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._begun, self._go_on = threading.Event(), threading.Event()
+        self._held = engine.ask(lambda _: self._wait())
+
+    def _wait(self) -> None:
+        self._begun.set()
+        assert self._go_on.wait(WAIT_S)
+
+    async def __aenter__(self) -> None:
+        assert await asyncio.to_thread(self._begun.wait, WAIT_S)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.release()
+
+    async def release(self) -> None:
+        self._go_on.set()
+        await asyncio.wrap_future(self._held)
+
+
+class Chunks:
+    """Each prefill chunk waits to be let pass."""
+
+    def __init__(self, planted: pytest.MonkeyPatch) -> None:
+        self._begun, self._pass, self.open = threading.Semaphore(0), threading.Semaphore(0), False
+        real = Sequence.prefill_chunk
+
+        def gated(sequence: Sequence, step: int) -> int:
+            if not self.open:
+                self._begun.release()
+                assert self._pass.acquire(timeout=WAIT_S)
+            return real(sequence, step)
+
+        planted.setattr(Sequence, "prefill_chunk", gated)
+
+    async def begun(self) -> None:
+        assert await asyncio.to_thread(self._begun.acquire, True, WAIT_S)
+
+    def let_pass(self) -> None:
+        self._pass.release()
+
+    def let_all_pass(self) -> None:
+        self.open = True
+        self._pass.release()
