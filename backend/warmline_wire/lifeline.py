@@ -10,13 +10,12 @@ import signal
 import threading
 
 PARENT_PIPE = "WARMLINE_PARENT_PIPE"
-GRACE_S = 10.0
 
 
-def end_with_parent() -> None:
+def end_with_parent(grace_s: float = 10.0) -> None:
     """Call once, early in ``__main__``.  Does nothing where no serve is the parent.
 
-    When the parent is gone this process gets SIGTERM, so it ends as cleanly as it can; if it hasn't within `GRACE_S`,
+    When the parent is gone this process gets SIGTERM, so it ends as cleanly as it can; if it hasn't within `grace_s`,
     it ends at once with exit code 1.  Watches on a daemon thread; the main thread must not block SIGTERM.
     """
     number = os.environ.pop(PARENT_PIPE, "")
@@ -24,12 +23,12 @@ def end_with_parent() -> None:
         return
     descriptor = int(number)
     os.set_inheritable(descriptor, False)
-    threading.Thread(target=_wait_for_end, args=(descriptor,), name="lifeline", daemon=True).start()
+    threading.Thread(target=_wait_for_end, args=(descriptor, grace_s), name="lifeline", daemon=True).start()
 
 
-def _wait_for_end(descriptor: int) -> None:
+def _wait_for_end(descriptor: int, grace_s: float) -> None:
     while os.read(descriptor, 1):  # nothing is ever written; b"" is the end
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(GRACE_S)
+    threading.Event().wait(grace_s)
     os._exit(1)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from warmline_run import commands, openblas, supervise
-from warmline_run.resolve import EXIT_CONFIGURATION, Config, ConfigurationError, resolve
+from warmline_run.resolve import EXIT_CONFIGURATION, Config, ConfigurationError, misspelt, resolve
 from warmline_run.settings import SETTINGS, Setting
 
 app = typer.Typer(
@@ -28,6 +28,8 @@ def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
 
     def command(**given: Any) -> None:
         flags = {name: given.pop(name) for name in list(given) if name in SETTINGS}
+        for line in misspelt(os.environ):
+            supervise.say(line)
         try:
             function(resolve(flags, os.environ), **given)
         except ConfigurationError as error:
@@ -100,9 +102,9 @@ def show_config(
             json.dumps({name: {"value": value, "source": source} for name, (value, source) in rows.items()}, indent=2)
         )
         return
-    width = max(len(str(value)) for value, _ in rows.values())
+    widths = max(map(len, rows)), max(len(str(value)) for value, _ in rows.values())
     for name, (value, source) in rows.items():
-        print(f"{name:<18} {value!s:<{width}}  {source}")
+        print(f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {source}")
 
 
 def _shown(name: str, config: Config) -> Any:

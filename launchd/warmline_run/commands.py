@@ -33,17 +33,30 @@ PROXY_SETTINGS = (
     "disk_budget_gb",
     "queue_count_max",
     "running_count_max",
+    "connections_max",
+    "connect_timeout_s",
+    "queue_timeout_s",
+    "stall_timeout_s",
+    "total_timeout_s",
+    "wedge_timeout_s",
+    "receive_timeout_s",
+    "send_timeout_s",
+    "heartbeat_after_s",
+    "on_disconnect",
+    "partial_save_tokens",
+    "drain_timeout_s",
     "log_level",
 )
 
 
 @dataclass(frozen=True)
 class Command:
-    """A process of the pair: what to execute."""
+    """A process of the pair: what to execute, and how long it goes on with what it has when it is told to stop."""
 
     name: str
     arguments: list[str]
     environment: Mapping[str, str]
+    drain_timeout_s: float
 
 
 def module(name: str) -> list[str]:
@@ -67,7 +80,7 @@ def backend(config: Config, model: str, environment: Mapping[str, str]) -> Comma
     if preload:
         own["LD_PRELOAD"] = preload
         own.setdefault("OPENBLAS_THREAD_TIMEOUT", openblas.THREAD_TIMEOUT)
-    return Command("backend", arguments, own)
+    return Command("backend", arguments, own, float(config["drain_timeout_s"]))
 
 
 def proxy(config: Config, environment: Mapping[str, str]) -> Command:
@@ -79,7 +92,7 @@ def proxy(config: Config, environment: Mapping[str, str]) -> Command:
     own = {name: value for name, value in environment.items() if name != CLIENT_KEY}
     if config["client_key"]:
         own[CLIENT_KEY] = str(config["client_key"])  # never on a command line, which all users of a machine can read
-    return Command("proxy", arguments, own)
+    return Command("proxy", arguments, own, float(config["drain_timeout_s"]))
 
 
 def _flags(config: Config, names: Iterable[str]) -> list[str]:

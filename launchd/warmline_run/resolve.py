@@ -10,6 +10,8 @@ from typing import Any
 from warmline_run.settings import SETTINGS, Setting, Value, is_loopback
 
 FILE_NAME = "warmline.toml"
+PREFIX = "WARMLINE_"
+OTHER_VARIABLES = ("WARMLINE_PARENT_PIPE",)  # ours, but no setting: see supervise
 
 
 class ConfigurationError(Exception):
@@ -55,6 +57,18 @@ def resolve(flags: Mapping[str, object], environment: Mapping[str, str]) -> Conf
     config = Config({name: _effective(setting, flags, environment, file, table) for name, setting in SETTINGS.items()})
     _check(config)
     return config
+
+
+def misspelt(environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like a setting and is none.  Not an error: it may be somebody else's."""
+    known = {setting.variable.removeprefix(PREFIX): setting.variable for setting in SETTINGS.values()}
+    lines = []
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in (*known.values(), *OTHER_VARIABLES):
+            near = difflib.get_close_matches(name.removeprefix(PREFIX), known, n=1)
+            hint = f"; did you mean {known[near[0]]}?" if near else ""
+            lines.append(f"{name} is no setting and has no effect{hint}")
+    return lines
 
 
 def _effective(

@@ -13,6 +13,7 @@ Value = str | int | float | bool
 
 DEMO_MODEL = "demo"
 REUSE = ("fast", "exact", "off")
+ON_DISCONNECT = ("stop", "finish-prefill")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -79,17 +80,20 @@ def whole(low: int, high: int) -> Callable[[object], int]:
     return parse
 
 
-def gigabytes(raw: object) -> float:
-    problem = "expected a number of gigabytes, 0 or more"
-    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
-        raise ValueError(problem)
-    try:
-        number = float(raw)
-    except ValueError:
-        raise ValueError(problem) from None
-    if not 0 <= number < 1e6:  # also refuses nan
-        raise ValueError(problem)
-    return number
+def amount(unit: str, low: float, below: float) -> Callable[[object], float]:
+    def parse(raw: object) -> float:
+        problem = f"expected a number of {unit}, {low:g} or more"
+        if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+            raise ValueError(problem)
+        try:
+            number = float(raw)
+        except ValueError:
+            raise ValueError(problem) from None
+        if not low <= number < below:  # also refuses nan
+            raise ValueError(problem)
+        return number
+
+    return parse
 
 
 def one_of(*allowed: Value) -> Callable[[object], Value]:
@@ -120,6 +124,9 @@ def is_loopback(host: str) -> bool:
 
 
 port = whole(1, 65535)
+gigabytes = amount("gigabytes", 0, 1e6)
+seconds = amount("seconds", 0, 1e9)
+some_seconds = amount("seconds", 0.001, 1e9)  # where none would be no limit, but no service
 
 SETTINGS: dict[str, Setting] = {
     setting.name: setting
@@ -172,6 +179,38 @@ SETTINGS: dict[str, Setting] = {
         Setting("trust_remote_code", False, yes_or_no, "", "let a model's own tokenizer code run"),
         Setting("queue_count_max", 64, whole(0, 100_000), "N", "requests that may wait; more get 429"),
         Setting("running_count_max", 16, whole(1, 10_000), "N", "requests computed at once"),
+        Setting("connections_max", 2048, whole(1, 1_000_000), "N", "connections that clients may have open"),
+        Setting("connect_timeout_s", 60.0, some_seconds, "S", "how long a request waits for a backend that starts"),
+        Setting("queue_timeout_s", 0.0, seconds, "S", "how long a request may wait for its turn; 0: no limit"),
+        Setting("stall_timeout_s", 300.0, seconds, "S", "how long a request may make no progress at all; 0: no limit"),
+        Setting("total_timeout_s", 0.0, seconds, "S", "how long a request may take in all; 0: no limit"),
+        Setting(
+            "wedge_timeout_s", 120.0, some_seconds, "S", "how long a step may take until the backend is started again"
+        ),
+        Setting("receive_timeout_s", 60.0, some_seconds, "S", "for the head, and each next piece, of a request"),
+        Setting("send_timeout_s", 300.0, some_seconds, "S", "for a client to take the next piece of its answer"),
+        Setting(
+            "heartbeat_after_s",
+            0.0,
+            seconds,
+            "S",
+            "when a client that waits for JSON gets a first sign of life; 0: never",
+        ),
+        Setting(
+            "on_disconnect",
+            "stop",
+            one_of(*ON_DISCONNECT),
+            "WHAT",
+            "for a client that leaves: stop, or finish-prefill when the engine is idle",
+        ),
+        Setting(
+            "partial_save_tokens",
+            8192,
+            whole(0, 10_000_000),
+            "TOKENS",
+            "save a running prefill every so many tokens; 0: only at its end",
+        ),
+        Setting("drain_timeout_s", 30.0, seconds, "S", "what running requests get to finish at a stop"),
         Setting("log_level", "info", one_of(*LOG_LEVELS), "LEVEL", "debug, info, warning or error"),
     )
 }

@@ -21,7 +21,7 @@ PARENT_PIPE = "WARMLINE_PARENT_PIPE"  # warmline_wire.lifeline reads it in the c
 RESTART_DELAY_FIRST_S = 1.0
 RESTART_DELAY_MAX_S = 30.0
 STEADY_AFTER_S = 60.0  # a child up for this long has earned a fresh start
-STOP_GRACE_S = 15.0
+STOP_MARGIN_S = 15.0  # beyond what a child gives to running requests: to let go of them, and to write what is kept
 PROBE_INTERVAL_S = 0.2
 PROBE_TIMEOUT_S = 2.0
 
@@ -64,7 +64,10 @@ async def _serve(backend: Command, proxy: Command, address: Address) -> int:
         try:
             done, _ = await asyncio.wait([*kept, asked], return_when=asyncio.FIRST_COMPLETED)
             if asked in done:
-                say("stopping: what runs is let go after its present step, and kept; once more to end at once")
+                say(
+                    f"stopping: what runs has {proxy.drain_timeout_s:g} s to finish, then it is let go and kept; "
+                    "once more to end at once"
+                )
             return next((task.result() for task in kept if task in done), 0)
         finally:
             for task in (announcing, asked, *kept):
@@ -135,7 +138,8 @@ class _Keeper:
         process.terminate()
         ended = asyncio.create_task(process.wait())
         hurried = asyncio.create_task(self._signals.hurry.wait())
-        await asyncio.wait([ended, hurried], timeout=STOP_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        grace_s = self._command.drain_timeout_s + STOP_MARGIN_S
+        await asyncio.wait([ended, hurried], timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         if not ended.done():
             say(f"the {self._command.name} doesn't end; killing it")

@@ -4,26 +4,25 @@ import asyncio
 import json
 import logging
 import os
-import resource
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from aiohttp import web
-
-from warmline_proxy.app import build
+from warmline_proxy.app import build, drain
 from warmline_proxy.config import Config, ConfigError, parse
+from warmline_proxy.connections import listening
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.reconcile import reconcile
+from warmline_wire.descriptors import raise_descriptor_limit
 from warmline_wire.home import write_private
 from warmline_wire.lifeline import end_with_parent
 
 log = logging.getLogger("warmline_proxy")
 
-GRACE_S = 2.0  # for answers under way at a shutdown; aiohttp waits it twice
+STOP_MARGIN_S = 15.0  # beyond the drain: to let go of what runs, and to write what is kept
 LOCK_WAIT_S = 10.0  # a predecessor that is ending, or cachectl
 DESCRIPTORS_WANTED = 8_192  # a non-login macOS shell gives 256
 
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line a call says nothing that PERF doesn't
-    end_with_parent()
+    end_with_parent(config.drain_timeout_s + STOP_MARGIN_S)
     try:
         run(config)
     except HomeLocked as error:  # starting again would not help
@@ -53,31 +52,49 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(config: Config) -> None:
     """Own the home, put the index in order, serve.  Raises HomeLocked, IndexFailure or OSError."""
-    raise_descriptor_limit()
+    descriptor_count_max = raise_descriptor_limit(DESCRIPTORS_WANTED)
     config.home.prepare()
     with home_lock(config.home, LOCK_WAIT_S), Index(config.home, config.disk_budget_bytes) as index:
         report = reconcile(index)
         log.info("index: %s", report)
-        asyncio.run(serve(config, index))
+        asyncio.run(serve(config, index, descriptor_count_max))
 
 
-async def serve(config: Config, index: Index) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+async def serve(config: Config, index: Index, descriptor_count_max: int) -> None:
+    signals = Signals()
     app = build(config, config.home.secret(), index)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=GRACE_S)
-    await runner.setup()
+    async with listening(app, config, descriptor_count_max) as listener:
+        with announced(config, listener.port):
+            log.info("listening on http://%s:%d, backend %s", config.host, listener.port, config.backend_url)
+            log.info("at most %d connections, %d descriptors", listener.connections.count_max, descriptor_count_max)
+            await signals.stop.wait()
+            log.info("stopping: what runs has %g s to finish", config.drain_timeout_s)
+            await unless(signals.hurry, drain(app))  # while newcomers still reach us, to be told to come again
+
+
+class Signals:
+    """The first SIGTERM or SIGINT asks to stop, the next one to hurry."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._arrived)
+
+    def _arrived(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+
+async def unless(event: asyncio.Event, work: Coroutine[None, None, None]) -> None:
+    """Do it, or leave it where the event comes first."""
+    waiting, working = asyncio.create_task(event.wait()), asyncio.create_task(work)
     try:
-        await web.TCPSite(runner, config.host, config.port).start()
-        port = runner.addresses[0][1]
-        with announced(config, port):
-            log.info("listening on http://%s:%d, backend %s", config.host, port, config.backend_url)
-            await stop.wait()
-            log.info("stopping")
-            await runner.cleanup()
+        await asyncio.wait([waiting, working], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await runner.cleanup()
+        waiting.cancel()
+        working.cancel()
+    with suppress(asyncio.CancelledError):
+        await working
 
 
 @contextmanager
@@ -104,13 +121,6 @@ def local_url(host: str, port: int) -> str:
 def remove(files: Sequence[Path]) -> None:
     for file in files:
         file.unlink(missing_ok=True)
-
-
-def raise_descriptor_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else min(DESCRIPTORS_WANTED, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

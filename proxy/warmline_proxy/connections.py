@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 IDLE_TIMEOUT_S = 75.0  # for a connection without a request
 LINGER_S = 10.0  # for a client to read its last answer; until then, what it still sends is not met with a reset
-SHUTDOWN_GRACE_S = 2.0  # for answers under way when the listener closes; aiohttp waits it twice
+SHUTDOWN_GRACE_S = 0.5  # for what still runs when the listener closes, after the drain; aiohttp waits it twice
 SWEEP_INTERVAL_MAX_S = 1.0  # how late a limit may be noticed; less where the limits are short
 BACKLOG_COUNT = 512  # connections that the kernel keeps until we come to accept them
 SEND_BUFFER_BYTES = 64 * 1024  # the kernel's, per connection: a slow reader is seen to read and pins no megabytes

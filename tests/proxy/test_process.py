@@ -1,14 +1,21 @@
 """The proxy as a process: it tells where it listens, owns its home alone, and ends cleanly."""
 
+import asyncio
 import json
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
+from fake_backend import FakeBackend
+from harness import on_loop, serve
 
 from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_wire.home import Home
@@ -57,6 +64,66 @@ def test_a_killed_proxy_leaves_its_home_to_the_next(tmp_path: Path) -> None:
     second.terminate()
     second.communicate()
     assert second.returncode == 0
+
+
+@asynccontextmanager
+async def running(folder: Path, backend: FakeBackend, *flags: str) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
+    """(a proxy in front of `backend`, as a process; its URL)."""
+    below, port = await serve(backend.app())
+    process = start(folder, "--backend-url", f"http://127.0.0.1:{port}", *flags)
+    try:
+        yield process, str((await asyncio.to_thread(announced, folder, process))["url"])
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.communicate)
+        await below.cleanup()
+
+
+def chat(client: aiohttp.ClientSession, url: str) -> "asyncio.Task[tuple[int, Any, Any]]":
+    """(status, headers, JSON), later."""
+
+    async def ask() -> tuple[int, Any, Any]:
+        body = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        async with client.post(f"{url}/v1/chat/completions", json=body) as response:
+            return response.status, response.headers, await response.json()
+
+    return asyncio.create_task(ask())
+
+
+@on_loop
+async def test_a_stop_lets_what_runs_finish_and_sends_newcomers_away(tmp_path: Path) -> None:
+    backend = FakeBackend(Home(tmp_path))
+    backend.hold_after = 1
+    async with running(tmp_path, backend) as (process, url), aiohttp.ClientSession() as client:
+        answer = chat(client, url)
+        await backend.holding.wait()
+        process.terminate()
+        while (refusal := await chat(client, url))[0] == 200:  # the signal may take a moment
+            pass
+        assert refusal[0] == 503 and int(refusal[1]["Retry-After"]) > 0
+        backend.let_go.set()
+        status, _, body = await answer
+        assert (status, body["choices"][0]["message"]["content"]) == (200, "Paris.")
+        assert await asyncio.to_thread(process.wait, START_TIMEOUT_S) == 0
+
+
+@on_loop
+async def test_a_second_signal_hurries(tmp_path: Path) -> None:
+    backend = FakeBackend(Home(tmp_path))
+    backend.hold_after = 1
+    flags = ("--drain-timeout-s", "600")
+    async with running(tmp_path, backend, *flags) as (process, url), aiohttp.ClientSession() as client:
+        answer = chat(client, url)
+        await backend.holding.wait()
+        process.terminate()
+        assert process.stderr
+        while "stopping" not in await asyncio.to_thread(process.stderr.readline):
+            pass
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, START_TIMEOUT_S) == 0
+        assert not (tmp_path / "run" / "proxy.pid").exists()
+        with pytest.raises(aiohttp.ClientError):
+            await answer
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,15 @@ def test_a_bad_command_line_ends_with_code_2_and_says_why(tmp_path: Path, argume
         assert "Traceback" not in answer.stderr
 
 
+def test_a_misspelt_variable_is_told_and_has_no_effect(tmp_path: Path) -> None:
+    answer = warmline("config", "--home", str(tmp_path), "--json", WARMLINE_STALL_TIMEOUT="5")
+    assert answer.returncode == 0
+    assert answer.stderr == (
+        "warmline: WARMLINE_STALL_TIMEOUT is no setting and has no effect; did you mean WARMLINE_STALL_TIMEOUT_S?\n"
+    )
+    assert json.loads(answer.stdout)["stall_timeout_s"]["source"] == "default"
+
+
 def test_a_bad_file_ends_with_code_2(tmp_path: Path) -> None:
     (tmp_path / "warmline.toml").write_text("prefil_step_size = 3")
     answer = warmline("serve", "--home", str(tmp_path))

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from warmline_backend.config import parse_config as parse_backend
+from warmline_proxy.config import parse as parse_proxy
 from warmline_run import commands, openblas
-from warmline_run.resolve import Config, ConfigurationError, resolve
+from warmline_run.resolve import Config, ConfigurationError, misspelt, resolve
 from warmline_run.settings import SETTINGS
 
 
@@ -62,6 +64,14 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(tmp_path: Path) -> N
         ("model = 7", "model .*expected text"),
         ("trust_remote_code = 2", "true or false"),
         ('home = "/elsewhere"', "unknown key 'home'"),
+        ("queue_timeout_s = -1", "queue_timeout_s .*seconds, 0 or more, not -1"),
+        ('total_timeout_s = "soon"', "total_timeout_s .*seconds, 0 or more, not 'soon'"),
+        ("stall_timeout_s = inf", "stall_timeout_s .*0 or more"),
+        ("heartbeat_after_s = true", "heartbeat_after_s .*0 or more"),
+        ("wedge_timeout_s = 0", "wedge_timeout_s .*0.001 or more"),
+        ("partial_save_tokens = 0.5", "partial_save_tokens .*whole number"),
+        ("connections_max = 0", "connections_max .*from 1 "),
+        ('on_disconnect = "finish"', "on_disconnect .*stop or finish-prefill, not 'finish'"),
     ],
 )
 def test_bad_values_are_refused_in_one_line(tmp_path: Path, toml: str, message: str) -> None:
@@ -107,6 +117,33 @@ def test_what_is_not_set_is_not_passed(tmp_path: Path) -> None:
     assert "--trust-remote-code" in backend
     assert not {"--kv-bits", "--memory-budget-gb", "--max-tokens", "--adapter-path", "--served-name"} & set(backend)
     assert proxy[proxy.index("--disk-budget-gb") + 1] == "0.0"  # 0 means none, not the default
+
+
+def test_each_process_takes_the_flags_that_it_is_given(tmp_path: Path) -> None:
+    config = configured(tmp_path, drain_timeout_s="7.5", on_disconnect="finish-prefill", send_timeout_s="1e3")
+    given = commands.proxy(config, {})
+    proxy = parse_proxy(given.arguments[4:], {})
+    for name in set(commands.PROXY_SETTINGS) - {"home", "disk_budget_gb"}:
+        assert getattr(proxy, name) == config[name], name
+    backend = parse_backend(commands.backend(config, "m", {}).arguments[4:])
+    assert backend.running_count_max == 16
+    assert given.drain_timeout_s == 7.5
+
+
+def test_both_tables_of_defaults_agree(tmp_path: Path) -> None:
+    alone = parse_proxy(["--home", str(tmp_path)], {})
+    for name in set(commands.PROXY_SETTINGS) - {"home", "disk_budget_gb"}:
+        assert getattr(alone, name) == SETTINGS[name].default, name
+
+
+def test_a_misspelt_variable_is_told_with_the_nearest_right_one() -> None:
+    environment = {"WARMLINE_PROT": "1", "WARMLINE_COLOUR": "red", "WARMLINE_PORT": "9", "PORT": "8", "WARMLINE_": ""}
+    ours = {"WARMLINE_PARENT_PIPE": "5", "WARMLINE_CLIENT_KEY": "k", "WARMLINE_HOME": "/h"}
+    assert misspelt({**environment, **ours}) == [
+        "WARMLINE_ is no setting and has no effect",
+        "WARMLINE_COLOUR is no setting and has no effect",
+        "WARMLINE_PROT is no setting and has no effect; did you mean WARMLINE_PORT?",
+    ]
 
 
 def test_the_backend_leaves_the_cores_to_others_between_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def test_a_signal_stops_the_proxy_before_the_backend(number: signal.Signals) -> 
     with start() as serve:
         serve.wait_for("^ready ")
         serve.process.send_signal(number)
+        serve.wait_for("^warmline: stopping: what runs has 30 s to finish, then it is let go and kept")
         serve.wait_for("^proxy stopping$")
         serve.wait_for("^backend stopping$")
         serve.wait_for_silence()
@@ -62,6 +63,24 @@ def test_no_child_outlives_a_killed_serve() -> None:
         serve.process.kill()
         lines = serve.wait_for_silence()  # both stand-ins held the output open
         assert {"proxy stopping", "backend stopping"} <= set(lines)
+
+
+def test_a_child_that_does_not_end_with_a_killed_serve_is_ended() -> None:
+    with start("stubborn") as serve:
+        serve.wait_for("^ready ")
+        serve.process.kill()
+        assert "backend stopping" in serve.wait_for_silence()
+
+
+def test_a_child_gets_its_own_grace_and_is_then_killed() -> None:
+    with start("stubborn", "0.3") as serve:
+        serve.wait_for("^ready ")
+        serve.process.terminate()
+        serve.wait_for("what runs has 0.3 s to finish")
+        serve.wait_for("^backend stopping$")
+        serve.wait_for("the backend doesn't end; killing it", timeout_s=10)
+        serve.wait_for_silence()
+        assert serve.process.wait() == 0
 
 
 def test_a_second_signal_kills_what_does_not_stop() -> None:
