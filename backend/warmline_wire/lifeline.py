@@ -12,7 +12,7 @@ import threading
 PARENT_PIPE = "WARMLINE_PARENT_PIPE"
 
 
-def end_with_parent(grace_s: float = 10.0) -> None:
+def end_with_parent(grace_s: float) -> None:
     """Call once, early in ``__main__``.  Does nothing where no serve is the parent.
 
     When the parent is gone this process gets SIGTERM, so it ends as cleanly as it can; if it hasn't within `grace_s`,

@@ -23,6 +23,7 @@ BACKEND_SETTINGS = (
     "adapter_path",
     "trust_remote_code",
     "running_count_max",
+    "drain_timeout_s",
     "log_level",
 )
 PROXY_SETTINGS = (

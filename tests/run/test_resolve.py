@@ -126,7 +126,7 @@ def test_each_process_takes_the_flags_that_it_is_given(tmp_path: Path) -> None:
     for name in set(commands.PROXY_SETTINGS) - {"home", "disk_budget_gb"}:
         assert getattr(proxy, name) == config[name], name
     backend = parse_backend(commands.backend(config, "m", {}).arguments[4:])
-    assert backend.running_count_max == 16
+    assert (backend.drain_timeout_s, backend.running_count_max) == (7.5, 16)
     assert given.drain_timeout_s == 7.5
 
 
