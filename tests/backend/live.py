@@ -126,6 +126,13 @@ def with_backend(model: Path, folder: Path, work: Callable[[Live], Awaitable[Non
     asyncio.run(run())
 
 
+async def when(true: Callable[[], bool]) -> None:
+    """Let the loop run until something has come about on it."""
+    async with asyncio.timeout(WAIT_S):
+        while not true():  # noqa: ASYNC110  what it waits for tells nobody
+            await asyncio.sleep(0)
+
+
 async def until(response: aiohttp.ClientResponse, word: bytes) -> bytes:
     """Read a stream up to a line with `word`."""
     async for line in response.content:
