@@ -1,6 +1,7 @@
 """The engine thread: it answers whoever asks, and its end is noticed by all who wait."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from families import prompt_of, served
 from warmline_backend.engine import Engine, EngineStopped
 from warmline_backend.params import GenerationParams
 from warmline_backend.scheduler import Scheduler
-from warmline_backend.sequence import Ended, Event, Generation
+from warmline_backend.sequence import Ended, Event, Generation, Piece, Progress
+from warmline_wire.messages import Settled
 
 WAIT_S = 20
 
@@ -45,6 +47,45 @@ def test_a_request_runs_and_what_it_leaves_is_seen_at_once(root: Path) -> None:
     engine.ended.result(WAIT_S)
 
 
+@pytest.mark.parametrize(("moment", "prefilled_until"), [(Progress, 16), (Piece, 41)], ids=["a chunk", "a token"])
+def test_a_cancel_is_obeyed_after_the_present_step(root: Path, moment: type[Event], prefilled_until: int) -> None:
+    """Asked for in the middle of a turn, which would go on for eight tokens."""
+    engine = Engine(lambda: Drive(served.__wrapped__("llama", root), step=16).scheduler)
+    engine.start()
+    engine.loaded.result(WAIT_S)
+    ended, cancelled = Future[Heard](), list[Future[Settled | None]]()
+    wanted = generation("a", ended, 1000)
+
+    def listen(event: Event) -> None:
+        wanted.listener(event)
+        if isinstance(event, moment) and not cancelled and getattr(event, "done", 1):
+            cancelled.append(engine.ask(lambda scheduler: scheduler.cancel("a")))
+
+    engine.ask(lambda scheduler: scheduler.submit(replace(wanted, listener=listen))).result(WAIT_S)
+    heard = ended.result(WAIT_S)
+    assert cancelled[0].result(WAIT_S) == heard.settled
+    assert (heard.settled.finish, heard.settled.prefilled_until) == ("cancelled", prefilled_until)
+    assert sum(isinstance(event, moment) and bool(getattr(event, "done", 1)) for event in heard.events) == 1
+    engine.stop()
+    engine.ended.result(WAIT_S)
+
+
+def test_the_engine_stops_after_the_present_step(root: Path) -> None:
+    engine, ended = started(root), Future[Heard]()
+    wanted = generation("a", ended, 1000)
+    pieces: list[Event] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Piece):
+            pieces.append(event)
+            engine.stop()
+
+    engine.ask(lambda scheduler: scheduler.submit(replace(wanted, listener=listen))).result(WAIT_S)
+    engine.ended.result(WAIT_S)
+    assert len(pieces) == 1 and not engine.beat.busy
+    assert engine.failure == "the engine has ended"
+
+
 def test_what_is_asked_fails_alone(root: Path) -> None:
     engine = started(root)
     with pytest.raises(ZeroDivisionError):
@@ -64,7 +105,8 @@ def test_a_failure_outside_of_any_request_ends_the_engine_and_is_told(root: Path
 
     engine.ask(break_it).result(WAIT_S)
     engine.ended.result(WAIT_S)
-    with pytest.raises(EngineStopped):
+    assert engine.failure == "the engine has ended: division by zero"
+    with pytest.raises(EngineStopped, match=engine.failure):
         engine.ask(lambda scheduler: scheduler.idle).result(WAIT_S)
 
 
