@@ -88,6 +88,7 @@ class FakeBackend:
         self.raw: list[bytes] | None = None  # a stream's bytes instead of the usual ones
         self.refuse_restores: list[str] = []  # reasons, one a restore; the last file of the chain is at fault
         self.gone_count = 0  # generations to answer with 410
+        self.mishaps: list[str] = []  # one a generation: "" none, "cut", "cut after content", "discarded", "leaderless"
         self.hold_after: int | None = None  # chunks after which a generation waits to be let go or cancelled
         self.let_go = asyncio.Event()
         self.holding = asyncio.Event()
@@ -287,6 +288,9 @@ class FakeBackend:
             return self._error(410, "resident is gone")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if self.mishaps and (mishap := self.mishaps.pop(0)):
+            await self._go_wrong(mishap, request, response, body)
+            return response
         if self.raw is not None:
             for data in self.raw:
                 await response.write(data)
@@ -295,6 +299,19 @@ class FakeBackend:
             return response
         await self._stream(response, body, headers)
         return response
+
+    async def _go_wrong(
+        self, mishap: str, request: web.Request, response: web.StreamResponse, body: dict[str, Any]
+    ) -> None:
+        await response.write(comment_event("started"))
+        if mishap == "cut after content":
+            await response.write(data_event(json.dumps(chunk(body, "Par")).encode()))
+        if mishap.startswith("cut"):
+            assert request.transport is not None
+            request.transport.abort()
+            return
+        error = ErrorReply(error=ErrorBody(message="as scripted", type="server_error", code=mishap))
+        await response.write(data_event(encode(error)))
 
     async def _stream(self, response: web.StreamResponse, body: dict[str, Any], headers: Any) -> None:
         request_id, reuse = headers[HEADER_REQUEST], int(headers.get(HEADER_REUSE, 0))

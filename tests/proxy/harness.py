@@ -44,10 +44,12 @@ class Pair:
     stop_backend: Callable[[], Coroutine[Any, Any, None]]
     stop_proxy: Callable[[], Coroutine[Any, Any, None]]
 
-    async def chat(self, text: str = "What is the capital of France?", **fields: Any) -> aiohttp.ClientResponse:
+    async def chat(
+        self, text: str = "What is the capital of France?", *, headers: dict[str, str] | None = None, **fields: Any
+    ) -> aiohttp.ClientResponse:
         """A finished, not streamed answer to one user message, unless `messages` or `stream` say otherwise."""
         body = {"model": "any", "messages": [{"role": "user", "content": text}], **fields}
-        response = await self.client.post(f"{self.url}/v1/chat/completions", json=body)
+        response = await self.client.post(f"{self.url}/v1/chat/completions", json=body, headers=headers)
         await response.read()
         return response
 
