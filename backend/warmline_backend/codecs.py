@@ -76,6 +76,10 @@ class RowsCodec(Codec):
         single.keys, single.values, single.offset = fields["keys"], fields["values"], position
         return self.lift(single)
 
+    def room(self, leaf: BatchKVCache) -> int:
+        """Rows of its buffer, used or not."""
+        return 0 if leaf.keys is None else int(leaf.keys.shape[2])
+
     def truncate(self, leaf: BatchKVCache, count: int) -> None:
         """Forget the last `count` rows; the buffer stays."""
         leaf.trim(count)
@@ -107,6 +111,9 @@ class QuantizedRowsCodec(Codec):
         leaf.offset = position
         return leaf
 
+    def room(self, leaf: QuantizedKVCache) -> int:
+        return 0 if leaf.keys is None else int(leaf.keys[0].shape[2])
+
     def truncate(self, leaf: QuantizedKVCache, count: int) -> None:
         leaf.trim(count)
 
@@ -118,6 +125,10 @@ class WindowCodec(Codec):
 
     def lift(self, single: RotatingKVCache) -> BatchRotatingKVCache:
         return BatchRotatingKVCache.merge([single])
+
+    def alone(self, leaf: BatchRotatingKVCache) -> bool:
+        """Whether this is a batch of one."""
+        return int(leaf.left_padding.shape[0]) == 1
 
     def kept(self, leaf: BatchRotatingKVCache, length: int) -> int:
         """How many of the last rows are in memory, for a sequence of `length` tokens."""

@@ -55,6 +55,14 @@ class KV:
         journal = sum(_nbytes(rows) for *_, rows in self.journal)
         return layers_nbytes(self.layers) + journal + sum(map(_nbytes, self.checkpoints.values()))
 
+    @property
+    def room(self) -> int:
+        """Rows that its buffers have, at least one a token."""
+        for leaf, (_, held) in zip(self.layout.leaves, flatten(self.layers), strict=False):
+            if leaf.codec.kind is Kind.ROWS:
+                return max(self.length, int(leaf.codec.room(held)))
+        return self.length
+
     # ---- what is captured while it is in memory
 
     def capture_window(self) -> None:
@@ -81,11 +89,11 @@ class KV:
             state = _named((leaf.name, leaf.codec.state(leaves[n], self.index)) for n, leaf in states)
             self.checkpoints[self.length] = _detach(state)
 
-    def forget_saved(self, until: int) -> None:
+    def forget_saved(self, until: int, *, states: bool = True) -> None:
         """Drop what was kept only to be saved, below `until`: journal rows, states but for the first and the last."""
         self.journal = [entry for entry in self.journal if entry[1] > until]
         saved = sorted(position for position in self.checkpoints if position <= until)
-        for position in saved[1:-CHECKPOINTS_KEPT]:
+        for position in saved[1:-CHECKPOINTS_KEPT] if states else ():
             del self.checkpoints[position]
 
     # ---- reading for a save
@@ -128,6 +136,12 @@ class KV:
     def can_continue_at(self, position: int) -> bool:
         return 0 < position <= self.length and (not (at := self.positions()) or position in at)
 
+    def deepest_place(self, position: int) -> int:
+        """The last place up to `position` where it can be continued; 0 where there is none."""
+        if self.can_continue_at(position):
+            return position
+        return max((at for at in self.positions() if at < position), default=0)
+
     def _whole(self) -> bool:
         """Every row of every rotating layer is still in its window."""
         leaves = self._leaves()
@@ -137,10 +151,15 @@ class KV:
             for n, leaf in windows
         )
 
-    def branch(self, position: int) -> "KV":
-        """A KV of the first `position` tokens; this one stays as it is.  Only where `can_continue_at(position)`."""
+    def branch(self, position: int, *, apart: bool = False) -> "KV":
+        """A KV of the first `position` tokens; this one stays as it is.  Only where `can_continue_at(position)`.
+
+        It shares memory with this one until either is written to; `apart`, it is a copy from the start, as it has to be
+        where this one is written to all the time.
+        """
         leaves = (
-            self._leaf_at(leaf, held, position) for leaf, held in zip(self.layout.leaves, self._leaves(), strict=True)
+            self._leaf_at(leaf, held, position, apart)
+            for leaf, held in zip(self.layout.leaves, self._leaves(), strict=True)
         )
         twin = KV.from_leaves(self.layout, self.tokens[:position], leaves)
         twin.journals, twin.journal_until = self.journals, min(self.journal_until, position)
@@ -162,15 +181,16 @@ class KV:
         self.journal_until = min(self.journal_until, position)
         self._keep_below(position, self)
 
-    def _leaf_at(self, leaf: Leaf, held: Any, position: int) -> Any:
+    def _leaf_at(self, leaf: Leaf, held: Any, position: int, apart: bool = False) -> Any:
         if leaf.codec.kind is Kind.STATE:
             state = self.checkpoints.get(position)
             fields = leaf.codec.state(held, self.index) if state is None else fields_of(state, leaf.name)
         elif leaf.codec.kind is Kind.WINDOW and position == self.length:
-            return copy.deepcopy(held)  # past its start, a ring has no row 0
+            # past its start, a ring has no row 0
+            return copy.deepcopy(held) if leaf.codec.alone(held) else leaf.codec.lower(held, self.index)
         else:
             fields = leaf.codec.rows(held, self.index, self.length, 0, position)
-        return leaf.codec.build(fields, position, leaf.template)
+        return leaf.codec.build(_detach(fields) if apart else fields, position, leaf.template)
 
     def _keep_below(self, position: int, other: "KV") -> None:
         self.checkpoints = {at: state for at, state in other.checkpoints.items() if at <= position}

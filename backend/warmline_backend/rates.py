@@ -5,7 +5,7 @@ from collections import deque
 from warmline_wire.messages import Rate
 
 SMOOTHING = 0.3  # weight of the newest sample
-RECENT_STEPS = 64
+RECENT_CHUNKS, RECENT_DECODE_STEPS = 32, 64  # apart: a minute of decode steps must not hide how long a chunk takes
 
 
 class Smoothed:
@@ -24,15 +24,16 @@ class Rates:
     def __init__(self) -> None:
         self._prefill: dict[int, Smoothed] = {}
         self._decode, self._restore, self._save = Smoothed(), Smoothed(), Smoothed()
-        self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._chunks_s: deque[float] = deque(maxlen=RECENT_CHUNKS)
+        self._decode_steps_s: deque[float] = deque(maxlen=RECENT_DECODE_STEPS)
 
     def prefilled(self, length: int, tokens: int, seconds: float) -> None:
         """A chunk of `tokens` ended at `length`."""
-        self._steps.append(seconds)
+        self._chunks_s.append(seconds)
         self._prefill.setdefault(1 << (length - 1).bit_length(), Smoothed()).add(tokens / max(seconds, 1e-9))
 
     def decoded(self, tokens: int, seconds: float) -> None:
-        self._steps.append(seconds)
+        self._decode_steps_s.append(seconds)
         self._decode.add(tokens / max(seconds, 1e-9))
 
     def restored(self, bytes_read: int, seconds: float) -> None:
@@ -59,4 +60,4 @@ class Rates:
 
     @property
     def slowest_recent_step_s(self) -> float:
-        return max(self._steps, default=0.0)
+        return max((*self._chunks_s, *self._decode_steps_s), default=0.0)

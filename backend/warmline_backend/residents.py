@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from warmline_backend.kv import KV
@@ -10,6 +11,7 @@ from warmline_wire.messages import Resident
 
 LEASE_S = 20.0  # how long a restored resident is safe from eviction while its request is on the way
 UNSAVED_S = 60.0  # and one that a request has left, while its save is; each piece that is written renews it
+LEFT_BY_KEPT_MAX = 256  # of how many ended requests is known what they left
 
 
 class ResidentGone(Exception):
@@ -44,6 +46,7 @@ class Residents:
         self.generation = 0
         self._entries: dict[str, _Entry] = {}  # oldest first
         self._drop_first: list[str] = []
+        self._left_by: OrderedDict[str, str] = OrderedDict()  # resident by the id of the request that left it
         self._listed: list[Resident] | None = None  # until the table changes
 
     def __contains__(self, resident_id: str) -> bool:
@@ -60,7 +63,11 @@ class Residents:
         entry = self._entries.get(resident_id)
         return entry.kv if entry else None
 
-    def add(self, kv: KV, *, lease_s: float) -> str:
+    def left_by(self, request_id: str) -> str:
+        """The resident that an ended request left, even if it is gone by now; "" where none is known."""
+        return self._left_by.get(request_id, "")
+
+    def add(self, kv: KV, *, lease_s: float, left_by: str = "") -> str:
         """Keep `kv`; the caller has seen to the room (`make_room`).  Returns the new resident's id.
 
         For `lease_s` nothing pushes it out; the lease ends sooner when it is taken, saved, or named in `order`.
@@ -69,17 +76,27 @@ class Residents:
         until = time.monotonic() + lease_s
         self._entries[resident_id] = _Entry(kv, pack_tokens(kv.tokens), kv.nbytes, until)
         self._listed = None
+        if left_by:
+            self._note_left_by(left_by, resident_id)
         return resident_id
+
+    def _note_left_by(self, request_id: str, resident_id: str) -> None:
+        self._left_by[request_id] = resident_id
+        self._left_by.move_to_end(request_id)
+        while len(self._left_by) > LEFT_BY_KEPT_MAX:
+            self._left_by.popitem(last=False)
 
     def renew(self, resident_id: str, lease_s: float) -> None:
         """Lease a resident anew where its lease has not ended yet."""
         if (entry := self._entries.get(resident_id)) is not None and entry.leased:
             entry.leased_until = time.monotonic() + lease_s
 
-    def saved(self, resident_id: str) -> None:
-        """It is on disk: it may go, and has shed what was kept for the save."""
+    def saved(self, resident_id: str, *, whole: bool) -> None:
+        """It has shed what was kept for a save; where the `whole` of it is on disk, it may go."""
         if (entry := self._entries.get(resident_id)) is not None:
-            entry.bytes_held, entry.leased_until = entry.kv.nbytes, 0.0
+            entry.bytes_held = entry.kv.nbytes
+            if whole:
+                entry.leased_until = 0.0
             self._listed = None
 
     def take(self, resident_id: str, prompt: list[int], reuse: int, keep: bool) -> KV:

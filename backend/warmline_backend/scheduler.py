@@ -1,4 +1,4 @@
-"""Who computes next: admission, prefill chunks, decode steps, ends.  One turn at a time, on the engine thread.
+"""Who computes next: admission, prefill chunks, decode steps, ends.  One step at a time, on the engine thread.
 
 A turn admits what fits, gives every decode group a few steps, and computes one prefill chunk, so a long prompt never
 stops a running stream and a running stream never starves a prompt.
@@ -6,36 +6,38 @@ stops a running stream and a running stream never starves a prompt.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import mlx.core as mx
 
+from warmline_backend.admission import Admission, TooLarge
 from warmline_backend.decode import DecodeGroup
-from warmline_backend.kv import KV, RowsGone
+from warmline_backend.ends import Ends
+from warmline_backend.following import wanted_first
+from warmline_backend.kv import KV
+from warmline_backend.lineup import Lineup
 from warmline_backend.model import ServedModel
 from warmline_backend.rates import Rates
-from warmline_backend.reservations import Reservations
-from warmline_backend.residents import LEASE_S, UNSAVED_S, ResidentGone, Residents
+from warmline_backend.residents import LEASE_S, ResidentGone, Residents
 from warmline_backend.sampling import pick_logprobs
-from warmline_backend.sequence import Ended, Generation, Piece, Progress, Sequence, Started, TokenLogprobs
-from warmline_wire.keys import pack_tokens
+from warmline_backend.saving import Saving
+from warmline_backend.sequence import Generation, Piece, Progress, Sequence, Started, TokenLogprobs
 from warmline_wire.messages import Settled
+
+__all__ = ["DeviceBroken", "Scheduler", "SchedulerSettings", "TooLarge"]
 
 log = logging.getLogger(__name__)
 
 DECODE_STEPS_PER_CHUNK = 8
 CHUNKS_PASSED_OVER_MAX = 4  # a long prompt waits at most this many chunks of shorter ones
-ANSWER_TOKENS_RESERVED = 256  # admission counts this much of an answer that may be longer
 STEPS_PER_WEIGHING = 32
 STEPS_PER_CLEAN_UP = 512  # how often mlx's buffer pool is emptied while decoding
+PROBE_TOKEN = 1
 
 
-OUT_OF_MEMORY = "the memory budget is used up by answers that grew; try again, or raise --memory-budget-gb"
-
-
-class TooLarge(Exception):
-    """The request's KV can't fit the memory budget, whatever is dropped."""
+class DeviceBroken(Exception):
+    """After a failed step not even one token could be computed: this process is of no use any more."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +49,17 @@ class SchedulerSettings:
     keeps_residents: bool  # false: every request starts cold and leaves nothing
 
 
-def _unheard() -> None:
-    """Nobody wants to know."""
-
-
 class Scheduler:
     """All running requests and residents of one model."""
 
     def __init__(self, served: ServedModel, settings: SchedulerSettings) -> None:
         self.served, self.settings = served, settings
-        self.changed: Callable[[], None] = _unheard  # called before a listener hears of an end
         self.residents = Residents(settings.memory_budget_bytes)
         self.rates = Rates()
-        self._waiting: list[Sequence] = []
-        self._prefilling: list[Sequence] = []
-        self._groups: list[DecodeGroup] = []
-        self._reservations = Reservations()
+        self._lineup = Lineup(served)
+        self._saving = Saving(self._lineup, self.residents)
+        self._ends = Ends(served, self._lineup, self.residents, settings.boot, settings.keeps_residents)
+        self._admission = Admission(served, self._lineup, self.residents, self._ends, settings.running_count_max)
         self._steps = 0
 
     # ---- what others ask for
@@ -72,152 +69,165 @@ class Scheduler:
 
         Raises TooLarge, ResidentGone, ResidentMismatch; nothing is queued then.
         """
-        needed, budget = self._bytes_needed(request), self.settings.memory_budget_bytes
-        if needed > budget:
-            raise TooLarge(
-                f"the KV of {len(request.prompt)} prompt tokens and their answer takes {needed / 1e6:.1f} MB, the "
-                f"memory budget is {budget / 1e6:.1f} MB; shorten the prompt or raise --memory-budget-gb"
-            )
-        if request.resident:
+        self._admission.check_size(request)
+        if request.follow:
+            self._follow(self._sequence(request, self._fresh_kv()))
+        elif request.resident:
             kv = self.residents.take(request.resident, request.prompt, request.reuse, request.keep)
+            self._lineup.waiting.append(self._sequence(request, kv))
         else:
-            kv = self._fresh_kv()
+            self._lineup.waiting.append(self._sequence(request, self._fresh_kv()))
+
+    def _sequence(self, request: Generation, kv: KV) -> Sequence:
         sequence = Sequence(request, kv, self.served, adopted="" if request.keep else request.resident)
-        sequence.answer_tokens_max = min(request.params.max_tokens, self._tokens_within_budget - len(request.prompt))
-        self._waiting.append(sequence)
+        sequence.answer_tokens_max = min(request.params.max_tokens, self._admission.tokens_max - len(request.prompt))
+        return sequence
+
+    def _fresh_kv(self) -> KV:
+        return self.served.fresh_kv(journals=self.settings.keeps_residents)
+
+    def _follow(self, sequence: Sequence) -> None:
+        if (leader := self._lineup.find(sequence.request.follow)) is None:
+            raise ResidentGone(f"request {sequence.request.follow}, which was to be followed")
+        self._lineup.followers.add(sequence, leader)
+        self._admit()  # now, if it can: a rotating layer is past the place after the leader's next step
 
     def cancel(self, request_id: str) -> Settled | None:
         """End a request now and keep what it has computed; None where it is not running."""
-        sequence = next((s for s in self._all() if s.request.id == request_id), None)
-        return self._end(sequence, "cancelled") if sequence else None
+        sequence = self._lineup.find(request_id)
+        return self._ends.end(sequence, "cancelled") if sequence else None
+
+    def detach(self, request_id: str) -> bool:
+        """Nobody waits for its answer any more: let it finish its prefill, whenever nobody else needs the engine.
+
+        It ends as cancelled, and what it has computed is kept.  False, and nothing done, where there is no prefill
+        worth finishing: cancel it then.
+        """
+        lineup, sequence = self._lineup, self._lineup.find(request_id)
+        if sequence is None or sequence.decoding_since or not self._ends.leaves_a_resident(sequence):
+            return False
+        sequence.detached = sequence in lineup.prefilling or lineup.followers.of(sequence)
+        return sequence.detached
 
     def kv_of(self, until: int, *, resident: str = "", running: str = "") -> KV:
-        """The KV of a resident's first `until` tokens, or of the running request that took it over.
+        """The KV of a resident's first `until` tokens, or of the running request that took it over; or of a running
+        request, or what it has left.
 
         Raises ResidentGone, or RowsGone where less than that is left of it: who took it over may have gone on from its
         middle.
         """
-        if (kv := self.residents.kv(resident)) is not None:
-            self.residents.renew(resident, UNSAVED_S)  # whoever asks is saving it
-            return _holding(kv, until, kv.length)
-        for sequence in self._all():
-            if resident and sequence.adopted == resident:
-                return _holding(sequence.kv, until, sequence.reused)
-            if sequence.request.id == running:
-                return _holding(sequence.kv, until, sequence.kv.length)
-        raise ResidentGone(resident or running)
+        return self._saving.kv_of(until, resident, running)
+
+    def saved(self, resident: str, running: str, until: int) -> None:
+        """Rows below `until` are on disk, and the states too where that is all there is: what was kept only for the
+        save may go.
+        """
+        self._saving.saved(resident, running, until)
 
     def reserve(self, request_id: str, bytes_wanted: int, granted: Callable[[], None]) -> None:
         """Set memory aside for a restore; `granted` is called on this thread once it is.  Raises TooLarge."""
-        if bytes_wanted > self.settings.memory_budget_bytes:
-            raise TooLarge(f"restoring takes {bytes_wanted / 1e6:.1f} MB, more than the memory budget")
-        self._reservations.want(request_id, bytes_wanted, granted)
-        self._grant()
+        self._admission.reserve(request_id, bytes_wanted, granted)
 
     def release(self, request_id: str) -> None:
         """Give a reservation back, or no longer wait for it; no harm where there is none."""
-        self._reservations.release(request_id)
-        self._grant()
-
-    def _grant(self) -> None:
-        self._reservations.grant(
-            fits=lambda wanted: self.residents.make_room(self.running_bytes + wanted),
-            may_wait=self._something_makes_way,
-        )
-
-    def _something_makes_way(self) -> bool:
-        """Whether memory will be freed without our dropping anything: somebody ends, or is saved or taken over."""
-        holding = self.running or any(sequence.kv.length for sequence in self._waiting)
-        return bool(holding or self._reservations.some_granted or self.residents.some_leased)
+        self._admission.release(request_id)
 
     def install(self, request_id: str, kv: KV) -> str:
         """Make a restored KV a resident, leased for the request that it is for; its reservation ends."""
         self.release(request_id)
         return self.residents.add(kv, lease_s=LEASE_S)
 
-    def saved(self, resident: str, running: str, until: int) -> None:
-        """Rows and states below `until` are on disk: what was kept only for the save may go."""
-        try:
-            self.kv_of(until, resident=resident, running=running).forget_saved(until)
-        except (ResidentGone, RowsGone):
-            return
-        self.residents.saved(resident)
+    def probe(self) -> None:
+        """Compute one token.  Raises whatever keeps the device from it."""
+        mx.eval(self.served.model(mx.array([[PROBE_TOKEN]]), cache=self.served.layout.fresh()))
+
+    # ---- figures
 
     @property
     def idle(self) -> bool:
-        return not (self._waiting or self._reservations.waiting or self._prefilling or self._groups)
+        return not self._lineup.reservations.waiting and next(iter(self._lineup), None) is None
 
     @property
     def blocked(self) -> bool:
         """Nothing can go on before a resident is saved or taken, or its lease ends."""
-        return not (self._prefilling or self._groups or self.idle)
+        return not (self._lineup.prefilling or self._lineup.groups or self.idle)
+
+    @property
+    def changed(self) -> Callable[[], None]:
+        """Called whenever a request has ended, before its listener hears of it."""
+        return self._ends.changed
+
+    @changed.setter
+    def changed(self, changed: Callable[[], None]) -> None:
+        self._ends.changed = changed
 
     @property
     def running(self) -> int:
-        return len(self._prefilling) + sum(len(group.sequences) for group in self._groups)
+        return len(self._lineup.running)
 
     @property
     def queued(self) -> int:
-        return len(self._waiting)
+        return len(self._lineup.waiting) + len(self._lineup.followers)
 
     @property
     def running_bytes(self) -> int:
-        """KV of all requests, padding and the rest of their prompts counted."""
-        decoding = (
-            len(group.sequences) * self.served.bytes_of(max(member.kv.length for member in group.sequences))
-            for group in self._groups
-        )
-        waiting = (self.served.bytes_of(sequence.kv.length) for sequence in self._waiting if sequence.kv.length)
-        prefilling = (self._bytes_needed(sequence.request) for sequence in self._prefilling)
-        return sum(decoding) + sum(waiting) + sum(prefilling) + self._reservations.bytes_granted
+        """KV of all requests, padding, the rest of their prompts and what is reserved for restores counted."""
+        return self._lineup.bytes_held
 
     # ---- a turn
 
     def turn(self) -> Iterator[None]:
         """Do a bounded piece of everybody's work; yields after each step, one decode step of a group or one chunk.
 
-        At a yield anything may be asked: what it changes is looked at anew.
+        At a yield anything may be asked: what it changes is looked at anew.  Raises DeviceBroken.
         """
+        for _ in self._work():
+            self._check_device()
+            yield
+
+    def _work(self) -> Iterator[None]:
         self._admit()
         for _ in range(DECODE_STEPS_PER_CHUNK):
-            for group in list(self._groups):
-                if group in self._groups:
+            for group in list(self._lineup.groups):
+                if group in self._lineup.groups:
                     self._decode(group)
                     yield
             self._decoded_round()
-        if self._prefilling:
+        if self._lineup.prefilling:
             self._prefill_one()
             yield
 
+    def _check_device(self) -> None:
+        if self._ends.doubtful:
+            try:
+                self.probe()
+            except Exception as error:
+                raise DeviceBroken(f"after a failed step, a token could not be computed: {error}") from error
+            self._ends.doubtful = False
+
     def _admit(self) -> None:
-        self._grant()
-        while self._waiting and self.running < self.settings.running_count_max:
-            if (sequence := self._next_admissible()) is None:
-                return  # until somebody ends, or is saved
-            self._waiting.remove(sequence)
-            sequence.started()
-            self._prefilling.append(sequence)
-            sequence.request.listener(Started())
-            if sequence.prefill_left > self.settings.prefill_step_size:  # a chunk may take a minute: say that it began
-                sequence.request.listener(Progress(sequence.kv.length, len(sequence.request.prompt)))
+        """Start whoever fits, first come first served."""
+        for sequence in self._admission.admitted():
+            self._start(sequence)
 
-    def _next_admissible(self) -> Sequence | None:
-        """The first in line, if it fits.
-
-        While a restore waits for memory, only those that hold some themselves; with nothing running, whoever fits.
-        """
-        if self._reservations.waiting:
-            line = [sequence for sequence in self._waiting if sequence.kv.length]
+    def _start(self, sequence: Sequence) -> None:
+        lineup = self._lineup
+        if sequence in lineup.waiting:
+            lineup.waiting.remove(sequence)
         else:
-            line = self._waiting[:1] if self.running else self._waiting
-        for sequence in line:
-            needed = self._bytes_needed(sequence.request) - self.served.bytes_of(sequence.kv.length)
-            if self.residents.make_room(self.running_bytes + needed):
-                return sequence
-        if self.running or self._reservations.some_granted or self.residents.some_leased or not line:
-            return None
-        self.residents.drop_unleased()
-        return line[0]
+            lineup.followers.remove(sequence)
+            try:
+                sequence.start_from_leader()
+            except Exception as error:  # noqa: BLE001  as in _decode; its leader is only read
+                self._ends.discard([sequence], error)
+                return
+        sequence.started()
+        lineup.prefilling.append(sequence)
+        sequence.request.listener(Started())
+        if sequence.prefill_left > self.settings.prefill_step_size:  # a chunk may take a minute: say that it began
+            self._tell_progress(sequence)
+
+    # ---- decoding
 
     def _decode(self, group: DecodeGroup) -> None:
         """One token for every sequence of a group."""
@@ -225,39 +235,29 @@ class Scheduler:
         try:
             heard = group.step()
         except Exception as error:  # noqa: BLE001  whatever it is: tokens and rows of this batch disagree now
-            self._groups.remove(group)
-            self._discard(group.sequences, error)
+            self._ends.discard(self._lineup.give_up(group.sequences[0]), error)
             return
         for sequence, token, logprobs in heard:
-            if group in self._groups:  # else it was given up for a fault of one of them
+            if group in self._lineup.groups:  # else it was given up for a fault of one of them
                 self._tell(sequence, token, logprobs)
         self.rates.decoded(count, time.monotonic() - began)
 
     def _decoded_round(self) -> None:
         """Now and then, between rounds of decode steps: the budget is kept, mlx's buffers are freed."""
-        if not self._groups:
+        if not self._lineup.groups:
             return
         self._steps += 1
         if self._steps % STEPS_PER_WEIGHING == 0:
-            self._keep_within_budget()
+            self._admission.keep_within_budget()
         if self._steps % STEPS_PER_CLEAN_UP == 0:
             mx.clear_cache()
-
-    def _keep_within_budget(self) -> None:
-        """Answers grow: residents make way for them, and then the youngest request, so that the others can end."""
-        if self.residents.make_room(self.running_bytes):
-            return
-        self.residents.drop_unleased()
-        running = [*self._prefilling, *(member for group in self._groups for member in group.sequences)]
-        if self.running_bytes > self.settings.memory_budget_bytes and len(running) > 1:
-            youngest = max(running, key=lambda sequence: sequence.arrived)
-            self._end(youngest, "error", error=OUT_OF_MEMORY)
 
     def _tell(self, sequence: Sequence, token: int, logprobs: mx.array) -> None:
         try:
             self._hear(sequence, token, logprobs)
-        except Exception as error:  # noqa: BLE001  its text, its log-probabilities: its own fault alone
-            self._fail(sequence, error)
+        except Exception as error:  # its text, its log-probabilities: its own fault alone
+            log.error("request %s failed", sequence.request.id, exc_info=error)
+            self._ends.end(sequence, "error", error=f"the answer could not be told: {error}")
 
     def _hear(self, sequence: Sequence, token: int, logprobs: mx.array) -> None:
         """Tell the listener of a token; end the sequence where this was its last."""
@@ -265,7 +265,7 @@ class Scheduler:
         sequence.generated += 1
         sequence.timings.decoded += 1
         if sequence.fault.error is not None:
-            self._end(sequence, "error", error=f"sampling failed: {sequence.fault.error}")
+            self._ends.end(sequence, "error", error=f"sampling failed: {sequence.fault.error}")
             return
         ends = token in self.served.tokenizer.eos_token_ids and not params.ignore_eos
         text = "" if ends else sequence.text.add(token)
@@ -275,151 +275,82 @@ class Scheduler:
         detail = None
         if params.logprobs and not ends:
             detail = TokenLogprobs(token, *pick_logprobs(logprobs, token, params.top_logprobs))
-        sequence.spoken |= bool(text)
         sequence.request.listener(Piece(text, detail))
         if ends or sequence.text.stopped:
-            self._end(sequence, "stop")
+            self._ends.end(sequence, "stop")
         elif full:
-            self._end(sequence, "length")
+            self._ends.end(sequence, "length")
+
+    # ---- prefilling
 
     def _prefill_one(self) -> None:
         """One chunk of one prompt; the last chunk is followed by the first decode step."""
-        sequence = next_prefill(self._prefilling, self.settings.prefill_step_size)
+        lineup = self._lineup
+        wanted = wanted_first(lineup.prefilling, lineup.followers)
+        sequence = next_prefill(wanted, self.settings.prefill_step_size)
+        if sequence.prefill_left > 0 and not self._chunk(sequence):
+            return
+        self._let_follow(sequence)
+        if sequence.prefill_left > 0 or sequence not in lineup.prefilling:
+            return
+        if sequence.detached:
+            self._ends.end(sequence, "cancelled")
+        else:
+            self._start_decoding(sequence)
+
+    def _chunk(self, sequence: Sequence) -> bool:
+        """Whether the next chunk could be computed."""
         began = time.monotonic()
         try:
-            if sequence.prefill_left > 0:
-                tokens = sequence.prefill_chunk(self.settings.prefill_step_size)
-                self._prefilled(sequence, tokens, time.monotonic() - began)
-            if sequence.prefill_left == 0:
-                self._start_decoding(sequence)
+            tokens = sequence.prefill_chunk(self.settings.prefill_step_size)
         except Exception as error:  # noqa: BLE001  as in _decode
-            self._discard([sequence], error)
-
-    def _prefilled(self, sequence: Sequence, tokens: int, seconds: float) -> None:
+            self._ends.discard(self._lineup.give_up(sequence), error)
+            return False
+        seconds = time.monotonic() - began
         sequence.timings.prefilled += tokens
         sequence.timings.prefill_s += seconds
         self.rates.prefilled(sequence.kv.length, tokens, seconds)
+        self._tell_progress(sequence)
+        return True
+
+    def _tell_progress(self, sequence: Sequence) -> None:
         sequence.request.listener(Progress(sequence.kv.length, len(sequence.request.prompt)))
+        self._lineup.followers.hear(sequence)
+
+    def _let_follow(self, leader: Sequence) -> None:
+        """Start who can be copied from it now, before it goes on: then it may be too late."""
+        if self._lineup.followers.of(leader):
+            self._admit()
 
     def _start_decoding(self, sequence: Sequence) -> None:
-        newcomer = DecodeGroup.of(sequence)
+        try:
+            newcomer = DecodeGroup.of(sequence)
+        except Exception as error:  # noqa: BLE001  as in _decode
+            self._ends.discard(self._lineup.give_up(sequence), error)
+            return
         sequence.decoding_since = time.monotonic()
         sequence.timings.prefilled += 1  # the prompt's last token is computed by the first decode step
-        self._prefilling.remove(sequence)
-        host = next((group for group in self._groups if group.welcomes(sequence)), None)
-        if host is None:
-            self._groups.append(newcomer)
-        else:
+        self._lineup.prefilling.remove(sequence)
+        self._lineup.groups.append(newcomer)
+        self._let_follow(sequence)
+        host = next((group for group in self._lineup.groups if self._may_join(group, newcomer)), None)
+        if host is not None:
             self._join(host, newcomer)
 
+    def _may_join(self, host: DecodeGroup, newcomer: DecodeGroup) -> bool:
+        """Whether they may share a batch: the padding stays small, and there is room for it and for copying."""
+        if host is newcomer or not host.welcomes(newcomer.sequences[0]):
+            return False
+        return self.residents.make_room(self.running_bytes + self._lineup.bytes_to_join(host, newcomer))
+
     def _join(self, host: DecodeGroup, newcomer: DecodeGroup) -> None:
+        self._lineup.groups.remove(newcomer)
+        members = [*host.sequences, *newcomer.sequences]
         try:
             host.join(newcomer)
         except Exception as error:  # noqa: BLE001  half joined, neither can be trusted
-            self._groups.remove(host)
-            self._discard({*host.sequences, *newcomer.sequences}, error)
-
-    # ---- ends
-
-    def _end(self, sequence: Sequence, finish: str, error: str = "") -> Settled:
-        """Take a sequence out, keep its KV as a resident where that is wanted, and tell its listener."""
-        self._leave(sequence)
-        if sequence.decoding_since:
-            sequence.timings.decode_s = time.monotonic() - sequence.decoding_since
-        resident = "" if error or not sequence.request.kept else self._keep(sequence.kv)
-        settled = self._settled(sequence, finish, resident, error)
-        self.changed()
-        sequence.request.listener(Ended(settled, sequence.reused))
-        return settled
-
-    def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """End a sequence for a fault of its own; where even that fails, its batch can't be trusted any more."""
-        log.error("request %s failed", sequence.request.id, exc_info=error)
-        try:
-            self._end(sequence, "error", error=f"the answer could not be told: {error}")
-        except Exception as second:  # noqa: BLE001  as in _decode
-            broken = [group for group in self._groups if sequence in group.sequences]
-            self._groups = [group for group in self._groups if group not in broken]
-            self._discard([member for group in broken for member in group.sequences], second)
-
-    def _leave(self, sequence: Sequence) -> None:
-        for holding in (self._waiting, self._prefilling):
-            if sequence in holding:
-                holding.remove(sequence)
-        for group in self._groups:
-            if sequence in group.sequences:
-                group.leave(sequence)
-        self._groups = [group for group in self._groups if group.sequences]
-
-    def _keep(self, kv: KV) -> str:
-        if not self.settings.keeps_residents or not kv.length:
-            return ""
-        kv.capture_window()
-        kv.capture_checkpoint()
-        self.residents.make_room(self.running_bytes + kv.nbytes)
-        # Kept even without: it takes no more than it took, and what is lost before it is saved is computed again.
-        return self.residents.add(kv, lease_s=0.0 if self.served.layout.problem else UNSAVED_S)
-
-    def _settled(self, sequence: Sequence, finish: str, resident: str, error: str) -> Settled:
-        kv, prompt = sequence.kv, len(sequence.request.prompt)
-        return Settled(
-            boot=self.settings.boot,
-            generation=self.residents.generation,
-            request_id=sequence.request.id,
-            finish=finish,
-            resident=resident,
-            generated=pack_tokens(kv.tokens[prompt:]) if resident else b"",
-            prefilled_until=kv.length if resident else 0,
-            checkpoints=sorted(kv.checkpoints) if resident else [],
-            positions=kv.positions() if resident else [],
-            timings=sequence.timings,
-            error=error,
-        )
-
-    def _discard(self, sequences: Iterable[Sequence], error: Exception) -> None:
-        """After an exception in a step: nothing of this batch is kept; who has said nothing yet starts over, once."""
-        log.error("a step failed and its batch is discarded", exc_info=error)
-        for sequence in sequences:
-            self._leave_discarded(sequence)
-            if sequence.spoken or sequence.retried:
-                settled = self._settled(sequence, "error", "", f"the engine failed: {error}")
-                self.changed()
-                sequence.request.listener(Ended(settled, sequence.reused))
-            else:
-                request = replace(sequence.request, resident="", reuse=0)
-                again = Sequence(request, self._fresh_kv(), self.served, retried=True, arrived=sequence.arrived)
-                again.answer_tokens_max = sequence.answer_tokens_max
-                self._waiting.insert(0, again)
-
-    def _leave_discarded(self, sequence: Sequence) -> None:
-        if sequence in self._prefilling:
-            self._prefilling.remove(sequence)
-
-    # ---- figures
-
-    def _all(self) -> Iterable[Sequence]:
-        yield from self._waiting
-        yield from self._prefilling
-        for group in self._groups:
-            yield from group.sequences
-
-    @property
-    def _tokens_within_budget(self) -> int:
-        """How long one sequence alone may become."""
-        return (self.settings.memory_budget_bytes - self.served.state_bytes) // max(1, self.served.row_bytes)
-
-    def _fresh_kv(self) -> KV:
-        return self.served.fresh_kv(journals=self.settings.keeps_residents)
-
-    def _bytes_needed(self, request: Generation) -> int:
-        answer = min(request.params.max_tokens, ANSWER_TOKENS_RESERVED)
-        return self.served.bytes_of(len(request.prompt) + answer)
-
-
-def _holding(kv: KV, until: int, held: int) -> KV:
-    if until > held:
-        raise RowsGone(f"{held} tokens are left, {until} were asked for")
-    return kv
+            self._lineup.groups.remove(host)
+            self._ends.discard(members, error)
 
 
 def next_prefill(prefilling: list[Sequence], step: int) -> Sequence:

@@ -1,10 +1,11 @@
 """One request as the engine runs it, and what it tells its listener.
 
-waiting -> prefill (chunk after chunk) -> decode (in a group) -> settled
+waiting, or following -> prefill (chunk after chunk) -> decode (in a group) -> settled
 """
 
 import time
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from warmline_backend.model import ServedModel
 from warmline_backend.params import GenerationParams
 from warmline_backend.sampling import SamplerFault, make_processors, make_sampler
 from warmline_backend.text import TextStream
+from warmline_wire.keys import pack_tokens
 from warmline_wire.messages import Settled, Timings
 
 UNBOUNDED = 1 << 30  # ends are the engine's to find, so mlx-lm's own limits are out of the way
@@ -73,6 +75,7 @@ class Generation:
     params: GenerationParams
     listener: Listener
     resident: str = ""
+    follow: str = ""  # the request that computes the prompt's first `reuse` tokens; no resident then
     reuse: int = 0
     keep: bool = False  # copy the resident and leave it for others, rather than take it over
     kept: bool = True  # what it has computed becomes a resident
@@ -87,8 +90,9 @@ class Sequence:
     kv: KV
     served: ServedModel
     adopted: str = ""  # the resident whose KV this was
-    retried: bool = False
-    spoken: bool = False  # content has been sent: it can't be started over unnoticed
+    leader: "Sequence | None" = None  # whom it follows, while it waits
+    meeting: int = 0  # how much of the leader's KV it starts from
+    detached: bool = False  # nobody waits for its answer: it ends with its prefill
     chunks_passed_over: int = 0
     decoding_since: float = 0.0  # time.monotonic()
     generated: int = 0
@@ -100,6 +104,7 @@ class Sequence:
         self.fault = SamplerFault()
         self.text = TextStream(self.served.tokenizer, self.request.params.stop)
         self.reused = self.kv.length
+        self.cuts = list(self.request.checkpoints)
         self.answer_tokens_max = self.request.params.max_tokens  # or what the memory budget leaves
 
     @property
@@ -107,13 +112,31 @@ class Sequence:
         """Prompt tokens before the last one, which is the first decode step's."""
         return len(self.request.prompt) - 1 - self.kv.length
 
+    @property
+    def tokens_known(self) -> list[int]:
+        """What it computes: its prompt, and the answer so far."""
+        return max(self.request.prompt, self.kv.tokens, key=len)
+
     def started(self) -> None:
         self.timings.queue_s = time.monotonic() - self.arrived
+
+    def start_from_leader(self) -> None:
+        """Take a copy of the leader's first `meeting` tokens, or as many as can be had, and part with it."""
+        assert self.leader
+        held, self.leader = self.leader.kv, None
+        self.kv = held.branch(held.deepest_place(self.meeting), apart=True)
+        self.reused = self.kv.length
+
+    def cut_at(self, position: int) -> None:
+        """Let a chunk end at `position`, to be copied there, where the model can't be copied just anywhere."""
+        layout = self.kv.layout
+        if (layout.has_states or layout.window) and position not in self.cuts:
+            insort(self.cuts, position)
 
     def prefill_chunk(self, step: int) -> int:
         """Compute the next chunk and keep what a save will want of it.  Returns its tokens."""
         start = self.kv.length
-        end = next_cut(start, len(self.request.prompt) - 1, step, self.request.checkpoints)
+        end = next_cut(start, len(self.request.prompt) - 1, step, self.cuts)
         if self._prefill is None:
             # Built empty and handed the cache in batched form: mlx-lm would copy every row into a new batch.
             self._prefill = PromptProcessingBatch(
@@ -122,9 +145,26 @@ class Sequence:
             self._prefill.prompt_cache = self.kv.layers
         self._prefill.prompt([self.request.prompt[start:end]])
         self.kv.capture_window()
-        if end in self.request.checkpoints:
+        if end in self.cuts:
             self.kv.capture_checkpoint()
         return end - start
+
+    def settled(self, finish: str, *, boot: str, generation: int, resident: str, error: str) -> Settled:
+        """How it ended; `resident` is what is kept of it, if anything."""
+        kv, prompt = self.kv, len(self.request.prompt)
+        return Settled(
+            boot=boot,
+            generation=generation,
+            request_id=self.request.id,
+            finish=finish,
+            resident=resident,
+            generated=pack_tokens(kv.tokens[prompt:]) if resident else b"",
+            prefilled_until=kv.length if resident else 0,
+            checkpoints=sorted(kv.checkpoints) if resident else [],
+            positions=kv.positions() if resident else [],
+            timings=self.timings,
+            error=error,
+        )
 
     def decode_batch(self) -> "DecodeBatch":
         """A decode batch of this sequence alone; computes its first step."""
@@ -152,7 +192,7 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
         return []
 
 
-def next_cut(start: int, end: int, step: int, checkpoints: tuple[int, ...]) -> int:
-    """Where the chunk that begins at `start` ends: after `step` tokens, at the next checkpoint, or at `end`."""
-    wanted = (position for position in checkpoints if position > start)
+def next_cut(start: int, end: int, step: int, cuts: Iterable[int]) -> int:
+    """Where the chunk that begins at `start` ends: after `step` tokens, at the next of `cuts`, or at `end`."""
+    wanted = (position for position in cuts if position > start)
     return min(end, start + step, next(wanted, end))

@@ -57,8 +57,8 @@ def test_states_do_not_pile_up_once_they_are_saved(root: Path) -> None:
 
 def test_room_that_can_not_be_made_costs_nobody_its_place(root: Path) -> None:
     drive = Drive(served("llama", root), budget=500_000)
-    held = drive.run(prompt_of(60), 4).settled.resident
-    _, long = drive.submit(prompt_of(500), 100)
+    held = drive.saved(drive.run(prompt_of(60), 4))
+    _, long = drive.submit(prompt_of(400), 100)
     drive.until(lambda: len(long.events) > 3)
     granted: list[str] = []
     drive.scheduler.reserve("a", 400_000, lambda: granted.append("a"))
@@ -96,13 +96,14 @@ def test_restores_are_granted_in_order_as_requests_end(root: Path) -> None:
     _, running = drive.submit(prompt_of(500), 40)
     drive.until(lambda: len(running.events) > 3)
     for name in ("first", "second"):
-        drive.scheduler.reserve(name, 240_000, lambda name=name: granted.append(name))  # type: ignore[misc]
+        drive.scheduler.reserve(name, 110_000, lambda name=name: granted.append(name))  # type: ignore[misc]
     _, later = drive.submit(prompt_of(30, 2), 2)
     assert granted == []
     drive.until(lambda: running.over)
     drive.saved(running)
     drive.turn()
     assert granted == ["first", "second"]
+    drive.scheduler.release("first")
     drive.until(lambda: later.over)
 
 
@@ -135,7 +136,7 @@ def test_growing_answers_push_out_residents_and_then_the_youngest_request(root: 
 
 def test_an_answer_ends_where_the_memory_budget_does(root: Path) -> None:
     heard = Drive(served("llama", root), budget=300_000).run(prompt_of(200), 5000)
-    assert heard.settled.finish == "length" and heard.settled.prefilled_until == 300_000 // 512
+    assert heard.settled.finish == "length" and heard.settled.prefilled_until == 512, "two buffers' worth of rows"
 
 
 def test_who_holds_memory_goes_on_before_a_restore_that_waits_for_it(root: Path) -> None:

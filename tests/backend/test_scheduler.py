@@ -1,5 +1,6 @@
 """The step loop: what it computes is what mlx-lm computes, whoever else is running, whatever is cancelled or fails."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from oracle import compare_greedy
 from warmline_backend.kv import RowsGone
 from warmline_backend.params import GenerationParams
 from warmline_backend.residents import ResidentGone, ResidentMismatch
-from warmline_backend.scheduler import CHUNKS_PASSED_OVER_MAX, DECODE_STEPS_PER_CHUNK
+from warmline_backend.scheduler import CHUNKS_PASSED_OVER_MAX, DECODE_STEPS_PER_CHUNK, DeviceBroken
 from warmline_backend.sequence import Generation, Piece, Progress, next_cut
 
 
@@ -117,9 +118,9 @@ def test_padding_keeps_unlike_lengths_in_batches_of_their_own(root: Path) -> Non
     drive = Drive(served("llama", root))
     lone = [drive.submit(prompt_of(length), 100)[1] for length in (600, 20, 22, 24)]
     drive.until(lambda: all(any(isinstance(event, Piece) for event in one.events) for one in lone))
-    sizes = sorted(len(group.sequences) for group in drive.scheduler._groups)
+    sizes = sorted(len(group.sequences) for group in drive.scheduler._lineup.groups)
     assert sizes == [1, 3]
-    assert drive.scheduler.running_bytes < 1.3 * 512 * sum((700, 120, 122, 124))
+    assert drive.scheduler.running_bytes == 512 * (768 + 3 * 256), "a buffer grows by 256 rows"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -156,6 +157,31 @@ def test_a_cancel_in_a_shared_batch_disturbs_nobody(family: str, root: Path) -> 
     assert compare_greedy(truth.tokens, more.generated, truth.margins, tolerance(family))
 
 
+def test_a_cancel_takes_effect_after_the_present_step(root: Path) -> None:
+    drive = Drive(served("llama", root), step=16)
+    running = [drive.submit(prompt_of(length), 500) for length in (20, 400, 300)]
+    drive.until(lambda: all(heard.chunks for _, heard in running))
+    for name, heard in running:
+        work = drive.scheduler.turn()
+        next(work)
+        before, settled = len(heard.events), drive.scheduler.cancel(name)
+        for _ in work:
+            pass
+        assert settled is not None and settled.finish == "cancelled"
+        assert heard.over and len(heard.events) == before + 1, "not another token, not another chunk"
+    assert drive.scheduler.idle
+
+
+def test_what_is_asked_between_steps_may_end_everything(root: Path) -> None:
+    drive = Drive(served("llama", root), step=16)
+    running = [drive.submit(prompt_of(length), 50) for length in (20, 22, 300, 200)]
+    drive.until(lambda: len(running[1][1].events) > 5 and bool(running[2][1].chunks))
+    for _ in drive.scheduler.turn():
+        for name, _ in running:
+            drive.scheduler.cancel(name)
+    assert all(heard.settled.finish == "cancelled" for _, heard in running) and drive.scheduler.idle
+
+
 def test_cancel_of_what_is_not_running_says_so(root: Path) -> None:
     drive = Drive(served("llama", root))
     assert drive.scheduler.cancel("nobody") is None
@@ -169,50 +195,57 @@ class Planted(Exception):
 
 
 class FailsAt:
-    """A model that raises once, when it has been called `calls` times."""
+    """A model that raises once, at its `calls`-th call (of those with a batch of `batch`)."""
 
-    def __init__(self, model: object, calls: int) -> None:
-        self._model, self._left = model, calls
+    def __init__(self, model: object, calls: int, batch: int = 0) -> None:
+        self._model, self._left, self._batch = model, calls, batch
 
-    def __call__(self, *args: object, **kwargs: object) -> mx.array:
-        self._left -= 1
-        if self._left == 0:
-            raise Planted("a planted fault")
-        return self._model(*args, **kwargs)  # type: ignore[operator]
+    def __call__(self, tokens: mx.array, *args: object, **kwargs: object) -> mx.array:
+        if not self._batch or tokens.shape[0] == self._batch:
+            self._left -= 1
+            if self._left == 0:
+                raise Planted("a planted fault")
+        return self._model(tokens, *args, **kwargs)  # type: ignore[operator]
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
 
 
-def test_a_failed_step_starts_over_who_has_said_nothing_and_ends_who_has(root: Path) -> None:
-    from dataclasses import replace
-
+def failing(root: Path, calls: int, batch: int = 0) -> Drive:
     model = served("llama", root)
-    drive = Drive(replace(model, model=FailsAt(model.model, 6)), step=1000)
-    _, early = drive.submit(prompt_of(40), 30)  # calls 1 (prefill) to ...
-    drive.until(lambda: len(early.events) >= 2)
-    _, late = drive.submit(prompt_of(41, 2), 10)
-    drive.until(lambda: early.over and late.over)
-    assert early.settled.finish == "error" and "planted" in early.settled.error and not early.settled.resident
-    truth = cold(model, "llama", prompt_of(41, 2), 10)
-    assert late.generated == truth.tokens
-    assert drive.run(prompt_of(40), 5).generated == cold(model, "llama", prompt_of(40), 5).tokens
+    return Drive(replace(model, model=FailsAt(model.model, calls, batch)), step=1000)
 
 
-def test_a_fault_in_prefill_is_tried_once_more_and_then_told(root: Path) -> None:
-    from dataclasses import replace
+def test_a_failed_step_discards_its_batch_and_no_other(root: Path) -> None:
+    drive = failing(root, 5, batch=2)
+    _, one = drive.submit(prompt_of(40), 30)
+    _, mate = drive.submit(prompt_of(41, 2), 30)
+    _, apart = drive.submit(prompt_of(400, 3), 30)
+    drive.until(lambda: one.over and mate.over and apart.over)
+    for heard in (one, mate):
+        assert (heard.settled.finish, heard.settled.resident) == ("discarded", "")
+        assert "a planted fault" in heard.settled.error
+    assert apart.generated == cold(served("llama", root), "llama", prompt_of(400, 3), 30).tokens
+    assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
 
-    model = served("llama", root)
 
-    class AlwaysFails(FailsAt):
-        def __call__(self, *args: object, **kwargs: object) -> mx.array:
-            raise Planted("a planted fault")
-
-    drive = Drive(replace(model, model=AlwaysFails(model.model, 0)))
+def test_a_fault_in_prefill_is_told_and_not_tried_again(root: Path) -> None:
+    drive = failing(root, 1)
     heard = drive.run(prompt_of(40))
-    assert heard.settled.finish == "error" and drive.scheduler.idle
-    drive = Drive(replace(model, model=FailsAt(model.model, 1)))
-    assert drive.run(prompt_of(40), 5).generated == cold(model, "llama", prompt_of(40), 5).tokens
+    assert heard.settled.finish == "discarded" and drive.scheduler.idle
+    assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
+
+
+def test_a_device_that_computes_nothing_any_more_ends_the_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = failing(root, 0)
+    _, heard = drive.submit(prompt_of(40), 30)
+    drive.until(lambda: len(heard.events) > 3)
+    monkeypatch.setattr(FailsAt, "__call__", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(DeviceBroken, match="division by zero"):
+        drive.turn()
+    assert heard.settled.finish == "discarded"
+    with pytest.raises(ZeroDivisionError):
+        drive.scheduler.probe()
 
 
 def test_reuse_off_keeps_nothing(root: Path) -> None:
@@ -276,7 +309,7 @@ def test_a_save_after_a_takeover_never_writes_the_new_owners_tokens(root: Path) 
     first = drive.run(prompt_of(80), 20)
     resident = first.settled.resident
     name, _ = drive.submit(prompt_of(90) + prompt_of(200, 7), 5, resident=resident, reuse=80)  # leaves its tail behind
-    drive.until(lambda: bool(drive.scheduler._groups))
+    drive.until(lambda: bool(drive.scheduler._lineup.groups))
     assert drive.scheduler.kv_of(80, resident=resident).tokens[:80] == prompt_of(80)
     with pytest.raises(RowsGone):
         drive.scheduler.kv_of(100, resident=resident)
@@ -288,7 +321,7 @@ def test_one_answers_fault_is_its_own(root: Path, monkeypatch: pytest.MonkeyPatc
     _, bad = drive.submit(prompt_of(50), 30)
     _, good = drive.submit(prompt_of(50, 2), 30)
     drive.until(lambda: len(bad.events) > 3)
-    sequence = next(s for s in drive.scheduler._all() if s.request.prompt == prompt_of(50))
+    sequence = next(s for s in drive.scheduler._lineup if s.request.prompt == prompt_of(50))
     monkeypatch.setattr(sequence.text, "add", lambda token: 1 / 0)
     drive.until(lambda: bad.over and good.over)
     assert bad.settled.finish == "error" and "division" in bad.settled.error
@@ -312,10 +345,10 @@ def test_a_request_that_can_not_even_be_ended_takes_only_its_batch_along(
     _, mate = drive.submit(prompt_of(50, 2), 30)
     _, apart = drive.submit(prompt_of(400, 3), 30)
     drive.until(lambda: all(len(one.events) > 3 for one in (bad, mate, apart)))
-    sequence = next(each for each in drive.scheduler._all() if each.request.prompt == prompt_of(50))
-    group = next(group for group in drive.scheduler._groups if sequence in group.sequences)
+    sequence = next(each for each in drive.scheduler._lineup if each.request.prompt == prompt_of(50))
+    group = next(group for group in drive.scheduler._lineup.groups if sequence in group.sequences)
     monkeypatch.setattr(sequence.text, "add", lambda token: 1 / 0)
     monkeypatch.setattr(group, "leave", lambda sequence: 1 / 0)
     drive.until(lambda: bad.over and mate.over and apart.over)
-    assert (bad.settled.finish, mate.settled.finish, apart.settled.finish) == ("error", "error", "length")
+    assert (bad.settled.finish, mate.settled.finish, apart.settled.finish) == ("error", "discarded", "length")
     assert drive.run(prompt_of(50), 5).generated == cold(drive.served, "llama", prompt_of(50), 5).tokens

@@ -1,0 +1,135 @@
+"""Who may start: memory and places, given in the order in which they were asked for.  Engine thread."""
+
+from collections.abc import Callable, Iterator
+
+from warmline_backend.ends import LEADERLESS, Ends
+from warmline_backend.lineup import Lineup
+from warmline_backend.model import ServedModel
+from warmline_backend.residents import Residents
+from warmline_backend.segments import ROOM_TOKENS
+from warmline_backend.sequence import Generation, Sequence
+
+OUT_OF_MEMORY = "the memory budget is used up by answers that grew; try again, or raise --memory-budget-gb"
+
+
+class TooLarge(Exception):
+    """The request's KV can't fit the memory budget, whatever is dropped."""
+
+
+class Admission:
+    """Lets requests and restores in while residents and running requests stay within the budget.
+
+    The budget is for what is kept from one step to the next.  What a chunk works with (scores and activations, by its
+    length and the context's) comes on top of it, is freed with the chunk, and is what the default budget leaves free.
+    """
+
+    def __init__(
+        self, served: ServedModel, lineup: Lineup, residents: Residents, ends: Ends, running_count_max: int
+    ) -> None:
+        self._served, self._lineup, self._residents, self._ends = served, lineup, residents, ends
+        self._running_count_max = running_count_max
+        self._budget_bytes = residents.budget_bytes
+
+    # ---- requests
+
+    def check_size(self, request: Generation) -> None:
+        """Raises TooLarge."""
+        needed, budget = self._lineup.bytes_needed(request), self._budget_bytes
+        if needed > budget:
+            raise TooLarge(
+                f"the KV of {len(request.prompt)} prompt tokens and their answer takes {needed / 1e6:.1f} MB, the "
+                f"memory budget is {budget / 1e6:.1f} MB; shorten the prompt or raise --memory-budget-gb"
+            )
+
+    @property
+    def tokens_max(self) -> int:
+        """How long one sequence alone may become."""
+        rows = (self._budget_bytes - self._served.state_bytes) // max(1, self._served.row_bytes)
+        return rows // ROOM_TOKENS * ROOM_TOKENS
+
+    def admitted(self) -> Iterator[Sequence]:
+        """Whoever may start now; each is to be started before the next is asked for."""
+        self.grant()
+        self._clear_line()
+        while line := self._line():
+            if len(self._lineup.running) >= self._running_count_max and not self._give_way():
+                return
+            if (sequence := self._first_that_fits(line)) is None:
+                return  # until somebody ends, or is saved
+            yield sequence
+
+    def _clear_line(self) -> None:
+        """End those in line who wait for nothing any more."""
+        followers = self._lineup.followers
+        for sequence in followers.left_behind:
+            self._ends.end(sequence, "leaderless", error=LEADERLESS)
+        for sequence in [*self._lineup.waiting, *followers]:
+            if sequence.detached and not followers.of(sequence):
+                self._ends.end(sequence, "cancelled")
+
+    def _line(self) -> list[Sequence]:
+        """Those that could start if there was room.  While a restore waits for it, only those that hold some."""
+        if self._lineup.reservations.waiting:
+            return [sequence for sequence in self._lineup.waiting if sequence.kv.length]
+        return sorted([*self._lineup.waiting, *self._lineup.followers.ready], key=lambda each: each.arrived)
+
+    def _first_that_fits(self, line: list[Sequence]) -> Sequence | None:
+        """The first in line, or nobody; with nothing running, whoever fits."""
+        reservations, running = self._lineup.reservations, self._lineup.running
+        for sequence in line[:1] if running and not reservations.waiting else line:
+            if self._make_room(self._lineup.bytes_to_admit(sequence)):
+                return sequence
+        if running or reservations.some_granted or self._residents.some_leased:
+            return None
+        self._residents.drop_unleased()
+        return line[0]
+
+    # ---- restores
+
+    def reserve(self, request_id: str, bytes_wanted: int, granted: Callable[[], None]) -> None:
+        """As Scheduler.reserve."""
+        if bytes_wanted > self._budget_bytes:
+            raise TooLarge(f"restoring takes {bytes_wanted / 1e6:.1f} MB, more than the memory budget")
+        # Measured with all families: reading and building peak at 1.00 of the KV in buffers of whole ROOM_TOKENS.
+        with_room = bytes_wanted + (ROOM_TOKENS - 1) * self._served.row_bytes
+        self._lineup.reservations.want(request_id, min(with_room, self._budget_bytes), granted)
+        self.grant()
+
+    def release(self, request_id: str) -> None:
+        """As Scheduler.release."""
+        self._lineup.reservations.release(request_id)
+        self.grant()
+
+    def grant(self) -> None:
+        self._lineup.reservations.grant(fits=self._make_room, may_wait=self._something_makes_way)
+
+    def _something_makes_way(self) -> bool:
+        """Whether memory will be freed without our dropping anything: somebody ends, or is saved or taken over."""
+        holding = self._lineup.running or any(sequence.kv.length for sequence in self._lineup.waiting)
+        return bool(holding or self._lineup.reservations.some_granted or self._residents.some_leased)
+
+    # ---- making room
+
+    def _make_room(self, bytes_wanted: int) -> bool:
+        """Have residents make way, and then prefills that nobody waits for; False where that is not enough."""
+        while not self._residents.make_room(self._lineup.bytes_held + self._lineup.bytes_to_copy + bytes_wanted):
+            if not self._give_way():
+                return False
+        return True
+
+    def _give_way(self) -> bool:
+        """End the youngest prefill that nobody waits for, if there is one."""
+        if not (nobodys := self._lineup.nobodys):
+            return False
+        self._ends.end(max(nobodys, key=lambda sequence: sequence.arrived), "cancelled")
+        return True
+
+    def keep_within_budget(self) -> None:
+        """Answers grow: residents make way for them, and then the youngest request, so that the others can end."""
+        if self._make_room(-self._lineup.bytes_to_copy):
+            return
+        self._residents.drop_unleased()
+        running = self._lineup.running
+        if self._lineup.bytes_held > self._budget_bytes and len(running) > 1:
+            youngest = max(running, key=lambda sequence: sequence.arrived)
+            self._ends.end(youngest, "error", error=OUT_OF_MEMORY)

@@ -1,0 +1,128 @@
+"""Who waits, prefills and decodes, and what all of them hold.  Engine thread."""
+
+from collections.abc import Iterator
+
+from warmline_backend.codecs import Kind
+from warmline_backend.decode import DecodeGroup
+from warmline_backend.following import Followers
+from warmline_backend.model import ServedModel
+from warmline_backend.reservations import Reservations
+from warmline_backend.segments import ROOM_TOKENS
+from warmline_backend.sequence import Generation, Sequence
+
+ANSWER_TOKENS_RESERVED = 256  # admission counts this much of an answer that may be longer
+# Joining copies a group layer by layer, each old layer freed on the way: at most 1.7 layers were measured on top
+# (llama, qwen3_5, deepseek_v32 and a llama of 8 layers, 3,000 tokens each).
+LAYERS_COPIED_AT_ONCE = 2
+
+
+class Lineup:
+    """All requests of one model by what they do.
+
+    Bytes are counted as buffers are allocated: rows in whole multiples of ROOM_TOKENS, a batch as long as its longest.
+    """
+
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
+        self.waiting: list[Sequence] = []
+        self.followers = Followers()
+        self.prefilling: list[Sequence] = []
+        self.groups: list[DecodeGroup] = []
+        self.reservations = Reservations()  # of restores
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.waiting
+        yield from self.followers
+        yield from self.running
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [*self.prefilling, *(member for group in self.groups for member in group.sequences)]
+
+    def find(self, request_id: str) -> Sequence | None:
+        return next((sequence for sequence in self if sequence.request.id == request_id), None)
+
+    def group_of(self, sequence: Sequence) -> DecodeGroup | None:
+        return next((group for group in self.groups if sequence in group.sequences), None)
+
+    @property
+    def nobodys(self) -> list[Sequence]:
+        """Prefills that nobody waits for."""
+        return [each for each in self.prefilling if each.detached and not self.followers.of(each)]
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take one out, wherever it is; its KV is its own from then on."""
+        if (group := self.group_of(sequence)) is not None:
+            group.leave(sequence)
+            self.groups = [group for group in self.groups if group.sequences]
+        else:
+            self._forget(sequence)
+
+    def give_up(self, sequence: Sequence) -> list[Sequence]:
+        """Forget one with all that share its batch, whose rows can't be trusted any more.  Returns them."""
+        if (group := self.group_of(sequence)) is None:
+            self._forget(sequence)
+            return [sequence]
+        self.groups.remove(group)
+        return list(group.sequences)
+
+    def _forget(self, sequence: Sequence) -> None:
+        for holding in (self.waiting, self.prefilling, self.followers):
+            if sequence in holding:
+                holding.remove(sequence)
+
+    # ---- bytes
+
+    @property
+    def bytes_held(self) -> int:
+        """KV of all requests, padding, the rest of their prompts and what is reserved for restores counted."""
+        decoding = (len(group.sequences) * self._bytes_each(group) for group in self.groups)
+        waiting = (self._bytes_now(sequence) for sequence in self.waiting if sequence.kv.length)
+        prefilling = (max(self._bytes_now(each), self.bytes_needed(each.request)) for each in self.prefilling)
+        states = sum(len(sequence.kv.checkpoints) for sequence in self) * self._served.state_bytes
+        return sum(decoding) + sum(waiting) + sum(prefilling) + states + self.reservations.bytes_granted
+
+    @property
+    def bytes_to_copy(self) -> int:
+        """What taking one out of its batch takes on top, for a moment, at most."""
+        return max((self.bytes_to_leave(group.sequences[0]) for group in self.groups), default=0)
+
+    def bytes_to_leave(self, sequence: Sequence) -> int:
+        """What taking this one out takes on top: it is copied out of a batch, but moved where it is alone."""
+        group = self.group_of(sequence)
+        return self._bytes_each(group) if group and len(group.sequences) > 1 else 0
+
+    def bytes_needed(self, request: Generation) -> int:
+        """What a request takes until a part of its answer is there."""
+        answer = min(request.params.max_tokens, ANSWER_TOKENS_RESERVED)
+        return self.bytes_of(len(request.prompt) + answer)
+
+    def bytes_to_admit(self, sequence: Sequence) -> int:
+        """What starting one that waits takes on top of what it holds."""
+        held = self._bytes_now(sequence) if sequence.kv.length else 0
+        return max(0, self.bytes_needed(sequence.request) - held)
+
+    def bytes_to_join(self, host: DecodeGroup, newcomer: DecodeGroup) -> int:
+        """What one batch of both takes on top of the two of them: padding, and copying at the time or later."""
+        hosts, newcomers = len(host.sequences), len(newcomer.sequences)
+        before = hosts * self._bytes_each(host) + newcomers * self._bytes_each(newcomer)
+        each = max(self._bytes_each(host), self._bytes_each(newcomer))
+        together = (hosts + newcomers) * each
+        layers = max(1, len(self._served.layout.of_kind(Kind.ROWS)))
+        return together - before + max(LAYERS_COPIED_AT_ONCE * together // layers, each)
+
+    def bytes_of(self, tokens: int) -> int:
+        """A sequence of `tokens` alone in its buffers."""
+        return self._served.bytes_of(room(tokens))
+
+    def _bytes_each(self, group: DecodeGroup) -> int:
+        rows = max(group.sequences[0].kv.room, *(member.kv.length for member in group.sequences))
+        return self.bytes_of(rows)
+
+    def _bytes_now(self, sequence: Sequence) -> int:
+        return self.bytes_of(sequence.kv.room)
+
+
+def room(tokens: int) -> int:
+    """Rows that a buffer of `tokens` has: buffers grow by ROOM_TOKENS, mlx-lm's and restored ones."""
+    return -(-tokens // ROOM_TOKENS) * ROOM_TOKENS
