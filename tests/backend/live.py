@@ -1,6 +1,7 @@
 """A backend in this process, over a real engine, a tiny model and, where that matters, a real socket."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -41,8 +42,10 @@ ENDLESS = {**BODY, "max_tokens": 50_000}
 class Live:
     """Engine, service, and an application on a socket."""
 
-    def __init__(self, service: Service, engine: Engine, home: Home, session: aiohttp.ClientSession) -> None:
-        self.service, self.engine, self.home, self.session = service, engine, home, session
+    def __init__(
+        self, service: Service, engine: Engine, home: Home, session: aiohttp.ClientSession, listening: socket.socket
+    ) -> None:
+        self.service, self.engine, self.home, self.session, self.listening = service, engine, home, session, listening
 
     async def ask(self, work: Callable[[Scheduler], Any]) -> Any:
         return await asyncio.wrap_future(self.engine.ask(work))
@@ -100,14 +103,14 @@ async def live(
     service = Service(config, home, engine, "boot")
     runner = web.AppRunner(make_app(service, SECRET), handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    listening = socket.create_server(("127.0.0.1", 0))
+    await web.SockSite(runner, listening).start()
     engine.start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     timeout = aiohttp.ClientTimeout(WAIT_S)
     async with aiohttp.ClientSession(url, timeout=timeout) as session:
         try:
-            yield Live(service, engine, home, session)
+            yield Live(service, engine, home, session, listening)
         finally:
             await runner.cleanup()
             service.close()
