@@ -80,6 +80,7 @@ class FakeBackend:
         self.ready = True
         self.pid = 1 << 30  # nobody's
         self.steps, self.step_age_s = 100, 0.0
+        self.moving = False  # each look at it finds one more step done
         self.layout = layout()
         self.answer = ["Par", "is."]
         self.held: dict[str, bytes] = {}  # residents: packed tokens
@@ -92,11 +93,14 @@ class FakeBackend:
         self.hold_after: int | None = None  # chunks after which a generation waits to be let go or cancelled
         self.let_go = asyncio.Event()
         self.holding = asyncio.Event()
+        self.restoring_allowed = asyncio.Event()
+        self.restoring_allowed.set()
         self.saving_allowed = asyncio.Event()
         self.saving_allowed.set()
         self._prompts_by_id: dict[str, dict[str, Any]] = {}
         self._running: dict[str, asyncio.Event] = {}
         self._settled: dict[str, asyncio.Future[Settled]] = {}
+        self._noted = asyncio.Event()
         self._count = 0
 
     def app(self) -> web.Application:
@@ -120,6 +124,20 @@ class FakeBackend:
         """What a killed process leaves: nothing in memory."""
         self.held.clear()
         self.boot = f"boot-{int(self.boot[5:]) + 1}"
+
+    def _note(self, kind: str, call: Any) -> None:
+        self.calls[kind].append(call)
+        self._noted.set()
+
+    async def called(self, kind: str, count: int = 1) -> None:
+        """Wait until there were so many calls of this kind."""
+        while len(self.calls[kind]) < count:
+            self._noted.clear()
+            await self._noted.wait()
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._running)
 
     def _id(self, kind: str) -> str:
         self._count += 1
@@ -163,6 +181,7 @@ class FakeBackend:
         )
 
     async def _health(self, request: web.Request) -> web.Response:
+        self.steps += self.moving
         return web.Response(
             body=encode(
                 Pulse(
@@ -183,7 +202,7 @@ class FakeBackend:
 
     async def _prompts(self, request: web.Request) -> web.Response:
         asked = decode(await request.read(), PromptRequest)
-        self.calls["prompts"].append(asked.body)
+        self._note("prompts", asked.body)
         if "stop" in asked.body and not isinstance(asked.body["stop"], str):
             return self._error(400, "'stop' must be a string")
         text, ends = rendered(asked.body)
@@ -203,7 +222,13 @@ class FakeBackend:
 
     async def _restore(self, request: web.Request) -> web.Response:
         asked = decode(await request.read(), RestoreRequest)
-        self.calls["restore"].append(asked)
+        self._note("restore", asked)
+        self._running[asked.request_id] = given_up = asyncio.Event()
+        allowed = asyncio.ensure_future(self.restoring_allowed.wait())
+        await asyncio.wait([allowed, asyncio.ensure_future(given_up.wait())], return_when=asyncio.FIRST_COMPLETED)
+        del self._running[asked.request_id]
+        if given_up.is_set():
+            return self._error(499, "cancelled")
         if self.refuse_restores:
             link = asked.chain[-1]
             return self._reply(
@@ -224,7 +249,7 @@ class FakeBackend:
 
     async def _save(self, request: web.Request) -> web.Response:
         asked = decode(await request.read(), SaveRequest)
-        self.calls["save"].append(asked)
+        self._note("save", asked)
         await self.saving_allowed.wait()
         if asked.resident not in self.held:
             return self._error(410, "gone")
@@ -244,7 +269,7 @@ class FakeBackend:
         return SavedFile(id=file_id, bytes_written=4, checksum="0" * 16)
 
     async def _residents(self, request: web.Request) -> web.Response:
-        self.calls["residents"].append(request.query_string)
+        self._note("residents", request.query_string)
         with_ids = request.query.get("ids") == "1"
         return self._reply(
             ResidentsReply(
@@ -264,25 +289,30 @@ class FakeBackend:
         )
 
     async def _order(self, request: web.Request) -> web.Response:
-        self.calls["order"].append(decode(await request.read(), KeepOrder).drop_first)
+        self._note("order", decode(await request.read(), KeepOrder).drop_first)
         return web.json_response({})
 
     async def _drop(self, request: web.Request) -> web.Response:
-        self.calls["drop"].append(request.match_info["id"])
+        self._note("drop", request.match_info["id"])
         self.held.pop(request.match_info["id"], None)
         return self._reply(Reply(**self._now))
 
     async def _cancel(self, request: web.Request) -> web.Response:
         request_id = request.match_info["id"]
-        self.calls["cancel"].append(request_id)
+        if request.query.get("finish") == "prefill":
+            self._note("finish", request_id)
+            return web.json_response({}, status=202)
+        self._note("cancel", request_id)
         if request_id not in self._running:
             return self._error(404, "unknown request")
         self._running[request_id].set()
+        if request_id not in self._settled:
+            return self._error(404, "given up")
         return self._reply(await self._settled[request_id])
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body, headers = self._prompts_by_id[request.headers[HEADER_PROMPT]], request.headers
-        self.calls["generate"].append(headers.copy())
+        self._note("generate", headers.copy())
         if self.gone_count:
             self.gone_count -= 1
             return self._error(410, "resident is gone")
@@ -362,7 +392,7 @@ class FakeBackend:
         )
 
     async def _other(self, request: web.Request) -> web.Response:
-        self.calls["other"].append((request.method, request.path_qs, dict(request.headers), await request.read()))
+        self._note("other", (request.method, request.path_qs, dict(request.headers), await request.read()))
         if request.path == "/v1/models":
             headers = {"X-Fake": "1", "Connection": "X-Secret-Hop", "X-Secret-Hop": "1"}
             return web.json_response({"object": "list", "data": [{"id": SERVED}]}, headers=headers)

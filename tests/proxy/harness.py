@@ -35,6 +35,7 @@ def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
 
 @dataclass
 class Pair:
+    app: web.Application
     backend: FakeBackend
     index: Index
     home: Home
@@ -83,9 +84,11 @@ async def pair(folder: Path, **settings: Any) -> AsyncIterator[Pair]:
     settings = {"disk_budget_bytes": GB, "port": 0, "backend_url": f"http://127.0.0.1:{backend_port}", **settings}
     config = Config(home=home, **settings)
     with Index(home, config.disk_budget_bytes) as index:
-        above, port = await serve(build(config, home.secret(), index))
+        app = build(config, home.secret(), index)
+        above, port = await serve(app)
         async with aiohttp.ClientSession() as client:
             yield Pair(
+                app,
                 backend,
                 index,
                 home,
