@@ -4,6 +4,7 @@ The engine thread makes and copies arrays; loader, reader and writer threads onl
 """
 
 import asyncio
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -108,11 +109,11 @@ class Storage:
 
     async def restore(self, request: RestoreRequest) -> tuple[str, int, float]:
         """(resident, bytes read, seconds).  Raises segments.Damaged, Cancelled, BadChain, TooLarge."""
-        name = request.request_id
-        with self._job(name, saves=False) as job:
+        name = f"{request.request_id} {secrets.token_hex(4)}"  # whoever asks again must not lose its memory to this one
+        with self._job(request.request_id, saves=False) as job:
             try:
                 await self._reserve(name, job, self._served.bytes_of(len(request.tokens) // TOKEN_BYTES))
-                return await self._load(request, job)
+                return await self._load(name, request, job)
             finally:  # not before the last reader has stopped: until then the memory is in use
                 job.afterwards(lambda: self._engine.ask(lambda scheduler: scheduler.release(name)))
 
@@ -127,7 +128,7 @@ class Storage:
         await job.wait_for(self._engine.ask(lambda scheduler: scheduler.reserve(name, bytes_wanted, granted)))
         await job.wait_for(room)
 
-    async def _load(self, request: RestoreRequest, job: _Job) -> tuple[str, int, float]:
+    async def _load(self, name: str, request: RestoreRequest, job: _Job) -> tuple[str, int, float]:
         began = time.monotonic()
         read = await job.wait_for(
             self._loaders.submit(
@@ -136,7 +137,7 @@ class Storage:
         )
 
         def install(scheduler: Scheduler) -> tuple[str, int, float]:
-            resident = scheduler.install(request.request_id, read.build(self._served.layout))
+            resident = scheduler.install(name, read.build(self._served.layout))
             seconds = time.monotonic() - began
             scheduler.rates.restored(read.bytes_read, seconds)
             return resident, read.bytes_read, seconds

@@ -9,6 +9,9 @@ import pytest
 from live import BODY, ENDLESS, SECRET, WAIT_S, Chunks, Live, settled, until, when, with_backend
 
 from warmline_backend import prompt_store, server
+from warmline_backend.params import GenerationParams
+from warmline_backend.scheduler import TooLarge
+from warmline_backend.sequence import Generation
 from warmline_wire.messages import HEADER_FOLLOW, HEADER_PROMPT, HEADER_REQUEST, HEADER_REUSE, PromptRequest
 
 FolderOf = Callable[..., Path]
@@ -39,6 +42,10 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once(tiny_folder: FolderOf, t
             assert "takes 0.3 MB, the memory budget is 0.2 MB" in error["message"]
             assert "shorten the prompt or raise --memory-budget-gb" in error["message"]
         assert (await backend.json("POST", "/v1/chat/completions", BODY))[0] == 200
+        same = Generation("a", [1] * 199, GenerationParams(max_tokens=50_000), listener=print)
+        with pytest.raises(TooLarge) as refused:
+            await backend.ask(lambda scheduler: scheduler.submit(same))
+        assert str(refused.value) == error["message"], "the engine would have said the same"
 
     with_backend(tiny_folder("llama"), tmp_path, work, budget=180_000)
 
