@@ -12,7 +12,7 @@ from warmline_proxy.errors import ClientError, bad_request
 BODY_BYTES_MAX = 64 * 1024 * 1024
 
 
-async def read_body(request: web.Request, timeout_s: float = 60.0) -> bytes:
+async def read_body(request: web.Request, timeout_s: float) -> bytes:
     """The whole body, decompressed.  Raises ClientError 400, 413, or 408 where nothing comes for `timeout_s`."""
     body = bytearray()
     if (request.content_length or 0) > BODY_BYTES_MAX:

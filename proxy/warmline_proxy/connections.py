@@ -221,7 +221,7 @@ class Connections:
         self.send_timeout_s = send_timeout_s
         # Weak, since a socket that fails before `connection_made` is never heard of again.
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
-        self._idle: dict[Connection, None] = {}  # the longest idle first
+        self._idle: dict[Connection, None] = {}  # of these, those without a request, the longest first
         self._refusals: set[Refusal] = set()
         self._complained_at = float("-inf")
 
@@ -239,9 +239,9 @@ class Connections:
         return connection
 
     def note(self, connection: Connection) -> None:
-        """Its phase has changed."""
+        """Its phase has changed.  That of one which is gone may, too: its handler ends later."""
         self._idle.pop(connection, None)
-        if connection.phase is Phase.IDLE:
+        if connection in self._open and connection.phase in (Phase.IDLE, Phase.LAST):
             self._idle[connection] = None
 
     def forget(self, connection: Connection) -> None:
