@@ -147,7 +147,7 @@ def _leader(running: Sequence[Running], reuse: int, tokens: int, costs: Costs) -
 def checkpoint_positions(prompt: Prompt, start: int, gap_max: int = 0) -> tuple[int, ...]:
     """End of system and tools, the last boundary before the generation prompt, and a stride in between.
 
-    With a `gap_max`, no two are further apart: that is where a prefill is saved on its way.
+    With a `gap_max`, strides are no longer than that: a prefill that is saved on its way needs them.
     """
     named = {position for position in (*prompt.boundaries[:1], prompt.turn_end) if start < position < prompt.tokens}
     stride = CHECKPOINT_STRIDE_TOKENS * max(1, -(-(prompt.tokens - start) // _STRIDED_TOKENS_MAX))

@@ -1,11 +1,20 @@
 """Plans, as a table: what is resident, what is stored, what the model can do, and the start that follows."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from fake_backend import layout
 
-from warmline_proxy.plan import Candidate, Costs, Prompt, checkpoint_positions, cold_plan, decide, prefill_seconds
+from warmline_proxy.plan import (
+    Candidate,
+    Costs,
+    Prompt,
+    Running,
+    checkpoint_positions,
+    cold_plan,
+    decide,
+    prefill_seconds,
+)
 from warmline_proxy.rows import Match
 from warmline_wire.messages import CheckpointRef, Layout, Rate, SegmentRef
 
@@ -95,6 +104,45 @@ def test_a_tail_that_exists_nowhere_else_yet_is_not_given_up() -> None:
     assert not decide(Prompt(300), [whole], stored(0), layout(), COSTS).keep
 
 
+LEADER = Running("leader", common=300, tokens=300, prefilled=100, started=True)
+
+
+@pytest.mark.parametrize(
+    ("running", "source", "reuse"),
+    [
+        ([LEADER], "shared", 299),
+        ([replace(LEADER, common=250)], "shared", 250),
+        ([replace(LEADER, common=63)], "cold", 0),
+        ([replace(LEADER, prefilled=0)], "shared", 299),
+        ([replace(LEADER, prefilled=0, started=False)], "shared", 299),
+        ([replace(LEADER, tokens=9000, started=False)], "cold", 0),
+        ([replace(LEADER, common=100), replace(LEADER, request_id="further", common=200)], "shared", 200),
+        ([], "cold", 0),
+    ],
+    ids=[
+        "the same prompt",
+        "a part of it",
+        "too little to share",
+        "one that has just begun",
+        "one that waits, as long as we",
+        "not a long one that waits",
+        "the one that reaches furthest",
+        "nobody",
+    ],
+)
+def test_what_another_request_computes_is_shared(running: list[Running], source: str, reuse: int) -> None:
+    plan = decide(Prompt(300), [], stored(0), layout(), COSTS, running=running)
+    assert (plan.source, plan.reuse) == (source, reuse)
+    assert plan.follow == (running[-1].request_id if source == "shared" else "")
+
+
+def test_nobody_is_followed_for_what_is_there_already() -> None:
+    resident = Candidate("r", 290, 290)
+    assert decide(Prompt(300), [resident], stored(0), layout(), COSTS, running=[LEADER]).source == "resident"
+    behind = replace(LEADER, prefilled=0)
+    assert decide(Prompt(300), [Candidate("r", 200, 200)], stored(0), layout(), COSTS, running=[behind]).resident == "r"
+
+
 def test_restores_and_prefills_are_timed_without_measurements() -> None:
     assert decide(Prompt(300), [], stored(200), layout(), Costs()).source == "restored"
 
@@ -122,3 +170,10 @@ def test_prefill_gets_slower_with_length() -> None:
 def test_checkpoints(prompt: Prompt, start: int, positions: tuple[int, ...]) -> None:
     assert checkpoint_positions(prompt, start) == positions
     assert cold_plan(prompt, layout(), "").checkpoints == ()
+
+
+def test_checkpoints_are_where_a_prefill_is_saved_on_its_way() -> None:
+    prompt = Prompt(40_000, (100,), 0)
+    assert checkpoint_positions(prompt, 0, 4096) == (100, *range(4096, 40_000 - 512, 4096))
+    assert checkpoint_positions(prompt, 0, 8192) == checkpoint_positions(prompt, 0)
+    assert checkpoint_positions(prompt, 0, 1)[1:4] == (1024, 1536, 2048), "but not closer than a chunk is worth"
