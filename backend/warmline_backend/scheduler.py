@@ -90,7 +90,8 @@ class Scheduler:
         if (leader := self._lineup.find(sequence.request.follow)) is None:
             raise ResidentGone(f"request {sequence.request.follow}, which was to be followed")
         self._lineup.followers.add(sequence, leader)
-        self._admit()  # now, if it can: a rotating layer is past the place after the leader's next step
+        if sequence in self._lineup.followers.ready:
+            self._admit()  # now: a rotating layer is past the place after the leader's next step
 
     def cancel(self, request_id: str) -> Settled | None:
         """End a request now and keep what it has computed; None where it is not running."""

@@ -36,6 +36,12 @@ class Heard:
         return bool(self.events) and isinstance(self.events[-1], Ended)
 
     @property
+    def reused(self) -> int:
+        ended = self.events[-1]
+        assert isinstance(ended, Ended), self.events[-3:]
+        return ended.reused
+
+    @property
     def generated(self) -> list[int]:
         return unpack_tokens(self.settled.generated)
 
@@ -56,12 +62,14 @@ class Heard:
 class Drive:
     """One scheduler with short ways to ask it."""
 
-    def __init__(self, served: ServedModel, *, step: int = 2048, budget: int = 1 << 30, keeps: bool = True) -> None:
+    def __init__(
+        self, served: ServedModel, *, step: int = 2048, budget: int = 1 << 30, places: int = 32, keeps: bool = True
+    ) -> None:
         settings = SchedulerSettings(
             boot="test",
             memory_budget_bytes=budget,
             prefill_step_size=step,
-            running_count_max=32,
+            running_count_max=places,
             keeps_residents=keeps,
         )
         self.served, self.scheduler = served, Scheduler(served, settings)
@@ -73,6 +81,7 @@ class Drive:
         max_tokens: int = 8,
         *,
         resident: str = "",
+        follow: str = "",
         reuse: int = 0,
         keep: bool = False,
         checkpoints: tuple[int, ...] = (),
@@ -87,6 +96,7 @@ class Drive:
             wanted,
             heard.events.append,
             resident=resident,
+            follow=follow,
             reuse=reuse,
             keep=keep,
             checkpoints=checkpoints,

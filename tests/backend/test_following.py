@@ -1,0 +1,246 @@
+"""Requests that wait for another one's prefill: computed once, answered as alone, and never left waiting."""
+
+from pathlib import Path
+
+import pytest
+from drive import Drive, Heard
+from families import FAMILIES, cold, prompt_of, served, tolerance
+from oracle import compare_greedy
+
+from warmline_backend.residents import ResidentGone, ResidentMismatch
+from warmline_backend.sequence import Piece, Progress, Started
+
+ANYWHERE = [family for family in FAMILIES if family not in ("gemma3", "qwen3_5", "falcon_h1")]
+WITH_STATES = ["qwen3_5", "falcon_h1"]
+
+
+def assert_as_alone(drive: Drive, family: str, prompt: list[int], heard: Heard) -> None:
+    truth = cold(drive.served, family, prompt, len(heard.generated))
+    assert compare_greedy(truth.tokens, heard.generated, truth.margins, tolerance(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_identical_prompts_at_once_share_one_prefill(family: str, root: Path) -> None:
+    drive, prompt = Drive(served(family, root), step=50), prompt_of(130)
+    name, leader = drive.submit(prompt, 12)
+    followers = [drive.submit(prompt, 12, follow=name, reuse=129)[1] for _ in range(2)]
+    drive.turn()
+    assert (drive.scheduler.running, drive.scheduler.queued) == (1, 2)
+    drive.until(lambda: all(one.over for one in (leader, *followers)))
+    assert leader.settled.timings.prefilled == 130
+    assert [(one.settled.timings.prefilled, one.reused) for one in followers] == [(1, 129)] * 2
+    for one in (leader, *followers):
+        assert_as_alone(drive, family, prompt, one)
+        assert one.settled.prefilled_until == 142 and one.settled.resident in drive.scheduler.residents
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_that_parts_ways_starts_where_it_does(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    trunk, branch = prompt_of(200), prompt_of(70) + prompt_of(60, 7)
+    name, leader = drive.submit(trunk, 12)
+    _, follower = drive.submit(branch, 12, follow=name, reuse=70)
+    drive.until(lambda: leader.over and follower.over)
+    cuts = [50, 100, 150, 199] if family in ANYWHERE else [50, 70, 120, 170, 199]
+    assert leader.chunks == cuts, "rows are never split at a boundary"
+    assert (follower.reused, follower.settled.timings.prefilled) == (70, 60)
+    assert_as_alone(drive, family, trunk, leader)
+    assert_as_alone(drive, family, branch, follower)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_follower_leaves_can_be_continued(family: str, root: Path) -> None:
+    drive, prompt = Drive(served(family, root), step=50), prompt_of(130)
+    name, leader = drive.submit(prompt, 4)
+    _, follower = drive.submit(prompt, 4, follow=name, reuse=129)
+    drive.until(lambda: leader.over and follower.over)
+    held = drive.scheduler.kv_of(134, resident=follower.settled.resident)
+    assert held.rows(0, 134).keys() == drive.served.row_names, "all of it can be saved, windows too"
+    onward = prompt + follower.generated + prompt_of(20, 5)
+    more = drive.run(onward, 8, resident=follower.settled.resident, reuse=134)
+    assert_as_alone(drive, family, onward, more)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_longer_prompt_follows_to_the_end_of_a_shorter_one(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    short = prompt_of(90)
+    name, leader = drive.submit(short, 12)
+    longer = short + prompt_of(30, 3)
+    _, follower = drive.submit(longer, 12, follow=name, reuse=90)
+    drive.until(lambda: leader.over and follower.over)
+    assert (follower.reused, follower.settled.timings.prefilled) == (90, 30)
+    assert_as_alone(drive, family, longer, follower)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_who_comes_exactly_after_the_chunk_still_follows(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    name, leader = drive.submit(prompt_of(200), 4)
+    drive.until(lambda: leader.chunks == [50, 100])
+    branch = prompt_of(100) + prompt_of(9, 4)
+    _, follower = drive.submit(branch, 8, follow=name, reuse=100)
+    drive.until(lambda: leader.over and follower.over)
+    assert follower.reused == 100
+    assert_as_alone(drive, family, branch, follower)
+
+
+@pytest.mark.parametrize("family", ANYWHERE)
+def test_a_leader_that_has_passed_the_place_is_copied_there(family: str, root: Path) -> None:
+    """Out of a batch that it shares, too."""
+    drive = Drive(served(family, root), step=50)
+    running = [drive.submit(prompt_of(60 + n, n + 1), 40) for n in range(3)]
+    drive.until(lambda: all(len(heard.events) > 8 for _, heard in running))
+    branch = prompt_of(61, 2)[:45] + prompt_of(40, 9)
+    _, follower = drive.submit(branch, 12, follow=running[1][0], reuse=45)
+    assert follower.events == [Started()]
+    drive.until(lambda: follower.over and all(heard.over for _, heard in running))
+    assert follower.reused == 45
+    assert_as_alone(drive, family, branch, follower)
+    for n, (_, heard) in enumerate(running):
+        assert_as_alone(drive, family, prompt_of(60 + n, n + 1), heard)
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_past_the_place_the_last_checkpoint_before_it_is_used(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    name, leader = drive.submit(prompt_of(200), 30, checkpoints=(30, 60))
+    drive.until(lambda: any(isinstance(event, Piece) for event in leader.events))
+    branch = prompt_of(75) + prompt_of(20, 4)
+    _, follower = drive.submit(branch, 8, follow=name, reuse=75)
+    drive.until(lambda: follower.over)
+    assert (follower.reused, follower.settled.timings.prefilled) == (60, 35)
+    assert_as_alone(drive, family, branch, follower)
+    with pytest.raises(ResidentMismatch, match="can't be copied at 20"):
+        drive.submit(prompt_of(20) + prompt_of(20, 4), follow=name, reuse=20)
+
+
+def test_a_window_that_has_passed_the_place_can_not_be_followed(root: Path) -> None:
+    drive = Drive(served("gemma3", root), step=50)
+    name, leader = drive.submit(prompt_of(200), 4)
+    drive.until(lambda: leader.chunks == [50, 100])
+    with pytest.raises(ResidentMismatch, match="can't be copied at 70"):
+        drive.submit(prompt_of(70) + prompt_of(20, 4), follow=name, reuse=70)
+
+
+def test_only_what_is_the_same_can_be_followed(root: Path) -> None:
+    drive = Drive(served("llama", root))
+    name, _ = drive.submit(prompt_of(60))
+    with pytest.raises(ResidentGone, match="nobody"):
+        drive.submit(prompt_of(60), follow="nobody", reuse=40)
+    for prompt, reuse in ((prompt_of(60, 2), 40), (prompt_of(60), 60), (prompt_of(60), 0), (prompt_of(80), 70)):
+        with pytest.raises(ResidentMismatch, match="does not compute"):
+            drive.submit(prompt, follow=name, reuse=reuse)
+    assert drive.scheduler.queued == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3"])
+def test_a_follower_is_followed_in_turn(family: str, root: Path) -> None:
+    drive, prompt = Drive(served(family, root), step=50), prompt_of(130)
+    first, leader = drive.submit(prompt_of(80) + prompt_of(100, 3), 8)
+    second, middle = drive.submit(prompt, 8, follow=first, reuse=80)
+    _, last = drive.submit(prompt, 8, follow=second, reuse=129)
+    drive.until(lambda: leader.over and middle.over and last.over)
+    assert [one.settled.timings.prefilled for one in (leader, middle, last)] == [180, 50, 1]
+    for one in (middle, last):
+        assert_as_alone(drive, family, prompt, one)
+
+
+def test_who_waits_hears_how_far_its_leader_has_come(root: Path) -> None:
+    drive = Drive(served("llama", root), step=40)
+    first, _ = drive.submit(prompt_of(200), 4)
+    second, middle = drive.submit(prompt_of(100) + prompt_of(50, 3), 4, follow=first, reuse=100)
+    _, last = drive.submit(prompt_of(90) + prompt_of(20, 5), 4, follow=second, reuse=90)
+    drive.until(lambda: len(middle.chunks) == 2)
+    assert [(e.done, e.total) for e in middle.events if isinstance(e, Progress)] == [(0, 150), (40, 150), (80, 150)]
+    assert [(e.done, e.total) for e in last.events if isinstance(e, Progress)] == [(0, 110), (40, 110), (80, 110)]
+    assert not any(isinstance(event, Started) for event in (*middle.events, *last.events))
+    drive.until(lambda: middle.over and last.over)
+    assert middle.events[4] == Started() and (middle.reused, last.reused) == (100, 90)
+
+
+def test_waiting_costs_no_memory_and_no_place(root: Path) -> None:
+    drive = Drive(served("llama", root), step=40, places=2)
+    name, leader = drive.submit(prompt_of(200), 4)
+    drive.turn()
+    alone = drive.scheduler.running_bytes
+    for _ in range(5):
+        drive.submit(prompt_of(200), 4, follow=name, reuse=199)
+    _, other = drive.submit(prompt_of(30, 2), 2)
+    drive.turn()
+    assert drive.scheduler.queued == 5 and other.events[0] == Started()
+    drive.until(lambda: other.over)
+    assert drive.scheduler.running_bytes == alone and not leader.over
+
+
+def test_a_leader_that_ends_too_soon_sends_all_behind_it_back(root: Path) -> None:
+    drive = Drive(served("qwen3_5", root), step=40)
+    name, leader = drive.submit(prompt_of(200), 4)
+    second, middle = drive.submit(prompt_of(200), 4, follow=name, reuse=199)
+    _, last = drive.submit(prompt_of(200), 4, follow=second, reuse=150)
+    drive.until(lambda: len(leader.chunks) == 2)
+    settled = drive.scheduler.cancel(name)
+    assert settled is not None and settled.prefilled_until == 80
+    for one in (middle, last):
+        assert (one.settled.finish, one.settled.resident, one.settled.prefilled_until) == ("leaderless", "", 0)
+        assert "ended" in one.settled.error
+    assert drive.scheduler.idle
+    again = drive.run(prompt_of(200), 4, resident=settled.resident, reuse=80)
+    assert_as_alone(drive, "qwen3_5", prompt_of(200), again)
+
+
+def test_a_leader_that_never_started_leaves_nobody_waiting(root: Path) -> None:
+    drive = Drive(served("llama", root), places=1)
+    _, running = drive.submit(prompt_of(20), 50)
+    name, leader = drive.submit(prompt_of(60), 4)
+    _, follower = drive.submit(prompt_of(60), 4, follow=name, reuse=59)
+    drive.turn()
+    drive.scheduler.cancel(name)
+    assert (leader.settled.finish, follower.settled.finish) == ("cancelled", "leaderless")
+    drive.until(lambda: running.over)
+
+
+def test_a_follower_that_is_cancelled_leaves_its_leader_alone(root: Path) -> None:
+    drive = Drive(served("gemma3", root), step=40)
+    name, leader = drive.submit(prompt_of(100), 6)
+    second, follower = drive.submit(prompt_of(100), 6, follow=name, reuse=99)
+    drive.turn()
+    drive.scheduler.cancel(second)
+    assert (follower.settled.finish, follower.settled.resident) == ("cancelled", "")
+    drive.until(lambda: leader.over)
+    assert_as_alone(drive, "gemma3", prompt_of(100), leader)
+
+
+def test_without_memory_rows_wait_until_their_leader_ends(root: Path) -> None:
+    drive = Drive(served("llama", root), step=100, budget=500_000)
+    name, leader = drive.submit(prompt_of(500), 20)
+    _, follower = drive.submit(prompt_of(500), 20, follow=name, reuse=499)
+    drive.until(lambda: any(isinstance(event, Piece) for event in leader.events))
+    assert drive.scheduler.queued == 1
+    drive.until(lambda: leader.over)
+    assert follower.settled.finish == "leaderless" and leader.settled.resident in drive.scheduler.residents
+    again = drive.run(prompt_of(500), 20, resident=leader.settled.resident, reuse=499)
+    assert_as_alone(drive, "llama", prompt_of(500), again)
+
+
+def test_without_memory_a_window_goes_on_without_its_follower(root: Path) -> None:
+    model = served("gemma3", root)
+    drive = Drive(model, step=100, budget=model.bytes_of(800))
+    name, leader = drive.submit(prompt_of(500), 20)
+    _, follower = drive.submit(prompt_of(500), 20, follow=name, reuse=300)
+    drive.until(lambda: follower.over)
+    assert follower.settled.finish == "leaderless" and leader.chunks == [100, 200, 300, 400]
+    drive.until(lambda: leader.over)
+    assert_as_alone(drive, "gemma3", prompt_of(500), leader)
+
+
+def test_a_copy_that_fails_costs_only_its_follower(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Drive(served("llama", root), step=40)
+    name, leader = drive.submit(prompt_of(100), 6)
+    _, follower = drive.submit(prompt_of(100), 6, follow=name, reuse=99)
+    drive.turn()
+    sequence = next(each for each in drive.scheduler._lineup if each.request.id == name)
+    monkeypatch.setattr(sequence.kv, "branch", lambda *args, **kwargs: 1 / 0)
+    drive.until(lambda: leader.over and follower.over)
+    assert follower.settled.finish == "discarded" and "division" in follower.settled.error
+    assert_as_alone(drive, "llama", prompt_of(100), leader)
