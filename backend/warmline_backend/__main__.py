@@ -29,7 +29,7 @@ SWITCH_S = 0.0005
 DESCRIPTORS_WANTED = 8_192  # a connection is one
 GRACE_AFTER_DRAIN_S = 15.0  # before serve, or the lifeline, ends this process; the waits below are within it
 ENGINE_STOP_S = 4.0
-SHUTDOWN_S = 2.0  # what running streams get to end by themselves
+SHUTDOWN_S = 1.0  # what the last bytes of streams get to be taken; aiohttp waits it twice
 
 
 def main(arguments: list[str]) -> int:

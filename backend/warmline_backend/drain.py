@@ -37,7 +37,7 @@ class StopSignals:
 async def drain(service: Service, timeout_s: float, hurry: asyncio.Event) -> None:
     """Refuse what is new; wait for what runs, then cancel it; wait for what it left to be saved.
 
-    Takes at most `timeout_s` + CANCEL_WAIT_S + SAVES_WAIT_S, and each wait ends at once when `hurry` is set.
+    Takes at most `timeout_s` + CANCEL_WAIT_S + SAVES_WAIT_S, and at most CANCEL_WAIT_S once `hurry` is set.
     """
     service.shut_down()
     if count := len(service.generations.under_way):
@@ -48,6 +48,9 @@ async def drain(service: Service, timeout_s: float, hurry: asyncio.Event) -> Non
     service.let_all_go()
     if count:
         await _within(CANCEL_WAIT_S, asyncio.Event(), service.generations.until_none())
+    if service.generations.under_way:
+        log.warning("the engine does not let go of them")  # so it would not hand over anything to be saved either
+        return
     await _within(SAVES_WAIT_S, hurry, _until_saved(service))
 
 

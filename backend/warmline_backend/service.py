@@ -19,7 +19,7 @@ import msgspec
 
 from warmline_backend.chunks import TokenNames
 from warmline_backend.config import BackendConfig
-from warmline_backend.engine import Engine
+from warmline_backend.engine import Engine, EngineStopped
 from warmline_backend.fingerprint import fingerprint
 from warmline_backend.fits import check_fits
 from warmline_backend.generations import Call, Generations
@@ -116,9 +116,10 @@ class Service:
 
     async def saves_expected(self) -> bool:
         """Whether something is being saved, or was left a moment ago by a request, for somebody to save it."""
-        if self.failure:
+        try:
+            return self.loaded.storage.saving or await self._ask(lambda scheduler: scheduler.residents.some_leased)
+        except (NotReady, EngineStopped):
             return False
-        return self.loaded.storage.saving or await self._ask(lambda scheduler: scheduler.residents.some_leased)
 
     def close(self) -> None:
         """Give up what is under way."""

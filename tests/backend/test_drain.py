@@ -11,10 +11,11 @@ from http.client import HTTPResponse
 from pathlib import Path
 
 import pytest
-from live import BODY, ENDLESS, WAIT_S, Live, settled, until, when, with_backend
+from live import BODY, ENDLESS, WAIT_S, Hold, Live, settled, until, when, with_backend
 
 from processes import Running, free_port
 from warmline_backend import drain as draining
+from warmline_backend.config import ConfigError, parse_config
 from warmline_backend.drain import drain
 from warmline_wire.home import Home
 from warmline_wire.messages import HEADER_REQUEST, PromptRequest, RestoreRequest, SaveRequest, SegmentSpec
@@ -74,6 +75,28 @@ def test_what_does_not_end_is_cancelled_and_kept(
         assert backend.service.generations.under_way == []
 
     with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_an_engine_that_does_not_let_go_is_not_waited_for(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "CANCEL_WAIT_S", 0.01)
+
+    async def work(backend: Live) -> None:
+        async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
+            await until(response, b'"content":"')
+            async with Hold(backend.engine):
+                await asyncio.wait_for(drained(backend, 0.01, asyncio.Event()), WAIT_S)
+                assert backend.service.generations.under_way == ["a"]
+            assert (await settled(response)).finish == "cancelled"
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_a_drain_timeout_is_a_number_of_seconds(seconds: str) -> None:
+    with pytest.raises(ConfigError, match=r"--drain-timeout-s .*: expected a number of seconds, 0 or more"):
+        parse_config(["--home", "h", "--model", "m", "--drain-timeout-s", seconds])
 
 
 def test_the_same_signal_again_is_a_hurry() -> None:
