@@ -94,6 +94,11 @@ class Pair:
     def is_up(self) -> bool:
         return self._serve is not None and self._serve.process.poll() is None
 
+    def last_words(self) -> list[str]:
+        """All that it printed, once it has ended."""
+        assert self._serve is not None
+        return self._serve.wait_for_silence()
+
     def stop(self) -> None:
         """As Ctrl-C does; what was answered is on disk afterwards."""
         assert self._serve is not None
@@ -124,12 +129,12 @@ class Pair:
     def direct(self, messages: list[Message], **options: object) -> Reply:
         """The same asked of the backend itself, which without the proxy's word reuses nothing: the cold answer."""
         body = json.dumps({"messages": messages, **options}).encode()
-        return self._as_owner("POST", self.backend_url + "/v1/chat/completions", body)
+        return self.as_owner("POST", self.backend_url + "/v1/chat/completions", body)
 
     def settle(self) -> None:
         """Wait until the tails of all answered requests are durable."""
         limit = time.monotonic() + SETTLE_TIMEOUT_S
-        while self._as_owner("GET", self.url + "/warmline/status").json["settling"]:
+        while self.proxy_status()["settling"]:
             assert time.monotonic() < limit, "the pair does not settle"
             time.sleep(POLL_S)
 
@@ -137,12 +142,20 @@ class Pair:
 
     def status(self) -> Status:
         """The backend's."""
-        return decode(self._as_owner("GET", self.backend_url + "/kv/status").raw, Status)
+        return decode(self.as_owner("GET", self.backend_url + "/kv/status").raw, Status)
+
+    def proxy_status(self) -> Any:
+        return self.as_owner("GET", self.url + "/warmline/status").json
 
     def perf_line(self, reply: Reply) -> str:
         """The line that the proxy logs of a request; wait for each request's at most once, in their order."""
         assert self._serve is not None
         return self._serve.wait_for(f"PERF request={reply.headers['X-Warmline-Request']} ").string
+
+    def perf_lines(self, model: str, count: int) -> list[str]:
+        """The next lines that the proxy logs of requests for this model name."""
+        assert self._serve is not None
+        return [self._serve.wait_for(f'PERF .* model="{model}"', SETTLE_TIMEOUT_S).string for _ in range(count)]
 
     def cachectl(self, *words: str, code: int = 0) -> Any:
         """What the command prints as JSON, if anything.  In this process, for speed, as any other reader."""
@@ -153,10 +166,10 @@ class Pair:
     def rendered(self, messages: list[Message]) -> PromptReply:
         """The prompt that these messages become."""
         request = PromptRequest(request_id="test", endpoint="chat", body={"messages": messages})
-        return decode(self._as_owner("POST", self.backend_url + "/kv/prompts", encode(request)).raw, PromptReply)
+        return decode(self.as_owner("POST", self.backend_url + "/kv/prompts", encode(request)).raw, PromptReply)
 
     def residents(self) -> list[Resident]:
-        reply = self._as_owner("GET", self.backend_url + "/kv/residents?ids=1")
+        reply = self.as_owner("GET", self.backend_url + "/kv/residents?ids=1")
         return decode(reply.raw, ResidentsReply).residents
 
     def longest_resident(self) -> bytes:
@@ -166,16 +179,16 @@ class Pair:
     def forget_residents(self) -> None:
         """Drop all KV in memory behind the proxy's back; only what is on disk is left."""
         for resident in self.residents():
-            self._as_owner("DELETE", f"{self.backend_url}/kv/residents/{resident.id}")
+            self.as_owner("DELETE", f"{self.backend_url}/kv/residents/{resident.id}")
 
-    def _as_owner(self, method: str, url: str, data: bytes | None = None) -> Reply:
+    def as_owner(self, method: str, url: str, data: bytes | None = None) -> Reply:
         return ask(url, data, {"Authorization": f"Bearer {self.home.secret()}"}, method)
 
 
-def ask(url: str, data: bytes | None, headers: dict[str, str], method: str = "POST") -> Reply:
+def ask(url: str, data: bytes | None, headers: dict[str, str], method: str = "POST", timeout_s: float = 300) -> Reply:
     request = urllib.request.Request(url, data, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=300) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return Reply(response.status, dict(response.headers), response.read())
     except urllib.error.HTTPError as error:
         return Reply(error.code, dict(error.headers), error.read())

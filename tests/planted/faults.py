@@ -9,7 +9,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +38,7 @@ class Planted:
 
     def order(self, fault: str, phase: str = "any") -> None:
         """Have the fault inside the next step of this phase: "prefill", "first", "decode" or "any"."""
-        self._taken.unlink(missing_ok=True)
+        (self.folder / "taken").unlink(missing_ok=True)
         draft = self.folder / "draft"
         draft.write_text(fault)
         draft.rename(self.folder / f"order-{phase}")
@@ -48,19 +48,20 @@ class Planted:
         for order in self.folder.glob("order-*"):
             order.unlink(missing_ok=True)
 
+    @property
+    def taken(self) -> bool:
+        """Whether a step with the fault of the last order has begun."""
+        return (self.folder / "taken").exists()
+
     def wait_until_taken(self) -> None:
         """The step with the fault has begun."""
         limit = time.monotonic() + LIMIT_S
-        while not self._taken.exists():
+        while not self.taken:
             assert time.monotonic() < limit, "no step met the fault"
             time.sleep(POLL_S)
 
     def gate(self) -> "Gate":
         return Gate(self.folder / "gate")
-
-    @property
-    def _taken(self) -> Path:
-        return self.folder / "taken"
 
     def __enter__(self) -> "Planted":
         return self
@@ -104,11 +105,20 @@ class Gate:
         self._steps: queue.Queue[Step] = queue.Queue()
         self._asked: queue.Queue[str] = queue.Queue()
         self._held: list[socket.socket] = []
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
         self.begun = 0  # steps that have come to the gate
 
     def next_step(self) -> Step:
         """The step that waits, or the next one to come."""
         return self._steps.get(timeout=LIMIT_S)
+
+    def next_step_unless(self, over: Callable[[], bool]) -> Step | None:
+        """The next step; None once it is over and nothing waits."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._steps.get(timeout=POLL_S)
+            if over():
+                return None
 
     def steps(self, phase: str, request: str = "") -> Iterator[Step]:
         """Steps of this phase (and request) as they come; all others are let pass."""
@@ -124,8 +134,8 @@ class Gate:
         return next(self.steps(phase, request))
 
     def wait_for_command(self, word: str) -> None:
-        """Until something whose code's name contains `word` is in the engine's mailbox."""
-        while word not in self._asked.get(timeout=LIMIT_S):
+        """Until code that uses the name `word` is in the engine's mailbox."""
+        while word not in self._asked.get(timeout=LIMIT_S).split():
             pass
 
     def forget_commands(self) -> None:
@@ -136,12 +146,18 @@ class Gate:
     def __enter__(self) -> "Gate":
         self._listener.bind(str(self._path))
         self._listener.listen(64)
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.open()
+
+    def open(self) -> None:
+        """Everything passes from here on."""
         self._path.unlink(missing_ok=True)
-        self._listener.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # as it is already
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()  # so that none is held that comes in this moment
         self._listener.close()
         for connection in self._held:
             connection.close()

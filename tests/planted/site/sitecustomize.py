@@ -156,7 +156,7 @@ def wrap_ask(kind: type) -> None:
         answer = real(self, work)
         if connection := gate():
             with connection:
-                tell(connection, asked=getattr(work, "__qualname__", repr(work)))
+                tell(connection, asked=" ".join(work.__code__.co_names))
         return answer
 
     kind.ask = wrapped  # type: ignore[attr-defined]
