@@ -35,6 +35,11 @@ async def ready(backend: Live) -> tuple[int, str]:
     return status, reply["reason"]
 
 
+async def ready_at_rest(backend: Live) -> tuple[int, str]:
+    await at_rest(backend)
+    return await ready(backend)
+
+
 def test_the_pulse_of_a_model_that_loads(tiny_folder: FolderOf, tmp_path: Path) -> None:
     load_now = threading.Event()
 
@@ -107,7 +112,7 @@ def test_an_idle_engine_is_ready_when_it_computes_a_token(
             real()
 
         monkeypatch.setattr(scheduler, "probe", counted)
-        assert [await ready(backend) for _ in range(3)] == [(200, "")] * 3
+        assert [await ready_at_rest(backend) for _ in range(3)] == [(200, "")] * 3
         assert probes == ["engine"], "one for all who ask within five seconds"
 
         def broken() -> None:
@@ -115,7 +120,7 @@ def test_an_idle_engine_is_ready_when_it_computes_a_token(
 
         monkeypatch.setattr(scheduler, "probe", broken)
         monkeypatch.setattr(health, "PROBE_EVERY_S", 0.0)
-        assert await ready(backend) == (503, "the engine could not compute a token: the device is gone")
+        assert await ready_at_rest(backend) == (503, "the engine could not compute a token: the device is gone")
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
@@ -132,13 +137,13 @@ def test_a_token_that_does_not_come_is_not_ready(
 
         with monkeypatch.context() as planted:
             planted.setattr(backend.engine.scheduler, "probe", hang)
-            asking = asyncio.ensure_future(ready(backend))
+            asking = asyncio.ensure_future(ready_at_rest(backend))
             assert await asyncio.to_thread(begun.wait, WAIT_S)
             planted.setattr(health, "PROBE_WAIT_S", 0.01)
             assert await ready(backend) == (503, "the engine has not computed a token in 0.01 s")
             go_on.set()
             assert await asking == (200, ""), "who has asked before hears of it when it comes"
-        assert await ready(backend) == (200, "")
+        assert await ready_at_rest(backend) == (200, "")
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
