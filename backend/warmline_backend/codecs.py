@@ -181,6 +181,11 @@ class StateCodec(Codec):
         """The state of sequence `i`; a lazy view.  Entries that a model leaves unused are left out."""
         return {f"state{n}": array[i : i + 1] for n, array in enumerate(leaf.cache) if array is not None}
 
+    def copy_out(self, leaf: ArraysCache) -> None:
+        """Keep the state alone: a model may leave a view there, into all that it computed of a chunk."""
+        leaf.cache = [None if array is None else mx.contiguous(array) for array in leaf.cache]
+        mx.eval([array for array in leaf.cache if array is not None])
+
     def build(self, fields: Fields, position: int, template: ArraysCache) -> ArraysCache:
         single = ArraysCache(size=len(template.cache))
         for name, array in fields.items():

@@ -76,6 +76,12 @@ class KV:
         rows = _named((leaf.name, leaf.codec.rows(leaves[n], self.index, end, start, end)) for n, leaf in windows)
         self.journal.append((start, end, _detach(rows)))
 
+    def let_go_of_chunk(self) -> None:
+        """Hold nothing of the chunk just computed but what it has left."""
+        leaves = self._leaves()
+        for n, leaf in self.layout.of_kind(Kind.STATE):
+            leaf.codec.copy_out(leaves[n])
+
     def capture_due(self, steps: int) -> bool:
         """Whether `steps` more tokens could push uncaptured rows out of the smallest window."""
         window = min((leaf.template.max_size for _, leaf in self.layout.of_kind(Kind.WINDOW)), default=0)

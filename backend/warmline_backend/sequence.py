@@ -144,6 +144,7 @@ class Sequence:
             )
             self._prefill.prompt_cache = self.kv.layers
         self._prefill.prompt([self.request.prompt[start:end]])
+        self.kv.let_go_of_chunk()
         self.kv.capture_window()
         if end in self.cuts:
             self.kv.capture_checkpoint()

@@ -1,12 +1,18 @@
 """The memory budget: who makes way for whom, who waits, and what is kept until it is saved."""
 
+import gc
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
-from drive import Drive
+from drive import Drive, Heard, loader, save
 from families import cold, prompt_of, served
 
 from warmline_backend.scheduler import TooLarge
+from warmline_wire.keys import pack_tokens
 
 
 def test_residents_stay_within_the_budget(root: Path) -> None:
@@ -153,3 +159,88 @@ def test_who_holds_memory_goes_on_before_a_restore_that_waits_for_it(root: Path)
     drive.until(lambda: bool(granted))
     drive.scheduler.release("restore")
     drive.until(lambda: fresh.over)
+
+
+def test_answers_share_a_batch_only_where_there_is_room_to_copy(root: Path) -> None:
+    model = served("llama", root)
+    one = model.bytes_of(512)
+    for budget, sizes in ((6 * one, [2]), (2 * one, [1, 1])):  # two rows each, and two layers of both for joining
+        drive = Drive(model, budget=budget)
+        running = [drive.submit(prompt_of(400, seed), 50)[1] for seed in (1, 2)]
+        drive.until(lambda running=running: all(len(heard.events) > 4 for heard in running))  # type: ignore[misc]
+        assert sorted(len(group.sequences) for group in drive.scheduler._lineup.groups) == sizes
+        drive.until(lambda running=running: all(heard.over for heard in running))  # type: ignore[misc]
+        for seed, heard in zip((1, 2), running, strict=True):
+            assert heard.generated == cold(model, "llama", prompt_of(400, seed), 50).tokens
+
+
+@contextmanager
+def peak_above(base: int) -> Iterator[Callable[[], int]]:
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    yield lambda: mx.get_peak_memory() - base
+
+
+class Restore:
+    """A restore of a saved prompt's first 700 tokens once memory is granted, and a request that goes on from it."""
+
+    def __init__(self, drive: Drive, folder: Path) -> None:
+        self._drive, self._folder = drive, folder
+        self.granted = False
+        trunk = Drive(drive.served, step=16)
+        kv = trunk.scheduler.residents.kv(trunk.run(prompt_of(705, 9), 1, checkpoints=(700,)).settled.resident)
+        assert kv
+        self._chain, checkpoints = save(kv, folder, [300, 700])
+        self._checkpoint = next((ref for ref in checkpoints if ref.position == 700), None)
+
+    def ask(self) -> None:
+        self._drive.scheduler.reserve("restore", self._drive.served.bytes_of(700), self._grant)
+
+    def _grant(self) -> None:
+        self.granted = True
+
+    def go_on(self) -> Heard:
+        drive = self._drive
+        with ThreadPoolExecutor(2) as pool:
+            tokens = pack_tokens(prompt_of(700, 9))
+            loaded = loader(drive.served, self._folder, pool).load(tokens, self._chain, self._checkpoint, lambda: False)
+            resident = drive.scheduler.install("restore", loaded.build(drive.served.layout))
+        return drive.submit(prompt_of(700, 9) + prompt_of(30, 3), 10, resident=resident, reuse=700)[1]
+
+
+def test_the_peak_stays_within_the_budget_and_what_a_chunk_works_with(root: Path, tmp_path: Path) -> None:
+    model = served("llama", root)
+    budget = 6 * model.bytes_of(768)
+    drive = Drive(model, step=16, budget=budget)
+    restore = Restore(drive, tmp_path)
+    gc.collect()
+    base = mx.get_active_memory()
+    with peak_above(base) as peak:
+        alone = Drive(model, step=16).run(prompt_of(700), 40)
+        workspace = peak() - model.bytes_of(768)
+    del alone
+    with peak_above(base) as peak:
+        running = [drive.submit(prompt_of(length, length), 40)[1] for length in (700, 710, 690, 400, 720, 680)]
+        drive.until(lambda: running[3].over)
+        restore.ask()
+        saved: set[int] = set()
+        while not all(heard.over for heard in running):
+            drive.turn()
+            if restore.granted and len(running) == 6:
+                running.append(restore.go_on())
+            for n, heard in enumerate(running):
+                if heard.over and n not in saved:
+                    saved.add(n)
+                    drive.saved(heard)
+        assert len(running) == 7 and {heard.settled.finish for heard in running} == {"length"}
+        assert 0.9 * budget < peak() <= budget + workspace
+
+
+def test_a_state_keeps_nothing_of_the_chunk_that_made_it(root: Path) -> None:
+    drive = Drive(served("falcon_h1", root), step=256)
+    gc.collect()
+    base = mx.get_active_memory()
+    name, heard = drive.submit(prompt_of(600), 4)
+    drive.until(lambda: heard.chunks == [256])
+    held = drive.scheduler.kv_of(256, running=name).nbytes
+    assert mx.get_active_memory() - base < held + 16_000, "a view into 256 tokens' activations would hold 200 kB"
