@@ -73,7 +73,7 @@ class Face:
             return await self._generate(request, endpoint)
         if path.startswith(CANCEL_PATH) and request.method == "DELETE":
             return await self._cancel(path.removeprefix(CANCEL_PATH))
-        return await forward(request, self._upstream)
+        return await forward(request, self._upstream, self._config.receive_timeout_s, self._config.send_timeout_s)
 
     async def _generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
         if request.method != "POST":

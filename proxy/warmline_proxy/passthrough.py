@@ -51,7 +51,7 @@ def request_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 async def forward(
-    request: web.Request, upstream: Upstream, receive_timeout_s: float = 60.0, send_timeout_s: float = 300.0
+    request: web.Request, upstream: Upstream, receive_timeout_s: float, send_timeout_s: float
 ) -> web.StreamResponse:
     """Raises ClientError 404 for what is not the client's to reach, UpstreamError where the backend fails.
 

@@ -321,10 +321,10 @@ class FakeBackend:
         if self.mishaps and (mishap := self.mishaps.pop(0)):
             await self._go_wrong(mishap, request, response, body)
             return response
-        if self.raw is not None:
-            for data in self.raw:
+        if (raw := self.raw) is not None:
+            for data in raw:
                 await response.write(data)
-            if request.transport and self.raw[-1:] != [b"data: [DONE]\n\n"]:
+            if request.transport and raw[-1:] != [b"data: [DONE]\n\n"]:
                 request.transport.abort()
             return response
         await self._stream(response, body, headers)

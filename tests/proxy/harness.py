@@ -15,6 +15,7 @@ from fake_backend import FakeBackend
 
 from warmline_proxy.app import build
 from warmline_proxy.config import GB, Config
+from warmline_proxy.connections import listening
 from warmline_proxy.index import Index
 from warmline_proxy.rows import RequestRecord
 from warmline_wire.home import Home
@@ -85,20 +86,18 @@ async def pair(folder: Path, **settings: Any) -> AsyncIterator[Pair]:
     config = Config(home=home, **settings)
     with Index(home, config.disk_budget_bytes) as index:
         app = build(config, home.secret(), index)
-        above, port = await serve(app)
-        async with aiohttp.ClientSession() as client:
+        async with listening(app, config) as above, aiohttp.ClientSession() as client:
             yield Pair(
                 app,
                 backend,
                 index,
                 home,
                 config.backend_url,
-                f"http://127.0.0.1:{port}",
+                f"http://127.0.0.1:{above.port}",
                 client,
                 below.cleanup,
-                above.cleanup,
+                above.close,
             )
-        await above.cleanup()
     await below.cleanup()
 
 
