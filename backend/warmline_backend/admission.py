@@ -77,7 +77,7 @@ class Admission:
         """The first in line, or nobody; with nothing running, whoever fits."""
         reservations, running = self._lineup.reservations, self._lineup.running
         for sequence in line[:1] if running and not reservations.waiting else line:
-            if self._make_room(self._lineup.bytes_to_admit(sequence)):
+            if self._make_room(self._lineup.bytes_to_copy + self._lineup.bytes_to_admit(sequence)):
                 return sequence
         if running or reservations.some_granted or self._residents.some_leased:
             return None
@@ -101,7 +101,10 @@ class Admission:
         self.grant()
 
     def grant(self) -> None:
-        self._lineup.reservations.grant(fits=self._make_room, may_wait=self._something_makes_way)
+        self._lineup.reservations.grant(
+            fits=lambda wanted: self._make_room(self._lineup.bytes_to_copy + wanted),
+            may_wait=self._something_makes_way,
+        )
 
     def _something_makes_way(self) -> bool:
         """Whether memory will be freed without our dropping anything: somebody ends, or is saved or taken over."""
@@ -112,7 +115,7 @@ class Admission:
 
     def _make_room(self, bytes_wanted: int) -> bool:
         """Have residents make way, and then prefills that nobody waits for; False where that is not enough."""
-        while not self._residents.make_room(self._lineup.bytes_held + self._lineup.bytes_to_copy + bytes_wanted):
+        while not self._residents.make_room(self._lineup.bytes_held + bytes_wanted):
             if not self._give_way():
                 return False
         return True
@@ -126,7 +129,7 @@ class Admission:
 
     def keep_within_budget(self) -> None:
         """Answers grow: residents make way for them, and then the youngest request, so that the others can end."""
-        if self._make_room(-self._lineup.bytes_to_copy):
+        if self._make_room(0):
             return
         self._residents.drop_unleased()
         running = self._lineup.running

@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 
 from warmline_backend.codecs import flatten, rebuild
-from warmline_backend.kv import layers_nbytes
 from warmline_backend.sequence import DecodeBatch, Sequence
 
 PADDING_MAX = 1.25  # rows computed / rows wanted
@@ -29,10 +28,6 @@ class DecodeGroup:
         group = cls(sequence.decode_batch(), [sequence])
         group._place()
         return group
-
-    @property
-    def nbytes(self) -> int:
-        return layers_nbytes(self.batch.prompt_cache)
 
     def welcomes(self, sequence: Sequence) -> bool:
         """Whether taking it in keeps the padding within bounds."""

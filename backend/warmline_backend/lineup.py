@@ -11,6 +11,7 @@ from warmline_backend.segments import ROOM_TOKENS
 from warmline_backend.sequence import Generation, Sequence
 
 ANSWER_TOKENS_RESERVED = 256  # admission counts this much of an answer that may be longer
+STEPS_PER_WEIGHING = 32  # how often the budget is looked at while answers grow
 # Joining copies a group layer by layer, each old layer freed on the way: at most 1.7 layers were measured on top
 # (llama, qwen3_5, deepseek_v32 and a llama of 8 layers, 3,000 tokens each).
 LAYERS_COPIED_AT_ONCE = 2
@@ -116,8 +117,9 @@ class Lineup:
         return self._served.bytes_of(room(tokens))
 
     def _bytes_each(self, group: DecodeGroup) -> int:
-        rows = max(group.sequences[0].kv.room, *(member.kv.length for member in group.sequences))
-        return self.bytes_of(rows)
+        """What each row of a batch takes, grown as it will have before the budget is looked at again."""
+        soon = (min(each.kv.length + STEPS_PER_WEIGHING, each.tokens_max) for each in group.sequences)
+        return self.bytes_of(max(group.sequences[0].kv.room, *soon))
 
     def _bytes_now(self, sequence: Sequence) -> int:
         return self.bytes_of(sequence.kv.room)

@@ -16,7 +16,7 @@ from warmline_backend.decode import DecodeGroup
 from warmline_backend.ends import Ends
 from warmline_backend.following import wanted_first
 from warmline_backend.kv import KV
-from warmline_backend.lineup import Lineup
+from warmline_backend.lineup import STEPS_PER_WEIGHING, Lineup
 from warmline_backend.model import ServedModel
 from warmline_backend.rates import Rates
 from warmline_backend.residents import LEASE_S, ResidentGone, Residents
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 DECODE_STEPS_PER_CHUNK = 8
 CHUNKS_PASSED_OVER_MAX = 4  # a long prompt waits at most this many chunks of shorter ones
-STEPS_PER_WEIGHING = 32
 STEPS_PER_CLEAN_UP = 512  # how often mlx's buffer pool is emptied while decoding
 PROBE_TOKEN = 1
 

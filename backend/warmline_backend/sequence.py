@@ -113,6 +113,11 @@ class Sequence:
         return len(self.request.prompt) - 1 - self.kv.length
 
     @property
+    def tokens_max(self) -> int:
+        """How long prompt and answer can become."""
+        return len(self.request.prompt) + self.answer_tokens_max
+
+    @property
     def tokens_known(self) -> list[int]:
         """What it computes: its prompt, and the answer so far."""
         return max(self.request.prompt, self.kv.tokens, key=len)
