@@ -18,7 +18,7 @@ HEADER_KEEP = "X-Warmline-Keep"  # "1": the resident is copied and stays; withou
 HEADER_FOLLOW = "X-Warmline-Follow"  # request id of a generation that is computing the prompt's first `reuse` tokens
 HEADER_CHECKPOINTS = "X-Warmline-Checkpoints"  # "120,800": positions at which recurrent state is to be kept
 # Response headers, from the proxy to its client.
-HEADER_CACHE = "X-Warmline-Cache"  # "resident 812", "restored 812" or "cold 0"
+HEADER_CACHE = "X-Warmline-Cache"  # "resident 812", "restored 812", "shared 812" or "cold 0"
 
 # Request headers, from a client to the proxy: its own deadlines in seconds, and its own name for the request.
 HEADER_CONNECT_TIMEOUT = "X-Warmline-Connect-Timeout"
