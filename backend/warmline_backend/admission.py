@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from warmline_backend.ends import LEADERLESS, Ends
+from warmline_backend.fits import TooLarge, check_fits
 from warmline_backend.lineup import Lineup
 from warmline_backend.model import ServedModel
 from warmline_backend.residents import Residents
@@ -10,10 +11,6 @@ from warmline_backend.segments import ROOM_TOKENS
 from warmline_backend.sequence import Generation, Sequence
 
 OUT_OF_MEMORY = "the memory budget is used up by answers that grew; try again, or raise --memory-budget-gb"
-
-
-class TooLarge(Exception):
-    """The request's KV can't fit the memory budget, whatever is dropped."""
 
 
 class Admission:
@@ -34,12 +31,7 @@ class Admission:
 
     def check_size(self, request: Generation) -> None:
         """Raises TooLarge."""
-        needed, budget = self._lineup.bytes_needed(request), self._budget_bytes
-        if needed > budget:
-            raise TooLarge(
-                f"the KV of {len(request.prompt)} prompt tokens and their answer takes {needed / 1e6:.1f} MB, the "
-                f"memory budget is {budget / 1e6:.1f} MB; shorten the prompt or raise --memory-budget-gb"
-            )
+        check_fits(self._served, len(request.prompt), request.params.max_tokens, self._budget_bytes)
 
     @property
     def tokens_max(self) -> int:

@@ -2,7 +2,10 @@
 
 from warmline_backend.lineup import ANSWER_TOKENS_RESERVED, room
 from warmline_backend.model import ServedModel
-from warmline_backend.scheduler import TooLarge
+
+
+class TooLarge(Exception):
+    """The KV can't fit the memory budget, whatever is dropped."""
 
 
 def check_fits(served: ServedModel, prompt_tokens: int, answer_tokens_max: int, budget_bytes: int) -> None:

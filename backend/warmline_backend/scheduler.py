@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from warmline_backend.admission import Admission, TooLarge
+from warmline_backend.admission import Admission
 from warmline_backend.decode import DecodeGroup
 from warmline_backend.ends import Ends
 from warmline_backend.following import wanted_first
@@ -24,8 +24,6 @@ from warmline_backend.sampling import pick_logprobs
 from warmline_backend.saving import Saving
 from warmline_backend.sequence import Generation, Piece, Progress, Sequence, Started, TokenLogprobs
 from warmline_wire.messages import Settled
-
-__all__ = ["DeviceBroken", "Scheduler", "SchedulerSettings", "TooLarge"]
 
 log = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from aiohttp import web
 
 from warmline_backend.answer import Answer
 from warmline_backend.engine import EngineStopped
+from warmline_backend.fits import TooLarge
 from warmline_backend.generations import Call, UnknownRequest
 from warmline_backend.kv import RowsGone
 from warmline_backend.params import BadRequest
 from warmline_backend.prompt_store import UnknownPrompt
 from warmline_backend.residents import ResidentGone, ResidentMismatch
-from warmline_backend.scheduler import TooLarge
 from warmline_backend.segments import BadChain, Cancelled, Damaged
 from warmline_backend.service import NotReady, Service
 from warmline_wire.messages import (

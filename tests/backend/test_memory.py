@@ -11,7 +11,7 @@ import pytest
 from drive import Drive, Heard, loader, save
 from families import cold, prompt_of, served
 
-from warmline_backend.scheduler import TooLarge
+from warmline_backend.fits import TooLarge
 from warmline_wire.keys import pack_tokens
 
 

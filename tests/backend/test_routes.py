@@ -9,8 +9,8 @@ import pytest
 from live import BODY, ENDLESS, SECRET, WAIT_S, Chunks, Live, settled, until, when, with_backend
 
 from warmline_backend import prompt_store, server
+from warmline_backend.fits import TooLarge
 from warmline_backend.params import GenerationParams
-from warmline_backend.scheduler import TooLarge
 from warmline_backend.sequence import Generation
 from warmline_wire.messages import HEADER_FOLLOW, HEADER_PROMPT, HEADER_REQUEST, HEADER_REUSE, PromptRequest
 
