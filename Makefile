@@ -1,5 +1,6 @@
 # make run     serve the demo model; Ctrl-C stops.  MODEL=path-or-repo HOME_DIR= HOST= PORT= BACKEND_PORT= ARGS="..."
 # make test    lint and all tests (ARGS="-k name" for some)
+# make chaos   a storm over the pair for ten minutes: SECONDS=600 SEED=7
 # make setup   only install: .venv with the versions in requirements/
 # make lint    only lint
 # make cuda    install mlx for an NVIDIA GPU (CUDA 13) in place of the CPU's
@@ -11,7 +12,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 LOCK := requirements/lock.txt requirements/demo.txt
 
-.PHONY: run test setup cuda lint lock clean
+.PHONY: run test chaos setup cuda lint lock clean
 
 run: setup
 	@$(BIN)/warmline serve $(if $(MODEL),--model "$(MODEL)") $(if $(HOME_DIR),--home "$(HOME_DIR)") \
@@ -20,6 +21,9 @@ run: setup
 
 test: lint
 	$(BIN)/pytest $(ARGS)
+
+chaos: setup
+	PYTHONPATH=tests $(BIN)/python tests/pair/storm.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

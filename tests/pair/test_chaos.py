@@ -1,0 +1,17 @@
+"""A short storm in every run of the tests; `make chaos` has a longer one."""
+
+from pathlib import Path
+
+from storm import run
+
+from pair import FolderOf
+
+SECONDS, SEED = 60.0, 20261128
+
+
+def test_nothing_is_wrong_hung_or_left_after_a_storm(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    report = run(SECONDS, SEED, tmp_path / "home", tiny_folder("bench"))
+    print(report.table())
+    assert report.failures == []
+    assert report.log.counts["answered"] > 0
+    assert report.log.faults.total() > 0
