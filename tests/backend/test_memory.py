@@ -243,4 +243,4 @@ def test_a_state_keeps_nothing_of_the_chunk_that_made_it(root: Path) -> None:
     name, heard = drive.submit(prompt_of(600), 4)
     drive.until(lambda: heard.chunks == [256])
     held = drive.scheduler.kv_of(256, running=name).nbytes
-    assert mx.get_active_memory() - base < held + 16_000, "a view into 256 tokens' activations would hold 200 kB"
+    assert mx.get_active_memory() - base < held + 60_000, "a view into 256 tokens' activations would hold 200 kB"
