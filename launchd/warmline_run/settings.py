@@ -180,7 +180,9 @@ SETTINGS: dict[str, Setting] = {
         Setting("queue_count_max", 64, whole(0, 100_000), "N", "requests that may wait; more get 429"),
         Setting("running_count_max", 16, whole(1, 10_000), "N", "requests computed at once"),
         Setting("connections_max", 2048, whole(1, 1_000_000), "N", "connections that clients may have open"),
-        Setting("connect_timeout_s", 60.0, some_seconds, "S", "how long a request waits for a backend that starts"),
+        Setting(
+            "connect_timeout_s", 60.0, seconds, "S", "how long a request waits for a backend that starts; 0: no limit"
+        ),
         Setting("queue_timeout_s", 0.0, seconds, "S", "how long a request may wait for its turn; 0: no limit"),
         Setting("stall_timeout_s", 300.0, seconds, "S", "how long a request may make no progress at all; 0: no limit"),
         Setting("total_timeout_s", 0.0, seconds, "S", "how long a request may take in all; 0: no limit"),

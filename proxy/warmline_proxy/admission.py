@@ -127,7 +127,8 @@ class Admission:
             if (other := self._to_make_way(ticket.caller)) is None or other.waiting is None:
                 raise self._refusal()
             self._waiting.remove(other)
-            other.waiting.set_exception(self._refusal())
+            if not other.waiting.done():  # else it leaves in this moment
+                other.waiting.set_exception(self._refusal())
         ticket.waiting = asyncio.get_running_loop().create_future()
         self._waiting.append(ticket)
         self._fill()

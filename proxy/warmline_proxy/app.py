@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 CANCEL_PATH = "/v1/requests/"
 END_TIMEOUT_S = 2.0  # for background work after the drain, or without one
+LIVES = web.AppKey("lives", Lives)
 DRAIN: web.AppKey[Callable[[], Awaitable[None]]] = web.AppKey("drain")
 
 
@@ -82,12 +83,11 @@ class Face:
 
     async def _cancel(self, name: str) -> web.StreamResponse:
         """Answers when the engine has let go.  `name`: the request's id, or the id of its answer, which ends in it."""
-        request_id = name.removeprefix("chatcmpl-").removeprefix("cmpl-")
-        life = self._lives.find(request_id)
-        if life is None or (life.answered and not life.alone):
-            raise bad_request(f"No request {request_id!r} is on its way.", status=404, code="unknown_request")
+        life = self._lives.find(name) or self._lives.find(name.removeprefix("chatcmpl-").removeprefix("cmpl-"))
+        if life is None or (life.answered.is_set() and not life.alone):
+            raise bad_request(f"No request {name!r} is on its way.", status=404, code="unknown_request")
         await self._ending.cancel(life)
-        return web.json_response({"id": request_id, "object": "request", "cancelled": True})
+        return web.json_response({"id": life.trace.id, "object": "request", "cancelled": True})
 
     async def _administer(self, request: web.Request, path: str) -> web.StreamResponse:
         if not same_secret(bearer(request.headers), self._secret):
@@ -180,7 +180,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         await asyncio.wait(watching)
         await upstream.close()
 
-    app[DRAIN] = drain_all
+    app[LIVES], app[DRAIN] = lives, drain_all
     app.cleanup_ctx.append(live)
     return app
 

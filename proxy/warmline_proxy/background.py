@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -33,3 +33,14 @@ class Background:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             log.error("%s failed", task.get_name(), exc_info=error)
+
+
+async def wait_for_events(events: Iterable[asyncio.Event], timeout_s: float) -> None:
+    """Until all are set, or the time is over."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        if waits:
+            await asyncio.wait(waits, timeout=timeout_s)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -28,7 +28,7 @@ SECONDS = (
     "heartbeat_after_s",
     "drain_timeout_s",
 )
-POSITIVE = ("connect_timeout_s", "wedge_timeout_s", "receive_timeout_s", "send_timeout_s")
+POSITIVE = ("wedge_timeout_s", "receive_timeout_s", "send_timeout_s")
 
 
 class ConfigError(ValueError):

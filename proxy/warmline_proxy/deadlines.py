@@ -30,7 +30,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Limits:
-    connect_s: float = 60.0  # for a backend that starts; 0: don't wait for it
+    connect_s: float = 60.0  # for a backend that starts, or is started again
     queue_s: float = 0.0  # for its turn, here and at the backend
     stall_s: float = 0.0  # without a chunk or a token
     total_s: float = 0.0
@@ -59,6 +59,7 @@ class Clock:
     waited_s: float = 0.0
     waiting_since: float | None = None
     progressed_at: float | None = None  # None while the engine does not work on it
+    connecting_s: float = 0.0  # of its time, waiting for the backend to be there
 
     def waited_at(self, now: float) -> float:
         return self.waited_s + (now - self.waiting_since if self.waiting_since is not None else 0.0)
@@ -99,7 +100,8 @@ def overdue(limits: Limits, clock: Clock, now: float, slowest_step_s: float, run
 class Alarm:
     """Ends one request from outside its task: on a deadline, on a DELETE, at a shutdown.
 
-    `async with alarm:` around the request's work raises the ClientError that `ring` was given.
+    `async with alarm:` around the request's work raises the ClientError that `ring` was given.  `check` does so where
+    the work was ended and something on the way made another error of it.
     """
 
     def __init__(self) -> None:
@@ -112,6 +114,10 @@ class Alarm:
         self.reason = self.reason or reason
         if self._inside and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    def check(self) -> None:
+        if self.reason:
+            raise self.reason
 
     async def __aenter__(self) -> None:
         await self._timeout.__aenter__()

@@ -4,8 +4,8 @@ import asyncio
 import logging
 from contextlib import suppress
 
-from warmline_proxy.background import Background
-from warmline_proxy.errors import cancelled, unavailable
+from warmline_proxy.background import Background, wait_for_events
+from warmline_proxy.errors import ClientError, cancelled, unavailable
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
 from warmline_proxy.settle import Settler
@@ -36,44 +36,49 @@ class Ending:
         self._lives, self._upstream, self._watchdog = lives, upstream, watchdog
         self._settler, self._background, self._finish_prefill = settler, background, finish_prefill
 
+    def let_go(self, life: Life) -> None:
+        """From now on nothing more is wanted of the engine, whether or not its client has heard so."""
+        if life.leaving is None:
+            life.leaving = self._background.spawn(self._make_way(life), f"end of {life.trace.id}")
+
     def begin(self, life: Life) -> None:
         """The client has its answer, or has left."""
-        life.answered = True
-        life.ended.set()
+        life.answer.close()
+        life.answered.set()
+        self.let_go(life)
         self._background.spawn(self._finish(life), f"settling of {life.trace.id}")
 
     async def cancel(self, life: Life) -> None:
         """End a request for somebody else than its client; returns when the engine has let go."""
-        life.alarm.ring(cancelled("The request was cancelled by DELETE."))
-        if life.alone:
-            await self._upstream.cancel(life.trace.id, self._watchdog.limit_s)
+        await self._end(life, cancelled("The request was cancelled by DELETE."))
         await life.let_go.wait()
 
     async def drain(self, timeout_s: float) -> None:
         """Let what runs come to its end for `timeout_s`, end the rest, and wait until all is on disk."""
-        await self._wait(timeout_s)
-        for life in self._lives:
-            life.alarm.ring(unavailable("The proxy is being stopped.  What was computed is kept.", "shutting_down"))
-            if life.alone:
-                with suppress(UpstreamError):
-                    await self._upstream.cancel(life.trace.id, self._watchdog.limit_s)
-        await self._wait(WORD_TIMEOUT_S)
+        await self._wait_for_answers(timeout_s)
+        reason = unavailable("The proxy is being stopped.  What was computed is kept.", "shutting_down")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WORD_TIMEOUT_S):
+                await asyncio.gather(*(self._end(life, reason) for life in self._lives))
+                await self._wait_for_answers(WORD_TIMEOUT_S)
         with suppress(TimeoutError):
             async with asyncio.timeout(SAVES_TIMEOUT_S):
                 await asyncio.gather(*(life.settled.wait() for life in self._lives))
                 await self._settler.save_residents()
 
-    async def _wait(self, timeout_s: float) -> None:
-        """For all answers that are under way."""
-        ends = [asyncio.ensure_future(life.ended.wait()) for life in self._lives if not life.answered]
-        if ends:
-            _, late = await asyncio.wait(ends, timeout=timeout_s)
-            for end in late:
-                end.cancel()
+    async def _end(self, life: Life, reason: ClientError) -> None:
+        life.ring(reason)
+        if life.alone:
+            with suppress(UpstreamError):
+                await self._upstream.cancel(life.trace.id, self._watchdog.patience_s)
+
+    async def _wait_for_answers(self, timeout_s: float) -> None:
+        await wait_for_events((life.answered for life in self._lives if not life.answered.is_set()), timeout_s)
 
     async def _finish(self, life: Life) -> None:
         try:
-            await self._make_way(life)
+            assert life.leaving is not None
+            await life.leaving
             if life.ticket:  # else a flood of refusals would push out what the records are for
                 await self._settler.settle(life)
         finally:
@@ -85,7 +90,7 @@ class Ending:
         try:
             await self._let_go(life)
         except TimedOut:
-            self._watchdog.condemn(f"request {life.trace.id} was cancelled, and the engine does not let go of it")
+            self._watchdog.did_not_let_go(life.trace.id)
         except UpstreamError as error:
             log.warning("request %s: what the backend made of it is unknown: %s", life.trace.id, error)
         finally:
@@ -96,37 +101,46 @@ class Ending:
     async def _let_go(self, life: Life) -> None:
         """Cancel what the client no longer waits for.  Prefill that was done stays, so a retry goes on from there."""
         await self._give_up_restore(life)
-        generation = life.generation
-        if not life.sent or (generation is not None and generation.is_over):
-            return
-        if self._finish_prefill and generation and life.trace.outcome == CANCELLED and not life.trace.ttft_s:
-            await self._finish_alone(life)
+        if not life.sent or (life.generation is not None and life.generation.is_over):
             return
         try:
-            await self._cancel(life)
+            if not (self._is_to_finish(life) and await self._finish_alone(life)):
+                self._learn(life, await self._upstream.cancel(life.trace.id, self._watchdog.patience_s))
         finally:
-            if generation:
-                await generation.end(LAST_EVENT_TIMEOUT_S)
+            if life.generation:
+                await life.generation.end(LAST_EVENT_TIMEOUT_S)
 
-    async def _cancel(self, life: Life) -> None:
-        if settled := await self._upstream.cancel(life.trace.id, self._watchdog.limit_s):
-            self._learn(life, settled)
+    def _is_to_finish(self, life: Life) -> bool:
+        """Its client has left by itself, in the midst of a prefill."""
+        left = life.trace.outcome == CANCELLED and life.alarm.reason is None
+        return self._finish_prefill and left and life.generation is not None and not life.trace.ttft_s
 
-    async def _finish_alone(self, life: Life) -> None:
-        """Let an idle engine complete the prefill, for the client's next try to find or to join."""
+    async def _finish_alone(self, life: Life) -> bool:
+        """Let an idle engine complete the prefill, for the client's next try to find or to join.
+
+        False where the backend does not say that it will.
+        """
         assert life.generation is not None
         life.alone = True
-        if settled := await self._upstream.finish_prefill(life.trace.id, self._watchdog.limit_s):
-            self._learn(life, settled)
+        try:
+            self._learn(life, await self._upstream.finish_prefill(life.trace.id, self._watchdog.patience_s))
+        except UpstreamError as error:
+            log.warning("request %s: its prefill can't go on alone: %s", life.trace.id, error)
+            life.alone = False
+            return False
         if life.ticket:
             life.ticket.release()
-        await life.generation.end()
+        await life.generation.end()  # however long that takes: an engine that hangs is ended, and the stream with it
+        return True
 
-    def _learn(self, life: Life, settled: Settled) -> None:
-        if life.hearing:
+    def _learn(self, life: Life, settled: Settled | None) -> None:
+        if life.hearing and settled:
             life.hearing.settled(settled)
 
     async def _give_up_restore(self, life: Life) -> None:
-        if life.restoring and not life.restoring.done():
-            await self._upstream.cancel(life.trace.id, self._watchdog.limit_s)
-            await asyncio.wait({life.restoring})
+        if not life.restoring or life.restoring.done():
+            return
+        await self._upstream.cancel(life.trace.id, self._watchdog.patience_s)
+        await asyncio.wait({life.restoring}, timeout=LAST_EVENT_TIMEOUT_S)
+        life.restoring.cancel()  # where the cancel overtook it
+        await asyncio.wait({life.restoring})

@@ -36,8 +36,8 @@ class Listener(Protocol):
     def settled(self, settled: Settled) -> None:
         """It has ended; this is what the backend holds of it."""
 
-    def over(self) -> None:
-        """The stream has ended, well or badly.  Last."""
+    def over(self, whole: bool) -> None:
+        """The stream has ended, or broken off.  Last."""
 
 
 class Generation:
@@ -89,7 +89,7 @@ class Generation:
             if done:
                 self._offer(done)
             self._events.put_nowait(None)
-            self._listener.over()
+            self._listener.over(whole=done is not None)
             await self._stream.close()
 
     def _offer(self, event: Event) -> None:

@@ -6,6 +6,8 @@ from warmline_proxy.life import Life, held_after
 from warmline_proxy.settle import Settler
 from warmline_wire.messages import Settled
 
+ENDED = ("cancelled", "error")  # without an answer, and not to be dispatched again
+
 
 class Hearing:
     """A generation.Listener for one try of one request."""
@@ -36,15 +38,19 @@ class Hearing:
             self._life.trace.settled = settled
             self._knowledge.mirror.add(settled.resident, held_after(self._life, settled))
 
-    def over(self) -> None:
-        """Its place is free, whether or not its client has read all of the answer."""
+    def over(self, whole: bool) -> None:
+        """Its place is free, whether or not its client has read all of the answer.  Who was lost keeps it for a while:
+        to be dispatched again, or until the answer says that it failed.
+        """
+        settled = self._life.trace.settled
+        self._life.clock.rests()
         self._life.let_go.set()
-        if self._life.ticket:
+        if self._life.ticket and (whole or (settled and settled.finish in ENDED)):
             self._life.ticket.release()
 
     async def _save(self, tokens: int) -> None:
         try:
-            await self._settler.save_part(self._life, tokens)
-            self._life.stored = tokens
+            if await self._settler.save_part(self._life, tokens) and self._life.hearing is self:
+                self._life.stored = tokens
         finally:
             self._saving = False

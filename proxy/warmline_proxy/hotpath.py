@@ -2,23 +2,25 @@
 
 import asyncio
 import logging
+import time
+from collections.abc import Sequence
 
 from aiohttp import web
 
 from warmline_proxy.admission import Admission, caller_of
-from warmline_proxy.background import Background
+from warmline_proxy.background import Background, wait_for_events
 from warmline_proxy.bodies import read_body
 from warmline_proxy.config import Config
 from warmline_proxy.deadlines import Limits
 from warmline_proxy.ending import Ending
-from warmline_proxy.errors import ClientError, cancelled, from_upstream
+from warmline_proxy.errors import ClientError, cancelled, from_upstream, unavailable
 from warmline_proxy.generation import Generation
 from warmline_proxy.hearing import Hearing
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
 from warmline_proxy.normalize import read_call
-from warmline_proxy.plan import Plan
+from warmline_proxy.plan import Plan, Running
 from warmline_proxy.relay import Answer, relay
 from warmline_proxy.settle import Settler
 from warmline_proxy.start import Starter
@@ -30,7 +32,8 @@ from warmline_wire.messages import HEADER_CACHE, HEADER_REQUEST, PromptRequest
 
 log = logging.getLogger(__name__)
 
-PLANS_MAX = 16  # in one dispatch; whoever follows plans again each time that its leader leaves
+PLANS_MAX = 16  # in one dispatch
+FOLLOWS_MAX = 8  # of these; whoever follows plans again each time that its leader leaves
 GONE_MAX = 2  # times that what was planned on is gone; then cold
 WORTH_WAITING_TOKENS = BLOCK_TOKENS
 SAVE_WAIT_S = 10.0
@@ -83,6 +86,7 @@ class HotPath:
             return response
         except (ClientError, UpstreamError) as error:
             life.trace.failed(error)
+            self._ending.let_go(life)  # first: a client that reads nothing hears nothing, for a while
             return await life.answer.fail(from_upstream(error))
         except (asyncio.CancelledError, ConnectionResetError):
             life.trace.left()
@@ -110,13 +114,17 @@ class HotPath:
     async def _dispatch(self, life: Life) -> web.StreamResponse:
         """One try.  Raises Unreachable, Broken or Discarded, with no content sent, where the backend was lost."""
         try:
+            life.alarm.check()
+            life.trace.dispatches += 1
             await self._renew(life)
-            await self._watchdog.up(life.limits.connect_s)
+            await self._connect(life)
             gone = 0
-            for _ in range(PLANS_MAX):
+            for number in range(PLANS_MAX):
                 await self._render(life)  # 3. the prompt's token ids; what is wrong with it is refused here
+                await self._supersede(life)
                 await self._take_turn(life)
-                plan = await self._start(life, warm=gone < GONE_MAX)  # 4. plan, 5. restore
+                running = self._lives.to_follow(life) if number < FOLLOWS_MAX else []
+                plan = await self._start(life, running, warm=gone < GONE_MAX)  # 4. plan, 5. restore
                 if not await self._generate(life, plan):
                     gone += 1
                     continue
@@ -130,8 +138,18 @@ class HotPath:
             raise
         raise UpstreamError("what it was to start from was lost again and again")
 
+    async def _connect(self, life: Life) -> None:
+        """Wait for a backend that starts, or is started again; in all dispatches together no longer than the limit."""
+        limit_s, began = life.limits.connect_s, time.monotonic()
+        try:
+            await self._watchdog.up(max(0.0, limit_s - life.clock.connecting_s) if limit_s else None)
+        except TimeoutError:
+            message = f"The backend can't serve now: {self._watchdog.why_down} (waited {limit_s:g} s).  Try again soon."
+            raise unavailable(message) from None
+        finally:
+            life.clock.connecting_s += time.monotonic() - began
+
     async def _renew(self, life: Life) -> None:
-        life.trace.dispatches += 1
         if life.generation:
             await life.generation.end(PREVIOUS_END_TIMEOUT_S)
         life.renew()
@@ -157,25 +175,27 @@ class HotPath:
         life.clock.rests()
         life.trace.queue_s += life.trace.elapsed_s() - began_s
 
-    async def _start(self, life: Life, warm: bool) -> Plan:
+    async def _start(self, life: Life, running: Sequence[Running], warm: bool) -> Plan:
         if self._config.reuse == "off":
             plan = self._starter.cold(life, "reuse is off")
         elif not warm:
             plan = self._starter.cold(life, "what it was to start from was gone, twice")
         else:
-            await self._supersede(life)
             await self._await_leavers(life)
             await self._await_savers(life)
-            plan = await self._starter.start(life, self._lives.to_follow(life))
+            plan = await self._starter.start(life, running)
         life.trace.plan = plan
         return plan
 
     async def _supersede(self, life: Life) -> None:
-        """Its client has given up an earlier try whose connection is not known to be dead yet."""
-        earlier = [each for each in self._lives if each.is_retried_by(life) and not each.answered]
-        for each in earlier:
-            each.alarm.ring(cancelled("The client has sent this request again; this try is given up."))
-        await asyncio.gather(*(each.let_go.wait() for each in earlier))
+        """Its client has given up an earlier try whose connection is not known to be dead yet.
+
+        Where several could be meant, they may be several samples of one prompt: none is ended.
+        """
+        earlier = [each for each in self._lives if each.leaving is None and each.is_retried_by(life)]
+        if len(earlier) == 1:
+            earlier[0].ring(cancelled("The client has sent this request again; this try is given up."))
+            await earlier[0].let_go.wait()
 
     async def _await_leavers(self, life: Life) -> None:
         """Who gave up and asks again at once goes on from what the first try has computed: a step's time away."""
@@ -188,11 +208,7 @@ class HotPath:
         if not savers:
             return
         reach = self._starter.reach(life) + WORTH_WAITING_TOKENS
-        waits = [asyncio.ensure_future(other.settled.wait()) for other, shared in savers.items() if shared >= reach]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=SAVE_WAIT_S)
-            for wait in late:
-                wait.cancel()
+        await wait_for_events((other.settled for other, shared in savers.items() if shared >= reach), SAVE_WAIT_S)
 
     async def _generate(self, life: Life, plan: Plan) -> bool:
         """False where what was planned on is gone from the backend's memory: to be planned again."""

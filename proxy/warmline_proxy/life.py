@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from warmline_proxy.admission import Ticket
 from warmline_proxy.deadlines import Alarm, Clock, Limits
+from warmline_proxy.errors import ClientError
 from warmline_proxy.generation import Generation, Listener
 from warmline_proxy.mirror import Held
 from warmline_proxy.normalize import Call
@@ -34,12 +35,12 @@ class Life:
     sent: bool = False  # a generation was asked for: the backend may hold something
     started: bool = False  # the engine has begun with it
     prefilled: int = 0  # prompt tokens that have rows
-    stored: int = 0  # of these, on disk or about to be
+    stored: int = 0  # of these, what needs no saving while it runs: reused, or saved on the way
     generation: Generation | None = None
     hearing: Listener | None = None  # of the generation
-    answered: bool = False  # the client has its answer, or has left
+    answered: asyncio.Event = field(default_factory=asyncio.Event)  # the client has its answer, or has left
+    leaving: asyncio.Task[None] | None = None  # has the engine let go; nothing more is wanted of it
     alone: bool = False  # its client has left, its prefill goes on to be ready for the next try
-    ended: asyncio.Event = field(default_factory=asyncio.Event)  # the same, to wait for
     let_go: asyncio.Event = field(default_factory=asyncio.Event)  # the engine works on it no more, or never did
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # on disk, or not going to be
 
@@ -50,22 +51,29 @@ class Life:
         self.generation = self.hearing = self.restoring = None
         self.let_go = asyncio.Event() if self.let_go.is_set() else self.let_go
         self.trace.settled = None
+        self.trace.ttft_s = 0.0
         self.clock.rests()
+
+    def ring(self, reason: ClientError) -> None:
+        """End it from outside, unless its answer is complete."""
+        if not self.answer.ended:
+            self.alarm.ring(reason)
 
     @property
     def is_settling(self) -> bool:
-        return self.answered or (self.generation is not None and self.generation.is_over)
+        """Computed, but not yet on disk."""
+        return self.answered.is_set() or (self.generation is not None and self.generation.is_over)
 
     @property
     def is_leaving(self) -> bool:
         """The client is gone, the engine may still be at work; what it has computed is not yet a resident."""
-        return self.answered and not self.alone and not self.let_go.is_set()
+        return self.leaving is not None and not self.alone and not self.let_go.is_set()
 
     @property
     def is_computing(self) -> bool:
         """At the backend, and wanted there: what it computes can be shared."""
         there = self.generation is not None and not self.generation.is_over and self.trace.settled is None
-        return there and (self.alone or not self.answered)
+        return there and (self.alone or self.leaving is None)
 
     def shares(self, other: "Life") -> int:
         """How many leading tokens of this prompt the other request has computed, or is to compute."""
@@ -86,13 +94,13 @@ class Life:
 
     def is_retried_by(self, other: "Life") -> bool:
         """The other is the same client's next try: what it says is its session, and its count, leave no doubt."""
-        if not (self.call and other.call and self.ticket and other.ticket and self.prompt and other.prompt):
+        if not (self.call and other.call and self.ticket and other.ticket):
             return False
         return (
             bool(self.call.session_hint)
             and (self.call.session_hint, self.ticket.caller) == (other.call.session_hint, other.ticket.caller)
             and self.call.retry_count < other.call.retry_count
-            and (self.root, self.prompt.tokens) == (other.root, other.prompt.tokens)
+            and (self.root, self.call.fields) == (other.root, other.call.fields)
         )
 
     def prompt_shape(self) -> Prompt:

@@ -46,7 +46,7 @@ class Lives:
 
     @property
     def settling(self) -> int:
-        """Requests whose client has its answer, but which are not yet on disk."""
+        """Requests that are computed, but not yet on disk."""
         return sum(life.is_settling for life in self)
 
     def to_follow(self, life: Life) -> list[Running]:
@@ -55,7 +55,8 @@ class Lives:
 
     def retry_after_s(self) -> int:
         """When the first of the running requests may be done, by the measured rates."""
-        left = min((self._seconds_left(life) for life in self if life.is_computing), default=0.0)
+        holders = (life for life in self if life.ticket and life.ticket.runs)
+        left = min((self._seconds_left(life) for life in holders), default=0.0)
         return min(max(math.ceil(left), RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)
 
     def _seconds_left(self, life: Life) -> float:

@@ -3,6 +3,7 @@
 Any model name means the served one, and null means absent.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 
 Fields = dict[str, msgspec.Raw]
 _NULL = b"null"
+_RETRY_COUNT = re.compile(r"[0-9]{1,6}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def read_call(endpoint: str, body: bytes, headers: Mapping[str, str]) -> Call:
         stream=_optional(fields, "stream", bool) is True,
         include_usage=options.get("include_usage") is True,
         session_hint=_session_hint(fields, headers),
-        retry_count=int(count) if (count := headers.get(RETRY_COUNT_HEADER, "")).isdecimal() else 0,
+        retry_count=int(count) if _RETRY_COUNT.fullmatch(count := headers.get(RETRY_COUNT_HEADER, "")) else 0,
     )
 
 

@@ -1,6 +1,7 @@
 """Looks after all requests ten times a second: rings the alarm of whoever is overdue, keeps waiting clients patient."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable
 
@@ -9,6 +10,8 @@ from warmline_proxy.deadlines import BACKLOG_BYTES_MAX, overdue
 from warmline_proxy.errors import ClientError, timed_out
 from warmline_proxy.life import Life
 from warmline_proxy.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 BEAT_INTERVAL_S = 15.0  # between signs of life to one client
@@ -26,14 +29,17 @@ class Overseer:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._tick(time.monotonic())
+            try:
+                self._tick(time.monotonic())
+            except Exception:  # one request's trouble must not leave the others without a watch
+                log.exception("looking after the requests failed")
 
     def _tick(self, now: float) -> None:
-        unanswered = [life for life in self._lives if not life.answered]
+        wanted = [life for life in self._lives if life.leaving is None and not life.answer.ended]
         running = sum(life.is_computing for life in self._lives)
-        for life in unanswered:
+        for life in wanted:
             if error := self._overdue(life, now, running):
-                life.alarm.ring(error)
+                life.ring(error)
             elif self._beat_due(life, now):
                 self._background.spawn(life.answer.beat(), f"heartbeat {life.trace.id}")
 

@@ -39,11 +39,12 @@ class Answer:
     def __init__(self, request: web.Request, headers: Callable[[], Mapping[str, str]], send_timeout_s: float) -> None:
         self.call: Call | None = None  # before that is known, nothing is sent
         self.spoken = False
+        self.ended = False  # nothing more may be written
         self.said_at = time.monotonic()  # when the client last got a byte, or came
         self._request, self._headers, self._send_timeout_s = request, headers, send_timeout_s
         self._response: web.StreamResponse | None = None
         self._sending = asyncio.Lock()
-        self._over = False
+        self._beats_over = False
 
     @property
     def begun(self) -> bool:
@@ -63,18 +64,23 @@ class Answer:
 
     async def beat(self) -> None:
         """A sign of life that means nothing: clients that wait for bytes wait on."""
-        if self.call is None or self._over or self._sending.locked():
+        if self.call is None or self._beats_over or self._sending.locked():
             return
         with suppress(ConnectionResetError):  # the request's own task hears of it too
             await self.write(comment_event("working") if self.call.stream else b" ")
 
     async def end(self, data: bytes = b"") -> web.StreamResponse:
-        """The rest, and the end of it."""
+        """The rest, and the end of it.  Raises ConnectionResetError."""
         await self._no_more_beats()
         if data:
             await self.write(data)
         assert self._response is not None
-        await self._response.write_eof()
+        self.ended = True
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._response.write_eof()
+        except TimeoutError:
+            raise ConnectionResetError("the client did not take the end of its answer") from None
         return self._response
 
     async def whole(self, body: bytes) -> web.StreamResponse:
@@ -82,24 +88,28 @@ class Answer:
         await self._no_more_beats()
         if self.begun:
             return await self.end(body)
+        self.ended = True
         return web.Response(body=body, content_type="application/json", headers=dict(self._headers()))
 
     async def fail(self, error: ClientError) -> web.StreamResponse:
         """Raises ConnectionResetError once the connection is aborted: half an answer must not look whole."""
         await self._no_more_beats()
-        if not self.begun:
+        if not self.begun and not self.ended:
             return error.response(dict(self._headers()))
-        assert self.call is not None
-        if self.call.stream:
+        if self.call and self.call.stream and not self.ended:
             self._send_timeout_s = min(self._send_timeout_s, LAST_WORD_TIMEOUT_S)
             return await self.end(data_event(error.body))
         if self._request.transport:
             self._request.transport.abort()
         raise ConnectionResetError(f"aborted: {error}")
 
+    def close(self) -> None:
+        """Whatever happens from now on, the client hears nothing of it."""
+        self._beats_over = self.ended = True
+
     async def _no_more_beats(self) -> None:
         async with self._sending:  # one may be on its way
-            self._over = True
+            self._beats_over = True
 
 
 async def relay(answer: Answer, generation: Generation, trace: Trace) -> web.StreamResponse:

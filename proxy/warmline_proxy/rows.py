@@ -90,6 +90,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     decode_tokens_per_s: float = 0.0
     total_s: float = 0.0
     error: str = ""
+    dispatches: int = 1  # more than one where the backend was lost under it
 
 
 class Match(msgspec.Struct, kw_only=True):

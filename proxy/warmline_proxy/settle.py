@@ -15,11 +15,15 @@ from warmline_proxy.mirror import Held
 from warmline_proxy.plan import prefill_seconds
 from warmline_proxy.rows import SavePlan, SessionUpdate
 from warmline_proxy.trace import perf_line
-from warmline_proxy.upstream import Gone, Upstream, UpstreamError
+from warmline_proxy.upstream import Gone, TimedOut, Upstream, UpstreamError
 from warmline_wire.keys import TOKEN_BYTES
 from warmline_wire.messages import Layout, SaveReply, SaveRequest, Settled
 
 log = logging.getLogger(__name__)
+
+SAVE_TIMEOUT_S = 60.0
+SAVE_BYTES_PER_S_MIN = 2e6  # what the slowest disk that is of use writes
+GIVE_UP_TIMEOUT_S = 10.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,10 +62,13 @@ class Settler:
         self._knowledge.mirror.drop(settled.resident)
         await self._upstream.drop_resident(settled.resident)
 
-    async def save_part(self, life: Life, until: int) -> None:
-        """Save the first `until` tokens of a request that is still being computed.  What fails is saved at its end."""
+    async def save_part(self, life: Life, until: int) -> bool:
+        """Save the first `until` tokens of a request that is still being computed; whether they are on disk now.
+
+        What fails is saved at its end.
+        """
         if not self._reuse or not life.prompt or not life.layout or not life.layout.persistent:
-            return
+            return False
         unsaved = _Unsaved(
             source=SaveRequest(request_id="", running=life.trace.id),
             held=Held(life.root, life.prompt.tokens[: until * TOKEN_BYTES]),
@@ -72,9 +79,10 @@ class Settler:
         )
         try:
             async with self._one_at_a_time:
-                await self._save(unsaved)
+                return (await self._save(unsaved)).whole
         except (UpstreamError, IndexFailure, OSError) as error:
             log.warning("request %s: its first %d tokens could not be saved yet: %s", life.trace.id, until, error)
+            return False
 
     async def save_residents(self) -> None:
         """Save what is in memory and not known to be on disk: what an earlier proxy left, or a save that failed."""
@@ -105,19 +113,21 @@ class Settler:
                 hit=bool(trace.plan and trace.plan.reuse),
             ),
         )
-        trace.session, trace.saved_tokens = await self._save(unsaved)
+        saved = await self._save(unsaved)
+        trace.session, trace.saved_tokens = saved.session, saved.tokens
 
-    async def _save(self, unsaved: "_Unsaved") -> tuple[str, int]:
-        """(the session's id, tokens saved).  The index plans, the backend writes, one transaction makes it count."""
+    async def _save(self, unsaved: "_Unsaved") -> "_Saved":
+        """The index plans, the backend writes, one transaction makes it count."""
         resident, held = unsaved.source.resident, unsaved.held
         save = await self._begin(unsaved)
         if save is None:
             await self._now_durable(resident)
-            return await _in_thread(self._index.note_session, held.root, held.tokens, unsaved.session), 0
+            session = await _in_thread(self._index.note_session, held.root, held.tokens, unsaved.session)
+            return _Saved(session, 0, whole=True)
         committed = None
         try:
             if (reply := await self._write(save, unsaved.source)) is None:
-                return "", 0
+                return _Saved()
             cost_s = prefill_seconds(save.matched, len(held), self._knowledge.costs().prefill)
             committed = await _in_thread(
                 self._index.commit_save, save, reply, prefill_s=cost_s, session=unsaved.session
@@ -129,7 +139,7 @@ class Settler:
             log.info("not all of %s was kept: %s", resident or unsaved.source.running, committed.why_not)
         else:
             await self._now_durable(resident)
-        return committed.session, committed.tokens_saved
+        return _Saved(committed.session, committed.tokens_saved, whole=not committed.why_not)
 
     async def _now_durable(self, resident: str) -> None:
         """What is on disk can be given up; said to the backend once its memory fills."""
@@ -155,8 +165,12 @@ class Settler:
         request = msgspec.structs.replace(
             source, request_id=f"save-{save.id}", segments=save.segments, checkpoints=save.checkpoints
         )
+        timeout_s = SAVE_TIMEOUT_S + save.bytes_expected / SAVE_BYTES_PER_S_MIN
         try:
-            return await self._upstream.save(request)
+            return await self._upstream.save(request, timeout_s)
+        except TimedOut:  # a disk that hangs: others want to save, too, and it may be better by then
+            await self._upstream.cancel(request.request_id, GIVE_UP_TIMEOUT_S)
+            raise
         except Gone:
             log.info("%s was gone before it was saved", source.resident or source.running)
             return None
@@ -168,6 +182,13 @@ class Settler:
             self._index.record(record)
         except IndexFailure as error:
             log.warning("request %s was not recorded: %s", record.id, error)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    session: str = ""
+    tokens: int = 0
+    whole: bool = False  # all that was wished for is on disk
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from warmline_wire.messages import RestoreRequest
 log = logging.getLogger(__name__)
 
 RESTORES_MAX = 8  # each that fails takes a damaged file out of the index
+RESTORE_STALLS_MAX = 3  # times the stall limit: it may wait for memory, but a prefill would wait no longer
 NOTHING = Match(tokens=0, chain=[], checkpoints=[], why="nothing stored")
 
 
@@ -49,7 +50,7 @@ class Starter:
 
     def reach(self, life: Life) -> int:
         """How many tokens a start would reuse by now."""
-        return self._plan(life, [], ()).reuse
+        return self._decide(life, (), NOTHING if life.prompt is None else self._match(life)).reuse
 
     def cold(self, life: Life, why: str) -> Plan:
         return cold_plan(life.prompt_shape(), life.layout, why, self._checkpoint_gap_max)
@@ -60,50 +61,56 @@ class Starter:
         for _ in range(RESTORES_MAX):
             plan = self._plan(life, misses, running)
             if plan.source != RESTORED:
+                self._note_use(plan)
                 return plan
             restored = await self._restored(life, plan)
             if restored.resident:
+                self._note_use(plan)
                 return replace(plan, resident=restored.resident)
             misses.append(restored.why_not)
             if not restored.plan_again:
                 break
         return self._plan(life, misses, running, stored=False)
 
+    def _note_use(self, plan: Plan) -> None:
+        """What is used is kept, also where it was in memory: its chain is what a restart would need."""
+        used = [link.id for link in plan.chain]
+        if used:
+            self._index.note_use(used + ([plan.checkpoint.id] if plan.checkpoint else []))
+
     async def _restored(self, life: Life, plan: Plan) -> _Restored:
-        """As `_restore`, but given up where neither it nor the engine moves.
+        """As `_restore`, but given up where neither it nor the engine moves, and in any case after a while.
 
         Cancelled, it leaves the restore to `life.restoring`, for whoever ends the request to end it too.
         """
         restoring = life.restoring = asyncio.create_task(self._restore(life, plan), name=f"restore {life.trace.id}")
-        stall_s = life.limits.stall_s or None
+        stall_s, began = life.limits.stall_s or None, time.monotonic()
         while not (await asyncio.wait({restoring}, timeout=stall_s))[0]:
-            if stall_s and time.monotonic() - self._watchdog.moved_at > stall_s:
-                await self._upstream.cancel(life.trace.id, self._watchdog.limit_s)
-                return _Restored(why_not=f"restoring made no progress for {stall_s:g} s")
+            now = time.monotonic()
+            if stall_s and (now - self._watchdog.moved_at > stall_s or now - began > RESTORE_STALLS_MAX * stall_s):
+                await self._upstream.cancel(life.trace.id, self._watchdog.patience_s)
+                return _Restored(why_not=f"restoring took more than {now - began:.0f} s")
         return restoring.result()
 
     def _plan(self, life: Life, misses: list[str], running: Sequence[Running], stored: bool = True) -> Plan:
+        plan = self._decide(life, running, self._match(life) if stored else NOTHING)
+        return replace(plan, why_not_warmer="; ".join(filter(None, [*misses, plan.why_not_warmer])))
+
+    def _decide(self, life: Life, running: Sequence[Running], match: Match) -> Plan:
         assert life.prompt is not None
-        prompt = life.prompt_shape()
-        match = self._match(life, prompt.tokens - 1) if stored else NOTHING
-        residents = self._knowledge.mirror.candidates(life.root, life.prompt.tokens)
-        plan = decide(
-            prompt,
-            residents,
+        return decide(
+            life.prompt_shape(),
+            self._knowledge.mirror.candidates(life.root, life.prompt.tokens),
             match,
             life.layout,
             self._knowledge.costs(),
             running=running,
             checkpoint_gap_max=self._checkpoint_gap_max,
         )
-        used = [link.id for link in match.chain if link.start < plan.reuse]
-        if used:
-            self._index.note_use(used + ([plan.checkpoint.id] if plan.checkpoint else []))
-        return replace(plan, why_not_warmer="; ".join(filter(None, [*misses, plan.why_not_warmer])))
 
-    def _match(self, life: Life, limit: int) -> Match:
+    def _match(self, life: Life) -> Match:
         assert life.prompt is not None
-        if limit < 1:
+        if (limit := life.prompt_shape().tokens - 1) < 1:
             return NOTHING
         try:
             return self._index.match(life.root, life.prompt.tokens, limit)

@@ -43,7 +43,7 @@ class Trace:
     session: str = ""
     outcome: str = ""
     error: str = ""
-    dispatches: int = 0  # how often it was sent to the backend
+    dispatches: int = 0  # how often it was sent to a backend; more than once where that was lost
     plan: Plan | None = None
     prompt_tokens: int = 0
     saved_tokens: int = 0
@@ -66,6 +66,10 @@ class Trace:
 
     def failed(self, error: Exception) -> None:
         self.outcome, self.error = ERROR, str(error)
+
+    def ended(self, reason: Exception) -> None:
+        """On somebody's word: no fault of anybody's."""
+        self.outcome, self.error = CANCELLED, str(reason)
 
     def left(self) -> None:
         """The client went before its answer was whole; what failed before that stays a failure."""
@@ -100,6 +104,7 @@ class Trace:
             decode_tokens_per_s=timings.decoded / timings.decode_s if timings and timings.decode_s > 0 else 0.0,
             total_s=self.total_s or self.elapsed_s(),
             error=self.error,
+            dispatches=self.dispatches,
         )
 
 
@@ -111,6 +116,8 @@ def perf_line(record: RequestRecord, session_hint: str = "") -> str:
         f" prompt={record.prompt_tokens} cached={record.cached_tokens} restored={record.restored_tokens}"
         f" prefilled={record.prefilled_tokens} generated={record.generated_tokens} saved={record.saved_tokens}"
     )
+    if record.dispatches > 1:
+        numbers += f" dispatches={record.dispatches}"
     session = record.session or "-"
     texts = f"miss={json.dumps(record.why_not_warmer)} model={json.dumps(record.client_model)}"
     if session_hint:

@@ -53,6 +53,7 @@ CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 15.0  # it may compute a token
 FORWARD_TIMEOUT_S = 60.0
+LIST_TIMEOUT_S = 30.0  # token ids of all residents may be megabytes
 DISPATCHES_MAX = 3
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 
@@ -176,13 +177,13 @@ class Upstream:
                 raise RestoreFailed(error.body, _decoded(error.body, RestoreRefused)) from error
             raise
 
-    async def save(self, request: SaveRequest) -> SaveReply:
-        """Returns once all files are durable.  Raises Gone where the resident is no longer there."""
-        return _decoded(await self._call("POST", "/kv/save", encode(request)), SaveReply)
+    async def save(self, request: SaveRequest, timeout_s: float) -> SaveReply:
+        """Returns once all files are durable.  Raises Gone where the resident is no longer there, TimedOut."""
+        return _decoded(await self._call("POST", "/kv/save", encode(request), timeout_s=timeout_s), SaveReply)
 
     async def residents(self, ids: bool) -> ResidentsReply:
         path = "/kv/residents?ids=1" if ids else "/kv/residents"
-        return _decoded(await self._call("GET", path, repeatable=True), ResidentsReply)
+        return _decoded(await self._call("GET", path, repeatable=True, timeout_s=LIST_TIMEOUT_S), ResidentsReply)
 
     async def drop_resident(self, resident: str) -> None:
         try:
@@ -294,7 +295,7 @@ class Upstream:
 def _translated() -> Iterator[None]:
     try:
         yield
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+    except httpx.ConnectError as error:
         raise Unreachable(f"the backend is not reachable: {error}") from error
     except httpx.TimeoutException as error:
         raise TimedOut(f"the backend did not answer in time ({type(error).__name__})") from error

@@ -80,6 +80,7 @@ class FakeBackend:
         self.ready = True
         self.pid = 1 << 30  # nobody's
         self.steps, self.step_age_s = 100, 0.0
+        self.looks = 0
         self.moving = False  # each look at it finds one more step done
         self.layout = layout()
         self.answer = ["Par", "is."]
@@ -181,6 +182,7 @@ class FakeBackend:
         )
 
     async def _health(self, request: web.Request) -> web.Response:
+        self.looks += 1
         self.steps += self.moving
         return web.Response(
             body=encode(
@@ -188,7 +190,7 @@ class FakeBackend:
                     boot=self.boot,
                     pid=self.pid,
                     ready=self.ready,
-                    busy=bool(self._running),
+                    busy=bool(self._running) or self.step_age_s > 0,
                     steps=self.steps,
                     step_age_s=self.step_age_s,
                     slowest_recent_step_s=0.0,

@@ -121,3 +121,21 @@ async def test_closed_is_closed() -> None:
     with pytest.raises(ClientError) as refused:
         gate.ticket("a")
     assert refused.value.status == 503 and refused.value.retry_after_s
+
+
+@on_loop
+async def test_a_newcomer_is_not_hurt_by_who_leaves_in_the_same_moment() -> None:
+    gate = Admission(1, 3, lambda: 7)
+    await gate.ticket("a").turn()
+    waiting = [asyncio.create_task(gate.ticket("a").turn()) for _ in range(3)]
+    await asyncio.sleep(0)
+    newcomer = asyncio.create_task(gate.ticket("b").turn())
+    waiting[-1].cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    if newcomer.done():
+        assert newcomer.exception() is None
+    newcomer.cancel()
+    for each in waiting:
+        each.cancel()
+    await asyncio.wait(waiting)

@@ -107,3 +107,53 @@ async def test_somebody_elses_retry_takes_no_place(tmp_path: Path, session: dict
         assert (await proxy.chat(headers={**session, "X-Stainless-Retry-Count": "1"})).status == 200
         proxy.backend.let_go.set()
         assert (await first).status == 200
+
+
+@on_loop
+async def test_a_clients_next_try_ends_the_one_before_where_all_places_are_taken(tmp_path: Path) -> None:
+    """By that one, for example."""
+    async with pair(tmp_path, running_count_max=1) as proxy:
+        proxy.backend.hold_after = 1
+        session = {"X-Session-ID": "one"}
+        first = asyncio.create_task(proxy.chat(headers={**session, "X-Stainless-Retry-Count": "0"}))
+        await proxy.backend.holding.wait()
+        proxy.backend.hold_after = None
+        second = proxy.chat(headers={**session, "X-Stainless-Retry-Count": "1"})
+        assert (await asyncio.wait_for(second, 3.0)).status == 200
+        assert (await first).status == 499
+
+
+@on_loop
+async def test_a_retry_ends_one_try_and_not_its_siblings(tmp_path: Path) -> None:
+    """Several samples of one prompt at once, one of which failed and is asked for again."""
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        session = {"X-Session-ID": "one"}
+        samples = [
+            asyncio.create_task(proxy.chat(headers={**session, "X-Stainless-Retry-Count": "0"})) for _ in range(3)
+        ]
+        await proxy.backend.called("generate", 3)
+        proxy.backend.hold_after = None
+        assert (await proxy.chat(headers={**session, "X-Stainless-Retry-Count": "1"})).status == 200
+        proxy.backend.let_go.set()
+        statuses = sorted([(await sample).status for sample in samples])
+        assert statuses.count(499) <= 1, statuses
+
+
+@on_loop
+async def test_a_count_of_retries_that_no_int_holds(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        assert (await proxy.chat(headers={"X-Stainless-Retry-Count": "9" * 5000})).status == 200
+
+
+@on_loop
+async def test_a_name_of_the_clients_own_may_look_like_an_answers_id(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.create_task(proxy.chat(headers={"X-Warmline-Request": "cmpl-mine"}))
+        await proxy.backend.holding.wait()
+        async with proxy.client.delete(f"{proxy.url}/v1/requests/cmpl-mine") as deleted:
+            status = deleted.status
+        proxy.backend.let_go.set()
+        await asking
+        assert status == 200

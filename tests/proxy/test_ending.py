@@ -2,12 +2,15 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 from harness import Pair, on_loop, pair
 
-from warmline_proxy.app import drain
+from warmline_proxy.app import LIVES, drain
+from warmline_proxy.connections import CONNECTIONS
+from warmline_proxy.errors import cancelled
 
 NAMED = {"X-Warmline-Request": "mine-1"}
 
@@ -144,3 +147,82 @@ async def test_who_left_while_decoding_is_cancelled_all_the_same(tmp_path: Path)
                     break
         await proxy.backend.called("cancel")
         assert not proxy.backend.calls["finish"]
+
+
+@on_loop
+async def test_a_drain_tells_all_at_once(tmp_path: Path) -> None:
+    """Whoever's cancel takes long does not keep the others from hearing."""
+    async with pair(tmp_path, on_disconnect="finish-prefill", drain_timeout_s=0.1) as proxy:
+        proxy.backend.hold_after = 0
+        left = asyncio.create_task(proxy.chat("A first question", headers={"X-Warmline-Request": "left"}))
+        await proxy.backend.holding.wait()
+        left.cancel()
+        await proxy.backend.called("finish")
+        proxy.backend._running["left"] = asyncio.Event()  # which never notices that it is cancelled
+        stays = asyncio.create_task(proxy.chat("Another question"))
+        await proxy.backend.called("generate", 2)
+        draining = asyncio.create_task(drain(proxy.app))
+        try:
+            assert (await asyncio.wait_for(stays, 5.0)).status == 503
+        finally:
+            draining.cancel()
+            proxy.backend.let_go.set()
+
+
+@on_loop
+async def test_a_prefill_of_a_second_dispatch_is_finished_too(tmp_path: Path) -> None:
+    """Tokens of a try that was lost are no content that its client has seen."""
+    async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
+        proxy.backend.mishaps, proxy.backend.hold_after = ["cut after content"], 0
+        asking = asyncio.create_task(proxy.chat("A long question. " * 20))
+        await proxy.backend.holding.wait()
+        asking.cancel()
+        calls: Any = proxy.backend.calls
+        while not calls["finish"] and not calls["cancel"]:
+            await proxy.status()
+        proxy.backend.let_go.set()
+        assert calls["finish"] and not calls["cancel"]
+
+
+@on_loop
+async def test_who_is_sent_again_keeps_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was let in once: a newcomer that comes in between must not have it sent away."""
+    async with pair(tmp_path, running_count_max=1, queue_count_max=0) as proxy:
+        settle, failures = proxy.backend._settle, ["once"]
+
+        def fail_once(*given: Any) -> Any:
+            if failures.pop() if failures else "":
+                raise RuntimeError("as scripted: the connection breaks off")
+            return settle(*given)
+
+        monkeypatch.setattr(proxy.backend, "_settle", fail_once)
+        first = asyncio.create_task(proxy.chat("The first"))
+        await proxy.backend.called("generate")
+        while (await proxy.status())["running"] and not first.done():
+            pass
+        proxy.backend.hold_after = 0
+        second = asyncio.create_task(proxy.chat("A newcomer"))
+        if not first.done():
+            await proxy.backend.called("generate", 2)
+        await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+        proxy.backend.let_go.set()
+        assert (await first).status == 200, await (await first).text()
+        await second
+
+
+@on_loop
+async def test_a_client_that_leaves_as_its_request_is_deleted_gets_no_prefill(tmp_path: Path) -> None:
+    async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
+        proxy.backend.hold_after = 0
+        asking = asyncio.create_task(proxy.chat("A long question. " * 20))
+        await proxy.backend.holding.wait()
+        await proxy.status()  # by then the proxy has heard of the generation
+        (life,) = proxy.app[LIVES]
+        life.ring(cancelled("The request was cancelled by DELETE."))
+        proxy.app[CONNECTIONS].abort()  # in the same turn of the loop
+        calls: Any = proxy.backend.calls
+        while not calls["finish"] and not calls["cancel"]:
+            await proxy.status()
+        proxy.backend.let_go.set()
+        await asyncio.wait([asking])
+        assert asking.exception() and calls["cancel"] and not calls["finish"]
