@@ -5,17 +5,28 @@ from collections import deque
 from warmline_wire.messages import Rate
 
 SMOOTHING = 0.3  # weight of the newest sample
+SECONDS_MIN = 1e-9  # a clock may see none pass
 RECENT_CHUNKS, RECENT_DECODE_STEPS = 32, 64  # apart: a minute of decode steps must not hide how long a chunk takes
 
 
 class Smoothed:
-    """An exponentially weighted mean; 0 until the first sample."""
+    """How much is done a second, the newest work counting most; 0 until the first sample.
+
+    Work and time are averaged apart, so that a sample weighs as much as was done: the few tokens of a short chunk,
+    which take longer each, say little of long ones.
+    """
 
     def __init__(self) -> None:
-        self.value = 0.0
+        self._amount = self._seconds = 0.0
 
-    def add(self, sample: float) -> None:
-        self.value = sample if not self.value else self.value + SMOOTHING * (sample - self.value)
+    def add(self, amount: int, seconds: float) -> None:
+        weight = SMOOTHING if self._seconds else 1.0
+        self._amount += weight * (amount - self._amount)
+        self._seconds += weight * (max(seconds, SECONDS_MIN) - self._seconds)
+
+    @property
+    def per_second(self) -> float:
+        return self._amount / self._seconds if self._seconds else 0.0
 
 
 class Rates:
@@ -30,33 +41,33 @@ class Rates:
     def prefilled(self, length: int, tokens: int, seconds: float) -> None:
         """A chunk of `tokens` ended at `length`."""
         self._chunks_s.append(seconds)
-        self._prefill.setdefault(1 << (length - 1).bit_length(), Smoothed()).add(tokens / max(seconds, 1e-9))
+        self._prefill.setdefault(1 << (length - 1).bit_length(), Smoothed()).add(tokens, seconds)
 
     def decoded(self, tokens: int, seconds: float) -> None:
         self._decode_steps_s.append(seconds)
-        self._decode.add(tokens / max(seconds, 1e-9))
+        self._decode.add(tokens, seconds)
 
     def restored(self, bytes_read: int, seconds: float) -> None:
-        self._restore.add(bytes_read / max(seconds, 1e-9))
+        self._restore.add(bytes_read, seconds)
 
     def saved(self, bytes_written: int, seconds: float) -> None:
-        self._save.add(bytes_written / max(seconds, 1e-9))
+        self._save.add(bytes_written, seconds)
 
     @property
     def prefill(self) -> list[Rate]:
-        return [Rate(tokens=length, tokens_per_s=rate.value) for length, rate in sorted(self._prefill.items())]
+        return [Rate(tokens=length, tokens_per_s=rate.per_second) for length, rate in sorted(self._prefill.items())]
 
     @property
     def decode_tokens_per_s(self) -> float:
-        return self._decode.value
+        return self._decode.per_second
 
     @property
     def restore_bytes_per_s(self) -> float:
-        return self._restore.value
+        return self._restore.per_second
 
     @property
     def save_bytes_per_s(self) -> float:
-        return self._save.value
+        return self._save.per_second
 
     @property
     def slowest_recent_step_s(self) -> float:

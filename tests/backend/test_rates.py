@@ -1,5 +1,7 @@
 """What is remembered of how long steps take."""
 
+import pytest
+
 from warmline_backend.rates import RECENT_CHUNKS, RECENT_DECODE_STEPS, Rates
 
 
@@ -13,6 +15,18 @@ def test_many_decode_steps_do_not_hide_how_long_a_chunk_takes() -> None:
     for _ in range(RECENT_CHUNKS):
         rates.prefilled(4096, 2048, 2.0)
     assert rates.slowest_recent_step_s == 2.0
+
+
+def test_a_short_chunk_does_not_spoil_the_rate_of_long_ones() -> None:
+    rates = Rates()
+    for tokens, seconds in ((2048, 2.0), (2048, 2.0), (1, 0.1), (2048, 2.0)):
+        rates.prefilled(4096, tokens, seconds)
+    (rate,) = rates.prefill
+    assert rate.tokens == 4096 and rate.tokens_per_s == pytest.approx(1024, rel=0.03), "not 10 tokens a second"
+    rates.prefilled(8192, 2048, 4.0)
+    for _ in range(20):
+        rates.prefilled(8192, 2048, 1.0)
+    assert rates.prefill[1].tokens_per_s == pytest.approx(2048, rel=0.01), "the newest count most"
 
 
 def test_a_slow_decode_step_counts_until_it_is_long_ago() -> None:
