@@ -65,8 +65,8 @@ class Generations:
     @contextmanager
     def accepted(self, request_id: str) -> Iterator[Call]:
         """From here on it can be cancelled; whoever leaves the block before its end lets go of it."""
-        if (earlier := self._calls.get(request_id)) is not None and earlier.submitted:
-            self._let_go(earlier)  # first, so that it is not the new one which that ends
+        if (earlier := self._calls.get(request_id)) is not None:
+            self._give_up(earlier)  # first, so that it is not the new one which that ends
         call = self._calls[request_id] = Call(request_id)
         self._settled.pop(request_id, None)
         self._none.clear()
@@ -112,19 +112,19 @@ class Generations:
         if call is None or not call.submitted:
             return await self.cancel(request_id)
         call.alone = True  # before the engine answers: the stream may be closed at any moment
-        detached = self._engine.ask(lambda scheduler: scheduler.detach(request_id))
-        if await asyncio.wrap_future(detached):
-            return None
-        call.alone = False
-        return await self.cancel(request_id)
+        detached = False
+        try:
+            detached = await asyncio.wrap_future(self._engine.ask(lambda scheduler: scheduler.detach(request_id)))
+            return None if detached else await self.cancel(request_id)
+        finally:  # also where whoever asked has left before the engine has heard
+            call.alone = detached
+            if call.left:
+                self._leave(call)
 
     def let_all_go(self) -> None:
         """Cancel all, without waiting."""
         for call in list(self._calls.values()):
-            if call.submitted:
-                self._let_go(call)
-            else:
-                call.cancelled = True
+            self._give_up(call)
 
     def end_all(self, reason: str) -> None:
         """The engine has ended: whoever still listens hears of it."""
@@ -172,8 +172,15 @@ class Generations:
         elif not (call.over or call.alone):
             self._let_go(call)
 
+    def _give_up(self, call: Call) -> None:
+        """Cancel without waiting, however far it has come."""
+        if call.submitted:
+            self._let_go(call)
+        else:
+            call.cancelled = True
+
     def _let_go(self, call: Call) -> None:
-        """Cancel without waiting.  Also where the engine never got it: then there is no end to hear of."""
+        """Have the engine cancel it, without waiting; it may never have got it, and then there is no end to hear of."""
         if call.let_go:
             return
         call.let_go, loop = True, asyncio.get_running_loop()

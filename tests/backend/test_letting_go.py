@@ -152,6 +152,56 @@ def test_a_prefill_that_finishes_alone(tiny_folder: FolderOf, tmp_path: Path, mo
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
 
 
+def test_a_finish_alone_that_is_not_asked_to_its_end_leaves_nobody_behind(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked for it dies before the engine has heard: both its connections break off."""
+    chunks = Chunks(monkeypatch)
+
+    async def work(backend: Live) -> None:
+        service = backend.service
+        prompt = await service.render("chat", ENDLESS, 10)
+        with service.accepted("a") as call:
+            await service.generate(call, prompt)
+            await chunks.begun()
+            finishing = asyncio.ensure_future(service.finish_prefill("a"))
+            await when(lambda: not backend.engine._commands.empty())
+            finishing.cancel()
+            await asyncio.wait({finishing})
+            assert finishing.cancelled() and not call.alone
+        chunks.let_all_pass()
+        await asyncio.wait_for(service.generations.until_none(), WAIT_S)
+        assert (await service.cancel("a")).finish == "cancelled"
+        await assert_nothing_is_left(backend, residents=1)
+
+    with_backend(tiny_folder("llama"), tmp_path, work, step=64)
+
+
+def test_a_finish_alone_of_a_stream_that_is_closed_meanwhile_is_let_go(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream first, which counts on the other call; then that one too."""
+    chunks = Chunks(monkeypatch)
+
+    async def work(backend: Live) -> None:
+        service = backend.service
+        prompt = await service.render("chat", ENDLESS, 10)
+        with service.accepted("a") as call:
+            await service.generate(call, prompt)
+            await chunks.begun()
+            finishing = asyncio.ensure_future(service.finish_prefill("a"))
+            await when(lambda: call.alone)
+        assert not call.let_go
+        finishing.cancel()
+        await asyncio.wait({finishing})
+        assert call.let_go
+        chunks.let_all_pass()
+        await asyncio.wait_for(service.generations.until_none(), WAIT_S)
+        await assert_nothing_is_left(backend, residents=1)
+
+    with_backend(tiny_folder("llama"), tmp_path, work, step=64)
+
+
 def test_an_answer_that_nobody_reads_ends(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +229,21 @@ def test_a_second_call_of_the_same_name_ends_the_first(tiny_folder: FolderOf, tm
                 assert (await settled(first)).finish == "cancelled"
                 assert (await settled(second)).finish == "length"
         await assert_nothing_is_left(backend, residents=2)
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_a_second_call_ends_the_first_also_before_it_is_submitted(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        service = backend.service
+        prompt = await service.render("chat", ENDLESS, 10)
+        with service.accepted("a") as first, service.accepted("a") as second:
+            await service.generate(second, prompt)
+            with pytest.raises(segments.Cancelled):
+                await service.generate(first, prompt)
+            assert (await service.cancel("a")).finish == "cancelled"
+            assert not await backend.in_engine("a"), "one DELETE ends all of that name"
+        assert service.generations.under_way == []
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
