@@ -71,7 +71,7 @@ class Readiness:
         probe = self._latest_probe()
         wait_s = max(0.0, self._probed_at + PROBE_WAIT_S - time.monotonic())
         if not probe.done():
-            await asyncio.wait({asyncio.wrap_future(probe)}, timeout=wait_s)
+            await _wait(probe, wait_s)
         if not probe.done():
             hangs = f"the engine has not computed a token in {PROBE_WAIT_S:g} s"
             return hangs if probe.running() else self._why_not_by_step()  # else it waits behind somebody's chunk
@@ -83,3 +83,10 @@ class Readiness:
         if self._probe is None or (self._probe.done() and now - self._probed_at >= PROBE_EVERY_S):
             self._probe, self._probed_at = self._engine.ask(lambda scheduler: scheduler.probe()), now
         return self._probe
+
+
+async def _wait(probe: "Future[None]", timeout_s: float) -> None:
+    """Until it is over, however it ends, or the time is."""
+    over = asyncio.wrap_future(probe)
+    over.add_done_callback(lambda over: over.cancelled() or over.exception())  # which `probe` tells: nobody asks here
+    await asyncio.wait({over}, timeout=timeout_s)

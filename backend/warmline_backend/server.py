@@ -55,7 +55,8 @@ BODY_BYTES_MAX = 512 << 20
 STATUS_CLIENT_GONE = 499  # nginx's word for it
 RETRY_AFTER_S = "2"
 SEND_TIMEOUT_S = 300.0  # for the next piece of a stream to be taken
-STATUS_OF_FINISH = {"cancelled": STATUS_CLIENT_GONE, "discarded": 503}  # of an answer that is no stream; else 500
+# Of an answer that is no stream; else 500.
+STATUS_OF_FINISH = {"cancelled": STATUS_CLIENT_GONE, "discarded": 503, "leaderless": 503}
 
 
 def make_app(service: Service, secret: str) -> web.Application:
@@ -224,6 +225,8 @@ class _Routes:
     async def _generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
         """A prompt that was rendered ahead is the proxy's: it always wants a stream and usage, and sends no body."""
         service, headers = self._service, request.headers
+        if HEADER_FOLLOW in headers and HEADER_RESIDENT in headers:
+            raise BadRequest(f"a request starts from {HEADER_FOLLOW} or from {HEADER_RESIDENT}, not from both")
         with service.accepted(headers.get(HEADER_REQUEST) or secrets.token_hex(8)) as call:
             if prompt_id := headers.get(HEADER_PROMPT):
                 prompt = service.prompts.get(prompt_id)

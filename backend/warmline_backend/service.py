@@ -144,24 +144,25 @@ class Service:
         return self._loaded
 
     @property
-    def loaded_for_new_work(self) -> Loaded:
-        """Raises NotReady, also where only what is under way may still go on."""
-        if self._shutting_down:
-            raise NotReady(SHUTTING_DOWN)
-        return self.loaded
+    def refusal(self) -> str:
+        """Why nothing new may be asked of this process, though what is under way may go on; "" where it may."""
+        return SHUTTING_DOWN if self._shutting_down else self.failure
+
+    def check_takes_new_work(self) -> None:
+        """Raises NotReady."""
+        if self.refusal:
+            raise NotReady(self.refusal)
 
     def pulse(self) -> Pulse:
-        return pulse(self._engine, self.boot, self.failure)
+        return pulse(self._engine, self.boot, self.refusal)
 
     async def why_not_ready(self) -> str:
         """ "" where a request would be computed now; asks an idle engine for a token."""
-        refusal = SHUTTING_DOWN if self._shutting_down else self.failure
-        return refusal or await self._readiness.why_not()
+        return self.refusal or await self._readiness.why_not()
 
     def status(self) -> Status:
         """At once, whatever the engine is busy with."""
-        loaded, snapshot = self._loaded, self._engine.snapshot
-        failure = SHUTTING_DOWN if self._shutting_down else self.failure
+        loaded, snapshot, failure = self._loaded, self._engine.snapshot, self.refusal
         return Status(
             boot=self.boot,
             generation=snapshot.generation,
@@ -203,11 +204,12 @@ class Service:
         )
 
     async def render(self, endpoint: str, body: dict[str, Any], body_bytes: int) -> StoredPrompt:
-        """Check, render and tokenize a body, and remember it.  Raises BadRequest, TooLarge.
+        """Check, render and tokenize a body, and remember it.  Raises BadRequest, TooLarge, NotReady.
 
         A large one on a thread of its own; for a small one the way there would take longer than the work.
         """
-        loaded, budget_bytes = self.loaded_for_new_work, self._engine.scheduler.settings.memory_budget_bytes
+        self.check_takes_new_work()
+        loaded, budget_bytes = self.loaded, self._engine.scheduler.settings.memory_budget_bytes
 
         def work() -> StoredPrompt:
             rendered = loaded.renderer.render(endpoint, body)
@@ -233,8 +235,8 @@ class Service:
 
     @contextmanager
     def accepted(self, request_id: str) -> Iterator[Call]:
-        """A generation's call, for as long as its client is there."""
-        assert self.loaded_for_new_work
+        """A generation's call, for as long as its client is there.  Raises NotReady."""
+        self.check_takes_new_work()
         with self.generations.accepted(request_id) as call:
             yield call
 
@@ -299,8 +301,9 @@ class Service:
     # ---- restore and save
 
     async def restore(self, request: RestoreRequest) -> RestoreReply:
-        """Raises segments.Damaged, Cancelled, BadChain, TooLarge."""
-        resident, bytes_read, seconds = await self.loaded_for_new_work.storage.restore(request)
+        """Raises segments.Damaged, Cancelled, BadChain, TooLarge, NotReady."""
+        self.check_takes_new_work()
+        resident, bytes_read, seconds = await self.loaded.storage.restore(request)
         return RestoreReply(
             boot=self.boot,
             generation=self._engine.snapshot.generation,
@@ -323,5 +326,6 @@ class Service:
 
     async def _ask(self, work: Callable[[Scheduler], T]) -> T:
         """Raises NotReady where there is no engine to answer."""
-        assert self.loaded
+        if self.failure:
+            raise NotReady(self.failure)
         return await asyncio.wrap_future(self._engine.ask(work))

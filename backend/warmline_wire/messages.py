@@ -185,7 +185,7 @@ class Pulse(msgspec.Struct, kw_only=True):
     pid: int
     ready: bool  # the model is loaded and the engine lives
     busy: bool  # a step is being computed
-    steps: int  # chunks, decode steps and pieces of saves and restores done since the start
+    steps: int  # chunks, decode steps and commands done since the start
     step_age_s: float  # how long the present step has been going on; 0.0 between steps
     slowest_recent_step_s: float
     failure: str = ""  # why it is not ready

@@ -1,6 +1,7 @@
 """What watchers are told: of an engine that loads, computes, hangs, waits or has ended."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -102,8 +103,10 @@ def test_an_idle_engine_is_ready_when_it_computes_a_token(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probes: list[str] = []
+    complaints: list[dict[str, object]] = []
 
     async def work(backend: Live) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
         scheduler = backend.engine.scheduler
         real = scheduler.probe
 
@@ -121,6 +124,8 @@ def test_an_idle_engine_is_ready_when_it_computes_a_token(
         monkeypatch.setattr(scheduler, "probe", broken)
         monkeypatch.setattr(health, "PROBE_EVERY_S", 0.0)
         assert await ready_at_rest(backend) == (503, "the engine could not compute a token: the device is gone")
+        gc.collect()
+        assert complaints == [], "whoever asked has heard"
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
@@ -171,7 +176,10 @@ def test_a_process_that_shuts_down_is_not_ready(tiny_folder: FolderOf, tmp_path:
     async def work(backend: Live) -> None:
         backend.service.shut_down()
         assert await ready(backend) == (503, "shutting down")
-        assert (await pulse(backend)).ready, "its engine is alive, and watched"
+        async with Hold(backend.engine):
+            told = await pulse(backend)
+            assert (told.ready, told.failure) == (False, "shutting down")
+            assert told.busy and told.step_age_s > 0, "its engine is alive, and watched"
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 

@@ -12,7 +12,14 @@ from warmline_backend import prompt_store, server
 from warmline_backend.fits import TooLarge
 from warmline_backend.params import GenerationParams
 from warmline_backend.sequence import Generation
-from warmline_wire.messages import HEADER_FOLLOW, HEADER_PROMPT, HEADER_REQUEST, HEADER_REUSE, PromptRequest
+from warmline_wire.messages import (
+    HEADER_FOLLOW,
+    HEADER_PROMPT,
+    HEADER_REQUEST,
+    HEADER_RESIDENT,
+    HEADER_REUSE,
+    PromptRequest,
+)
 
 FolderOf = Callable[..., Path]
 
@@ -79,6 +86,36 @@ def test_a_request_follows_another_ones_prefill(
         assert (await follower("late", "leader"))[0] == 410
 
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
+
+
+def test_whoever_has_lost_its_leader_may_ask_again(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = Chunks(monkeypatch)
+
+    async def work(backend: Live) -> None:
+        async with backend.generation("leader", await backend.prompt()):
+            await chunks.begun()
+            headers = {HEADER_FOLLOW: "leader", HEADER_REUSE: "198"}
+            asking = asyncio.ensure_future(backend.json("POST", "/v1/chat/completions", BODY, **headers))
+            await when(lambda: not backend.engine._commands.empty())
+            cancelling = asyncio.ensure_future(backend.json("DELETE", "/requests/leader"))
+            await when(lambda: backend.engine._commands.qsize() == 2)
+            chunks.let_all_pass()
+            assert (await cancelling)[0] == 200
+        status, reply = await asking
+        assert (status, reply["error"]["code"]) == (503, "leaderless")
+
+    with_backend(tiny_folder("llama"), tmp_path, work, step=64)
+
+
+def test_nobody_starts_from_two_places(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        headers = {HEADER_FOLLOW: "leader", HEADER_RESIDENT: "resident", HEADER_REUSE: "10"}
+        status, reply = await backend.json("POST", "/v1/chat/completions", BODY, **headers)
+        assert status == 400 and "not from both" in reply["error"]["message"]
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
 
 
 def test_a_reader_that_takes_nothing_is_cut_off(
