@@ -9,6 +9,9 @@ import logging
 import os
 import secrets
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
@@ -28,7 +31,8 @@ log = logging.getLogger(__name__)
 SWITCH_S = 0.0005
 DESCRIPTORS_WANTED = 8_192  # a connection is one
 GRACE_AFTER_DRAIN_S = 15.0  # before serve, or the lifeline, ends this process; the waits below are within it
-ENGINE_STOP_S = 4.0
+THREADS_END_S = 4.0  # what threads get to end their present work
+POLL_S = 0.02
 SHUTDOWN_S = 1.0  # what the last bytes of streams get to be taken; aiohttp waits it twice
 
 
@@ -48,6 +52,9 @@ def main(arguments: list[str]) -> int:
 
 
 async def _serve(config: BackendConfig) -> int:
+    at_rest = set(threading.enumerate())
+    helpers = ThreadPoolExecutor(thread_name_prefix="helper")
+    asyncio.get_running_loop().set_default_executor(helpers)
     home = Home(config.home)
     home.prepare()
     boot = secrets.token_hex(8)
@@ -67,17 +74,32 @@ async def _serve(config: BackendConfig) -> int:
     code = 1
     try:
         code = await _run(config, service, engine, signals)
+    except Exception:
+        log.exception("the process ends")
     finally:
         await runner.cleanup()
         service.close()
         engine.stop()
-        await asyncio.to_thread(engine.join, ENGINE_STOP_S)
+        helpers.shutdown(wait=False, cancel_futures=True)
+        await _end_of_threads(at_rest)
         home.pid_file("backend").unlink(missing_ok=True)
-        if engine.is_alive():  # in a step that takes long, or never ends: nothing that waits for it would either
-            log.warning("the engine is still in a step; the process ends without it")
+        if busy := _others(at_rest):  # in a step, or at a disk, that may never answer: Python would wait for them
+            log.warning("%s: still at work; the process ends without waiting", ", ".join(busy))
             logging.shutdown()
             os._exit(code)
     return code
+
+
+async def _end_of_threads(but: set[threading.Thread]) -> None:
+    """At most THREADS_END_S."""
+    until = time.monotonic() + THREADS_END_S
+    while _others(but) and time.monotonic() < until:  # noqa: ASYNC110  a thread's end tells nobody
+        await asyncio.sleep(POLL_S)
+
+
+def _others(but: set[threading.Thread]) -> list[str]:
+    """Names of all threads but these."""
+    return [thread.name for thread in threading.enumerate() if thread not in but]
 
 
 async def _run(config: BackendConfig, service: Service, engine: Engine, signals: StopSignals) -> int:

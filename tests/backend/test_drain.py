@@ -133,14 +133,32 @@ sys.exit(__main__.main(sys.argv[1:-1]))
 """
 
 
+HANGING = """
+import logging
+import sys
+import threading
+from warmline_backend import __main__, service
+
+def hang(*arguments):
+    logging.warning("the disk does not answer")
+    threading.Event().wait()
+
+service.fingerprint = hang
+__main__.THREADS_END_S = 0.1
+sys.exit(__main__.main(sys.argv[1:]))
+"""
+
+
 class Backend:
     """A backend process of its own."""
 
-    def __init__(self, model: Path, folder: Path, program: list[str], *rest: str) -> None:
+    def __init__(
+        self, model: Path, folder: Path, program: list[str], *rest: str, says: str = "serving .* at http://"
+    ) -> None:
         self.home, self._port = Home(folder / "home"), free_port()
         flags = ["--home", str(self.home.root), "--model", str(model), "--port", str(self._port)]
         self.running = Running([sys.executable, *program, *flags, *rest])
-        self.running.wait_for("serving .* at http://", 60)
+        self.running.wait_for(says, 60)
 
     def stream(self, body: object) -> HTTPResponse:
         headers = {"Authorization": f"Bearer {self.home.secret()}", HEADER_REQUEST: "a"}
@@ -188,3 +206,12 @@ def test_a_process_whose_device_is_broken_says_so_and_ends_with_1(tiny_folder: F
         assert b"the engine has ended: the device is gone" in rest and b'"finish":"discarded"' in rest
         running.wait_for("the engine has ended: the device is gone; this process must be started again")
         assert backend.code() == 1
+
+
+def test_a_process_does_not_wait_for_a_disk_that_does_not_answer(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    backend = Backend(tiny_folder("llama"), tmp_path, ["-c", HANGING], says="the disk does not answer")
+    with backend.running as running:
+        backend.signal(signal.SIGTERM)
+        running.wait_for("helper_0: still at work; the process ends without waiting")
+        assert backend.code() == 0
+        assert not backend.home.pid_file("backend").exists()
