@@ -135,9 +135,9 @@ class KV:
 
     def positions(self) -> list[int]:
         """Where this KV can be continued, ascending; empty means anywhere."""
-        if self.layout.has_states:
-            return sorted({*self.checkpoints, self.length})
-        return [] if not self.layout.problem and self._whole() else [self.length]
+        if self.layout.problem or not self._whole():
+            return [self.length]  # a state is of no use without the window that belongs to it
+        return sorted({*self.checkpoints, self.length}) if self.layout.has_states else []
 
     def can_continue_at(self, position: int) -> bool:
         return 0 < position <= self.length and (not (at := self.positions()) or position in at)
