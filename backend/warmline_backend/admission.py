@@ -44,11 +44,17 @@ class Admission:
         self.grant()
         self._clear_line()
         while line := self._line():
-            if len(self._lineup.running) >= self._running_count_max and not self._give_way():
+            if self._all_places_taken and not self._lineup.nobodys:
                 return
             if (sequence := self._first_that_fits(line)) is None:
                 return  # until somebody ends, or is saved
+            if self._all_places_taken:  # only now that somebody can use it
+                self._give_way()
             yield sequence
+
+    @property
+    def _all_places_taken(self) -> bool:
+        return len(self._lineup.running) >= self._running_count_max
 
     def _clear_line(self) -> None:
         """End those in line who wait for nothing any more."""
@@ -56,7 +62,7 @@ class Admission:
         for sequence in followers.left_behind:
             self._ends.end(sequence, "leaderless", error=LEADERLESS)
         for sequence in [*self._lineup.waiting, *followers]:
-            if sequence.detached and not followers.of(sequence):
+            if followers.is_nobodys(sequence):
                 self._ends.end(sequence, "cancelled")
 
     def _line(self) -> list[Sequence]:
@@ -106,8 +112,13 @@ class Admission:
     # ---- making room
 
     def _make_room(self, bytes_wanted: int) -> bool:
-        """Have residents make way, and then prefills that nobody waits for; False where that is not enough."""
-        while not self._residents.make_room(self._lineup.bytes_held + bytes_wanted):
+        """Have residents make way, and then prefills that nobody waits for; False, and no such prefill is ended, where
+        that would not be enough.
+        """
+        lineup, residents = self._lineup, self._residents
+        if not residents.could_make_room(lineup.bytes_held - lineup.bytes_nobody_needs + bytes_wanted):
+            return False
+        while not residents.make_room(lineup.bytes_held + bytes_wanted):
             if not self._give_way():
                 return False
         return True
@@ -120,11 +131,21 @@ class Admission:
         return True
 
     def keep_within_budget(self) -> None:
-        """Answers grow: residents make way for them, and then the youngest request, so that the others can end."""
-        if self._make_room(0):
+        """Answers grow: who can makes way for them, and then the youngest request, so that the others can end."""
+        if self.let_make_way():
             return
-        self._residents.drop_unleased()
+        while self._lineup.bytes_held > self._budget_bytes and self._give_way():
+            pass
         running = self._lineup.running
         if self._lineup.bytes_held > self._budget_bytes and len(running) > 1:
             youngest = max(running, key=lambda sequence: sequence.arrived)
             self._ends.end(youngest, "error", error=OUT_OF_MEMORY)
+
+    def let_make_way(self) -> bool:
+        """Have residents, and prefills that nobody waits for, make way for what has been added; False where there is
+        still too much.
+        """
+        if self._make_room(0):
+            return True
+        self._residents.drop_unleased()
+        return False

@@ -60,9 +60,15 @@ class DecodeGroup:
         else:
             sequence.kv.layers = self._lowered(sequence, place)
         sequence.kv.index = 0
-        del self.sequences[place]
         self.batch.filter([n for n in range(len(self.batch.uids)) if n != place])
+        del self.sequences[place]  # after it: where it fails, they still stand for the batch's rows
         self._place()
+
+    def dissolve(self) -> list[Sequence]:
+        """Hold nothing any more, whoever still looks at this group.  Returns who was in it; their rows are gone."""
+        sequences, self.sequences = self.sequences, []
+        self.batch.prompt_cache.clear()
+        return sequences
 
     def _lowered(self, sequence: Sequence, place: int) -> list[Any]:
         layout = sequence.kv.layout

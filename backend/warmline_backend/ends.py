@@ -73,8 +73,14 @@ class Ends:
         generation = self._residents.generation
         settled = sequence.settled(finish, boot=self._boot, generation=generation, resident=resident, error=error)
         lost = self._lineup.followers.lose(sequence)
-        self.changed()
+        self._tell_changed()
         sequence.request.listener(Ended(settled, sequence.reused))
         for follower in lost:
             self._tell(follower, "leaderless", "", LEADERLESS)
         return settled
+
+    def _tell_changed(self) -> None:
+        try:
+            self.changed()
+        except Exception:  # whoever waits for this end must hear of it all the same
+            log.exception("what has changed could not be told")

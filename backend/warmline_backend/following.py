@@ -3,7 +3,7 @@
 A follower holds nothing while it waits.  It starts from a copy of its leader's first rows, as soon as those are there.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from warmline_backend.residents import ResidentMismatch
 from warmline_backend.sequence import Progress, Sequence
@@ -26,22 +26,31 @@ class Followers:
 
         Raises ResidentMismatch where the two differ, or the leader has passed the place and can't be copied there.
         """
-        request, name = sequence.request, leader.request.id
-        wanted, kv = request.reuse, leader.kv
+        request = sequence.request
+        wanted = request.reuse
+        while leader.leader is not None and wanted <= leader.meeting:
+            leader = leader.leader  # a follower starts where they meet: what lies before is its own leader's to give
+        name = leader.request.id
         if not 0 < wanted < len(request.prompt) or leader.tokens_known[:wanted] != request.prompt[:wanted]:
             raise ResidentMismatch(f"request {name} does not compute the prompt's first {wanted} tokens")
-        if kv.layout.problem or (kv.length >= wanted and not kv.deepest_place(wanted)):
+        if leader.kv.layout.problem or not (meeting := leader.meeting_for(wanted)):
             raise ResidentMismatch(f"request {name} can't be copied at {wanted} tokens, or not any more")
-        sequence.leader, sequence.meeting = leader, kv.deepest_place(wanted) if kv.length >= wanted else wanted
-        leader.cut_at(sequence.meeting)
+        sequence.leader, sequence.meeting = leader, meeting
         self._waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
+        """It no longer waits; what its leader kept for it alone is given up."""
         self._waiting.remove(sequence)
+        leader, sequence.leader = sequence.leader, None
+        if leader and not any(each.leader is leader and each.meeting == sequence.meeting for each in self._waiting):
+            leader.forget_meeting(sequence.meeting)
 
-    def of(self, leader: Sequence) -> bool:
-        """Whether somebody waits for it."""
-        return any(sequence.leader is leader for sequence in self._waiting)
+    def is_followed(self, sequence: Sequence) -> bool:
+        return any(each.leader is sequence for each in self._waiting)
+
+    def is_nobodys(self, sequence: Sequence) -> bool:
+        """Whether nobody waits for what it computes, neither a client nor a follower."""
+        return sequence.detached and not self.is_followed(sequence)
 
     @property
     def ready(self) -> list[Sequence]:
@@ -78,9 +87,3 @@ def _reached(sequence: Sequence) -> bool:
 
 def _place(sequence: Sequence) -> int:
     return sequence.leader.kv.deepest_place(sequence.meeting) if sequence.leader else 0
-
-
-def wanted_first(prefilling: list[Sequence], followers: Iterable[Sequence]) -> list[Sequence]:
-    """Prompts that somebody waits for; only where there are none, those that go on alone."""
-    leaders = {sequence.leader for sequence in followers}
-    return [sequence for sequence in prefilling if not sequence.detached or sequence in leaders] or prefilling

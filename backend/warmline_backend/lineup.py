@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 from warmline_backend.codecs import Kind
 from warmline_backend.decode import DecodeGroup
+from warmline_backend.fits import bytes_alone, bytes_to_answer
 from warmline_backend.following import Followers
 from warmline_backend.model import ServedModel
 from warmline_backend.reservations import Reservations
-from warmline_backend.segments import ROOM_TOKENS
-from warmline_backend.sequence import Generation, Sequence
+from warmline_backend.sequence import Sequence
 
-ANSWER_TOKENS_RESERVED = 256  # admission counts this much of an answer that may be longer
 STEPS_PER_WEIGHING = 32  # how often the budget is looked at while answers grow
 # Joining copies a group layer by layer, each old layer freed on the way: at most 1.7 layers were measured on top
 # (llama, qwen3_5, deepseek_v32 and a llama of 8 layers, 3,000 tokens each).
@@ -49,7 +48,13 @@ class Lineup:
     @property
     def nobodys(self) -> list[Sequence]:
         """Prefills that nobody waits for."""
-        return [each for each in self.prefilling if each.detached and not self.followers.of(each)]
+        return [each for each in self.prefilling if self.followers.is_nobodys(each)]
+
+    @property
+    def wanted_prefills(self) -> list[Sequence]:
+        """Those that somebody waits for; only where there are none, those that go on alone."""
+        nobodys = self.nobodys
+        return [each for each in self.prefilling if each not in nobodys] or nobodys
 
     def leave(self, sequence: Sequence) -> None:
         """Take one out, wherever it is; its KV is its own from then on."""
@@ -60,12 +65,15 @@ class Lineup:
             self._forget(sequence)
 
     def give_up(self, sequence: Sequence) -> list[Sequence]:
-        """Forget one with all that share its batch, whose rows can't be trusted any more.  Returns them."""
+        """Forget one with all that share its batch, whose rows can't be trusted any more, and the rows too.
+
+        Returns them.
+        """
         if (group := self.group_of(sequence)) is None:
             self._forget(sequence)
             return [sequence]
         self.groups.remove(group)
-        return list(group.sequences)
+        return group.dissolve()
 
     def _forget(self, sequence: Sequence) -> None:
         for holding in (self.waiting, self.prefilling, self.followers):
@@ -77,11 +85,10 @@ class Lineup:
     @property
     def bytes_held(self) -> int:
         """KV of all requests, padding, the rest of their prompts and what is reserved for restores counted."""
-        decoding = (len(group.sequences) * self._bytes_each(group) for group in self.groups)
-        waiting = (self._bytes_now(sequence) for sequence in self.waiting if sequence.kv.length)
-        prefilling = (max(self._bytes_now(each), self.bytes_needed(each.request)) for each in self.prefilling)
-        states = sum(len(sequence.kv.checkpoints) for sequence in self) * self._served.state_bytes
-        return sum(decoding) + sum(waiting) + sum(prefilling) + states + self.reservations.bytes_granted
+        decoding = sum(map(self._bytes_of_group, self.groups))
+        waiting = sum(map(self._bytes_now, self.waiting))
+        prefilling = sum(map(self._bytes_to_answer, self.prefilling))
+        return decoding + waiting + prefilling + self.reservations.bytes_granted
 
     @property
     def bytes_to_copy(self) -> int:
@@ -93,15 +100,18 @@ class Lineup:
         group = self.group_of(sequence)
         return self._bytes_each(group) if group and len(group.sequences) > 1 else 0
 
-    def bytes_needed(self, request: Generation) -> int:
-        """What a request takes until a part of its answer is there."""
-        answer = min(request.params.max_tokens, ANSWER_TOKENS_RESERVED)
-        return self.bytes_of(len(request.prompt) + answer)
-
     def bytes_to_admit(self, sequence: Sequence) -> int:
         """What starting one that waits takes on top of what it holds."""
-        held = self._bytes_now(sequence) if sequence.kv.length else 0
-        return max(0, self.bytes_needed(sequence.request) - held)
+        return self._bytes_to_answer(sequence) - self._bytes_now(sequence)
+
+    @property
+    def bytes_nobody_needs(self) -> int:
+        """What the end of all prefills that nobody waits for would free."""
+        return sum(self._bytes_to_answer(each) - self._bytes_left(each) for each in self.nobodys)
+
+    def _bytes_left(self, sequence: Sequence) -> int:
+        """What stays of a prefill that is ended, to be saved first: all that it has, and its last state."""
+        return 0 if self._served.layout.problem else self._bytes_now(sequence) + self._served.state_bytes
 
     def bytes_to_join(self, host: DecodeGroup, newcomer: DecodeGroup) -> int:
         """What one batch of both takes on top of the two of them: padding, and copying at the time or later."""
@@ -112,19 +122,25 @@ class Lineup:
         layers = max(1, len(self._served.layout.of_kind(Kind.ROWS)))
         return together - before + max(LAYERS_COPIED_AT_ONCE * together // layers, each)
 
-    def bytes_of(self, tokens: int) -> int:
-        """A sequence of `tokens` alone in its buffers."""
-        return self._served.bytes_of(room(tokens))
+    def _bytes_of_group(self, group: DecodeGroup) -> int:
+        rows = len(group.sequences) * self._bytes_each(group)
+        return rows + sum(len(member.kv.checkpoints) for member in group.sequences) * self._served.state_bytes
 
     def _bytes_each(self, group: DecodeGroup) -> int:
         """What each row of a batch takes, grown as it will have before the budget is looked at again."""
         soon = (min(each.kv.length + STEPS_PER_WEIGHING, each.tokens_max) for each in group.sequences)
-        return self.bytes_of(max(group.sequences[0].kv.room, *soon))
+        return bytes_alone(self._served, max(group.sequences[0].kv.room, *soon))
 
     def _bytes_now(self, sequence: Sequence) -> int:
-        return self.bytes_of(sequence.kv.room)
+        """What one holds that does not decode yet."""
+        if not sequence.kv.length:
+            return 0
+        states = len(sequence.kv.checkpoints) * self._served.state_bytes
+        return bytes_alone(self._served, sequence.kv.room) + states
 
-
-def room(tokens: int) -> int:
-    """Rows that a buffer of `tokens` has: buffers grow by ROOM_TOKENS, mlx-lm's and restored ones."""
-    return -(-tokens // ROOM_TOKENS) * ROOM_TOKENS
+    def _bytes_to_answer(self, sequence: Sequence) -> int:
+        """What it will hold when a part of its answer is there; at least what it does now."""
+        request, states = sequence.request, len(sequence.kv.checkpoints) + sequence.states_to_come
+        needed = bytes_to_answer(self._served, len(request.prompt), request.params.max_tokens)
+        rows = max(bytes_alone(self._served, sequence.kv.room), needed)
+        return rows + states * self._served.state_bytes

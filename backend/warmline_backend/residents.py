@@ -137,38 +137,47 @@ class Residents:
         """Some will be free to go in a moment: when they are taken or saved, or their lease ends."""
         return any(entry.leased for entry in self._entries.values())
 
-    def make_room(self, bytes_wanted: int) -> bool:
-        """Drop unleased residents until at most `budget - bytes_wanted` is held; False, and none dropped, where that
-        can't be.
+    def make_room(self, bytes_wanted: int, *, sparing: str = "") -> bool:
+        """Drop unleased residents, but the one to be spared, until at most `budget - bytes_wanted` is held; False, and
+        none dropped, where that can't be.
         """
-        target = self.budget_bytes - bytes_wanted
-        if self._bytes_leased > target:
+        if not self.could_make_room(bytes_wanted, sparing=sparing):
             return False
-        self._drop_until(target)
+        self._drop_until(self.budget_bytes - bytes_wanted, sparing)
         return True
+
+    def could_make_room(self, bytes_wanted: int, *, sparing: str = "") -> bool:
+        """Whether `make_room` would; nothing is dropped."""
+        droppable = sum(self._entries[resident_id].bytes_held for resident_id in self._droppable(sparing))
+        return self.bytes_held - droppable <= self.budget_bytes - bytes_wanted
 
     def drop_unleased(self) -> None:
         """Drop all that may go, where even that makes too little room."""
-        self._drop_until(self._bytes_leased)
+        for resident_id in self._droppable():
+            self._drop(resident_id)
 
-    @property
-    def _bytes_leased(self) -> int:
-        return sum(entry.bytes_held for entry in self._entries.values() if entry.leased)
+    def _droppable(self, sparing: str = "") -> list[str]:
+        return [each for each, entry in self._entries.items() if not (entry.leased or each == sparing)]
 
-    def _drop_until(self, target: int) -> None:
+    def _drop_until(self, target: int, sparing: str) -> None:
         held = self.bytes_held
-        for resident_id in self._in_drop_order() if held > target else ():
+        for resident_id in self._in_drop_order(sparing) if held > target else ():
             if held <= target:
                 break
-            held -= self._entries.pop(resident_id).bytes_held
-            self.generation += 1
-            self._listed = None
+            held -= self._drop(resident_id)
 
-    def _in_drop_order(self) -> list[str]:
+    def _drop(self, resident_id: str) -> int:
+        """How many bytes that has freed."""
+        self.generation += 1
+        self._listed = None
+        return self._entries.pop(resident_id).bytes_held
+
+    def _in_drop_order(self, sparing: str) -> list[str]:
         rank = {resident_id: n for n, resident_id in enumerate(self._drop_first)}
-        free = [(resident_id, entry) for resident_id, entry in self._entries.items() if not entry.leased]
-        free.sort(key=lambda item: (rank.get(item[0], len(rank)), item[1].last_used))
-        return [resident_id for resident_id, _ in free]
+        return sorted(
+            self._droppable(sparing),
+            key=lambda each: (rank.get(each, len(rank)), self._entries[each].last_used),
+        )
 
     def listed(self) -> list[Resident]:
         """All residents with their tokens, for whoever asks; not to be changed.  Cheap while nothing changes."""

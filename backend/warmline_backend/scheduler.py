@@ -14,7 +14,7 @@ import mlx.core as mx
 from warmline_backend.admission import Admission
 from warmline_backend.decode import DecodeGroup
 from warmline_backend.ends import Ends
-from warmline_backend.following import wanted_first
+from warmline_backend.fits import bytes_alone
 from warmline_backend.kv import KV
 from warmline_backend.lineup import STEPS_PER_WEIGHING, Lineup
 from warmline_backend.model import ServedModel
@@ -70,8 +70,7 @@ class Scheduler:
         if request.follow:
             self._follow(self._sequence(request, self._fresh_kv()))
         elif request.resident:
-            kv = self.residents.take(request.resident, request.prompt, request.reuse, request.keep)
-            self._lineup.waiting.append(self._sequence(request, kv))
+            self._lineup.waiting.append(self._sequence(request, self._kv_of_resident(request)))
         else:
             self._lineup.waiting.append(self._sequence(request, self._fresh_kv()))
 
@@ -79,6 +78,14 @@ class Scheduler:
         sequence = Sequence(request, kv, self.served, adopted="" if request.keep else request.resident)
         sequence.answer_tokens_max = min(request.params.max_tokens, self._admission.tokens_max - len(request.prompt))
         return sequence
+
+    def _kv_of_resident(self, request: Generation) -> KV:
+        kv = self.residents.take(request.resident, request.prompt, request.reuse, request.keep)
+        if not request.keep:
+            return kv
+        # Apart, or while it waits it would hold the whole of a longer resident that is dropped meanwhile.
+        wanted = self._lineup.bytes_held + bytes_alone(self.served, kv.length)
+        return kv.branch(kv.length, apart=True) if self.residents.make_room(wanted, sparing=request.resident) else kv
 
     def _fresh_kv(self) -> KV:
         return self.served.fresh_kv(journals=self.settings.keeps_residents)
@@ -104,7 +111,7 @@ class Scheduler:
         lineup, sequence = self._lineup, self._lineup.find(request_id)
         if sequence is None or sequence.decoding_since or not self._ends.leaves_a_resident(sequence):
             return False
-        sequence.detached = sequence in lineup.prefilling or lineup.followers.of(sequence)
+        sequence.detached = sequence in lineup.prefilling or lineup.followers.is_followed(sequence)
         return sequence.detached
 
     def kv_of(self, until: int, *, resident: str = "", running: str = "") -> KV:
@@ -132,8 +139,9 @@ class Scheduler:
 
     def install(self, request_id: str, kv: KV) -> str:
         """Make a restored KV a resident, leased for the request that it is for; its reservation ends."""
-        self.release(request_id)
-        return self.residents.add(kv, lease_s=LEASE_S)
+        resident = self.residents.add(kv, lease_s=LEASE_S)
+        self.release(request_id)  # after it, or what it takes would be given to whoever waits
+        return resident
 
     def probe(self) -> None:
         """Compute one token.  Raises whatever keeps the device from it."""
@@ -179,6 +187,7 @@ class Scheduler:
 
         At a yield anything may be asked: what it changes is looked at anew.  Raises DeviceBroken.
         """
+        self._check_device()  # what was asked since the last step may have failed, too
         for _ in self._work():
             self._check_device()
             yield
@@ -196,12 +205,15 @@ class Scheduler:
             yield
 
     def _check_device(self) -> None:
-        if self._ends.doubtful:
-            try:
-                self.probe()
-            except Exception as error:
-                raise DeviceBroken(f"after a failed step, a token could not be computed: {error}") from error
-            self._ends.doubtful = False
+        """After a failure, whether a token can still be computed, now that all that it has lost is free."""
+        if not self._ends.doubtful:
+            return
+        try:
+            mx.clear_cache()
+            self.probe()
+        except Exception as error:
+            raise DeviceBroken(f"after a failed step, a token could not be computed: {error}") from error
+        self._ends.doubtful = False
 
     def _admit(self) -> None:
         """Start whoever fits, first come first served."""
@@ -213,12 +225,12 @@ class Scheduler:
         if sequence in lineup.waiting:
             lineup.waiting.remove(sequence)
         else:
-            lineup.followers.remove(sequence)
             try:
                 sequence.start_from_leader()
             except Exception as error:  # noqa: BLE001  as in _decode; its leader is only read
-                self._ends.discard([sequence], error)
+                self._ends.discard(lineup.give_up(sequence), error)
                 return
+            lineup.followers.remove(sequence)
         sequence.started()
         lineup.prefilling.append(sequence)
         sequence.request.listener(Started())
@@ -284,11 +296,11 @@ class Scheduler:
     def _prefill_one(self) -> None:
         """One chunk of one prompt; the last chunk is followed by the first decode step."""
         lineup = self._lineup
-        wanted = wanted_first(lineup.prefilling, lineup.followers)
-        sequence = next_prefill(wanted, self.settings.prefill_step_size)
+        sequence = next_prefill(lineup.wanted_prefills, self.settings.prefill_step_size)
         if sequence.prefill_left > 0 and not self._chunk(sequence):
             return
         self._let_follow(sequence)
+        self._admission.let_make_way()  # for the states of those who follow: the rest was seen to on admission
         if sequence.prefill_left > 0 or sequence not in lineup.prefilling:
             return
         if sequence.detached:
@@ -317,7 +329,7 @@ class Scheduler:
 
     def _let_follow(self, leader: Sequence) -> None:
         """Start who can be copied from it now, before it goes on: then it may be too late."""
-        if self._lineup.followers.of(leader):
+        if self._lineup.followers.is_followed(leader):
             self._admit()
 
     def _start_decoding(self, sequence: Sequence) -> None:
@@ -348,6 +360,8 @@ class Scheduler:
             host.join(newcomer)
         except Exception as error:  # noqa: BLE001  half joined, neither can be trusted
             self._lineup.groups.remove(host)
+            host.dissolve()
+            newcomer.dissolve()
             self._ends.discard(members, error)
 
 

@@ -142,6 +142,11 @@ def _write_durably(path: Path, parts: list[bytes | memoryview]) -> int:
 # ---- reading
 
 
+def buffer_tokens(tokens: int) -> int:
+    """How many rows a buffer of `tokens` has: buffers grow by ROOM_TOKENS, mlx-lm's and restored ones."""
+    return -(-tokens // ROOM_TOKENS) * ROOM_TOKENS
+
+
 class Damaged(Exception):
     """A file of the chain can't be used: `bad` names it, tokens below `good_prefix` come from files that can."""
 
@@ -268,7 +273,7 @@ class Loader:
 
     def _targets(self, position: int, header: SegmentHeader) -> dict[str, _Target]:
         """Room for [0, position) of every tensor with rows; for rotating layers, of their window.  Engine thread."""
-        room, targets = -(-position // ROOM_TOKENS) * ROOM_TOKENS, {}
+        room, targets = buffer_tokens(position), {}
         for leaf in self.layout.leaves:
             if leaf.codec.kind is Kind.STATE:
                 continue

@@ -4,7 +4,6 @@ waiting, or following -> prefill (chunk after chunk) -> decode (in a group) -> s
 """
 
 import time
-from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -20,6 +19,9 @@ from warmline_backend.text import TextStream
 from warmline_wire.keys import pack_tokens
 from warmline_wire.messages import Settled, Timings
 
+# Between the places where a chunk ends only for a follower: each costs a state and a short chunk, and what lies between
+# is soon computed again.
+MEETINGS_APART_TOKENS = 64
 UNBOUNDED = 1 << 30  # ends are the engine's to find, so mlx-lm's own limits are out of the way
 
 
@@ -104,7 +106,7 @@ class Sequence:
         self.fault = SamplerFault()
         self.text = TextStream(self.served.tokenizer, self.request.params.stop)
         self.reused = self.kv.length
-        self.cuts = list(self.request.checkpoints)
+        self._meetings: set[int] = set()  # where a chunk ends only for those who follow, and no longer than they do
         self.answer_tokens_max = self.request.params.max_tokens  # or what the memory budget leaves
 
     @property
@@ -125,23 +127,63 @@ class Sequence:
     def started(self) -> None:
         self.timings.queue_s = time.monotonic() - self.arrived
 
+    @property
+    def cuts(self) -> list[int]:
+        """Where a chunk ends and a state is kept, ascending."""
+        return sorted({*self.request.checkpoints, *self._meetings})
+
+    @property
+    def states_to_come(self) -> int:
+        """How many states are still to be kept on the way to the answer."""
+        return sum(self.kv.length < cut < len(self.request.prompt) for cut in self.cuts)
+
+    # ---- leading and following
+
     def start_from_leader(self) -> None:
-        """Take a copy of the leader's first `meeting` tokens, or as many as can be had, and part with it."""
+        """Take a copy of the leader's first `meeting` tokens, or as many as can be had."""
         assert self.leader
-        held, self.leader = self.leader.kv, None
+        held = self.leader.kv
         self.kv = held.branch(held.deepest_place(self.meeting), apart=True)
+        for meeting in self.leader._meetings.difference(self.request.checkpoints):
+            self.kv.checkpoints.pop(meeting, None)
         self.reused = self.kv.length
 
-    def cut_at(self, position: int) -> None:
-        """Let a chunk end at `position`, to be copied there, where the model can't be copied just anywhere."""
-        layout = self.kv.layout
-        if (layout.has_states or layout.window) and position not in self.cuts:
-            insort(self.cuts, position)
+    def meeting_for(self, wanted: int) -> int:
+        """Where a follower of the first `wanted` tokens is to be given its copy; 0 where it can't be, or not any more.
+
+        Where the model can't be copied just anywhere, a chunk will end there.
+        """
+        kv = self.kv
+        if kv.length >= wanted:
+            return kv.deepest_place(wanted)
+        if not (kv.layout.has_states or kv.layout.window):
+            return wanted
+        meeting = self._apart_from_others(wanted) if wanted < len(self.request.prompt) - 1 else wanted
+        if meeting > kv.length and meeting not in self.request.checkpoints:
+            self._meetings.add(meeting)
+        return meeting
+
+    def _apart_from_others(self, wanted: int) -> int:
+        """The last place up to `wanted` that is a cut, or far enough from all cuts to become one."""
+        kv, prompt = self.kv, len(self.request.prompt)
+        cuts = [cut for cut in self.cuts if kv.length < cut < prompt - 1 or kv.can_continue_at(cut)]
+        before = max((cut for cut in cuts if cut <= wanted), default=0)
+        after = min((cut for cut in cuts if cut > wanted), default=prompt + MEETINGS_APART_TOKENS)
+        free = min(wanted, after - MEETINGS_APART_TOKENS)
+        return before if before and free - before < MEETINGS_APART_TOKENS else max(free, kv.length)
+
+    def forget_meeting(self, position: int) -> None:
+        """Nobody is to be given a copy there any more: its state goes, unless this request wants it too."""
+        if position in self._meetings:
+            self._meetings.remove(position)
+            self.kv.checkpoints.pop(position, None)
+
+    # ---- prefill and end
 
     def prefill_chunk(self, step: int) -> int:
         """Compute the next chunk and keep what a save will want of it.  Returns its tokens."""
-        start = self.kv.length
-        end = next_cut(start, len(self.request.prompt) - 1, step, self.cuts)
+        start, cuts = self.kv.length, self.cuts
+        end = next_cut(start, len(self.request.prompt) - 1, step, cuts)
         if self._prefill is None:
             # Built empty and handed the cache in batched form: mlx-lm would copy every row into a new batch.
             self._prefill = PromptProcessingBatch(
@@ -151,7 +193,7 @@ class Sequence:
         self._prefill.prompt([self.request.prompt[start:end]])
         self.kv.let_go_of_chunk()
         self.kv.capture_window()
-        if end in self.cuts:
+        if end in cuts:
             self.kv.capture_checkpoint()
         return end - start
 

@@ -94,6 +94,33 @@ def test_it_gives_way_where_its_memory_is_needed(root: Path) -> None:
     assert alone.settled.resident in drive.scheduler.residents
 
 
+def test_it_is_not_ended_for_who_could_not_start_even_then(root: Path) -> None:
+    model = served("llama", root)
+    drive = Drive(model, step=50, places=2, budget=model.bytes_of(2560))
+    _, running = drive.submit(prompt_of(1000, 2), 500)
+    drive.until(lambda: any(isinstance(event, Piece) for event in running.events))
+    name, alone = drive.submit(prompt_of(600), 8)
+    drive.until(lambda: len(alone.chunks) == 2)
+    assert drive.scheduler.detach(name)
+    _, other = drive.submit(prompt_of(2200, 3), 4)  # has no room before the answer that runs has ended
+    drive.until(lambda: alone.over)
+    assert alone.settled.prefilled_until == 599 and not other.events and not running.over
+
+
+def test_what_it_leaves_counts_when_it_is_to_give_way(root: Path) -> None:
+    """It has to be saved first, so that its end would free nothing."""
+    model = served("llama", root)
+    drive = Drive(model, step=50, budget=model.bytes_of(1500))
+    name, alone = drive.submit(prompt_of(800), 8)
+    drive.until(lambda: alone.chunks[-1:] == [750])
+    assert drive.scheduler.detach(name)
+    _, other = drive.submit(prompt_of(700, 2), 5)
+    drive.until(lambda: alone.over)
+    assert alone.settled.prefilled_until == 799 and not other.events
+    drive.saved(alone)
+    drive.until(lambda: other.over)
+
+
 def test_it_gives_way_to_a_restore(root: Path) -> None:
     drive = Drive(served("llama", root), step=50, budget=600_000)
     name, alone = drive.submit(prompt_of(600), 8)

@@ -1,14 +1,15 @@
 """Requests that wait for another one's prefill: computed once, answered as alone, and never left waiting."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from drive import Drive, Heard
-from families import FAMILIES, cold, prompt_of, served, tolerance
+from families import FAMILIES, cold, mixed, prompt_of, served, tolerance
 from oracle import compare_greedy
 
 from warmline_backend.residents import ResidentGone, ResidentMismatch
-from warmline_backend.sequence import Piece, Progress, Started
+from warmline_backend.sequence import MEETINGS_APART_TOKENS, Piece, Progress, Started
 
 ANYWHERE = [family for family in FAMILIES if family not in ("gemma3", "qwen3_5", "falcon_h1")]
 WITH_STATES = ["qwen3_5", "falcon_h1"]
@@ -124,6 +125,55 @@ def test_a_window_that_has_passed_the_place_can_not_be_followed(root: Path) -> N
         drive.submit(prompt_of(70) + prompt_of(20, 4), follow=name, reuse=70)
 
 
+def test_states_and_windows_in_one_model_can_be_followed_until_the_place_is_passed(root: Path) -> None:
+    drive = Drive(mixed(root), step=50)
+    name, leader = drive.submit(prompt_of(200), 30, checkpoints=(20, 70))
+    branch = prompt_of(110) + prompt_of(10, 4)
+    _, follower = drive.submit(branch, 12, follow=name, reuse=110)
+    drive.until(lambda: follower.over)
+    assert follower.reused == 70, "near enough, and there is a state anyway"
+    assert_as_alone(drive, "baichuan_m1", branch, follower)
+    assert not leader.over
+    for place in (70, 110):
+        with pytest.raises(ResidentMismatch, match=f"can't be copied at {place}"):
+            drive.submit(prompt_of(place) + prompt_of(20, 4), follow=name, reuse=place)
+
+
+def test_states_for_those_who_follow_are_few_and_soon_gone(root: Path) -> None:
+    drive = Drive(served("qwen3_5", root), step=500)
+    prompt, named = prompt_of(1000), (300, 310)
+    name, leader = drive.submit(prompt, 800, checkpoints=named)
+    wanted = [*range(999, 320, -40), *range(321, 999, 40)]
+    drive.until(lambda: bool(leader.chunks))
+    before = drive.scheduler.running_bytes
+    followers = [drive.submit(prompt_of(at) + prompt_of(5, 2), 1, follow=name, reuse=at)[1] for at in wanted]
+    (sequence,) = drive.scheduler._lineup.prefilling
+    cuts = [cut for cut in sequence.cuts if cut < 999]
+    gaps = [after - cut for cut, after in pairwise(cuts[1:])]
+    assert min(gaps) >= MEETINGS_APART_TOKENS and len(cuts) > 8
+    assert drive.scheduler.running_bytes - before == (len(sequence.cuts) - 2) * drive.served.state_bytes
+    drive.until(lambda: all(one.over for one in followers))
+    assert not leader.over and sorted(sequence.kv.checkpoints) == list(named)
+    late = [at - one.reused for at, one in zip(wanted, followers, strict=True)]
+    assert max(late) < 2 * MEETINGS_APART_TOKENS
+    for at, one in list(zip(wanted, followers, strict=True))[::10]:
+        assert one.settled.checkpoints[:2] == list(named) and one.reused not in one.settled.checkpoints
+        assert_as_alone(drive, "qwen3_5", prompt_of(at) + prompt_of(5, 2), one)
+
+
+def test_a_state_for_a_follower_that_is_cancelled_is_not_kept(root: Path) -> None:
+    drive = Drive(served("qwen3_5", root), step=50)
+    name, leader = drive.submit(prompt_of(200), 4)
+    followers = [drive.submit(prompt_of(200), 4, follow=name, reuse=120)[0] for _ in range(2)]
+    (sequence,) = drive.scheduler._lineup.waiting
+    drive.scheduler.cancel(followers[0])
+    assert sequence.cuts == [120], "the other one still wants it"
+    drive.scheduler.cancel(followers[1])
+    assert sequence.cuts == []
+    drive.until(lambda: leader.over)
+    assert leader.chunks == [50, 100, 150, 199] and leader.settled.checkpoints == [204]
+
+
 def test_only_what_is_the_same_can_be_followed(root: Path) -> None:
     drive = Drive(served("llama", root))
     name, _ = drive.submit(prompt_of(60))
@@ -145,6 +195,20 @@ def test_a_follower_is_followed_in_turn(family: str, root: Path) -> None:
     assert [one.settled.timings.prefilled for one in (leader, middle, last)] == [180, 50, 1]
     for one in (middle, last):
         assert_as_alone(drive, family, prompt, one)
+
+
+@pytest.mark.parametrize("family", EACH_KIND)
+def test_what_a_follower_will_have_from_its_leader_is_the_leaders_to_give(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    first, leader = drive.submit(prompt_of(180), 8)
+    second, middle = drive.submit(prompt_of(150) + prompt_of(10, 3), 8, follow=first, reuse=150)
+    branch = prompt_of(70) + prompt_of(20, 4)
+    _, last = drive.submit(branch, 8, follow=second, reuse=70)
+    drive.scheduler.cancel(second)
+    assert middle.over and not last.over
+    drive.until(lambda: leader.over and last.over)
+    assert (last.reused, last.settled.timings.prefilled) == (70, 20)
+    assert_as_alone(drive, family, branch, last)
 
 
 def test_who_waits_hears_how_far_its_leader_has_come(root: Path) -> None:

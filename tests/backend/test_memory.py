@@ -145,6 +145,94 @@ def test_an_answer_ends_where_the_memory_budget_does(root: Path) -> None:
     assert heard.settled.finish == "length" and heard.settled.prefilled_until == 512, "two buffers' worth of rows"
 
 
+def test_what_a_restore_has_taken_is_not_granted_to_the_next(root: Path) -> None:
+    model = served("llama", root)
+    trunk = Drive(model)
+    kv = trunk.scheduler.residents.kv(trunk.run(prompt_of(700), 1).settled.resident)
+    assert kv is not None
+    drive = Drive(model, budget=model.bytes_of(1280))
+    granted: list[str] = []
+    for name in ("a", "b"):
+        drive.scheduler.reserve(name, model.bytes_of(600), lambda name=name: granted.append(name))  # type: ignore[misc]
+    resident = drive.scheduler.install("a", kv.branch(600, apart=True))
+    assert granted == ["a"]
+    assert drive.scheduler.residents.drop(resident)
+    drive.turn()
+    assert granted == ["a", "b"]
+
+
+def test_a_copy_that_waits_holds_no_more_than_it_is_counted_for(root: Path) -> None:
+    model = served("llama", root)
+    drive = Drive(model, places=1)
+    long = drive.run(prompt_of(4000), 1).settled.resident
+    drive.submit(prompt_of(20, 2), 400)
+    drive.turn()
+
+    def unaccounted() -> int:
+        mx.clear_cache()
+        return mx.get_active_memory() - drive.scheduler.residents.bytes_held - drive.scheduler.running_bytes
+
+    _, waiting = drive.submit(prompt_of(300), 4, resident=long, reuse=200, keep=True)
+    before = unaccounted()
+    drive.scheduler.residents.drop(long)
+    assert unaccounted() - before < model.bytes_of(500)
+    drive.until(lambda: waiting.over)
+    assert waiting.generated == cold(model, "llama", prompt_of(300), 4).tokens
+
+
+def test_where_there_is_no_room_for_a_copy_it_shares_its_residents_memory(root: Path) -> None:
+    model = served("llama", root)
+    drive = Drive(model, places=1, budget=model.bytes_of(1280))
+    resident = drive.run(prompt_of(600), 1).settled.resident  # not saved yet: it stays
+    _, running = drive.submit(prompt_of(20, 2), 200)
+    drive.turn()
+    _, waiting = drive.submit(prompt_of(620), 4, resident=resident, reuse=600, keep=True)
+    assert resident in drive.scheduler.residents
+    drive.until(lambda: running.over)
+    drive.saved(running)
+    drive.scheduler.saved(resident, "", 601)
+    drive.until(lambda: waiting.over)
+    assert waiting.generated == cold(model, "llama", prompt_of(620), 4).tokens
+    assert waiting.settled.timings.prefilled == 20
+
+
+def test_states_to_come_are_counted_before_they_are_there(root: Path) -> None:
+    model = served("qwen3_5", root)
+    budget = model.bytes_of(1024) + 60 * model.state_bytes
+    drive = Drive(model, step=50, budget=budget)
+    scheduler = drive.scheduler
+    seed = 0
+    while scheduler.residents.bytes_held < 40 * model.state_bytes:
+        seed += 1
+        drive.saved(drive.run(prompt_of(60, seed), 1, checkpoints=(20, 30, 40, 50)))
+    marks = tuple(range(8, 400, 8))
+    _, heard = drive.submit(prompt_of(400), 4, checkpoints=marks)
+    held: list[int] = []
+
+    def over() -> bool:
+        held.append(scheduler.residents.bytes_held + scheduler.running_bytes)
+        return heard.over
+
+    drive.until(over)
+    assert max(held[1:-1]) <= budget, "while only prompts are prefilled, too"
+    at_admission = model.bytes_of(512) + len(marks) * model.state_bytes
+    assert set(heard.settled.checkpoints) > set(marks) and min(held[1:-1]) >= at_admission
+
+
+def test_residents_make_way_for_states_that_followers_want(root: Path) -> None:
+    model = served("qwen3_5", root)
+    drive = Drive(model, step=50, budget=model.bytes_of(512) + 12 * model.state_bytes)
+    name, leader = drive.submit(prompt_of(400), 4)
+    drive.turn()
+    old = drive.scheduler.residents.add(model.fresh_kv(journals=True), lease_s=0.0)
+    drive.scheduler.residents._entries[old].bytes_held = 10 * model.state_bytes
+    for at in (100, 200, 300):
+        drive.submit(prompt_of(at) + prompt_of(5, 2), 1, follow=name, reuse=at)
+    assert old in drive.scheduler.residents
+    drive.turn()
+    assert old not in drive.scheduler.residents and not leader.over
+
+
 def test_who_holds_memory_goes_on_before_a_restore_that_waits_for_it(root: Path) -> None:
     drive = Drive(served("llama", root), budget=500_000)
     first = drive.run(prompt_of(500), 5)

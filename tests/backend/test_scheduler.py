@@ -1,14 +1,16 @@
 """The step loop: what it computes is what mlx-lm computes, whoever else is running, whatever is cancelled or fails."""
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from drive import Drive, Heard
-from families import FAMILIES, cold, prompt_of, served, tolerance
+from families import FAMILIES, cold, mixed, prompt_of, served, tolerance
 from oracle import compare_greedy
 
+from warmline_backend.decode import DecodeGroup
 from warmline_backend.kv import RowsGone
 from warmline_backend.params import GenerationParams
 from warmline_backend.residents import ResidentGone, ResidentMismatch
@@ -89,6 +91,28 @@ def test_residents_refuse_what_they_are_not(root: Path) -> None:
     with pytest.raises(ResidentMismatch):
         drive.submit(prompt_of(60), resident=held, reuse=60)  # nothing would be left to compute
     assert held in drive.scheduler.residents and drive.scheduler.idle
+
+
+def test_a_state_is_of_no_use_without_the_window_that_belongs_to_it(root: Path) -> None:
+    drive = Drive(mixed(root), step=50)
+    first = drive.run(prompt_of(200), 8, checkpoints=(20, 100))
+    assert (first.settled.checkpoints, first.settled.positions) == ([20, 100, 208], [208])
+    with pytest.raises(ResidentMismatch, match="can't be continued at 100"):
+        drive.submit(prompt_of(100) + prompt_of(10, 4), resident=first.settled.resident, reuse=100)
+    onward = prompt_of(200) + first.generated + prompt_of(10, 4)
+    more = drive.run(onward, 12, resident=first.settled.resident, reuse=208)
+    truth = cold(drive.served, "baichuan_m1", onward, 12)
+    assert compare_greedy(truth.tokens, more.generated, truth.margins, tolerance("baichuan_m1"))
+
+
+def test_within_the_window_a_state_is_enough(root: Path) -> None:
+    drive = Drive(mixed(root), step=50)
+    first = drive.run(prompt_of(25), 2, checkpoints=(20,))
+    assert first.settled.positions == [20, 27]
+    branch = prompt_of(20) + prompt_of(40, 4)
+    more = drive.run(branch, 12, resident=first.settled.resident, reuse=20)
+    truth = cold(drive.served, "baichuan_m1", branch, 12)
+    assert compare_greedy(truth.tokens, more.generated, truth.margins, tolerance("baichuan_m1"))
 
 
 def test_a_running_stream_goes_on_during_a_long_prefill(root: Path) -> None:
@@ -246,6 +270,62 @@ def test_a_device_that_computes_nothing_any_more_ends_the_turn(root: Path, monke
     assert heard.settled.finish == "discarded"
     with pytest.raises(ZeroDivisionError):
         drive.scheduler.probe()
+
+
+def decoding_together(drive: Drive) -> tuple[str, Heard, Heard]:
+    """Two in one batch.  The first one's name, and both."""
+    (name, one), (_, other) = (drive.submit(prompt_of(60, seed), 50) for seed in (1, 2))
+    drive.until(lambda: len(drive.scheduler._lineup.groups) == 1 and min(len(one.events), len(other.events)) > 5)
+    return name, one, other
+
+
+def can_not_be_left(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    (group,) = drive.scheduler._lineup.groups
+    monkeypatch.setattr(group.batch.prompt_cache[0], "filter", lambda keep: 1 / 0)
+
+
+def test_who_stays_in_a_batch_that_could_not_be_left_is_discarded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would go on with the rows of the one that has left."""
+    drive = Drive(served("llama", root))
+    name, one, other = decoding_together(drive)
+    can_not_be_left(drive, monkeypatch)
+    settled = drive.scheduler.cancel(name)
+    assert settled is not None and (settled.finish, settled.resident) == ("cancelled", "")
+    assert (other.settled.finish, other.settled.resident) == ("discarded", "")
+    assert cold(drive.served, "llama", prompt_of(60, 2), 50).tokens[: len(other.generated)] == other.generated
+    drive.turn()
+    assert one.over and drive.scheduler.idle
+
+
+def test_a_fault_of_what_was_asked_at_rest_is_looked_into_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Drive(served("llama", root))
+    name, _, _ = decoding_together(drive)
+    can_not_be_left(drive, monkeypatch)
+    drive.scheduler.cancel(name)
+    assert drive.scheduler.idle
+    monkeypatch.setattr(drive.scheduler, "probe", lambda: 1 / 0)
+    with pytest.raises(DeviceBroken):
+        drive.turn()
+
+
+def test_a_discarded_batch_is_gone_before_the_device_is_probed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What filled the memory must not keep the token from being computed that shows whether the device still does."""
+    drive = Drive(served("llama", root))
+    _, one, other = decoding_together(drive)
+    (group,) = drive.scheduler._lineup.groups
+    held = [*map(weakref.ref, group.sequences), *map(weakref.ref, group.batch.prompt_cache)]
+    del group
+    at_probe: list[object] = []
+    monkeypatch.setattr(drive.scheduler, "probe", lambda: at_probe.extend([each() for each in held]))
+    monkeypatch.setattr(DecodeGroup, "step", lambda group: 1 / 0)
+    drive.until(lambda: one.over and other.over)
+    assert at_probe == [None] * (2 + len(drive.served.layout.leaves))
+
+
+def test_an_end_is_told_though_what_has_changed_can_not_be(root: Path) -> None:
+    drive = Drive(served("llama", root))
+    drive.scheduler.changed = lambda: 1 / 0  # type: ignore[assignment, return-value]
+    assert drive.run(prompt_of(20), 3).settled.finish == "length"
 
 
 def test_reuse_off_keeps_nothing(root: Path) -> None:
