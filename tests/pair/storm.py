@@ -79,7 +79,11 @@ class Report:
             ("wrong", len(self.wrong)),
             ("hung", counts["hung"]),
             *((f"leaked {what}", count) for what, count in self.leaks.items()),
-            *(row for beside in ("none", "a prefill", "a recovery") for row in self._latency(beside)),
+            *(
+                row
+                for beside in ("none", "part of a prefill", "a prefill", "a recovery")
+                for row in self._latency(beside)
+            ),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -178,7 +182,9 @@ def probe(pair: Pair, questions: Questions, log: Log) -> None:
             time.sleep(0.001)
         seconds = time.monotonic() - began
         if log.ended(asked, question):
-            beside = {(True, True): "a prefill", (False, False): "none"}.get((prefilling, log.prefilling()), "both")
+            beside = {(True, True): "a prefill", (False, False): "none"}.get(
+                (prefilling, log.prefilling()), "part of a prefill"
+            )
             log.latencies.append(Latency(seconds, "a recovery" if log.disturbed_since(began) else beside))
 
 
