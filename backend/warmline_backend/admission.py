@@ -139,7 +139,7 @@ class Admission:
         running = self._lineup.running
         if self._lineup.bytes_held > self._budget_bytes and len(running) > 1:
             youngest = max(running, key=lambda sequence: sequence.arrived)
-            self._ends.end(youngest, "error", error=OUT_OF_MEMORY)
+            self._ends.end(youngest, "discarded", error=OUT_OF_MEMORY)
 
     def let_make_way(self) -> bool:
         """Have residents, and prefills that nobody waits for, make way for what has been added; False where there is

@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -93,6 +94,7 @@ class Engine(threading.Thread):
                 result = work(self.scheduler)
                 self._take_snapshot()  # first, so that whoever hears the answer finds it true
             except Exception as error:  # noqa: BLE001  it belongs to whoever asked
+                traceback.clear_frames(error.__traceback__)  # which may hold a KV until somebody collects garbage
                 answer.set_exception(error)
             else:
                 answer.set_result(result)

@@ -27,7 +27,9 @@ from warmline_wire.messages import Settled
 
 log = logging.getLogger(__name__)
 
-DECODE_STEPS_PER_CHUNK = 8
+DECODE_STEPS_PER_CHUNK = 8  # at least
+DECODE_SHARE = 0.25  # of the time, while prompts prefill: a chunk may take as long as a thousand decode steps
+DECODE_OWED_MAX_S = 30.0
 CHUNKS_PASSED_OVER_MAX = 4  # a long prompt waits at most this many chunks of shorter ones
 STEPS_PER_CLEAN_UP = 512  # how often mlx's buffer pool is emptied while decoding
 PROBE_TOKEN = 1
@@ -58,6 +60,7 @@ class Scheduler:
         self._ends = Ends(served, self._lineup, self.residents, settings.boot, settings.keeps_residents)
         self._admission = Admission(served, self._lineup, self.residents, self._ends, settings.running_count_max)
         self._steps = 0
+        self._decode_owed_s = 0.0  # what decoding has waited for chunks, its share of it
 
     # ---- what others ask for
 
@@ -194,15 +197,27 @@ class Scheduler:
 
     def _work(self) -> Iterator[None]:
         self._admit()
-        for _ in range(DECODE_STEPS_PER_CHUNK):
+        yield from self._decode_rounds()
+        if self._lineup.prefilling:
+            self._prefill_one()
+            yield
+
+    def _decode_rounds(self) -> Iterator[None]:
+        """Decode for everybody what the last chunks have kept them from, or until there is a newcomer to read."""
+        rounds, prefilling = 0, len(self._lineup.prefilling)
+        while self._lineup.groups and (rounds < DECODE_STEPS_PER_CHUNK or (prefilling and self._decode_owed_s > 0)):
             for group in list(self._lineup.groups):
                 if group in self._lineup.groups:
                     self._decode(group)
                     yield
             self._decoded_round()
-        if self._lineup.prefilling:
-            self._prefill_one()
-            yield
+            rounds += 1
+            if self._lineup.waiting and rounds >= DECODE_STEPS_PER_CHUNK:
+                self._admit()
+            if len(self._lineup.prefilling) > prefilling:
+                return
+        if not self._lineup.groups:
+            self._decode_owed_s = 0.0
 
     def _check_device(self) -> None:
         """After a failure, whether a token can still be computed, now that all that it has lost is free."""
@@ -250,7 +265,9 @@ class Scheduler:
         for sequence, token, logprobs in heard:
             if group in self._lineup.groups:  # else it was given up for a fault of one of them
                 self._tell(sequence, token, logprobs)
-        self.rates.decoded(count, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self._decode_owed_s = max(0.0, self._decode_owed_s - seconds)
+        self.rates.decoded(count, seconds)
 
     def _decoded_round(self) -> None:
         """Now and then, between rounds of decode steps: the budget is kept, mlx's buffers are freed."""
@@ -317,6 +334,8 @@ class Scheduler:
             self._ends.discard(self._lineup.give_up(sequence), error)
             return False
         seconds = time.monotonic() - began
+        owed_s = self._decode_owed_s + seconds * DECODE_SHARE / (1 - DECODE_SHARE)
+        self._decode_owed_s = min(owed_s, DECODE_OWED_MAX_S)
         sequence.timings.prefilled += tokens
         sequence.timings.prefill_s += seconds
         self.rates.prefilled(sequence.kv.length, tokens, seconds)

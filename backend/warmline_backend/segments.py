@@ -56,6 +56,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Python's buffer protocol has no bfloat16, so bytes are always reached through an unsigned type of the same width.
 CARRIERS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 ROOM_TOKENS = 256  # a restored buffer ends on a multiple of this, as mlx-lm's own do
+DRAFT_SUFFIX = ".tmp"
 HEADER_ALIGN = 8
 READ_BYTES_MAX = 64 << 20  # one read call; some systems refuse 2 GiB and more
 
@@ -121,9 +122,17 @@ def _header(meta: FileMeta, tensors: dict[str, Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def sweep_drafts(folder: Path) -> int:
+    """Delete what a process that died in the midst of a save has left.  Returns how many; before any save."""
+    drafts = list(folder.glob(f"*/.*{DRAFT_SUFFIX}"))
+    for draft in drafts:
+        draft.unlink(missing_ok=True)
+    return len(drafts)
+
+
 def _write_durably(path: Path, parts: list[bytes | memoryview]) -> int:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.tmp")
+    draft = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{DRAFT_SUFFIX}")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:

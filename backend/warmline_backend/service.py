@@ -7,6 +7,7 @@ and what the engine does (ResidentGone, ResidentMismatch, TooLarge).
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from warmline_backend.params import parse_params
 from warmline_backend.prompt_store import PromptStore, StoredPrompt
 from warmline_backend.prompts import Renderer
 from warmline_backend.scheduler import Scheduler
+from warmline_backend.segments import sweep_drafts
 from warmline_backend.sequence import Generation
 from warmline_backend.storage import Storage
 from warmline_wire.home import Home
@@ -45,6 +47,8 @@ from warmline_wire.messages import (
     Settled,
     Status,
 )
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -84,6 +88,8 @@ class Service:
 
     async def wait_until_loaded(self) -> None:
         """Raises what loading the model raised."""
+        if swept := await asyncio.to_thread(sweep_drafts, self._home.segments):
+            log.info("%d drafts of saves that did not end are deleted", swept)
         served = await asyncio.wrap_future(self._engine.loaded)
         config = self._config
         mark = await asyncio.to_thread(

@@ -122,6 +122,7 @@ class Settler:
         save = await self._begin(unsaved)
         if save is None:
             await self._now_durable(resident)
+            await self._release(resident)
             session = await _in_thread(self._index.note_session, held.root, held.tokens, unsaved.session)
             return _Saved(session, 0, whole=True)
         committed = None
@@ -147,6 +148,11 @@ class Settler:
             return
         self._knowledge.mirror.mark_durable(resident)
         if self._knowledge.memory_is_filling():
+            await self._upstream.order_residents(self._knowledge.mirror.durable())
+
+    async def _release(self, resident: str) -> None:
+        """A save would have ended its lease; where there is nothing to save, this does."""
+        if resident:
             await self._upstream.order_residents(self._knowledge.mirror.durable())
 
     async def _begin(self, unsaved: "_Unsaved") -> SavePlan | None:

@@ -84,6 +84,7 @@ class Starter:
         Cancelled, it leaves the restore to `life.restoring`, for whoever ends the request to end it too.
         """
         restoring = life.restoring = asyncio.create_task(self._restore(life, plan), name=f"restore {life.trace.id}")
+        restoring.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # where nobody is left to ask
         stall_s, began = life.limits.stall_s or None, time.monotonic()
         while not (await asyncio.wait({restoring}, timeout=stall_s))[0]:
             now = time.monotonic()

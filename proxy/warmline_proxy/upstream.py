@@ -54,7 +54,7 @@ PROBE_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 15.0  # it may compute a token
 FORWARD_TIMEOUT_S = 60.0
 LIST_TIMEOUT_S = 30.0  # token ids of all residents may be megabytes
-DISPATCHES_MAX = 3
+DISPATCHES_MAX = 5
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 
 T = TypeVar("T")

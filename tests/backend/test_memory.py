@@ -134,7 +134,7 @@ def test_growing_answers_push_out_residents_and_then_the_youngest_request(root: 
     _, second = drive.submit(prompt_of(210, 2), 1000)
     drive.until(lambda: second.over)
     assert old not in drive.scheduler.residents
-    assert second.settled.finish == "error" and "memory budget" in second.settled.error
+    assert second.settled.finish == "discarded" and "memory budget" in second.settled.error
     assert drive.scheduler.running_bytes <= 700_000
     drive.until(lambda: first.over)
     assert first.settled.finish == "length" and len(first.generated) == 1000

@@ -1,6 +1,7 @@
 """The step loop: what it computes is what mlx-lm computes, whoever else is running, whatever is cancelled or fails."""
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,13 @@ from drive import Drive, Heard
 from families import FAMILIES, cold, mixed, prompt_of, served, tolerance
 from oracle import compare_greedy
 
+from warmline_backend import scheduler
 from warmline_backend.decode import DecodeGroup
 from warmline_backend.kv import RowsGone
 from warmline_backend.params import GenerationParams
 from warmline_backend.residents import ResidentGone, ResidentMismatch
-from warmline_backend.scheduler import CHUNKS_PASSED_OVER_MAX, DECODE_STEPS_PER_CHUNK, DeviceBroken
-from warmline_backend.sequence import Generation, Piece, Progress, next_cut
+from warmline_backend.scheduler import CHUNKS_PASSED_OVER_MAX, DECODE_SHARE, DECODE_STEPS_PER_CHUNK, DeviceBroken
+from warmline_backend.sequence import Generation, Piece, Progress, Sequence, next_cut
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,6 +125,54 @@ def test_a_running_stream_goes_on_during_a_long_prefill(root: Path) -> None:
     _, long = drive.submit(prompt_of(161), 2)
     drive.until(lambda: len(long.chunks) == 10)
     assert len(stream.events) - before >= 9 * DECODE_STEPS_PER_CHUNK
+
+
+class Clock:
+    """In place of the scheduler's: a chunk takes 8 s, a decode step a tenth of one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(scheduler, "time", self)
+        for owner, step, seconds in ((Sequence, "prefill_chunk", 8.0), (DecodeGroup, "step", 0.1)):
+            monkeypatch.setattr(owner, step, self.taking(seconds, getattr(owner, step)))
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def taking(self, seconds: float, step: Callable[..., object]) -> Callable[..., object]:
+        def take(*given: object) -> object:
+            self.now += seconds
+            return step(*given)
+
+        return take
+
+
+def test_decoding_has_its_share_of_the_time_beside_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    drive = Drive(served("llama", root), step=16)
+    _, stream = drive.submit(prompt_of(10), 2000)
+    drive.until(lambda: len(stream.events) > 2)
+    _, long = drive.submit(prompt_of(400), 2)
+    drive.until(lambda: len(long.chunks) == 1)
+    before = len(stream.events)
+    drive.until(lambda: len(long.chunks) == 11)
+    owed = 10 * 8.0 * DECODE_SHARE / (1 - DECODE_SHARE)
+    assert abs((len(stream.events) - before) * 0.1 - owed) < 1.0
+
+
+def test_a_newcomer_does_not_wait_for_what_decoding_is_owed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    drive = Drive(served("llama", root), step=16)
+    _, stream = drive.submit(prompt_of(10), 2000)
+    _, long = drive.submit(prompt_of(400), 2)
+    drive.until(lambda: len(long.chunks) == 2)
+    turn = drive.scheduler.turn()
+    next(turn)
+    _, small = drive.submit(prompt_of(12), 1)
+    before = len(stream.events)
+    for _ in turn:
+        pass
+    assert len(stream.events) - before <= DECODE_STEPS_PER_CHUNK and small.chunks == [11] and len(long.chunks) == 2
 
 
 def test_short_prompts_go_first_and_long_ones_are_not_starved(root: Path) -> None:

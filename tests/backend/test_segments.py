@@ -11,7 +11,7 @@ from oracle import compare_greedy
 from safetensors import safe_open
 
 from warmline_backend.kv import RowsGone
-from warmline_backend.segments import BadChain, Cancelled, Damaged
+from warmline_backend.segments import BadChain, Cancelled, Damaged, sweep_drafts
 from warmline_wire.keys import pack_tokens
 from warmline_wire.segment_file import verify_file
 
@@ -179,3 +179,13 @@ def test_a_running_request_can_be_saved(root: Path, tmp_path: Path) -> None:
         warm = drive.run([*tokens, 65], 6, resident=restored, reuse=at)
         truth = cold(drive.served, family, [*tokens, 65], 6)
         assert compare_greedy(truth.tokens, warm.generated, truth.margins, tolerance(family)), family
+
+
+def test_drafts_of_a_process_that_died_are_swept(tmp_path: Path) -> None:
+    folder = tmp_path / "ab"
+    folder.mkdir()
+    whole, draft = folder / ("ab" * 16 + ".safetensors"), folder / f".{'ab' * 16}.01234567.tmp"
+    whole.touch()
+    draft.touch()
+    assert sweep_drafts(tmp_path) == 1
+    assert list(folder.iterdir()) == [whole]
