@@ -1,5 +1,5 @@
 # make run     serve the demo model; Ctrl-C stops.  MODEL=path-or-repo HOME_DIR= HOST= PORT= BACKEND_PORT= ARGS="..."
-# make test    lint and all tests (ARGS="-k name" for some)
+# make test    lint and all tests (ARGS="-k name" for some, JOBS=1 for one at a time)
 # make chaos   a storm over the pair for ten minutes: SECONDS=600 SEED=7
 # make setup   only install: .venv with the versions in requirements/
 # make lint    only lint
@@ -8,6 +8,7 @@
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+JOBS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 LOCK := requirements/lock.txt requirements/demo.txt
@@ -20,7 +21,7 @@ run: setup
 		$(if $(BACKEND_PORT),--backend-port "$(BACKEND_PORT)") $(ARGS)
 
 test: lint
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 chaos: setup
 	PYTHONPATH=tests $(BIN)/python tests/pair/storm.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
