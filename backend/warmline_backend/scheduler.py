@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 DECODE_STEPS_PER_CHUNK = 8  # at least
 DECODE_SHARE = 0.25  # of the time, while prompts prefill: a chunk may take as long as a thousand decode steps
 DECODE_OWED_MAX_S = 30.0
-CHUNKS_PASSED_OVER_MAX = 4  # a long prompt waits at most this many chunks of shorter ones
+CHUNKS_PASSED_OVER_MAX = 4  # a long prompt waits at most this many chunks of shorter ones,
+CHUNK_COUNTED_MIN = 1 / 8  # of which a small prompt's is no whole one
 STEPS_PER_CLEAN_UP = 512  # how often mlx's buffer pool is emptied while decoding
 PROBE_TOKEN = 1
 
@@ -196,16 +197,21 @@ class Scheduler:
             yield
 
     def _work(self) -> Iterator[None]:
+        prefilling = len(self._lineup.prefilling)
         self._admit()
-        yield from self._decode_rounds()
+        yield from self._decode_rounds(prefilling)
         if self._lineup.prefilling:
             self._prefill_one()
             yield
 
-    def _decode_rounds(self) -> Iterator[None]:
-        """Decode for everybody what the last chunks have kept them from, or until there is a newcomer to read."""
-        rounds, prefilling = 0, len(self._lineup.prefilling)
-        while self._lineup.groups and (rounds < DECODE_STEPS_PER_CHUNK or (prefilling and self._decode_owed_s > 0)):
+    def _decode_rounds(self, prefilling: int) -> Iterator[None]:
+        """Decode for everybody what the last chunks have kept them from.
+
+        Where there is a newcomer besides the `prefilling` that were there before, its prompt comes first: what is
+        owed is decoded after that, also for it.
+        """
+        rounds = 0
+        while self._lineup.groups and (rounds < DECODE_STEPS_PER_CHUNK or self._lets_decode(prefilling)):
             for group in list(self._lineup.groups):
                 if group in self._lineup.groups:
                     self._decode(group)
@@ -214,10 +220,11 @@ class Scheduler:
             rounds += 1
             if self._lineup.waiting and rounds >= DECODE_STEPS_PER_CHUNK:
                 self._admit()
-            if len(self._lineup.prefilling) > prefilling:
-                return
         if not self._lineup.groups:
             self._decode_owed_s = 0.0
+
+    def _lets_decode(self, prefilling: int) -> bool:
+        return self._decode_owed_s > 0 and 0 < len(self._lineup.prefilling) <= prefilling
 
     def _check_device(self) -> None:
         """After a failure, whether a token can still be computed, now that all that it has lost is free."""
@@ -385,9 +392,10 @@ class Scheduler:
 
 
 def next_prefill(prefilling: list[Sequence], step: int) -> Sequence:
-    """The shortest remaining prompt, unless another was passed over too often; counts who is."""
+    """The shortest remaining prompt, unless another was passed over too often; counts who is, in chunks of `step`."""
     starved = [sequence for sequence in prefilling if sequence.chunks_passed_over >= CHUNKS_PASSED_OVER_MAX]
-    chosen = starved[0] if starved else min(prefilling, key=lambda sequence: max(sequence.prefill_left, step))
+    chosen = starved[0] if starved else min(prefilling, key=lambda sequence: sequence.prefill_left)
+    chunks = max(min(chosen.prefill_left, step) / step, CHUNK_COUNTED_MIN)
     for sequence in prefilling:
-        sequence.chunks_passed_over = 0 if sequence is chosen else sequence.chunks_passed_over + 1
+        sequence.chunks_passed_over = 0.0 if sequence is chosen else sequence.chunks_passed_over + chunks
     return chosen

@@ -95,7 +95,7 @@ class Sequence:
     leader: "Sequence | None" = None  # whom it follows, while it waits
     meeting: int = 0  # how much of the leader's KV it starts from
     detached: bool = False  # nobody waits for its answer: it ends with its prefill
-    chunks_passed_over: int = 0
+    chunks_passed_over: float = 0.0
     decoding_since: float = 0.0  # time.monotonic()
     generated: int = 0
     timings: Timings = field(default_factory=Timings)

@@ -6,6 +6,7 @@ from warmline_proxy.upstream import Refused, Unreachable, UpstreamError
 from warmline_wire.messages import ErrorBody, ErrorReply, encode, message_in
 
 RETRY_AFTER_S = 2
+CLIENT_CLOSED = 499  # nginx's word for a request that was ended before its answer
 
 
 class ClientError(Exception):
@@ -50,8 +51,8 @@ def timed_out(what: str, code: str) -> ClientError:
 
 
 def cancelled(message: str) -> ClientError:
-    """nginx's status for a client that closed its request."""
-    return ClientError(499, error_body(message, "cancelled", "cancelled"))
+    """Somebody wanted it ended."""
+    return ClientError(CLIENT_CLOSED, error_body(message, "cancelled", "cancelled"))
 
 
 def bad_gateway(message: str) -> ClientError:

@@ -79,9 +79,8 @@ class HotPath:
             async with life.alarm:
                 body = await self._admit(request, life)  # 1. a bounded queue
                 self._normalize(request, life, body)  # 2. any model name, null is absent
-                response: web.StreamResponse = await dispatching()(
-                    self._dispatch, life
-                )  # 3. to 6., again where the backend is lost
+                # 3. to 6., again where the backend is lost
+                response: web.StreamResponse = await dispatching()(self._dispatch, life)
             life.trace.answered()
             return response
         except (ClientError, UpstreamError) as error:

@@ -6,7 +6,7 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from warmline_proxy.errors import bad_request
+from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request
 from warmline_proxy.plan import COLD, RESTORED, Plan
 from warmline_proxy.rows import RequestRecord
 from warmline_wire.messages import HEADER_REQUEST, Settled
@@ -65,11 +65,9 @@ class Trace:
         self.outcome = self.outcome or OK
 
     def failed(self, error: Exception) -> None:
-        self.outcome, self.error = ERROR, str(error)
-
-    def ended(self, reason: Exception) -> None:
-        """On somebody's word: no fault of anybody's."""
-        self.outcome, self.error = CANCELLED, str(reason)
+        """A 499 is nobody's failure: somebody wanted it ended."""
+        wanted = isinstance(error, ClientError) and error.status == CLIENT_CLOSED
+        self.outcome, self.error = CANCELLED if wanted else ERROR, str(error)
 
     def left(self) -> None:
         """The client went before its answer was whole; what failed before that stays a failure."""

@@ -157,7 +157,7 @@ def test_decoding_has_its_share_of_the_time_beside_long_chunks(root: Path, monke
     before = len(stream.events)
     drive.until(lambda: len(long.chunks) == 11)
     owed = 10 * 8.0 * DECODE_SHARE / (1 - DECODE_SHARE)
-    assert abs((len(stream.events) - before) * 0.1 - owed) < 1.0
+    assert abs((len(stream.events) - before) * 0.1 - owed) < 2.0
 
 
 def test_a_newcomer_does_not_wait_for_what_decoding_is_owed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +173,21 @@ def test_a_newcomer_does_not_wait_for_what_decoding_is_owed(root: Path, monkeypa
     for _ in turn:
         pass
     assert len(stream.events) - before <= DECODE_STEPS_PER_CHUNK and small.chunks == [11] and len(long.chunks) == 2
+
+
+def test_a_small_request_is_answered_between_two_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of what decoding is owed is the newcomer's, too: it does not wait for another chunk in its midst."""
+    Clock(monkeypatch)
+    drive = Drive(served("llama", root), step=16)
+    drive.submit(prompt_of(10), 2000)
+    _, long = drive.submit(prompt_of(400), 2)
+    drive.until(lambda: len(long.chunks) == 2)
+    _, small = drive.submit(prompt_of(12), 20)
+    while not small.over:
+        for _ in drive.scheduler.turn():
+            if small.over:
+                break
+    assert len(long.chunks) == 2
 
 
 def test_short_prompts_go_first_and_long_ones_are_not_starved(root: Path) -> None:
