@@ -121,8 +121,7 @@ class Settler:
         resident, held = unsaved.source.resident, unsaved.held
         save = await self._begin(unsaved)
         if save is None:
-            await self._now_durable(resident)
-            await self._release(resident)
+            await self._now_durable(resident, leased=True)  # a save would have ended its lease
             session = await _in_thread(self._index.note_session, held.root, held.tokens, unsaved.session)
             return _Saved(session, 0, whole=True)
         committed = None
@@ -142,17 +141,12 @@ class Settler:
             await self._now_durable(resident)
         return _Saved(committed.session, committed.tokens_saved, whole=not committed.why_not)
 
-    async def _now_durable(self, resident: str) -> None:
-        """What is on disk can be given up; said to the backend once its memory fills."""
+    async def _now_durable(self, resident: str, *, leased: bool = False) -> None:
+        """What is on disk can be given up; said to the backend once its memory fills, or while it holds a lease."""
         if not resident:
             return
         self._knowledge.mirror.mark_durable(resident)
-        if self._knowledge.memory_is_filling():
-            await self._upstream.order_residents(self._knowledge.mirror.durable())
-
-    async def _release(self, resident: str) -> None:
-        """A save would have ended its lease; where there is nothing to save, this does."""
-        if resident:
+        if leased or self._knowledge.memory_is_filling():
             await self._upstream.order_residents(self._knowledge.mirror.durable())
 
     async def _begin(self, unsaved: "_Unsaved") -> SavePlan | None:
