@@ -25,9 +25,11 @@ from warmline_backend.service import Service
 from warmline_wire.descriptors import raise_descriptor_limit
 from warmline_wire.home import Home, write_private
 from warmline_wire.lifeline import end_with_parent
+from warmline_wire.lock import Locked, process_lock
 
 log = logging.getLogger(__name__)
 
+LOCK_WAIT_S = 10.0  # for a predecessor that is ending
 SWITCH_S = 0.0005
 DESCRIPTORS_WANTED = 8_192  # a connection is one
 GRACE_AFTER_DRAIN_S = 15.0  # before serve, or the lifeline, ends this process; the waits below are within it
@@ -48,15 +50,20 @@ def main(arguments: list[str]) -> int:
     end_with_parent(config.drain_timeout_s + GRACE_AFTER_DRAIN_S)
     log.info("%d descriptors may be open", raise_descriptor_limit(DESCRIPTORS_WANTED))
     sys.setswitchinterval(SWITCH_S)
-    return asyncio.run(_serve(config))
+    home = Home(config.home)
+    home.prepare()
+    try:
+        with process_lock(home.backend_lock, LOCK_WAIT_S):
+            return asyncio.run(_serve(config, home))
+    except Locked as error:
+        print(f"warmline backend: {home.root} is {error}, another backend; use another --home", file=sys.stderr)
+        return 2
 
 
-async def _serve(config: BackendConfig) -> int:
+async def _serve(config: BackendConfig, home: Home) -> int:
     at_rest = set(threading.enumerate())
     helpers = ThreadPoolExecutor(thread_name_prefix="helper")
     asyncio.get_running_loop().set_default_executor(helpers)
-    home = Home(config.home)
-    home.prepare()
     boot = secrets.token_hex(8)
     engine = Engine(lambda: _make_scheduler(config, boot))
     service = Service(config, home, engine, boot)

@@ -36,6 +36,11 @@ class Home:
     def lock(self) -> Path:
         return self.root / "home.lock"
 
+    @property
+    def backend_lock(self) -> Path:
+        """Held by the backend: two would write and sweep each other's files."""
+        return self.run / "backend.lock"
+
     def segment_file(self, segment_id: str) -> Path:
         """The file of a segment or checkpoint; 256 folders keep each one short."""
         return self.segments / segment_id[:2] / f"{segment_id}.safetensors"

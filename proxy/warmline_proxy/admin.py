@@ -23,6 +23,8 @@ from warmline_wire.messages import Resident, Vitals, decode, encode
 
 log = logging.getLogger(__name__)
 
+LOOK_TIMEOUT_S = 1.0
+
 
 class ProxyStatus(msgspec.Struct, kw_only=True):
     """GET /warmline/status."""
@@ -68,8 +70,11 @@ class Admin:
         if self._admission.closed:
             return _not_ready(self._admission.closed)
         try:
+            await self._watchdog.up(LOOK_TIMEOUT_S)
             await self._upstream.ready()
             status = await self._knowledge.status()
+        except TimeoutError:
+            return _not_ready(self._watchdog.why_down)
         except UpstreamError as error:
             return _not_ready(str(error))
         return web.json_response({"ready": True, "model": status.model})

@@ -163,6 +163,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     async def adopt() -> None:
         """What an earlier proxy left in the backend's memory may be nowhere else."""
         await watchdog.up()
+        await knowledge.status()
         await settler.save_residents()
 
     async def drain_all() -> None:

@@ -47,7 +47,7 @@ def _seconds(header: str, text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1e9:  # also refuses nan
-        raise bad_request(f"The header {header} must be a number of seconds, 0 or more (0: no limit), not {text!r}.")
+        raise bad_request(f"The header {header} must be a number of seconds below 1e9 (0: no limit), not {text!r}.")
     return value
 
 

@@ -72,7 +72,7 @@ def from_upstream(error: ClientError | UpstreamError) -> ClientError:
         return _passed_on(error)
     if isinstance(error, Unreachable):
         return unavailable(f"The backend can't serve now: {error}.  Try again soon.")
-    return bad_gateway(f"The backend failed: {error}")
+    return bad_gateway(f"Computing the answer failed: {error}.")
 
 
 def _passed_on(error: Refused) -> ClientError:

@@ -96,7 +96,8 @@ class HotPath:
 
     def _begin(self, request: web.Request, endpoint: str) -> Life:
         """Raises ClientError where its headers are wrong."""
-        trace = Trace(endpoint, read_request_id(request.headers.get(HEADER_REQUEST)))
+        given_id = request.headers.get(HEADER_REQUEST)
+        trace = Trace(endpoint, read_request_id(given_id), given_id or "")
         answer = Answer(request, lambda: headers_of(trace), self._config.send_timeout_s)
         return self._lives.add(Life(trace, answer, self._limits.overridden(request.headers)))
 
@@ -114,9 +115,9 @@ class HotPath:
         """One try.  Raises Unreachable, Broken or Discarded, with no content sent, where the backend was lost."""
         try:
             life.alarm.check()
-            life.trace.dispatches += 1
             await self._renew(life)
             await self._connect(life)
+            life.trace.dispatches += 1
             gone = 0
             for number in range(PLANS_MAX):
                 await self._render(life)  # 3. the prompt's token ids; what is wrong with it is refused here
@@ -170,9 +171,11 @@ class HotPath:
         assert life.ticket is not None
         began_s = life.trace.elapsed_s()
         life.clock.waits()
-        await life.ticket.turn()
-        life.clock.rests()
-        life.trace.queue_s += life.trace.elapsed_s() - began_s
+        try:
+            await life.ticket.turn()
+        finally:
+            life.clock.rests()
+            life.trace.queue_s += life.trace.elapsed_s() - began_s
 
     async def _start(self, life: Life, running: Sequence[Running], warm: bool) -> Plan:
         if self._config.reuse == "off":
@@ -229,4 +232,5 @@ class HotPath:
 
 
 def headers_of(trace: Trace) -> dict[str, str]:
-    return {HEADER_REQUEST: trace.id, HEADER_CACHE: trace.cache_header()}
+    cache = {HEADER_CACHE: trace.cache_header()} if trace.plan else {}
+    return {HEADER_REQUEST: trace.id, **cache}

@@ -1,6 +1,7 @@
 """All requests on their way.  Owned by the event loop."""
 
 import math
+import secrets
 import time
 from collections.abc import Iterator
 
@@ -30,9 +31,16 @@ class Lives:
         return len(self._lives)
 
     def add(self, life: Life) -> Life:
-        """Raises ClientError 409 where its client gave it a name that is taken."""
-        if life.trace.id in self._lives:
-            raise bad_request(f"A request named {life.trace.id!r} is still on its way.", status=409)
+        """Raises ClientError 409 where its client gave it a name that another one has.
+
+        One that its client has left, and now tries again, may still be ending under that name: the next try gets a
+        longer one.
+        """
+        name = life.trace.id
+        while (other := self._lives.get(life.trace.id)) is not None:
+            if other.leaving is None:
+                raise bad_request(f"A request named {name!r} is still on its way.", status=409, code="name_taken")
+            life.trace.id = f"{name}.{secrets.token_hex(2)}"
         self._lives[life.trace.id] = life
         return life
 
@@ -41,8 +49,10 @@ class Lives:
         if (settled := life.trace.settled) and settled.finish in ("stop", "length"):
             self._answer_tokens += SMOOTHING * (settled.timings.decoded - self._answer_tokens)
 
-    def find(self, request_id: str) -> Life | None:
-        return self._lives.get(request_id)
+    def find(self, name: str) -> Life | None:
+        """By its id, or the one that its client gave; of several tries under one name, the one that is wanted."""
+        named = [life for life in self if name in (life.trace.id, life.trace.given_id)]
+        return next((life for life in named if life.leaving is None), next(iter(named), None))
 
     @property
     def settling(self) -> int:

@@ -211,8 +211,8 @@ def _stream_error(payload: bytes) -> ClientError | UpstreamError:
     """The backend's own words, under the status that suits them, or what to do about them."""
     error = _parse(payload, dict[str, Any])["error"]
     kind, code = (error.get("type"), error.get("code")) if isinstance(error, dict) else ("", "")
-    if code == "discarded":
-        return Discarded(str(error.get("message")))
+    if code in ("discarded", "cancelled"):  # whoever is told of a cancel did not ask for it: the backend is stopping
+        return Discarded(str(error.get("message")) if code == "discarded" else "the backend was stopped")
     if code == "leaderless":
         return Leaderless(str(error.get("message")))
     return ClientError(400 if kind == "invalid_request_error" else 500, payload)

@@ -49,7 +49,7 @@ class Settler:
             if settled:
                 await self._keep_up(settled)
         except (UpstreamError, IndexFailure, OSError) as error:
-            log.warning("request %s is answered, but settling it failed: %s", life.trace.id, error)
+            log.warning("what request %s has computed could not be saved: %s", life.trace.id, error)
         finally:
             self._record(life)
 
@@ -86,11 +86,12 @@ class Settler:
 
     async def save_residents(self) -> None:
         """Save what is in memory and not known to be on disk: what an earlier proxy left, or a save that failed."""
-        if not self._reuse:
+        unsaved = self._knowledge.mirror.not_durable()
+        if not self._reuse or not unsaved:
             return
         try:
             status = await self._knowledge.status()
-            for resident, held in self._knowledge.mirror.not_durable():
+            for resident, held in unsaved:
                 if status.layout and status.layout.persistent:
                     async with self._one_at_a_time:
                         await self._save(_unsaved_resident(resident, held, status.model, status.layout))

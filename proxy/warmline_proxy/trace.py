@@ -36,6 +36,7 @@ class Trace:
 
     endpoint: str
     id: str = field(default_factory=new_request_id)
+    given_id: str = ""  # as its client named it
     at: float = field(default_factory=time.time)
     began: float = field(default_factory=time.monotonic)
     client_model: str = ""
@@ -75,7 +76,8 @@ class Trace:
 
     def cache_header(self) -> str:
         """X-Warmline-Cache: where the start came from and how many tokens it saved."""
-        return f"{self.plan.source} {self.plan.reuse}" if self.plan else f"{COLD} 0"
+        assert self.plan is not None
+        return f"{self.plan.source} {self.plan.reuse}"
 
     def record(self) -> RequestRecord:
         plan, timings = self.plan, self.settled.timings if self.settled else None

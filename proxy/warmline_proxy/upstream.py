@@ -138,6 +138,13 @@ def dispatching() -> AsyncRetrying:
     )
 
 
+class _Verdict(msgspec.Struct):
+    """GET /ready."""
+
+    ready: bool
+    reason: str = ""
+
+
 class Upstream:
     """One backend.  Every method raises UpstreamError, and nothing else, where the backend fails."""
 
@@ -158,7 +165,11 @@ class Upstream:
 
     async def ready(self) -> None:
         """Returns where a request would be computed now.  Raises Unreachable with the reason where not."""
-        await self._call("GET", "/ready", timeout_s=READY_TIMEOUT_S)
+        response = await self._send(self._request("GET", "/ready", {}, timeout_s=READY_TIMEOUT_S))
+        with _translated():
+            body = await response.aread()
+        if not (verdict := _decoded(body, _Verdict)).ready:
+            raise Unreachable(verdict.reason)
 
     async def status(self) -> Status:
         return _decoded(await self._call("GET", "/kv/status", timeout_s=PROBE_TIMEOUT_S, repeatable=True), Status)
@@ -296,11 +307,11 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except httpx.ConnectError as error:
-        raise Unreachable(f"the backend is not reachable: {error}") from error
+        raise Unreachable("the backend is not reachable") from error
     except httpx.TimeoutException as error:
-        raise TimedOut(f"the backend did not answer in time ({type(error).__name__})") from error
+        raise TimedOut("the backend did not answer in time") from error
     except (httpx.HTTPError, httpx.StreamError) as error:
-        raise Broken(f"the backend broke off: {error or type(error).__name__}") from error
+        raise Broken("the backend broke off") from error
 
 
 def _decoded(body: bytes, kind: type[T]) -> T:

@@ -215,3 +215,30 @@ def test_a_process_does_not_wait_for_a_disk_that_does_not_answer(tiny_folder: Fo
         running.wait_for("helper_0: still at work; the process ends without waiting")
         assert backend.code() == 0
         assert not backend.home.pid_file("backend").exists()
+
+
+def test_a_second_backend_on_a_home_is_refused_before_it_touches_anything(
+    tiny_folder: FolderOf, tmp_path: Path
+) -> None:
+    """It would sweep the first one's drafts, and write what that one's name stands in."""
+    model = tiny_folder("llama")
+    first = Backend(model, tmp_path, ["-m", "warmline_backend"])
+    with first.running:
+        draft = first.home.segments / "ab" / ".draft.tmp"
+        draft.parent.mkdir()
+        draft.touch()
+        pid = first.home.pid_file("backend").read_text()
+        program = ["-c", QUICK, "--home", str(first.home.root), "--model", str(model), "--port", str(free_port())]
+        with Running([sys.executable, *program]) as second:
+            second.wait_for(f"in use by process {first.running.process.pid}, another backend")
+            assert second.process.wait(WAIT_S) == 2
+        assert draft.exists() and first.home.pid_file("backend").read_text() == pid
+
+
+QUICK = """
+import sys
+from warmline_backend import __main__
+
+__main__.LOCK_WAIT_S = 0.1
+sys.exit(__main__.main(sys.argv[1:]))
+"""

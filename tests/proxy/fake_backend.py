@@ -90,7 +90,7 @@ class FakeBackend:
         self.raw: list[bytes] | None = None  # a stream's bytes instead of the usual ones
         self.refuse_restores: list[str] = []  # reasons, one a restore; the last file of the chain is at fault
         self.gone_count = 0  # generations to answer with 410
-        self.mishaps: list[str] = []  # one a generation: "" none, "cut", "cut after content", "discarded", "leaderless"
+        self.mishaps: list[str] = []  # one a generation: "" none, "cut", "cut after content", or an error's code
         self.hold_after: int | None = None  # chunks after which a generation waits to be let go or cancelled
         self.let_go = asyncio.Event()
         self.holding = asyncio.Event()
@@ -200,7 +200,9 @@ class FakeBackend:
         )
 
     async def _ready(self, request: web.Request) -> web.Response:
-        return web.json_response({}) if self.ready else self._error(503, "the model is still loading")
+        if self.ready:
+            return web.json_response({"ready": True, "reason": ""})
+        return web.json_response({"ready": False, "reason": "the model is still loading"}, status=503)
 
     async def _prompts(self, request: web.Request) -> web.Response:
         asked = decode(await request.read(), PromptRequest)

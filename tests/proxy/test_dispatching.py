@@ -16,7 +16,7 @@ async def text_of(proxy: Pair, **fields: object) -> str:
     return str((await answer.json())["choices"][0]["message"]["content"])
 
 
-@pytest.mark.parametrize("mishap", ["cut", "discarded", "leaderless"])
+@pytest.mark.parametrize("mishap", ["cut", "discarded", "leaderless", "cancelled"])
 @on_loop
 async def test_who_heard_nothing_is_served_again(tmp_path: Path, mishap: str) -> None:
     async with pair(tmp_path) as proxy:

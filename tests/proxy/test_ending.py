@@ -91,6 +91,23 @@ async def test_a_name_is_taken_once(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_a_name_is_free_for_the_next_try_of_a_client_that_left(tmp_path: Path) -> None:
+    """Though the engine may still be in the chunk of the first one."""
+    async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
+        proxy.backend.hold_after = 0
+        asking = asyncio.create_task(proxy.chat("A long question. " * 20, headers=NAMED))
+        await proxy.backend.holding.wait()
+        asking.cancel()
+        await proxy.backend.called("finish")
+        retry = asyncio.create_task(proxy.chat("A long question. " * 20, headers=NAMED))
+        await proxy.backend.called("generate", 2)
+        assert (await delete(proxy, "mine-1")).status == 200, "the one that is wanted is meant"
+        answer = await retry
+        assert answer.status == 499 and answer.headers["X-Warmline-Request"].startswith("mine-1.")
+        proxy.backend.let_go.set()
+
+
+@on_loop
 async def test_a_drain_lets_requests_finish_and_refuses_new_ones(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1

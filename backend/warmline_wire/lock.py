@@ -1,0 +1,45 @@
+"""One owner at a time of what several processes could want."""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+POLL_S = 0.05
+
+
+class Locked(Exception):
+    """Another process holds it; `holder` is its pid, as text, or "?"."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(f"in use by process {holder}")
+        self.holder = holder
+
+
+@contextmanager
+def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold the lock file, and write our pid in it.  Raises Locked after `wait_s`.
+
+    The kernel frees it when the holder dies, however it does.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _acquire(descriptor, time.monotonic() + wait_s)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, deadline: float) -> None:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise Locked(os.pread(descriptor, 32, 0).decode().strip() or "?") from None
+            time.sleep(POLL_S)  # flock has no timeout, and no event to wait for
