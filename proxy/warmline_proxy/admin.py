@@ -82,7 +82,10 @@ class Admin:
     async def status(self) -> web.Response:
         residents, backend = [], ""
         try:
-            residents = (await self._upstream.residents(ids=False)).residents
+            if self._watchdog.is_up:
+                residents = (await self._upstream.residents(ids=False)).residents
+            else:
+                backend = self._watchdog.why_down
         except UpstreamError as error:
             backend = str(error)
         answer = ProxyStatus(

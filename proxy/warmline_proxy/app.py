@@ -84,7 +84,7 @@ class Face:
     async def _cancel(self, name: str) -> web.StreamResponse:
         """Answers when the engine has let go.  `name`: the request's id, or the id of its answer, which ends in it."""
         life = self._lives.find(name) or self._lives.find(name.removeprefix("chatcmpl-").removeprefix("cmpl-"))
-        if life is None or (life.answered.is_set() and not life.alone):
+        if life is None or life.let_go.is_set():
             raise bad_request(f"No request {name!r} is on its way.", status=404, code="unknown_request")
         await self._ending.cancel(life)
         return web.json_response({"id": life.trace.id, "object": "request", "cancelled": True})

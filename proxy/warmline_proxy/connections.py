@@ -34,6 +34,7 @@ SEND_BUFFER_BYTES = 64 * 1024  # the kernel's, per connection: a slow reader is 
 REFUSALS_COUNT_MAX = 64  # newcomers that are being told that there is no room
 DESCRIPTORS_RESERVED = 128  # for refusals, the index, the log, and what Python needs
 DESCRIPTORS_EACH = 2  # a client's connection and, while it is answered, one to the backend
+REASON_CHARS_MAX = 120
 LOG_INTERVAL_S = 60.0
 NEVER_S = 365 * 86_400.0
 # A peer that vanished without a word is noticed after 30 + 6 x 10 seconds.  Not by TCP_USER_TIMEOUT: that also ends a
@@ -125,7 +126,7 @@ class Connection(web.RequestHandler):
         if request.writer.output_size:
             raise ConnectionResetError("an answer that has begun can't become an error")
         if status < 500:
-            reason = " ".join((message or "").split())  # it points at the place, on a line of its own
+            reason = in_short(message or "")
             log.info("refused what %s sent: %s", request.remote, reason)
             error = bad_request(f"This is no HTTP request that can be read: {reason}", status=status)
         else:
@@ -353,6 +354,12 @@ async def noticed(request: web.Request, handler: Handler) -> web.StreamResponse:
 def room_for(connections_max: int, descriptor_count_max: int) -> int:
     """How many connections there may be at once, by the setting and by the descriptors that they need."""
     return max(1, min(connections_max, (descriptor_count_max - DESCRIPTORS_RESERVED) // DESCRIPTORS_EACH))
+
+
+def in_short(message: str) -> str:
+    """What a parser says, without what it quotes: that may be a prompt, which belongs in no log."""
+    words = " ".join(message.split()).partition(": b'")[0].partition(': b"')[0]
+    return words[:REASON_CHARS_MAX]
 
 
 def slow_head(timeout_s: float) -> ClientError:

@@ -18,6 +18,7 @@ class Hearing:
         self._life, self._knowledge, self._settler, self._background = life, knowledge, settler, background
         self._partial_save_tokens = partial_save_tokens
         self._saving = False
+        self._tried = 0  # how far the last save was to reach; one that failed is not tried again at once
 
     def started(self) -> None:
         self._life.started = True
@@ -28,8 +29,8 @@ class Hearing:
     def prefilled(self, tokens: int) -> None:
         life, step = self._life, self._partial_save_tokens
         life.prefilled = tokens
-        if life.started and step and tokens - life.stored >= step and not self._saving:
-            self._saving = True
+        if life.started and step and tokens - max(life.stored, self._tried) >= step and not self._saving:
+            self._saving, self._tried = True, tokens
             self._background.spawn(self._save(tokens), f"part of {life.trace.id}")
 
     def settled(self, settled: Settled) -> None:

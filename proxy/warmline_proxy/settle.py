@@ -69,6 +69,8 @@ class Settler:
         """
         if not self._reuse or not life.prompt or not life.layout or not life.layout.persistent:
             return False
+        if life.trace.prompt_tokens * life.layout.row_bytes > self._index.budget_bytes:
+            return False  # all of it never fits, and a part is not worth what it would push out
         unsaved = _Unsaved(
             source=SaveRequest(request_id="", running=life.trace.id),
             held=Held(life.root, life.prompt.tokens[: until * TOKEN_BYTES]),

@@ -134,7 +134,8 @@ class Starter:
         except (Unreachable, Broken):  # the backend is lost, and the request is dispatched again
             raise
         except UpstreamError as error:
-            log.warning("request %s: restoring %d tokens failed: %s", life.trace.id, plan.reuse, error)
+            level = logging.INFO if life.leaving else logging.WARNING  # else it was given up
+            log.log(level, "request %s: restoring %d tokens failed: %s", life.trace.id, plan.reuse, error)
             return _Restored(why_not=f"restore failed: {error}")
         finally:
             self._index.release(files)

@@ -51,7 +51,7 @@ from warmline_wire.messages import (
 
 CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 5.0
-READY_TIMEOUT_S = 15.0  # it may compute a token
+READY_TIMEOUT_S = 4.0  # it may compute a token
 FORWARD_TIMEOUT_S = 60.0
 LIST_TIMEOUT_S = 30.0  # token ids of all residents may be megabytes
 DISPATCHES_MAX = 5

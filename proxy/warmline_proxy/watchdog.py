@@ -126,6 +126,8 @@ class Watchdog:
 
     def did_not_let_go(self, request_id: str) -> None:
         """The engine has not acknowledged a cancel in all its patience: it is wedged, unless it moves."""
+        if self.pulse is None:
+            return  # it is gone already
         if time.monotonic() - self.moved_at > self.patience_s / 2:
             self._condemn(f"it does not let go of request {request_id}")
         else:

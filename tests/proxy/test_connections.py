@@ -445,3 +445,11 @@ async def test_a_fault_of_ours_is_told_in_openais_shape(tmp_path: Path) -> None:
         status, headers, body = await (await connect()).asked("/fault")
         assert (status, headers["connection"], body["error"]["type"]) == (500, "close", "server_error")
         assert "unforeseen" not in body["error"]["message"]
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_what_a_parser_quotes_is_in_no_log(quote: str) -> None:
+    message = f"Invalid method encountered:\n\n  b{quote}SECRET{quote}\n    ^"
+    assert connections.in_short(message) == "Invalid method encountered"
+    assert connections.in_short("Data after `Connection: close`") == "Data after `Connection: close`"
+    assert len(connections.in_short("x" * 1000)) == 120

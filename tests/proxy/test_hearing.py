@@ -1,0 +1,37 @@
+"""What is saved of a prefill on its way."""
+
+import asyncio
+from typing import Any, cast
+
+from harness import on_loop
+
+from warmline_proxy.background import Background
+from warmline_proxy.deadlines import Limits
+from warmline_proxy.hearing import Hearing
+from warmline_proxy.life import Life
+from warmline_proxy.trace import Trace
+
+
+class Saver:
+    """Takes down what it is to save, and fails."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    async def save_part(self, life: Life, until: int) -> bool:
+        self.asked.append(until)
+        return False
+
+
+@on_loop
+async def test_a_part_that_could_not_be_saved_is_not_tried_again_at_every_chunk() -> None:
+    saver, background, nobody = Saver(), Background(), cast(Any, None)
+    life = Life(Trace("chat"), nobody, Limits())
+    hearing = Hearing(life, nobody, cast(Any, saver), background, 512)
+    hearing.started()
+    life.hearing = hearing
+    for tokens in range(0, 2049, 64):
+        hearing.prefilled(tokens)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert saver.asked == [512, 1024, 1536, 2048] and life.stored == 0
