@@ -1,17 +1,15 @@
-"""What watchers are told: the pulse, whether it is ready, what this process holds.  Event loop thread.
+"""What watchers are told: the pulse, and whether it is ready.  Event loop thread.
 
 All but a probe is answered from what the engine last said of itself, whatever it is busy with.
 """
 
 import asyncio
 import os
-import threading
 import time
 from concurrent.futures import Future
 
 from warmline_backend.engine import Engine
-from warmline_wire.descriptors import open_descriptors
-from warmline_wire.messages import Pulse, Vitals
+from warmline_wire.messages import Pulse
 
 STEP_AGE_MAX_S = 120.0  # or SLOWEST_STEPS times the slowest recent one
 SLOWEST_STEPS = 5
@@ -30,15 +28,6 @@ def pulse(engine: Engine, boot: str, failure: str) -> Pulse:
         step_age_s=beat.age_s,
         slowest_recent_step_s=engine.snapshot.slowest_recent_step_s,
         failure=failure,
-    )
-
-
-def vitals(engine: Engine) -> Vitals:
-    return Vitals(
-        tasks=len(asyncio.all_tasks()),
-        threads=threading.active_count(),
-        descriptors=open_descriptors(),
-        bytes_unaccounted=engine.snapshot.bytes_unaccounted,
     )
 
 

@@ -24,7 +24,7 @@ from warmline_backend.engine import Engine, EngineStopped
 from warmline_backend.fingerprint import fingerprint
 from warmline_backend.fits import check_fits
 from warmline_backend.generations import Call, Generations
-from warmline_backend.health import Readiness, pulse, vitals
+from warmline_backend.health import Readiness, pulse
 from warmline_backend.model import ServedModel
 from warmline_backend.params import parse_params
 from warmline_backend.prompt_store import PromptStore, StoredPrompt
@@ -47,6 +47,7 @@ from warmline_wire.messages import (
     Settled,
     Status,
 )
+from warmline_wire.vitals import take_vitals
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ class Service:
             slowest_recent_step_s=snapshot.slowest_recent_step_s,
             prefill_step_size=self._config.prefill_step_size,
             failure=failure,
-            vitals=vitals(self._engine),
+            vitals=take_vitals(snapshot.bytes_unaccounted),
         )
 
     # ---- prompts and generations

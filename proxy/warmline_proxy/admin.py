@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
 
 import msgspec
@@ -18,8 +17,8 @@ from warmline_proxy.purge import purge
 from warmline_proxy.rows import PurgeRequest, Totals
 from warmline_proxy.upstream import Upstream, UpstreamError
 from warmline_proxy.watchdog import Watchdog
-from warmline_wire.descriptors import open_descriptors
 from warmline_wire.messages import Resident, Vitals, decode, encode
+from warmline_wire.vitals import take_vitals
 
 log = logging.getLogger(__name__)
 
@@ -97,9 +96,7 @@ class Admin:
             lives=len(self._lives),
             connections=self._connections(),
             backend_kills=self._watchdog.kills,
-            vitals=Vitals(
-                tasks=len(asyncio.all_tasks()), threads=threading.active_count(), descriptors=open_descriptors()
-            ),
+            vitals=take_vitals(),
             backend=backend,
         )
         return web.Response(body=encode(answer), content_type="application/json")

@@ -132,16 +132,17 @@ def _has_states(layout: Layout | None) -> bool:
 
 def _leader(running: Sequence[Running], reuse: int, tokens: int, costs: Costs) -> Running | None:
     """Whom to follow: who has, or will have, computed more than a start at `reuse` has, and sooner than we could."""
-    best = None
-    for each in running:
-        reach = min(each.common, tokens - 1)
-        if reach < reuse + SHARED_TOKENS_MIN or (best and reach <= min(best.common, tokens - 1)):
-            continue
-        waits = prefill_seconds(min(each.prefilled, reach), reach, costs.prefill)
+
+    def reach(each: Running) -> int:
+        return min(each.common, tokens - 1)
+
+    def is_worth_it(each: Running) -> bool:
         begins = each.started or each.tokens <= LEADER_TOKENS_MAX * tokens
-        if begins and waits <= prefill_seconds(reuse, reach, costs.prefill):
-            best = each
-    return best
+        waits_s = prefill_seconds(min(each.prefilled, reach(each)), reach(each), costs.prefill)
+        return begins and waits_s <= prefill_seconds(reuse, reach(each), costs.prefill)
+
+    further = [each for each in running if reach(each) >= reuse + SHARED_TOKENS_MIN]
+    return max(filter(is_worth_it, further), key=reach, default=None)
 
 
 def checkpoint_positions(prompt: Prompt, start: int, gap_max: int = 0) -> tuple[int, ...]:
