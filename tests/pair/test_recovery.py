@@ -72,8 +72,9 @@ class Crowd:
             gate.next_step().let_pass()
         self.collecting = self._ask("collecting", 80, **LONG_ANSWER)  # whoever waits for JSON gets nothing before it
         self._let_pass_until("decode", "collecting")
-        self.reading = [self._ask(f"reading-{stream}", 400, stream=stream, **ANSWER) for stream in (True, False)]
-        for stream in (True, False):
+        self.reading = []
+        for stream in (False, True):  # the streamed one last: nobody is waited for while it might begin to speak
+            self.reading.append(self._ask(f"reading-{stream}", 400, stream=stream, **ANSWER))
             self._let_pass_until("prefill", f"reading-{stream}")
 
     def name(self, word: str) -> str:
