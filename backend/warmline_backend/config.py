@@ -18,7 +18,7 @@ class BackendConfig:
     served_name: str
     host: str
     port: int
-    reuse: str  # "fast" or "off"
+    reuse: str  # "fast", "exact" or "off"
     prefill_step_size: int
     memory_budget_bytes: int  # 0: a share of what the weights leave
     kv_bits: int  # 0: not quantized
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--served-name", default="")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8025)
-    parser.add_argument("--reuse", choices=("fast", "off"), default="fast")
+    parser.add_argument("--reuse", choices=("fast", "exact", "off"), default="fast")
     parser.add_argument("--prefill-step-size", type=int, default=2048)
     parser.add_argument("--memory-budget-gb", type=gigabytes, default=0.0)
     parser.add_argument("--kv-bits", type=int, default=0)

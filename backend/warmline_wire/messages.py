@@ -17,6 +17,7 @@ HEADER_REUSE = "X-Warmline-Reuse"  # tokens of it to reuse; 1 <= reuse < prompt 
 HEADER_KEEP = "X-Warmline-Keep"  # "1": the resident is copied and stays; without it the request takes it over
 HEADER_FOLLOW = "X-Warmline-Follow"  # request id of a generation that is computing the prompt's first `reuse` tokens
 HEADER_CHECKPOINTS = "X-Warmline-Checkpoints"  # "120,800": positions at which recurrent state is to be kept
+HEADER_BACKGROUND = "X-Warmline-Background"  # "1": computed only while nobody else wants the engine; leaves nothing
 # Response headers, from the proxy to its client.
 HEADER_CACHE = "X-Warmline-Cache"  # "resident 812", "restored 812", "shared 812" or "cold 0"
 
@@ -114,6 +115,7 @@ class SaveRequest(msgspec.Struct, kw_only=True):
     running: str = ""  # ... or the request id of a running request
     segments: list[SegmentSpec] = []
     checkpoints: list[CheckpointRef] = []
+    root: bytes = b""  # namespace(fingerprint, tenant); the files say it, so that an index can be made of them
 
 
 class SavedFile(msgspec.Struct, kw_only=True):
@@ -162,6 +164,8 @@ class Layout(msgspec.Struct, kw_only=True):
     persistent: bool  # every cache class has a codec
     families: list[str]  # cache class names, for people
     why_not: str = ""
+    grid: int = 0  # exact mode: KV ends, and is reused, only at multiples of so many tokens; 0: anywhere
+    dtype: str = ""  # of the KV: "float32", "bfloat16", "float16", or "q8", "q4" where it is quantized
 
 
 class Rate(msgspec.Struct, kw_only=True):
@@ -216,6 +220,14 @@ class Status(Reply, kw_only=True):
     vitals: Vitals = msgspec.field(default_factory=Vitals)
 
 
+class FirstLogits(msgspec.Struct, kw_only=True):
+    """The log-probabilities that a request's first token was chosen from, before any of its own processors."""
+
+    digest: str  # xxh3_128 in hex over the whole row as float32, little-endian
+    ids: bytes  # u32le: the likeliest tokens, likeliest first
+    logprobs: bytes  # float32, little-endian: one for each of `ids`
+
+
 class Timings(msgspec.Struct, kw_only=True):
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -241,6 +253,7 @@ class Settled(Reply, kw_only=True):
     positions: list[int]  # as in Resident
     timings: Timings
     error: str = ""
+    first: FirstLogits | None = None  # where a token was computed
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):

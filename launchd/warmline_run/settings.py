@@ -14,6 +14,7 @@ Value = str | int | float | bool
 DEMO_MODEL = "demo"
 REUSE = ("fast", "exact", "off")
 ON_DISCONNECT = ("stop", "finish-prefill")
+GARBAGE_GUARD = ("off", "observe")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -147,7 +148,34 @@ SETTINGS: dict[str, Setting] = {
         Setting("port", 8026, port, "PORT", "the port for clients"),
         Setting("backend_port", 8025, port, "PORT", "the backend's port, on loopback only"),
         Setting("client_key", "", text, "KEY", "what clients must send as Bearer token", as_flag=False, secret=True),
-        Setting("reuse", "fast", one_of(*REUSE), "MODE", "fast: reuse all that is kept; off: nothing"),
+        Setting(
+            "reuse",
+            "fast",
+            one_of(*REUSE),
+            "MODE",
+            "fast: reuse all that is kept; exact: only what gives a cold run's very bits; off: nothing",
+        ),
+        Setting(
+            "audit_fraction",
+            0.01,
+            amount("a share", 0, 1.000001),
+            "SHARE",
+            "of the warm requests, computed again cold when the engine is idle; 0: none, 1: all",
+        ),
+        Setting(
+            "audit_tolerance",
+            0.0,
+            amount("a difference", 0, 1e6),
+            "NATS",
+            "how far log-probabilities may differ from a cold run's; 0: as the KV's type allows",
+        ),
+        Setting(
+            "garbage_guard",
+            "observe",
+            one_of(*GARBAGE_GUARD),
+            "WHAT",
+            "observe: audit a warm answer at once that collapses into repetition; off",
+        ),
         Setting("prefill_step_size", 2048, whole(1, 65536), "TOKENS", "tokens that prefill computes at a time"),
         Setting(
             "memory_budget_gb",

@@ -13,6 +13,7 @@ from warmline_proxy.errors import RETRY_AFTER_S, bad_request
 from warmline_proxy.index import Index
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.lives import Lives
+from warmline_proxy.metrics import CONTENT_TYPE, Metrics
 from warmline_proxy.purge import purge
 from warmline_proxy.rows import PurgeRequest, Totals
 from warmline_proxy.upstream import Upstream, UpstreamError
@@ -52,6 +53,7 @@ class Admin:
         knowledge: Knowledge,
         admission: Admission,
         lives: Lives,
+        metrics: Metrics,
         receive_timeout_s: float,
         connections: Callable[[], int],
     ) -> None:
@@ -61,6 +63,7 @@ class Admin:
         self._knowledge = knowledge
         self._admission = admission
         self._lives = lives
+        self._metrics = metrics
         self._receive_timeout_s = receive_timeout_s
         self._connections = connections
 
@@ -77,6 +80,9 @@ class Admin:
         except UpstreamError as error:
             return _not_ready(str(error))
         return web.json_response({"ready": True, "model": status.model})
+
+    def metrics(self) -> web.Response:
+        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def status(self) -> web.Response:
         residents, backend = [], ""

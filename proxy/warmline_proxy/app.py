@@ -19,6 +19,7 @@ from warmline_proxy.hotpath import HotPath
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.lives import Lives
+from warmline_proxy.metrics import Metrics
 from warmline_proxy.normalize import ENDPOINTS
 from warmline_proxy.overseer import Overseer
 from warmline_proxy.passthrough import forward
@@ -65,6 +66,9 @@ class Face:
             return web.json_response({"status": "ok"})
         if request.method in ("GET", "HEAD") and path == "/ready":
             return await self._admin.ready()
+        if request.method in ("GET", "HEAD") and path == "/metrics":
+            check_key(request.headers, self._config.client_key)
+            return self._admin.metrics()
         if path.startswith("/warmline/"):
             return await self._administer(request, path)
         if request.method == "OPTIONS":
@@ -115,14 +119,14 @@ async def errors_as_answers(request: web.Request, handler: Handler) -> web.Strea
 
 def build(config: Config, secret: str, index: Index) -> web.Application:
     """The whole proxy, wired together.  The caller owns `index`."""
-    background = Background()
+    background, metrics = Background(), Metrics()
     upstream = Upstream(config.backend_url, secret)
     watchdog = Watchdog(upstream, config.wedge_timeout_s, config.home.pid_file("backend"))
     tenant = tenant_of(config.client_key)
     knowledge = Knowledge(upstream, tenant)
     lives = Lives(knowledge)
     admission = Admission(config.running_count_max, config.queue_count_max, lives.retry_after_s)
-    settler = Settler(index, upstream, knowledge, reuse=config.reuse != "off")
+    settler = Settler(index, upstream, knowledge, metrics, reuse=config.reuse != "off")
     ending = Ending(lives, upstream, watchdog, settler, background, config.on_disconnect == "finish-prefill")
     overseer = Overseer(lives, watchdog, background, config.heartbeat_after_s)
     hot_path = HotPath(
@@ -146,6 +150,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         knowledge=knowledge,
         admission=admission,
         lives=lives,
+        metrics=metrics,
         receive_timeout_s=config.receive_timeout_s,
         connections=lambda: app[CONNECTIONS].count if CONNECTIONS in app else 0,
     )

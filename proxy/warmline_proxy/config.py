@@ -16,6 +16,8 @@ from warmline_wire.home import Home
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CLIENT_KEY_VARIABLE = "WARMLINE_CLIENT_KEY"
 
+REUSE = ("fast", "exact", "off")
+GARBAGE_GUARD = ("off", "observe")
 ON_DISCONNECT = ("stop", "finish-prefill")
 SECONDS = (
     "connect_timeout_s",
@@ -43,7 +45,10 @@ class Config:
     host: str = "127.0.0.1"
     port: int = 8026  # 0: any free port, told in run/proxy.json
     backend_url: str = "http://127.0.0.1:8025"
-    reuse: str = "fast"  # "fast" or "off"
+    reuse: str = "fast"  # one of REUSE
+    audit_fraction: float = 0.01  # of the warm requests; each is computed again, cold, when the engine is idle
+    audit_tolerance: float = 0.0  # in nats; 0: as the KV's type allows
+    garbage_guard: str = "observe"  # or "off"
     disk_budget_bytes: int = 50 * GB
     queue_count_max: int = 64
     running_count_max: int = 16
@@ -75,6 +80,10 @@ class Config:
             raise ConfigError("the disk budget is negative")
         if self.queue_count_max < 0 or self.running_count_max < 1:
             raise ConfigError("--queue-count-max must be at least 0 and --running-count-max at least 1")
+        if not 0 <= self.audit_fraction <= 1:
+            raise ConfigError(f"--audit-fraction {self.audit_fraction}: expected a share, from 0 to 1")
+        if not 0 <= self.audit_tolerance < float("inf"):
+            raise ConfigError(f"--audit-tolerance {self.audit_tolerance}: expected a difference in nats, 0 or more")
         if self.on_disconnect not in ON_DISCONNECT:
             raise ConfigError(f"--on-disconnect {self.on_disconnect}: expected {' or '.join(ON_DISCONNECT)}")
         for name in SECONDS:
@@ -111,7 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default=Config.host)
     parser.add_argument("--port", type=int, default=Config.port)
     parser.add_argument("--backend-url", default=Config.backend_url)
-    parser.add_argument("--reuse", choices=("fast", "off"), default=Config.reuse)
+    parser.add_argument("--reuse", choices=REUSE, default=Config.reuse)
+    parser.add_argument("--audit-fraction", type=float, default=Config.audit_fraction)
+    parser.add_argument("--audit-tolerance", type=float, default=Config.audit_tolerance)
+    parser.add_argument("--garbage-guard", choices=GARBAGE_GUARD, default=Config.garbage_guard)
     parser.add_argument("--disk-budget-gb", type=gigabytes, default=Config.disk_budget_bytes / GB)
     parser.add_argument("--queue-count-max", type=int, default=Config.queue_count_max)
     parser.add_argument("--running-count-max", type=int, default=Config.running_count_max)
@@ -137,6 +149,9 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         port=flags.port,
         backend_url=flags.backend_url.rstrip("/"),
         reuse=flags.reuse,
+        audit_fraction=flags.audit_fraction,
+        audit_tolerance=flags.audit_tolerance,
+        garbage_guard=flags.garbage_guard,
         disk_budget_bytes=int(flags.disk_budget_gb * GB),
         queue_count_max=flags.queue_count_max,
         running_count_max=flags.running_count_max,

@@ -11,6 +11,7 @@ import msgspec
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life, held_after
+from warmline_proxy.metrics import Metrics
 from warmline_proxy.mirror import Held
 from warmline_proxy.plan import prefill_seconds
 from warmline_proxy.rows import SavePlan, SessionUpdate
@@ -32,10 +33,11 @@ T = TypeVar("T")
 class Settler:
     """Saves one tail at a time, in the order in which requests ended."""
 
-    def __init__(self, index: Index, upstream: Upstream, knowledge: Knowledge, reuse: bool) -> None:
+    def __init__(self, index: Index, upstream: Upstream, knowledge: Knowledge, metrics: Metrics, reuse: bool) -> None:
         self._index = index
         self._upstream = upstream
         self._knowledge = knowledge
+        self._metrics = metrics
         self._reuse = reuse
         self._one_at_a_time = asyncio.Lock()
 
@@ -181,6 +183,7 @@ class Settler:
     def _record(self, life: Life) -> None:
         record = life.trace.record()
         log.info(perf_line(record, life.trace.session_hint))
+        self._metrics.requests.labels(outcome=record.outcome, source=record.source).inc()
         try:
             self._index.record(record)
         except IndexFailure as error:
