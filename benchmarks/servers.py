@@ -33,6 +33,7 @@ PREFILL_STEP_SIZE = 2048
 CALIBRATION_TOKENS = (1024, 3072)
 
 Message = dict[str, str]
+Place = tuple[tuple[str, float], ...]  # the token and its log-probability; then the likeliest ones, likeliest first
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Answer:
     text: str
     cached_tokens: int
     prompt_tokens: int
+    logprobs: tuple[Place, ...] = ()  # where they were asked for
 
 
 @dataclass
@@ -55,8 +57,8 @@ class Server:
     settle: Callable[[], None] = lambda: None  # returns when nothing of earlier turns is left to do
 
 
-def ask(server: Server, messages: Sequence[Message], answer_tokens: int = ANSWER_TOKENS) -> Answer:
-    """One streamed, greedy request on a new connection; time runs from before the connection."""
+def ask(server: Server, messages: Sequence[Message], answer_tokens: int = ANSWER_TOKENS, **options: Any) -> Answer:
+    """One streamed request on a new connection, greedy unless `options` say otherwise; time runs from before it."""
     body = {
         "model": "default_model",
         "messages": messages,
@@ -64,6 +66,7 @@ def ask(server: Server, messages: Sequence[Message], answer_tokens: int = ANSWER
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **options,
     }
     started = time.perf_counter()
     connection = HTTPConnection("127.0.0.1", server.port, timeout=REQUEST_TIMEOUT_S)
@@ -72,7 +75,7 @@ def ask(server: Server, messages: Sequence[Message], answer_tokens: int = ANSWER
     response = connection.getresponse()
     if response.status != 200:
         raise SystemExit(f"{server.name} answered {response.status}: {response.read(2000).decode(errors='replace')}")
-    first_s, text, usage = math.nan, "", {}
+    first_s, text, usage, logprobs = math.nan, "", {}, list[Place]()
     for chunk in events(response):
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices") or ():
@@ -80,6 +83,7 @@ def ask(server: Server, messages: Sequence[Message], answer_tokens: int = ANSWER
             if content and not text:
                 first_s = time.perf_counter() - started
             text += content
+            logprobs += [_place(entry) for entry in (choice.get("logprobs") or {}).get("content") or ()]
     connection.close()
     return Answer(
         ttft_s=first_s,
@@ -87,7 +91,12 @@ def ask(server: Server, messages: Sequence[Message], answer_tokens: int = ANSWER
         text=text,
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         prompt_tokens=usage.get("prompt_tokens") or 0,
+        logprobs=tuple(logprobs),
     )
+
+
+def _place(entry: dict[str, Any]) -> Place:
+    return tuple((each["token"], each["logprob"]) for each in (entry, *entry["top_logprobs"]))
 
 
 def events(lines: Any) -> Iterator[dict[str, Any]]:
@@ -134,13 +143,13 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def warmline(model: Path, home: Path, log: Path) -> Iterator[tuple[Server, Server]]:
+def warmline(model: Path, home: Path, log: Path, *flags: str) -> Iterator[tuple[Server, Server]]:
     """The pair under `warmline serve` with an empty home: (through the proxy, the backend directly)."""
     port, backend_port = free_ports(2)
     command = [
         *(sys.executable, "-m", "warmline_run.cli", "serve"),
         *("--home", str(home), "--model", str(model), "--port", str(port), "--backend-port", str(backend_port)),
-        *("--prefill-step-size", str(PREFILL_STEP_SIZE)),
+        *("--prefill-step-size", str(PREFILL_STEP_SIZE), *flags),
     ]
     pair = Server("Warmline", port)
     direct = Server("Warmline's backend", backend_port)

@@ -167,7 +167,7 @@ def build(family: str, folder: Path, *, stops: bool = False, think_tail: bool = 
     folder.mkdir(parents=True, exist_ok=True)
     config = FAMILIES[family]
     mx.save_safetensors(str(folder / "model.safetensors"), _weights(config, stops, seed), {"format": "mlx"})
-    _write_tokenizer(folder, think_tail)
+    write_tokenizer(folder, think_tail)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 
@@ -179,7 +179,7 @@ def _weights(config: dict[str, Any], stops: bool, seed: int) -> dict[str, mx.arr
     model.update(tree_map(_scaled, model.parameters()))
     weights = dict(tree_flatten(model.parameters()))
     (head,) = (name for name in weights if name.endswith("lm_head.weight"))
-    weights[head] = weights[head] * _output_scale(stops)[:, None]
+    weights[head] = weights[head] * output_scale(stops)[:, None]
     mx.eval(weights)
     return weights
 
@@ -190,7 +190,7 @@ def _scaled(parameter: mx.array) -> mx.array:
     return (parameter * 3.0 if parameter.ndim == 2 else parameter).astype(mx.float32)
 
 
-def _output_scale(stops: bool) -> mx.array:
+def output_scale(stops: bool) -> mx.array:
     """3 for every token that may be generated, 0 for the others."""
     allowed = {_byte_alphabet().index(chr(code)) for code in range(0x21, 0x7F) if chr(code) != "<"}
     if stops:
@@ -203,7 +203,7 @@ def _byte_alphabet() -> list[str]:
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def _write_tokenizer(folder: Path, think_tail: bool) -> None:
+def write_tokenizer(folder: Path, think_tail: bool = False) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(_byte_alphabet())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,0 +1,149 @@
+"""Whether warm equals cold, bit for bit, and what that costs: one long conversation in exact and in fast mode.
+
+Ten turns of about 2,000 tokens each, every second one sampled with a seed, the others greedy; the whole pair is killed
+with -9 and started again twice on the way.  Each turn is asked through the proxy, and then of the backend directly,
+which reuses nothing.  All numbers of both answers are compared: the log-probabilities of the 20 likeliest tokens at
+every place.
+
+Usage: python benchmarks/exact.py [--quick | --shape llama | --model DIR]
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import large_models
+from rich.console import Console
+from rich.table import Table
+from servers import Answer, Message, Server, ask, blas_line, median, noise, tiny_models, warmline
+
+KILLED_AFTER = (4, 7)  # turns
+LIKELIEST = 20
+
+
+@dataclass(frozen=True)
+class Turn:
+    warm: Answer
+    cold: Answer
+    killed: bool  # everything was killed just before it
+
+    @property
+    def numbers(self) -> int:
+        return sum(len(place) for place in self.warm.logprobs)
+
+    @property
+    def places_alike(self) -> int:
+        """Up to the first token that differs: from there on the two answer different prompts."""
+        tokens = ([place[0][0] for place in answer.logprobs] for answer in (self.warm, self.cold))
+        alike = 0
+        for one, other in zip(*tokens, strict=False):
+            if one != other:
+                return alike
+            alike += 1
+        return alike
+
+    @property
+    def largest_difference(self) -> float:
+        """Of a log-probability, over the places that are alike and the next one."""
+        pairs = list(zip(self.warm.logprobs, self.cold.logprobs, strict=False))[: self.places_alike + 1]
+        return max((difference(one, other) for one, other in pairs), default=0.0)
+
+    @property
+    def equal(self) -> bool:
+        return self.warm.text == self.cold.text and self.warm.logprobs == self.cold.logprobs
+
+
+def difference(one: Sequence[tuple[str, float]], other: Sequence[tuple[str, float]]) -> float:
+    """The largest, over the likeliest tokens that both name."""
+    theirs = dict(other[1:])
+    return max((abs(value - theirs[token]) for token, value in one[1:] if token in theirs), default=0.0)
+
+
+def conversation(pair: Server, direct: Server, turns: int, tokens_a_turn: int, answer_tokens: int) -> Iterator[Turn]:
+    messages: list[Message] = [{"role": "system", "content": noise(200, "system")}]
+    for number in range(turns):
+        killed = number in KILLED_AFTER
+        if killed:
+            pair.settle()
+            pair.kill_and_start()
+        messages.append({"role": "user", "content": noise(tokens_a_turn, number)})
+        sampling = {"temperature": 0.8, "seed": number} if number % 2 else {"temperature": 0}
+        options = {**sampling, "logprobs": True, "top_logprobs": LIKELIEST, "ignore_eos": True}
+        warm = ask(pair, messages, answer_tokens, **options)
+        pair.settle()
+        cold = ask(direct, messages, answer_tokens, **options)
+        messages.append({"role": "assistant", "content": warm.text})
+        yield Turn(warm, cold, killed)
+
+
+def turns_table(mode: str, turns: Sequence[Turn]) -> Table:
+    table = Table(title=f"reuse = {mode}")
+    for heading in ("turn", "prompt", "cached", "first token warm", "cold", "numbers", "largest difference", "equal"):
+        table.add_column(heading, justify="right")
+    for number, turn in enumerate(turns, start=1):
+        table.add_row(
+            f"{number}{' after kill -9' if turn.killed else ''}",
+            f"{turn.warm.prompt_tokens:,}",
+            f"{turn.warm.cached_tokens:,}",
+            f"{turn.warm.ttft_s:.2f} s",
+            f"{turn.cold.ttft_s:.2f} s",
+            f"{turn.numbers:,}",
+            f"{turn.largest_difference:.1e}" if turn.largest_difference else "0",
+            "bit for bit" if turn.equal else "text" if turn.warm.text == turn.cold.text else "no",
+        )
+    return table
+
+
+def summary(mode: str, turns: Sequence[Turn]) -> str:
+    equal = sum(turn.equal for turn in turns)
+    warm, cold = (median([getattr(turn, name).ttft_s for turn in turns[1:]]) for name in ("warm", "cold"))
+    computed = median([turn.warm.prompt_tokens - turn.warm.cached_tokens for turn in turns[1:]])
+    return (
+        f"{mode}: {equal} of {len(turns)} turns equal bit for bit; from the second on, medians: "
+        f"first token {warm:.2f} s warm, {cold:.2f} s cold, {computed:,.0f} tokens computed a turn"
+    )
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    with tempfile.TemporaryDirectory(prefix="warmline-exact-") as folder:
+        place, what = Path(folder), str(options.model)
+        logs = options.logs or place
+        logs.mkdir(parents=True, exist_ok=True)
+        model = options.model or place / "model"
+        if options.quick:
+            tiny_models.build("bench", model)
+            what = "llama, 8 layers, 256 wide, float32"
+        elif not options.model:
+            parameters = large_models.build(options.shape, model)
+            what = f"{options.shape}, {parameters / 1e9:.2f}B parameters, bfloat16, random weights"
+        console.print(f"{blas_line()}\n{os.cpu_count()} cores; {what}")
+        for mode in options.modes:
+            flags = ("--reuse", mode, "--audit-fraction", "0")
+            with warmline(model, place / f"home-{mode}", logs / f"{mode}.log", *flags) as (pair, direct):
+                tokens = options.tokens // options.turns
+                turns = list(conversation(pair, direct, options.turns, tokens, options.answer_tokens))
+            console.print(turns_table(mode, turns))
+            console.print(summary(mode, turns))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small model and 6,000 tokens, for a CPU")
+    parser.add_argument("--model", type=Path, help="a model of your own")
+    parser.add_argument("--shape", choices=sorted(large_models.SHAPES), default="llama", help="of a random model")
+    parser.add_argument("--modes", nargs="+", choices=("exact", "fast"), default=["exact", "fast"])
+    parser.add_argument("--tokens", type=int, default=20_000, help="of the whole conversation (default: 20,000)")
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--answer-tokens", type=int, default=48)
+    parser.add_argument("--logs", type=Path, help="keep the servers' output in this folder")
+    options = parser.parse_args()
+    if options.quick:
+        options.tokens = min(options.tokens, 6_000)
+    run(options, Console(width=150))
+
+
+if __name__ == "__main__":
+    main()
