@@ -3,6 +3,7 @@
 from warmline_proxy.background import Background
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life, held_after
+from warmline_proxy.plan import on_grid
 from warmline_proxy.settle import Settler
 from warmline_wire.messages import Settled
 
@@ -29,6 +30,7 @@ class Hearing:
     def prefilled(self, tokens: int) -> None:
         life, step = self._life, self._partial_save_tokens
         life.prefilled = tokens
+        tokens = on_grid(tokens, life.layout.grid) if life.layout else tokens
         if life.started and step and tokens - max(life.stored, self._tried) >= step and not self._saving:
             self._saving, self._tried = True, tokens
             self._background.spawn(self._save(tokens), f"part of {life.trace.id}")

@@ -20,7 +20,7 @@ from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
 from warmline_proxy.normalize import read_call
-from warmline_proxy.plan import Plan, Running
+from warmline_proxy.plan import COLD, Plan, Running, on_grid
 from warmline_proxy.relay import Answer, relay
 from warmline_proxy.settle import Settler
 from warmline_proxy.start import Starter
@@ -179,7 +179,7 @@ class HotPath:
 
     async def _start(self, life: Life, running: Sequence[Running], warm: bool) -> Plan:
         if self._config.reuse == "off":
-            plan = self._starter.cold(life, "reuse is off")
+            plan = Plan(COLD, 0, "reuse is off")
         elif not warm:
             plan = self._starter.cold(life, "what it was to start from was gone, twice")
         else:
@@ -209,8 +209,9 @@ class HotPath:
         savers = {other: life.shares(other) for other in self._lives if other is not life and other.trace.settled}
         if not savers:
             return
-        reach = self._starter.reach(life) + WORTH_WAITING_TOKENS
-        await wait_for_events((other.settled for other, shared in savers.items() if shared >= reach), SAVE_WAIT_S)
+        reach, grid = self._starter.reach(life) + WORTH_WAITING_TOKENS, life.layout.grid if life.layout else 0
+        worth_it = (other.settled for other, shared in savers.items() if on_grid(shared, grid) >= reach)
+        await wait_for_events(worth_it, SAVE_WAIT_S)
 
     async def _generate(self, life: Life, plan: Plan) -> bool:
         """False where what was planned on is gone from the backend's memory: to be planned again."""

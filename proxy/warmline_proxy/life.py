@@ -119,7 +119,9 @@ def held_after(life: Life, settled: Settled) -> Held:
     """What a generation leaves: `(prompt + generated)[:prefilled_until]`."""
     assert life.prompt is not None
     tokens = (life.prompt.tokens + settled.generated)[: settled.prefilled_until * TOKEN_BYTES]
-    return Held(life.root, tokens, settled.positions, turn_end=min(life.prompt.turn_end, len(tokens) // TOKEN_BYTES))
+    turn_end = life.prompt.turn_end
+    beyond = life.prompt.tokens[len(tokens) : turn_end * TOKEN_BYTES]
+    return Held(life.root, tokens, settled.positions, turn_end=turn_end, beyond=beyond)
 
 
 def _anywhere(layout: Layout | None) -> bool:

@@ -20,6 +20,7 @@ class Held:
     tokens: bytes
     positions: Sequence[int] = ()
     turn_end: int = 0  # where the last message of its prompt ends; see plan.Candidate
+    beyond: bytes = b""  # packed tokens from its end to `turn_end`, where that lies further
     durable: bool = False  # known to be on disk, all of it
 
     def __len__(self) -> int:
@@ -93,5 +94,7 @@ class Mirror:
         found = []
         for name, held in self._held.items():
             if held.root == root and (common := common_prefix(held.tokens, prompt)):
+                if held.beyond and common == len(held):
+                    common += common_prefix(held.beyond, prompt[len(held.tokens) :])
                 found.append(Candidate(name, len(held), common, held.positions, held.turn_end, held.durable))
         return found

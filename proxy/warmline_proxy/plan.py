@@ -1,7 +1,7 @@
 """Where a request should start: a resident, a restorable chain, or cold.  Pure; the caller acts.
 
 Contract: `decide` never reuses the whole prompt (at least one token is left to compute), never a position where the
-model's caches can't go on, and always says why the start is not warmer.
+model's caches can't go on or, in exact mode, one off the grid, and always says why the start is not warmer.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,11 @@ LEADER_TOKENS_MAX = 1.25  # times one's own prompt: nobody waits for a much long
 
 @dataclass(frozen=True)
 class Candidate:
-    """A resident that shares its first `common` tokens with the prompt.
+    """A resident whose conversation shares its first `common` tokens with the prompt.
 
     A prompt that repeats it up to `turn_end`, where the last message of its own prompt ends, goes on with the same
-    conversation, however its answer was rendered, and may take it over; any other branches off a living one.
+    conversation, however its answer was rendered, and may take it over; any other branches off a living one.  Both may
+    lie past the `tokens` that have rows.
     """
 
     resident: str
@@ -101,12 +102,12 @@ def decide(
 
     Where that leaves something to compute that a running request is computing anyway, it is followed.
     """
-    limit = prompt.tokens - 1
-    starts = [_cold(), _best_resident(residents, limit), _restorable(match, limit, layout)]
+    limit, grid = prompt.tokens - 1, _grid(layout)
+    starts = [_cold(), _best_resident(residents, limit, grid), _restorable(match, limit, layout)]
     timed = [(_seconds(start, prompt.tokens, layout, costs), start) for start in starts if start]
     _, start = min(timed, key=lambda pair: (pair[0], -pair[1].reuse))
-    if leader := _leader(running, start.reuse, prompt.tokens, costs):
-        start = _Start(SHARED, min(leader.common, limit), follow=leader.request_id)
+    if leader := _leader(running, start.reuse, limit, grid, costs):
+        start = _Start(SHARED, _reach(leader, limit, grid), follow=leader.request_id)
     return Plan(
         source=start.source,
         reuse=start.reuse,
@@ -116,28 +117,39 @@ def decide(
         keep=start.keep,
         chain=start.chain,
         checkpoint=start.checkpoint,
-        checkpoints=checkpoint_positions(prompt, start.reuse, checkpoint_gap_max) if _has_states(layout) else (),
+        checkpoints=_checkpoints(prompt, start.reuse, layout, checkpoint_gap_max),
     )
 
 
 def cold_plan(prompt: Prompt, layout: Layout | None, why: str, checkpoint_gap_max: int = 0) -> Plan:
     """Compute everything, whatever is stored."""
-    checkpoints = checkpoint_positions(prompt, 0, checkpoint_gap_max) if _has_states(layout) else ()
-    return Plan(source=COLD, reuse=0, why_not_warmer=why, checkpoints=checkpoints)
+    return Plan(
+        source=COLD, reuse=0, why_not_warmer=why, checkpoints=_checkpoints(prompt, 0, layout, checkpoint_gap_max)
+    )
 
 
-def _has_states(layout: Layout | None) -> bool:
-    return layout is not None and layout.has_states
+def on_grid(position: int, grid: int) -> int:
+    """The last position up to this one at which KV may end and be reused."""
+    return position - position % grid if grid else position
 
 
-def _leader(running: Sequence[Running], reuse: int, tokens: int, costs: Costs) -> Running | None:
+def _grid(layout: Layout | None) -> int:
+    return layout.grid if layout else 0
+
+
+def _reach(leader: Running, limit: int, grid: int) -> int:
+    """How much of what it computes can be shared; on a grid, its last token comes after the last place of a copy."""
+    return on_grid(min(leader.common, limit, leader.tokens - 1), grid) if grid else min(leader.common, limit)
+
+
+def _leader(running: Sequence[Running], reuse: int, limit: int, grid: int, costs: Costs) -> Running | None:
     """Whom to follow: who has, or will have, computed more than a start at `reuse` has, and sooner than we could."""
 
     def reach(each: Running) -> int:
-        return min(each.common, tokens - 1)
+        return _reach(each, limit, grid)
 
     def is_worth_it(each: Running) -> bool:
-        begins = each.started or each.tokens <= LEADER_TOKENS_MAX * tokens
+        begins = each.started or each.tokens <= LEADER_TOKENS_MAX * (limit + 1)
         waits_s = prefill_seconds(min(each.prefilled, reach(each)), reach(each), costs.prefill)
         return begins and waits_s <= prefill_seconds(reuse, reach(each), costs.prefill)
 
@@ -145,20 +157,34 @@ def _leader(running: Sequence[Running], reuse: int, tokens: int, costs: Costs) -
     return max(filter(is_worth_it, further), key=reach, default=None)
 
 
-def checkpoint_positions(prompt: Prompt, start: int, gap_max: int = 0) -> tuple[int, ...]:
+def _checkpoints(prompt: Prompt, start: int, layout: Layout | None, gap_max: int) -> tuple[int, ...]:
+    if layout is None or not layout.has_states:
+        return ()
+    return checkpoint_positions(prompt, start, gap_max, layout.grid)
+
+
+def checkpoint_positions(prompt: Prompt, start: int, gap_max: int = 0, grid: int = 0) -> tuple[int, ...]:
     """End of system and tools, the last boundary before the generation prompt, and a stride in between.
 
-    With a `gap_max`, strides are no longer than that: a prefill that is saved on its way needs them.
+    With a `gap_max`, strides are no longer than that: a prefill that is saved on its way needs them.  With a `grid`,
+    all lie on it, and its last position in the prompt is one of them.
     """
     named = {position for position in (*prompt.boundaries[:1], prompt.turn_end) if start < position < prompt.tokens}
-    stride = CHECKPOINT_STRIDE_TOKENS * max(1, -(-(prompt.tokens - start) // _STRIDED_TOKENS_MAX))
-    stride = min(stride, max(gap_max, CHECKPOINT_GAP_TOKENS_MIN)) if gap_max else stride
+    stride = _stride(prompt.tokens - start, gap_max, grid)
     stops = sorted({start, *named, prompt.turn_end or prompt.tokens - 1})
     positions = set(named)
     for low, high in pairwise(stops):
         strides = range((low // stride + 1) * stride, high, stride)
         positions.update(at for at in strides if min(at - low, high - at) >= CHECKPOINT_GAP_TOKENS_MIN)
+    if grid:
+        positions = {on_grid(position, grid) for position in (*positions, prompt.tokens - 1)}
     return tuple(sorted(position for position in positions if position > start))
+
+
+def _stride(tokens: int, gap_max: int, grid: int) -> int:
+    stride = CHECKPOINT_STRIDE_TOKENS * max(1, -(-tokens // _STRIDED_TOKENS_MAX))
+    stride = min(stride, max(gap_max, CHECKPOINT_GAP_TOKENS_MIN)) if gap_max else stride
+    return max(grid, on_grid(stride, grid))
 
 
 @dataclass(frozen=True)
@@ -176,9 +202,9 @@ def _cold() -> _Start:
     return _Start(COLD, 0)
 
 
-def _best_resident(residents: Sequence[Candidate], limit: int) -> _Start | None:
+def _best_resident(residents: Sequence[Candidate], limit: int, grid: int) -> _Start | None:
     # The shortest one that reaches as far: continuing a longer one would copy or trim it.
-    reach = [(usable_position(each, limit), -each.tokens, each) for each in residents]
+    reach = [(usable_position(each, limit, grid), -each.tokens, each) for each in residents]
     best = max(reach, key=lambda entry: entry[:2], default=None)
     if best is None or best[0] <= 0:
         return None
@@ -187,23 +213,28 @@ def _best_resident(residents: Sequence[Candidate], limit: int) -> _Start | None:
 
 def _must_stay(candidate: Candidate, reuse: int) -> bool:
     """It is another conversation's, or what would be given up of it exists nowhere else yet."""
-    return reuse < candidate.turn_end or (reuse < candidate.tokens and not candidate.durable)
+    return candidate.common < candidate.turn_end or (reuse < candidate.tokens and not candidate.durable)
 
 
-def usable_position(candidate: Candidate, limit: int) -> int:
+def usable_position(candidate: Candidate, limit: int, grid: int = 0) -> int:
     """The deepest token count from which this resident can go on with the prompt; 0 where there is none."""
-    reach = min(candidate.common, limit)
+    reach = on_grid(min(candidate.common, candidate.tokens, limit), grid)
     if not candidate.positions:
         return reach
-    return max((position for position in candidate.positions if position <= reach), default=0)
+    usable = (position for position in candidate.positions if position <= reach and position == on_grid(position, grid))
+    return max(usable, default=0)
 
 
 def _restorable(match: Match, limit: int, layout: Layout | None) -> _Start | None:
     if not layout or not layout.persistent:
         return None
-    position, checkpoint = min(match.tokens, limit), None
+    position, checkpoint = on_grid(min(match.tokens, limit), layout.grid), None
     if layout.has_states:
-        usable = [each for each in match.checkpoints if each.position <= position]
+        usable = [
+            each
+            for each in match.checkpoints
+            if each.position <= position and each.position == on_grid(each.position, layout.grid)
+        ]
         checkpoint = max(usable, key=lambda each: each.position, default=None)
         position = checkpoint.position if checkpoint else 0
     if position <= 0:
@@ -250,9 +281,15 @@ def _why(start: _Start, starts: Sequence[_Start | None], match: Match, limit: in
         return f"restoring {slower} tokens would take longer"
     if layout and not layout.persistent and start.source == COLD:
         return f"not persistent: {layout.why_not}" if layout.why_not else "not persistent"
-    stored = min(match.tokens, limit)
+    if layout and layout.grid and on_grid(limit, layout.grid) <= start.reuse:
+        return _grid_why(layout.grid)
+    stored = on_grid(min(match.tokens, limit), _grid(layout))
     if layout and layout.has_states and stored > start.reuse:
         return f"{stored} tokens stored, no checkpoint after {start.reuse}"
-    if start.source == RESIDENT and start.reuse >= stored:
-        return f"in memory up to token {start.reuse}"
-    return match.why
+    in_memory = start.source == RESIDENT and start.reuse >= stored
+    why = f"in memory up to token {start.reuse}" if in_memory else match.why
+    return f"{why}; {_grid_why(layout.grid)}" if layout and layout.grid and start.reuse else why
+
+
+def _grid_why(grid: int) -> str:
+    return f"exact mode keeps and reuses multiples of {grid} tokens"

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any, cast
 
+from fake_backend import layout
 from harness import on_loop
 
 from warmline_proxy.background import Background
@@ -35,3 +36,16 @@ async def test_a_part_that_could_not_be_saved_is_not_tried_again_at_every_chunk(
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert saver.asked == [512, 1024, 1536, 2048] and life.stored == 0
+
+
+@on_loop
+async def test_in_exact_mode_parts_end_on_the_grid() -> None:
+    saver, background, nobody = Saver(), Background(), cast(Any, None)
+    life = Life(Trace("chat"), nobody, Limits(), layout=layout(grid=64))
+    hearing = Hearing(life, nobody, cast(Any, saver), background, 100)
+    hearing.started()
+    for tokens in (64, 127, 128, 191, 300):
+        hearing.prefilled(tokens)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert saver.asked == [128, 256]

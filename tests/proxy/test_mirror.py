@@ -26,3 +26,15 @@ def test_tokens_decide_and_never_another_namespace() -> None:
     mirror.add("theirs", held(30, OTHER))
     found = mirror.candidates(ROOT, pack_tokens([*range(8), 99]))
     assert [(each.resident, each.common, each.positions) for each in found] == [("mine", 8, (4, 10))]
+
+
+def test_a_conversation_is_told_from_another_past_the_end_of_its_resident() -> None:
+    mirror = Mirror()
+    mirror.add("mine", Held(ROOT, pack_tokens(range(8)), turn_end=12, beyond=pack_tokens(range(8, 12))))
+
+    def common(ids: list[int]) -> int:
+        return mirror.candidates(ROOT, pack_tokens(ids))[0].common
+
+    assert common([*range(20)]) == 12, "its own next turn"
+    assert common([*range(10), 99]) == 10, "one that only begins as it does"
+    assert common([*range(5), 99]) == 5

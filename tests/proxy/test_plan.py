@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from fake_backend import layout
+from hypothesis import given
+from hypothesis import strategies as st
 
 from warmline_proxy.plan import (
     Candidate,
@@ -177,3 +179,147 @@ def test_checkpoints_are_where_a_prefill_is_saved_on_its_way() -> None:
     assert checkpoint_positions(prompt, 0, 4096) == (100, *range(4096, 40_000 - 512, 4096))
     assert checkpoint_positions(prompt, 0, 8192) == checkpoint_positions(prompt, 0)
     assert checkpoint_positions(prompt, 0, 1)[1:4] == (1024, 1536, 2048), "but not closer than a chunk is worth"
+
+
+# ---- exact mode: everything on the grid
+
+GRID = 64
+EXACT, EXACT_HYBRID = layout(grid=GRID), layout(grid=GRID, has_states=True, state_bytes=1000)
+ON_GRID = "exact mode keeps and reuses multiples of 64 tokens"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("a resident up to the grid", "resident", 128, residents=[Candidate("r", 128, 150)],
+             why=f"in memory up to token 128; {ON_GRID}"),
+        Case("disk up to the grid", "restored", 192, match=stored(200), why=f"differs; {ON_GRID}"),
+        Case("all but what lies past the grid", "restored", 256, match=stored(300), why=ON_GRID),
+        Case("never the whole prompt", "restored", 192, prompt=256, match=stored(256), why=ON_GRID),
+        Case("a prompt shorter than the grid", "cold", 0, prompt=64, match=stored(63), why=ON_GRID),
+        Case("nothing stored", "cold", 0, why="nothing stored"),
+        Case("positions off the grid are not used", "resident", 64,
+             residents=[Candidate("r", 250, 250, (64, 100, 250))], why=f"in memory up to token 64; {ON_GRID}"),
+        Case("nor checkpoints", "restored", 128, match=stored(250, (64, 128, 200)),
+             layout=EXACT_HYBRID, why="192 tokens stored, no checkpoint after 128"),
+    ],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_exact_plan(case: Case) -> None:
+    case = case if case.layout is EXACT_HYBRID else replace(case, layout=EXACT)
+    test_plan(case)
+
+
+@pytest.mark.parametrize(
+    ("common", "keep"), [(150, False), (140, False), (139, True)], ids=["all of it", "its turn", "less than its turn"]
+)
+def test_a_resident_that_ends_before_its_turn_does_is_taken_over_by_its_own_conversation_alone(
+    common: int, keep: bool
+) -> None:
+    resident = Candidate("r", 128, common, turn_end=140, durable=True)
+    plan = decide(Prompt(300), [resident], stored(0), EXACT, COSTS)
+    assert (plan.resident, plan.reuse, plan.keep) == ("r", 128, keep)
+
+
+@pytest.mark.parametrize(
+    ("leader", "source", "reuse"),
+    [
+        (LEADER, "shared", 256),
+        (replace(LEADER, common=127), "shared", 64),
+        (replace(LEADER, common=128, tokens=128), "shared", 64),
+        (replace(LEADER, common=63), "cold", 0),
+    ],
+    ids=["the same prompt", "a part of it", "its last token comes after its last place", "less than the grid"],
+)
+def test_in_exact_mode_a_leader_is_left_on_the_grid(leader: Running, source: str, reuse: int) -> None:
+    plan = decide(Prompt(300), [], stored(0), EXACT, COSTS, running=[leader])
+    assert (plan.source, plan.reuse) == (source, reuse)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "start", "positions"),
+    [
+        (Prompt(300, (100, 200, 290), 290), 0, (64, 256)),
+        (Prompt(300, (100, 200, 210), 210), 0, (64, 192, 256)),
+        (Prompt(300, (100, 200, 290), 290), 64, (256,)),
+        (Prompt(300, (100, 200, 290), 290), 256, ()),
+        (Prompt(257), 0, (256,)),
+        (Prompt(256), 0, (192,)),
+        (Prompt(64, (10, 60), 60), 0, ()),
+        (Prompt(5000), 0, (2048, 4096, 4992)),
+    ],
+)
+def test_checkpoints_on_the_grid(prompt: Prompt, start: int, positions: tuple[int, ...]) -> None:
+    assert checkpoint_positions(prompt, start, grid=GRID) == positions
+
+
+def test_strides_are_as_long_as_the_grid_allows() -> None:
+    prompt = Prompt(20_000, (), 0)
+    assert checkpoint_positions(prompt, 0, grid=4096) == (4096, 8192, 12_288, 16_384)
+    assert checkpoint_positions(prompt, 0, gap_max=8192, grid=1000) == (*range(4000, 20_000, 4000), 19_000)
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> Candidate:
+    tokens = draw(st.integers(1, 900))
+    common = draw(st.integers(1, tokens + 100))
+    positions = draw(st.just(()) | st.lists(st.integers(1, tokens), unique=True).map(lambda at: tuple(sorted(at))))
+    return Candidate("r", tokens, common, positions, draw(st.integers(0, tokens + 100)), draw(st.booleans()))
+
+
+@st.composite
+def runnings(draw: st.DrawFn) -> Running:
+    tokens = draw(st.integers(1, 900))
+    common = draw(st.integers(1, tokens))
+    return Running("leader", common, tokens, draw(st.integers(0, tokens)), draw(st.booleans()))
+
+
+@st.composite
+def matches(draw: st.DrawFn) -> Match:
+    tokens = draw(st.integers(0, 800))
+    at = draw(st.lists(st.integers(1, tokens), unique=True, max_size=4)) if tokens else []
+    return stored(tokens, tuple(sorted(at)))
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Prompt:
+    tokens = draw(st.integers(1, 900))
+    boundaries = sorted(draw(st.lists(st.integers(1, tokens), unique=True, max_size=5)))
+    return Prompt(tokens, boundaries, draw(st.sampled_from([0, *boundaries])))
+
+
+@given(
+    prompt=prompts(),
+    residents=st.lists(candidates(), max_size=3),
+    match=matches(),
+    running=st.lists(runnings(), max_size=2),
+    has_states=st.booleans(),
+    grid=st.sampled_from([0, 16, 64, 512]),
+)
+def test_whatever_is_there_a_start_is_one_that_the_model_can_go_on_from(
+    prompt: Prompt,
+    residents: list[Candidate],
+    match: Match,
+    running: list[Running],
+    has_states: bool,
+    grid: int,
+) -> None:
+    plan = decide(prompt, residents, match, layout(grid=grid, has_states=has_states), COSTS, running=running)
+    assert 0 <= plan.reuse < prompt.tokens, "never the whole prompt"
+    assert all(plan.reuse < at < prompt.tokens for at in plan.checkpoints)
+    assert list(plan.checkpoints) == sorted(set(plan.checkpoints))
+    assert bool(plan.checkpoints) <= has_states
+    if grid:
+        assert not any(at % grid for at in (plan.reuse, *plan.checkpoints)), "all on the grid"
+    if grid and has_states:
+        last = (prompt.tokens - 1) // grid * grid
+        assert last in (plan.reuse, *plan.checkpoints), "what it leaves can be gone on from"
+    if plan.source == "restored":
+        assert sum(link.upto - link.start for link in plan.chain) == plan.reuse <= match.tokens
+        assert (plan.checkpoint.position if plan.checkpoint else 0) == (plan.reuse if has_states else 0)
+    if plan.source == "resident":
+        assert any(plan.reuse <= min(each.tokens, each.common) for each in residents)
+        assert any(not each.positions or plan.reuse in each.positions for each in residents)
+    if plan.source == "shared":
+        assert any(plan.reuse <= each.common for each in running)
+    assert plan.why_not_warmer or plan.reuse == prompt.tokens - 1, "and says why it is no warmer"
