@@ -22,8 +22,9 @@ from warmline_backend.model import ModelProblem, load, memory_budget
 from warmline_backend.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.server import make_app
 from warmline_backend.service import Service
+from warmline_wire import disk
 from warmline_wire.descriptors import raise_descriptor_limit
-from warmline_wire.home import Home, write_private
+from warmline_wire.home import Home
 from warmline_wire.lifeline import end_with_parent
 from warmline_wire.lock import Locked, process_lock
 
@@ -77,7 +78,7 @@ async def _serve(config: BackendConfig, home: Home) -> int:
         print(f"warmline backend: can't listen on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 2
     engine.start()
-    write_private(home.pid_file("backend"), f"{os.getpid()}\n")
+    disk.write_small(home.pid_file("backend"), f"{os.getpid()}\n")
     code = 1
     try:
         code = await _run(config, service, engine, signals)
@@ -89,7 +90,7 @@ async def _serve(config: BackendConfig, home: Home) -> int:
         engine.stop()
         helpers.shutdown(wait=False, cancel_futures=True)
         await _end_of_threads(at_rest)
-        home.pid_file("backend").unlink(missing_ok=True)
+        disk.delete(home.pid_file("backend"))
         if busy := _others(at_rest):  # in a step, or at a disk, that may never answer: Python would wait for them
             log.warning("%s: still at work; the process ends without waiting", ", ".join(busy))
             logging.shutdown()

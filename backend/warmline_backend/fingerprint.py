@@ -21,7 +21,7 @@ import mlx_lm.models.base
 import mlx_lm.models.cache
 from mlx_lm.utils import _get_classes, load_config
 
-from warmline_wire.home import write_private
+from warmline_wire import disk
 from warmline_wire.messages import SEGMENT_FORMAT
 
 PIECE_BYTES = 16 << 20
@@ -135,7 +135,7 @@ class _Digests:
             self._known[key] = digest
             while len(self._known) > DIGESTS_MAX:
                 del self._known[next(iter(self._known))]
-            write_private(self._path, json.dumps(self._known, indent=1))
+            disk.write_small(self._path, json.dumps(self._known, indent=1))
 
     def _load(self) -> dict[str, str]:
         try:

@@ -5,8 +5,6 @@ touches no more; loaders fill arrays that they make and evaluate themselves, for
 a file is `warmline_wire.segment_file`.
 """
 
-import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ import msgspec
 
 from warmline_backend.codecs import CacheLayout, Kind
 from warmline_backend.kv import KV, Named, fields_of
-from warmline_wire.home import fsync_folder
+from warmline_wire import disk
 from warmline_wire.keys import TOKEN_BYTES, common_prefix, unpack_tokens
 from warmline_wire.messages import CheckpointRef, SavedFile, SegmentRef
 from warmline_wire.segment_file import (
@@ -56,7 +54,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Python's buffer protocol has no bfloat16, so bytes are always reached through an unsigned type of the same width.
 CARRIERS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 ROOM_TOKENS = 256  # a restored buffer ends on a multiple of this, as mlx-lm's own do
-DRAFT_SUFFIX = ".tmp"
 HEADER_ALIGN = 8
 READ_BYTES_MAX = 64 << 20  # one read call; some systems refuse 2 GiB and more
 
@@ -106,7 +103,7 @@ def write_file(path: Path, meta: FileMeta, tensors: dict[str, Tensor], tokens: b
     packed = b"".join(value.to_bytes(8, "little") for value in checksums)
     ordered = {name: tensors[name] for name in names}
     ordered[CHECKSUMS] = Tensor("U64", (len(checksums),), memoryview(packed))
-    written = _write_durably(path, [_header(meta, ordered), *(tensor.data for tensor in ordered.values())])
+    written = disk.write_whole(path, [_header(meta, ordered), *(tensor.data for tensor in ordered.values())])
     return SavedFile(id=meta.id, bytes_written=written, checksum=file_checksum(checksums))
 
 
@@ -124,28 +121,10 @@ def _header(meta: FileMeta, tensors: dict[str, Tensor]) -> bytes:
 
 def sweep_drafts(folder: Path) -> int:
     """Delete what a process that died in the midst of a save has left.  Returns how many; before any save."""
-    drafts = list(folder.glob(f"*/.*{DRAFT_SUFFIX}"))
+    drafts = list(folder.glob(f"*/.*{disk.DRAFT_SUFFIX}"))
     for draft in drafts:
-        draft.unlink(missing_ok=True)
+        disk.delete(draft)
     return len(drafts)
-
-
-def _write_durably(path: Path, parts: list[bytes | memoryview]) -> int:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{DRAFT_SUFFIX}")
-    try:
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            written = file.tell()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    fsync_folder(path.parent)
-    return written
 
 
 # ---- reading
@@ -299,7 +278,7 @@ class Loader:
         self, link: SegmentRef, header: SegmentHeader, loaded: Loaded, given_up: Callable[[], bool]
     ) -> int:
         try:
-            with FileIO(self.segment_file(link.id)) as file:
+            with disk.open_to_read(self.segment_file(link.id)) as file:
                 reader = _Reader(file, header)
                 self._check_tokens(link, reader, loaded)
                 for name, target in loaded.rows.items():
@@ -331,7 +310,7 @@ class Loader:
             loaded.state = self.on_engine(
                 lambda: {name: _Carrier.of(place.dtype, place.shape) for name, place in header.content().items()}
             )
-            with FileIO(path) as file:
+            with disk.open_to_read(path) as file:
                 reader = _Reader(file, header)
                 for name, carrier in loaded.state.items():
                     reader.read_into(name, carrier.data)

@@ -17,6 +17,7 @@ from warmline_backend.kv import RowsGone
 from warmline_backend.model import ServedModel
 from warmline_backend.scheduler import Scheduler
 from warmline_backend.segments import Cancelled, Loader, Tensor, as_bytes, write_file
+from warmline_wire import disk
 from warmline_wire.home import Home
 from warmline_wire.keys import TOKEN_BYTES, pack_tokens
 from warmline_wire.messages import CheckpointRef, RestoreRequest, SavedFile, SaveRequest, SegmentSpec
@@ -173,7 +174,7 @@ class Storage:
         except BaseException:  # whatever ended it, its caller too: nobody will ever name these files
             ids = [*(spec.id for spec in request.segments), *(ref.id for ref in request.checkpoints)]
             for file_id in ids:  # all of them: one may be written and not told yet
-                self._home.segment_file(file_id).unlink(missing_ok=True)
+                disk.delete(self._home.segment_file(file_id))
             raise
         seconds = time.monotonic() - began
         bytes_written = sum(file.bytes_written for file in (*written, *states))
@@ -224,7 +225,7 @@ class Storage:
                 raise Cancelled
             saved = write_file(path, meta, tensors, tokens)
             if job.given_up.is_set():  # meanwhile: the handler has gone and won't hear of this file
-                path.unlink(missing_ok=True)
+                disk.delete(path)
                 raise Cancelled
             return saved
 

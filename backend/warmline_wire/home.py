@@ -2,13 +2,16 @@
 
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from warmline_wire import disk
 
 
 @dataclass(frozen=True)
 class Home:
-    """The paths under one home directory.  `prepare` makes them; nothing else here touches the disk."""
+    """The paths under one home directory.  `prepare` makes them and `secret` its file; the rest touches no disk."""
 
     root: Path
 
@@ -52,38 +55,25 @@ class Home:
     def prepare(self) -> None:
         """Make the directories.  Raises OSError where the place can't be written."""
         for path in (self.root, self.index, self.segments, self.models, self.logs, self.run):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            disk.make_folders(path)
 
     def secret(self) -> str:
-        """What proxy and backend prove themselves with; made by whoever asks first."""
+        """What proxy and backend prove themselves with; made by whoever asks first.  Raises OSError."""
         path = self.root / "secret"
-        try:
-            # Written aside and linked: the other process never reads half a secret.
-            draft = self.root / f".secret.{os.getpid()}"
-            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_hex(32))
-            os.link(draft, path)
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink(missing_ok=True)
+        if not path.exists():
+            self._make_secret(path)
         return path.read_text().strip()
 
-
-def fsync_folder(folder: Path) -> None:
-    """Make a rename in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_private(path: Path, text: str) -> None:
-    """Replace a small file at once, readable by its owner alone."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    draft.replace(path)
+    def _make_secret(self, path: Path) -> None:
+        """Written aside and linked: the other process never reads half a secret."""
+        draft = self.root / f".secret.{os.getpid()}{disk.DRAFT_SUFFIX}"
+        disk.delete(draft)  # of a process of this number that was killed
+        try:
+            with disk.create(draft) as file:
+                disk.write(file, secrets.token_hex(32).encode())
+                disk.sync(file)
+            with suppress(FileExistsError):  # the other process was sooner
+                disk.link(draft, path)
+            disk.sync_folder(self.root)
+        finally:
+            disk.delete(draft)

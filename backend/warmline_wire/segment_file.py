@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from sys import byteorder
 from typing import BinaryIO, Literal
@@ -22,6 +23,7 @@ from typing import BinaryIO, Literal
 import msgspec
 import xxhash
 
+from warmline_wire import disk
 from warmline_wire.keys import TOKEN_BYTES
 from warmline_wire.messages import SEGMENT_FORMAT
 
@@ -138,7 +140,7 @@ def verify_file(path: Path) -> None:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        with path.open("rb") as file:
+        with BufferedReader(disk.open_to_read(path)) as file:
             yield file
     except FileNotFoundError as error:
         raise SegmentFileError("missing", path.name) from error

@@ -16,8 +16,8 @@ from warmline_proxy.connections import listening
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.reconcile import reconcile
+from warmline_wire import disk
 from warmline_wire.descriptors import raise_descriptor_limit
-from warmline_wire.home import write_private
 from warmline_wire.lifeline import end_with_parent
 
 log = logging.getLogger("warmline_proxy")
@@ -101,8 +101,8 @@ async def unless(event: asyncio.Event, work: Coroutine[None, None, None]) -> Non
 def announced(config: Config, port: int) -> Iterator[None]:
     """While the proxy listens, its pid and address can be read from the run directory."""
     files = (config.home.pid_file("proxy"), config.home.run / "proxy.json")
-    write_private(files[1], json.dumps({"pid": os.getpid(), "url": local_url(config.host, port)}))
-    write_private(files[0], f"{os.getpid()}\n")
+    disk.write_small(files[1], json.dumps({"pid": os.getpid(), "url": local_url(config.host, port)}))
+    disk.write_small(files[0], f"{os.getpid()}\n")
     try:
         yield
     finally:
@@ -120,7 +120,7 @@ def local_url(host: str, port: int) -> str:
 
 def remove(files: Sequence[Path]) -> None:
     for file in files:
-        file.unlink(missing_ok=True)
+        disk.delete(file)
 
 
 if __name__ == "__main__":

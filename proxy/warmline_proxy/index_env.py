@@ -13,7 +13,6 @@ keeps the number of the last transaction in a lock file of its own, which must n
 """
 
 import logging
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 import lmdb
 
 from warmline_proxy.index_tables import TABLES, Tables
-from warmline_wire.home import fsync_folder
+from warmline_wire import disk
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +87,8 @@ class Env:
                 raise
             # Not set aside: it holds transcripts, which neither a purge nor the budget would ever find again.
             log.error("%s; a new one is begun, and what was stored is computed again", error)
-            shutil.rmtree(folder)
-            folder.mkdir(mode=0o700)
+            disk.delete_tree(folder)
+            disk.make_folders(folder)
             self._current = self._open_newest()
 
     def _open_newest(self) -> _Generation:
@@ -106,19 +105,11 @@ class Env:
 
     def _open(self, path: Path) -> _Generation:
         if self._writable:
-            path.mkdir(mode=0o700, exist_ok=True)
+            disk.make_folders(path)
         elif not (path / "data.mdb").exists():
             raise NoIndex(f"no index in {path}")
         try:
-            env = lmdb.open(
-                str(path),
-                map_size=self._map_bytes,
-                max_dbs=len(TABLES),
-                max_readers=READERS_MAX,
-                mode=0o600,
-                readonly=not self._writable,
-                create=self._writable,
-            )
+            env = self._environment(path)
         except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
             raise DamagedIndex(f"the index in {path} is damaged: {error}") from error
         except lmdb.Error as error:
@@ -131,19 +122,36 @@ class Env:
                 raise
             raise NoIndex(f"the index in {path} is not complete: {error}") from error
 
+    def _environment(self, path: Path) -> Any:
+        def opened() -> Any:
+            return lmdb.open(
+                str(path),
+                map_size=self._map_bytes,
+                max_dbs=len(TABLES),
+                max_readers=READERS_MAX,
+                mode=0o600,
+                readonly=not self._writable,
+                create=self._writable,
+            )
+
+        return disk.in_lmdb("open", opened) if self._writable else opened()
+
     def _handles(self, env: Any, path: Path) -> dict[str, Any]:
-        # Not within one transaction: LMDB forgets a handle that was opened in a read transaction when that ends.
-        handles = {name: env.open_db(name.encode(), create=self._writable) for name in TABLES}
-        with env.begin(write=self._writable) as txn:
+        if self._writable:
+            with _committing(env) as txn:
+                handles = {name: env.open_db(name.encode(), txn=txn) for name in TABLES}
+                if txn.get(SCHEMA_KEY, db=handles["meta"]) is None:
+                    txn.put(SCHEMA_KEY, str(SCHEMA).encode(), db=handles["meta"])
+        else:  # not within one transaction: LMDB forgets what was opened in a read transaction when that ends
+            handles = {name: env.open_db(name.encode(), create=False) for name in TABLES}
+        with env.begin() as txn:
             found = txn.get(SCHEMA_KEY, db=handles["meta"])
-            if found is None and self._writable:
-                txn.put(SCHEMA_KEY, str(SCHEMA).encode(), db=handles["meta"])
-            elif found is not None and int(found) != SCHEMA:
-                relation = "newer" if int(found) > SCHEMA else "older"
-                raise WrongSchema(
-                    f"the index in {path} has schema {int(found)}, {relation} than the {SCHEMA} that this version "
-                    "reads; use the version of Warmline that wrote it, or another home"
-                )
+        if found is not None and int(found) != SCHEMA:
+            relation = "newer" if int(found) > SCHEMA else "older"
+            raise WrongSchema(
+                f"the index in {path} has schema {int(found)}, {relation} than the {SCHEMA} that this version "
+                "reads; use the version of Warmline that wrote it, or another home"
+            )
         return handles
 
     @contextmanager
@@ -160,7 +168,7 @@ class Env:
         """Run `change` in a transaction of its own; durable when this returns, undone when it raises."""
         with self._using() as generation:
             try:
-                with generation.env.begin(write=True) as txn:
+                with _committing(generation.env) as txn:
                     tables = Tables(txn, generation.handles)
                     result = change(tables)
                     tables.store_sums()
@@ -190,8 +198,8 @@ class Env:
         LMDB's own compacting copy copies pages as they are, with what was deleted still in their slack.
         """
         number = int(self._current.path.name) + 1
-        draft, path = self._folder / f".{number}.tmp", self._folder / str(number)
-        shutil.rmtree(draft, ignore_errors=True)
+        draft, path = self._folder / f".{number}{disk.DRAFT_SUFFIX}", self._folder / str(number)
+        disk.delete_tree(draft)
         fresh = self._open(draft)
         try:
             _copy(self._current, fresh)
@@ -199,16 +207,17 @@ class Env:
             raise IndexFailure(f"can't compact the index: {error}") from error
         finally:
             fresh.env.close()
-        draft.rename(path)
-        fsync_folder(self._folder)
+        disk.rename(draft, path)
+        disk.sync_folder(self._folder)
         try:
             fresh = self._open(path)
         except IndexFailure:
-            shutil.rmtree(path)  # the next start would take it for the index, without what is written from now on
+            disk.rename(path, draft)  # else the next start would take it for the index, without what is yet to come
+            disk.delete_tree(draft)
             raise
         with self._lock:
             old, self._current = self._current, fresh
-        shutil.rmtree(old.path)  # whoever still reads it has it open
+        disk.delete_tree(old.path)  # whoever still reads it has it open
         self._retire(old)
 
     def close(self) -> None:
@@ -238,6 +247,18 @@ class Env:
             generation.env.close()
 
 
+@contextmanager
+def _committing(env: Any) -> Iterator[Any]:
+    """A write transaction; committed at the end, undone where something is raised."""
+    txn = env.begin(write=True)
+    try:
+        yield txn
+        disk.in_lmdb("commit", txn.commit)
+    except BaseException:
+        txn.abort()
+        raise
+
+
 def _generations(folder: Path) -> list[Path]:
     try:
         return sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
@@ -247,13 +268,13 @@ def _generations(folder: Path) -> list[Path]:
 
 def _tidy(folder: Path) -> None:
     """Remove what a compaction left that was killed: its draft, or the generation before."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in [*folder.glob(".*.tmp"), *_generations(folder)[:-1]]:
-        shutil.rmtree(path)
+    disk.make_folders(folder)
+    for path in [*folder.glob(f".*{disk.DRAFT_SUFFIX}"), *_generations(folder)[:-1]]:
+        disk.delete_tree(path)
 
 
 def _copy(old: _Generation, new: _Generation) -> None:
-    with old.env.begin() as source, new.env.begin(write=True) as target:
+    with old.env.begin() as source, _committing(new.env) as target:
         for name in TABLES:
             for key, value in source.cursor(db=old.handles[name]):
                 target.put(key, value, db=new.handles[name])

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from warmline_wire import disk
 from warmline_wire.home import Home
 
 QUARANTINE = "quarantine"
@@ -14,17 +15,17 @@ def quarantine_file(home: Home, file_id: str) -> Path:
 
 
 def delete(home: Home, file_id: str) -> None:
-    home.segment_file(file_id).unlink(missing_ok=True)
-    quarantine_file(home, file_id).unlink(missing_ok=True)
+    disk.delete(home.segment_file(file_id))
+    disk.delete(quarantine_file(home, file_id))
 
 
 def set_aside(home: Home, ids: Iterable[str]) -> None:
     """Idempotent: what is aside, or gone, stays so."""
-    (home.segments / QUARANTINE).mkdir(mode=0o700, exist_ok=True)
+    disk.make_folders(home.segments / QUARANTINE)
     for file_id in ids:
         path = home.segment_file(file_id)
         if path.exists():
-            path.replace(quarantine_file(home, file_id))
+            disk.rename(path, quarantine_file(home, file_id))
 
 
 def stored(home: Home) -> Iterator[tuple[str, Path]]:

@@ -10,6 +10,7 @@ from warmline_proxy.index import Index
 from warmline_proxy.index_save import abort
 from warmline_proxy.index_tables import Tables
 from warmline_proxy.index_tree import drop, quarantine
+from warmline_wire import disk
 from warmline_wire.home import Home
 
 
@@ -75,5 +76,5 @@ def _delete_strays(index: Index, counts: Reconciled) -> None:
 
 
 def _delete(path: Path) -> int:
-    path.unlink(missing_ok=True)
+    disk.delete(path)
     return 1
