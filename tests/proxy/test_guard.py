@@ -1,0 +1,66 @@
+"""What trips the garbage guard, and what does not."""
+
+from itertools import cycle, islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warmline_proxy.guard import CYCLE_TOKENS_MAX, DIGITS_MAX, REPEATED_TOKENS_MAX, Guard
+
+
+def tripped(*pieces: str) -> str:
+    guard = Guard()
+    for piece in pieces:
+        guard.feed(piece)
+    return guard.reason
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        (["!"] * 65, "one token repeated over 65 tokens"),
+        (["Well", ",", *["!"] * 65], "one token repeated over 65 tokens"),
+        ([" the", " same"] * 33, "a cycle of 2 tokens repeated over 66 tokens"),
+        ([str(n) + "," for n in range(8)] * 9, "a cycle of 8 tokens repeated over 72 tokens"),
+        ([str(n % 7) + str(n % 10) for n in range(128)], "a run of 256 digits"),
+        (["x1", *[str(n * n % 10) + str(n % 9) for n in range(200)]], "a run of 257 digits"),
+    ],
+)
+def test_what_trips_it(pieces: list[str], reason: str) -> None:
+    assert tripped(*pieces) == reason
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["!"] * 64,
+        [*["!"] * 60, "?", *["!"] * 60],
+        [" the", " same"] * 32,
+        [f"{n}," for n in range(9)] * 20,
+        [f"{n % 10}{n % 7}" for n in range(127)],
+        [f"{n}.{n}\n" for n in range(1000)],
+        ["", *[""] * 1000],
+    ],
+)
+def test_what_does_not(pieces: list[str]) -> None:
+    assert not tripped(*pieces)
+
+
+def test_the_first_reason_stays() -> None:
+    assert tripped(*["!"] * 65, *["?"] * 100) == "one token repeated over 65 tokens"
+
+
+@given(st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=CYCLE_TOKENS_MAX), st.lists(st.text(max_size=3)))
+def test_every_short_cycle_trips_it_whatever_came_before(cycled: list[str], before: list[str]) -> None:
+    pieces = islice(cycle(cycled), REPEATED_TOKENS_MAX + len(cycled))
+    assert tripped(*before, *pieces)
+
+
+@given(st.lists(st.text("0123456789", min_size=1, max_size=4)))
+def test_a_run_of_digits_is_as_long_as_its_digits_are(pieces: list[str]) -> None:
+    guard = Guard()
+    for piece in pieces:
+        guard.feed(piece)
+    digits = sum(map(len, pieces))
+    assert ("digits" in guard.reason) <= (digits >= DIGITS_MAX)
