@@ -22,7 +22,11 @@ DRAFT_SUFFIX = ".tmp"
 
 def create(path: Path) -> FileIO:
     """A new file, readable by its owner alone, open for writing.  Raises FileExistsError."""
-    return FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+    return FileIO(path, "xb", opener=_private)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def write(file: FileIO, data: bytes | memoryview) -> None:

@@ -1,6 +1,7 @@
-"""Orders for the faults that `site/sitecustomize.py` plants in a backend, and the gate that its steps wait at."""
+"""Orders for the faults that `site/sitecustomize.py` plants in a pair, and the gate that the engine's steps wait at."""
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -9,7 +10,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,13 +29,16 @@ WEDGES = ("hang", "freeze")  # which only a deadline ends
 class Planted:
     """The control folder of one pair, which is started with `environment`."""
 
-    def __init__(self, restart_delay_s: float | None = None) -> None:
+    def __init__(self, restart_delay_s: float | None = None, map_bytes: int | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="planted-"))  # short: a socket's path has at most 104 characters
         paths = [SITE, *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(paths), "PLANTED_FOLDER": str(self.folder)}
         if restart_delay_s is not None:
             own["PLANTED_RESTART_DELAY_S"] = str(restart_delay_s)
+        if map_bytes is not None:
+            own["PLANTED_MAP_BYTES"] = str(map_bytes)
         self.environment: Mapping[str, str] = {**os.environ, **own}
+        self._numbers = itertools.count()
 
     def order(self, fault: str, phase: str = "any") -> None:
         """Have the fault inside the next step of this phase: "prefill", "first", "decode" or "any"."""
@@ -59,6 +63,38 @@ class Planted:
         while not self.taken:
             assert time.monotonic() < limit, "no step met the fault"
             time.sleep(POLL_S)
+
+    # ---- the disk
+
+    def kill_at(self, process: str, nth: int, when: str = "before", steps: Sequence[str] = ()) -> None:
+        """Kill the "proxy" or "backend" with SIGKILL at its `nth` step of the disk from now on, 1 the first.
+
+        `when`: "before" it, "after" it, or in its "middle": half of the data is written (other steps: before it).
+        `steps`: count these alone, by their names in `warmline_wire.disk`.
+        """
+        self._order_disk(process, {"kill": nth, "when": when, "steps": list(steps)})
+
+    def killed(self, process: str) -> bool:
+        """Whether the last `kill_at` was carried out."""
+        return (self.folder / f"disk-{process}-taken").exists()
+
+    def fail_disk(self, process: str, error: str, steps: Sequence[str], under: str = "", times: int = 0) -> None:
+        """Have these steps raise OSError, until `mend_disk` or, where given, so many times.
+
+        `error`: its name ("ENOSPC").  `steps`: names in `warmline_wire.disk`; of "open_to_read" it is the reading that
+        fails.  `under`: only at paths with this in them.
+        """
+        self._order_disk(process, {"error": error, "steps": list(steps), "under": under, "times": times})
+
+    def mend_disk(self, process: str) -> None:
+        """Withdraw the order for this process's disk, whichever it was."""
+        (self.folder / f"disk-{process}").unlink(missing_ok=True)
+
+    def _order_disk(self, process: str, order: dict[str, object]) -> None:
+        (self.folder / f"disk-{process}-taken").unlink(missing_ok=True)
+        draft = self.folder / f"draft-{process}"
+        draft.write_text(json.dumps({**order, "number": next(self._numbers)}))
+        draft.rename(self.folder / f"disk-{process}")
 
     def gate(self) -> "Gate":
         return Gate(self.folder / "gate")

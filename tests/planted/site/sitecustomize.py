@@ -1,14 +1,17 @@
-"""Faults and a gate in a real backend process; `planted.faults` has the other side.
+"""Faults in a real pair's processes, and a gate in the backend's; `planted.faults` has the other side.
 
-With this folder on PYTHONPATH, Python runs this file at the start of every process, and so of the backend's, where it
-wraps what the engine does in a step: a chunk of prefill ("prefill"), the decode step that ends a prefill ("first"), a
-decode step of a group ("decode").  Before each one it looks into the folder that PLANTED_FOLDER names:
+With this folder on PYTHONPATH, Python runs this file at the start of every process.  In proxy and backend it wraps each
+step of `warmline_wire.disk`, in the backend's also what the engine does in a step: a chunk of prefill ("prefill"), the
+decode step that ends a prefill ("first"), a decode step of a group ("decode").  Before each one it looks into the
+folder that PLANTED_FOLDER names:
 
-- a socket `gate`: the step is told there as a line of JSON, waits for a byte and, when it is over, says `ended`;
-  commands for the engine are told there too, once they are in its mailbox.  A gate that is gone stops nothing.
+- a socket `gate`: the engine's step is told there as a line of JSON, waits for a byte and, when it is over, says
+  `ended`; commands for the engine are told there too, once they are in its mailbox.  A gate that is gone stops nothing.
 - a file `order-PHASE` or `order-any`: its content is the fault to be had inside this step; the file becomes `taken`.
+- a file `disk-proxy` or `disk-backend`: what is to happen at steps of that process's disk; see `planted_disk`.
 
-PLANTED_RESTART_DELAY_S has `warmline serve` start again at once what died for the tenth time, too.
+PLANTED_MAP_BYTES is how large the proxy's map of its index is at first.  PLANTED_RESTART_DELAY_S has `warmline serve`
+start again at once what died for the tenth time, too.
 """
 
 import contextlib
@@ -173,6 +176,23 @@ def plant_in_backend() -> None:
     wrap_ask(Engine)
 
 
+def plant_in_proxy() -> None:
+    from warmline_proxy.index import Index
+
+    if map_bytes := os.environ.get("PLANTED_MAP_BYTES"):
+        defaults = Index.__init__.__kwdefaults__
+        assert "map_bytes" in defaults
+        defaults["map_bytes"] = int(map_bytes)
+
+
+def plant_in_disk(process: str) -> None:
+    from planted_disk import Orders, wrap
+
+    from warmline_wire import disk
+
+    wrap(disk, Orders(FOLDER, process))
+
+
 def plant_in_serve(delay_s: float) -> None:
     from warmline_run import supervise
 
@@ -183,6 +203,10 @@ def plant_in_serve(delay_s: float) -> None:
 try:
     if "warmline_backend" in sys.orig_argv:
         plant_in_backend()
+        plant_in_disk("backend")
+    elif "warmline_proxy" in sys.orig_argv:
+        plant_in_proxy()
+        plant_in_disk("proxy")
     elif RESTART_DELAY_S and "serve" in sys.orig_argv:
         plant_in_serve(float(RESTART_DELAY_S))
 except Exception:  # noqa: BLE001  a test must not pass for want of its fault

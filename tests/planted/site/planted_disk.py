@@ -1,0 +1,110 @@
+"""Steps of `warmline_wire.disk` that are counted, killed at, or made to fail."""
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+from typing import Any, Protocol
+
+CHANGES = (
+    "create",
+    "write",
+    "sync",
+    "sync_folder",
+    "rename",
+    "link",
+    "delete",
+    "delete_folder",
+    "make_folder",
+    "set_mode",
+    "in_lmdb",
+)
+READS = "open_to_read"
+
+
+class Around(Protocol):
+    """Called in place of a step: with its name, the step itself, and what it was called with."""
+
+    def __call__(self, name: str, real: Callable[..., Any], *arguments: Any) -> Any: ...
+
+
+def wrap(disk: Any, around: Around) -> None:
+    """From here on `around` stands in for every step of the module."""
+    for name in (*CHANGES, READS):
+        setattr(disk, name, functools.partial(around, name, getattr(disk, name)))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(when: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Before this step, after it, or in its middle."""
+    if when == "after":
+        real(*arguments)
+    elif when == "middle" and real.__name__ == "write":
+        file, data = arguments
+        real(file, bytes(data)[: len(data) // 2])
+    die()
+
+
+class Orders:
+    """Does what the file `disk-PROCESS` says, as long as it is there.  Any thread."""
+
+    def __init__(self, folder: Path, process: str) -> None:
+        self._path = folder / f"disk-{process}"
+        self._lock = threading.Lock()
+        self._number = -1
+        self._met = 0
+
+    def __call__(self, name: str, real: Callable[..., Any], *arguments: Any) -> Any:
+        order = self._order()
+        if order and self._meets(order, name, arguments):
+            with self._lock:
+                self._met = self._met + 1 if order["number"] == self._number else 1
+                self._number, met = order["number"], self._met
+            if met == order.get("kill"):
+                self._path.rename(self._path.with_name(f"{self._path.name}-taken"))
+                die_at(order["when"], real, arguments)
+            if "error" in order and not met > order["times"] > 0:
+                return self._fail(order["error"], name, arguments)
+        return real(*arguments)
+
+    def _order(self) -> Any:
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads(self._path.read_text())
+        return None
+
+    def _meets(self, order: Any, name: str, arguments: tuple[Any, ...]) -> bool:
+        if name not in (order["steps"] or CHANGES):
+            return False
+        return order.get("under", "") in " ".join(str(getattr(each, "name", each)) for each in arguments[:2])
+
+    def _fail(self, error: str, name: str, arguments: tuple[Any, ...]) -> Any:
+        number = getattr(errno, error)
+        if name == READS:
+            return _Unreadable(number, arguments[0])
+        raise OSError(number, os.strerror(number))
+
+
+class _Unreadable(FileIO):
+    """A file that is there and can't be read."""
+
+    def __init__(self, number: int, path: Path) -> None:
+        super().__init__(path, "rb")
+        self._error = OSError(number, os.strerror(number), str(path))
+
+    def readinto(self, buffer: Any) -> int:
+        raise self._error
+
+    def read(self, size: int = -1) -> bytes:
+        raise self._error
+
+    def readall(self) -> bytes:
+        raise self._error
