@@ -31,7 +31,7 @@ from rich.table import Table
 from warmline_backend.codecs import CacheLayout
 from warmline_backend.kv import KV
 from warmline_backend.segments import Loader, as_bytes, write_file
-from warmline_wire.keys import SEGMENT_TOKENS_MAX, pack_tokens
+from warmline_wire.keys import SEGMENT_TOKENS_MAX, pack_tokens, prefix_digest
 from warmline_wire.messages import SegmentRef
 from warmline_wire.segment_file import FileMeta
 
@@ -78,7 +78,8 @@ def save(kv: KV, folder: Path) -> list[SegmentRef]:
     for start in range(0, kv.length, SEGMENT_TOKENS_MAX):
         end = min(kv.length, start + SEGMENT_TOKENS_MAX)
         name = f"{start:032x}"
-        meta = FileMeta(kind="segment", id=name, fingerprint=FINGERPRINT, start=start, end=end)
+        prefix = prefix_digest(b"", pack_tokens(kv.tokens[:start]))
+        meta = FileMeta(kind="segment", id=name, fingerprint=FINGERPRINT, root="", prefix=prefix, start=start, end=end)
         tensors = as_bytes(kv.rows(start, end))
         write_file(folder / f"{name}.safetensors", meta, tensors, pack_tokens(kv.tokens[start:end]))
         chain.append(SegmentRef(id=name, start=start, end=end, upto=end))

@@ -18,7 +18,7 @@ import msgspec
 from warmline_backend.codecs import CacheLayout, Kind
 from warmline_backend.kv import KV, Named, fields_of
 from warmline_wire import disk
-from warmline_wire.keys import TOKEN_BYTES, common_prefix, unpack_tokens
+from warmline_wire.keys import TOKEN_BYTES, common_prefix, prefix_digests, unpack_tokens
 from warmline_wire.messages import CheckpointRef, SavedFile, SegmentRef
 from warmline_wire.segment_file import (
     CHECKSUMS,
@@ -29,6 +29,7 @@ from warmline_wire.segment_file import (
     SegmentHeader,
     TensorPlace,
     file_checksum,
+    header_checksum,
     read_header,
     tensor_checksum,
 )
@@ -100,6 +101,7 @@ def write_file(path: Path, meta: FileMeta, tensors: dict[str, Tensor], tokens: b
         tensors = {**tensors, TOKENS: Tensor("U32", (len(tokens) // TOKEN_BYTES,), memoryview(tokens))}
     names = sorted(tensors)
     checksums = [tensor_checksum(name, *meta.span, [tensors[name].data]) for name in names]
+    checksums.append(header_checksum(meta, {name: (tensors[name].dtype, tensors[name].shape) for name in names}))
     packed = b"".join(value.to_bytes(8, "little") for value in checksums)
     ordered = {name: tensors[name] for name in names}
     ordered[CHECKSUMS] = Tensor("U64", (len(checksums),), memoryview(packed))
@@ -219,16 +221,25 @@ class Loader:
     on_engine: OnEngine
 
     def load(
-        self, tokens: bytes, chain: list[SegmentRef], checkpoint: CheckpointRef | None, given_up: Callable[[], bool]
+        self,
+        tokens: bytes,
+        chain: list[SegmentRef],
+        checkpoint: CheckpointRef | None,
+        given_up: Callable[[], bool],
+        root: bytes = b"",
     ) -> Loaded:
-        """Read and verify all that continuing after `tokens` takes.  Raises Damaged, Cancelled, BadChain."""
+        """Read and verify all that continuing after `tokens` takes.  Raises Damaged, Cancelled, BadChain.
+
+        `root`: whose chain it is; what was saved under another one is foreign.
+        """
         loaded = Loaded(len(tokens) // TOKEN_BYTES, tokens)
         _check_chain(chain, checkpoint, loaded.position, self.layout)
-        headers = [self._check(link, tokens) for link in chain]
+        prefixes = prefix_digests(root, tokens, [*(link.start for link in chain), loaded.position])
+        headers = [self._check(link) for link in chain]
         if headers:
             loaded.rows = self.on_engine(lambda: self._targets(loaded.position, headers[0]))
         jobs = [
-            self.pool.submit(self._read_segment, link, header, loaded, given_up)
+            self.pool.submit(self._read_segment, link, header, prefixes[link.start], loaded, given_up)
             for link, header in zip(chain, headers, strict=True)
         ]
         try:
@@ -241,10 +252,10 @@ class Loader:
                 if not job.cancelled():
                     job.exception()
         if checkpoint is not None:
-            self._read_state(checkpoint, loaded)
+            self._read_state(checkpoint, prefixes[loaded.position], loaded)
         return loaded
 
-    def _check(self, link: SegmentRef, tokens: bytes) -> SegmentHeader:
+    def _check(self, link: SegmentRef) -> SegmentHeader:
         """The header of a link that is what the index says it is, of this model, in this place."""
         try:
             header = read_header(self.segment_file(link.id))
@@ -275,9 +286,10 @@ class Loader:
         return targets
 
     def _read_segment(
-        self, link: SegmentRef, header: SegmentHeader, loaded: Loaded, given_up: Callable[[], bool]
+        self, link: SegmentRef, header: SegmentHeader, prefix: str, loaded: Loaded, given_up: Callable[[], bool]
     ) -> int:
         try:
+            _check_place(header.meta, prefix)
             with disk.open_to_read(self.segment_file(link.id)) as file:
                 reader = _Reader(file, header)
                 self._check_tokens(link, reader, loaded)
@@ -300,13 +312,15 @@ class Loader:
         if equal < link.upto - link.start:
             raise SegmentFileError("tokens", f"differs at token {link.start + equal}")
 
-    def _read_state(self, checkpoint: CheckpointRef, loaded: Loaded) -> None:
+    def _read_state(self, checkpoint: CheckpointRef, prefix: str, loaded: Loaded) -> None:
         try:
             path = self.segment_file(checkpoint.id)
             header = read_header(path)
             meta = header.meta
-            if meta.fingerprint != self.fingerprint or meta.kind != "checkpoint" or meta.position != loaded.position:
-                raise SegmentFileError("foreign", f"{meta.kind} at {meta.position}")
+            wanted = ("checkpoint", checkpoint.id, loaded.position, self.fingerprint)
+            if (meta.kind, meta.id, meta.position, meta.fingerprint) != wanted:
+                raise SegmentFileError("foreign", f"{meta.kind} {meta.id} at {meta.position}")
+            _check_place(meta, prefix)
             loaded.state = self.on_engine(
                 lambda: {name: _Carrier.of(place.dtype, place.shape) for name, place in header.content().items()}
             )
@@ -319,6 +333,12 @@ class Loader:
             raise Damaged(checkpoint.id, loaded.position, error.reason, error.detail) from error
         except OSError as error:
             raise Damaged(checkpoint.id, loaded.position, "io", str(error)) from error
+
+
+def _check_place(meta: FileMeta, prefix: str) -> None:
+    """What a file holds is true only after the tokens that it was computed after."""
+    if meta.prefix != prefix:
+        raise SegmentFileError("foreign", f"{meta.kind} {meta.id} was computed after other tokens")
 
 
 def _check_chain(chain: list[SegmentRef], checkpoint: CheckpointRef | None, position: int, layout: CacheLayout) -> None:
@@ -344,8 +364,9 @@ class _Reader:
         place = header.tensors[CHECKSUMS]
         packed = bytearray(place.bytes_count)
         self._fill(memoryview(packed), place.offset)
-        names = header.checksummed()
-        self._wanted = {name: int.from_bytes(packed[8 * n : 8 * n + 8], "little") for n, name in enumerate(names)}
+        checksums = [int.from_bytes(packed[at : at + 8], "little") for at in range(0, len(packed), 8)]
+        header.verify(checksums)
+        self._wanted = dict(zip(header.checksummed(), checksums[:-1], strict=True))
 
     def read_whole(self, name: str) -> bytes:
         data = bytearray(self._header.tensors[name].bytes_count)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from warmline_backend.engine import Engine
@@ -19,7 +20,7 @@ from warmline_backend.scheduler import Scheduler
 from warmline_backend.segments import Cancelled, Loader, Tensor, as_bytes, write_file
 from warmline_wire import disk
 from warmline_wire.home import Home
-from warmline_wire.keys import TOKEN_BYTES, pack_tokens
+from warmline_wire.keys import TOKEN_BYTES, pack_tokens, prefix_digest
 from warmline_wire.messages import CheckpointRef, RestoreRequest, SavedFile, SaveRequest, SegmentSpec
 from warmline_wire.segment_file import FileMeta
 
@@ -27,6 +28,14 @@ T = TypeVar("T")
 
 READERS = 4
 LOADERS = 4
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a file is made of, copied on the engine thread."""
+
+    tensors: dict[str, Tensor]
+    tokens: list[int]  # all up to where it ends: its place is named by those before
 
 
 class _Job:
@@ -133,7 +142,12 @@ class Storage:
         began = time.monotonic()
         read = await job.wait_for(
             self._loaders.submit(
-                self._loader.load, request.tokens, request.chain, request.checkpoint, job.given_up.is_set
+                self._loader.load,
+                request.tokens,
+                request.chain,
+                request.checkpoint,
+                job.given_up.is_set,
+                request.root,
             )
         )
 
@@ -188,48 +202,68 @@ class Storage:
         return written, states, seconds
 
     async def _save_segment(self, request: SaveRequest, spec: SegmentSpec, job: _Job) -> SavedFile:
-        def copy_rows(scheduler: Scheduler) -> tuple[dict[str, Tensor], bytes]:
+        def copy_rows(scheduler: Scheduler) -> _Content:
             held = scheduler.kv_of(spec.end, resident=request.resident, running=request.running)
-            tokens = pack_tokens(held.tokens[spec.start : spec.end])
-            return as_bytes(held.rows(spec.start, spec.end)), tokens
+            return _Content(as_bytes(held.rows(spec.start, spec.end)), held.tokens[: spec.end])
 
-        tensors, tokens = await job.wait_for(self._engine.ask(copy_rows))
-        meta = FileMeta(
-            kind="segment",
-            id=spec.id,
-            fingerprint=self._fingerprint,
-            start=spec.start,
-            end=spec.end,
-            parent=spec.parent,
-        )
-        return await self._write(meta, tensors, tokens, job)
+        content = await job.wait_for(self._engine.ask(copy_rows))
+
+        def write() -> SavedFile:
+            tokens = pack_tokens(content.tokens)
+            before, own = tokens[: spec.start * TOKEN_BYTES], tokens[spec.start * TOKEN_BYTES :]
+            meta = FileMeta(
+                kind="segment",
+                id=spec.id,
+                fingerprint=self._fingerprint,
+                root=request.root.hex(),
+                prefix=prefix_digest(request.root, before),
+                start=spec.start,
+                end=spec.end,
+                parent=spec.parent,
+                model=self._served.name,
+            )
+            return write_file(self._home.segment_file(spec.id), meta, content.tensors, own)
+
+        return await self._write(spec.id, write, job)
 
     async def _save_checkpoint(self, request: SaveRequest, ref: CheckpointRef, job: _Job) -> SavedFile:
-        def copy_state(scheduler: Scheduler) -> dict[str, Tensor]:
+        def copy_state(scheduler: Scheduler) -> _Content:
             held = scheduler.kv_of(ref.position, resident=request.resident, running=request.running)
             if ref.position not in held.checkpoints:
                 raise RowsGone(f"no state at {ref.position}")
-            return as_bytes(held.checkpoints[ref.position])
+            return _Content(as_bytes(held.checkpoints[ref.position]), held.tokens[: ref.position])
 
-        tensors = await job.wait_for(self._engine.ask(copy_state))
-        meta = FileMeta(
-            kind="checkpoint", id=ref.id, fingerprint=self._fingerprint, start=0, end=0, position=ref.position
-        )
-        return await self._write(meta, tensors, b"", job)
-
-    async def _write(self, meta: FileMeta, tensors: dict[str, Tensor], tokens: bytes, job: _Job) -> SavedFile:
-        path = self._home.segment_file(meta.id)
+        content = await job.wait_for(self._engine.ask(copy_state))
 
         def write() -> SavedFile:
+            meta = FileMeta(
+                kind="checkpoint",
+                id=ref.id,
+                fingerprint=self._fingerprint,
+                root=request.root.hex(),
+                prefix=prefix_digest(request.root, pack_tokens(content.tokens)),
+                start=0,
+                end=0,
+                position=ref.position,
+                model=self._served.name,
+            )
+            return write_file(self._home.segment_file(ref.id), meta, content.tensors)
+
+        return await self._write(ref.id, write, job)
+
+    async def _write(self, file_id: str, write: Callable[[], SavedFile], job: _Job) -> SavedFile:
+        """Have the writer thread write one file, unless the job is given up."""
+
+        def write_unless_given_up() -> SavedFile:
             if job.given_up.is_set():
                 raise Cancelled
-            saved = write_file(path, meta, tensors, tokens)
+            saved = write()
             if job.given_up.is_set():  # meanwhile: the handler has gone and won't hear of this file
-                disk.delete(path)
+                disk.delete(self._home.segment_file(file_id))
                 raise Cancelled
             return saved
 
-        return await job.wait_for(self._writer.submit(write))
+        return await job.wait_for(self._writer.submit(write_unless_given_up))
 
     # ---- shared
 

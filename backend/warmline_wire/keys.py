@@ -49,6 +49,21 @@ def chain_hashes(root: bytes, tokens: bytes) -> Sequence[bytes]:
     return hashes
 
 
+def prefix_digests(root: bytes, tokens: bytes, positions: Iterable[int]) -> dict[int, str]:
+    """By position, xxh3_128 in hex over the root and all packed `tokens` before it: one pass, whatever is asked."""
+    hasher, hashed, digests = xxhash.xxh3_128(root), 0, {}
+    for position in sorted(set(positions)):
+        hasher.update(tokens[hashed * TOKEN_BYTES : position * TOKEN_BYTES])
+        hashed = position
+        digests[position] = hasher.hexdigest()
+    return digests
+
+
+def prefix_digest(root: bytes, tokens: bytes) -> str:
+    """What `prefix_digests` says of the position after all packed `tokens`."""
+    return xxhash.xxh3_128_hexdigest(root + tokens)
+
+
 def common_prefix(a: bytes, b: bytes) -> int:
     """How many leading tokens two packed sequences share."""
     size = min(len(a), len(b))

@@ -28,7 +28,7 @@ HEADER_STALL_TIMEOUT = "X-Warmline-Stall-Timeout"
 HEADER_TOTAL_TIMEOUT = "X-Warmline-Total-Timeout"
 
 SETTLED_EVENT = "warmline"  # SSE event name of the closing event
-SEGMENT_FORMAT = 1
+SEGMENT_FORMAT = 2
 
 T = TypeVar("T")
 
@@ -48,11 +48,21 @@ class PromptRequest(msgspec.Struct, kw_only=True):
     body: dict[str, Any]
 
 
+class MessageEnd(msgspec.Struct, kw_only=True, frozen=True):
+    """Where a message ends in its prompt: for people, who think in messages rather than tokens."""
+
+    end: int  # token offset
+    number: int  # of the message, from 1; 0 for tools before all messages
+    role: str
+    note: str = ""  # what of it is not in the prompt
+
+
 class PromptReply(Reply, kw_only=True):
     prompt_id: str
     tokens: bytes  # u32le ids of the whole prompt, generation prompt included
     boundaries: list[int]  # token offsets, ascending: the end of system and tools first, then the ends of messages
     turn_end: int  # the last boundary before the generation prompt (and a think tail); 0 when unknown
+    messages: list[MessageEnd] = []  # ascending; not every message's end is known
     tokens_max: int  # how many tokens the request may still generate (its own limit or the model's)
     fingerprint: str
 
@@ -80,6 +90,7 @@ class RestoreRequest(msgspec.Struct, kw_only=True):
     tokens: bytes  # u32le ids of [0, position)
     chain: list[SegmentRef]
     checkpoint: CheckpointRef | None = None  # required where the layout has states
+    root: bytes = b""  # as in SaveRequest; each file must say that it belongs after these very tokens
 
 
 class RestoreReply(Reply, kw_only=True):

@@ -4,7 +4,8 @@ Read with the standard library and xxhash alone, so that whoever owns the index 
 
     __metadata__["warmline"]  a JSON `FileMeta`
     "tokens"                  U8 or U32: the u32le ids of [start, end); segments only
-    "checksums"               U64: `tensor_checksum` of every other tensor ("tokens" too), in the order of their names
+    "checksums"               U64: `tensor_checksum` of every other tensor ("tokens" too), in the order of their names,
+                              and last `header_checksum`
     layer.component.field     everything else
 
 Errors: SegmentFileError, whose `reason` is a word of RestoreRefused.reason.
@@ -12,7 +13,7 @@ Errors: SegmentFileError, whose `reason` is a word of RestoreRefused.reason.
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -45,17 +46,23 @@ class SegmentFileError(Exception):
         self.detail = detail
 
 
-class FileMeta(msgspec.Struct, kw_only=True, frozen=True):
-    """What a file says it is: a segment with the rows of [start, end), or a checkpoint at `position`."""
+class FileMeta(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What a file says it is: a segment with the rows of [start, end), or a checkpoint at `position`.
+
+    `prefix` proves its place: it names all tokens that come before, as rows and states are true only after these.
+    """
 
     format: int = SEGMENT_FORMAT
     kind: Literal["segment", "checkpoint"]
     id: str
     fingerprint: str
+    root: str  # namespace(fingerprint, tenant), in hex
+    prefix: str  # keys.prefix_digest of the root and tokens [0, start), of a checkpoint [0, position)
     start: int
     end: int
     position: int = 0
     parent: str = ""
+    model: str = ""  # served model's name, for people
 
     @property
     def span(self) -> tuple[int, int]:
@@ -87,8 +94,14 @@ class SegmentHeader:
         return {name: place for name, place in self.tensors.items() if name not in (TOKENS, CHECKSUMS)}
 
     def checksummed(self) -> list[str]:
-        """The names that the checksums stand for, in their order."""
+        """The names that the checksums but the last stand for, in their order."""
         return sorted(name for name in self.tensors if name != CHECKSUMS)
+
+    def verify(self, checksums: Sequence[int]) -> None:
+        """Compare the header itself with the file's checksums.  Raises SegmentFileError."""
+        shapes = {name: (place.dtype, place.shape) for name, place in self.tensors.items()}
+        if header_checksum(self.meta, shapes) != checksums[-1]:
+            raise SegmentFileError("checksum", f"header of {self.meta.kind} {self.meta.id}")
 
 
 class _Tensor(msgspec.Struct):
@@ -105,8 +118,14 @@ def tensor_checksum(name: str, start: int, end: int, parts: Iterable[bytes | byt
     return hasher.intdigest()
 
 
+def header_checksum(meta: FileMeta, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> int:
+    """xxh3_64 of what the file says of itself: its place, and each tensor's dtype and shape, however it is written."""
+    tensors = (f"\0{name} {shapes[name][0]} {list(shapes[name][1])}" for name in sorted(shapes) if name != CHECKSUMS)
+    return xxhash.xxh3_64_intdigest((meta.to_json() + "".join(tensors)).encode())
+
+
 def file_checksum(checksums: Iterable[int]) -> str:
-    """SavedFile.checksum: xxh3_64, in hex, over the tensors' checksums as u64le."""
+    """SavedFile.checksum: xxh3_64, in hex, over the file's checksums as u64le."""
     return xxhash.xxh3_64_hexdigest(b"".join(value.to_bytes(8, "little") for value in checksums))
 
 
@@ -117,7 +136,7 @@ def read_header(path: Path) -> SegmentHeader:
 
 
 def read_checksums(path: Path) -> list[int]:
-    """One a tensor, in the order of `SegmentHeader.checksummed`; not compared with anything."""
+    """One a tensor, in the order of `SegmentHeader.checksummed`, and the header's; not compared with anything."""
     with _opened(path) as file:
         return _checksums(file, _header(file))
 
@@ -131,7 +150,7 @@ def read_tokens(path: Path) -> bytes:
 
 
 def verify_file(path: Path) -> None:
-    """Read the whole file and compare every tensor with its checksum."""
+    """Read the whole file and compare the header and every tensor with its checksum."""
     with _opened(path) as file:
         header = _header(file)
         _verify(file, header, header.checksummed())
@@ -199,8 +218,8 @@ def _place(name: str, raw: msgspec.Raw, data_start: int, file_bytes: int) -> Ten
 
 def _check_frame(header: SegmentHeader) -> None:
     meta, checksums, tokens = header.meta, header.tensors.get(CHECKSUMS), header.tensors.get(TOKENS)
-    if checksums is None or checksums.bytes_count != 8 * len(header.checksummed()):
-        raise SegmentFileError("checksum", "not one checksum a tensor")
+    if checksums is None or checksums.bytes_count != 8 * (len(header.checksummed()) + 1):
+        raise SegmentFileError("checksum", "not one checksum a tensor and one of the header")
     if max(place.offset + place.bytes_count for place in header.tensors.values()) != header.file_bytes:
         raise SegmentFileError("truncated", "the file is longer than its tensors")
     if meta.kind == "checkpoint":
@@ -212,7 +231,9 @@ def _check_frame(header: SegmentHeader) -> None:
 
 
 def _verify(file: BinaryIO, header: SegmentHeader, names: list[str]) -> None:
-    wanted = dict(zip(header.checksummed(), _checksums(file, header), strict=True))
+    checksums = _checksums(file, header)
+    header.verify(checksums)
+    wanted = dict(zip(header.checksummed(), checksums[:-1], strict=True))
     for name in names:
         if name not in wanted:
             raise SegmentFileError("tokens", f"no tensor {name}")

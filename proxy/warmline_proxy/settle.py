@@ -168,7 +168,11 @@ class Settler:
     async def _write(self, save: SavePlan, source: SaveRequest) -> SaveReply | None:
         """Has the backend write the files; None where the resident is gone, which loses nothing but this tail."""
         request = msgspec.structs.replace(
-            source, request_id=f"save-{save.id}", segments=save.segments, checkpoints=save.checkpoints
+            source,
+            request_id=f"save-{save.id}",
+            segments=save.segments,
+            checkpoints=save.checkpoints,
+            root=save.root,
         )
         timeout_s = SAVE_TIMEOUT_S + save.bytes_expected / SAVE_BYTES_PER_S_MIN
         try:

@@ -123,7 +123,11 @@ class Starter:
         files = [link.id for link in plan.chain] + ([plan.checkpoint.id] if plan.checkpoint else [])
         held = held_at(life, plan.reuse)
         request = RestoreRequest(
-            request_id=life.trace.id, tokens=held.tokens, chain=list(plan.chain), checkpoint=plan.checkpoint
+            request_id=life.trace.id,
+            tokens=held.tokens,
+            chain=list(plan.chain),
+            checkpoint=plan.checkpoint,
+            root=life.root,
         )
         began_s = life.trace.elapsed_s()
         self._index.lease(files)

@@ -11,7 +11,7 @@ from warmline_backend.params import GenerationParams
 from warmline_backend.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.segments import Loader, as_bytes, write_file
 from warmline_backend.sequence import Ended, Event, Generation, Piece, Progress
-from warmline_wire.keys import pack_tokens, unpack_tokens
+from warmline_wire.keys import pack_tokens, prefix_digests, unpack_tokens
 from warmline_wire.messages import CheckpointRef, SegmentRef, Settled
 from warmline_wire.segment_file import FileMeta
 
@@ -63,7 +63,14 @@ class Drive:
     """One scheduler with short ways to ask it."""
 
     def __init__(
-        self, served: ServedModel, *, step: int = 2048, budget: int = 1 << 30, places: int = 32, keeps: bool = True
+        self,
+        served: ServedModel,
+        *,
+        step: int = 2048,
+        budget: int = 1 << 30,
+        places: int = 32,
+        keeps: bool = True,
+        exact: bool = False,
     ) -> None:
         settings = SchedulerSettings(
             boot="test",
@@ -71,6 +78,7 @@ class Drive:
             prefill_step_size=step,
             running_count_max=places,
             keeps_residents=keeps,
+            exact=exact,
         )
         self.served, self.scheduler = served, Scheduler(served, settings)
         self._count = 0
@@ -84,6 +92,7 @@ class Drive:
         follow: str = "",
         reuse: int = 0,
         keep: bool = False,
+        background: bool = False,
         checkpoints: tuple[int, ...] = (),
         **params: object,
     ) -> tuple[str, Heard]:
@@ -99,6 +108,8 @@ class Drive:
             follow=follow,
             reuse=reuse,
             keep=keep,
+            kept=not background,
+            background=background,
             checkpoints=checkpoints,
         )
         self.scheduler.submit(generation)
@@ -131,10 +142,19 @@ class Drive:
 
 def save(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRef], list[CheckpointRef]]:
     """Write `kv` as segments that end at `cuts`, and all of its checkpoints."""
-    chain, start = [], 0
+    chain, start, root = [], 0, b""
+    prefixes = prefix_digests(root, pack_tokens(kv.tokens), range(len(kv.tokens) + 1))
     for end in cuts:
         name = f"{len(chain):032x}"
-        meta = FileMeta(kind="segment", id=name, fingerprint=FINGERPRINT, start=start, end=end)
+        meta = FileMeta(
+            kind="segment",
+            id=name,
+            fingerprint=FINGERPRINT,
+            root=root.hex(),
+            prefix=prefixes[start],
+            start=start,
+            end=end,
+        )
         tensors = as_bytes(kv.rows(start, end))
         write_file(folder / f"{name}.safetensors", meta, tensors, pack_tokens(kv.tokens[start:end]))
         chain.append(SegmentRef(id=name, start=start, end=end, upto=end))
@@ -142,7 +162,16 @@ def save(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRef], list[
     checkpoints = []
     for position, state in kv.checkpoints.items():
         name = f"c{position:031x}"
-        meta = FileMeta(kind="checkpoint", id=name, fingerprint=FINGERPRINT, start=0, end=0, position=position)
+        meta = FileMeta(
+            kind="checkpoint",
+            id=name,
+            fingerprint=FINGERPRINT,
+            root=root.hex(),
+            prefix=prefixes[position],
+            start=0,
+            end=0,
+            position=position,
+        )
         write_file(folder / f"{name}.safetensors", meta, as_bytes(state))
         checkpoints.append(CheckpointRef(id=name, position=position))
     return chain, checkpoints

@@ -7,13 +7,13 @@ import mlx.core as mx
 import pytest
 from drive import FINGERPRINT, Drive, cut_chain, loader, save
 from families import FAMILIES, cold, prompt_of, served, tolerance
-from oracle import compare_greedy
 from safetensors import safe_open
 
+from oracle import compare_greedy
 from warmline_backend.kv import RowsGone
 from warmline_backend.segments import BadChain, Cancelled, Damaged, sweep_drafts
 from warmline_wire.keys import pack_tokens
-from warmline_wire.segment_file import verify_file
+from warmline_wire.segment_file import read_tokens, verify_file
 
 PROMPT = prompt_of(170)
 CHECKPOINTS = (30, 90, 169)
@@ -148,6 +148,48 @@ def test_other_tokens_than_the_files_are_refused(stored) -> None:  # type: ignor
     other = tokens[: 70 * 4] + b"\x05" + tokens[70 * 4 + 1 :]
     with pytest.raises(Damaged, match="differs at token 70"):
         loader(drive.served, folder, POOL).load(other, chain, None, lambda: False)
+
+
+def test_a_segment_of_another_conversation_is_refused_though_its_own_tokens_are_right(
+    root: Path, tmp_path: Path
+) -> None:
+    """Rows depend on all tokens before them: the same words after other ones have other rows."""
+    drive = Drive(served("llama", root))
+    folders = [tmp_path / name for name in "ab"]
+    for folder, prompt in zip(folders, (PROMPT, [*prompt_of(64, 5), *PROMPT[64:]]), strict=True):
+        folder.mkdir()
+        kv = drive.scheduler.kv_of(1, resident=drive.run(prompt, 1).settled.resident)
+        chain, _ = save(kv, folder, [64, 128, 170])
+    tokens, path = pack_tokens(PROMPT), folders[0] / f"{chain[1].id}.safetensors"
+    path.write_bytes((folders[1] / path.name).read_bytes())
+    verify_file(path)
+    assert read_tokens(path) == tokens[64 * 4 : 128 * 4]
+    with pytest.raises(Damaged, match=r"foreign: segment .* was computed after other tokens") as caught:
+        loader(drive.served, folders[0], POOL).load(tokens, chain, None, lambda: False)
+    assert (caught.value.bad, caught.value.good_prefix) == (chain[1].id, 64)
+
+
+def test_a_checkpoint_of_another_conversation_is_refused(root: Path, tmp_path: Path) -> None:
+    drive = Drive(served("qwen3_5", root))
+    folders = [tmp_path / name for name in "ab"]
+    for folder, prompt in zip(folders, (PROMPT, prompt_of(170, 5)), strict=True):
+        folder.mkdir()
+        kv = drive.scheduler.kv_of(1, resident=drive.run(prompt, 1, checkpoints=(90,)).settled.resident)
+        chain, checkpoints = save(kv, folder, [90])
+    (at,) = (ref for ref in checkpoints if ref.position == 90)
+    path = folders[0] / f"{at.id}.safetensors"
+    path.write_bytes((folders[1] / path.name).read_bytes())
+    verify_file(path)
+    with pytest.raises(Damaged, match=r"foreign: checkpoint .* was computed after other tokens") as caught:
+        loader(drive.served, folders[0], POOL).load(pack_tokens(PROMPT[:90]), chain, at, lambda: False)
+    assert (caught.value.bad, caught.value.good_prefix) == (at.id, 90)
+
+
+def test_another_tenants_files_are_foreign(stored) -> None:  # type: ignore[no-untyped-def]
+    drive, chain, tokens, folder = stored
+    with pytest.raises(Damaged, match="foreign") as caught:
+        loader(drive.served, folder, POOL).load(tokens, chain, None, lambda: False, b"r" * 16)
+    assert (caught.value.bad, caught.value.good_prefix) == (chain[0].id, 0)
 
 
 def test_chains_that_make_no_sense_are_refused(stored) -> None:  # type: ignore[no-untyped-def]

@@ -8,7 +8,7 @@ from segment_files import write_segment_file
 from warmline_proxy.index import Index
 from warmline_proxy.rows import SaveCommitted, SavePlan, SessionUpdate
 from warmline_wire.home import Home
-from warmline_wire.keys import TOKEN_BYTES, namespace, pack_tokens
+from warmline_wire.keys import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
 from warmline_wire.messages import Layout, SavedFile, SaveReply
 from warmline_wire.segment_file import FileMeta, file_checksum, read_checksums
 
@@ -51,16 +51,35 @@ def planned(index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), m
 
 def write_plan(home: Home, plan: SavePlan) -> SaveReply:
     """What a backend does on POST /kv/save."""
-    segments, checkpoints = [], []
+    segments, checkpoints, root = [], [], plan.root
     for spec in plan.segments:
         meta = FileMeta(
-            kind="segment", id=spec.id, fingerprint="model-a", start=spec.start, end=spec.end, parent=spec.parent
+            kind="segment",
+            id=spec.id,
+            fingerprint="model-a",
+            root=root.hex(),
+            prefix=prefix_digest(root, plan.tokens[: spec.start * TOKEN_BYTES]),
+            start=spec.start,
+            end=spec.end,
+            parent=spec.parent,
+            model=MODEL,
         )
         tokens = plan.tokens[spec.start * TOKEN_BYTES : spec.end * TOKEN_BYTES]
         segments.append(_write(home, meta, tokens, {"0.kv.keys": bytes(ROW_BYTES) * (spec.end - spec.start)}))
     for ref in plan.checkpoints:
         at = ref.position
-        meta = FileMeta(kind="checkpoint", id=ref.id, fingerprint="model-a", start=at, end=at, position=at)
+        prefix = prefix_digest(root, plan.tokens[: at * TOKEN_BYTES])
+        meta = FileMeta(
+            kind="checkpoint",
+            id=ref.id,
+            fingerprint="model-a",
+            root=root.hex(),
+            prefix=prefix,
+            start=at,
+            end=at,
+            position=at,
+            model=MODEL,
+        )
         checkpoints.append(_write(home, meta, None, {"1.arrays.0": bytes(STATE_BYTES)}))
     return SaveReply(boot="b", generation=0, segments=segments, checkpoints=checkpoints, seconds=0.0)
 

@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 
-from warmline_wire.segment_file import FileMeta, tensor_checksum
+from warmline_wire.segment_file import FileMeta, header_checksum, tensor_checksum
 
 
 def write_segment_file(path: Path, meta: FileMeta, tokens: bytes | None, tensors: dict[str, bytes]) -> int:
     """Returns the file's size."""
     parts = dict(tensors) if tokens is None else tensors | {"tokens": tokens}
     sums = [tensor_checksum(name, *meta.span, [parts[name]]) for name in sorted(parts)]
+    sums.append(header_checksum(meta, {name: ("U8", [len(data)]) for name, data in parts.items()}))
     parts["checksums"] = b"".join(value.to_bytes(8, "little") for value in sums)
     header: dict[str, object] = {"__metadata__": {"warmline": meta.to_json()}}
     offset = 0

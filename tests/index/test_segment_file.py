@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from segment_files import write_segment_file
@@ -12,13 +13,16 @@ from warmline_wire.segment_file import (
     FileMeta,
     SegmentFileError,
     file_checksum,
+    header_checksum,
     read_header,
     read_tokens,
     tensor_checksum,
     verify_file,
 )
 
-META = FileMeta(kind="segment", id="ab" * 16, fingerprint="f", start=3, end=8, parent="cd" * 16)
+META = FileMeta(
+    kind="segment", id="ab" * 16, fingerprint="f", root="", prefix="ef" * 16, start=3, end=8, parent="cd" * 16
+)
 TOKENS = pack_tokens(range(5))
 
 
@@ -45,6 +49,7 @@ def test_reads_what_mlx_writes(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     arrays = {"0.kv.keys": mx.arange(20, dtype=mx.float32).reshape(4, 5), "tokens": mx.arange(5, dtype=mx.uint32)}
     sums = [tensor_checksum(name, 3, 8, [memoryview(arrays[name]).cast("B")]) for name in sorted(arrays)]
+    sums.append(header_checksum(META, {"0.kv.keys": ("F32", [4, 5]), "tokens": ("U32", [5])}))
     arrays["checksums"] = mx.array(np.array(sums, dtype=np.uint64))
     mx.save_safetensors(str(path), arrays, {"warmline": META.to_json()})
     verify_file(path)
@@ -65,7 +70,7 @@ def test_every_flipped_byte_and_every_cut_of_a_file_is_noticed(path: Path) -> No
 
 
 def test_a_damaged_header_never_passes_for_another_place(path: Path) -> None:
-    """What a flipped bit may change unnoticed is what readers compare with the index: id, fingerprint, parent."""
+    """Nor for another model's, conversation's or parent's: what it says of itself has a checksum, too."""
     whole = path.read_bytes()
     for at in range(min(place.offset for place in read_header(path).tensors.values())):
         for bit in (1, 4):
@@ -74,8 +79,7 @@ def test_a_damaged_header_never_passes_for_another_place(path: Path) -> None:
                 verify_file(path)
             except SegmentFileError:
                 continue
-            meta = read_header(path).meta
-            assert meta.span == META.span or meta.kind != META.kind
+            assert read_header(path).meta == META
             assert read_tokens(path) == TOKENS
 
 
@@ -85,7 +89,7 @@ def test_names_what_is_wrong(path: Path, tmp_path: Path) -> None:
     assert reason(path) == "truncated"
     mx.save_safetensors(str(path), {"a": mx.zeros(3)})
     assert reason(path) == "foreign"
-    write_segment_file(path, FileMeta(format=99, kind="segment", id="a", fingerprint="f", start=3, end=8), TOKENS, {})
+    write_segment_file(path, msgspec.structs.replace(META, format=99), TOKENS, {})
     assert reason(path) == "foreign"
     write_segment_file(path, META, pack_tokens(range(4)), {})
     assert reason(path) == "tokens"
@@ -93,7 +97,7 @@ def test_names_what_is_wrong(path: Path, tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_bound_to_its_position(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
-    meta = FileMeta(kind="checkpoint", id="a", fingerprint="f", start=7, end=7, position=7)
+    meta = FileMeta(kind="checkpoint", id="a", fingerprint="f", root="", prefix="", start=7, end=7, position=7)
     write_segment_file(path, meta, None, {"0.arrays.0": b"s" * 16})
     verify_file(path)
     path.write_bytes(path.read_bytes().replace(b'\\"position\\":7', b'\\"position\\":8'))

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmline_wire.keys import BLOCK_TOKENS, chain_hashes, common_prefix, namespace, pack_tokens, unpack_tokens
+from warmline_wire.keys import (
+    BLOCK_TOKENS,
+    chain_hashes,
+    common_prefix,
+    namespace,
+    pack_tokens,
+    prefix_digest,
+    prefix_digests,
+    unpack_tokens,
+)
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=300)
 ROOT = namespace("f")
@@ -38,6 +47,14 @@ def test_a_changed_token_changes_its_block_and_all_after_it_but_none_before(posi
         for a, b in zip(chain_hashes(ROOT, pack_tokens(ids)), chain_hashes(ROOT, pack_tokens(changed)), strict=True)
     ]
     assert same == [block < position // BLOCK_TOKENS for block in range(4)]
+
+
+def test_a_prefix_digest_names_the_root_and_every_token_before() -> None:
+    tokens = pack_tokens(range(10))
+    digests = prefix_digests(b"root", tokens, [7, 0, 7, 10])
+    assert digests == {at: prefix_digest(b"root", tokens[: 4 * at]) for at in (0, 7, 10)}
+    others = [prefix_digest(b"roof", tokens), prefix_digest(b"root", pack_tokens([9, *range(1, 10)]))]
+    assert len({*digests.values(), *others}) == 5
 
 
 def test_models_and_tenants_do_not_meet() -> None:
