@@ -12,6 +12,8 @@ from warmline_backend.params import BadRequest
 
 Message = dict[str, Any]
 
+REASONING_FIELDS = ("reasoning_content", "reasoning")  # what clients call it, besides putting it into the content
+
 # What the renderer itself passes to a template; a client may not replace the template or the conversation.
 _RESERVED_KWARGS = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "messages"}
@@ -30,12 +32,26 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     continue_final: bool  # leave the last message open, for the model to go on with
 
     @property
+    def turns(self) -> list[int]:
+        """Where its users speak: indices of their messages."""
+        return [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+
+    @property
     def system_messages(self) -> int:
         """How many messages the conversation opens with that instruct rather than talk."""
         for count, message in enumerate(self.messages):
             if message["role"] not in ("system", "developer"):
                 return count
         return len(self.messages)
+
+
+def reasoning_of(message: Message, think_start: str, think_end: str) -> str:
+    """The reasoning that a message brings along, in a field of its own or before its content; "" where it has none."""
+    for field in REASONING_FIELDS:
+        if isinstance(reasoning := message.get(field), str) and reasoning.strip():
+            return reasoning.strip()
+    before, end, _ = message["content"].partition(think_end)
+    return str(before.rpartition(think_start)[2].strip()) if end else ""
 
 
 def read_conversation(body: dict[str, Any], *, keeps_developer: bool) -> Conversation:

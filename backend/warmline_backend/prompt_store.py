@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from warmline_backend.params import GenerationParams
+from warmline_wire.messages import MessageEnd
 
 PROMPTS_KEPT_MAX = 4096
 PROMPT_TOKENS_KEPT_MAX = 8_000_000
@@ -21,6 +22,7 @@ class StoredPrompt:
     params: GenerationParams
     boundaries: list[int]
     turn_end: int
+    messages: list[MessageEnd]
 
 
 class PromptStore:

@@ -2,7 +2,8 @@
 
 A boundary is a token offset: so many tokens lie wholly inside the text up to the end of a message.  The text of a
 message's end is found by rendering the conversation up to there, and counts only where the whole prompt begins with it
-(templates that rewrite earlier turns give fewer boundaries, never wrong ones).
+(templates that rewrite earlier turns give fewer boundaries, never wrong ones).  Where such a message ends is told
+nevertheless, for people: to explain a difference.
 """
 
 import threading
@@ -15,11 +16,13 @@ from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from warmline_backend.conversation import Conversation, Message, read_conversation
+from warmline_backend.conversation import Conversation, Message, read_conversation, reasoning_of
 from warmline_backend.params import BadRequest
+from warmline_wire.messages import MessageEnd
 
 MESSAGES_ALL_MAX = 16  # up to so many, every message's end is looked for; beyond, only the last ones'
 MESSAGES_LAST = 8
+TURNS_LAST = 2  # and the answers to as many users' messages: from there on templates leave out reasoning
 _ERROR_CHARS_MAX = 500
 # What a template can raise on a client's data; RecursionError comes from nested tool schemas.
 _TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -36,6 +39,7 @@ class Rendered(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     boundaries: list[int]
     turn_end: int
+    messages: list[MessageEnd] = []
 
 
 class Renderer:
@@ -91,9 +95,15 @@ class Renderer:
         conversation = read_conversation(body, keeps_developer=self._keeps_developer)
         text = self._prompt_text(conversation)
         tokens, token_at = self._tokenize(text, add_special_tokens=False)
-        turn_end = token_at(self._turn_end(conversation, text))
-        ends = {token_at(end) for end in self._message_ends(conversation, text)} | {turn_end}
-        return Rendered(tokens=tokens, boundaries=sorted(ends - {0}), turn_end=turn_end)
+        ends, turn_end = self._message_ends(conversation, text), self._turn_end(conversation, text)
+        boundaries = {token_at(end) for end in (*ends.values(), turn_end)}
+        ends = self._rewritten_ends(conversation, text, ends) | ends | {len(_closed(conversation)): turn_end}
+        return Rendered(
+            tokens=tokens,
+            boundaries=sorted(boundaries - {0}),
+            turn_end=token_at(turn_end),
+            messages=[message for message in self._told(conversation, text, ends, token_at) if message.end],
+        )
 
     def _prompt_text(self, conversation: Conversation) -> str:
         options = {"continue_final_message": True} if conversation.continue_final else {}
@@ -129,19 +139,59 @@ class Renderer:
 
     def _turn_end(self, conversation: Conversation, text: str) -> int:
         """Where the prompt leaves what is the same without a generation prompt (or without the message to continue)."""
-        closed = conversation.messages[:-1] if conversation.continue_final else conversation.messages
+        closed = _closed(conversation)
         return _common_prefix(self._prefix(conversation, closed), text) if closed else 0
 
-    def _message_ends(self, conversation: Conversation, text: str) -> Iterator[int]:
-        """Character offsets of the other boundaries."""
-        messages, system = conversation.messages, conversation.system_messages
+    def _message_ends(self, conversation: Conversation, text: str) -> dict[int, int]:
+        """Character offsets of the other boundaries, by how many messages end there."""
+        messages, system, ends = conversation.messages, conversation.system_messages, {}
         if system or conversation.tools:
-            yield self._system_end(conversation, text)
-        ends = range(system + 1, len(messages))
-        for end in ends if len(messages) <= MESSAGES_ALL_MAX else ends[-MESSAGES_LAST:]:
-            prefix = self._prefix(conversation, messages[:end])
+            ends[system] = self._system_end(conversation, text)
+        for count in _wanted_ends(conversation):
+            prefix = self._prefix(conversation, messages[:count])
             if text.startswith(prefix):
-                yield len(prefix)
+                ends[count] = len(prefix)
+        return ends
+
+    def _rewritten_ends(self, conversation: Conversation, text: str, known: dict[int, int]) -> dict[int, int]:
+        """Where messages end that read differently now that a user has spoken after them: as rendered before a user's
+        message, whose own length is known from one that stands behind the first message.
+        """
+        messages, first = conversation.messages, conversation.system_messages + 1
+        last_turn = max(conversation.turns, default=0)
+        rewritten = [count for count in _wanted_ends(conversation) if count <= last_turn and count not in known]
+        if not rewritten:
+            return {}
+        start, followed = self._prefix(conversation, messages[:first]), self._before_a_user(conversation, first)
+        if not start or not followed.startswith(start):
+            return {}
+        ends = {}
+        for count in rewritten:
+            followed_here = self._before_a_user(conversation, count)
+            end = len(followed_here) - (len(followed) - len(start))
+            if end > 0 and text.startswith(followed_here[:end]):
+                ends[count] = end
+        return ends
+
+    def _before_a_user(self, conversation: Conversation, count: int) -> str:
+        return self._prefix(conversation, [*conversation.messages[:count], {"role": "user", "content": "a"}])
+
+    def _told(
+        self, conversation: Conversation, text: str, ends: dict[int, int], token_at: Callable[[int], int]
+    ) -> Iterator[MessageEnd]:
+        """Messages whose ends are known, in their order, and what of them the text lacks."""
+        for count, end in sorted(ends.items()):
+            message = conversation.messages[count - 1] if count else {"role": "tools"}
+            start = ends.get(count - 1, -1 if count > 1 else 0)
+            note = self._what_is_left_out(conversation, message, text[start:end]) if start >= 0 else ""
+            yield MessageEnd(end=token_at(end), number=count, role=message["role"], note=note)
+
+    def _what_is_left_out(self, conversation: Conversation, message: Message, rendered: str) -> str:
+        if message["role"] != "assistant" or not self._wrapper.has_thinking:
+            return ""
+        if reasoning := reasoning_of(message, self._wrapper.think_start, self._wrapper.think_end):
+            return "" if reasoning in rendered else "the template leaves out its reasoning"
+        return "it came without reasoning" if conversation.kwargs.get("enable_thinking", True) else ""
 
     def _system_end(self, conversation: Conversation, text: str) -> int:
         """The end of system messages and tools.
@@ -182,6 +232,20 @@ def _shows(conversation: Conversation, text: str) -> bool:
         function = tool.get("function")
         needles.append(str(function.get("name", "")) if isinstance(function, dict) else "")
     return all(needle in text for needle in needles)
+
+
+def _closed(conversation: Conversation) -> list[Message]:
+    """All messages but one that the model is to go on with."""
+    return conversation.messages[:-1] if conversation.continue_final else conversation.messages
+
+
+def _wanted_ends(conversation: Conversation) -> list[int]:
+    """How many messages to look for the end of, ascending; of a long conversation only where it is of use."""
+    ends = range(conversation.system_messages + 1, len(conversation.messages))
+    if len(conversation.messages) <= MESSAGES_ALL_MAX:
+        return list(ends)
+    turns = {index + after for index in conversation.turns[-TURNS_LAST:] for after in (1, 2)}
+    return sorted(turns.intersection(ends) | {*ends[-MESSAGES_LAST:]})
 
 
 def _common_prefix(a: str, b: str) -> int:

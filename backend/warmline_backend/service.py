@@ -111,6 +111,10 @@ class Service:
         )
         asyncio.wrap_future(self._engine.ended).add_done_callback(lambda _: self.generations.end_all(self.failure))
 
+    @property
+    def _grid(self) -> int:
+        return self._config.prefill_step_size if self._config.reuse == "exact" else 0
+
     def shut_down(self) -> None:
         """Refuse what is new; what runs goes on."""
         self._shutting_down = True
@@ -177,7 +181,7 @@ class Service:
             model=self.served_name,
             model_path=self._config.model,
             fingerprint=loaded.fingerprint if loaded else "",
-            layout=loaded.served.described() if loaded else None,
+            layout=loaded.served.described(self._grid) if loaded else None,
             context_tokens_max=loaded.served.context_tokens_max if loaded else 0,
             memory_budget_bytes=snapshot.memory_budget_bytes,
             resident_bytes=snapshot.resident_bytes,
@@ -206,6 +210,7 @@ class Service:
             tokens=pack_tokens(stored.tokens),
             boundaries=stored.boundaries,
             turn_end=stored.turn_end,
+            messages=stored.messages,
             tokens_max=stored.params.max_tokens,
             fingerprint=self.loaded.fingerprint,
         )
@@ -230,7 +235,13 @@ class Service:
             )
             check_fits(loaded.served, len(rendered.tokens), params.max_tokens, budget_bytes)
             return StoredPrompt(
-                secrets.token_hex(8), endpoint, rendered.tokens, params, rendered.boundaries, rendered.turn_end
+                id=secrets.token_hex(8),
+                endpoint=endpoint,
+                tokens=rendered.tokens,
+                params=params,
+                boundaries=rendered.boundaries,
+                turn_end=rendered.turn_end,
+                messages=rendered.messages,
             )
 
         if body_bytes <= RENDERED_INLINE_BYTES_MAX:
@@ -257,6 +268,7 @@ class Service:
         reuse: int = 0,
         keep: bool = False,
         kept: bool = True,
+        background: bool = False,
         checkpoints: tuple[int, ...] = (),
     ) -> None:
         """Submit a generation; what it says arrives in the call's events."""
@@ -270,6 +282,7 @@ class Service:
             reuse=reuse,
             keep=keep,
             kept=kept,
+            background=background,
             checkpoints=checkpoints,
         )
         await self.generations.submit(call, generation)

@@ -53,11 +53,13 @@ def match(tables: Tables, root: bytes, tokens: bytes, limit: int) -> Match:
         for row in tables.checkpoints(step.row.id)
         if row.position <= step.upto
     ]
+    why, differs = _why(tables, root, tokens, limit, found)
     return Match(
         tokens=found.matched,
         chain=[SegmentRef(id=s.row.id, start=s.row.start, end=s.row.end, upto=s.upto) for s in steps],
         checkpoints=checkpoints,
-        why=_why(tables, root, tokens, limit, found),
+        why=why,
+        differs=differs,
     )
 
 
@@ -71,6 +73,15 @@ def path(tables: Tables, segment_id: str) -> list[SegmentRow]:
         rows.append(row)
         segment_id = row.parent
     return rows[::-1]
+
+
+def tokens_to(tables: Tables, segment_id: str) -> bytes:
+    """Packed, of the path to the end of this segment; b"" where a link is missing."""
+    rows = path(tables, segment_id)
+    leaves_at = [row.start for row in rows[1:]] + [row.end for row in rows[-1:]]
+    return b"".join(
+        tables.tokens(row.id)[: (until - row.start) * TOKEN_BYTES] for row, until in zip(rows, leaves_at, strict=True)
+    )
 
 
 def _deepest(tables: Tables, root: bytes, tokens: bytes, limit: int) -> str:
@@ -128,15 +139,15 @@ def _compare(tables: Tables, row: SegmentRow, tokens: bytes, at: int, until: int
     return at + common_prefix(stored, tokens[at * TOKEN_BYTES : until * TOKEN_BYTES])
 
 
-def _why(tables: Tables, root: bytes, tokens: bytes, limit: int, found: Walk) -> str:
+def _why(tables: Tables, root: bytes, tokens: bytes, limit: int, found: Walk) -> tuple[str, bool]:
+    """Why it is no longer, and whether that is a difference."""
     at = found.matched
     if at >= limit:
-        return "all of it"
+        return "all of it", False
     if gone := tables.gone(root, found.leaf, at, first_token(tokens, at)):
-        return f"{gone} after token {at}"
-    if not found.steps:
-        return "differs at token 0" if tables.children(root, "", 0) else "nothing stored"
-    row = found.steps[-1].row
-    if at < row.end or tables.children(root, row.id, at):
-        return f"differs at token {at}"
-    return f"stored up to token {at}"
+        return f"{gone} after token {at}", False
+    if not found.steps and not tables.children(root, "", 0):
+        return "nothing stored", False
+    if not found.steps or at < found.steps[-1].row.end or tables.children(root, found.leaf, at):
+        return f"differs from what is stored at token {at}", True
+    return f"stored up to token {at}", False

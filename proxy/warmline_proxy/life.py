@@ -38,6 +38,7 @@ class Life:
     stored: int = 0  # of these, what needs no saving while it runs: reused, or saved on the way
     generation: Generation | None = None
     hearing: Listener | None = None  # of the generation
+    suspect: bool = False  # it may have started from what was found wrong since: nothing of it is kept
     answered: asyncio.Event = field(default_factory=asyncio.Event)  # the client has its answer, or has left
     leaving: asyncio.Task[None] | None = None  # has the engine let go; nothing more is wanted of it
     alone: bool = False  # its client has left, its prefill goes on to be ready for the next try
@@ -50,7 +51,9 @@ class Life:
         self.prefilled = self.stored = 0
         self.generation = self.hearing = self.restoring = None
         self.let_go = asyncio.Event() if self.let_go.is_set() else self.let_go
+        self.suspect = False
         self.trace.settled = None
+        self.trace.collapse = ""
         self.trace.ttft_s = 0.0
         self.clock.rests()
 
@@ -105,7 +108,8 @@ class Life:
 
     def prompt_shape(self) -> Prompt:
         assert self.prompt is not None
-        return Prompt(len(self.prompt.tokens) // TOKEN_BYTES, self.prompt.boundaries, self.prompt.turn_end)
+        tokens = len(self.prompt.tokens) // TOKEN_BYTES
+        return Prompt(tokens, self.prompt.boundaries, self.prompt.turn_end, self.prompt.messages)
 
 
 def held_at(life: Life, position: int) -> Held:

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from warmline_proxy.rows import Match
 from warmline_wire.keys import BLOCK_TOKENS
-from warmline_wire.messages import CheckpointRef, Layout, Rate, SegmentRef
+from warmline_wire.messages import CheckpointRef, Layout, MessageEnd, Rate, SegmentRef
 
 CHECKPOINT_STRIDE_TOKENS = 2_048
 CHECKPOINT_STRIDES_MAX = 8  # in a prompt; a longer one gets a longer stride, since a state may weigh 100 MB
@@ -69,6 +69,7 @@ class Prompt:
     tokens: int
     boundaries: Sequence[int] = ()
     turn_end: int = 0
+    messages: Sequence[MessageEnd] = ()
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def decide(
     return Plan(
         source=start.source,
         reuse=start.reuse,
-        why_not_warmer=_why(start, starts, match, limit, layout),
+        why_not_warmer=_why(start, starts, prompt, residents, match, layout),
         resident=start.resident,
         follow=start.follow,
         keep=start.keep,
@@ -126,6 +127,14 @@ def cold_plan(prompt: Prompt, layout: Layout | None, why: str, checkpoint_gap_ma
     return Plan(
         source=COLD, reuse=0, why_not_warmer=why, checkpoints=_checkpoints(prompt, 0, layout, checkpoint_gap_max)
     )
+
+
+def restored_plan(tokens: int, match: Match, layout: Layout | None) -> Plan | None:
+    """Start from what is on disk, however long that takes; None where nothing there is of use."""
+    start = _restorable(match, tokens - 1, layout)
+    if start is None:
+        return None
+    return Plan(RESTORED, start.reuse, "", chain=start.chain, checkpoint=start.checkpoint)
 
 
 def on_grid(position: int, grid: int) -> int:
@@ -271,7 +280,15 @@ def prefill_seconds(start: int, end: int, rates: Sequence[Rate]) -> float:
     return seconds + max(0, end - at) / last
 
 
-def _why(start: _Start, starts: Sequence[_Start | None], match: Match, limit: int, layout: Layout | None) -> str:
+def _why(
+    start: _Start,
+    starts: Sequence[_Start | None],
+    prompt: Prompt,
+    residents: Sequence[Candidate],
+    match: Match,
+    layout: Layout | None,
+) -> str:
+    limit, grid = prompt.tokens - 1, _grid(layout)
     if start.reuse >= limit:
         return ""
     if start.follow:
@@ -281,15 +298,63 @@ def _why(start: _Start, starts: Sequence[_Start | None], match: Match, limit: in
         return f"restoring {slower} tokens would take longer"
     if layout and not layout.persistent and start.source == COLD:
         return f"not persistent: {layout.why_not}" if layout.why_not else "not persistent"
-    if layout and layout.grid and on_grid(limit, layout.grid) <= start.reuse:
-        return _grid_why(layout.grid)
-    stored = on_grid(min(match.tokens, limit), _grid(layout))
-    if layout and layout.has_states and stored > start.reuse:
-        return f"{stored} tokens stored, no checkpoint after {start.reuse}"
-    in_memory = start.source == RESIDENT and start.reuse >= stored
-    why = f"in memory up to token {start.reuse}" if in_memory else match.why
-    return f"{why}; {_grid_why(layout.grid)}" if layout and layout.grid and start.reuse else why
+    if grid and on_grid(limit, grid) <= start.reuse:
+        return _grid_why(grid)
+    known = _known(start, prompt, residents, match)
+    if _continues_at_places(layout) and start.reuse < on_grid(known.until, grid):
+        return f"{known.why}; no checkpoint after token {start.reuse}"
+    return f"{known.why}; {_grid_why(grid)}" if grid and start.reuse else known.why
+
+
+def _continues_at_places(layout: Layout | None) -> bool:
+    """And not just anywhere."""
+    return layout is not None and (layout.has_states or layout.has_windows)
 
 
 def _grid_why(grid: int) -> str:
     return f"exact mode keeps and reuses multiples of {grid} tokens"
+
+
+@dataclass(frozen=True)
+class _Known:
+    """How many of the prompt's tokens were computed before, as far as is known, and why no more."""
+
+    until: int
+    why: str
+    differs: bool = False
+
+
+def _known(start: _Start, prompt: Prompt, residents: Sequence[Candidate], match: Match) -> _Known:
+    """What reaches furthest; of the same, what differs there, then what is in memory where the start is."""
+
+    stored, in_memory = _stored(match, prompt), [_in_memory(each, prompt) for each in residents]
+    known = [*in_memory, stored] if start.source == RESIDENT else [stored, *in_memory]
+    return max(known, key=lambda each: (each.until, each.differs))
+
+
+def _stored(match: Match, prompt: Prompt) -> _Known:
+    if match.tokens >= prompt.tokens - 1:
+        return _Known(prompt.tokens - 1, "all of it is stored")
+    where = place(prompt.messages, match.tokens) if match.differs else ""
+    return _Known(match.tokens, match.why + where, match.differs)
+
+
+def _in_memory(resident: Candidate, prompt: Prompt) -> _Known:
+    until = min(resident.common, resident.tokens, prompt.tokens - 1)
+    if until < min(resident.tokens, prompt.tokens - 1):
+        where = place(prompt.messages, until)
+        return _Known(until, f"differs from what is in memory at token {until}{where}", differs=True)
+    return _Known(until, f"in memory up to token {until}")
+
+
+def place(messages: Sequence[MessageEnd], at: int) -> str:
+    """Where token `at` lies, for people: ", in message 4 (assistant): ..."; "" where that is not known."""
+    after = next((index for index, message in enumerate(messages) if message.end > at), None)
+    if after is None:
+        return ", after the last message" if messages else ""
+    last, first = messages[after], messages[after - 1].number + 1 if after else 1
+    if not last.number:
+        return ", in the tools"
+    if first < last.number:
+        return f", in messages {first} to {last.number}"
+    return f", in message {last.number} ({last.role})" + (f": {last.note}" if last.note else "")

@@ -91,6 +91,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     total_s: float = 0.0
     error: str = ""
     dispatches: int = 1  # more than one where the backend was lost under it
+    audit: str = ""  # computed again, cold: "equal", "within", "differs", "unstable" or "abandoned"; "": it was not
+    guard: str = ""  # how its answer collapsed; "model: ..." or "cache: ..." once it is known whose doing that was
 
 
 class Match(msgspec.Struct, kw_only=True):
@@ -99,7 +101,8 @@ class Match(msgspec.Struct, kw_only=True):
     tokens: int  # 0 where nothing matches
     chain: list[SegmentRef]  # root first, no gaps; the last one's `upto` is `tokens`
     checkpoints: list[CheckpointRef]  # on this path at positions <= tokens, ascending
-    why: str  # why it is not longer: "nothing stored", "differs at token 812", "evicted", "all of it" ...
+    why: str  # why it is not longer: "nothing stored", "stored up to token 812", "evicted", "all of it" ...
+    differs: bool = False  # other tokens are stored there
 
 
 class SavePlan(msgspec.Struct, kw_only=True):
@@ -196,6 +199,30 @@ class PurgeReply(msgspec.Struct, kw_only=True):
     quarantined: list[str]
     bytes_freed: int
     dry_run: bool
+
+
+class ReplayRequest(msgspec.Struct, kw_only=True):
+    """POST /warmline/replay of the proxy."""
+
+    session: str = ""  # "": the `count` last used ones
+    count: int = 32
+
+
+class Replay(msgspec.Struct, kw_only=True):
+    """One conversation's first token, computed from what is stored of it and again cold."""
+
+    session: str
+    tokens: int  # that are stored
+    reused: int = 0  # of these
+    outcome: str  # "equal", "within", "differs", "unstable", "damaged", or "skipped"
+    difference: float = 0.0  # in log-probability, of the likely tokens
+    tolerance: float = 0.0  # 0 in exact mode
+    quarantined: int = 0  # files
+    detail: str = ""
+
+
+class ReplayReply(msgspec.Struct, kw_only=True):
+    replays: list[Replay]
 
 
 class Totals(msgspec.Struct, kw_only=True):

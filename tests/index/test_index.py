@@ -43,10 +43,10 @@ def test_says_why_it_is_not_longer(index: Index) -> None:
     save(index, A[:200])
     assert why(index, A[:200]) == "all of it"
     assert why(index, A[:201]) == "stored up to token 200"
-    assert why(index, [*A[:150], 7]) == "differs at token 150"
-    assert why(index, [7]) == "differs at token 0"
+    assert why(index, [*A[:150], 7]) == "differs from what is stored at token 150"
+    assert why(index, [7]) == "differs from what is stored at token 0"
     save(index, A[:300], may_replace=False)
-    assert why(index, [*A[:200], 7]) == "differs at token 200"
+    assert why(index, [*A[:200], 7]) == "differs from what is stored at token 200"
     assert index.match(ROOT, pack_tokens(A), 120).why == "all of it"
 
 

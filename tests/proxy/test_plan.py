@@ -18,7 +18,7 @@ from warmline_proxy.plan import (
     prefill_seconds,
 )
 from warmline_proxy.rows import Match
-from warmline_wire.messages import CheckpointRef, Layout, Rate, SegmentRef
+from warmline_wire.messages import CheckpointRef, Layout, MessageEnd, Rate, SegmentRef
 
 COSTS = Costs([Rate(tokens=1000, tokens_per_s=100.0)], 1e6)  # 10 ms a token to compute, 0.1 ms a row to read
 HYBRID = layout(has_states=True, state_bytes=1000)
@@ -58,15 +58,15 @@ CASES = [
     Case("cold where reading costs more", "cold", 0, match=stored(1), layout=layout(row_bytes=10**6),
          why="restoring 1 tokens would take longer"),
     Case("a resident only at its positions", "resident", 120, residents=[Candidate("r", 250, 200, (50, 120, 250))],
-         layout=HYBRID, why="in memory up to token 120"),
+         layout=HYBRID, why="differs from what is in memory at token 200; no checkpoint after token 120"),
     Case("a resident past all its positions", "cold", 0, residents=[Candidate("r", 250, 200, (250,))], layout=HYBRID,
-         why="nothing stored"),
+         why="differs from what is in memory at token 200; no checkpoint after token 0"),
     Case("states restore at checkpoints", "restored", 150, match=stored(250, (40, 150, 290)), layout=HYBRID,
-         why="250 tokens stored, no checkpoint after 150"),
+         why="differs; no checkpoint after token 150"),
     Case("states without a checkpoint", "cold", 0, match=stored(250), layout=HYBRID,
-         why="250 tokens stored, no checkpoint after 0"),
+         why="differs; no checkpoint after token 0"),
     Case("a checkpoint at the very end is too far", "restored", 150, match=stored(300, (150, 300)), layout=HYBRID,
-         why="299 tokens stored, no checkpoint after 150"),
+         why="all of it is stored; no checkpoint after token 150"),
     Case("no codec", "cold", 0, match=stored(250), layout=layout(persistent=False, why_not="no codec for X"),
          why="not persistent: no codec for X"),
     Case("layout not known yet", "cold", 0, match=stored(250), layout=None, why="differs"),
@@ -181,6 +181,41 @@ def test_checkpoints_are_where_a_prefill_is_saved_on_its_way() -> None:
     assert checkpoint_positions(prompt, 0, 1)[1:4] == (1024, 1536, 2048), "but not closer than a chunk is worth"
 
 
+SYSTEM, QUESTION = MessageEnd(end=50, number=1, role="system"), MessageEnd(end=80, number=2, role="user")
+ANSWER = MessageEnd(end=120, number=3, role="assistant", note="the template leaves out its reasoning")
+TOOLS, LAST = MessageEnd(end=40, number=0, role="tools"), MessageEnd(end=290, number=9, role="tool")
+
+
+@pytest.mark.parametrize(
+    ("at", "where"),
+    [
+        (39, ", in the tools"),
+        (40, ", in message 1 (system)"),
+        (79, ", in message 2 (user)"),
+        (80, ", in message 3 (assistant): the template leaves out its reasoning"),
+        (120, ", in messages 4 to 9"),
+        (290, ", after the last message"),
+    ],
+)
+def test_a_difference_is_told_in_terms_of_messages(at: int, where: str) -> None:
+    prompt = Prompt(300, messages=(TOOLS, SYSTEM, QUESTION, ANSWER, LAST))
+    here = stored(at, why=f"differs from what is stored at token {at}")
+    here.differs = True
+    plan = decide(prompt, [], here, layout(), COSTS)
+    assert plan.why_not_warmer == f"differs from what is stored at token {at}{where}"
+    resident = Candidate("r", at + 1, at)
+    plan = decide(prompt, [resident], stored(0), layout(), COSTS)
+    assert plan.why_not_warmer == f"differs from what is in memory at token {at}{where}"
+
+
+def test_of_two_reasons_the_one_that_reaches_further_is_told() -> None:
+    prompt, stopped = Prompt(300, messages=(QUESTION,)), stored(200, why="stored up to token 200")
+    plan = decide(prompt, [Candidate("r", 90, 60)], stopped, layout(), COSTS)
+    assert plan.why_not_warmer == "stored up to token 200"
+    assert decide(prompt, [Candidate("r", 250, 220)], stopped, layout(), COSTS).why_not_warmer.startswith("differs")
+    assert decide(Prompt(300), [], stored(0, why="nothing stored"), layout(), COSTS).why_not_warmer == "nothing stored"
+
+
 # ---- exact mode: everything on the grid
 
 GRID = 64
@@ -199,9 +234,9 @@ ON_GRID = "exact mode keeps and reuses multiples of 64 tokens"
         Case("a prompt shorter than the grid", "cold", 0, prompt=64, match=stored(63), why=ON_GRID),
         Case("nothing stored", "cold", 0, why="nothing stored"),
         Case("positions off the grid are not used", "resident", 64,
-             residents=[Candidate("r", 250, 250, (64, 100, 250))], why=f"in memory up to token 64; {ON_GRID}"),
+             residents=[Candidate("r", 250, 250, (64, 100, 250))], why=f"in memory up to token 250; {ON_GRID}"),
         Case("nor checkpoints", "restored", 128, match=stored(250, (64, 128, 200)),
-             layout=EXACT_HYBRID, why="192 tokens stored, no checkpoint after 128"),
+             layout=EXACT_HYBRID, why="differs; no checkpoint after token 128"),
     ],
     ids=lambda case: case.name,
 )  # fmt: skip
