@@ -141,6 +141,7 @@ def _make_scheduler(config: BackendConfig, boot: str) -> Scheduler:
         prefill_step_size=config.prefill_step_size,
         running_count_max=config.running_count_max,
         keeps_residents=config.reuse != "off",
+        exact=config.reuse == "exact",
     )
     return Scheduler(served, settings)
 

@@ -275,6 +275,11 @@ class CacheLayout:
         return max((leaf.template.max_size for _, leaf in self.of_kind(Kind.WINDOW)), default=0)
 
     @property
+    def quantized(self) -> str:
+        """"q8" or "q4" where rows are; "" otherwise."""
+        return next((f"q{leaf.template.bits}" for leaf in self.leaves if leaf.codec is QUANTIZED), "")
+
+    @property
     def batches(self) -> bool:
         """Several sequences can share one decode batch."""
         return not self.problem and all(leaf.codec.batches for leaf in self.leaves)

@@ -59,8 +59,9 @@ class Ends:
 
     def _keep(self, sequence: Sequence) -> str:
         kv = sequence.kv
-        if not kv.length:
+        if not (end := kv.deepest_place(kv.length)):
             return ""
+        kv.truncate(end)  # in exact mode, to the grid
         kv.capture_window()
         kv.capture_checkpoint()
         self._residents.make_room(self._lineup.bytes_held + kv.nbytes)

@@ -27,7 +27,7 @@ class Followers:
         Raises ResidentMismatch where the two differ, or the leader has passed the place and can't be copied there.
         """
         request = sequence.request
-        wanted = request.reuse
+        wanted = sequence.kv.on_grid(request.reuse)
         while leader.leader is not None and wanted <= leader.meeting:
             leader = leader.leader  # a follower starts where they meet: what lies before is its own leader's to give
         name = leader.request.id
@@ -50,7 +50,7 @@ class Followers:
 
     def is_nobodys(self, sequence: Sequence) -> bool:
         """Whether nobody waits for what it computes, neither a client nor a follower."""
-        return sequence.detached and not self.is_followed(sequence)
+        return (sequence.detached or sequence.request.background) and not self.is_followed(sequence)
 
     @property
     def ready(self) -> list[Sequence]:

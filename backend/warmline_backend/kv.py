@@ -4,7 +4,7 @@ Engine thread only.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,6 +29,9 @@ class KV:
 
     `journal` holds rows of rotating layers as they were produced, oldest first, for a save to come.  `checkpoints`
     holds the state of all recurrent layers by position.
+
+    In exact mode only what was computed on the grid is ever kept, saved or continued: `end` is where that ends.  What
+    comes after it (the prompt's last partial chunk, the answer) would round differently when it is prefilled.
     """
 
     layout: CacheLayout
@@ -39,6 +42,9 @@ class KV:
     index: int = 0  # which sequence of the batch
     journal_until: int = 0  # rows below this are in the journal or were dropped from it
     journals: bool = True  # rows of rotating layers are kept for a save
+    grid: int = 0  # exact mode: chunks end, and it is continued, at multiples of so many tokens; 0: anywhere
+    grid_end: int = 0  # with a grid: tokens from here on are not, or won't be, computed on it
+    window_kept: tuple[int, Named] = (0, {})  # a position, and the rows of rotating layers in their windows there
 
     @classmethod
     def from_leaves(cls, layout: CacheLayout, tokens: list[int], leaves: Iterator[Any]) -> "KV":
@@ -50,10 +56,20 @@ class KV:
         return len(self.tokens)
 
     @property
+    def end(self) -> int:
+        """How many of its tokens may be kept."""
+        return self.on_grid(min(self.length, self.grid_end)) if self.grid else self.length
+
+    def on_grid(self, position: int) -> int:
+        """The last multiple of the grid up to `position`; that itself where there is no grid."""
+        return position - position % self.grid if self.grid else position
+
+    @property
     def nbytes(self) -> int:
         """Bytes held when this sequence is alone in its batch."""
         journal = sum(_nbytes(rows) for *_, rows in self.journal)
-        return layers_nbytes(self.layers) + journal + sum(map(_nbytes, self.checkpoints.values()))
+        kept = sum(map(_nbytes, self.checkpoints.values())) + _nbytes(self.window_kept[1])
+        return layers_nbytes(self.layers) + journal + kept
 
     @property
     def room(self) -> int:
@@ -68,13 +84,27 @@ class KV:
     def capture_window(self) -> None:
         """Copy rows of rotating layers, produced since the last call, into the journal."""
         windows = self.layout.of_kind(Kind.WINDOW)
-        start, end = self.journal_until, self.length
+        start, end = self.journal_until, max(self.journal_until, self.end)
         self.journal_until = end
-        if not windows or not self.journals or start >= end:
-            return
-        leaves = self._leaves()
-        rows = _named((leaf.name, leaf.codec.rows(leaves[n], self.index, end, start, end)) for n, leaf in windows)
-        self.journal.append((start, end, _detach(rows)))
+        if windows and self.journals and start < end:
+            self.journal.append((start, end, self._window_rows(lambda _: start, end)))
+
+    def _window_rows(self, start_of: Callable[[Leaf], int], end: int) -> Named:
+        """Copies of rows [start, end) of rotating layers, all of which must still be in memory."""
+        leaves, length = self._leaves(), self.length
+        return _detach(
+            _named(
+                (leaf.name, leaf.codec.rows(leaves[n], self.index, length, start_of(leaf), end))
+                for n, leaf in self.layout.of_kind(Kind.WINDOW)
+            )
+        )
+
+    def keep_place(self) -> None:
+        """Keep what it takes to come back to the present length later, in place of what was kept before."""
+        at = self.length
+        self.capture_checkpoint()
+        if self.layout.window and at:
+            self.window_kept = at, self._window_rows(lambda leaf: max(0, at - leaf.template.max_size), at)
 
     def let_go_of_chunk(self) -> None:
         """Hold nothing of the chunk just computed but what it has left."""
@@ -85,7 +115,7 @@ class KV:
     def capture_due(self, steps: int) -> bool:
         """Whether `steps` more tokens could push uncaptured rows out of the smallest window."""
         window = min((leaf.template.max_size for _, leaf in self.layout.of_kind(Kind.WINDOW)), default=0)
-        return bool(window) and self.length + steps - self.journal_until >= window
+        return bool(window) and self.end > self.journal_until and self.length + steps - self.journal_until >= window
 
     def capture_checkpoint(self) -> None:
         """Keep the state of all recurrent layers at the present length."""
@@ -134,19 +164,27 @@ class KV:
     # ---- continuing
 
     def positions(self) -> list[int]:
-        """Where this KV can be continued, ascending; empty means anywhere."""
-        if self.layout.problem or not self._whole():
-            return [self.length]  # a state is of no use without the window that belongs to it
-        return sorted({*self.checkpoints, self.length}) if self.layout.has_states else []
+        """Where this KV, at rest, can be continued, ascending; empty means anywhere on the grid, if there is one."""
+        return self._places() or []
 
     def can_continue_at(self, position: int) -> bool:
-        return 0 < position <= self.length and (not (at := self.positions()) or position in at)
+        return position > 0 and self.deepest_place(position) == position
 
     def deepest_place(self, position: int) -> int:
         """The last place up to `position` where it can be continued; 0 where there is none."""
-        if self.can_continue_at(position):
-            return position
-        return max((at for at in self.positions() if at < position), default=0)
+        upto = self.on_grid(min(position, self.end))
+        places = self._places()
+        return upto if places is None else max((at for at in places if at <= upto), default=0)
+
+    def _places(self) -> list[int] | None:
+        """As `positions`, but None means anywhere, and empty nowhere."""
+        there = [self.end] if self.end == self.length or self.window_kept[0] == self.end else []
+        if self.layout.problem or not self._whole():
+            return there  # a state is of no use without the window that belongs to it
+        if not self.layout.has_states:
+            return None
+        present = {self.length} if self.end == self.length else set()
+        return sorted(present.union(at for at in self.checkpoints if at <= self.end and self.on_grid(at) == at))
 
     def _whole(self) -> bool:
         """Every row of every rotating layer is still in its window."""
@@ -169,13 +207,17 @@ class KV:
         )
         twin = KV.from_leaves(self.layout, self.tokens[:position], leaves)
         twin.journals, twin.journal_until = self.journals, min(self.journal_until, position)
+        twin.grid, twin.grid_end = self.grid, position
         twin._keep_below(position, self)
         return twin
 
     def truncate(self, position: int) -> None:
         """Forget all but the first `position` tokens, in place.  Only where `can_continue_at(position)`."""
-        if position == self.length:
-            return
+        if position < self.length:
+            self._go_back(position)
+        self.window_kept, self.grid_end = (0, {}), position
+
+    def _go_back(self, position: int) -> None:
         leaves = self._leaves()
         for n, leaf in enumerate(self.layout.leaves):
             if leaf.codec.kind is Kind.ROWS:  # its buffer, with room to grow, is kept
@@ -194,6 +236,8 @@ class KV:
         elif leaf.codec.kind is Kind.WINDOW and position == self.length:
             # past its start, a ring has no row 0
             return copy.deepcopy(held) if leaf.codec.alone(held) else leaf.codec.lower(held, self.index)
+        elif leaf.codec.kind is Kind.WINDOW and position == self.window_kept[0]:
+            fields = fields_of(self.window_kept[1], leaf.name)
         else:
             fields = leaf.codec.rows(held, self.index, self.length, 0, position)
         return leaf.codec.build(_detach(fields) if apart else fields, position, leaf.template)

@@ -52,9 +52,18 @@ class Lineup:
 
     @property
     def wanted_prefills(self) -> list[Sequence]:
-        """Those that somebody waits for; only where there are none, those that go on alone."""
+        """Those that somebody waits for; where there are none, those that go on alone; those in the background only
+        where nothing else is computed at all.
+        """
         nobodys = self.nobodys
-        return [each for each in self.prefilling if each not in nobodys] or nobodys
+        wanted = [each for each in self.prefilling if each not in nobodys]
+        alone = [each for each in nobodys if not each.request.background]
+        return wanted or alone or ([] if self.is_wanted else nobodys)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anything is computed that is not in the background."""
+        return any(not each.request.background for each in self.running)
 
     def leave(self, sequence: Sequence) -> None:
         """Take one out, wherever it is; its KV is its own from then on."""
@@ -111,7 +120,9 @@ class Lineup:
 
     def _bytes_left(self, sequence: Sequence) -> int:
         """What stays of a prefill that is ended, to be saved first: all that it has, and its last state."""
-        return 0 if self._served.layout.problem else self._bytes_now(sequence) + self._served.state_bytes
+        if self._served.layout.problem or not sequence.request.kept:
+            return 0
+        return self._bytes_now(sequence) + self._served.state_bytes
 
     def bytes_to_join(self, host: DecodeGroup, newcomer: DecodeGroup) -> int:
         """What one batch of both takes on top of the two of them: padding, and copying at the time or later."""
@@ -124,7 +135,7 @@ class Lineup:
 
     def _bytes_of_group(self, group: DecodeGroup) -> int:
         rows = len(group.sequences) * self._bytes_each(group)
-        return rows + sum(len(member.kv.checkpoints) for member in group.sequences) * self._served.state_bytes
+        return rows + sum(map(self._bytes_kept, group.sequences))
 
     def _bytes_each(self, group: DecodeGroup) -> int:
         """What each row of a batch takes, grown as it will have before the budget is looked at again."""
@@ -135,12 +146,17 @@ class Lineup:
         """What one holds that does not decode yet."""
         if not sequence.kv.length:
             return 0
-        states = len(sequence.kv.checkpoints) * self._served.state_bytes
-        return bytes_alone(self._served, sequence.kv.room) + states
+        return bytes_alone(self._served, sequence.kv.room) + self._bytes_kept(sequence)
+
+    def _bytes_kept(self, sequence: Sequence, *, to_come: bool = False) -> int:
+        """States at places before its end, and the windows at the one that it will come back to; with those to come."""
+        states = len(sequence.kv.checkpoints) + (sequence.states_to_come if to_come else 0)
+        windows = bool(sequence.kv.window_kept[0]) or (to_come and sequence.keeps_place)
+        return states * self._served.state_bytes + windows * self._served.window_bytes
 
     def _bytes_to_answer(self, sequence: Sequence) -> int:
         """What it will hold when a part of its answer is there; at least what it does now."""
-        request, states = sequence.request, len(sequence.kv.checkpoints) + sequence.states_to_come
+        request = sequence.request
         needed = bytes_to_answer(self._served, len(request.prompt), request.params.max_tokens)
         rows = max(bytes_alone(self._served, sequence.kv.room), needed)
-        return rows + states * self._served.state_bytes
+        return rows + self._bytes_kept(sequence, to_come=True)

@@ -16,14 +16,15 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _download
 
-from warmline_backend.codecs import CacheLayout
-from warmline_backend.kv import KV, layers_nbytes
+from warmline_backend.codecs import CacheLayout, Kind
+from warmline_backend.kv import KV, fields_of, layers_nbytes
 from warmline_wire.messages import Layout
 
 log = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 8
 CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length", "n_positions")
+FLOATS_COARSEST_FIRST = ("bfloat16", "float16", "float32")
 MEMORY_SHARE = 0.7  # of what weights leave free, when no budget is set
 
 
@@ -41,6 +42,7 @@ class ServedModel:
     row_names: frozenset[str]  # "layer.component.field" of every tensor of a segment
     row_bytes: int  # one token's rows over all leaves
     state_bytes: int  # one checkpoint
+    window_bytes: int  # the rows of all rotating layers in their full windows
     context_tokens_max: int  # 0: the model doesn't say
     vocabulary_size: int
     dtype: str  # of the KV's floating values; part of the fingerprint
@@ -50,10 +52,10 @@ class ServedModel:
         """KV bytes of a sequence of `tokens`, without padding."""
         return tokens * self.row_bytes + self.state_bytes
 
-    def fresh_kv(self, *, journals: bool) -> KV:
-        return KV(self.layout, [], self.layout.fresh(), journals=journals)
+    def fresh_kv(self, *, journals: bool, grid: int = 0) -> KV:
+        return KV(self.layout, [], self.layout.fresh(), journals=journals, grid=grid)
 
-    def described(self) -> Layout:
+    def described(self, grid: int = 0) -> Layout:
         layout = self.layout
         return Layout(
             row_bytes=self.row_bytes,
@@ -64,6 +66,8 @@ class ServedModel:
             persistent=not layout.problem,
             families=layout.families,
             why_not=layout.problem,
+            grid=grid,
+            dtype=layout.quantized or _coarsest(self.dtype),
         )
 
 
@@ -104,6 +108,7 @@ def load(
         row_names=warmed.row_names,
         row_bytes=warmed.row_bytes,
         state_bytes=warmed.state_bytes,
+        window_bytes=warmed.window_bytes,
         context_tokens_max=_context_tokens_max(config),
         vocabulary_size=_vocabulary_size(config, tokenizer),
         dtype=warmed.dtype,
@@ -139,6 +144,7 @@ class _Warmed:
     row_names: frozenset[str]
     row_bytes: int
     state_bytes: int
+    window_bytes: int
     dtype: str
 
 
@@ -149,7 +155,7 @@ def _warm_up(model: nn.Module, layout: CacheLayout) -> _Warmed:
         mx.eval(model(mx.array([tokens]), cache=layers))
     length = WARM_UP_TOKENS + 1
     if layout.problem:
-        return _Warmed(frozenset(), layers_nbytes(layers) // length, 0, "")
+        return _Warmed(frozenset(), layers_nbytes(layers) // length, 0, 0, "")
     kv = KV(layout, [1] * length, layers)
     kv.capture_checkpoint()
     rows, states = kv.rows(0, length), kv.checkpoints.get(length, {})
@@ -158,8 +164,17 @@ def _warm_up(model: nn.Module, layout: CacheLayout) -> _Warmed:
         row_names=frozenset(rows),
         row_bytes=sum(array.nbytes for array in rows.values()) // length,
         state_bytes=sum(array.nbytes for array in states.values()),
+        window_bytes=sum(
+            sum(array.nbytes for array in fields_of(rows, leaf.name).values()) // length * leaf.template.max_size
+            for _, leaf in layout.of_kind(Kind.WINDOW)
+        ),
         dtype=",".join(sorted(dtypes)),
     )
+
+
+def _coarsest(dtypes: str) -> str:
+    """The one that rounds most, of "mlx.core.bfloat16,mlx.core.float32" and the like; "" where there is none."""
+    return next((name for name in FLOATS_COARSEST_FIRST if name in dtypes.replace("mlx.core.", "").split(",")), "")
 
 
 def _context_tokens_max(config: dict[str, Any]) -> int:

@@ -27,7 +27,7 @@ class Saving:
         """As Scheduler.kv_of."""
         held = self._held(resident, running)
         if until > held.tokens:
-            raise RowsGone(f"{held.tokens} tokens are left, {until} were asked for")
+            raise RowsGone(f"{held.tokens} tokens can be saved, {until} were asked for")
         self._residents.renew(held.resident, UNSAVED_S)  # whoever asks is saving it
         return held.kv
 
@@ -45,7 +45,7 @@ class Saving:
 
     def _held(self, resident: str, running: str) -> _Held:
         if running and (sequence := self._lineup.find(running)) is not None:
-            return _Held(sequence.kv, sequence.kv.length, grows=True)
+            return _Held(sequence.kv, sequence.kv.end, grows=True)
         resident = resident or self._residents.left_by(running)
         if (kv := self._residents.kv(resident)) is not None:
             return _Held(kv, kv.length, resident)

@@ -7,7 +7,7 @@ stops a running stream and a running stream never starves a prompt.
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -47,6 +47,12 @@ class SchedulerSettings:
     prefill_step_size: int
     running_count_max: int
     keeps_residents: bool  # false: every request starts cold and leaves nothing
+    exact: bool = False  # warm is cold, bit for bit: what is kept was computed in full chunks, nobody shares a batch
+
+    @property
+    def grid(self) -> int:
+        """Where KV may end in exact mode: at multiples of this; 0: anywhere."""
+        return self.prefill_step_size if self.exact else 0
 
 
 class Scheduler:
@@ -79,6 +85,8 @@ class Scheduler:
             self._lineup.waiting.append(self._sequence(request, self._fresh_kv()))
 
     def _sequence(self, request: Generation, kv: KV) -> Sequence:
+        wanted = request.checkpoints if self.settings.keeps_residents else ()
+        request = replace(request, checkpoints=tuple(at for at in wanted if kv.on_grid(at) == at))
         sequence = Sequence(request, kv, self.served, adopted="" if request.keep else request.resident)
         sequence.answer_tokens_max = min(request.params.max_tokens, self._admission.tokens_max - len(request.prompt))
         return sequence
@@ -92,7 +100,7 @@ class Scheduler:
         return kv.branch(kv.length, apart=True) if self.residents.make_room(wanted, sparing=request.resident) else kv
 
     def _fresh_kv(self) -> KV:
-        return self.served.fresh_kv(journals=self.settings.keeps_residents)
+        return self.served.fresh_kv(journals=self.settings.keeps_residents, grid=self.settings.grid)
 
     def _follow(self, sequence: Sequence) -> None:
         if (leader := self._lineup.find(sequence.request.follow)) is None:
@@ -143,6 +151,7 @@ class Scheduler:
 
     def install(self, request_id: str, kv: KV) -> str:
         """Make a restored KV a resident, leased for the request that it is for; its reservation ends."""
+        kv.grid, kv.grid_end = self.settings.grid, kv.length
         resident = self.residents.add(kv, lease_s=LEASE_S)
         self.release(request_id)  # after it, or what it takes would be given to whoever waits
         return resident
@@ -200,7 +209,7 @@ class Scheduler:
         prefilling = len(self._lineup.prefilling)
         self._admit()
         yield from self._decode_rounds(prefilling)
-        if self._lineup.prefilling:
+        if self._lineup.wanted_prefills:
             self._prefill_one()
             yield
 
@@ -310,6 +319,8 @@ class Scheduler:
         if params.logprobs and not ends:
             detail = TokenLogprobs(token, *pick_logprobs(logprobs, token, params.top_logprobs))
         sequence.request.listener(Piece(text, detail))
+        if sequence.first is None:  # after it was told: nobody waits for this
+            sequence.note_first(logprobs)
         if ends or sequence.text.stopped:
             self._ends.end(sequence, "stop")
         elif full:
@@ -374,8 +385,13 @@ class Scheduler:
             self._join(host, newcomer)
 
     def _may_join(self, host: DecodeGroup, newcomer: DecodeGroup) -> bool:
-        """Whether they may share a batch: the padding stays small, and there is room for it and for copying."""
-        if host is newcomer or not host.welcomes(newcomer.sequences[0]):
+        """Whether they may share a batch: the padding stays small, and there is room for it and for copying.
+
+        Never in exact mode: a row's bits depend on how many rows there are.
+        """
+        if self.settings.exact:
+            return False
+        if newcomer.sequences[0].request.background or host is newcomer or not host.welcomes(newcomer.sequences[0]):
             return False
         return self.residents.make_room(self.running_bytes + self._lineup.bytes_to_join(host, newcomer))
 

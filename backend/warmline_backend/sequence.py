@@ -11,13 +11,14 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences
 from mlx_lm.sample_utils import greedy_sampler
 
+from warmline_backend.first_logits import OwnRow, first_logits
 from warmline_backend.kv import KV
 from warmline_backend.model import ServedModel
 from warmline_backend.params import GenerationParams
 from warmline_backend.sampling import SamplerFault, make_processors, make_sampler
 from warmline_backend.text import TextStream
 from warmline_wire.keys import pack_tokens
-from warmline_wire.messages import Settled, Timings
+from warmline_wire.messages import FirstLogits, Settled, Timings
 
 # Between the places where a chunk ends only for a follower: each costs a state and a short chunk, and what lies between
 # is soon computed again.
@@ -81,6 +82,7 @@ class Generation:
     reuse: int = 0
     keep: bool = False  # copy the resident and leave it for others, rather than take it over
     kept: bool = True  # what it has computed becomes a resident
+    background: bool = False  # computed only while nobody else is; it makes way for whoever wants its memory
     checkpoints: tuple[int, ...] = ()  # ascending positions in the prompt at which to keep recurrent state
 
 
@@ -99,15 +101,22 @@ class Sequence:
     decoding_since: float = 0.0  # time.monotonic()
     generated: int = 0
     timings: Timings = field(default_factory=Timings)
+    first: FirstLogits | None = None  # what its first token was chosen from
     arrived: float = field(default_factory=time.monotonic)
     _prefill: PromptProcessingBatch | None = None
 
     def __post_init__(self) -> None:
+        self._set_grid_end()
         self.fault = SamplerFault()
         self.text = TextStream(self.served.tokenizer, self.request.params.stop)
         self.reused = self.kv.length
+        self._own_row = OwnRow()
         self._meetings: set[int] = set()  # where a chunk ends only for those who follow, and no longer than they do
         self.answer_tokens_max = self.request.params.max_tokens  # or what the memory budget leaves
+
+    def _set_grid_end(self) -> None:
+        """Where its last full chunk ends; what comes after that is not kept in exact mode."""
+        self.kv.grid_end = self.kv.on_grid(len(self.request.prompt) - 1)
 
     @property
     def prefill_left(self) -> int:
@@ -129,8 +138,14 @@ class Sequence:
 
     @property
     def cuts(self) -> list[int]:
-        """Where a chunk ends and a state is kept, ascending."""
-        return sorted({*self.request.checkpoints, *self._meetings})
+        """Where a chunk ends and a state is kept, ascending; in exact mode all are on the grid, where chunks end."""
+        last = [self.kv.grid_end] if self.keeps_place else []
+        return sorted({*self.request.checkpoints, *self._meetings, *last})
+
+    @property
+    def keeps_place(self) -> bool:
+        """It will come back to where its last full chunk ends, for that is what is kept of it."""
+        return bool(self.request.kept and self.kv.grid and self.kv.grid_end)
 
     @property
     def states_to_come(self) -> int:
@@ -146,6 +161,7 @@ class Sequence:
         self.kv = held.branch(held.deepest_place(self.meeting), apart=True)
         for meeting in self.leader._meetings.difference(self.request.checkpoints):
             self.kv.checkpoints.pop(meeting, None)
+        self._set_grid_end()
         self.reused = self.kv.length
 
     def meeting_for(self, wanted: int) -> int:
@@ -156,10 +172,15 @@ class Sequence:
         kv = self.kv
         if kv.length >= wanted:
             return kv.deepest_place(wanted)
+        if kv.grid:
+            meeting = kv.on_grid(min(wanted, kv.grid_end))  # a chunk ends there anyway
+        elif wanted < len(self.request.prompt) - 1 and (kv.layout.has_states or kv.layout.window):
+            meeting = self._apart_from_others(wanted)
+        else:
+            meeting = wanted
         if not (kv.layout.has_states or kv.layout.window):
-            return wanted
-        meeting = self._apart_from_others(wanted) if wanted < len(self.request.prompt) - 1 else wanted
-        if meeting > kv.length and meeting not in self.request.checkpoints:
+            return meeting
+        if meeting > kv.length and meeting not in self.cuts:
             self._meetings.add(meeting)
         return meeting
 
@@ -183,7 +204,9 @@ class Sequence:
     def prefill_chunk(self, step: int) -> int:
         """Compute the next chunk and keep what a save will want of it.  Returns its tokens."""
         start, cuts = self.kv.length, self.cuts
-        end = next_cut(start, len(self.request.prompt) - 1, step, cuts)
+        self._keep_place()
+        longest = step - start % step if self.kv.grid else step
+        end = next_cut(start, len(self.request.prompt) - 1, longest, cuts)
         if self._prefill is None:
             # Built empty and handed the cache in batched form: mlx-lm would copy every row into a new batch.
             self._prefill = PromptProcessingBatch(
@@ -196,6 +219,11 @@ class Sequence:
         if end in cuts:
             self.kv.capture_checkpoint()
         return end - start
+
+    def _keep_place(self) -> None:
+        """About to leave the grid for good."""
+        if self.keeps_place and self.kv.length == self.kv.grid_end:
+            self.kv.keep_place()
 
     def settled(self, finish: str, *, boot: str, generation: int, resident: str, error: str) -> Settled:
         """How it ended; `resident` is what is kept of it, if anything."""
@@ -212,13 +240,22 @@ class Sequence:
             positions=kv.positions() if resident else [],
             timings=self.timings,
             error=error,
+            first=self.first,
         )
+
+    def note_first(self, logprobs: mx.array) -> None:
+        """Its first token was chosen from this row [vocabulary]; processors may have made it of the model's own."""
+        own, self._own_row.row = self._own_row.row, None
+        self.first = first_logits(logprobs if own is None else own)
 
     def decode_batch(self) -> "DecodeBatch":
         """A decode batch of this sequence alone; computes its first step."""
+        self._keep_place()
         params, self._prefill = self.request.params, None
         sampler = make_sampler(params, self.fault)
         processors = make_processors(params, len(self.request.prompt), self.fault)
+        if processors:
+            processors.insert(0, self._own_row)
         return DecodeBatch(
             self.served.model,
             [self.request.id],
