@@ -62,14 +62,19 @@ class Admission:
         for sequence in followers.left_behind:
             self._ends.end(sequence, "leaderless", error=LEADERLESS)
         for sequence in [*self._lineup.waiting, *followers]:
-            if followers.is_nobodys(sequence):
+            background = sequence.request.background  # waits for nothing but quiet, while what it holds is not wanted
+            keeps_waiting = background and not (sequence.kv.length and self._lineup.reservations.waiting)
+            if followers.is_nobodys(sequence) and not keeps_waiting:
                 self._ends.end(sequence, "cancelled")
 
     def _line(self) -> list[Sequence]:
         """Those that could start if there was room.  While a restore waits for it, only those that hold some."""
+        waiting = [sequence for sequence in self._lineup.waiting if not sequence.request.background]
         if self._lineup.reservations.waiting:
-            return [sequence for sequence in self._lineup.waiting if sequence.kv.length]
-        return sorted([*self._lineup.waiting, *self._lineup.followers.ready], key=lambda each: each.arrived)
+            return [sequence for sequence in waiting if sequence.kv.length]
+        if not (waiting or self._lineup.running):
+            return self._lineup.waiting[:1]
+        return sorted([*waiting, *self._lineup.followers.ready], key=lambda each: each.arrived)
 
     def _first_that_fits(self, line: list[Sequence]) -> Sequence | None:
         """The first in line, or nobody; with nothing running, whoever fits."""

@@ -28,6 +28,7 @@ from warmline_backend.residents import ResidentGone, ResidentMismatch
 from warmline_backend.segments import BadChain, Cancelled, Damaged
 from warmline_backend.service import NotReady, Service
 from warmline_wire.messages import (
+    HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
     HEADER_FOLLOW,
     HEADER_KEEP,
@@ -227,12 +228,15 @@ class _Routes:
         service, headers = self._service, request.headers
         if HEADER_FOLLOW in headers and HEADER_RESIDENT in headers:
             raise BadRequest(f"a request starts from {HEADER_FOLLOW} or from {HEADER_RESIDENT}, not from both")
+        background = headers.get(HEADER_BACKGROUND) == "1"
         with service.accepted(headers.get(HEADER_REQUEST) or secrets.token_hex(8)) as call:
             if prompt_id := headers.get(HEADER_PROMPT):
                 prompt = service.prompts.get(prompt_id)
             else:
                 raw = await request.read()
                 prompt = await service.render(endpoint, decode(raw, dict[str, Any]), len(raw))
+            if background and prompt.params.max_tokens != 1:
+                raise BadRequest(f"with {HEADER_BACKGROUND} one token is computed: send max_tokens 1", "max_tokens")
             await service.generate(
                 call,
                 prompt,
@@ -240,7 +244,9 @@ class _Routes:
                 follow=headers.get(HEADER_FOLLOW, ""),
                 reuse=_number(headers, HEADER_REUSE),
                 keep=headers.get(HEADER_KEEP) == "1",
-                kept=HEADER_REQUEST in headers,  # whoever gives no name to its request has no use for a resident
+                # Whoever gives no name to its request has no use for a resident.
+                kept=HEADER_REQUEST in headers and not background,
+                background=background,
                 checkpoints=_positions(headers),
             )
             streamed = bool(prompt_id) or prompt.params.stream
