@@ -24,6 +24,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tool_templates import TOOL_TEMPLATE
+
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|pad|>"]
 VOCABULARY = 256 + len(SPECIAL_TOKENS)
 EOS = 256 + SPECIAL_TOKENS.index("<|im_end|>")
@@ -154,11 +156,14 @@ TEMPLATE = (
 )
 
 
-def build(family: str, folder: Path, *, stops: bool = False, think_tail: bool = False, seed: int = 3) -> Path:
+def build(
+    family: str, folder: Path, *, stops: bool = False, think_tail: bool = False, tools: bool = False, seed: int = 3
+) -> Path:
     """Make the model in `folder` (once: a folder with a config.json is left as it is) and return the folder.
 
     `stops`: the end-of-turn token competes with the others, so that an answer may end by itself.
     `think_tail`: the generation prompt ends in ``<think>\\n``, as reasoning models' templates do.
+    `tools`: a template that renders reasoning, tool calls and results, see `tool_templates`.
     `seed`: another seed gives a model of the same shape with other weights.
     """
     folder = Path(folder)
@@ -167,7 +172,7 @@ def build(family: str, folder: Path, *, stops: bool = False, think_tail: bool = 
     folder.mkdir(parents=True, exist_ok=True)
     config = FAMILIES[family]
     mx.save_safetensors(str(folder / "model.safetensors"), _weights(config, stops, seed), {"format": "mlx"})
-    write_tokenizer(folder, think_tail)
+    write_tokenizer(folder, think_tail, tools)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 
@@ -203,7 +208,8 @@ def _byte_alphabet() -> list[str]:
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def write_tokenizer(folder: Path, think_tail: bool = False) -> None:
+def write_tokenizer(folder: Path, think_tail: bool = False, tools: bool = False) -> None:
+    plain = TEMPLATE.replace("THINK_TAIL", "<think>\\n" if think_tail else "")
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(_byte_alphabet())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -214,7 +220,7 @@ def write_tokenizer(folder: Path, think_tail: bool = False) -> None:
         "eos_token": "<|im_end|>",
         "pad_token": "<|pad|>",
         "model_max_length": CONTEXT_TOKENS,
-        "chat_template": TEMPLATE.replace("THINK_TAIL", "<think>\\n" if think_tail else ""),
+        "chat_template": TOOL_TEMPLATE if tools else plain,
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))

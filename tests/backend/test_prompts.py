@@ -1,5 +1,6 @@
 """Prompts: the ids a template gives, and boundaries that another prompt can share."""
 
+import json
 import threading
 import time
 from itertools import pairwise
@@ -10,6 +11,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from small_tokenizers import CHATML, byte_level, sentence_piece
 
+from tool_templates import TOOL_TEMPLATE
 from warmline_backend.params import BadRequest
 from warmline_backend.prompts import Rendered, Renderer
 
@@ -130,6 +132,78 @@ def test_boundaries_of_a_conversation_are_shared_by_its_next_turn(make: Any) -> 
     before, after = chat(renderer, SYSTEM, USER), chat(renderer, SYSTEM, USER, ANSWER, USER)
     assert before.turn_end in after.boundaries
     assert before.tokens[: before.turn_end] == after.tokens[: before.turn_end]
+
+
+# ---- reasoning and tools
+
+
+def call(**arguments: object) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "look", "arguments": json.dumps(arguments)}}
+
+
+LOOKS = {"role": "assistant", "content": "", "reasoning_content": "let me look", "tool_calls": [call(path="/")]}
+SEEN = {"role": "tool", "content": "bin etc", "tool_call_id": "1"}
+SAYS = {"role": "assistant", "content": "<think>\nnow I know\n</think>\n\nTwo folders."}
+MORE = {"role": "user", "content": "and more?"}
+MANNERS = pytest.mark.parametrize("manner", [{}, {"chat_template_kwargs": {"manner": "open"}}], ids=["marked", "open"])
+LEFT_OUT, WITHOUT = "the template leaves out its reasoning", "it came without reasoning"
+
+
+def told(renderer: Renderer, rendered: Rendered) -> list[tuple[int, str, str, str]]:
+    """Number, role, note and text of each message whose end is known."""
+    starts = [0, *(message.end for message in rendered.messages)]
+    return [
+        (message.number, message.role, message.note, text_of(renderer, rendered.tokens[start : message.end]))
+        for start, message in zip(starts, rendered.messages, strict=False)
+    ]
+
+
+@MANNERS
+def test_each_step_of_a_loop_of_tools_repeats_the_one_before_up_to_its_turn_end(
+    make: Any, manner: dict[str, Any]
+) -> None:
+    renderer, messages, before = make(TOOL_TEMPLATE), [USER], None
+    for step in ([LOOKS, SEEN], [{**LOOKS, "reasoning_content": None}, SEEN], [SAYS, MORE], [LOOKS, SEEN, SEEN], []):
+        rendered = chat(renderer, *messages, tools=[TOOL], **manner)
+        assert "think" in text_of(renderer, rendered.tokens[rendered.turn_end :]), "the tail comes after the turn"
+        if before and messages[-1] is not MORE:
+            assert rendered.tokens[: before.turn_end] == before.tokens[: before.turn_end]
+            assert before.turn_end in [message.end for message in rendered.messages]
+        messages, before = [*messages, *step], rendered
+
+
+@MANNERS
+def test_messages_that_lost_their_reasoning_are_told_where_they_are(make: Any, manner: dict[str, Any]) -> None:
+    renderer = make(TOOL_TEMPLATE)
+    within = told(renderer, chat(renderer, USER, LOOKS, SEEN, SAYS, SEEN, **manner))
+    assert [(number, role, note) for number, role, note, _ in within] == [
+        (1, "user", ""), (2, "assistant", ""), (3, "tool", ""), (4, "assistant", ""), (5, "tool", "")
+    ]  # fmt: skip
+    rendered = chat(renderer, USER, LOOKS, SEEN, {**SAYS, "content": "Two folders."}, MORE, **manner)
+    after = told(renderer, rendered)
+    assert [(number, role, note) for number, role, note, _ in after] == [
+        (1, "user", ""), (2, "assistant", LEFT_OUT), (3, "tool", ""), (4, "assistant", WITHOUT), (5, "user", "")
+    ]  # fmt: skip
+    parts = [text for *_, text in after]
+    assert "hello 😀" in parts[0] and "/" in parts[1] and "bin etc" in parts[2] and "Two folders." in parts[3]
+    assert "and more?" in parts[4]
+    later = {message.end for message in rendered.messages[1:-1]}
+    assert not later.intersection(rendered.boundaries), "of use for people only"
+
+
+def test_reasoning_that_nobody_wanted_is_not_missed(make: Any) -> None:
+    renderer = make(TOOL_TEMPLATE)
+    rendered = chat(renderer, USER, ANSWER, USER, chat_template_kwargs={"enable_thinking": False})
+    assert [message.note for message in rendered.messages] == ["", "", ""]
+
+
+def test_where_a_long_loop_began_is_told(make: Any) -> None:
+    """That is where it differs once its reasoning is left out."""
+    renderer = make(TOOL_TEMPLATE)
+    rendered = chat(renderer, USER, *[LOOKS, SEEN] * 20, SAYS, MORE)
+    numbers = [message.number for message in rendered.messages]
+    assert numbers == [1, 2, *range(35, 44)]
+    assert rendered.messages[1].note == LEFT_OUT and rendered.messages[2].note == ""
 
 
 def test_a_token_that_straddles_a_boundary_is_not_counted(make: Any) -> None:
