@@ -15,7 +15,8 @@ from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.lives import Lives
 from warmline_proxy.metrics import CONTENT_TYPE, Metrics
 from warmline_proxy.purge import purge
-from warmline_proxy.rows import PurgeRequest, Totals
+from warmline_proxy.replay import Replayer
+from warmline_proxy.rows import PurgeRequest, ReplayRequest, Totals
 from warmline_proxy.upstream import Upstream, UpstreamError
 from warmline_proxy.watchdog import Watchdog
 from warmline_wire.messages import Resident, Vitals, decode, encode
@@ -54,6 +55,7 @@ class Admin:
         admission: Admission,
         lives: Lives,
         metrics: Metrics,
+        replayer: Replayer,
         receive_timeout_s: float,
         connections: Callable[[], int],
     ) -> None:
@@ -64,6 +66,7 @@ class Admin:
         self._admission = admission
         self._lives = lives
         self._metrics = metrics
+        self._replayer = replayer
         self._receive_timeout_s = receive_timeout_s
         self._connections = connections
 
@@ -116,6 +119,15 @@ class Admin:
             raise bad_request(f"Not a purge: {error}") from error
         if not wanted.dry_run:
             await self._forget_residents()
+        return web.Response(body=encode(reply), content_type="application/json")
+
+    async def replay(self, request: web.Request) -> web.Response:
+        """Answers when all is computed, however long that takes; a caller that leaves ends it."""
+        try:
+            wanted = decode(await read_body(request, self._receive_timeout_s), ReplayRequest)
+            reply = await self._replayer.replay(wanted)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise bad_request(f"Not a replay: {error}") from error
         return web.Response(body=encode(reply), content_type="application/json")
 
     async def _forget_residents(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
@@ -9,8 +10,10 @@ from aiohttp.typedefs import Handler
 
 from warmline_proxy.admin import Admin
 from warmline_proxy.admission import Admission, bearer, check_host, check_key, same_secret, tenant_of
+from warmline_proxy.audit import Auditor
 from warmline_proxy.background import Background
 from warmline_proxy.bodies import BODY_BYTES_MAX
+from warmline_proxy.condemn import Condemner
 from warmline_proxy.config import Config
 from warmline_proxy.connections import CONNECTIONS
 from warmline_proxy.ending import Ending
@@ -23,6 +26,8 @@ from warmline_proxy.metrics import Metrics
 from warmline_proxy.normalize import ENDPOINTS
 from warmline_proxy.overseer import Overseer
 from warmline_proxy.passthrough import forward
+from warmline_proxy.recompute import Recomputer
+from warmline_proxy.replay import Replayer
 from warmline_proxy.settle import Settler
 from warmline_proxy.start import Starter
 from warmline_proxy.upstream import Upstream, UpstreamError
@@ -100,6 +105,8 @@ class Face:
             return await self._admin.status()
         if (request.method, path) == ("POST", "/warmline/purge"):
             return await self._admin.purge(request)
+        if (request.method, path) == ("POST", "/warmline/replay"):
+            return await self._admin.replay(request)
         raise bad_request(f"Unknown path {path}", status=404, code="not_found")
 
 
@@ -127,7 +134,20 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     lives = Lives(knowledge)
     admission = Admission(config.running_count_max, config.queue_count_max, lives.retry_after_s)
     settler = Settler(index, upstream, knowledge, metrics, reuse=config.reuse != "off")
-    ending = Ending(lives, upstream, watchdog, settler, background, config.on_disconnect == "finish-prefill")
+    recomputer = Recomputer(upstream, index, tenant)
+    condemner = Condemner(index, upstream, knowledge, lives, settler, metrics)
+    auditor = Auditor(
+        config=config,
+        index=index,
+        recomputer=recomputer,
+        condemner=condemner,
+        admission=admission,
+        lives=lives,
+        watchdog=watchdog,
+        metrics=metrics,
+        chance=random.Random(),
+    )
+    ending = Ending(lives, upstream, watchdog, settler, auditor, background, config.on_disconnect == "finish-prefill")
     overseer = Overseer(lives, watchdog, background, config.heartbeat_after_s)
     hot_path = HotPath(
         config=config,
@@ -151,6 +171,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         admission=admission,
         lives=lives,
         metrics=metrics,
+        replayer=Replayer(index, knowledge, recomputer, condemner, metrics, config.audit_tolerance),
         receive_timeout_s=config.receive_timeout_s,
         connections=lambda: app[CONNECTIONS].count if CONNECTIONS in app else 0,
     )
@@ -173,13 +194,16 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
 
     async def drain_all() -> None:
         admission.close("The proxy is being stopped.")
+        await auditor.stop()
         await ending.drain(config.drain_timeout_s)
 
     async def live(_: web.Application) -> AsyncIterator[None]:
         watching = [asyncio.create_task(each.run()) for each in (watchdog, overseer)]
         adopting = background.spawn(adopt(), "adoption of residents")
+        auditor.start()
         yield
         adopting.cancel()
+        await auditor.stop()
         await background.drain(END_TIMEOUT_S)
         for task in watching:
             task.cancel()

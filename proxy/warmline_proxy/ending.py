@@ -4,6 +4,7 @@ import asyncio
 import logging
 from contextlib import suppress
 
+from warmline_proxy.audit import Auditor
 from warmline_proxy.background import Background, wait_for_events
 from warmline_proxy.errors import ClientError, cancelled, unavailable
 from warmline_proxy.life import Life
@@ -30,11 +31,13 @@ class Ending:
         upstream: Upstream,
         watchdog: Watchdog,
         settler: Settler,
+        auditor: Auditor,
         background: Background,
         finish_prefill: bool,
     ) -> None:
         self._lives, self._upstream, self._watchdog = lives, upstream, watchdog
-        self._settler, self._background, self._finish_prefill = settler, background, finish_prefill
+        self._settler, self._auditor, self._background = settler, auditor, background
+        self._finish_prefill = finish_prefill
 
     def let_go(self, life: Life) -> None:
         """From now on nothing more is wanted of the engine, whether or not its client has heard so."""
@@ -81,6 +84,7 @@ class Ending:
             await life.leaving
             if life.ticket:  # else a flood of refusals would push out what the records are for
                 await self._settler.settle(life)
+                self._auditor.consider(life)
         finally:
             life.settled.set()
             self._lives.discard(life)

@@ -33,6 +33,9 @@ class Listener(Protocol):
     def progressed(self) -> None:
         """Something came."""
 
+    def spoke(self, chunk: bytes) -> None:
+        """A piece of the answer, as JSON."""
+
     def settled(self, settled: Settled) -> None:
         """It has ended; this is what the backend holds of it."""
 
@@ -103,6 +106,8 @@ class Generation:
             done = event.comment.removeprefix(PREFILL).partition(b"/")[0]
             if done.isdigit():
                 self._listener.prefilled(int(done))
+        elif event.data:
+            self._listener.spoke(event.data)
 
     def _take_settled(self, event: Event) -> None:
         try:

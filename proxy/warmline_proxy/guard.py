@@ -7,6 +7,8 @@ accuses nobody: it is a reason to compute the first token again, cold, and compa
 
 from collections import deque
 
+import msgspec
+
 # Where the guard trips.  Sixty-four tokens are a ruler, or a matrix of zeros, wider than people write them, and a
 # sixtieth of what a collapsed answer runs on for.  docs/correctness.md says how often ordinary text gets there.
 REPEATED_TOKENS_MAX = 64
@@ -46,3 +48,31 @@ class Guard:
             self._digits = len(piece) - len(piece.rstrip("0123456789"))
         if self._digits >= DIGITS_MAX:
             self.reason = f"a run of {self._digits} digits"
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    text: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+def text_of(chunk: bytes) -> str:
+    """What one chunk of an OpenAI stream says; "" where it says nothing, or can't be read."""
+    try:
+        choices = _chunk(chunk).choices
+    except msgspec.DecodeError:
+        return ""
+    if not choices:
+        return ""
+    delta = choices[0].delta
+    return (delta.content if delta else choices[0].text) or ""

@@ -1,6 +1,7 @@
 """What a generation tells on its way, taken down in its request's life, and acted on: parts are saved as they come."""
 
 from warmline_proxy.background import Background
+from warmline_proxy.guard import Guard, text_of
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life, held_after
 from warmline_proxy.plan import on_grid
@@ -14,10 +15,16 @@ class Hearing:
     """A generation.Listener for one try of one request."""
 
     def __init__(
-        self, life: Life, knowledge: Knowledge, settler: Settler, background: Background, partial_save_tokens: int
+        self,
+        life: Life,
+        knowledge: Knowledge,
+        settler: Settler,
+        background: Background,
+        partial_save_tokens: int,
+        guard: Guard | None = None,
     ) -> None:
         self._life, self._knowledge, self._settler, self._background = life, knowledge, settler, background
-        self._partial_save_tokens = partial_save_tokens
+        self._partial_save_tokens, self._guard = partial_save_tokens, guard
         self._saving = False
         self._tried = 0  # how far the last save was to reach; one that failed is not tried again at once
 
@@ -26,6 +33,11 @@ class Hearing:
 
     def progressed(self) -> None:
         self._life.clock.progresses()
+
+    def spoke(self, chunk: bytes) -> None:
+        if (guard := self._guard) and not guard.reason:
+            guard.feed(text_of(chunk))
+            self._life.trace.collapse = guard.reason
 
     def prefilled(self, tokens: int) -> None:
         life, step = self._life, self._partial_save_tokens
@@ -39,7 +51,8 @@ class Hearing:
         """Told twice where a cancel met the end."""
         if self._life.trace.settled is None:
             self._life.trace.settled = settled
-            self._knowledge.mirror.add(settled.resident, held_after(self._life, settled))
+            if not self._life.suspect:
+                self._knowledge.mirror.add(settled.resident, held_after(self._life, settled))
 
     def over(self, whole: bool) -> None:
         """Its place is free, whether or not its client has read all of the answer.  Who was lost keeps it for a while:

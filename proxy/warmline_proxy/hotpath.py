@@ -15,6 +15,7 @@ from warmline_proxy.deadlines import Limits
 from warmline_proxy.ending import Ending
 from warmline_proxy.errors import ClientError, cancelled, from_upstream, unavailable
 from warmline_proxy.generation import Generation
+from warmline_proxy.guard import Guard
 from warmline_proxy.hearing import Hearing
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
@@ -220,7 +221,14 @@ class HotPath:
         if not plan.keep:
             self._knowledge.mirror.drop(plan.resident)
         life.sent, life.stored = True, plan.reuse
-        life.hearing = Hearing(life, self._knowledge, self._settler, self._background, self._config.partial_save_tokens)
+        life.hearing = Hearing(
+            life,
+            self._knowledge,
+            self._settler,
+            self._background,
+            self._config.partial_save_tokens,
+            Guard() if self._config.garbage_guard == "observe" else None,
+        )
         life.clock.waits()
         try:
             stream = await self._upstream.generate(life.call.endpoint, request_id, life.prompt.prompt_id, plan)

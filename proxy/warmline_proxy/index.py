@@ -86,6 +86,11 @@ class IndexReader:
         with self._env.reading() as tables:
             return tables.segment(segment_id)
 
+    def stored_tokens(self, segment_id: str) -> bytes:
+        """Packed, from the root to this segment's end; b"" where it is not stored."""
+        with self._env.reading() as tables:
+            return index_walk.tokens_to(tables, segment_id)
+
     def path(self, segment_id: str) -> list[SegmentRow]:
         """From the root to this segment."""
         with self._env.reading() as tables:
@@ -141,10 +146,11 @@ class Index(IndexReader):
         self.budget_bytes = budget_bytes
         self._env = Env(home.index, writable=True, map_bytes=map_bytes)
         self._env.reader_check()
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
         self._leases: Counter[str] = Counter()
         self._uses: dict[str, Usage] = {}
         self._records: list[RequestRecord] = []
+        self._audited: dict[str, tuple[str, str]] = {}  # by request id: its record's audit and guard
         self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
         self._writer = Writer(self._tick, FLUSH_INTERVAL_S)
 
@@ -230,6 +236,11 @@ class Index(IndexReader):
             full = len(self._records) > PENDING_MAX
         if full:
             self._submit(self._tick)
+
+    def note_audit(self, request_id: str, audit: str, guard: str) -> None:
+        """Add to a request's record what an audit has found; written within a second."""
+        with self._lock:
+            self._audited[request_id] = audit, guard
 
     def flush(self) -> None:
         """Write the bookkeeping now."""
@@ -328,7 +339,8 @@ class Index(IndexReader):
         with self._lock:
             uses, self._uses = self._uses, {}
             records, self._records = self._records, []
-        if not uses and not records:
+            audited, self._audited = self._audited, {}
+        if not uses and not records and not audited:
             return
 
         def change(tables: Tables) -> None:
@@ -338,5 +350,7 @@ class Index(IndexReader):
                     tables.put_usage(file_id, Usage(hits=hits, last_used=use.last_used))
             for record in records:
                 tables.append_request(record)
+            if audited:
+                tables.note_audits(audited)
 
         self._env.write(change)

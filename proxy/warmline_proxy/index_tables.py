@@ -80,6 +80,15 @@ _request = _decoder(RequestRecord)
 _save = _decoder(SavePlan)
 _quarantine = _decoder(QuarantineRow)
 _sums = _decoder(Sums)
+DECODERS = {
+    "segments": _segment,
+    "checkpoints": _checkpoint,
+    "sessions": _session,
+    "usage": _usage,
+    "requests": _request,
+    "saves": _save,
+    "quarantine": _quarantine,
+}
 
 
 def number(value: int) -> bytes:
@@ -315,6 +324,13 @@ class Tables:
         self.put("requests", number(last + 1), _encode(record))
         if self.count("requests") > REQUESTS_MAX and cursor.first():
             self.delete("requests", cursor.key())
+
+    def note_audits(self, audited: dict[str, tuple[str, str]]) -> None:
+        """Of those among the last requests."""
+        for key, record in self.requests():
+            if found := audited.get(record.id):
+                audit, guard = found
+                self.put("requests", key, _encode(msgspec.structs.replace(record, audit=audit, guard=guard)))
 
     # --- saves under way, files to delete, quarantine ---
 

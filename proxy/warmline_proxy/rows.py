@@ -1,8 +1,16 @@
 """What the index stores and what it answers: plain values, no I/O."""
 
+from typing import Annotated, Literal
+
 import msgspec
 
 from warmline_wire.messages import CheckpointRef, SegmentRef, SegmentSpec
+
+
+FileId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]  # also the file's name
+MaybeFileId = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")]  # "" for none
+Root = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # namespace(fingerprint, tenant)
+Position = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # in tokens
 
 
 class SegmentRow(msgspec.Struct, kw_only=True):
@@ -12,12 +20,12 @@ class SegmentRow(msgspec.Struct, kw_only=True):
     `start < parent.end` the child leaves its parent's tokens in the middle.  Its tokens have a table of their own.
     """
 
-    id: str  # 32 hex digits; the file's name
-    parent: str  # "" at the root
-    root: bytes  # namespace(fingerprint, tenant)
+    id: FileId
+    parent: MaybeFileId  # "" at the root
+    root: Root
     model: str  # served model's name, for people and purge
-    start: int
-    end: int
+    start: Position
+    end: Position
     bytes_on_disk: int = 0
     checksum: str = ""
     created: float = 0.0  # Unix seconds
@@ -29,9 +37,9 @@ class SegmentRow(msgspec.Struct, kw_only=True):
 class CheckpointRow(msgspec.Struct, kw_only=True):
     """The state of all recurrent layers at `position`, on the path through `segment` (start < position <= end)."""
 
-    id: str
-    segment: str
-    position: int
+    id: FileId
+    segment: FileId
+    position: Position
     bytes_on_disk: int = 0
     checksum: str = ""
     created: float = 0.0
@@ -52,13 +60,13 @@ class SessionRow(msgspec.Struct, kw_only=True):
     """
 
     id: str  # 12 hex digits
-    root: bytes
+    root: Root
     model: str
-    leaf: str  # deepest segment
-    tokens: int
-    turn_end: int  # last message boundary of its last prompt (all tokens where that is unknown)
-    turn_digest: bytes  # xxh3_128 of the packed tokens [0, turn_end)
-    turn_segment: str  # where `turn_end` lies; "" once that is no longer stored
+    leaf: FileId  # deepest segment
+    tokens: Position
+    turn_end: Position  # last message boundary of its last prompt (all tokens where that is unknown)
+    turn_digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # xxh3_128 of the packed tokens [0, turn_end)
+    turn_segment: MaybeFileId  # where `turn_end` lies; "" once that is no longer stored
     created: float
     last_used: float
     requests: int = 1
@@ -144,11 +152,11 @@ class SaveCommitted(msgspec.Struct, kw_only=True):
 class QuarantineRow(msgspec.Struct, kw_only=True):
     """A file taken out of the tree; it lies in segments/quarantine/ until a purge, or until its room is needed."""
 
-    id: str
-    kind: str  # "segment" or "checkpoint"
+    id: FileId
+    kind: Literal["segment", "checkpoint"]
     model: str
-    start: int
-    end: int
+    start: Position
+    end: Position
     bytes_on_disk: int
     reason: str
     at: float

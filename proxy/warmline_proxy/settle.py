@@ -47,7 +47,8 @@ class Settler:
         try:
             if settled and settled.resident:
                 async with self._one_at_a_time:
-                    await (self._keep(life, settled) if self._reuse else self._forget(settled))
+                    keeps = self._reuse and not life.suspect
+                    await (self._keep(life, settled) if keeps else self._forget(settled))
             if settled:
                 await self._keep_up(settled)
         except (UpstreamError, IndexFailure, OSError) as error:
@@ -69,7 +70,7 @@ class Settler:
 
         What fails is saved at its end.
         """
-        if not self._reuse or not life.prompt or not life.layout or not life.layout.persistent:
+        if life.suspect or not self._reuse or not life.prompt or not life.layout or not life.layout.persistent:
             return False
         if life.trace.prompt_tokens * life.layout.row_bytes > self._index.budget_bytes:
             return False  # all of it never fits, and a part is not worth what it would push out
@@ -87,6 +88,11 @@ class Settler:
         except (UpstreamError, IndexFailure, OSError) as error:
             log.warning("request %s: its first %d tokens could not be saved yet: %s", life.trace.id, until, error)
             return False
+
+    async def between_saves(self, work: Callable[[], T]) -> T:
+        """Do something to the index on a thread, while nothing is being saved."""
+        async with self._one_at_a_time:
+            return await _in_thread(work)
 
     async def save_residents(self) -> None:
         """Save what is in memory and not known to be on disk: what an earlier proxy left, or a save that failed."""

@@ -48,6 +48,7 @@ class Trace:
     plan: Plan | None = None
     prompt_tokens: int = 0
     saved_tokens: int = 0
+    collapse: str = ""  # what the garbage guard saw of its answer
     queue_s: float = 0.0
     restore_s: float = 0.0
     ttft_s: float = 0.0
@@ -105,6 +106,7 @@ class Trace:
             total_s=self.total_s or self.elapsed_s(),
             error=self.error,
             dispatches=self.dispatches,
+            guard=self.collapse,
         )
 
 
@@ -122,6 +124,8 @@ def perf_line(record: RequestRecord, session_hint: str = "") -> str:
     texts = f"miss={json.dumps(record.why_not_warmer)} model={json.dumps(record.client_model)}"
     if session_hint:
         texts += f" client_session={json.dumps(session_hint)}"
+    if record.guard:
+        texts += f" guard={json.dumps(record.guard)}"
     if record.error:
         texts += f" error={json.dumps(record.error)}"
     return (

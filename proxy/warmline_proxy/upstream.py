@@ -25,6 +25,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from warmline_proxy.plan import Plan
 from warmline_wire.messages import (
+    HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
     HEADER_FOLLOW,
     HEADER_KEEP,
@@ -227,8 +228,12 @@ class Upstream:
             raise
         return _decoded(body, Settled) if body != b"{}" else None
 
-    async def generate(self, endpoint: str, request_id: str, prompt_id: str, plan: Plan) -> ByteStream:
+    async def generate(
+        self, endpoint: str, request_id: str, prompt_id: str, plan: Plan, *, background: bool = False
+    ) -> ByteStream:
         """Starts a generation of a rendered prompt: always a stream with usage, and no body, for the backend has it.
+
+        In the `background` it is computed while nobody else wants the engine, and nothing of it is kept.
 
         Raises Gone where `plan`'s resident, its leader or the prompt is no longer there.
         """
@@ -241,6 +246,8 @@ class Upstream:
                 headers[HEADER_KEEP] = "1"
         if plan.checkpoints:
             headers[HEADER_CHECKPOINTS] = ",".join(map(str, plan.checkpoints))
+        if background:
+            headers[HEADER_BACKGROUND] = "1"
         request = self._request("POST", PATHS[endpoint], headers)
         try:
             return ByteStream(await self._checked(await self._send(request)))

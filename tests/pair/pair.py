@@ -76,7 +76,8 @@ class Pair:
 
     def start(self) -> "Pair":
         ports = ["--port", str(self.port), "--backend-port", str(self.backend_port)]
-        arguments = ["serve", "--home", str(self.home.root), "--model", str(self._model), *ports, *self._flags]
+        given = ["--audit-fraction", "0", *self._flags]  # no audits by chance, unless a test wants them
+        arguments = ["serve", "--home", str(self.home.root), "--model", str(self._model), *ports, *given]
         self._serve = Running([WARMLINE, *arguments], self._environment)
         self._serve.wait_for("^ready http://", START_TIMEOUT_S)
         return self

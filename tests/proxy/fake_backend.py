@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import struct
 from collections import defaultdict
 from typing import Any
 
@@ -10,6 +11,7 @@ from aiohttp import web
 from warmline_wire.home import Home
 from warmline_wire.keys import pack_tokens
 from warmline_wire.messages import (
+    HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
     HEADER_PROMPT,
     HEADER_REQUEST,
@@ -18,6 +20,7 @@ from warmline_wire.messages import (
     SETTLED_EVENT,
     ErrorBody,
     ErrorReply,
+    FirstLogits,
     KeepOrder,
     Layout,
     PromptReply,
@@ -46,6 +49,8 @@ SERVED = "fake-model"
 
 def rendered(body: dict[str, Any]) -> tuple[bytes, list[int]]:
     """The prompt's text and where its messages end."""
+    if isinstance(body.get("prompt"), list):
+        return bytes(body["prompt"]), []
     text, ends = b"", []
     for message in body.get("messages", ()):
         text += f"<{message['role']}>{message.get('content') or ''}\n".encode()
@@ -84,6 +89,9 @@ class FakeBackend:
         self.moving = False  # each look at it finds one more step done
         self.layout = layout()
         self.answer = ["Par", "is."]
+        self.logprob = -0.25  # of every request's first token
+        self.cold_logprobs: list[float] = []  # one a generation in the background that starts cold; then as above
+        self.gives_up_background = 0  # generations in the background that are ended
         self.held: dict[str, bytes] = {}  # residents: packed tokens
         self.checkpoints: dict[str, list[int]] = {}
         self.calls: defaultdict[str, list[Any]] = defaultdict(list)
@@ -349,6 +357,7 @@ class FakeBackend:
 
     async def _stream(self, response: web.StreamResponse, body: dict[str, Any], headers: Any) -> None:
         request_id, reuse = headers[HEADER_REQUEST], int(headers.get(HEADER_REUSE, 0))
+        background = HEADER_BACKGROUND in headers
         self._running[request_id] = cancelled = asyncio.Event()
         self._settled[request_id] = asyncio.get_running_loop().create_future()
         taken = self.held.get(headers.get(HEADER_RESIDENT, ""), b"")
@@ -356,7 +365,10 @@ class FakeBackend:
             self.held.pop(headers.get(HEADER_RESIDENT, ""), None)
         prompt, generated = rendered(body)[0], b""
         await response.write(comment_event(f"prefill {reuse}/{len(prompt)}"))
-        for number, text in enumerate(self.answer):
+        if background and self.gives_up_background:
+            self.gives_up_background -= 1
+            cancelled.set()
+        for number, text in enumerate(self.answer[: 1 if background else None]):
             if number == self.hold_after:
                 self.holding.set()
                 await asyncio.wait(
@@ -379,8 +391,11 @@ class FakeBackend:
     def _settle(
         self, request_id: str, prompt: bytes, generated: bytes, reuse: int, headers: Any, cancelled: bool
     ) -> Settled:
-        resident = self._id("resident")
-        self.held[resident] = packed(prompt + generated)
+        resident = "" if (background := HEADER_BACKGROUND in headers) else self._id("resident")
+        cold = background and HEADER_RESIDENT not in headers
+        logprob = self.cold_logprobs.pop(0) if cold and self.cold_logprobs else self.logprob
+        if resident:
+            self.held[resident] = packed(prompt + generated)
         at = [int(position) for position in headers.get(HEADER_CHECKPOINTS, "").split(",") if position]
         self.checkpoints[resident] = [*at, len(prompt + generated)] if self.layout.has_states else []
         return Settled(
@@ -393,6 +408,7 @@ class FakeBackend:
             checkpoints=self.checkpoints[resident],
             positions=self.checkpoints[resident],
             timings=Timings(prefill_s=0.1, decode_s=0.1, prefilled=len(prompt) - reuse, decoded=len(generated)),
+            first=first_logits(logprob) if generated else None,
         )
 
     async def _other(self, request: web.Request) -> web.Response:
@@ -401,6 +417,11 @@ class FakeBackend:
             headers = {"X-Fake": "1", "Connection": "X-Secret-Hop", "X-Secret-Hop": "1"}
             return web.json_response({"object": "list", "data": [{"id": SERVED}]}, headers=headers)
         return self._error(404, f"unknown path {request.path}")
+
+
+def first_logits(logprob: float) -> FirstLogits:
+    """Of a model that knows one token."""
+    return FirstLogits(digest=str(logprob), ids=pack_tokens([0]), logprobs=struct.pack("<f", logprob))
 
 
 def chunk(body: dict[str, Any], text: str, finish: str | None = None) -> dict[str, Any]:

@@ -82,8 +82,8 @@ async def pair(folder: Path, **settings: Any) -> AsyncIterator[Pair]:
     home.prepare()
     backend = FakeBackend(home)
     below, backend_port = await serve(backend.app())
-    settings = {"disk_budget_bytes": GB, "port": 0, "backend_url": f"http://127.0.0.1:{backend_port}", **settings}
-    config = Config(home=home, **settings)
+    settings = {"disk_budget_bytes": GB, "port": 0, "audit_fraction": 0.0, **settings}  # no audits by chance
+    config = Config(home=home, backend_url=f"http://127.0.0.1:{backend_port}", **settings)
     with Index(home, config.disk_budget_bytes) as index:
         app = build(config, home.secret(), index)
         async with listening(app, config) as above, aiohttp.ClientSession() as client:

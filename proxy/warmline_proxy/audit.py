@@ -1,0 +1,218 @@
+"""Computes warm requests again, cold, when nobody needs the engine, and compares what their first tokens came from.
+
+A few of all, by chance; those whose answers collapse, always and first; those that cachectl asks for, at once.  What
+differs is taken out of use, unless two cold runs differ as well: then it is the machine that does not repeat itself.
+"""
+
+import asyncio
+import logging
+import random
+from collections import deque
+from dataclasses import dataclass
+
+from warmline_proxy.admission import Admission
+from warmline_proxy.compare import DIFFERS, Verdict, compare, likeliest
+from warmline_proxy.condemn import Condemner
+from warmline_proxy.config import Config
+from warmline_proxy.index import Index
+from warmline_proxy.life import Life
+from warmline_proxy.lives import Lives
+from warmline_proxy.metrics import Metrics
+from warmline_proxy.recompute import OtherModel, Recomputer
+from warmline_proxy.trace import OK
+from warmline_proxy.upstream import UpstreamError
+from warmline_proxy.watchdog import Watchdog
+from warmline_wire.messages import FirstLogits, Layout
+
+log = logging.getLogger(__name__)
+
+UNSTABLE, ABANDONED, DROPPED, MODEL = "unstable", "abandoned", "dropped", "model"
+CHANCE, GUARD = "chance", "guard"  # why a request is audited
+
+WAITING_MAX = 32
+WAITING_BYTES_MAX = 32 << 20  # of tokens
+TRIES_MAX = 3  # each is given up where others want the memory, or the backend is lost
+LOOK_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A warm request, and what its first token came from."""
+
+    request_id: str
+    root: bytes
+    tokens: bytes  # its prompt's
+    first: FirstLogits
+    layout: Layout
+    why: str  # CHANCE or GUARD
+    collapse: str = ""  # what the guard saw
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an audit came to."""
+
+    outcome: str  # a Verdict's, UNSTABLE or ABANDONED
+    verdict: Verdict | None = None
+    quarantined: int = 0
+
+
+class Auditor:
+    """Owned by the event loop; from `start` to `stop` it has one task."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        index: Index,
+        recomputer: Recomputer,
+        condemner: Condemner,
+        admission: Admission,
+        lives: Lives,
+        watchdog: Watchdog,
+        metrics: Metrics,
+        chance: random.Random,
+    ) -> None:
+        self._fraction, self._tolerance = config.audit_fraction, config.audit_tolerance
+        self._index, self._recomputer, self._condemner = index, recomputer, condemner
+        self._admission, self._lives, self._watchdog, self._metrics = admission, lives, watchdog, metrics
+        self._chance = chance
+        self._waiting: deque[Case] = deque()
+        self._arrived = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def consider(self, life: Life) -> None:
+        """A request is on disk and recorded: is it to be audited?"""
+        trace, collapse = life.trace, life.trace.collapse
+        if not (trace.plan and trace.plan.reuse):
+            if collapse:  # nothing was reused, so nothing of ours is to blame
+                self._index.note_audit(trace.id, "", f"{MODEL}: {collapse}")
+            return
+        by_chance = trace.outcome == OK and self._chance.random() < self._fraction
+        if (collapse or by_chance) and (case := _case(life)):
+            self._enqueue(case)
+
+    def _enqueue(self, case: Case) -> None:
+        """The newest is dropped where too many wait; a collapsed answer goes before all that were chosen by chance."""
+        if case.why == GUARD:
+            self._waiting.insert(sum(each.why == GUARD for each in self._waiting), case)
+        else:
+            self._waiting.append(case)
+        while len(self._waiting) > 1 and self._too_many_wait:
+            self._note(self._waiting.pop(), Finding(DROPPED))
+        self._arrived.set()
+
+    @property
+    def _too_many_wait(self) -> bool:
+        return len(self._waiting) > WAITING_MAX or sum(len(each.tokens) for each in self._waiting) > WAITING_BYTES_MAX
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="audits")
+
+    async def stop(self) -> None:
+        """Give up what is under way, and all that wait."""
+        if self._task:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _run(self) -> None:
+        case: Case | None = None
+        try:
+            while True:
+                await self._arrived.wait()
+                await self._quiet()
+                case = self._waiting.popleft()
+                if not self._waiting:
+                    self._arrived.clear()
+                await self._audit(case)
+                case = None
+        finally:
+            for given_up in ([case] if case else []) + list(self._waiting):
+                self._note(given_up, Finding(ABANDONED))
+
+    async def _audit(self, case: Case) -> None:
+        try:
+            finding = await self._judge(case)
+        except Exception:  # one audit's trouble must not end all others
+            log.exception("the audit of request %s failed", case.request_id)
+            finding = Finding(ABANDONED)
+        self._note(case, finding)
+
+    async def _judge(self, case: Case) -> Finding:
+        cold = await self._again(case)
+        if cold is None:
+            return Finding(ABANDONED)
+        verdict = compare(case.first, cold, case.layout, self._tolerance)
+        if verdict.agrees:
+            return Finding(verdict.outcome, verdict)
+        once_more = await self._again(case)  # where this can't be had, the first word counts
+        if once_more and not compare(cold, once_more, case.layout, self._tolerance).agrees:
+            log.error("AUDIT request=%s unstable: two cold runs differ, too; %s", case.request_id, told(verdict))
+            return Finding(UNSTABLE, verdict)
+        quarantined = len(await self._condemner.condemn(case.root, case.tokens))
+        log.error(
+            "AUDIT request=%s differs: %s; likeliest first token warm %d, cold %d; %d files are quarantined, and its "
+            "conversation starts cold",
+            case.request_id,
+            told(verdict),
+            next(iter(likeliest(case.first)), -1),
+            next(iter(likeliest(cold)), -1),
+            quarantined,
+        )
+        return Finding(DIFFERS, verdict, quarantined)
+
+    async def _again(self, case: Case) -> FirstLogits | None:
+        """Computed cold, in a quiet moment; None where that could not be had."""
+        for _ in range(TRIES_MAX):
+            await self._quiet()
+            try:
+                if first := await self._recomputer.cold(case.root, case.tokens):
+                    return first
+            except OtherModel as error:
+                log.info("the audit of request %s is given up: %s", case.request_id, error)
+                return None
+            except UpstreamError as error:
+                log.info("the audit of request %s is tried again: %s", case.request_id, error)
+        return None
+
+    async def _quiet(self) -> None:
+        """Until nobody runs or waits."""
+        while True:
+            if self._is_quiet:
+                return
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    @property
+    def _is_quiet(self) -> bool:
+        asked = self._admission.running or self._admission.queued or any(life.is_computing for life in self._lives)
+        return self._watchdog.is_up and not asked
+
+    def _note(self, case: Case, finding: Finding) -> None:
+        agrees = finding.verdict is not None and finding.verdict.agrees
+        outcome = MODEL if case.why == GUARD and agrees else finding.outcome
+        self._metrics.audits.labels(why=case.why, outcome=outcome).inc()
+        guard = case.collapse
+        if guard and agrees:
+            guard = f"{MODEL}: {guard}"
+        elif guard and finding.outcome == DIFFERS:
+            guard = f"cache: {guard}"
+        audit = ABANDONED if finding.outcome == DROPPED else finding.outcome
+        self._index.note_audit(case.request_id, audit, guard)
+        if agrees and finding.verdict:
+            log.info("AUDIT request=%s %s: %s", case.request_id, outcome, told(finding.verdict))
+
+
+def told(verdict: Verdict) -> str:
+    """For people."""
+    if verdict.tolerance:
+        return f"log-probabilities differ by {verdict.difference:.2e}, tolerance {verdict.tolerance:g}"
+    return f"log-probabilities differ by {verdict.difference:.2e}, exact to the last bit is expected"
+
+
+def _case(life: Life) -> Case | None:
+    """None where no token was computed, so that there is nothing to compare."""
+    settled, collapse = life.trace.settled, life.trace.collapse
+    if life.suspect or not (settled and settled.first and life.prompt and life.layout):
+        return None
+    why = GUARD if collapse else CHANCE
+    return Case(life.trace.id, life.root, life.prompt.tokens, settled.first, life.layout, why, collapse)

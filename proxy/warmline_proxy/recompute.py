@@ -1,0 +1,82 @@
+"""Computing a prompt's first token again: cold, or from what is on disk; in the background, and nothing is kept of it.
+
+What the backend can't do, or gives up because others want its memory, is None: nothing is known then.
+"""
+
+import secrets
+from dataclasses import replace
+
+import msgspec
+
+from warmline_proxy.index import Index
+from warmline_proxy.plan import COLD, Plan
+from warmline_proxy.upstream import ByteStream, Garbled, Upstream
+from warmline_wire.keys import TOKEN_BYTES, namespace, unpack_tokens
+from warmline_wire.messages import SETTLED_EVENT, FirstLogits, PromptRequest, RestoreRequest, Settled, decode
+from warmline_wire.stream import EventParser
+
+ANSWERED = ("stop", "length")
+
+
+class OtherModel(Exception):
+    """What the backend serves now is not what the tokens were computed with."""
+
+
+class Recomputer:
+    """Every method raises UpstreamError where the backend fails, and OtherModel."""
+
+    def __init__(self, upstream: Upstream, index: Index, tenant: str) -> None:
+        self._upstream, self._index, self._tenant = upstream, index, tenant
+
+    async def cold(self, root: bytes, tokens: bytes) -> FirstLogits | None:
+        """Of a prompt's packed tokens under its namespace `root`."""
+        return await self._first(root, tokens, Plan(source=COLD, reuse=0, why_not_warmer=""), _new_id())
+
+    async def restored(self, root: bytes, tokens: bytes, plan: Plan) -> FirstLogits | None:
+        """As `cold`, from the plan's chain.  Raises RestoreFailed where a file is at fault."""
+        request_id = _new_id()
+        files = [link.id for link in plan.chain] + ([plan.checkpoint.id] if plan.checkpoint else [])
+        request = RestoreRequest(
+            request_id=request_id,
+            tokens=tokens[: plan.reuse * TOKEN_BYTES],
+            chain=list(plan.chain),
+            checkpoint=plan.checkpoint,
+            root=root,
+        )
+        self._index.lease(files)
+        try:
+            resident = (await self._upstream.restore(request)).resident
+        finally:
+            self._index.release(files)
+        try:
+            return await self._first(root, tokens, replace(plan, resident=resident), request_id)
+        finally:
+            await self._upstream.drop_resident(resident)  # where the request did not get to taking it over
+
+    async def _first(self, root: bytes, tokens: bytes, plan: Plan, request_id: str) -> FirstLogits | None:
+        body = {"prompt": unpack_tokens(tokens), "max_tokens": 1}
+        prompt = await self._upstream.prompt(PromptRequest(request_id=request_id, endpoint="completion", body=body))
+        if namespace(prompt.fingerprint, self._tenant) != root:
+            raise OtherModel("the backend now serves another model, or serves it otherwise")
+        stream = await self._upstream.generate("completion", request_id, prompt.prompt_id, plan, background=True)
+        settled = await _settled(stream)
+        return settled.first if settled and settled.finish in ANSWERED else None
+
+
+def _new_id() -> str:
+    return f"audit-{secrets.token_hex(8)}"
+
+
+async def _settled(stream: ByteStream) -> Settled | None:
+    """How a generation ended; who leaves before has it ended."""
+    parser, settled = EventParser(), None
+    try:
+        async for data in stream.chunks():
+            for event in parser.feed(data):
+                if event.name == SETTLED_EVENT.encode():
+                    settled = decode(event.data, Settled)
+    except msgspec.DecodeError as error:
+        raise Garbled(f"the end of an audit is not readable: {error}") from error
+    finally:
+        await stream.close()
+    return settled

@@ -1,0 +1,123 @@
+"""Replays conversations on demand: the first token from what is stored of them, and again cold, must agree."""
+
+import asyncio
+import logging
+
+from warmline_proxy.audit import UNSTABLE, told
+from warmline_proxy.compare import compare
+from warmline_proxy.condemn import Condemner
+from warmline_proxy.index import Index
+from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.metrics import Metrics
+from warmline_proxy.plan import Plan, restored_plan
+from warmline_proxy.recompute import OtherModel, Recomputer
+from warmline_proxy.rows import Replay, ReplayReply, ReplayRequest, SessionRow
+from warmline_proxy.upstream import RestoreFailed
+from warmline_wire.keys import TOKEN_BYTES
+from warmline_wire.messages import FirstLogits, Layout
+
+log = logging.getLogger(__name__)
+
+REPLAY, DAMAGED, SKIPPED = "replay", "damaged", "skipped"
+
+
+class Replayer:
+    """Raises UpstreamError and IndexFailure."""
+
+    def __init__(
+        self,
+        index: Index,
+        knowledge: Knowledge,
+        recomputer: Recomputer,
+        condemner: Condemner,
+        metrics: Metrics,
+        tolerance: float,
+    ) -> None:
+        self._index, self._knowledge = index, knowledge
+        self._recomputer, self._condemner, self._metrics = recomputer, condemner, metrics
+        self._tolerance = tolerance
+        self._one_at_a_time = asyncio.Lock()
+
+    async def replay(self, request: ReplayRequest) -> ReplayReply:
+        """Raises ValueError where there is no such session."""
+        rows = await asyncio.to_thread(self._index.sessions)
+        if request.session:
+            rows = [row for row in rows if row.id == request.session]
+            if not rows:
+                raise ValueError(f"no session {request.session}")
+        replays = []
+        async with self._one_at_a_time:
+            for row in rows[: max(1, request.count)]:
+                replays.append(await self._replay(row))
+        return ReplayReply(replays=replays)
+
+    async def _replay(self, row: SessionRow) -> Replay:
+        try:
+            replay = await self._compared(row)
+        except OtherModel as error:
+            replay = _skipped(row, str(error))
+        self._metrics.audits.labels(why=REPLAY, outcome=replay.outcome).inc()
+        return replay
+
+    async def _compared(self, row: SessionRow) -> Replay:
+        layout = (await self._knowledge.status()).layout
+        tokens = (await asyncio.to_thread(self._index.stored_tokens, row.leaf))[: row.tokens * TOKEN_BYTES]
+        count = len(tokens) // TOKEN_BYTES
+        match = await asyncio.to_thread(self._index.match, row.root, tokens, count - 1)
+        plan = restored_plan(count, match, layout)
+        if layout is None or plan is None:
+            return _skipped(row, "nothing of it can be started from")
+        # Cold first: it finds out whether this model is served at all, and takes nobody's memory.
+        cold = await self._recomputer.cold(row.root, tokens)
+        if cold is None:
+            return _skipped(row, "others needed the backend's memory")
+        try:
+            warm = await self._recomputer.restored(row.root, tokens, plan)
+        except RestoreFailed as error:
+            return await self._set_aside(row, plan, error)
+        if warm is None:
+            return _skipped(row, "others needed the backend's memory")
+        return await self._judged(row, tokens, plan, warm, cold, layout)
+
+    async def _judged(
+        self, row: SessionRow, tokens: bytes, plan: Plan, warm: FirstLogits, cold: FirstLogits, layout: Layout
+    ) -> Replay:
+        verdict = compare(warm, cold, layout, self._tolerance)
+        outcome, quarantined = verdict.outcome, 0
+        if not verdict.agrees:
+            once_more = await self._recomputer.cold(row.root, tokens)
+            if once_more and not compare(cold, once_more, layout, self._tolerance).agrees:
+                outcome = UNSTABLE
+            else:
+                quarantined = len(await self._condemner.condemn(row.root, tokens))
+            log.error("AUDIT session=%s %s: %s; %d files are quarantined", row.id, outcome, told(verdict), quarantined)
+        return Replay(
+            session=row.id,
+            tokens=row.tokens,
+            reused=plan.reuse,
+            outcome=outcome,
+            difference=verdict.difference,
+            tolerance=verdict.tolerance,
+            quarantined=quarantined,
+        )
+
+    async def _set_aside(self, row: SessionRow, plan: Plan, error: RestoreFailed) -> Replay:
+        """A file that can't be restored is taken out of use, as when a request meets it."""
+        refused, aside = error.reply, list[str]()
+        if refused.bad in {link.id for link in plan.chain} | ({plan.checkpoint.id} if plan.checkpoint else set()):
+            aside = await asyncio.to_thread(self._index.quarantine, refused.bad, refused.reason)
+            self._metrics.quarantined.labels(reason=refused.reason).inc()
+        detail = f"{refused.reason} in {refused.bad}: {refused.detail}"
+        log.error("AUDIT session=%s damaged: %s", row.id, detail)
+        return Replay(
+            session=row.id,
+            tokens=row.tokens,
+            reused=plan.reuse,
+            outcome=DAMAGED,
+            quarantined=len(aside),
+            detail=detail,
+        )
+
+
+def _skipped(row: SessionRow, detail: str) -> Replay:
+    return Replay(session=row.id, tokens=row.tokens, outcome=SKIPPED, detail=detail)
