@@ -119,10 +119,6 @@ def _nearest(key: str, known: list[str]) -> str:
 
 
 def _check(config: Config) -> None:
-    if config["reuse"] == "exact":
-        raise ConfigurationError(
-            f"reuse (from {config.origin['reuse'].source}): exact is not available yet; use fast or off"
-        )
     host = str(config["host"])
     if not is_loopback(host) and not config["client_key"]:
         raise ConfigurationError(

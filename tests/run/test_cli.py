@@ -39,7 +39,7 @@ def test_config_prints_each_setting_with_its_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--reuse", "exact"], "not available yet"),
+        (["--reuse", "exactly"], "fast, exact or off"),
         (["--host", "0.0.0.0"], "client key"),
         (["--port", "http"], "whole number"),
         (["--no-such-flag"], "no-such-flag"),

@@ -80,11 +80,6 @@ def test_bad_values_are_refused_in_one_line(tmp_path: Path, toml: str, message: 
     assert "\n" not in str(caught.value) or "TOML" in message
 
 
-def test_exact_reuse_says_that_it_is_not_available_yet(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"WARMLINE_REUSE.*not available yet"):
-        configured(tmp_path, environment={"WARMLINE_REUSE": "exact"})
-
-
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "some.name"])
 def test_only_loopback_goes_without_a_client_key(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigurationError, match="client key"):
