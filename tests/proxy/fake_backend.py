@@ -92,6 +92,8 @@ class FakeBackend:
         self.logprob = -0.25  # of every request's first token
         self.cold_logprobs: list[float] = []  # one a generation in the background that starts cold; then as above
         self.gives_up_background = 0  # generations in the background that are ended
+        self.background_allowed = asyncio.Event()
+        self.background_allowed.set()
         self.held: dict[str, bytes] = {}  # residents: packed tokens
         self.checkpoints: dict[str, list[int]] = {}
         self.calls: defaultdict[str, list[Any]] = defaultdict(list)
@@ -365,6 +367,8 @@ class FakeBackend:
             self.held.pop(headers.get(HEADER_RESIDENT, ""), None)
         prompt, generated = rendered(body)[0], b""
         await response.write(comment_event(f"prefill {reuse}/{len(prompt)}"))
+        if background:
+            await self.background_allowed.wait()
         if background and self.gives_up_background:
             self.gives_up_background -= 1
             cancelled.set()
