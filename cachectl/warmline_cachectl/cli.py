@@ -18,7 +18,7 @@ import typer
 from warmline_cachectl import client, tables, views
 from warmline_proxy.index import IndexFailure, IndexReader
 from warmline_proxy.purge import select, told
-from warmline_proxy.rows import PurgeReply, PurgeRequest, Snapshot
+from warmline_proxy.rows import PurgeReply, PurgeRequest, ReplayRequest, Snapshot
 from warmline_wire.home import Home
 
 EXIT_OK, EXIT_FOUND, EXIT_USAGE, EXIT_REFUSED = 0, 1, 2, 3
@@ -69,11 +69,19 @@ def stats(home: HomeOption = HOME, as_json: JsonOption = False) -> None:
 
 @app.command()
 def verify(
+    session: Annotated[str, typer.Argument(help="With --replay: one conversation, by id or its beginning.")] = "",
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte of every file.")] = False,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Have the running pair compute what is stored again, cold, and compare.")
+    ] = False,
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
     """Check the index and its files; exit code 1 where something is wrong."""
+    if replay:
+        return _replay(session, home, as_json)
+    if session:
+        _fail("one conversation alone can only be replayed: add --replay", EXIT_USAGE)
     with _reading(home) as reader:
         found, totals = reader.verify(deep), reader.totals()
     summary = f"{totals.segments} segments and {totals.checkpoints} checkpoints checked: {len(found)} findings"
@@ -85,6 +93,17 @@ def verify(
     }
     _show(view, tables.findings(found, summary), as_json)
     if found:
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _replay(session: str, home: Path, as_json: bool) -> None:
+    with _reading(home) as reader:
+        wanted = _session(reader.snapshot(), session)
+    with _failing():
+        reply = client.replay(_home(home), ReplayRequest(session=wanted))
+    view = {"replays": [msgspec.structs.asdict(each) for each in reply.replays]}
+    _show(view, tables.replays(reply.replays), as_json)
+    if any(each.outcome in views.REPLAYED_WRONG for each in reply.replays):
         raise typer.Exit(EXIT_FOUND)
 
 

@@ -8,6 +8,7 @@ CannotDo       the reason is for people
 import json
 import sys
 from http.client import HTTPException
+from typing import TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -16,11 +17,14 @@ import msgspec
 from warmline_proxy.index import Index, IndexFailure, IndexReader, NoIndex
 from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.purge import purge as purge_index
-from warmline_proxy.rows import PurgeReply, PurgeRequest
+from warmline_proxy.rows import PurgeReply, PurgeRequest, ReplayReply, ReplayRequest
 from warmline_wire.home import Home
 from warmline_wire.messages import decode, encode, message_in
 
 PURGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
+REPLAY_TIMEOUT_S = 24 * 3600.0  # it waits for others, and computes long prompts from their first token
+
+T = TypeVar("T")
 
 
 class CannotDo(Exception):
@@ -51,7 +55,7 @@ def purge(home: Home, request: PurgeRequest) -> PurgeReply:
     """By the proxy where one runs, else here, under the lock that it would hold.  Raises Refused."""
     if url := _proxy_url(home):
         try:
-            return _ask_proxy(url, home.secret(), request)
+            return _ask_proxy(url, home.secret(), "/warmline/purge", request, PurgeReply, PURGE_TIMEOUT_S)
         except ConnectionRefusedError:
             pass  # it was killed, and left its address behind
     try:
@@ -61,6 +65,17 @@ def purge(home: Home, request: PurgeRequest) -> PurgeReply:
         raise Refused(str(error)) from error
 
 
+def replay(home: Home, request: ReplayRequest) -> ReplayReply:
+    """By the proxy alone: it takes a model.  Raises CannotDo."""
+    needed = "a replay computes: it needs the pair, which does not run on this home (start `warmline serve`)"
+    if not (url := _proxy_url(home)):
+        raise Refused(needed)
+    try:
+        return _ask_proxy(url, home.secret(), "/warmline/replay", request, ReplayReply, REPLAY_TIMEOUT_S)
+    except ConnectionRefusedError as error:
+        raise Refused(needed) from error
+
+
 def _proxy_url(home: Home) -> str:
     try:
         return str(json.loads((home.run / "proxy.json").read_text())["url"])
@@ -68,13 +83,13 @@ def _proxy_url(home: Home) -> str:
         return ""
 
 
-def _ask_proxy(url: str, secret: str, request: PurgeRequest) -> PurgeReply:
+def _ask_proxy(url: str, secret: str, path: str, request: object, kind: type[T], timeout_s: float) -> T:
     headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
-    call = Request(f"{url}/warmline/purge", data=encode(request), headers=headers, method="POST")
+    call = Request(url + path, data=encode(request), headers=headers, method="POST")
     direct = build_opener(ProxyHandler({}))  # it is on this machine, whatever http_proxy says
     try:
-        with direct.open(call, timeout=PURGE_TIMEOUT_S) as answer:
-            return decode(answer.read(), PurgeReply)
+        with direct.open(call, timeout=timeout_s) as answer:
+            return decode(answer.read(), kind)
     except HTTPError as error:
         raise Refused(f"the proxy at {url} answered {error.code}: {message_in(error.read())}") from error
     except URLError as error:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from warmline_proxy.rows import Finding, PurgeReply
+from warmline_proxy.rows import Finding, PurgeReply, Replay
 
 WIDTH_PIPED = 160  # where no terminal says how wide it is
 
@@ -92,6 +92,23 @@ def findings(found: list[Finding], summary: str) -> Iterable[Table | str]:
             table.add_row(finding.what, finding.id, finding.detail)
         yield table
     yield summary
+
+
+def replays(rows: list[Replay]) -> Iterable[Table | str]:
+    table = Table("session", "tokens", "from disk", "outcome", "difference", "tolerance", "quarantined", "detail")
+    for row in rows:
+        compared = bool(row.reused) and not row.detail
+        table.add_row(
+            row.session,
+            f"{row.tokens:,}",
+            f"{row.reused:,}",
+            row.outcome,
+            f"{row.difference:.2e}" if compared else "",
+            (f"{row.tolerance:g}" if row.tolerance else "none") if compared else "",
+            str(row.quarantined or ""),
+            row.detail,
+        )
+    yield table if rows else "no conversations"
 
 
 def purged(reply: PurgeReply) -> str:

@@ -10,6 +10,7 @@ import msgspec
 from warmline_proxy.rows import CheckpointRow, RequestRecord, SegmentRow, SessionRow, Snapshot, Totals
 
 View = dict[str, Any]
+REPLAYED_WRONG = ("differs", "unstable", "damaged")
 ID_PREFIX_MIN = 4
 
 
@@ -96,6 +97,8 @@ def stats(totals: Totals, requests: list[RequestRecord]) -> View:
             "saved_tokens": sum(record.saved_tokens for record in requests),
             "cached_share": cached / prompt if prompt else 0.0,
             "ttft_median_s": median(record.ttft_s for record in answered) if answered else 0.0,
+            "audits": dict(Counter(record.audit for record in requests if record.audit)),
+            "collapsed_answers": dict(Counter(record.guard for record in requests if record.guard)),
             "why_not_warmer": dict(Counter(_reason(record) for record in requests if record.why_not_warmer)),
         },
     }

@@ -22,7 +22,7 @@ from warmline_cachectl.cli import app
 from warmline_proxy.index import Index
 from warmline_proxy.lock import home_lock
 from warmline_proxy.purge import purge
-from warmline_proxy.rows import PurgeRequest, RequestRecord
+from warmline_proxy.rows import PurgeRequest, Replay, ReplayReply, ReplayRequest, RequestRecord
 from warmline_wire.home import Home
 from warmline_wire.keys import pack_tokens
 from warmline_wire.messages import decode, encode
@@ -164,6 +164,7 @@ def test_purge_asks_on_a_terminal(home: Home, typed: str, left: int) -> None:
         (["purge", "--older-than", "7 days", "--yes"], "no age"),
         (["inspect", "--home", "/nowhere"], "no home at /nowhere"),
         (["nonsense"], "No such command"),
+        (["verify", "feedfeed"], "add --replay"),
     ],
 )
 def test_usage_errors_exit_with_2(home: Home, words: list[str], says: str) -> None:
@@ -201,6 +202,8 @@ class FakeProxy(HTTPServer):
     def __init__(self, home: Home, index: Index) -> None:
         super().__init__(("127.0.0.1", 0), FakeHandler)
         self.home, self.index = home, index
+        self.replays: list[Replay] = []
+        self.asked: list[ReplayRequest] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -210,6 +213,9 @@ class FakeHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         known = self.headers["Authorization"] == f"Bearer {self.server.home.secret()}"
+        if self.path == "/warmline/replay" and known:
+            self.server.asked.append(decode(body, ReplayRequest))
+            return self._answer(200, encode(ReplayReply(replays=self.server.replays)))
         if self.path != "/warmline/purge" or not known:
             return self._answer(401, b'{"error": {"message": "not for you"}}')
         self._answer(200, encode(purge(self.server.index, decode(body, PurgeRequest))))
@@ -260,3 +266,33 @@ def test_a_home_in_use_by_a_silent_process_is_left_alone(home: Home) -> None:
         done = run(home, "purge", "--all", "--yes")
         assert done.returncode == 3 and f"process {os.getpid()}" in done.stderr
     assert run(home, "purge", "--all", "--yes").returncode == 0
+
+
+def test_a_replay_is_the_pairs_work(proxy: FakeProxy) -> None:
+    home = proxy.home
+    session = answer(home, "inspect", via=process)["sessions"][0]["id"]
+    proxy.replays = [
+        Replay(session=session, tokens=1502, reused=1501, outcome="within", difference=1e-4, tolerance=1e-3)
+    ]
+    assert answer(home, "verify", "--replay", session[:6], via=process)["replays"][0]["outcome"] == "within"
+    shown = process(home, "verify", "--replay")
+    assert shown.returncode == 0 and "1,501" in shown.stdout and "1.00e-04" in shown.stdout
+    assert [each.session for each in proxy.asked] == [session, ""]
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("equal", 0), ("skipped", 0), ("differs", 1), ("damaged", 1)])
+def test_what_a_replay_found_is_its_exit_code(proxy: FakeProxy, outcome: str, code: int) -> None:
+    proxy.replays = [Replay(session="a", tokens=9, reused=8, outcome="equal")]
+    proxy.replays.append(Replay(session="b", tokens=9, reused=8, outcome=outcome, quarantined=3 * code))
+    done = process(proxy.home, "verify", "--replay")
+    assert done.returncode == code and outcome in done.stdout
+
+
+def test_without_a_pair_there_is_no_replay(home: Home) -> None:
+    (home.run / "proxy.json").unlink(missing_ok=True)
+    for _ in range(2):
+        done = run(home, "verify", "--replay")
+        assert done.returncode == 3 and "warmline serve" in done.stderr
+        (home.run / "proxy.json").write_text('{"pid": 1, "url": "http://127.0.0.1:9"}')  # nobody listens there
+    unknown = run(home, "verify", "--replay", "feedfeed")
+    assert unknown.returncode == 1 and "feedfeed" in unknown.stderr
