@@ -5,6 +5,7 @@ A block is 64 consecutive tokens, aligned at absolute positions.  A chain hash n
 are only a hint: whoever reuses KV compares the tokens themselves.
 """
 
+import copy
 from array import array
 from collections.abc import Iterable, Sequence
 from sys import byteorder
@@ -62,6 +63,45 @@ def prefix_digests(root: bytes, tokens: bytes, positions: Iterable[int]) -> dict
 def prefix_digest(root: bytes, tokens: bytes) -> str:
     """What `prefix_digests` says of the position after all packed `tokens`."""
     return xxhash.xxh3_128_hexdigest(root + tokens)
+
+
+class Prefix:
+    """All tokens before a position, as their hashes know them.  Immutable: `then` makes a longer one.
+
+    It tells what blocks, files and conversations say of that position, each token read once on its path.
+    """
+
+    def __init__(self, root: bytes) -> None:
+        self.length = 0
+        self._rooted, self._bare = xxhash.xxh3_128(root), xxhash.xxh3_128()
+        self._block = root  # chain hash of the last full block
+        self._rest = b""  # packed tokens after it
+
+    def then(self, tokens: bytes) -> "Prefix":
+        return self.with_hashes(tokens)[0]
+
+    def with_hashes(self, tokens: bytes) -> tuple["Prefix", Sequence[bytes]]:
+        """`then`, and the chain hashes of the blocks that end within these tokens."""
+        longer, unhashed = copy.copy(self), self._rest + tokens
+        hashes = chain_hashes(self._block, unhashed)
+        longer.length += len(tokens) // TOKEN_BYTES
+        longer._rooted, longer._bare = self._rooted.copy(), self._bare.copy()
+        longer._rooted.update(tokens)
+        longer._bare.update(tokens)
+        longer._rest = unhashed[len(hashes) * BLOCK_TOKENS * TOKEN_BYTES :]
+        if hashes:
+            longer._block = hashes[-1]
+        return longer, hashes
+
+    @property
+    def digest(self) -> str:
+        """As `prefix_digest` has it."""
+        return self._rooted.hexdigest()
+
+    @property
+    def tokens_digest(self) -> bytes:
+        """xxh3_128 of the packed tokens alone."""
+        return self._bare.digest()
 
 
 def common_prefix(a: bytes, b: bytes) -> int:

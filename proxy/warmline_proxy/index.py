@@ -115,10 +115,10 @@ class IndexReader:
             return tables.quarantined()
 
     def verify(self, deep: bool = False) -> list[Finding]:
-        """Every structural invariant and every file's frame and tokens; `deep` reads all their bytes."""
-        files = index_verify.listed(self.home)
+        """Every structural invariant, and every file's header, tokens and place; `deep` reads all their bytes."""
+        listing = index_verify.Listing.of(self.home)
         with self._env.reading() as tables:
-            findings = index_verify.verify(tables, self.home, files, deep)
+            findings = index_verify.verify(tables, self.home, listing, deep)
         with self._env.reading() as tables:
             return index_verify.still_stored(tables, findings)
 
@@ -279,7 +279,15 @@ class Index(IndexReader):
         """
         ids = self._write(lambda tables: index_tree.quarantine(tables, file_id, reason, time.time()))
         index_files.set_aside(self.home, ids)
+        self.weigh_quarantined()
         return ids
+
+    def weigh_quarantined(self) -> None:
+        """Count what was set aside as what it weighs now, and forget what is not there."""
+        def size_of(file_id: str) -> int | None:
+            return index_files.size_aside(self.home, file_id)
+
+        self._write(lambda tables: index_tree.weigh_quarantined(tables, size_of))
 
     def sweep(self) -> int:
         """Delete the files whose rows are gone, but for leased ones; how many.  What removes rows calls it itself."""

@@ -1,6 +1,7 @@
 """Changes that keep the tree whole: dropping from the leaves up, and moving conversations with what they stand on."""
 
 import secrets
+from collections.abc import Callable
 
 import msgspec
 import xxhash
@@ -74,6 +75,16 @@ def quarantine(tables: Tables, file_id: str, reason: str, now: float) -> list[st
         )
         aside.append(segment.id)
     return aside
+
+
+def weigh_quarantined(tables: Tables, size_of: Callable[[str], int | None]) -> None:
+    """The budget counts what these files weigh now, not what was once written; those that are gone weigh nothing."""
+    for row in tables.quarantined():
+        size = size_of(row.id)
+        if size != row.bytes_on_disk:
+            tables.remove_quarantined(row)
+            if size is not None:
+                tables.insert_quarantined(msgspec.structs.replace(row, bytes_on_disk=size))
 
 
 def _doom_checkpoint(tables: Tables, row: CheckpointRow) -> None:

@@ -1,69 +1,116 @@
 """What must hold of the index and its files, checked in one snapshot."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from warmline_proxy import index_files
-from warmline_proxy.index_tables import Sums, Tables, blocks_within, first_token, slot
-from warmline_proxy.rows import CheckpointRow, Finding, SegmentRow
+from warmline_proxy.index_flaws import flaws
+from warmline_proxy.index_survey import Surveyed, survey
+from warmline_proxy.index_tables import Sums, Tables, first_token, hook, slot
+from warmline_proxy.rows import CheckpointRow, Finding, SegmentRow, SessionRow
 from warmline_wire.home import Home
-from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES, chain_hashes
-from warmline_wire.segment_file import (
-    SegmentFileError,
-    SegmentHeader,
-    file_checksum,
-    read_checksums,
-    read_header,
-    read_tokens,
-    verify_file,
-)
+from warmline_wire.keys import TOKEN_BYTES, Prefix
 
-Files = list[tuple[str, Path]]  # (id, path)
+FILE_FINDINGS = {"file", "place", "missing", "truncated", "checksum", "foreign", "tokens", "io"}
 
 
-def listed(home: Home) -> tuple[Files, Files]:
-    """The files in place and those set aside.  List them before the snapshot: what is saved later is then no orphan."""
-    return list(index_files.stored(home)), list(index_files.aside(home))
+@dataclass(frozen=True)
+class Listing:
+    """What lies on the disk.  Made before the snapshot: what is saved later is then no orphan."""
+
+    stored: list[tuple[str, Path]]  # (id, path) of the files in their places
+    aside: list[tuple[str, Path]]
+    index: list[Path]  # generations of the index and their drafts
+
+    @classmethod
+    def of(cls, home: Home) -> "Listing":
+        return cls(list(index_files.stored(home)), list(index_files.aside(home)), list(home.index.iterdir()))
 
 
-FILE_FINDINGS = {"file", "missing", "truncated", "checksum", "foreign", "tokens", "io"}
-
-
-def verify(tables: Tables, home: Home, files: tuple[Files, Files], deep: bool) -> list[Finding]:
-    segments = {row.id: row for row in tables.segments()}
-    found = [*_tree(tables, segments), *_blocks(tables, segments), *_checkpoints(tables, segments)]
-    found += [
-        *_sessions(tables, segments),
+def verify(tables: Tables, home: Home, listing: Listing, deep: bool) -> list[Finding]:
+    """Where an entry can't be read, what could be said of the others means little: only that is told then."""
+    if unreadable := list(flaws(tables)):
+        return unreadable
+    tree = _Tree.of(tables)
+    return [
+        *_segments(tables, tree),
+        *_children(tables, tree),
+        *_blocks(tables, tree),
+        *_checkpoints(tables, tree),
+        *_sessions(tables, tree),
+        *_bookkeeping(tables, tree),
+        *_standings(tables),
         *_sums(tables),
-        *_files(tables, home, deep),
-        *_orphans(tables, home, *files),
+        *_files(tables, tree, home, deep),
+        *_quarantine(tables, home),
+        *_orphans(tables, home, listing),
+        *_modes(home),
     ]
-    return found
+
+
+def still_stored(tables: Tables, findings: Iterable[Finding]) -> list[Finding]:
+    """Without those about files that were evicted, or purged from quarantine, while they were looked at."""
+    aside = {row.id for row in tables.quarantined()}
+    return [
+        finding
+        for finding in findings
+        if not (finding.what in FILE_FINDINGS and not tables.holds(finding.id))
+        and not (finding.what == "quarantine" and finding.id not in aside)
+    ]
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """The segments, and of each whose path to the root is whole all tokens before it."""
+
+    segments: dict[str, SegmentRow]
+    before: dict[str, Prefix]
+
+    @classmethod
+    def of(cls, tables: Tables) -> "_Tree":
+        segments = {row.id: row for row in tables.segments()}
+        tree = cls(segments, {})
+        for row in sorted(segments.values(), key=lambda row: row.start):  # parents start before their children
+            if not row.parent and row.start == 0:
+                tree.before[row.id] = Prefix(row.root)
+            elif row.parent in tree.before and _fits(row, segments[row.parent]):
+                tree.before[row.id] = tree.until(tables, row.parent, row.start)
+        return tree
+
+    def until(self, tables: Tables, segment_id: str, position: int) -> Prefix:
+        """All tokens of this segment's path before `position`, which lies in it."""
+        row = self.segments[segment_id]
+        return self.before[segment_id].then(tables.tokens(segment_id)[: (position - row.start) * TOKEN_BYTES])
+
+    def is_on_path(self, ancestor: str, segment_id: str) -> bool:
+        while segment_id in self.before and segment_id != ancestor:
+            segment_id = self.segments[segment_id].parent
+        return segment_id == ancestor
+
+
+def _fits(row: SegmentRow, parent: SegmentRow) -> bool:
+    return parent.root == row.root and parent.start < row.start <= parent.end
 
 
 def _finding(what: str, file_id: str, detail: str) -> Finding:
     return Finding(what=what, id=file_id, detail=detail)
 
 
-def _tree(tables: Tables, segments: dict[str, SegmentRow]) -> Iterator[Finding]:
-    for row in segments.values():
+# --- the tree ---
+
+
+def _segments(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+    for row in tree.segments.values():
         tokens = tables.tokens(row.id)
-        if not row.start < row.end or len(tokens) != (row.end - row.start) * TOKEN_BYTES:
+        if len(tokens) != (row.end - row.start) * TOKEN_BYTES:
             yield _finding("tree", row.id, f"{len(tokens)} bytes of tokens for [{row.start}, {row.end})")
             continue
         if tables.child(row.root, row.parent, row.start, tokens[:TOKEN_BYTES]) != row.id:
             yield _finding("tree", row.id, "its parent does not name it")
-        yield from _parent(tables, row, segments.get(row.parent))
-    slots = {slot(r.root, r.parent, r.start, tables.tokens(r.id)[:TOKEN_BYTES]) for r in segments.values()}
-    for key, value in tables.items("children"):
-        if key not in slots:
-            yield _finding("tree", value.hex(), "named as a child, but not stored")
-    for table in ("tokens", "hashes"):
-        for key, _ in tables.items(table):
-            if key.hex() not in segments:
-                yield _finding("tree", key.hex(), f"{table} without a row")
+        yield from _parent(tables, row, tree.segments.get(row.parent))
 
 
 def _parent(tables: Tables, row: SegmentRow, parent: SegmentRow | None) -> Iterator[Finding]:
@@ -72,17 +119,36 @@ def _parent(tables: Tables, row: SegmentRow, parent: SegmentRow | None) -> Itera
             yield _finding("tree", row.id, f"starts at {row.start} without a parent")
     elif parent is None:
         yield _finding("tree", row.id, f"its parent {row.parent} is not stored")
-    elif parent.root != row.root or not parent.start < row.start <= parent.end:
+    elif not _fits(row, parent):
         yield _finding("tree", row.id, f"starts at {row.start}, its parent has [{parent.start}, {parent.end})")
     elif first_token(tables.tokens(parent.id), row.start - parent.start) == tables.tokens(row.id)[:TOKEN_BYTES]:
         yield _finding("tree", row.id, f"begins like the rest of its parent at {row.start}")
 
 
-def _blocks(tables: Tables, segments: dict[str, SegmentRow]) -> Iterator[Finding]:
+def _children(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+    """Everything that hangs on a segment hangs on one that is stored."""
+    slots = {slot(r.root, r.parent, r.start, tables.tokens(r.id)[:TOKEN_BYTES]) for r in tree.segments.values()}
+    for key, value in tables.items("children"):
+        if key not in slots:
+            yield _finding("tree", value.hex(), "named as a child, but not stored")
+    for table in ("tokens", "hashes"):
+        for key, _ in tables.items(table):
+            if key.hex() not in tree.segments:
+                yield _finding("tree", key.hex(), f"{table} without a row")
+    hooks = {hook(b"", segment_id) for segment_id in tree.segments}
+    for key, value in tables.items("gone"):
+        if key in slots:
+            yield _finding("tree", "", f"said to be gone ({value.decode()}), but stored")
+        elif key.startswith(b"s") and key[:17] not in hooks:
+            yield _finding("tree", key[1:17].hex(), "what is gone after it is noted, but it is not stored")
+
+
+def _blocks(tables: Tables, tree: _Tree) -> Iterator[Finding]:
     expected: dict[bytes, str] = {}
-    for row in segments.values():
+    for row in tree.segments.values():
         mine = tables.hashes(row.id)
-        if mine != _hashes(tables, segments, row):
+        before = tree.before.get(row.id)
+        if before is None or mine != before.with_hashes(tables.tokens(row.id))[1]:
             yield _finding("block", row.id, "its chain hashes are not those of its tokens")
         expected |= dict.fromkeys(mine, row.id)
     actual = {key: value.hex() for key, value in tables.items("blocks")}
@@ -92,37 +158,10 @@ def _blocks(tables: Tables, segments: dict[str, SegmentRow]) -> Iterator[Finding
             yield _finding("block", actual.get(key, ""), f"block {key.hex()} belongs to {owner}")
 
 
-def _hashes(tables: Tables, segments: dict[str, SegmentRow], row: SegmentRow) -> list[bytes]:
-    """What its chain hashes must be, given those of what it builds on; [] where a link is missing."""
-    first = row.start - row.start % BLOCK_TOKENS  # where the block begins in which it starts
-    tokens, link = tables.tokens(row.id), row
-    while link.start > first:
-        leaves_at, parent = link.start, segments.get(link.parent)
-        if parent is None or parent.start >= leaves_at:
-            return []
-        begin = max(first, parent.start)
-        tokens = tables.tokens(parent.id)[_bytes(begin - parent.start) : _bytes(leaves_at - parent.start)] + tokens
-        link = parent
-    while link.start >= first > 0:
-        parent = segments.get(link.parent)
-        if parent is None or parent.start >= link.start:
-            return []
-        link = parent
-    before = row.root
-    if first:
-        at = first // BLOCK_TOKENS - 1 - blocks_within(link.start, link.end).start
-        before = b"".join(tables.hashes(link.id)[at : at + 1])
-    return list(chain_hashes(before, tokens))
-
-
-def _bytes(tokens: int) -> int:
-    return tokens * TOKEN_BYTES
-
-
-def _checkpoints(tables: Tables, segments: dict[str, SegmentRow]) -> Iterator[Finding]:
+def _checkpoints(tables: Tables, tree: _Tree) -> Iterator[Finding]:
     rows = tables.checkpoints()
     for row in rows:
-        segment = segments.get(row.segment)
+        segment = tree.segments.get(row.segment)
         if segment is None or not segment.start < row.position <= segment.end:
             yield _finding("checkpoint", row.id, f"at {row.position}, outside its segment {row.segment}")
         if tables.checkpoint_at(row.segment, row.position) != row.id:
@@ -131,18 +170,63 @@ def _checkpoints(tables: Tables, segments: dict[str, SegmentRow]) -> Iterator[Fi
         yield _finding("checkpoint", "", f"{tables.count('places')} places for {len(rows)} checkpoints")
 
 
-def _sessions(tables: Tables, segments: dict[str, SegmentRow]) -> Iterator[Finding]:
-    anchors = 0
+# --- conversations ---
+
+
+def _sessions(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+    wanted = set()
     for row in tables.sessions():
-        leaf = segments.get(row.leaf)
-        if leaf is None or not leaf.start < row.tokens <= leaf.end:
+        leaf = tree.segments.get(row.leaf)
+        if leaf is None or leaf.root != row.root or not leaf.start < row.tokens <= leaf.end:
             yield _finding("session", row.id, f"ends at {row.tokens}, outside its segment {row.leaf}")
-        for anchor in {row.leaf, row.turn_segment} - {""}:
-            anchors += 1
-            if anchor not in segments or row.id not in {session.id for session in tables.anchored(anchor)}:
-                yield _finding("session", row.id, f"is not anchored in {anchor}")
-    if tables.count("anchors") != anchors:
-        yield _finding("session", "", f"{tables.count('anchors')} anchors, {anchors} wanted")
+        elif detail := _turn(tables, tree, row):
+            yield _finding("session", row.id, detail)
+        wanted |= {(anchor, row.id) for anchor in {row.leaf, row.turn_segment} - {""}}
+    anchors = {(key[:16].hex(), key[16:].decode(errors="replace")) for key, _ in tables.items("anchors")}
+    for anchor, session in wanted - anchors:
+        yield _finding("session", session, f"is not anchored in {anchor}")
+    for anchor, session in anchors - wanted:
+        yield _finding("session", session, f"is anchored in {anchor} for no reason")
+
+
+def _turn(tables: Tables, tree: _Tree, row: SessionRow) -> str:
+    """What is wrong with where its last turn ends; "" where nothing is."""
+    if not row.turn_segment:
+        return f"its turn ends at {row.turn_end}, in no segment" if row.turn_end <= row.tokens else ""
+    segment = tree.segments.get(row.turn_segment)
+    if segment is None or not segment.start < row.turn_end <= min(segment.end, row.tokens):
+        return f"its turn ends at {row.turn_end}, outside segment {row.turn_segment}"
+    if not tree.is_on_path(row.turn_segment, row.leaf):
+        return f"its turn ends in {row.turn_segment}, which is not on its path"
+    if tree.until(tables, row.turn_segment, row.turn_end).tokens_digest != row.turn_digest:
+        return f"its first {row.turn_end} tokens are others"
+    return ""
+
+
+# --- bookkeeping ---
+
+
+def _bookkeeping(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+    stored = tree.segments.keys() | {row.id for row in tables.checkpoints()}
+    for key, _ in tables.items("usage"):
+        if key.hex() not in stored:
+            yield _finding("usage", key.hex(), "counted, but not stored")
+
+
+def _standings(tables: Tables) -> Iterator[Finding]:
+    """A file is stored, or being written, or set aside, or about to be deleted; one of these."""
+    seen: dict[str, str] = {}
+    standings = {
+        "stored": [row.id for row in tables.files()],
+        "being written": [file_id for plan in tables.saves() for file_id in plan.file_ids],
+        "quarantined": [row.id for row in tables.quarantined()],
+        "about to be deleted": list(tables.doomed()),
+    }
+    for standing, ids in standings.items():
+        for file_id in ids:
+            if file_id in seen:
+                yield _finding("standing", file_id, f"both {seen[file_id]} and {standing}")
+            seen[file_id] = standing
 
 
 def _sums(tables: Tables) -> Iterator[Finding]:
@@ -165,57 +249,82 @@ def _sums(tables: Tables) -> Iterator[Finding]:
             yield _finding("sum", "", f"{name} is {value}, the index says {kept[name]}")
 
 
-def _files(tables: Tables, home: Home, deep: bool) -> Iterator[Finding]:
+# --- files ---
+
+
+def _files(tables: Tables, tree: _Tree, home: Home, deep: bool) -> Iterator[Finding]:
     for row in tables.files():
-        try:
-            if detail := _against_file(tables, row, home, deep):
-                yield _finding("file", row.id, detail)
-        except SegmentFileError as error:
-            yield _finding(error.reason, row.id, error.detail)
+        file = survey(home, row.id, deep=deep)
+        if file.reason:
+            yield _finding(file.reason, row.id, file.detail)
+        elif detail := _against_row(tables, row, file):
+            yield _finding("file", row.id, detail)
+        elif detail := _place(tables, tree, row, file):
+            yield _finding("place", row.id, detail)
 
 
-def _against_file(tables: Tables, row: SegmentRow | CheckpointRow, home: Home, deep: bool) -> str:
+def _against_row(tables: Tables, row: SegmentRow | CheckpointRow, file: Surveyed) -> str:
     """What the file says otherwise than the row; "" where they agree."""
-    file = home.segment_file(row.id)
-    header = read_header(file)
-    if detail := _against_header(row, header):
-        return detail
-    if file_checksum(read_checksums(file)) != row.checksum:
+    assert file.meta is not None
+    meta = file.meta
+    if file.bytes_on_disk != row.bytes_on_disk:
+        return f"has {file.bytes_on_disk} bytes, {row.bytes_on_disk} were saved"
+    if isinstance(row, SegmentRow):
+        same = (meta.kind, meta.start, meta.end, meta.parent) == ("segment", row.start, row.end, row.parent)
+    else:
+        same = (meta.kind, meta.position) == ("checkpoint", row.position)
+    if not same:
+        return (
+            f"is a {meta.kind} of [{meta.start}, {meta.end}) on {meta.parent or 'the root'}, position {meta.position}"
+        )
+    if file.checksum != row.checksum:
         return "its checksums are not those of when it was saved"
-    if isinstance(row, SegmentRow) and read_tokens(file) != tables.tokens(row.id):
+    if isinstance(row, SegmentRow) and file.tokens != tables.tokens(row.id):
         return "has other tokens than the index"
-    if deep:
-        verify_file(file)
     return ""
 
 
-def _against_header(row: SegmentRow | CheckpointRow, header: SegmentHeader) -> str:
-    meta = header.meta
-    if header.file_bytes != row.bytes_on_disk:
-        return f"has {header.file_bytes} bytes, {row.bytes_on_disk} were saved"
-    if isinstance(row, SegmentRow):
-        same = (meta.kind, meta.id, meta.start, meta.end) == ("segment", row.id, row.start, row.end)
-    else:
-        same = (meta.kind, meta.id, meta.position) == ("checkpoint", row.id, row.position)
-    return "" if same else f"is {meta.kind} {meta.id} of [{meta.start}, {meta.end}), position {meta.position}"
+def _place(tables: Tables, tree: _Tree, row: SegmentRow | CheckpointRow, file: Surveyed) -> str:
+    """Whether what the file holds was computed after the tokens that the index has before it."""
+    assert file.meta is not None
+    segment_id = row.id if isinstance(row, SegmentRow) else row.segment
+    if segment_id not in tree.before:
+        return ""  # the tree is broken there, which is told of its segments
+    position = row.start if isinstance(row, SegmentRow) else row.position
+    if file.root != tree.segments[segment_id].root:
+        return "belongs to another model or tenant"
+    if file.meta.prefix != tree.until(tables, segment_id, position).digest:
+        return "was computed after other tokens than the index has before it"
+    return ""
 
 
-def still_stored(tables: Tables, findings: Iterable[Finding]) -> list[Finding]:
-    """Without those about files that were evicted while they were looked at."""
-    return [finding for finding in findings if finding.what not in FILE_FINDINGS or tables.holds(finding.id)]
+def _quarantine(tables: Tables, home: Home) -> Iterator[Finding]:
+    for row in tables.quarantined():
+        size = index_files.size_aside(home, row.id)
+        if size is None:
+            yield _finding("quarantine", row.id, "its file is gone")
+        elif size != row.bytes_on_disk:
+            yield _finding("quarantine", row.id, f"has {size} bytes, the index says {row.bytes_on_disk}")
 
 
-def _orphans(tables: Tables, home: Home, stored: Files, aside: Files) -> Iterator[Finding]:
+def _orphans(tables: Tables, home: Home, listing: Listing) -> Iterator[Finding]:
     """Files that nobody accounts for; those being written, or about to be deleted, are accounted for."""
     plans = tables.saves()
     known = {file_id for plan in plans for file_id in plan.file_ids} | tables.doomed().keys()
     known |= {row.id for row in tables.files()}
     quarantined = {row.id for row in tables.quarantined()}
-    for file_id, file in stored:
+    orphans = [
         # A quarantined file may still be on its way.  A temporary file is right only while something is being written.
-        right = file_id in known or file_id in quarantined if file_id else bool(plans)
-        if not right and file.exists():
-            yield _finding("orphan", file_id, str(file.relative_to(home.root)))
-    for file_id, file in aside:
-        if file_id not in quarantined | known and file.exists():
-            yield _finding("orphan", file_id, str(file.relative_to(home.root)))
+        *((i, path) for i, path in listing.stored if not (i in known | quarantined if i else plans)),
+        *((i, path) for i, path in listing.aside if i not in quarantined | known),
+        *(("", path) for path in index_files.superseded(listing.index)),
+    ]
+    for file_id, path in orphans:
+        if path.exists():
+            yield _finding("orphan", file_id, str(path.relative_to(home.root)))
+
+
+def _modes(home: Home) -> Iterator[Finding]:
+    """KV is as private as the transcript."""
+    for path, mode in index_files.too_open(home):
+        yield _finding("mode", "", f"{path.relative_to(home.root)} is {mode:o}, open to others than its owner")

@@ -11,7 +11,6 @@ from warmline_proxy.index_save import abort
 from warmline_proxy.index_tables import Tables
 from warmline_proxy.index_tree import drop, quarantine
 from warmline_wire import disk
-from warmline_wire.home import Home
 
 
 class Reconciled(msgspec.Struct, kw_only=True):
@@ -23,6 +22,7 @@ class Reconciled(msgspec.Struct, kw_only=True):
     files_without_row: int = 0
     files_temporary: int = 0
     files_doomed: int = 0  # rows were gone already
+    modes_set: int = 0  # of files and folders that others than their owner could use
     evicted: int = 0  # the budget became smaller meanwhile
 
 
@@ -34,9 +34,10 @@ def reconcile(index: Index) -> Reconciled:
     sizes = {file_id: path.stat().st_size for file_id, path in files.items()}
     index.change(lambda tables: _drop_rows(tables, sizes, counts))
     index_files.set_aside(home, [row.id for row in index.quarantined()])
-    index.change(lambda tables: _weigh_quarantined(tables, home))
+    index.weigh_quarantined()
     counts.files_doomed = index.sweep()
     _delete_strays(index, counts)
+    counts.modes_set = len(index_files.make_private(home))
     counts.evicted = len(index.make_room())
     return counts
 
@@ -51,15 +52,6 @@ def _drop_rows(tables: Tables, sizes: dict[str, int], counts: Reconciled) -> Non
         elif size != row.bytes_on_disk:
             reason = "truncated" if size < row.bytes_on_disk else "foreign"
             counts.rows_of_other_size += len(quarantine(tables, row.id, reason, time.time()))
-
-
-def _weigh_quarantined(tables: Tables, home: Home) -> None:
-    """The budget counts what these files weigh now, not what was once written."""
-    for row in tables.quarantined():
-        tables.remove_quarantined(row)
-        file = index_files.quarantine_file(home, row.id)
-        if file.exists():
-            tables.insert_quarantined(msgspec.structs.replace(row, bytes_on_disk=file.stat().st_size))
 
 
 def _delete_strays(index: Index, counts: Reconciled) -> None:

@@ -6,10 +6,9 @@ import msgspec
 
 from warmline_wire.messages import CheckpointRef, SegmentRef, SegmentSpec
 
-
 FileId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]  # also the file's name
 MaybeFileId = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")]  # "" for none
-Root = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # namespace(fingerprint, tenant)
+Hash = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # xxh3_128
 Position = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # in tokens
 
 
@@ -22,7 +21,7 @@ class SegmentRow(msgspec.Struct, kw_only=True):
 
     id: FileId
     parent: MaybeFileId  # "" at the root
-    root: Root
+    root: Hash  # namespace(fingerprint, tenant)
     model: str  # served model's name, for people and purge
     start: Position
     end: Position
@@ -60,12 +59,12 @@ class SessionRow(msgspec.Struct, kw_only=True):
     """
 
     id: str  # 12 hex digits
-    root: Root
+    root: Hash
     model: str
     leaf: FileId  # deepest segment
     tokens: Position
     turn_end: Position  # last message boundary of its last prompt (all tokens where that is unknown)
-    turn_digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # xxh3_128 of the packed tokens [0, turn_end)
+    turn_digest: Hash  # xxh3_128 of the packed tokens [0, turn_end)
     turn_segment: MaybeFileId  # where `turn_end` lies; "" once that is no longer stored
     created: float
     last_used: float

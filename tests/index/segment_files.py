@@ -19,6 +19,7 @@ def write_segment_file(path: Path, meta: FileMeta, tokens: bytes | None, tensors
         header[name] = {"dtype": kind, "shape": [len(data) // size], "data_offsets": [offset, offset + len(data)]}
         offset += len(data)
     head = json.dumps(header, separators=(",", ":")).encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.touch(0o600)
     path.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(parts.values()))
     return path.stat().st_size

@@ -81,10 +81,10 @@ def test_files_and_rows_that_disagree(home: Home) -> None:
     (home.segments / "quarantine").mkdir()
     (home.segments / "quarantine" / f"{'cd' * 16}.safetensors").write_bytes(b"x")
     with Index(home, 1 << 30) as index:
-        assert {finding.what for finding in index.verify()} == {"missing", "truncated", "orphan"}
+        assert {finding.what for finding in index.verify()} == {"missing", "truncated", "orphan", "mode"}
         counts = reconcile(index)
         assert counts.rows_without_file == 2 and counts.rows_of_other_size == 1
-        assert counts.files_temporary == 1 and counts.files_without_row == 2
+        assert counts.files_temporary == 1 and counts.files_without_row == 2 and counts.modes_set > 0
         assert index.verify(deep=True) == []
         assert [matched(index, ids) for ids in (A, [1, *A], [2, *A])] == [1500, 0, 1501]
         assert [row.position for row in index.checkpoints()] == [1000]

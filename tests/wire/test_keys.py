@@ -3,11 +3,13 @@
 from itertools import takewhile
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from warmline_wire.keys import (
     BLOCK_TOKENS,
+    Prefix,
     chain_hashes,
     common_prefix,
     namespace,
@@ -55,6 +57,20 @@ def test_a_prefix_digest_names_the_root_and_every_token_before() -> None:
     assert digests == {at: prefix_digest(b"root", tokens[: 4 * at]) for at in (0, 7, 10)}
     others = [prefix_digest(b"roof", tokens), prefix_digest(b"root", pack_tokens([9, *range(1, 10)]))]
     assert len({*digests.values(), *others}) == 5
+
+
+@given(st.lists(IDS, max_size=5))
+def test_a_prefix_grows_as_if_hashed_at_once(parts: list[list[int]]) -> None:
+    prefix, hashes, tokens = Prefix(ROOT), [], b""
+    for part in parts:
+        before, digest = prefix, prefix.digest
+        prefix, more = prefix.with_hashes(pack_tokens(part))
+        assert before.digest == digest
+        hashes += more
+        tokens += pack_tokens(part)
+        assert prefix.digest == prefix_digest(ROOT, tokens)
+        assert prefix.tokens_digest == xxhash.xxh3_128_digest(tokens)
+        assert (prefix.length, hashes) == (len(tokens) // 4, chain_hashes(ROOT, tokens))
 
 
 def test_models_and_tenants_do_not_meet() -> None:
