@@ -1,0 +1,319 @@
+"""A pair that reuses whatever it can against one that reuses nothing: after every step their answers are compared."""
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import steps
+from clients import Asked
+from steps import LEAVE_IN_DECODE, LEAVE_IN_PREFILL, Ask, Forget, Fresh, Purge, Restart, Together
+from talks import Question, Talks
+from verdict import Verdict, compare
+
+from pair import START_TIMEOUT_S, Pair, Reply, ask
+from planted.faults import Gate, Planted
+
+STEP_TOKENS = 64
+NAME, CACHE = "X-Warmline-Request", "x-warmline-cache"
+LEAVING = {LEAVE_IN_PREFILL: ("prefill", "first"), LEAVE_IN_DECODE: ("decode",)}
+FLAGS = (
+    *("--prefill-step-size", str(STEP_TOKENS), "--partial-save-tokens", "128"),
+    *("--audit-fraction", "0", "--drain-timeout-s", "5", "--queue-count-max", "64"),
+)
+SMALL_DISK = ("--disk-budget-gb", "0.003")
+SMALL_MEMORY = ("--memory-budget-gb", "0.004")
+IDLE_MAX_S = 60.0
+POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model, what it is served with, and how far its warm log-probabilities may be from its cold ones."""
+
+    name: str
+    architecture: str
+    flags: tuple[str, ...] = ()
+    tolerance: float = 1e-3
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        *(Family(name, name) for name in ("llama", "gemma3", "qwen3_5", "deepseek_v32", "falcon_h1", "mamba2")),
+        Family("quantized", "llama", ("--kv-bits", "8", "--kv-group-size", "32"), 2e-2),
+    )
+}
+MODES = ("fast", "exact")
+
+
+class Difference(AssertionError):
+    """A warm answer that is not the cold one, or a home that is not as it should be."""
+
+
+@dataclass
+class Tally:
+    """What was done and found, for the table."""
+
+    steps: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    largest: float = 0.0
+
+    def add(self, verdict: Verdict, warm: Reply) -> None:
+        self.counts["answers compared"] += 1
+        self.counts["numbers"] += verdict.numbers
+        self.counts["near ties"] += verdict.near_tie
+        self.counts["differences"] += bool(verdict.difference)
+        self.counts["prompt tokens"] += warm.prompt_tokens
+        self.counts["cached tokens"] += warm.cached
+        self.counts[start_of(warm).split()[0]] += 1
+        self.largest = max(self.largest, verdict.largest)
+
+
+class Duel:
+    """`do` has a step happen to the tested pair and raises Difference where the reference would not have said so."""
+
+    def __init__(self, family: Family, mode: str, model: Path, reference: Pair, environment: dict[str, str]) -> None:
+        self.family, self.mode, self.tally = family, mode, Tally()
+        self.script: list[steps.Any] = []  # since the home was new
+        self._model, self._reference, self._extra = model, reference, environment
+        self._tolerance = family.tolerance if mode == "fast" else 0.0
+        self._folder = Path(tempfile.mkdtemp(prefix="oracle-"))
+        self._homes, self._talks, self._requests = 0, Talks(), 0
+        self._pair: Pair | None = None
+
+    def __enter__(self) -> "Duel":
+        self._planted = Planted().__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close() if kind is None else self.abandon()
+        self._planted.__exit__(kind, error, at)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def renew(self) -> None:
+        """Another home, in which nothing is stored."""
+        self.close()
+        shutil.rmtree(self._folder / str(self._homes), ignore_errors=True)
+        self._homes += 1
+        self.script, self._talks = [], Talks()
+        self._start()
+
+    def close(self) -> None:
+        """The home must be whole."""
+        if self._pair is not None:
+            pair, self._pair = self._pair, None
+            try:
+                self._check(pair)
+            finally:
+                pair.stop()
+
+    def abandon(self) -> None:
+        """Whatever has become of the home."""
+        pair, self._pair = self._pair, None
+        if pair is not None and pair.is_up:
+            pair.stop()
+
+    @property
+    def pair(self) -> Pair:
+        if self._pair is None:
+            self.renew()
+        assert self._pair is not None
+        return self._pair
+
+    def do(self, step: steps.Any) -> None:
+        pair = self.pair
+        self.script.append(step)
+        self.tally.steps += 1
+        self.tally.counts[type(step).__name__] += 1
+        match step:
+            case Fresh():
+                self._talks = Talks(step.salt)
+            case Ask():
+                self._ask(pair, [step])
+            case Together():
+                self._ask(pair, list(step.asks))
+            case Forget():
+                pair.forget_residents()
+            case Purge():
+                self._purge(pair, step)
+            case Restart():
+                self._restart(pair, step)
+
+    def check(self) -> None:
+        """`cachectl verify --deep` finds nothing."""
+        self._check(self.pair)
+
+    # ---- asking
+
+    def _ask(self, pair: Pair, asks: list[Ask]) -> None:
+        questions = [self._talks.question(each) for each in asks]
+        replies = self._replies(pair, questions)
+        for question, reply in zip(questions, replies, strict=True):
+            if reply is None:
+                self.tally.counts["left" if question.ask.end in LEAVING else "failed"] += 1
+                self._talks.answered(question, None)
+            else:
+                self._compare(question, reply)
+                self._talks.answered(question, reply.text)
+
+    def _replies(self, pair: Pair, questions: list[Question]) -> list[Reply | None]:
+        if len(questions) == 1:
+            return [self._reply(pair, questions[0])]
+        with ThreadPoolExecutor(len(questions)) as threads:
+            return list(threads.map(lambda question: self._whole(pair, question), questions))
+
+    def _reply(self, pair: Pair, question: Question) -> Reply | None:
+        if question.ask.end in LEAVING:
+            return self._left(pair, question)
+        if not question.ask.fault:
+            return self._whole(pair, question)
+        self._planted.order("raise", question.ask.fault)
+        try:
+            return self._whole(pair, question)
+        finally:
+            self._planted.withdraw()
+
+    def _whole(self, pair: Pair, question: Question) -> Reply | None:
+        if question.ask.stream:
+            return self._ended(
+                Asked(pair, question.messages, stream=True, **question.options).wait_until_over(), question
+            )
+        reply = pair.post("/v1/chat/completions", question.body)
+        if reply.status == 200:
+            return reply
+        return self._refused(question, reply.raw.decode())
+
+    def _ended(self, asked: Asked, question: Question) -> Reply | None:
+        if asked.done and not asked.error:
+            return asked.reply
+        return self._refused(question, asked.told)
+
+    def _refused(self, question: Question, told: str) -> None:
+        """Only what failed while it was decoded may, since its client has heard some."""
+        if question.ask.fault != "decode":
+            raise Difference(f"{question.ask} was not answered: {told}")
+
+    def _left(self, pair: Pair, question: Question) -> Reply | None:
+        """Its client leaves inside the given step; the engine lets go after it."""
+        self._requests += 1
+        name, phases = f"oracle-{self._homes}-{self._requests}", LEAVING[question.ask.end]
+        with self._planted.gate() as gate:
+            asked = Asked(pair, question.messages, headers={NAME: name}, stream=question.ask.stream, **question.options)
+            steps_left = question.ask.after
+            while (step := gate.next_step_unless(lambda: asked.over)) is not None:
+                if name in step.requests and step.phase in phases and (steps_left == 0 or step.phase == "first"):
+                    leave(asked, gate)
+                    step.let_pass()
+                    return None
+                steps_left -= name in step.requests and step.phase in phases
+                step.let_pass()
+        return self._ended(asked.wait_until_over(), question)
+
+    def _compare(self, question: Question, warm: Reply) -> None:
+        cold = self._reference.post("/v1/chat/completions", question.body)
+        if cold.status != 200 or cold.cached:
+            raise Difference(f"the reference answers {cold.raw!r}")
+        verdict = compare(cold, warm, self._tolerance)
+        self.tally.add(verdict, warm)
+        if verdict.difference:
+            start = f"{start_of(warm)} of {warm.prompt_tokens}"
+            raise Difference(f"{verdict.difference}\nwarm start: {start}; {question.ask}")
+        if not 0 <= warm.cached < warm.prompt_tokens:
+            raise Difference(f"{warm.cached} tokens cached of a prompt of {warm.prompt_tokens}")
+        if self.mode == "exact" and warm.cached % STEP_TOKENS:
+            raise Difference(f"{warm.cached} tokens cached in exact mode, which is no multiple of {STEP_TOKENS}")
+
+    # ---- what else happens
+
+    def _purge(self, pair: Pair, step: Purge) -> None:
+        sessions = pair.cachectl("inspect")["sessions"]
+        if sessions:
+            pair.cachectl("purge", "--session", sessions[step.which % len(sessions)]["id"], "--yes")
+
+    def _restart(self, pair: Pair, step: Restart) -> None:
+        if step.settled:
+            pair.settle()
+        if step.how == "softly":
+            pair.stop()
+            self._start(step)
+        elif step.how == "-9":
+            pair.kill()
+            self._start(step)
+        else:
+            kill(pair, step.how.removeprefix("-9 "))
+
+    def _start(self, step: Restart | None = None) -> None:
+        flags = [*FLAGS, "--reuse", self.mode, *self.family.flags]
+        flags += SMALL_DISK if step and step.small_disk else ()
+        flags += SMALL_MEMORY if step and step.small_memory else ()
+        home = self._folder / str(self._homes)
+        environment = {**self._planted.environment, **self._extra}
+        self._pair = Pair(home, self._model, *flags, environment=environment).start()
+
+    def _check(self, pair: Pair) -> None:
+        pair.settle()
+        try:
+            pair.cachectl("verify", "--deep")
+        except AssertionError as error:
+            raise Difference(f"the home is not whole: {error}") from None
+        if drafts := [str(path) for path in pair.home.segments.rglob(".*.tmp")]:
+            raise Difference(f"drafts are left: {drafts}")
+
+
+def start_of(reply: Reply) -> str:
+    """As "restored 812"."""
+    return next(value for name, value in reply.headers.items() if name.lower() == CACHE)
+
+
+def leave(asked: Asked, gate: Gate) -> None:
+    """Returns when the engine has been told, in its mailbox."""
+    gate.forget_commands()
+    asked.leave()
+    gate.wait_for_command("cancel")
+
+
+def kill(pair: Pair, process: str) -> None:
+    """-9; returns when another has taken its place and is ready."""
+    pid = pair.pid(process)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: running_pid(pair, process) not in (0, pid), f"no other {process}")
+    until(lambda: is_ready(pair), f"the pair is not ready after its {process} was killed")
+
+
+def running_pid(pair: Pair, process: str) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return pair.pid(process)
+    return 0
+
+
+def is_ready(pair: Pair) -> bool:
+    with contextlib.suppress(OSError):
+        return ask(f"{pair.url}/ready", None, {}, "GET", timeout_s=5).status == 200
+    return False
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    limit = time.monotonic() + START_TIMEOUT_S
+    while not true():
+        if time.monotonic() > limit:
+            raise Difference(what)
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def reference_of(family: Family, model: Path) -> Iterator[Pair]:
+    """The long-lived pair that reuses nothing."""
+    with tempfile.TemporaryDirectory(prefix="reference-") as folder:
+        flags = ("--reuse", "off", "--prefill-step-size", str(STEP_TOKENS), *family.flags)
+        with Pair(Path(folder), model, *flags) as pair:
+            yield pair
