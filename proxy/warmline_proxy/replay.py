@@ -61,9 +61,11 @@ class Replayer:
 
     async def _compared(self, row: SessionRow) -> Replay:
         layout = (await self._knowledge.status()).layout
-        tokens = (await asyncio.to_thread(self._index.stored_tokens, row.leaf))[: row.tokens * TOKEN_BYTES]
+        stored = (await asyncio.to_thread(self._index.stored_tokens, row.leaf))[: row.tokens * TOKEN_BYTES]
+        # One token is always left to compute: so that all that is stored is used, one more, whichever, comes after it.
+        tokens = stored + stored[-TOKEN_BYTES:]
         count = len(tokens) // TOKEN_BYTES
-        match = await asyncio.to_thread(self._index.match, row.root, tokens, count - 1)
+        match = await asyncio.to_thread(self._index.match, row.root, stored, count - 1)
         plan = restored_plan(count, match, layout)
         if layout is None or plan is None:
             return _skipped(row, "nothing of it can be started from")

@@ -14,10 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 from typer.testing import CliRunner
 
 from processes import Running, free_port
 from warmline_cachectl.cli import app as cachectl
+from warmline_proxy.index import IndexReader
 from warmline_wire.home import Home
 from warmline_wire.messages import PromptReply, PromptRequest, Resident, ResidentsReply, Status, decode, encode
 
@@ -148,6 +150,11 @@ class Pair:
     def proxy_status(self) -> Any:
         return self.as_owner("GET", self.url + "/warmline/status").json
 
+    def logged(self, pattern: str) -> str:
+        """The next line that it logs, or has logged and nobody waited for, that matches."""
+        assert self._serve is not None
+        return self._serve.wait_for(pattern, SETTLE_TIMEOUT_S).string
+
     def perf_line(self, reply: Reply) -> str:
         """The line that the proxy logs of a request; wait for each request's at most once, in their order."""
         assert self._serve is not None
@@ -163,6 +170,11 @@ class Pair:
         done = CliRunner().invoke(cachectl, [*words, "--json", "--home", str(self.home.root)])
         assert done.exit_code == code, done.output
         return json.loads(done.stdout) if done.stdout else None
+
+    def requests(self) -> list[Any]:
+        """The records of the last requests, newest first."""
+        with IndexReader(self.home) as reader:
+            return [msgspec.to_builtins(record) for record in reader.requests()]
 
     def rendered(self, messages: list[Message]) -> PromptReply:
         """The prompt that these messages become."""
