@@ -1,6 +1,5 @@
 """Where everything lives: one home directory, private to its owner (directories 0700, files 0600)."""
 
-import os
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,18 +61,16 @@ class Home:
         path = self.root / "secret"
         if not path.exists():
             self._make_secret(path)
+        for draft in self.root.glob(f".secret.*{disk.DRAFT_SUFFIX}"):  # ours, and of who was killed
+            disk.delete(draft)
         return path.read_text().strip()
 
     def _make_secret(self, path: Path) -> None:
         """Written aside and linked: the other process never reads half a secret."""
-        draft = self.root / f".secret.{os.getpid()}{disk.DRAFT_SUFFIX}"
-        disk.delete(draft)  # of a process of this number that was killed
-        try:
-            with disk.create(draft) as file:
-                disk.write(file, secrets.token_hex(32).encode())
-                disk.sync(file)
-            with suppress(FileExistsError):  # the other process was sooner
-                disk.link(draft, path)
-            disk.sync_folder(self.root)
-        finally:
-            disk.delete(draft)
+        draft = self.root / f".secret.{secrets.token_hex(8)}{disk.DRAFT_SUFFIX}"
+        with disk.create(draft) as file:
+            disk.write(file, secrets.token_hex(32).encode())
+            disk.sync(file)
+        with suppress(FileExistsError, FileNotFoundError):  # another process was sooner, and has swept
+            disk.link(draft, path)
+        disk.sync_folder(self.root)

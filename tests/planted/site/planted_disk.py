@@ -40,6 +40,12 @@ def wrap(disk: Any, around: Around) -> None:
         setattr(disk, name, functools.partial(around, name, getattr(disk, name)))
 
 
+def targets(arguments: tuple[Any, ...]) -> list[str]:
+    """The paths that a step is at; LMDB's word for what it does."""
+    named = [each.name if isinstance(each, FileIO) else each for each in arguments]
+    return [str(each) for each in named if isinstance(each, str | Path)]
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -84,7 +90,7 @@ class Orders:
     def _meets(self, order: Any, name: str, arguments: tuple[Any, ...]) -> bool:
         if name not in (order["steps"] or CHANGES):
             return False
-        return order.get("under", "") in " ".join(str(getattr(each, "name", each)) for each in arguments[:2])
+        return any(order.get("under", "") in target for target in targets(arguments))
 
     def _fail(self, error: str, name: str, arguments: tuple[Any, ...]) -> Any:
         number = getattr(errno, error)

@@ -1,0 +1,240 @@
+"""One life of a home, errand by errand: all that changes it on disk, by the index and by the backend's writing half.
+
+What a file holds is a pure function of all tokens up to a row, so that content in a wrong place shows.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import xxhash
+
+from warmline_backend.segments import Tensor, sweep_drafts, write_file
+from warmline_proxy import eviction, index_save
+from warmline_proxy.index import Index
+from warmline_proxy.purge import purge
+from warmline_proxy.reconcile import reconcile
+from warmline_proxy.rows import PurgeRequest, RequestRecord, SavePlan, SessionUpdate
+from warmline_wire.home import Home
+from warmline_wire.keys import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
+from warmline_wire.messages import Layout, SaveReply
+from warmline_wire.segment_file import FileMeta
+
+FINGERPRINT = "model-a"
+ROOT = namespace(FINGERPRINT)
+ROWS, STATE = "0.kv.keys", "1.arrays.0"
+VALUE_BYTES = 8  # of a row, and of a state
+BUDGET = 1 << 30
+LAYOUT = Layout(
+    row_bytes=VALUE_BYTES,
+    state_bytes=VALUE_BYTES,
+    has_rows=True,
+    has_states=True,
+    has_windows=False,
+    persistent=True,
+    families=["KVCache", "ArraysCache"],
+)
+
+TALK = list(range(400))
+AGAIN = [*TALK, *range(1000, 1150)]  # it goes on
+BRANCH = [*TALK[:220], *range(2000, 2120)]  # leaves it in the middle of a segment
+SHORT = list(range(3000, 3040))  # so short that what follows swallows it
+LONGER = [*SHORT, *range(3100, 3300)]
+NEW = list(range(4000, 4260))
+NEWER = list(range(5000, 5100))
+TEXTS = {"talk": TALK, "again": AGAIN, "branch": BRANCH, "longer": LONGER, "new": NEW, "newer": NEWER}
+
+Errand = Callable[[Index], object]
+
+
+@contextmanager
+def small_world(name: str) -> Iterator[None]:
+    """Segments are cut and swallowed within a few blocks, no more is evicted than must be, ids come in one order."""
+    numbers = itertools.count(1)
+
+    def token_hex(count: int) -> str:
+        return (xxhash.xxh3_128_hexdigest(f"{name} {next(numbers)}".encode()) * 2)[: 2 * count]
+
+    with (
+        mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_TOKENS=70),
+        mock.patch.object(eviction, "LOW_WATERMARK", 1.0),
+        mock.patch("secrets.token_hex", token_hex),
+    ):
+        yield
+
+
+def live(home: Home, begins: Callable[[str, Index | None], object]) -> None:
+    """The whole life.  `begins` is told each errand's name, at last "" for the end, and what is stored by then."""
+    with small_world("life"):
+        begins("first start", None)
+        with start(home) as index:
+            for errand in ERRANDS:
+                begins(errand.__name__.replace("_", " "), index)
+                errand(index)
+        begins("start after a kill", None)
+        with start(home) as index:
+            begins("", index)
+
+
+def start(home: Home) -> Index:
+    """The index as a start of both processes leaves it."""
+    home.prepare()
+    home.secret()
+    sweep_drafts(home.segments)
+    index = Index(home, BUDGET)
+    reconcile(index)
+    return index
+
+
+# ---- errands
+
+
+def first_save(index: Index) -> None:
+    save(index, TALK, [120, 399], prefill_s=9.0)
+
+
+def second_save(index: Index) -> None:
+    save(index, AGAIN, [549], prefill_s=0.1)
+
+
+def states_alone(index: Index) -> None:
+    save(index, TALK, [300, 350])
+
+
+def branch(index: Index) -> None:
+    save(index, BRANCH, [], prefill_s=7.0)
+
+
+def save_of_little(index: Index) -> None:
+    save(index, SHORT, [39], prefill_s=9.0)
+
+
+def merge(index: Index) -> None:
+    """What was little is written once more, with what follows it."""
+    save(index, LONGER, [], prefill_s=9.0)
+
+
+def bookkeeping(index: Index) -> None:
+    index.note_use([row.id for row in index.segments()])
+    index.record(RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold"))
+    index.flush()
+
+
+def save_that_is_given_up(index: Index) -> None:
+    plan = planned(index, NEW, [])
+    write_plan(index.home, plan)
+    index.abort_save(plan)
+
+
+def eviction_for_a_save(index: Index) -> None:
+    plan = planned(index, NEW, [])
+    index.abort_save(plan)
+    index.budget_bytes = index.totals().bytes_used + plan.bytes_expected - 1
+    save(index, NEW, [], prefill_s=90.0)
+    index.budget_bytes = BUDGET
+
+
+def quarantine(index: Index) -> None:
+    index.quarantine(leaf(index, BRANCH), "checksum")
+
+
+def purge_of_a_conversation(index: Index) -> None:
+    """Ends with a compaction."""
+    (session,) = [row for row in index.sessions() if row.leaf == leaf(index, LONGER)]
+    purge(index, PurgeRequest(session=session.id))
+
+
+def save_after_it(index: Index) -> None:
+    save(index, NEWER, [50], prefill_s=1.0)
+
+
+def leftovers(index: Index) -> None:
+    """What kills leave: a save under way with its files, a file that nobody knows, one that is gone, drafts."""
+    write_plan(index.home, planned(index, [*NEW, 1, 2, 3], []))
+    index.home.segment_file(leaf(index, NEWER)).unlink()
+    stray = index.home.segment_file("ab" * 16)
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_bytes(b"nobody's")
+    stray.with_name(f".{stray.stem}.x.tmp").write_bytes(b"half")
+
+
+ERRANDS: list[Errand] = [
+    first_save,
+    second_save,
+    states_alone,
+    branch,
+    save_of_little,
+    merge,
+    bookkeeping,
+    save_that_is_given_up,
+    eviction_for_a_save,
+    quarantine,
+    purge_of_a_conversation,
+    save_after_it,
+    leftovers,
+]
+
+
+# ---- what proxy and backend do in a save
+
+
+def save(index: Index, ids: Sequence[int], checkpoints: Sequence[int], prefill_s: float = 1.0) -> None:
+    plan = planned(index, ids, checkpoints)
+    reply = write_plan(index.home, plan)
+    index.commit_save(plan, reply, prefill_s=prefill_s, session=SessionUpdate(turn_end=len(ids) - 10))
+
+
+def planned(index: Index, ids: Sequence[int], checkpoints: Sequence[int]) -> SavePlan:
+    plan = index.begin_save(ROOT, FINGERPRINT, pack_tokens(ids), checkpoints=checkpoints, layout=LAYOUT)
+    assert plan is not None
+    return plan
+
+
+def write_plan(home: Home, plan: SavePlan) -> SaveReply:
+    values = contents(plan.tokens)
+    segments, checkpoints = [], []
+    for spec in plan.segments:
+        meta = _meta(plan, "segment", spec.id, start=spec.start, end=spec.end, parent=spec.parent)
+        rows = b"".join(values[spec.start : spec.end])
+        tokens = plan.tokens[spec.start * TOKEN_BYTES : spec.end * TOKEN_BYTES]
+        tensor = Tensor("U8", (1, 1, spec.end - spec.start, VALUE_BYTES), memoryview(rows))
+        segments.append(write_file(home.segment_file(spec.id), meta, {ROWS: tensor}, tokens))
+    for ref in plan.checkpoints:
+        meta = _meta(plan, "checkpoint", ref.id, position=ref.position)
+        tensor = Tensor("U8", (VALUE_BYTES,), memoryview(values[ref.position - 1]))
+        checkpoints.append(write_file(home.segment_file(ref.id), meta, {STATE: tensor}))
+    return SaveReply(boot="b", generation=0, segments=segments, checkpoints=checkpoints, seconds=0.0)
+
+
+def _meta(plan: SavePlan, kind: str, file_id: str, *, start: int = 0, end: int = 0, **place: object) -> FileMeta:
+    before = plan.tokens[: (place.get("position") or start) * TOKEN_BYTES]
+    return FileMeta(
+        kind=kind,
+        id=file_id,
+        fingerprint=FINGERPRINT,
+        root=plan.root.hex(),
+        prefix=prefix_digest(plan.root, before),
+        model=plan.model,
+        start=start,
+        end=end,
+        **place,
+    )
+
+
+def contents(tokens: bytes) -> list[bytes]:
+    """What the row of each position holds, and so does the state after it."""
+    values, value = [], b""
+    for at in range(0, len(tokens), TOKEN_BYTES):
+        value = xxhash.xxh3_64_digest(value + tokens[at : at + TOKEN_BYTES])
+        values.append(value)
+    return values
+
+
+def leaf(index: Index, ids: Sequence[int]) -> str:
+    return index.match(ROOT, pack_tokens(ids), len(ids)).chain[-1].id
+
+
+def stored(index: Index) -> dict[str, int]:
+    """Of each text how many tokens are stored."""
+    return {name: index.match(ROOT, pack_tokens(ids), len(ids)).tokens for name, ids in TEXTS.items()}

@@ -1,0 +1,94 @@
+"""Killed with SIGKILL at every single step that changes a home: the next start finds all of it right."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+POINTS = Path(__file__).with_name("points.py")
+PACKAGES = Path(__file__).parents[2]
+SEAM = PACKAGES / "backend" / "warmline_wire" / "disk.py"
+
+# What changes a home must go through the seam.  `demo` makes a model's folder, whose files are written by mlx and
+# tokenizers, and which is no part of what is stored; `lock` a file that holds nothing.
+EXEMPT = {"demo.py", "lock.py"}
+OF_PATHS = {"rename", "unlink", "rmdir", "mkdir", "hardlink_to", "symlink_to", "write_text", "write_bytes", "touch"}
+OF_PATHS |= {"chmod"}
+OF_MODULES = {
+    "os": OF_PATHS
+    | {"fsync", "fdatasync", "replace", "remove", "removedirs", "renames", "link", "makedirs", "truncate"},
+    "shutil": {"rmtree", "move", "copy", "copy2", "copyfile", "copytree"},
+    "Path": {"replace"},
+}
+WRITING = set("wax+")
+
+
+def run(*flags: str) -> Any:
+    in_memory = Path("/dev/shm")  # where it is to be had: a process that is killed loses nothing that a disk would keep
+    with tempfile.TemporaryDirectory(dir=in_memory if os.access(in_memory, os.W_OK) else None) as folder:
+        done = subprocess.run([sys.executable, POINTS, folder, *flags], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_killed_at_every_step_nothing_is_lost_or_left() -> None:
+    life = run()
+    assert not life["wrong"], "\n".join(life["wrong"])
+    assert life["points"] > len(life["steps"]) > 250
+    after = {errand: stored for errand, (_, stored) in life["stored"].items()}
+    assert after["first save"]["talk"] == 400
+    assert after["second save"]["again"] == 550
+    assert after["branch"]["branch"] == 340
+    assert after["merge"]["longer"] == 240
+    assert (after["eviction for a save"]["again"], after["eviction for a save"]["new"]) == (400, 260)
+    assert after["quarantine"]["branch"] == 220
+    assert after["purge of a conversation"]["longer"] == 0
+    assert after["start after a kill"]["newer"] == 0
+
+
+def test_a_merge_that_deletes_too_soon_would_be_found() -> None:
+    life = run("--only", "merge", "--fault")
+    assert any("longer: 0 tokens are stored" in wrong for wrong in life["wrong"])
+
+
+def modules() -> list[Path]:
+    found = [path for package in PACKAGES.glob("*/warmline_*") for path in package.glob("*.py")]
+    assert len(found) > 80
+    return [path for path in found if path.name not in {SEAM.name, *EXEMPT}]
+
+
+def forbidden(call: ast.Call) -> str:
+    """What a call changes on the disk by itself; "" where nothing."""
+    name = call.func
+    if isinstance(name, ast.Name):
+        return "open for writing" if name.id == "open" and _writes(call.args[1:2]) else ""
+    if not isinstance(name, ast.Attribute):
+        return ""
+    owner = name.value.id if isinstance(name.value, ast.Name) else ""
+    if owner == "disk":
+        return ""
+    if name.attr in OF_MODULES.get(owner, set()) or name.attr in OF_PATHS:
+        return f"{owner}.{name.attr}"
+    if name.attr == "replace" and len(call.args) == 1 and not call.keywords:
+        return ".replace with one argument, as of a Path"
+    return "open for writing" if name.attr == "open" and _writes(call.args[:1]) else ""
+
+
+def _writes(mode: list[ast.expr]) -> bool:
+    return any(isinstance(each, ast.Constant) and WRITING & set(str(each.value)) for each in mode)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.name)
+def test_nobody_changes_the_disk_beside_the_seam(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    calls = [(call.lineno, forbidden(call)) for call in ast.walk(tree) if isinstance(call, ast.Call)]
+    assert not [(line, what) for line, what in calls if what]
+    imported = [alias.name for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) for alias in each.names]
+    steps = [each.name for each in ast.parse(SEAM.read_text()).body if isinstance(each, ast.FunctionDef)]
+    assert not set(imported) & set(steps), "call the steps as disk.NAME: that is where tests step in"
