@@ -303,7 +303,7 @@ def _why(
     known = _known(start, prompt, residents, match)
     if _continues_at_places(layout) and start.reuse < on_grid(known.until, grid):
         return f"{known.why}; no checkpoint after token {start.reuse}"
-    return f"{known.why}; {_grid_why(grid)}" if grid and start.reuse else known.why
+    return f"{known.why}; {_grid_why(grid)}" if grid else known.why
 
 
 def _continues_at_places(layout: Layout | None) -> bool:
