@@ -90,5 +90,10 @@ def _check(config: BackendConfig) -> None:
     for name in ("memory_budget_bytes", "max_tokens"):
         if getattr(config, name) < 0:
             raise ConfigError(f"--{name.replace('_bytes', '-gb').replace('_', '-')}: expected 0 (automatic) or more")
+    if config.reuse == "exact" and config.prefill_step_size < 2:
+        raise ConfigError(
+            "--prefill-step-size 1: expected at least 2 with --reuse exact, since rotating layers arrange the rows of "
+            "single tokens in another way"
+        )
     if not 0 <= config.drain_timeout_s < float("inf"):
         raise ConfigError(f"--drain-timeout-s {config.drain_timeout_s}: expected a number of seconds, 0 or more")

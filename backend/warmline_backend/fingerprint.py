@@ -21,6 +21,7 @@ import mlx_lm.models.base
 import mlx_lm.models.cache
 from mlx_lm.utils import _get_classes, load_config
 
+from warmline_backend.arithmetic import arithmetic
 from warmline_wire import disk
 from warmline_wire.messages import SEGMENT_FORMAT
 
@@ -39,10 +40,12 @@ def fingerprint(
     home_models_dir: Path,
     code: Sequence[ModuleType] = (),
     shards: int = 1,
+    grid: int = 0,
 ) -> str:
     """64 hex digits.  Raises OSError where files can't be read, ValueError where mlx-lm doesn't know the model.
 
-    `dtype` is the KV's, `code` our own modules that compute KV (models), `shards` how many ranks share the model.
+    `dtype` is the KV's, `code` our own modules that compute KV (models), `shards` how many ranks share the model.  With
+    a `grid` (exact mode) it is also the identity of what rounds the numbers; such KV and any other never meet.
     """
     digests = _Digests(home_models_dir / "digests.json")
     weights = sorted(model_path.glob("model*.safetensors"))
@@ -50,7 +53,7 @@ def fingerprint(
         raise FileNotFoundError(f"no model*.safetensors in {model_path}")
     adapter = _adapter_files(adapter_path)
     known = digests.of([*weights, *adapter])
-    identity = {
+    identity: dict[str, object] = {
         "weights": [[path.name, known[path]] for path in weights],
         "adapter": [[path.name, known[path]] for path in adapter],
         "config": json.loads((model_path / "config.json").read_text()),
@@ -60,6 +63,8 @@ def fingerprint(
         "shards": shards,
         "segment_format": SEGMENT_FORMAT,
     }
+    if grid:
+        identity["exact"] = {"grid": grid, **arithmetic()}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

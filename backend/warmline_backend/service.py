@@ -30,7 +30,7 @@ from warmline_backend.params import parse_params
 from warmline_backend.prompt_store import PromptStore, StoredPrompt
 from warmline_backend.prompts import Renderer
 from warmline_backend.scheduler import Scheduler
-from warmline_backend.segments import sweep_drafts
+from warmline_backend.segments import BadChain, sweep_drafts
 from warmline_backend.sequence import Generation
 from warmline_backend.storage import Storage
 from warmline_wire.home import Home
@@ -101,6 +101,7 @@ class Service:
             config.kv_group_size,
             served.dtype,
             self._home.models,
+            grid=self._grid,
         )
         self._loaded = Loaded(
             served,
@@ -323,6 +324,9 @@ class Service:
     async def restore(self, request: RestoreRequest) -> RestoreReply:
         """Raises segments.Damaged, Cancelled, BadChain, TooLarge, NotReady."""
         self.check_takes_new_work()
+        tokens = len(request.tokens) // TOKEN_BYTES
+        if self._grid and tokens % self._grid:
+            raise BadChain(f"exact mode continues at multiples of {self._grid} tokens, the request names {tokens}")
         resident, bytes_read, seconds = await self.loaded.storage.restore(request)
         return RestoreReply(
             boot=self.boot,

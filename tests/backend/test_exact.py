@@ -17,7 +17,20 @@ CASES = Path(__file__).with_name("exact_cases.py")
 def test_warm_is_cold_bit_for_bit() -> None:
     libraries, advice = preload(os.environ.get("LD_PRELOAD", ""))
     assert not advice, advice
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider", str(CASES)]
-    run = subprocess.run(command, env=os.environ | {"LD_PRELOAD": libraries}, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        str(CASES),
+    ]
+    run = subprocess.run(
+        command, env=os.environ | {"LD_PRELOAD": libraries}, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
     assert " passed" in run.stdout

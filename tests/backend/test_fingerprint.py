@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 import stat
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from warmline_backend import arithmetic
 from warmline_backend import fingerprint as module
 from warmline_backend.fingerprint import fingerprint
 
@@ -113,9 +115,44 @@ def test_each_setting_matters(model: Path, home: Path) -> None:
         {"dtype": "bfloat16"},
         {"shards": 2},
         {"code": [module]},
+        {"grid": 2048},
+        {"grid": 512},
     ]
     assert len({of(model, home, **setting) for setting in settings}) == len(settings)
     assert of(model, home, kv_group_size=32) == of(model, home), "without quantization its group size means nothing"
+
+
+def test_what_rounds_the_numbers_matters_in_exact_mode_alone(
+    model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, exact = of(model, home), {of(model, home, grid=2048)}
+    real = json.dumps(arithmetic.arithmetic())
+    assert all(json.dumps([name, metadata.version(name)]) in real for name in ("mlx", "mlx-lm"))
+    assert of(model, home, grid=2048) in exact
+    blas = {"user_api": "blas", "filepath": "/usr/lib/libopenblas.so", "internal_api": "openblas", "version": "0.3.21"}
+    machines: list[list[dict[str, object]]] = [
+        [blas],
+        [blas | {"num_threads": 2}],
+        [blas | {"num_threads": 4}],
+        [blas | {"num_threads": 4, "architecture": "Zen"}],
+        [blas | {"num_threads": 4, "version": "0.3.22"}],
+    ]
+    for libraries in machines:
+        monkeypatch.setattr(arithmetic, "threadpool_info", lambda libraries=libraries: libraries)
+        exact.add(of(model, home, grid=2048))
+    monkeypatch.setattr(arithmetic.mx, "device_info", lambda: {"device_name": "another", "free_memory": 1})
+    exact.add(of(model, home, grid=2048))
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    exact.add(of(model, home, grid=2048))
+    assert len(exact) == 8 and of(model, home) == fast
+
+
+def test_numpys_own_blas_does_not_matter(model: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numpys = {"user_api": "blas", "filepath": "/site-packages/numpy.libs/libscipy_openblas.so", "version": "1"}
+    monkeypatch.setattr(arithmetic, "threadpool_info", list)
+    without = of(model, home, grid=2048)
+    monkeypatch.setattr(arithmetic, "threadpool_info", lambda: [numpys, {"user_api": "openmp", "filepath": ""}])
+    assert of(model, home, grid=2048) == without
 
 
 def test_the_code_of_the_architecture_and_what_it_builds_on_matters(

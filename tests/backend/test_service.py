@@ -11,13 +11,13 @@ import pytest
 
 import tiny_models
 from warmline_backend import prompt_store, storage
-from warmline_backend.config import parse_config
+from warmline_backend.config import ConfigError, parse_config
 from warmline_backend.engine import Engine
 from warmline_backend.generations import UnknownRequest
 from warmline_backend.model import load
 from warmline_backend.prompt_store import UnknownPrompt
 from warmline_backend.scheduler import Scheduler, SchedulerSettings
-from warmline_backend.segments import Cancelled, write_file
+from warmline_backend.segments import BadChain, Cancelled, write_file
 from warmline_backend.sequence import Ended
 from warmline_backend.service import Service
 from warmline_wire.home import Home
@@ -28,15 +28,17 @@ IDS = ["a" * 32, "b" * 32]
 
 
 @asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[tuple[Service, Home]]:
+async def running(folder: Path, *flags: str) -> AsyncIterator[tuple[Service, Home]]:
     model = tiny_models.build("llama", folder / "model")
-    config = parse_config(["--home", str(folder / "home"), "--model", str(model)])
+    config = parse_config(["--home", str(folder / "home"), "--model", str(model), *flags])
     home = Home(config.home)
     home.prepare()
 
     def make_scheduler() -> Scheduler:
-        settings = SchedulerSettings("boot", 1 << 30, 2048, 8, True)
-        return Scheduler(load(config.model, config.served_name), settings)
+        exact = config.reuse == "exact"
+        quantized = {"kv_bits": config.kv_bits, "kv_group_size": config.kv_group_size}
+        settings = SchedulerSettings("boot", 1 << 30, config.prefill_step_size, 8, True, exact)
+        return Scheduler(load(config.model, config.served_name, **quantized), settings)
 
     engine = Engine(make_scheduler)
     service = Service(config, home, engine, "boot")
@@ -50,9 +52,9 @@ async def running(folder: Path) -> AsyncIterator[tuple[Service, Home]]:
         await asyncio.wrap_future(engine.ended)
 
 
-def in_service(tmp_path: Path, work: Callable[[Service, Home], Awaitable[None]]) -> None:
+def in_service(tmp_path: Path, work: Callable[[Service, Home], Awaitable[None]], *flags: str) -> None:
     async def run() -> None:
-        async with running(tmp_path) as (service, home):
+        async with running(tmp_path, *flags) as (service, home):
             await work(service, home)
 
     asyncio.run(run())
@@ -185,3 +187,39 @@ def test_cancel_tells_how_a_request_ended(tmp_path: Path) -> None:
             await service.cancel("nobody")
 
     in_service(tmp_path, work)
+
+
+def test_exact_mode_names_its_grid_and_restores_nothing_off_it(tmp_path: Path) -> None:
+    async def work(service: Service, home: Home) -> None:
+        layout = service.status().layout
+        assert layout is not None and (layout.grid, layout.dtype) == (64, "float32")
+        settled, tokens = await generated(service)
+        end = settled.prefilled_until
+        assert end == 192 and len(tokens) == 4 * end
+        await service.save(save_request(settled))
+        for position in (100, 128):
+            chain = [
+                SegmentRef(id=IDS[0], start=0, end=64, upto=64),
+                SegmentRef(id=IDS[1], start=64, end=end, upto=position),
+            ]
+            request = RestoreRequest(request_id="r", tokens=tokens[: 4 * position], chain=chain)
+            if position % 64:
+                with pytest.raises(BadChain, match="multiples of 64 tokens, the request names 100"):
+                    await service.restore(request)
+            else:
+                assert (await service.restore(request)).position == position
+
+    in_service(tmp_path, work, "--reuse", "exact", "--prefill-step-size", "64")
+
+
+def test_fast_mode_has_no_grid(tmp_path: Path) -> None:
+    async def work(service: Service, home: Home) -> None:
+        layout = service.status().layout
+        assert layout is not None and (layout.grid, layout.dtype) == (0, "q8")
+
+    in_service(tmp_path, work, "--kv-bits", "8", "--kv-group-size", "32")
+
+
+def test_exact_mode_needs_chunks_of_two_tokens() -> None:
+    with pytest.raises(ConfigError, match="expected at least 2 with --reuse exact"):
+        parse_config(["--home", "h", "--model", "m", "--reuse", "exact", "--prefill-step-size", "1"])

@@ -1,0 +1,39 @@
+"""What decides how numbers round in this process.
+
+In exact mode KV is reused only where all of this is as it was: another device, library or number of threads adds in
+another order.  Known only once mlx has loaded its libraries.
+"""
+
+import os
+import platform
+from importlib import metadata
+
+import mlx.core as mx
+from threadpoolctl import threadpool_info
+
+LIBRARIES = ("mlx", "nvidia-")  # mlx, mlx-lm, mlx's back ends, and what these take from NVIDIA
+DEVICE_KEYS = ("device_name", "architecture", "compute_capability_major", "compute_capability_minor")
+BLAS_KEYS = ("internal_api", "version", "threading_layer", "architecture", "num_threads")
+NOT_MLX = ("numpy.libs", "scipy.libs")  # these bring a BLAS of their own
+SWITCHES = ("MLX_ENABLE_TF32",)
+
+
+def arithmetic() -> dict[str, object]:
+    """JSON, the same in every process that rounds alike."""
+    device = mx.device_info()
+    return {
+        "libraries": sorted(
+            [package.name, package.version]
+            for package in metadata.distributions()
+            if package.name and package.name.startswith(LIBRARIES)
+        ),
+        "device": {key: device.get(key) for key in DEVICE_KEYS},
+        "machine": platform.machine(),
+        "macos": platform.mac_ver()[0],  # Accelerate and Metal's compiler come with it
+        "blas": sorted(
+            [str(library.get(key)) for key in BLAS_KEYS]
+            for library in threadpool_info()
+            if library["user_api"] == "blas" and not any(name in library["filepath"] for name in NOT_MLX)
+        ),
+        "switches": {name: os.environ.get(name) for name in SWITCHES},
+    }
