@@ -1,6 +1,7 @@
 """A pair that reuses whatever it can against one that reuses nothing: after every step their answers are compared."""
 
 import contextlib
+import http.client
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ from types import TracebackType
 
 import steps
 from clients import Asked
-from steps import LEAVE_IN_DECODE, LEAVE_IN_PREFILL, Ask, Forget, Fresh, Purge, Restart, Together
+from steps import LEAVE_IN_DECODE, LEAVE_IN_PREFILL, Ask, Forget, Fresh, Kill, Purge, Restart, Together
 from talks import Question, Talks
 from verdict import Verdict, compare
 
@@ -32,7 +33,8 @@ FLAGS = (
 )
 SMALL_DISK = ("--disk-budget-gb", "0.003")
 SMALL_MEMORY = ("--memory-budget-gb", "0.004")
-IDLE_MAX_S = 60.0
+RESTART_DELAY_S = 0.1
+AWAY = (OSError, http.client.HTTPException)
 POLL_S = 0.01
 
 
@@ -49,7 +51,10 @@ class Family:
 FAMILIES = {
     family.name: family
     for family in (
-        *(Family(name, name) for name in ("llama", "gemma3", "qwen3_5", "deepseek_v32", "falcon_h1", "mamba2")),
+        *(
+            Family(name, name)
+            for name in ("llama", "gemma3", "qwen3_5", "deepseek_v32", "falcon_h1", "baichuan_m1", "mamba2")
+        ),
         Family("quantized", "llama", ("--kv-bits", "8", "--kv-group-size", "32"), 2e-2),
     )
 }
@@ -92,7 +97,7 @@ class Duel:
         self._pair: Pair | None = None
 
     def __enter__(self) -> "Duel":
-        self._planted = Planted().__enter__()
+        self._planted = Planted(RESTART_DELAY_S).__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -148,6 +153,8 @@ class Duel:
                 self._purge(pair, step)
             case Restart():
                 self._restart(pair, step)
+            case Kill():
+                self._kill(pair, step)
 
     def check(self) -> None:
         """`cachectl verify --deep` finds nothing."""
@@ -252,6 +259,22 @@ class Duel:
         else:
             kill(pair, step.how.removeprefix("-9 "))
 
+    def _kill(self, pair: Pair, step: Kill) -> None:
+        """Between the request and the end of its save; one that has fewer steps of the disk kills nobody."""
+        question, planted, pid = self._talks.question(step.ask), self._planted, pair.pid(step.process)
+        planted.kill_at(step.process, step.nth, step.when)
+        asked = Asked(pair, question.messages, **question.options).wait_until_over()
+        until(lambda: planted.killed(step.process) or is_settled(pair), "neither killed nor settled")
+        planted.mend_disk(step.process)
+        if planted.killed(step.process):
+            self.tally.counts["killed at the disk"] += 1
+            until_another(pair, step.process, pid)
+        if asked.done:
+            self._compare(question, asked.reply)
+        elif not planted.killed(step.process):
+            raise Difference(f"{step} was not answered: {asked.told}")
+        self._talks.answered(question, asked.text if asked.done else None)
+
     def _start(self, step: Restart | None = None) -> None:
         flags = [*FLAGS, "--reuse", self.mode, *self.family.flags]
         flags += SMALL_DISK if step and step.small_disk else ()
@@ -286,8 +309,18 @@ def kill(pair: Pair, process: str) -> None:
     """-9; returns when another has taken its place and is ready."""
     pid = pair.pid(process)
     os.kill(pid, signal.SIGKILL)
+    until_another(pair, process, pid)
+
+
+def until_another(pair: Pair, process: str, pid: int) -> None:
     until(lambda: running_pid(pair, process) not in (0, pid), f"no other {process}")
     until(lambda: is_ready(pair), f"the pair is not ready after its {process} was killed")
+
+
+def is_settled(pair: Pair) -> bool:
+    with contextlib.suppress(*AWAY, KeyError):
+        return not pair.proxy_status()["settling"]
+    return False
 
 
 def running_pid(pair: Pair, process: str) -> int:
@@ -297,7 +330,7 @@ def running_pid(pair: Pair, process: str) -> int:
 
 
 def is_ready(pair: Pair) -> bool:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(*AWAY):
         return ask(f"{pair.url}/ready", None, {}, "GET", timeout_s=5).status == 200
     return False
 

@@ -20,6 +20,7 @@ from steps import (
     Ask,
     Forget,
     Fresh,
+    Kill,
     Purge,
     Restart,
     Together,
@@ -74,7 +75,7 @@ class Machine(RuleBasedStateMachine):
         self._do(Fresh(salt))
 
     def _do(self, step: Any) -> None:
-        self._since_restart = 0 if isinstance(step, Restart) else self._since_restart + 1
+        self._since_restart = 0 if isinstance(step, Restart | Kill) else self._since_restart + 1
         self._since_drop = 0 if isinstance(step, Forget | Purge | Restart) else self._since_drop + 1
         self.duel.do(step)
 
@@ -139,6 +140,16 @@ class Machine(RuleBasedStateMachine):
     @rule(which=MANY)
     def purge(self, which: int) -> None:
         self._do(Purge(which))
+
+    @precondition(lambda self: self._since_restart >= self.restart_interval)
+    @rule(
+        data=st.data(),
+        process=st.sampled_from(["proxy", "backend"]),
+        nth=st.integers(1, 40),
+        when=st.sampled_from(["before", "middle", "after"]),
+    )
+    def kill_at_the_disk(self, data: st.DataObject, process: str, nth: int, when: str) -> None:
+        self._do(Kill(process, nth, when, data.draw(asks(self.exact, end=LENGTH))))
 
     @precondition(lambda self: self._since_restart >= self.restart_interval)
     @rule(restart=RESTARTS)

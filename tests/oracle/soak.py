@@ -12,6 +12,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ RESTART_INTERVAL = 15
 COLUMNS = (
     *("steps", "answers compared", "numbers", "near ties", "differences"),
     *("cold", "resident", "restored", "shared", "left", "failed"),
-    *("Fresh", "Ask", "Together", "Forget", "Purge", "Restart"),
+    *("Fresh", "Ask", "Together", "Forget", "Purge", "Restart", "Kill", "killed at the disk"),
 )
 
 
@@ -40,8 +41,14 @@ def soak(duel: Duel, steps: int, seed: int) -> str:
             machine.run(duel, seed + number, STEPS_A_HOME // STEPS_AN_EXAMPLE, STEPS_AN_EXAMPLE, RESTART_INTERVAL)
             duel.check()
         except Exception as error:  # noqa: BLE001  whatever ends it, the script is wanted
-            return f"{type(error).__name__}: {error}"
+            return told(error)
     return ""
+
+
+def told(error: Exception) -> str:
+    if isinstance(error, Difference):
+        return str(error)
+    return "".join(traceback.format_exception(error))
 
 
 def replay(duel: Duel, script: Sequence[Any]) -> str:
@@ -52,7 +59,7 @@ def replay(duel: Duel, script: Sequence[Any]) -> str:
             duel.do(step)
         duel.close()
     except Exception as error:  # noqa: BLE001
-        return f"{type(error).__name__}: {error}"
+        return told(error)
     return ""
 
 

@@ -70,7 +70,16 @@ class Restart(Step, frozen=True):
     small_memory: bool = False
 
 
-Any = Fresh | Ask | Together | Forget | Purge | Restart
+class Kill(Step, frozen=True):
+    """A process dies at a step of the disk: its `nth` from when this request is sent on, before, after or in it."""
+
+    process: Literal["proxy", "backend"] = "backend"
+    nth: int = 1
+    when: Literal["before", "middle", "after"] = "before"
+    ask: Ask = Ask()
+
+
+Any = Fresh | Ask | Together | Forget | Purge | Restart | Kill
 Script = Sequence[Any]
 
 

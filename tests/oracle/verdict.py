@@ -21,7 +21,7 @@ class Verdict:
 def compare(cold: Reply, warm: Reply, tolerance: float) -> Verdict:
     """`tolerance` 0: every bit.  Else up to the first token that differs: after it they answer different prompts."""
     one, other = (reply.json["choices"][0] for reply in (cold, warm))
-    mine, theirs = (choice["logprobs"]["content"] for choice in (one, other))
+    mine, theirs = ((choice["logprobs"] or {"content": []})["content"] for choice in (one, other))
     numbers, largest = 0, 0.0
     for place, (a, b) in enumerate(zip(mine, theirs, strict=False)):
         found = differences(a, b)
