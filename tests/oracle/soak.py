@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import machine
-from duel import FAMILIES, MODES, Duel, reference_of
+from duel import FAMILIES, MODES, Difference, Duel, reference_of
 from models import folder_of
 from steps import Any, read, written
 
