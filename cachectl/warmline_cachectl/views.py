@@ -1,5 +1,6 @@
 """What cachectl shows, as plain values (what --json prints): pure functions over a snapshot of the index."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from statistics import median
@@ -153,5 +154,5 @@ def _plain(row: msgspec.Struct) -> View:
 
 
 def _reason(record: RequestRecord) -> str:
-    """Without numbers, so that reasons can be counted."""
-    return " ".join(word for word in record.why_not_warmer.split() if not word.strip("(),.").isdigit())
+    """With N for every number, so that reasons can be counted."""
+    return re.sub(r"\b\d+\b", "N", record.why_not_warmer)

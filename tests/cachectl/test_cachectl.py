@@ -48,7 +48,7 @@ def home(tmp_path: Path) -> Home:
                     client_model="m",
                     outcome="ok",
                     source=source,
-                    why_not_warmer="differs at token 812",
+                    why_not_warmer="differs from what is stored at token 812; no checkpoint after token 700",
                     prompt_tokens=100,
                     cached_tokens=50 * number,
                 )
@@ -106,7 +106,9 @@ def test_stats_sum_up(home: Home) -> None:
     assert view["stored"]["bytes_used"] > view["stored"]["bytes_segments"]
     assert view["requests"]["sources"] == {"cold": 1, "restored": 1}
     assert view["requests"]["cached_share"] == 0.25
-    assert view["requests"]["why_not_warmer"] == {"differs at token": 2}
+    assert view["requests"]["why_not_warmer"] == {
+        "differs from what is stored at token N; no checkpoint after token N": 2
+    }
     assert "bytes used" in run(home, "stats").stdout
 
 
