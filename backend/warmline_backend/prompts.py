@@ -23,6 +23,7 @@ from warmline_wire.messages import MessageEnd
 MESSAGES_ALL_MAX = 16  # up to so many, every message's end is looked for; beyond, only the last ones'
 MESSAGES_LAST = 8
 TURNS_LAST = 2  # and the answers to as many users' messages: from there on templates leave out reasoning
+ROLE_CHARS_MAX = 16  # a client may call itself anything; this much is told of it
 _ERROR_CHARS_MAX = 500
 # What a template can raise on a client's data; RecursionError comes from nested tool schemas.
 _TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -159,7 +160,8 @@ class Renderer:
         """
         messages, first = conversation.messages, conversation.system_messages + 1
         last_turn = max(conversation.turns, default=0)
-        rewritten = [count for count in _wanted_ends(conversation) if count <= last_turn and count not in known]
+        wanted = _wanted_ends(conversation, last=0)
+        rewritten = [count for count in wanted if count <= last_turn and count not in known]
         if not rewritten:
             return {}
         start, followed = self._prefix(conversation, messages[:first]), self._before_a_user(conversation, first)
@@ -184,7 +186,7 @@ class Renderer:
             message = conversation.messages[count - 1] if count else {"role": "tools"}
             start = ends.get(count - 1, -1 if count > 1 else 0)
             note = self._what_is_left_out(conversation, message, text[start:end]) if start >= 0 else ""
-            yield MessageEnd(end=token_at(end), number=count, role=message["role"], note=note)
+            yield MessageEnd(end=token_at(end), number=count, role=message["role"][:ROLE_CHARS_MAX], note=note)
 
     def _what_is_left_out(self, conversation: Conversation, message: Message, rendered: str) -> str:
         if message["role"] != "assistant" or not self._wrapper.has_thinking:
@@ -239,13 +241,13 @@ def _closed(conversation: Conversation) -> list[Message]:
     return conversation.messages[:-1] if conversation.continue_final else conversation.messages
 
 
-def _wanted_ends(conversation: Conversation) -> list[int]:
-    """How many messages to look for the end of, ascending; of a long conversation only where it is of use."""
+def _wanted_ends(conversation: Conversation, last: int = MESSAGES_LAST) -> list[int]:
+    """How many messages to look for the end of, ascending; of a long conversation the `last`, and around turns."""
     ends = range(conversation.system_messages + 1, len(conversation.messages))
     if len(conversation.messages) <= MESSAGES_ALL_MAX:
         return list(ends)
     turns = {index + after for index in conversation.turns[-TURNS_LAST:] for after in (1, 2)}
-    return sorted(turns.intersection(ends) | {*ends[-MESSAGES_LAST:]})
+    return sorted(turns.intersection(ends).union(ends[len(ends) - last :]))
 
 
 def _common_prefix(a: str, b: str) -> int:

@@ -55,6 +55,29 @@ async def test_after_both_restarted_it_is_restored_from_disk(tmp_path: Path) -> 
 
 
 @on_loop
+async def test_in_exact_mode_all_that_is_asked_for_lies_on_the_grid(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.layout = layout(grid=64, has_states=True, state_bytes=10)
+        await proxy.chat(TEXT)
+        await proxy.settled()
+        proxy.backend.restart()
+        response = await proxy.chat(**second_turn())
+        reused = len(f"<user>{TEXT}\n<assistant>") // 64 * 64
+        assert response.headers["X-Warmline-Cache"] == f"restored {reused}"
+        checkpoints = [asked.get(HEADER_CHECKPOINTS, "") for asked in proxy.backend.calls["generate"]]
+        assert checkpoints == [str(reused), ""]
+        assert "exact mode keeps and reuses multiples of 64 tokens" in (await proxy.settled())[0].why_not_warmer
+
+
+@on_loop
+async def test_where_nothing_is_reused_no_state_is_kept(tmp_path: Path) -> None:
+    async with pair(tmp_path, reuse="off") as proxy:
+        proxy.backend.layout = layout(has_states=True, state_bytes=10)
+        await proxy.chat(TEXT)
+        assert HEADER_CHECKPOINTS not in proxy.backend.calls["generate"][0]
+
+
+@on_loop
 async def test_a_new_proxy_learns_what_is_in_memory(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         prompt = f"<user>{TEXT}\n".encode()
