@@ -69,7 +69,7 @@ class Replayer:
         plan = restored_plan(count, match, layout)
         if layout is None or plan is None:
             return _skipped(row, "nothing of it can be started from")
-        # Cold first: it finds out whether this model is served at all, and takes nobody's memory.
+        # Cold first: it finds out whether this model is served at all.
         cold = await self._recomputer.cold(row.root, tokens)
         if cold is None:
             return _skipped(row, "others needed the backend's memory")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmline_proxy.guard import CYCLE_TOKENS_MAX, DIGITS_MAX, REPEATED_TOKENS_MAX, Guard
+from warmline_proxy.guard import CYCLE_TOKENS_MAX, DIGITS_MAX, REPEATED_TOKENS_MAX, Guard, text_of
 
 
 def tripped(*pieces: str) -> str:
@@ -64,3 +64,20 @@ def test_a_run_of_digits_is_as_long_as_its_digits_are(pieces: list[str]) -> None
         guard.feed(piece)
     digits = sum(map(len, pieces))
     assert ("digits" in guard.reason) <= (digits >= DIGITS_MAX)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "text"),
+    [
+        (b'{"choices": [{"index": 0, "delta": {"content": " a\\n", "role": "assistant"}, "logprobs": {}}]}', " a\n"),
+        (b'{"choices": [{"index": 0, "text": " a", "finish_reason": null}]}', " a"),
+        (b'{"choices": [{"delta": {"content": null}}]}', ""),
+        (b'{"choices": [{"delta": {}}]}', ""),
+        (b'{"choices": [], "usage": {}}', ""),
+        (b'{"error": {"message": "no"}}', ""),
+        (b'{"choices": 5}', ""),
+        (b"not JSON", ""),
+    ],
+)
+def test_what_a_chunk_says(chunk: bytes, text: str) -> None:
+    assert text_of(chunk) == text
