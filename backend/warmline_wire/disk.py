@@ -79,6 +79,11 @@ def set_mode(path: Path, mode: int) -> None:
     path.chmod(mode)
 
 
+def lengthen(path: Path, bytes_count: int) -> None:
+    """With zeros."""
+    os.truncate(path, bytes_count)
+
+
 def in_lmdb(what: str, act: Callable[[], T]) -> T:
     """What LMDB changes on the disk by itself: `what` is "open", "commit" or "grow"."""
     return act()

@@ -5,14 +5,16 @@ place, so a crash leaves either; the highest number is the index.  A generation 
 keeps the number of the last transaction in a lock file of its own, which must not meet another data file.
 
     IndexFailure
-    ├── DamagedIndex   its file is no LMDB file (any more)
+    ├── DamagedIndex   its file is no LMDB file (any more), or what is in it can't be read
     ├── NoIndex        there is none (yet)
     ├── WrongSchema    another version of Warmline wrote it
     ├── IndexFull      the map is full: nothing more can be written
     └── NoRoom         the disk budget can't hold a save, whatever is evicted
 """
 
+import errno
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,22 +23,28 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lmdb
+import msgspec
 
+from warmline_proxy.index_files import superseded
 from warmline_proxy.index_tables import TABLES, Tables
 from warmline_wire import disk
 
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
-MAP_BYTES = 64 << 30  # virtual and sparse; every process must open the index with the same size
+MAP_BYTES = 4 << 30  # virtual and sparse; doubled where it is full
+ALONE_WAIT_S = 10.0  # readers take milliseconds, checking the whole index somewhat longer
 READERS_MAX = 512
 SCHEMA_KEY = b"schema"
+DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
 
 T = TypeVar("T")
 
 
 class IndexFailure(Exception):
-    """The index can't be opened or written."""
+    """The index can't be opened or written.  `code`: the name of the system's error ("ENOSPC"), where there is one."""
+
+    code = ""
 
 
 class DamagedIndex(IndexFailure):
@@ -69,6 +77,9 @@ class _Generation:
     users: int = 0
     retired: bool = False
 
+    def map_bytes(self) -> int:
+        return int(self.env.info()["map_size"])
+
 
 class Env:
     """Thread-safe for readers; `write` and `compact` belong to the one writer thread.  All may raise IndexFailure."""
@@ -77,19 +88,41 @@ class Env:
         self._folder = folder
         self._writable = writable
         self._map_bytes = map_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._alone_wanted = False
+        self._inside = threading.local()  # how often this thread is
+        self.begun_anew = False  # there was none, or none that could be read: it may lack what is stored
         if writable:
-            _tidy(folder)
+            disk.make_folders(folder)
+            self.tidy()
+            self.begun_anew = not _generations(folder)
         try:
             self._current = self._open_newest()
         except DamagedIndex as error:
             if not writable:
                 raise
-            # Not set aside: it holds transcripts, which neither a purge nor the budget would ever find again.
-            log.error("%s; a new one is begun, and what was stored is computed again", error)
-            disk.delete_tree(folder)
-            disk.make_folders(folder)
-            self._current = self._open_newest()
+            self._replace_by_an_empty_one(error)
+
+    def tidy(self) -> None:
+        """Remove what a compaction left that was killed (its draft, or the generation before), and what is none."""
+        for path in superseded(self._folder.iterdir()):
+            if path.is_dir():
+                disk.delete_tree(path)
+            else:
+                disk.delete(path)
+
+    def begin_anew(self, error: DamagedIndex) -> None:
+        """Take an empty index for one that turned out not to be readable.  Nobody may be reading it."""
+        self.close()
+        self._replace_by_an_empty_one(error)
+
+    def _replace_by_an_empty_one(self, error: DamagedIndex) -> None:
+        # Not set aside: it holds transcripts, which neither a purge nor the budget would ever find again.
+        log.error("%s; a new one is made of the files that are stored", error)
+        disk.delete_tree(self._folder)
+        disk.make_folders(self._folder)
+        self._current = self._open_newest()
+        self.begun_anew = True
 
     def _open_newest(self) -> _Generation:
         for _ in range(3):  # a compaction may take the directory away between the look and the opening
@@ -110,23 +143,27 @@ class Env:
             raise NoIndex(f"no index in {path}")
         try:
             env = self._environment(path)
+            if self._writable:
+                _lengthen(env, path)
         except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
             raise DamagedIndex(f"the index in {path} is damaged: {error}") from error
-        except lmdb.Error as error:
-            raise IndexFailure(f"can't open the index in {path}: {error}") from error
+        except (lmdb.Error, OSError) as error:
+            raise _failure(f"can't open the index in {path}", error) from error
         try:
             return _Generation(path, env, self._handles(env, path))
         except (lmdb.Error, IndexFailure) as error:
             env.close()
             if isinstance(error, IndexFailure):
                 raise
+            if isinstance(error, DAMAGE):
+                raise DamagedIndex(f"the index in {path} is damaged: {error}") from error
             raise NoIndex(f"the index in {path} is not complete: {error}") from error
 
     def _environment(self, path: Path) -> Any:
         def opened() -> Any:
             return lmdb.open(
                 str(path),
-                map_size=self._map_bytes,
+                map_size=self._map_bytes if self._writable else 0,  # 0: as large as it is
                 max_dbs=len(TABLES),
                 max_readers=READERS_MAX,
                 mode=0o600,
@@ -146,6 +183,8 @@ class Env:
             handles = {name: env.open_db(name.encode(), create=False) for name in TABLES}
         with env.begin() as txn:
             found = txn.get(SCHEMA_KEY, db=handles["meta"])
+        if found is not None and not found.isdigit():
+            raise DamagedIndex(f"the index in {path} is damaged: it has no schema")
         if found is not None and int(found) != SCHEMA:
             relation = "newer" if int(found) > SCHEMA else "older"
             raise WrongSchema(
@@ -156,16 +195,34 @@ class Env:
 
     @contextmanager
     def reading(self) -> Iterator[Tables]:
-        """A consistent snapshot; never waits for the writer."""
+        """A consistent snapshot; never waits for a transaction of the writer."""
+        if not self._writable:
+            self._follow_growth()
         with self._using() as generation:
             try:
                 with generation.env.begin() as txn:
                     yield Tables(txn, generation.handles)
+            except (*DAMAGE, msgspec.DecodeError) as error:
+                raise DamagedIndex(f"the index is damaged ({error}); cachectl verify --repair mends it") from error
             except lmdb.Error as error:
                 raise IndexFailure(f"can't read the index: {error}") from error
 
     def write(self, change: Callable[[Tables], T]) -> T:
-        """Run `change` in a transaction of its own; durable when this returns, undone when it raises."""
+        """Run `change` in a transaction of its own; durable when this returns, undone when it raises.
+
+        Where the map is full it grows, and `change` is run again.
+        """
+        while True:
+            try:
+                return self._write(change)
+            except lmdb.MapFullError:
+                self._grow()
+            except lmdb.PanicError as error:  # LMDB could not finish a write; what was committed is whole
+                self._open_again()
+                raise _failure("can't write the index", error) from error
+
+    def _write(self, change: Callable[[Tables], T]) -> T:
+        """Raises MapFullError, PanicError, IndexFailure."""
         with self._using() as generation:
             try:
                 with _committing(generation.env) as txn:
@@ -173,10 +230,45 @@ class Env:
                     result = change(tables)
                     tables.store_sums()
                 return result
-            except lmdb.MapFullError as error:
-                raise IndexFull(f"the index has reached its {self._map_bytes >> 20} MiB") from error
-            except lmdb.Error as error:
-                raise IndexFailure(f"can't write the index: {error}") from error
+            except (lmdb.MapFullError, lmdb.PanicError):
+                raise
+            except (*DAMAGE, msgspec.DecodeError) as error:
+                raise DamagedIndex(f"the index is damaged ({error}); cachectl verify --repair mends it") from error
+            except (lmdb.Error, OSError) as error:
+                raise _failure("can't write the index", error) from error
+
+    def _grow(self) -> None:
+        """Twice the map.  Raises IndexFull where there is no address space or memory for it."""
+        with self._alone() as generation:
+            old = generation.map_bytes()
+            try:
+                disk.in_lmdb("grow", lambda: generation.env.set_mapsize(2 * old))
+            except (lmdb.Error, OSError, MemoryError) as error:
+                self._replace(generation)  # LMDB has taken the old map down first
+                raise IndexFull(f"the index has reached its {old >> 10} KiB and can't grow: {error}") from error
+            self._map_bytes = generation.map_bytes()
+        log.info("the map of the index grew to %d KiB", self._map_bytes >> 10)
+
+    def _open_again(self) -> None:
+        with self._alone() as generation:
+            self._replace(generation)
+
+    def _replace(self, generation: _Generation) -> None:
+        """Close an environment and open it anew.  Alone."""
+        generation.env.close()
+        fresh = self._open(generation.path)
+        generation.env, generation.handles = fresh.env, fresh.handles
+
+    def _follow_growth(self) -> None:
+        """Map as much as the process that writes does."""
+        with self._using() as generation:
+            try:
+                generation.env.begin().abort()
+                return
+            except lmdb.MapResizedError:
+                pass
+        with self._alone() as generation:
+            generation.env.set_mapsize(0)
 
     def bytes_used(self) -> int:
         """What the index takes on disk: its used pages, not the sparse map."""
@@ -203,8 +295,8 @@ class Env:
         fresh = self._open(draft)
         try:
             _copy(self._current, fresh)
-        except lmdb.Error as error:
-            raise IndexFailure(f"can't compact the index: {error}") from error
+        except (lmdb.Error, OSError) as error:
+            raise _failure("can't compact the index", error) from error
         finally:
             fresh.env.close()
         disk.rename(draft, path)
@@ -225,19 +317,41 @@ class Env:
 
     @contextmanager
     def _using(self) -> Iterator[_Generation]:
+        depth = getattr(self._inside, "depth", 0)
         with self._lock:
+            if not depth:  # who is inside already is waited for
+                self._lock.wait_for(lambda: not self._alone_wanted)
             generation = self._current
             if generation.retired:
                 raise IndexFailure("the index is closed")
             generation.users += 1
+        self._inside.depth = depth + 1
         try:
             yield generation
         finally:
+            self._inside.depth = depth
             with self._lock:
                 generation.users -= 1
                 last = generation.retired and generation.users == 0
+                self._lock.notify_all()
             if last:
                 generation.env.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[_Generation]:
+        """Nobody else is inside meanwhile; newcomers wait.  Raises IndexFull where somebody does not come to an end."""
+        with self._lock:
+            self._alone_wanted = True
+            generation = self._current
+            empty = self._lock.wait_for(lambda: not generation.users, ALONE_WAIT_S)
+        try:
+            if not empty:
+                raise IndexFull("the map of the index is full, and can't grow while somebody reads it for so long")
+            yield generation
+        finally:
+            with self._lock:
+                self._alone_wanted = False
+                self._lock.notify_all()
 
     def _retire(self, generation: _Generation) -> None:
         with self._lock:
@@ -259,18 +373,29 @@ def _committing(env: Any) -> Iterator[Any]:
         raise
 
 
+def _failure(what: str, error: Exception) -> IndexFailure:
+    """lmdb tells the system's errors in words alone."""
+    failure = IndexFailure(f"{what}: {error}")
+    codes = (code for code in errno.errorcode if os.strerror(code) in str(error))
+    failure.code = errno.errorcode.get(next(codes, 0), "EIO")
+    return failure
+
+
+def _lengthen(env: Any, path: Path) -> None:
+    """LMDB maps the file, and reading past its end would end the process; zeros it takes for the damage that they are.
+
+    Pages at the end that were never needed make it a little short, too.
+    """
+    wanted = (int(env.info()["last_pgno"]) + 1) * int(env.stat()["psize"])
+    if (path / "data.mdb").stat().st_size < wanted:
+        disk.lengthen(path / "data.mdb", wanted)
+
+
 def _generations(folder: Path) -> list[Path]:
     try:
         return sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
     except FileNotFoundError as error:
         raise NoIndex(f"no index in {folder}") from error
-
-
-def _tidy(folder: Path) -> None:
-    """Remove what a compaction left that was killed: its draft, or the generation before."""
-    disk.make_folders(folder)
-    for path in [*folder.glob(f".*{disk.DRAFT_SUFFIX}"), *_generations(folder)[:-1]]:
-        disk.delete_tree(path)
 
 
 def _copy(old: _Generation, new: _Generation) -> None:

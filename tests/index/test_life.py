@@ -1,12 +1,22 @@
-"""An index between its opening and its end: bookkeeping, full, of another schema, not there."""
+"""An index between its opening and its end: bookkeeping, full, failing, of another schema, not there."""
 
+import errno
+import itertools
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import lmdb
 import pytest
 from index_helpers import LAYOUT, MODEL, ROOT, make_home, matched, save
 
-from warmline_proxy.index import Index, IndexFull, IndexReader, NoIndex, WrongSchema
+from warmline_proxy.index import Index, IndexFailure, IndexFull, IndexReader, NoIndex, WrongSchema
 from warmline_proxy.rows import RequestRecord
+from warmline_wire import disk
 from warmline_wire.home import Home
 from warmline_wire.keys import pack_tokens, unpack_tokens
 
@@ -50,18 +60,126 @@ def test_survives_a_reopen_and_is_private(home: Home) -> None:
     assert modes == {"1": 0o700, "data.mdb": 0o600, "lock.mdb": 0o600}
 
 
-def test_a_full_map_refuses_the_save_and_serves_on(tmp_path: Path) -> None:
+def test_a_full_map_grows(tmp_path: Path) -> None:
     home = make_home(tmp_path / "h")
-    with Index(home, 1 << 30, map_bytes=1 << 20) as index:
+    with Index(home, 1 << 30, map_bytes=1 << 18) as index:
         save(index, A[:1000])
-        with pytest.raises(IndexFull, match="1 MiB"):
+        for number in range(20):
+            save(index, [number, *range(3000)])
+        index.compact()
+        save(index, A[:2000])
+        assert matched(index, A) == 2000
+        assert index.totals().bytes_index > 1 << 18
+    with Index(home, 1 << 30, map_bytes=1 << 18) as index:  # smaller than what is there
+        assert matched(index, A) == 2000
+
+
+READER = """
+import sys
+from pathlib import Path
+from warmline_proxy.index import IndexReader
+from warmline_wire.home import Home
+with IndexReader(Home(Path(sys.argv[1]))) as reader:
+    for line in sys.stdin:
+        print(len(reader.segments()), flush=True)
+"""
+
+
+def test_a_reader_follows_a_map_that_grows(home: Home) -> None:
+    with Index(home, 1 << 30, map_bytes=1 << 18) as index:
+        save(index, A[:1000])
+        other = [sys.executable, "-c", READER, str(home.root)]
+        with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+            assert ask(reader) == 1
+            for number in range(20):
+                save(index, [number, *range(3000)])
+            assert ask(reader) == 21
+            reader.communicate()
+
+
+def ask(reader: "subprocess.Popen[str]") -> int:
+    assert reader.stdin and reader.stdout
+    reader.stdin.write("how many?\n")
+    reader.stdin.flush()
+    return int(reader.stdout.readline())
+
+
+def test_a_map_that_cannot_grow_refuses_the_save_and_serves_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = make_home(tmp_path / "h")
+    with Index(home, 1 << 30, map_bytes=1 << 18) as index:
+        save(index, A[:1000])
+        failing_in_lmdb(monkeypatch, "grow", OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
+        with pytest.raises(IndexFull, match=r"256 KiB and can't grow: .*memory"):
             for number in range(100):
-                save(index, [number, *range(8000)])
+                save(index, [number, *range(3000)])
         for number in range(2000):
             index.record(record(number))  # more than fits: bookkeeping is lost, the writer lives on
         index.flush()
         assert matched(index, A) == 1000
         assert index.match(ROOT, pack_tokens(A), 10).tokens == 10
+        monkeypatch.undo()
+        save(index, A[:2000])
+        assert matched(index, A) == 2000
+
+
+def test_a_map_grows_when_its_readers_are_out(tmp_path: Path) -> None:
+    home = make_home(tmp_path / "h")
+    inside, leave = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with index._env.reading() as tables:
+            inside.set()
+            leave.wait(60)
+            assert len(list(tables.segments())) == 1
+
+    with Index(home, 1 << 30, map_bytes=1 << 18) as index:
+        save(index, A[:1000])
+        reader = threading.Thread(target=read)
+        reader.start()
+        inside.wait(60)
+        writing = threading.Thread(target=lambda: [save(index, [number, *range(3000)]) for number in range(9)])
+        writing.start()
+        assert index.match(ROOT, pack_tokens(A), 10).tokens == 10
+        leave.set()
+        reader.join()
+        writing.join()
+        assert len(index.segments()) == 10
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EIO", "EROFS"])
+def test_a_commit_that_fails_changes_nothing_and_names_the_error(
+    code: str, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(index, A[:1000])
+    number = getattr(errno, code)
+    failing_in_lmdb(monkeypatch, "commit", OSError(number, os.strerror(number)))
+    with pytest.raises(IndexFailure, match=re.escape(os.strerror(number))) as failed:
+        save(index, A[:2000])
+    assert failed.value.code == code
+    assert matched(index, A) == 1000
+    monkeypatch.undo()
+    save(index, A[:2000])
+    assert matched(index, A) == 2000
+
+
+def test_an_index_that_could_not_finish_a_write_is_opened_again(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(index, A[:1000])
+    failing_in_lmdb(monkeypatch, "commit", lmdb.PanicError("a write failed"), times=1)
+    with pytest.raises(IndexFailure):
+        save(index, A[:2000])
+    save(index, A[:2000])
+    assert matched(index, A) == 2000
+
+
+def failing_in_lmdb(monkeypatch: pytest.MonkeyPatch, what: str, error: Exception, times: int = 1_000_000) -> None:
+    left = itertools.count(times, -1)
+
+    def in_lmdb(asked: str, act: Callable[[], object]) -> object:
+        if asked == what and next(left) > 0:
+            raise error
+        return act()
+
+    monkeypatch.setattr(disk, "in_lmdb", in_lmdb)
 
 
 def test_another_schema_is_refused(home: Home) -> None:

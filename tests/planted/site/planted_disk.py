@@ -23,6 +23,7 @@ CHANGES = (
     "delete_folder",
     "make_folder",
     "set_mode",
+    "lengthen",
     "in_lmdb",
 )
 READS = "open_to_read"
