@@ -14,9 +14,10 @@ EQUAL, WITHIN, DIFFERS = "equal", "within", "differs"
 
 LIKELY_NATS = 5.0  # below the likeliest token: what is rarer than e^-5 of that has no say in the answer
 # In nats.  Between rows computed while decoding and in a prefill, a trained model of 135M parameters with float32
-# logits gave 8e-6 (float KV), 2e-2 (8 bits) and 7e-2 (4 bits): quantizing turns a difference in the last bit into one of
-# a step.  The 16-bit types round the logits themselves: near 16, where a likely token's lies, bfloat16's step is 1/8 and
-# float16's 1/64.  Each gets several times that, for a false alarm costs conversations, and a wrong cache is nats away.
+# logits gave 8e-6 (float KV), 2e-2 (8 bits) and 7e-2 (4 bits): quantizing turns a difference in the last bit into one
+# of a step.  The 16-bit types round the logits themselves: near 16, where a likely token's lies, bfloat16's step is 1/8
+# and float16's 1/64.  Each gets several times that, for a false alarm costs conversations, and a wrong cache is nats
+# away.
 TOLERANCES = {"float32": 1e-3, "q8": 0.2, "q4": 0.5, "float16": 0.1, "bfloat16": 0.5}
 TOLERANCE_MAX = max(TOLERANCES.values())
 UNUSED_BITS = {"bfloat16": 0xFFFF, "float16": 0x1FFF}  # of a float32 that was widened from it

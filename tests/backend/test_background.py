@@ -7,8 +7,8 @@ import pytest
 import xxhash
 from drive import Drive
 from families import FAMILIES, prompt_of, served, tolerance
-from oracle import cold_logprobs
 
+from oracle import cold_logprobs
 from warmline_backend.sequence import Piece
 from warmline_wire.messages import FirstLogits
 
