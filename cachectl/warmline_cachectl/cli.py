@@ -18,7 +18,7 @@ import typer
 from warmline_cachectl import client, tables, views
 from warmline_proxy.index import IndexFailure, IndexReader
 from warmline_proxy.purge import select, told
-from warmline_proxy.rows import PurgeReply, PurgeRequest, ReplayRequest, Snapshot
+from warmline_proxy.rows import Finding, PurgeReply, PurgeRequest, ReplayRequest, Snapshot
 from warmline_wire.home import Home
 
 EXIT_OK, EXIT_FOUND, EXIT_USAGE, EXIT_REFUSED = 0, 1, 2, 3
@@ -74,14 +74,23 @@ def verify(
     replay: Annotated[
         bool, typer.Option("--replay", help="Have the running pair compute what is stored again, cold, and compare.")
     ] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Mend what can be mended, say what was done, then check all (--deep).")
+    ] = False,
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the index and its files; exit code 1 where something is wrong."""
+    """Check the index and its files; exit code 1 where something is (or is left) wrong."""
+    if replay and repair:
+        _fail("one at a time: --repair, then --replay", EXIT_USAGE)
     if replay:
         return _replay(session, home, as_json)
     if session:
         _fail("one conversation alone can only be replayed: add --replay", EXIT_USAGE)
+    did: list[Finding] = []
+    if repair:
+        with _failing():
+            did, deep = client.repair(_home(home)).did, True
     with _reading(home) as reader:
         found, totals = reader.verify(deep), reader.totals()
     summary = f"{totals.segments} segments and {totals.checkpoints} checkpoints checked: {len(found)} findings"
@@ -91,7 +100,9 @@ def verify(
         "checkpoints": totals.checkpoints,
         "deep": deep,
     }
-    _show(view, tables.findings(found, summary), as_json)
+    if repair:
+        view["did"] = [msgspec.structs.asdict(each) for each in did]
+    _show(view, [*(tables.repaired(did) if repair else ()), *tables.findings(found, summary)], as_json)
     if found:
         raise typer.Exit(EXIT_FOUND)
 

@@ -17,10 +17,12 @@ import msgspec
 from warmline_proxy.index import Index, IndexFailure, IndexReader, NoIndex
 from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.purge import purge as purge_index
-from warmline_proxy.rows import PurgeReply, PurgeRequest, ReplayReply, ReplayRequest
+from warmline_proxy.repair import repair as repair_index
+from warmline_proxy.rows import PurgeReply, PurgeRequest, RepairReply, ReplayReply, ReplayRequest
 from warmline_wire.home import Home
 from warmline_wire.messages import decode, encode, message_in
 
+REPAIR_TIMEOUT_S = 24 * 3600.0  # every byte that is stored is read
 PURGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
 REPLAY_TIMEOUT_S = 24 * 3600.0  # it waits for others, and computes long prompts from their first token
 
@@ -41,8 +43,7 @@ class Refused(CannotDo):
 
 def open_reader(home: Home) -> IndexReader:
     """Works whether a proxy runs or not.  Raises CannotDo."""
-    if not home.root.is_dir():
-        raise NoHome(f"no home at {home.root} (name one with --home or WARMLINE_HOME)")
+    _check_home(home)
     try:
         return IndexReader(home)
     except NoIndex as error:
@@ -65,6 +66,24 @@ def purge(home: Home, request: PurgeRequest) -> PurgeReply:
         raise Refused(str(error)) from error
 
 
+def repair(home: Home) -> RepairReply:
+    """By the proxy where one runs, else here.  Raises CannotDo."""
+    _check_home(home)
+    if not (home.index.is_dir() or home.segments.is_dir()):
+        raise NoHome(f"no index in {home.index} (nothing was ever stored there)")
+    if url := _proxy_url(home):
+        try:
+            return _ask_proxy(url, home.secret(), "/warmline/repair", {}, RepairReply, REPAIR_TIMEOUT_S)
+        except ConnectionRefusedError:
+            pass  # it was killed, and left its address behind
+    try:
+        with home_lock(home), Index(home, sys.maxsize) as index:
+            index.is_damaged()
+            return repair_index(index, deep=True, saving=False)
+    except (HomeLocked, IndexFailure) as error:
+        raise Refused(str(error)) from error
+
+
 def replay(home: Home, request: ReplayRequest) -> ReplayReply:
     """By the proxy alone: it takes a model.  Raises CannotDo."""
     needed = "a replay computes: it needs the pair, which does not run on this home (start `warmline serve`)"
@@ -74,6 +93,11 @@ def replay(home: Home, request: ReplayRequest) -> ReplayReply:
         return _ask_proxy(url, home.secret(), "/warmline/replay", request, ReplayReply, REPLAY_TIMEOUT_S)
     except ConnectionRefusedError as error:
         raise Refused(needed) from error
+
+
+def _check_home(home: Home) -> None:
+    if not home.root.is_dir():
+        raise NoHome(f"no home at {home.root} (name one with --home or WARMLINE_HOME)")
 
 
 def _proxy_url(home: Home) -> str:

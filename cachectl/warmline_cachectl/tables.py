@@ -111,6 +111,15 @@ def replays(rows: list[Replay]) -> Iterable[Table | str]:
     yield table if rows else "no conversations"
 
 
+def repaired(did: list[Finding]) -> Iterable[Table | str]:
+    if did:
+        table = Table("done", "id", "detail")
+        for each in did:
+            table.add_row(each.what, each.id, each.detail)
+        yield table
+    yield f"{len(did)} repairs"
+
+
 def purged(reply: PurgeReply) -> str:
     verb = "would purge" if reply.dry_run else "purged"
     quarantined = f", {len(reply.quarantined)} quarantined" if reply.quarantined else ""

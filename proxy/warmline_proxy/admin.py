@@ -1,4 +1,4 @@
-"""What the proxy says of itself: ready or not, its status, and the purge that cachectl asks for."""
+"""What the proxy says of itself: ready or not, its status, and what cachectl asks for."""
 
 import asyncio
 import logging
@@ -15,6 +15,7 @@ from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.lives import Lives
 from warmline_proxy.metrics import CONTENT_TYPE, Metrics
 from warmline_proxy.purge import purge
+from warmline_proxy.repair import repair
 from warmline_proxy.replay import Replayer
 from warmline_proxy.rows import PurgeRequest, ReplayRequest, Totals
 from warmline_proxy.upstream import Upstream, UpstreamError
@@ -119,6 +120,13 @@ class Admin:
             raise bad_request(f"Not a purge: {error}") from error
         if not wanted.dry_run:
             await self._forget_residents()
+        return web.Response(body=encode(reply), content_type="application/json")
+
+    async def repair(self) -> web.Response:
+        """Saves and restores go on meanwhile; what they have under way is left alone."""
+        reply = await asyncio.to_thread(repair, self._index, deep=True, saving=True)
+        for each in reply.did:
+            log.warning("repair: %s %s: %s", each.what, each.id, each.detail)
         return web.Response(body=encode(reply), content_type="application/json")
 
     async def replay(self, request: web.Request) -> web.Response:

@@ -105,6 +105,8 @@ class Face:
             return await self._admin.status()
         if (request.method, path) == ("POST", "/warmline/purge"):
             return await self._admin.purge(request)
+        if (request.method, path) == ("POST", "/warmline/repair"):
+            return await self._admin.repair()
         if (request.method, path) == ("POST", "/warmline/replay"):
             return await self._admin.replay(request)
         raise bad_request(f"Unknown path {path}", status=404, code="not_found")

@@ -5,6 +5,7 @@ so that whatever is killed in between, the next start finishes it.
 """
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -13,8 +14,19 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Self, TypeVar
 
-from warmline_proxy import index_files, index_save, index_tree, index_verify, index_walk
-from warmline_proxy.index_env import MAP_BYTES, Env, IndexFailure, IndexFull, NoIndex, NoRoom, WrongSchema
+from warmline_proxy import index_files, index_flaws, index_save, index_tree, index_verify, index_walk
+from warmline_proxy.index_env import (
+    MAP_BYTES,
+    DamagedIndex,
+    Env,
+    IndexFailure,
+    IndexFull,
+    NoIndex,
+    NoRoom,
+    ReadOnlyIndex,
+    WrongSchema,
+    is_read_only,
+)
 from warmline_proxy.index_tables import Tables
 from warmline_proxy.index_writer import Writer
 from warmline_proxy.rows import (
@@ -35,7 +47,7 @@ from warmline_proxy.rows import (
 from warmline_wire.home import Home
 from warmline_wire.messages import Layout, SaveReply
 
-__all__ = ["Index", "IndexFailure", "IndexFull", "IndexReader", "NoIndex", "NoRoom", "WrongSchema"]
+__all__ = ["Index", "IndexFailure", "IndexFull", "IndexReader", "NoIndex", "NoRoom", "ReadOnlyIndex", "WrongSchema"]
 
 FLUSH_INTERVAL_S = 1.0
 READER_CHECK_INTERVAL_S = 60.0
@@ -144,8 +156,10 @@ class Index(IndexReader):
     def __init__(self, home: Home, budget_bytes: int, *, map_bytes: int = MAP_BYTES) -> None:
         self.home = home
         self.budget_bytes = budget_bytes
-        self._env = Env(home.index, writable=True, map_bytes=map_bytes)
-        self._env.reader_check()
+        self._map_bytes = map_bytes
+        self.read_only = ""  # why the home can't be written to: then nothing can, and what is stored can be read
+        self.on_records: Callable[[IndexFailure | None], object] = _warn
+        self._env = self._opened()
         self._lock = threading.Lock()  # guards the four below
         self._leases: Counter[str] = Counter()
         self._uses: dict[str, Usage] = {}
@@ -153,6 +167,29 @@ class Index(IndexReader):
         self._audited: dict[str, tuple[str, str]] = {}  # by request id: its record's audit and guard
         self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
         self._writer = Writer(self._tick, FLUSH_INTERVAL_S)
+
+    def _opened(self) -> Env:
+        try:
+            env = Env(self.home.index, writable=True, map_bytes=self._map_bytes)
+            env.reader_check()
+        except (IndexFailure, OSError) as error:
+            if not is_read_only(error):
+                raise
+            self.read_only = str(error)
+            return Env(self.home.index, writable=False, alone=True)
+        self.read_only = ""
+        return env
+
+    def reopen(self) -> bool:
+        """Where the home could not be written to: whether it can be now; it is to be reconciled then.  Blocks.
+
+        Not while a save is under way.  Who looks something up in this moment may find that the index is closed.
+        """
+        if not os.access(self.home.index, os.W_OK):
+            return False
+        self._env.close()
+        self._env = self._opened()
+        return not self.read_only
 
     # --- saving ---
 
@@ -272,6 +309,13 @@ class Index(IndexReader):
         self.sweep()
         return removed
 
+    def free(self, bytes_wanted: int) -> list[str]:
+        """Evict (and delete) though the budget holds, as the disk is full; the ids that went."""
+        leased = self._leased()
+        removed = self._write(lambda tables: index_save.free(tables, bytes_wanted, leased))
+        self.sweep()
+        return removed
+
     def quarantine(self, file_id: str, reason: str) -> list[str]:
         """Take a damaged, foreign or suspect file out of the tree, a segment with all that builds on it; their ids.
 
@@ -284,26 +328,29 @@ class Index(IndexReader):
 
     def weigh_quarantined(self) -> None:
         """Count what was set aside as what it weighs now, and forget what is not there."""
+
         def size_of(file_id: str) -> int | None:
             return index_files.size_aside(self.home, file_id)
 
         self._write(lambda tables: index_tree.weigh_quarantined(tables, size_of))
 
     def sweep(self) -> int:
-        """Delete the files whose rows are gone, but for leased ones; how many.  What removes rows calls it itself."""
+        """Delete the files whose rows are gone, but for leased ones; how many.  What removes rows calls it itself.
+
+        Those that the disk does not give away stay doomed, until the next sweep.
+        """
         with self._env.reading() as tables:
             doomed = tables.doomed().keys() - self._leased()
-        if not doomed:
+        deleted = [file_id for file_id in doomed if index_files.deleted(self.home, file_id)]
+        if not deleted:
             return 0
-        for file_id in doomed:
-            index_files.delete(self.home, file_id)
 
         def change(tables: Tables) -> None:
-            for file_id in doomed:
+            for file_id in deleted:
                 tables.forget_doomed(file_id)
 
         self._write(change)
-        return len(doomed)
+        return len(deleted)
 
     # --- upkeep ---
 
@@ -314,6 +361,23 @@ class Index(IndexReader):
     def compact(self) -> None:
         """Rewrite the index file, so that nothing deleted is left in it.  Readers go on meanwhile."""
         self._submit(self._env.compact).result()
+
+    def tidy(self) -> None:
+        """Delete what lies beside the index's newest generation and is none of a compaction under way."""
+        self._submit(self._env.tidy).result()
+
+    def is_damaged(self) -> bool:
+        """Whether it lacks what is stored, or has entries that can't be read.
+
+        One whose file can't be read is replaced by an empty one.
+        """
+        try:
+            with self._env.reading() as tables:
+                return self._env.begun_anew or any(index_flaws.flaws(tables))
+        except DamagedIndex as error:
+            damage = error
+        self._submit(lambda: self._env.begin_anew(damage)).result()
+        return True
 
     def close(self) -> None:
         """Writes the bookkeeping first."""
@@ -331,25 +395,29 @@ class Index(IndexReader):
             raise IndexFailure(str(error)) from error
 
     def _write(self, change: Callable[[Tables], T]) -> T:
+        if self.read_only:
+            raise ReadOnlyIndex(self.read_only)
         return self._submit(lambda: self._env.write(change)).result()
 
     def _tick(self) -> None:
         """On the writer thread, every second and at the end.  What can't be written then is lost, and nothing else."""
         try:
-            self._write_pending()
+            if self._write_pending():
+                self.on_records(None)
             if time.monotonic() >= self._reader_check_due:
                 self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
                 self._env.reader_check()
         except IndexFailure as error:
-            log.warning("bookkeeping was lost: %s", error)
+            self.on_records(error)
 
-    def _write_pending(self) -> None:
+    def _write_pending(self) -> bool:
+        """Whether there was something."""
         with self._lock:
             uses, self._uses = self._uses, {}
             records, self._records = self._records, []
             audited, self._audited = self._audited, {}
-        if not uses and not records and not audited:
-            return
+        if self.read_only or not (uses or records or audited):
+            return False
 
         def change(tables: Tables) -> None:
             for file_id, use in uses.items():
@@ -362,3 +430,9 @@ class Index(IndexReader):
                 tables.note_audits(audited)
 
         self._env.write(change)
+        return True
+
+
+def _warn(error: IndexFailure | None) -> None:
+    if error is not None:
+        log.warning("bookkeeping was lost: %s", error)

@@ -8,7 +8,8 @@ keeps the number of the last transaction in a lock file of its own, which must n
     ├── DamagedIndex   its file is no LMDB file (any more), or what is in it can't be read
     ├── NoIndex        there is none (yet)
     ├── WrongSchema    another version of Warmline wrote it
-    ├── IndexFull      the map is full: nothing more can be written
+    ├── IndexFull      the map is full and can't grow: nothing more can be written
+    ├── ReadOnlyIndex  the home can't be written to
     └── NoRoom         the disk budget can't hold a save, whatever is evicted
 """
 
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import lmdb
 import msgspec
@@ -67,6 +68,16 @@ class NoRoom(IndexFailure):
     pass
 
 
+class ReadOnlyIndex(IndexFailure):
+    code = "EROFS"
+
+
+def is_read_only(error: IndexFailure | OSError) -> bool:
+    """Whether it is the place that can't be written to."""
+    code = error.code if isinstance(error, IndexFailure) else errno.errorcode.get(error.errno or 0, "")
+    return code in ("EROFS", "EACCES", "EPERM")
+
+
 @dataclass
 class _Generation:
     """An open environment; closed when it is retired and its last transaction has ended."""
@@ -81,12 +92,47 @@ class _Generation:
         return int(self.env.info()["map_size"])
 
 
-class Env:
-    """Thread-safe for readers; `write` and `compact` belong to the one writer thread.  All may raise IndexFailure."""
+class _Nothing:
+    """An environment, and its transactions, where there is no index and none can be made."""
 
-    def __init__(self, folder: Path, *, writable: bool, map_bytes: int = MAP_BYTES) -> None:
+    def begin(self) -> Self:
+        return self
+
+    def cursor(self, db: object) -> Self:
+        return self
+
+    def set_range(self, key: bytes) -> bool:
+        return False
+
+    def get(self, key: bytes, db: object) -> None:
+        return None
+
+    def stat(self, db: object = None) -> dict[str, int]:
+        return {"entries": 0, "psize": 0}
+
+    def info(self) -> dict[str, int]:
+        return {"last_pgno": 0}
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Env:
+    """Thread-safe for readers; `write` and `compact` belong to the one writer thread.  All may raise IndexFailure.
+
+    Not writable and `alone`: nobody else can write here either, and where there is no index there is an empty one.
+    """
+
+    def __init__(self, folder: Path, *, writable: bool, alone: bool = False, map_bytes: int = MAP_BYTES) -> None:
         self._folder = folder
         self._writable = writable
+        self._locks = not alone
         self._map_bytes = map_bytes
         self._lock = threading.Condition()
         self._alone_wanted = False
@@ -102,6 +148,10 @@ class Env:
             if not writable:
                 raise
             self._replace_by_an_empty_one(error)
+        except NoIndex:
+            if not alone:
+                raise
+            self._current = _Generation(folder, _Nothing(), dict.fromkeys(TABLES))
 
     def tidy(self) -> None:
         """Remove what a compaction left that was killed (its draft, or the generation before), and what is none."""
@@ -169,6 +219,7 @@ class Env:
                 mode=0o600,
                 readonly=not self._writable,
                 create=self._writable,
+                lock=self._locks,
             )
 
         return disk.in_lmdb("open", opened) if self._writable else opened()
@@ -313,7 +364,10 @@ class Env:
         self._retire(old)
 
     def close(self) -> None:
+        """Waits for who is inside."""
         self._retire(self._current)
+        with self._lock:
+            self._lock.wait_for(lambda: not self._current.users, ALONE_WAIT_S)
 
     @contextmanager
     def _using(self) -> Iterator[_Generation]:
@@ -332,10 +386,9 @@ class Env:
             self._inside.depth = depth
             with self._lock:
                 generation.users -= 1
-                last = generation.retired and generation.users == 0
+                if generation.retired and generation.users == 0:
+                    generation.env.close()
                 self._lock.notify_all()
-            if last:
-                generation.env.close()
 
     @contextmanager
     def _alone(self) -> Iterator[_Generation]:

@@ -1,5 +1,6 @@
 """The files that the index accounts for: deleting, setting aside, listing, and who may read them."""
 
+import logging
 import os
 import re
 import stat
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from warmline_wire import disk
 from warmline_wire.home import Home
+
+log = logging.getLogger(__name__)
 
 QUARANTINE = "quarantine"
 SUFFIX = ".safetensors"
@@ -30,6 +33,16 @@ def size_aside(home: Home, file_id: str) -> int | None:
 def delete(home: Home, file_id: str) -> None:
     disk.delete(home.segment_file(file_id))
     disk.delete(quarantine_file(home, file_id))
+
+
+def deleted(home: Home, file_id: str) -> bool:
+    """Delete it; False where the disk doesn't let it go."""
+    try:
+        delete(home, file_id)
+    except OSError as error:
+        log.info("%s could not be deleted: %s", file_id, error)
+        return False
+    return True
 
 
 def set_aside(home: Home, ids: Iterable[str]) -> None:

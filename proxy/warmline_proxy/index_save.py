@@ -243,6 +243,15 @@ def room(tables: Tables, budget: int, needed: int, bytes_index: int, leased: Con
     return removed
 
 
+def free(tables: Tables, wanted: int, leased: Container[str]) -> list[str]:
+    """Evict until so many bytes are free that were not, quarantined files first; less where the rest is kept."""
+    removed, freed = _empty_quarantine(tables, wanted, leased)
+    if freed < wanted:
+        for file_id in eviction.choose(candidates(tables, leased), wanted - freed, time.time()).ids:
+            removed += drop(tables, file_id, "evicted")
+    return removed
+
+
 def _empty_quarantine(tables: Tables, wanted: int, leased: Container[str]) -> tuple[list[str], int]:
     ids, freed = [], 0
     for row in tables.quarantined():

@@ -1,5 +1,6 @@
 """Start-up: make index and files agree again, whatever was killed in between.  Needs `home.lock`, no save running."""
 
+import logging
 import time
 from pathlib import Path
 
@@ -10,12 +11,16 @@ from warmline_proxy.index import Index
 from warmline_proxy.index_save import abort
 from warmline_proxy.index_tables import Tables
 from warmline_proxy.index_tree import drop, quarantine
+from warmline_proxy.repair import repair
 from warmline_wire import disk
+
+log = logging.getLogger(__name__)
 
 
 class Reconciled(msgspec.Struct, kw_only=True):
     """How much was put right; all 0 after a clean end."""
 
+    mended: int = 0  # what a repair did, where the index was damaged
     saves_rolled_back: int = 0
     rows_without_file: int = 0  # dropped, segments and checkpoints, with what built on them
     rows_of_other_size: int = 0  # quarantined, with what built on them
@@ -28,6 +33,9 @@ class Reconciled(msgspec.Struct, kw_only=True):
 
 def reconcile(index: Index) -> Reconciled:
     home, counts = index.home, Reconciled()
+    if index.is_damaged() and (did := repair(index, deep=False, saving=False).did):
+        counts.mended, stored = len(did), index.totals()
+        log.warning("the index was mended: it has %d segments now, %d tokens", stored.segments, stored.tokens)
     saves = index.change(lambda tables: [abort(tables, plan) for plan in tables.saves()])
     counts.saves_rolled_back = len(saves)
     files = dict(index_files.stored(home))

@@ -208,6 +208,12 @@ class PurgeReply(msgspec.Struct, kw_only=True):
     dry_run: bool
 
 
+class RepairReply(msgspec.Struct, kw_only=True):
+    """Answer of POST /warmline/repair."""
+
+    did: list[Finding]  # `what` was done: "adopted", "quarantined", "deleted", "dropped", "session", "entries", "mode"
+
+
 class ReplayRequest(msgspec.Struct, kw_only=True):
     """POST /warmline/replay of the proxy."""
 

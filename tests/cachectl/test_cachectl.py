@@ -22,6 +22,7 @@ from warmline_cachectl.cli import app
 from warmline_proxy.index import Index
 from warmline_proxy.lock import home_lock
 from warmline_proxy.purge import purge
+from warmline_proxy.repair import repair
 from warmline_proxy.rows import PurgeRequest, Replay, ReplayReply, ReplayRequest, RequestRecord
 from warmline_wire.home import Home
 from warmline_wire.keys import pack_tokens
@@ -115,7 +116,7 @@ def test_stats_sum_up(home: Home) -> None:
 def test_verify_finds_damage(home: Home) -> None:
     assert answer(home, "verify", "--deep")["findings"] == []
     with Index(home, 1 << 30) as index:
-        file = home.segment_file(index.segments()[0].id)
+        file = home.segment_file(max(index.segments(), key=lambda row: row.bytes_on_disk).id)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -126,6 +127,30 @@ def test_verify_finds_damage(home: Home) -> None:
     assert "checksum" in run(home, "verify", "--deep").stdout
     file.unlink()
     assert run(home, "verify").returncode == 1
+
+
+def test_repair_says_what_it_did(home: Home) -> None:
+    clean = answer(home, "verify", "--repair")
+    assert (clean["did"], clean["findings"], clean["deep"]) == ([], [], True)
+    with Index(home, 1 << 30) as index:
+        ((leaf,), (other,)) = ([row.leaf] for row in index.sessions())
+    home.segment_file(leaf).write_bytes(b"x")
+    home.segment_file(other).chmod(0o644)
+    assert run(home, "verify").returncode == 1
+    done = answer(home, "verify", "--repair")
+    assert done["findings"] == [] and {each["what"] for each in done["did"]} >= {"quarantined", "mode", "session"}
+    shown = run(home, "verify", "--repair")
+    assert shown.returncode == 0 and "0 repairs" in shown.stdout and "0 findings" in shown.stdout
+
+
+def test_an_index_that_cannot_be_read_is_repaired(home: Home) -> None:
+    (data,) = home.index.glob("*/data.mdb")
+    data.write_bytes(b"garbage" * 1000)
+    refused = run(home, "verify")
+    assert refused.returncode == 3 and "damaged" in refused.stderr
+    done = answer(home, "verify", "--repair")
+    assert done["findings"] == [] and (done["segments"], done["checkpoints"]) == (2, 1)
+    assert [row["tokens"] for row in answer(home, "inspect")["sessions"]] == [1502]  # one a leaf of the tree
 
 
 def test_purge_says_what_would_go_and_then_does_it(home: Home) -> None:
@@ -167,6 +192,8 @@ def test_purge_asks_on_a_terminal(home: Home, typed: str, left: int) -> None:
         (["inspect", "--home", "/nowhere"], "no home at /nowhere"),
         (["nonsense"], "No such command"),
         (["verify", "feedfeed"], "add --replay"),
+        (["verify", "--repair", "--replay"], "one at a time"),
+        (["verify", "--repair", "--home", "/nowhere"], "no home at /nowhere"),
     ],
 )
 def test_usage_errors_exit_with_2(home: Home, words: list[str], says: str) -> None:
@@ -218,6 +245,8 @@ class FakeHandler(BaseHTTPRequestHandler):
         if self.path == "/warmline/replay" and known:
             self.server.asked.append(decode(body, ReplayRequest))
             return self._answer(200, encode(ReplayReply(replays=self.server.replays)))
+        if self.path == "/warmline/repair" and known:
+            return self._answer(200, encode(repair(self.server.index, deep=True, saving=True)))
         if self.path != "/warmline/purge" or not known:
             return self._answer(401, b'{"error": {"message": "not for you"}}')
         self._answer(200, encode(purge(self.server.index, decode(body, PurgeRequest))))
@@ -253,6 +282,16 @@ def test_the_same_answers_beside_a_proxy_which_does_the_purge(proxy: FakeProxy) 
     assert len(answer(home, "purge", "--all", "--yes", via=process)["sessions"]) == 3
     assert index.totals().segments == 0
     assert answer(home, "inspect", via=process)["sessions"] == []
+
+
+def test_a_proxy_repairs_around_what_it_has_under_way(proxy: FakeProxy) -> None:
+    home, index = proxy.home, proxy.index
+    plan = begin(index, [7, *A[:100]])
+    assert plan is not None
+    home.segment_file(index.sessions()[0].leaf).unlink()
+    done = answer(home, "verify", "--repair", via=process)
+    assert done["findings"] == [] and "dropped" in {each["what"] for each in done["did"]}
+    assert commit(index, plan).tokens_saved == 101
 
 
 def test_a_proxy_that_says_no_is_quoted(proxy: FakeProxy) -> None:

@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
-from warmline_wire.segment_file import FileMeta, header_checksum, tensor_checksum
+import msgspec
+
+from warmline_wire.segment_file import FileMeta, header_checksum, read_header, tensor_checksum
 
 
 def write_segment_file(path: Path, meta: FileMeta, tokens: bytes | None, tensors: dict[str, bytes]) -> int:
@@ -23,3 +25,14 @@ def write_segment_file(path: Path, meta: FileMeta, tokens: bytes | None, tensors
     path.touch(0o600)
     path.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(parts.values()))
     return path.stat().st_size
+
+
+def rewrite(path: Path, **changed: object) -> None:
+    """Have a file say something else of itself, its header's checksum made to fit."""
+    header = read_header(path)
+    meta = msgspec.structs.replace(header.meta, **changed)
+    data = path.read_bytes()
+    parts = {name: data[at.offset : at.offset + at.bytes_count] for name, at in header.tensors.items()}
+    tokens = parts.pop("tokens", None)
+    del parts["checksums"]
+    write_segment_file(path, meta, tokens, parts)
