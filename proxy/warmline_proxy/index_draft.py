@@ -2,8 +2,12 @@
 
 from collections.abc import Iterator
 
+import msgspec
+
 from warmline_proxy.index_flaws import flaw
-from warmline_proxy.index_tables import DECODERS, SUMS_KEY, TABLES, Tables
+from warmline_proxy.index_tables import DECODERS, SUMS_KEY, TABLES, Sums, Tables
+
+NO_SUMS = msgspec.msgpack.encode(Sums())
 
 
 class Draft(Tables):
@@ -34,7 +38,7 @@ class Draft(Tables):
         self.store_sums()
         changed = {table: self._take_over(tables, table) for table in TABLES if table != "meta"}
         sums = self._entries["meta"][SUMS_KEY]
-        if tables.get("meta", SUMS_KEY) != sums:
+        if (tables.get("meta", SUMS_KEY) or NO_SUMS) != sums:
             tables.put("meta", SUMS_KEY, sums)
             changed["sums"] = 1
         return {table: count for table, count in changed.items() if count}

@@ -16,6 +16,7 @@ from warmline_proxy import index_save
 from warmline_proxy.index import Index
 from warmline_proxy.purge import purge
 from warmline_proxy.reconcile import reconcile
+from warmline_proxy.repair import repair
 from warmline_proxy.rows import PurgeRequest, SavePlan
 from warmline_wire.keys import namespace, pack_tokens, unpack_tokens
 
@@ -153,6 +154,22 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def release(self) -> None:
         self.index.release([self.leased.pop(0)])
+
+    @rule()
+    def repair(self) -> None:
+        """At any moment, saves under way included: what is whole is left alone."""
+        before = self.index.snapshot()
+        assert repair(self.index, deep=False, saving=True).did == []
+        assert self.index.snapshot() == before
+
+    @rule()
+    def lose_the_index(self) -> None:
+        """All is found again in the files."""
+        self.restart(again=False)  # what was about to be deleted is
+        self.index.close()
+        shutil.rmtree(self.home.index)
+        self.index = Index(self.home, 1 << 30)
+        reconcile(self.index)
 
     @rule(again=st.booleans())
     def restart(self, again: bool) -> None:
