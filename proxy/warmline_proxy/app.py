@@ -137,7 +137,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     admission = Admission(config.running_count_max, config.queue_count_max, lives.retry_after_s)
     settler = Settler(index, upstream, knowledge, metrics, reuse=config.reuse != "off")
     recomputer = Recomputer(upstream, index, tenant)
-    condemner = Condemner(index, upstream, knowledge, lives, settler, metrics)
+    condemner = Condemner(index, upstream, knowledge, lives, settler, metrics, background)
     auditor = Auditor(
         config=config,
         index=index,

@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+from contextlib import suppress
 
-from warmline_proxy.index import Index
+from warmline_proxy.background import Background
+from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.lives import Lives
 from warmline_proxy.metrics import Metrics
@@ -14,6 +16,7 @@ from warmline_wire.keys import TOKEN_BYTES, common_prefix
 log = logging.getLogger(__name__)
 
 SUSPECT = "suspect"
+RETRY_INTERVAL_S = 5.0
 
 
 class Condemner:
@@ -22,25 +25,46 @@ class Condemner:
     """
 
     def __init__(
-        self, index: Index, upstream: Upstream, knowledge: Knowledge, lives: Lives, settler: Settler, metrics: Metrics
+        self,
+        index: Index,
+        upstream: Upstream,
+        knowledge: Knowledge,
+        lives: Lives,
+        settler: Settler,
+        metrics: Metrics,
+        background: Background,
     ) -> None:
         self._index, self._upstream, self._knowledge = index, upstream, knowledge
-        self._lives, self._settler, self._metrics = lives, settler, metrics
+        self._lives, self._settler, self._metrics, self._background = lives, settler, metrics, background
 
     async def condemn(self, root: bytes, tokens: bytes) -> list[str]:
         """Take everything that shares a token with this prompt out of use; the ids of the files.
 
-        Raises IndexFailure.
+        While the index can't be written, nothing of it is used all the same, and it is tried again.
         """
-        dropped = self._forget(root, tokens)
-        files: list[str] = []
+        self._knowledge.bar(root, tokens)
+        dropped, files = self._forget(root, tokens), list[str]()
         try:
-            # Twice: at once, and once more for what was just being saved.
-            files += await asyncio.to_thread(self._set_aside, root, tokens)
-            files += await self._settler.between_saves(lambda: self._set_aside(root, tokens))
-        finally:  # whoever started meanwhile, too
-            await self._drop({*dropped, *self._forget(root, tokens)})
+            files = await self._quarantine(root, tokens)
+        except IndexFailure as error:
+            log.error("what is suspect is not used, and can't be quarantined yet: %s", error)
+            self._background.spawn(self._quarantine_later(root, tokens), "quarantine")
+        await self._drop({*dropped, *self._forget(root, tokens)})  # those of who started meanwhile, too
         return files
+
+    async def _quarantine(self, root: bytes, tokens: bytes) -> list[str]:
+        """Raises IndexFailure."""
+        files = await asyncio.to_thread(self._set_aside, root, tokens)
+        files += await self._settler.between_saves(lambda: self._set_aside(root, tokens))  # what was just being saved
+        self._knowledge.unbar(root, tokens)
+        return files
+
+    async def _quarantine_later(self, root: bytes, tokens: bytes) -> None:
+        while self._knowledge.bars(root, tokens):
+            await asyncio.sleep(RETRY_INTERVAL_S)
+            with suppress(IndexFailure):
+                files = await self._quarantine(root, tokens)
+                log.warning("what was suspect is quarantined now: %d files", len(files))
 
     def _forget(self, root: bytes, tokens: bytes) -> list[str]:
         """Nothing of it is planned on, or kept, from now on.  The residents."""

@@ -6,7 +6,7 @@ import time
 from warmline_proxy.mirror import Mirror
 from warmline_proxy.plan import Costs
 from warmline_proxy.upstream import Upstream
-from warmline_wire.keys import namespace
+from warmline_wire.keys import common_prefix, namespace
 from warmline_wire.messages import Reply, Status
 
 MEASURE_INTERVAL_S = 1.0
@@ -23,6 +23,7 @@ class Knowledge:
         self._status: Status | None = None
         self._measured_at = 0.0  # time.monotonic()
         self._refreshing = asyncio.Lock()
+        self._barred: set[tuple[bytes, bytes]] = set()
 
     async def status(self) -> Status:
         """The last status; asked for once where there is none.  Raises UpstreamError."""
@@ -72,6 +73,16 @@ class Knowledge:
         if listing.boot == self.mirror.boot:
             self.mirror.note(listing)
             self.mirror.keep_only(listing.residents, known)
+
+    def bar(self, root: bytes, tokens: bytes) -> None:
+        """Nothing on disk that shares a token with these is to be used, until `unbar`."""
+        self._barred.add((root, tokens))
+
+    def unbar(self, root: bytes, tokens: bytes) -> None:
+        self._barred.discard((root, tokens))
+
+    def bars(self, root: bytes, tokens: bytes) -> bool:
+        return any(root == barred_root and common_prefix(barred, tokens) for barred_root, barred in self._barred)
 
     def memory_is_filling(self) -> bool:
         """Whether the backend may soon have to give residents up."""

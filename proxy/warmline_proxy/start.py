@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 RESTORES_MAX = 8  # each that fails takes a damaged file out of the index
 RESTORE_STALLS_MAX = 3  # times the stall limit: it may wait for memory, but a prefill would wait no longer
 NOTHING = Match(tokens=0, chain=[], checkpoints=[], why="nothing stored")
+BARRED = Match(tokens=0, chain=[], checkpoints=[], why="what is stored is suspect")
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ class Starter:
         assert life.prompt is not None
         if (limit := life.prompt_shape().tokens - 1) < 1:
             return NOTHING
+        if self._knowledge.bars(life.root, life.prompt.tokens):
+            return BARRED
         try:
             return self._index.match(life.root, life.prompt.tokens, limit)
         except IndexFailure as error:

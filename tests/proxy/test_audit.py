@@ -11,8 +11,10 @@ import pytest
 from fake_backend import FakeBackend, first_logits, layout, packed
 from harness import Pair, on_loop, pair
 
+from warmline_proxy import condemn
 from warmline_proxy.audit import WAITING_MAX, Auditor
 from warmline_proxy.config import Config
+from warmline_proxy.index import IndexFailure
 from warmline_proxy.metrics import Metrics
 from warmline_proxy.rows import Replay, ReplayReply, ReplayRequest, RequestRecord
 from warmline_wire.home import Home
@@ -209,6 +211,33 @@ async def test_a_proxy_that_stops_gives_them_up(tmp_path: Path) -> None:
         proxy.index.flush()
         assert proxy.index.requests(1)[0].audit == "abandoned"
         proxy.backend.background_allowed.set()
+
+
+@on_loop
+async def test_what_can_not_be_quarantined_yet_is_not_used_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(condemn, "RETRY_INTERVAL_S", 0.0)
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        quarantine, writable = proxy.index.quarantine, asyncio.Event()
+
+        def fails(file_id: str, reason: str) -> list[str]:
+            if not writable.is_set():
+                raise IndexFailure("as scripted")
+            return quarantine(file_id, reason)
+
+        monkeypatch.setattr(proxy.index, "quarantine", fails)
+        proxy.backend.cold_logprobs = [-3.0, -3.0]
+        await talk(proxy)
+        await audits(proxy)
+        assert proxy.index.segments() and not proxy.backend.held
+        cold = await proxy.chat(**turn(2, proxy.backend))
+        assert cold.headers["X-Warmline-Cache"] == "cold 0"
+        record = (await records(proxy))[-1]
+        assert record.why_not_warmer == "what is stored is suspect"
+        writable.set()
+        while not proxy.index.quarantined():
+            await proxy.status()
 
 
 # ---- answers that collapse
