@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -362,9 +363,9 @@ class Index(IndexReader):
         """Rewrite the index file, so that nothing deleted is left in it.  Readers go on meanwhile."""
         self._submit(self._env.compact).result()
 
-    def tidy(self) -> None:
+    def tidy(self) -> list[Path]:
         """Delete what lies beside the index's newest generation and is none of a compaction under way."""
-        self._submit(self._env.tidy).result()
+        return self._submit(self._env.tidy).result()
 
     def is_damaged(self) -> bool:
         """Whether it lacks what is stored, or has entries that can't be read.

@@ -153,13 +153,15 @@ class Env:
                 raise
             self._current = _Generation(folder, _Nothing(), dict.fromkeys(TABLES))
 
-    def tidy(self) -> None:
+    def tidy(self) -> list[Path]:
         """Remove what a compaction left that was killed (its draft, or the generation before), and what is none."""
-        for path in superseded(self._folder.iterdir()):
+        paths = superseded(self._folder.iterdir())
+        for path in paths:
             if path.is_dir():
                 disk.delete_tree(path)
             else:
                 disk.delete(path)
+        return paths
 
     def begin_anew(self, error: DamagedIndex) -> None:
         """Take an empty index for one that turned out not to be readable.  Nobody may be reading it."""

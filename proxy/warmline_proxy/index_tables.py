@@ -368,6 +368,9 @@ class Tables:
         """Oldest first."""
         return sorted((_quarantine(value) for _, value in self.items("quarantine")), key=lambda row: row.at)
 
+    def is_quarantined(self, file_id: str) -> bool:
+        return self.get("quarantine", bytes.fromhex(file_id)) is not None
+
     def insert_quarantined(self, row: QuarantineRow) -> None:
         self.put("quarantine", bytes.fromhex(row.id), _encode(row))
         self.add(quarantined=1, bytes_quarantined=row.bytes_on_disk)

@@ -53,13 +53,13 @@ def verify(tables: Tables, home: Home, listing: Listing, deep: bool) -> list[Fin
 
 def still_stored(tables: Tables, findings: Iterable[Finding]) -> list[Finding]:
     """Without those about files that were evicted, or purged from quarantine, while they were looked at."""
-    aside = {row.id for row in tables.quarantined()}
-    return [
-        finding
-        for finding in findings
-        if not (finding.what in FILE_FINDINGS and not tables.holds(finding.id))
-        and not (finding.what == "quarantine" and finding.id not in aside)
-    ]
+
+    def stands(finding: Finding) -> bool:
+        if finding.what in FILE_FINDINGS:
+            return tables.holds(finding.id)
+        return finding.what != "quarantine" or tables.is_quarantined(finding.id)
+
+    return [finding for finding in findings if stands(finding)]
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,8 @@ def _turn(tables: Tables, tree: _Tree, row: SessionRow) -> str:
     segment = tree.segments.get(row.turn_segment)
     if segment is None or not segment.start < row.turn_end <= min(segment.end, row.tokens):
         return f"its turn ends at {row.turn_end}, outside segment {row.turn_segment}"
+    if row.turn_segment not in tree.before:
+        return ""  # the tree is broken there, which is told of its segments
     if not tree.is_on_path(row.turn_segment, row.leaf):
         return f"its turn ends in {row.turn_segment}, which is not on its path"
     if tree.until(tables, row.turn_segment, row.turn_end).tokens_digest != row.turn_digest:

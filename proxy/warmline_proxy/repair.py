@@ -42,7 +42,8 @@ def repair(index: Index, *, deep: bool, saving: bool) -> RepairReply:
     `saving`: a proxy runs, so that what its saves are writing must be left alone.
     """
     home = index.home
-    modes = [Finding(what="mode", id="", detail=str(path)) for path in index_files.make_private(home)]
+    closed = index_files.make_private(home)
+    modes = [Finding(what="mode", id="", detail=str(path.relative_to(home.root))) for path in closed]
     found = _Found.of(home, deep)
     mended = index.change(lambda tables: _Mending(tables, home, found, deep=deep, saving=saving).mend())
     index_files.set_aside(home, mended.aside)
@@ -50,8 +51,8 @@ def repair(index: Index, *, deep: bool, saving: bool) -> RepairReply:
         disk.delete(path)
     index.weigh_quarantined()
     index.sweep()
-    index.tidy()
-    return RepairReply(did=modes + mended.did)
+    tidied = [Finding(what="deleted", id="", detail=str(path.relative_to(home.root))) for path in index.tidy()]
+    return RepairReply(did=modes + mended.did + tidied)
 
 
 @dataclass(frozen=True)
