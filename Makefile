@@ -1,6 +1,8 @@
 # make run     serve the demo model; Ctrl-C stops.  MODEL=path-or-repo HOME_DIR= HOST= PORT= BACKEND_PORT= ARGS="..."
 # make test    lint and all tests (ARGS="-k name" for some, JOBS=1 for one at a time)
 # make chaos   a storm over the pair for ten minutes: SECONDS=600 SEED=7
+# make soak    warm against cold: any order of steps on pairs of every cache family.  STEPS=2000 FAMILIES=llama,gemma3
+#              MODES=fast,exact SEED=7 ARGS="--replay SCRIPT"
 # make setup   only install: .venv with the versions in requirements/
 # make lint    only lint
 # make cuda    install mlx for an NVIDIA GPU (CUDA 13) in place of the CPU's
@@ -13,7 +15,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 LOCK := requirements/lock.txt requirements/demo.txt
 
-.PHONY: run test chaos setup cuda lint lock clean
+.PHONY: run test chaos soak setup cuda lint lock clean
 
 run: setup
 	@$(BIN)/warmline serve $(if $(MODEL),--model "$(MODEL)") $(if $(HOME_DIR),--home "$(HOME_DIR)") \
@@ -25,6 +27,10 @@ test: lint
 
 chaos: setup
 	PYTHONPATH=tests $(BIN)/python tests/pair/storm.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+soak: setup
+	PYTHONPATH=tests:tests/pair $(BIN)/python tests/oracle/soak.py $(if $(STEPS),--steps $(STEPS)) \
+		$(if $(FAMILIES),--families $(FAMILIES)) $(if $(MODES),--modes $(MODES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -87,22 +87,26 @@ class Tally:
 class Duel:
     """`do` has a step happen to the tested pair and raises Difference where the reference would not have said so."""
 
-    def __init__(self, family: Family, mode: str, model: Path, reference: Pair, environment: dict[str, str]) -> None:
+    def __init__(
+        self, family: Family, mode: str, model: Path, reference: Pair, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.family, self.mode, self.tally = family, mode, Tally()
         self.script: list[steps.Any] = []  # since the home was new
-        self._model, self._reference, self._extra = model, reference, environment
+        self.failure: Exception | None = None
+        self._model, self._reference, self._extra = model, reference, environment or {}
         self._tolerance = family.tolerance if mode == "fast" else 0.0
         self._folder = Path(tempfile.mkdtemp(prefix="oracle-"))
         self._homes, self._talks, self._requests = 0, Talks(), 0
         self._pair: Pair | None = None
+        self.planted = Planted(RESTART_DELAY_S)
 
     def __enter__(self) -> "Duel":
-        self._planted = Planted(RESTART_DELAY_S).__enter__()
+        self.planted.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close() if kind is None else self.abandon()
-        self._planted.__exit__(kind, error, at)
+        self.planted.__exit__(kind, error, at)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def renew(self) -> None:
@@ -110,8 +114,14 @@ class Duel:
         self.close()
         shutil.rmtree(self._folder / str(self._homes), ignore_errors=True)
         self._homes += 1
-        self.script, self._talks = [], Talks()
+        self.script, self._talks, self.failure = [], Talks(), None
         self._start()
+
+    def empty(self) -> None:
+        """Nothing is stored or in memory any more."""
+        self.pair.settle()
+        self.pair.cachectl("purge", "--all", "--yes")
+        self.pair.forget_residents()
 
     def close(self) -> None:
         """The home must be whole."""
@@ -136,6 +146,16 @@ class Duel:
         return self._pair
 
     def do(self, step: steps.Any) -> None:
+        """After a failure it is raised again, whatever else is asked: what follows would say nothing."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            self._do(step)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _do(self, step: steps.Any) -> None:
         pair = self.pair
         self.script.append(step)
         self.tally.steps += 1
@@ -148,6 +168,7 @@ class Duel:
             case Together():
                 self._ask(pair, list(step.asks))
             case Forget():
+                pair.settle()
                 pair.forget_residents()
             case Purge():
                 self._purge(pair, step)
@@ -184,11 +205,11 @@ class Duel:
             return self._left(pair, question)
         if not question.ask.fault:
             return self._whole(pair, question)
-        self._planted.order("raise", question.ask.fault)
+        self.planted.order("raise", question.ask.fault)
         try:
             return self._whole(pair, question)
         finally:
-            self._planted.withdraw()
+            self.planted.withdraw()
 
     def _whole(self, pair: Pair, question: Question) -> Reply | None:
         if question.ask.stream:
@@ -214,7 +235,7 @@ class Duel:
         """Its client leaves inside the given step; the engine lets go after it."""
         self._requests += 1
         name, phases = f"oracle-{self._homes}-{self._requests}", LEAVING[question.ask.end]
-        with self._planted.gate() as gate:
+        with self.planted.gate() as gate:
             asked = Asked(pair, question.messages, headers={NAME: name}, stream=question.ask.stream, **question.options)
             steps_left = question.ask.after
             while (step := gate.next_step_unless(lambda: asked.over)) is not None:
@@ -261,7 +282,7 @@ class Duel:
 
     def _kill(self, pair: Pair, step: Kill) -> None:
         """Between the request and the end of its save; one that has fewer steps of the disk kills nobody."""
-        question, planted, pid = self._talks.question(step.ask), self._planted, pair.pid(step.process)
+        question, planted, pid = self._talks.question(step.ask), self.planted, pair.pid(step.process)
         planted.kill_at(step.process, step.nth, step.when)
         asked = Asked(pair, question.messages, **question.options).wait_until_over()
         until(lambda: planted.killed(step.process) or is_settled(pair), "neither killed nor settled")
@@ -280,7 +301,7 @@ class Duel:
         flags += SMALL_DISK if step and step.small_disk else ()
         flags += SMALL_MEMORY if step and step.small_memory else ()
         home = self._folder / str(self._homes)
-        environment = {**self._planted.environment, **self._extra}
+        environment = {**self.planted.environment, **self._extra}
         self._pair = Pair(home, self._model, *flags, environment=environment).start()
 
     def _check(self, pair: Pair) -> None:

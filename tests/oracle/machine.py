@@ -29,7 +29,7 @@ from steps import (
 MANY = st.integers(0, 1 << 16)
 DICE = st.integers(0, 1 << 32)
 WORDS = st.sampled_from([1, 9, 40, 64, 150, 400])
-ASKS_MAX = 8
+ASKS_MAX, TOKENS_TOGETHER = 8, 60
 
 
 def asks(exact: bool, **fixed: Any) -> st.SearchStrategy[Ask]:
@@ -129,7 +129,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def together(self, data: st.DataObject) -> None:
-        self._do(Together(tuple(data.draw(st.lists(asks(self.exact), min_size=2, max_size=ASKS_MAX)))))
+        """With longer answers, or they would not meet."""
+        each = asks(self.exact, tokens=TOKENS_TOGETHER)
+        self._do(Together(tuple(data.draw(st.lists(each, min_size=2, max_size=ASKS_MAX)))))
 
     @precondition(lambda self: self._since_drop >= DROP_INTERVAL)
     @rule()

@@ -41,7 +41,7 @@ def soak(duel: Duel, steps: int, seed: int) -> str:
             machine.run(duel, seed + number, STEPS_A_HOME // STEPS_AN_EXAMPLE, STEPS_AN_EXAMPLE, RESTART_INTERVAL)
             duel.check()
         except Exception as error:  # noqa: BLE001  whatever ends it, the script is wanted
-            return told(error)
+            return told(duel.failure or error)
     return ""
 
 
@@ -83,7 +83,7 @@ def shorten(duel: Duel, script: Sequence[Any]) -> list[Any]:
 def duel_of(name: str, mode: str, models: Path) -> Iterator[Duel]:
     family = FAMILIES[name]
     model = folder_of(family.architecture, models)
-    with reference_of(family, model) as reference, Duel(family, mode, model, reference, {}) as duel:
+    with reference_of(family, model) as reference, Duel(family, mode, model, reference) as duel:
         yield duel
 
 

@@ -52,7 +52,7 @@ class Together(Step, frozen=True):
 
 
 class Forget(Step, frozen=True):
-    """All KV in memory is dropped, behind the proxy's back."""
+    """Once all is saved, all KV in memory is dropped behind the proxy's back."""
 
 
 class Purge(Step, frozen=True):

@@ -29,7 +29,9 @@ WEDGES = ("hang", "freeze")  # which only a deadline ends
 class Planted:
     """The control folder of one pair, which is started with `environment`."""
 
-    def __init__(self, restart_delay_s: float | None = None, map_bytes: int | None = None) -> None:
+    def __init__(
+        self, restart_delay_s: float | None = None, map_bytes: int | None = None, retry_interval_s: float | None = None
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="planted-"))  # short: a socket's path has at most 104 characters
         paths = [SITE, *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(paths), "PLANTED_FOLDER": str(self.folder)}
@@ -37,6 +39,8 @@ class Planted:
             own["PLANTED_RESTART_DELAY_S"] = str(restart_delay_s)
         if map_bytes is not None:
             own["PLANTED_MAP_BYTES"] = str(map_bytes)
+        if retry_interval_s is not None:
+            own["PLANTED_RETRY_INTERVAL_S"] = str(retry_interval_s)
         self.environment: Mapping[str, str] = {**os.environ, **own}
         self._numbers = itertools.count()
 
@@ -86,9 +90,25 @@ class Planted:
         """
         self._order_disk(process, {"error": error, "steps": list(steps), "under": under, "times": times})
 
+    def lose_file(self, process: str, nth: int) -> None:
+        """Delete the file that is opened for reading as the `nth` from now on, just before."""
+        self._order_disk(process, {"lose": nth, "steps": ["open_to_read"]})
+
     def mend_disk(self, process: str) -> None:
         """Withdraw the order for this process's disk, whichever it was."""
         (self.folder / f"disk-{process}").unlink(missing_ok=True)
+
+    # ---- bugs
+
+    @contextlib.contextmanager
+    def bug(self, name: str) -> Iterator[None]:
+        """One of `planted_bugs` is on; in processes that were started with PLANTED_BUGS in their environment."""
+        path = self.folder / "bug"
+        path.write_text(name)
+        try:
+            yield
+        finally:
+            path.unlink()
 
     def _order_disk(self, process: str, order: dict[str, object]) -> None:
         (self.folder / f"disk-{process}-taken").unlink(missing_ok=True)

@@ -9,9 +9,10 @@ folder that PLANTED_FOLDER names:
   `ended`; commands for the engine are told there too, once they are in its mailbox.  A gate that is gone stops nothing.
 - a file `order-PHASE` or `order-any`: its content is the fault to be had inside this step; the file becomes `taken`.
 - a file `disk-proxy` or `disk-backend`: what is to happen at steps of that process's disk; see `planted_disk`.
+- with PLANTED_BUGS set, a file `bug`: it names the one of `planted_bugs` that is on.
 
-PLANTED_MAP_BYTES is how large the proxy's map of its index is at first.  PLANTED_RESTART_DELAY_S has `warmline serve`
-start again at once what died for the tenth time, too.
+PLANTED_MAP_BYTES is how large the proxy's map of its index is at first, PLANTED_RETRY_INTERVAL_S how soon it tries to
+save again.  PLANTED_RESTART_DELAY_S has `warmline serve` start again at once what died for the tenth time, too.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 FOLDER = Path(os.environ["PLANTED_FOLDER"])
+BUGS = os.environ.get("PLANTED_BUGS")
 RESTART_DELAY_S = os.environ.get("PLANTED_RESTART_DELAY_S")
 CONFIGURATION_FAULT = 2  # an exit code after which nothing is started again
 
@@ -178,11 +180,18 @@ def plant_in_backend() -> None:
 
 def plant_in_proxy() -> None:
     from warmline_proxy.index import Index
+    from warmline_proxy.persistence import Persistence
 
     if map_bytes := os.environ.get("PLANTED_MAP_BYTES"):
-        defaults = Index.__init__.__kwdefaults__
-        assert "map_bytes" in defaults
-        defaults["map_bytes"] = int(map_bytes)
+        set_default(Index, "map_bytes", int(map_bytes))
+    if interval_s := os.environ.get("PLANTED_RETRY_INTERVAL_S"):
+        set_default(Persistence, "retry_interval_s", float(interval_s))
+
+
+def set_default(kind: type, name: str, value: object) -> None:
+    defaults = kind.__init__.__kwdefaults__  # type: ignore[misc]
+    assert name in defaults
+    defaults[name] = value
 
 
 def plant_in_disk(process: str) -> None:
@@ -191,6 +200,13 @@ def plant_in_disk(process: str) -> None:
     from warmline_wire import disk
 
     wrap(disk, Orders(FOLDER, process))
+
+
+def plant_bugs(process: str) -> None:
+    import planted_bugs
+
+    plant = {"backend": planted_bugs.plant_in_backend, "proxy": planted_bugs.plant_in_proxy}[process]
+    plant(planted_bugs.active_in(FOLDER))
 
 
 def plant_in_serve(delay_s: float) -> None:
@@ -204,9 +220,13 @@ try:
     if "warmline_backend" in sys.orig_argv:
         plant_in_backend()
         plant_in_disk("backend")
+        if BUGS:
+            plant_bugs("backend")
     elif "warmline_proxy" in sys.orig_argv:
         plant_in_proxy()
         plant_in_disk("proxy")
+        if BUGS:
+            plant_bugs("proxy")
     elif RESTART_DELAY_S and "serve" in sys.orig_argv:
         plant_in_serve(float(RESTART_DELAY_S))
 except Exception:  # noqa: BLE001  a test must not pass for want of its fault

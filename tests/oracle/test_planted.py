@@ -1,0 +1,89 @@
+"""The test of the test: bugs that caches have had are planted in the real processes, and the oracle sees each.
+
+Every script first passes without its bug, or it would prove nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+
+import pytest
+from duel import FAMILIES, Difference, Duel, reference_of
+from models import folder_of
+from steps import AGAIN, APPEND, BEGIN, Any, Ask, Forget, Fresh, Together
+
+from planted.site import planted_bugs as bugs
+
+DuelOf = Callable[[str, str], Duel]
+
+# A conversation that is restored from disk for its second turn, besides others that part from it after eight tokens.
+RESTORED = (
+    Ask(BEGIN, at=3, words=40, dice=1, tokens=20),
+    Ask(BEGIN, at=2, words=400, dice=2, tokens=20),
+    Ask(BEGIN, at=1, words=400, dice=3, tokens=20),
+    Forget(),
+    Ask(APPEND, talk=2, words=40, dice=4, tokens=20),
+)
+# One that goes on from memory, where its last answer ended.
+CONTINUED = (
+    Ask(BEGIN, at=3, words=150, dice=1, tokens=20),
+    Ask(APPEND, talk=0, words=40, dice=2, tokens=20),
+    Ask(APPEND, talk=0, words=40, dice=3, tokens=20),
+)
+# Of different lengths: a row's bits change where it is padded.
+BESIDE_OTHERS = (
+    Together(tuple(Ask(BEGIN, at=3, words=20 + 23 * dice, dice=dice, tokens=90) for dice in range(4))),
+    Together(tuple(Ask(AGAIN, talk=talk, tokens=90) for talk in range(4))),
+)
+# Whose client has heard some, so that it is not sent again.
+AFTER_A_FAILURE = (
+    Ask(BEGIN, at=3, words=150, dice=1, tokens=20, stream=True, fault="decode"),
+    Ask(AGAIN, talk=0, tokens=20),
+)
+
+PLANTED: list[tuple[str, str, str, tuple[Any, ...]]] = [
+    (bugs.SHORT_SEGMENT, "llama", "fast", RESTORED),
+    (bugs.STALE_CHECKPOINT, "qwen3_5", "fast", RESTORED),
+    (bugs.SKIPPED_LAYER, "llama", "fast", RESTORED),
+    (bugs.WRONG_PARENT, "llama", "fast", RESTORED),
+    (bugs.KEPT_AFTER_EXCEPTION, "llama", "fast", AFTER_A_FAILURE),
+    (bugs.OFF_GRID, "llama", "exact", CONTINUED),
+    (bugs.DECODED, "llama", "exact", CONTINUED),
+    (bugs.BATCH_OF_TWO, "llama", "exact", BESIDE_OTHERS),
+]
+
+
+@pytest.fixture(scope="module")
+def duel_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DuelOf]:
+    root = tmp_path_factory.mktemp("oracle")
+    with ExitStack() as stack:
+
+        @cache
+        def model(family: str) -> tuple[Path, Any]:
+            folder = folder_of(FAMILIES[family].architecture, root)
+            return folder, stack.enter_context(reference_of(FAMILIES[family], folder))
+
+        @cache
+        def duel(family: str, mode: str) -> Duel:
+            one = Duel(FAMILIES[family], mode, *model(family), {"PLANTED_BUGS": "1"})
+            stack.callback(one.abandon)
+            return stack.enter_context(one)
+
+        yield duel
+
+
+@pytest.mark.parametrize(("bug", "family", "mode", "script"), PLANTED, ids=[bug for bug, *_ in PLANTED])
+def test_a_planted_bug_is_seen(bug: str, family: str, mode: str, script: tuple[Any, ...], duel_of: DuelOf) -> None:
+    duel = duel_of(family, mode)
+    play(duel, script)
+    duel.empty()
+    with duel.planted.bug(bug), pytest.raises(Difference, match="cold"):
+        play(duel, script)
+    duel.failure = None
+    duel.empty()
+
+
+def play(duel: Duel, script: tuple[Any, ...]) -> None:
+    for step in (Fresh(1), *script):
+        duel.do(step)

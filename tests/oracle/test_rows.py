@@ -1,0 +1,11 @@
+"""Models whose cache is rows alone: warm is cold, whatever happened before."""
+
+from pathlib import Path
+
+import pytest
+from bounded import check
+
+
+@pytest.mark.parametrize(("family", "modes"), [("llama", ("fast", "exact")), ("deepseek_v32", ("exact",))])
+def test_no_answer_differs(family: str, modes: tuple[str, ...], tmp_path: Path) -> None:
+    check(family, modes, tmp_path)

@@ -1,0 +1,13 @@
+"""Models with recurrent layers: warm is cold, whatever happened before."""
+
+from pathlib import Path
+
+import pytest
+from bounded import check
+
+
+@pytest.mark.parametrize(
+    ("family", "modes"), [("qwen3_5", ("fast", "exact")), ("falcon_h1", ("fast",)), ("mamba2", ("exact",))]
+)
+def test_no_answer_differs(family: str, modes: tuple[str, ...], tmp_path: Path) -> None:
+    check(family, modes, tmp_path)
