@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from cold_runs import cold_logprobs
 from drive import Drive, Heard, cut_chain, loader, save
 from families import FAMILIES, mixed, prompt_of, served
 from numpy.typing import NDArray
 
-from oracle import cold_logprobs
 from warmline_backend.decode import DecodeGroup
 from warmline_backend.kv import RowsGone
 from warmline_backend.model import ServedModel

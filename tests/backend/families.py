@@ -6,8 +6,8 @@ from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
+from cold_runs import Run, cold_logprobs
 from mlx_lm.models.cache import QuantizedKVCache
-from oracle import Run, cold_logprobs
 
 import tiny_models
 from warmline_backend.model import ServedModel, load

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from cold_runs import cold_logprobs
 from drive import Drive
 from families import FAMILIES, prompt_of, served, tolerance
 
-from oracle import cold_logprobs
 from warmline_backend.sequence import Piece
 from warmline_wire.messages import FirstLogits
 

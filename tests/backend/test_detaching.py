@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from cold_runs import compare_greedy
 from drive import Drive
 from families import FAMILIES, cold, prompt_of, served, tolerance
-from oracle import compare_greedy
 
 from warmline_backend.sequence import Piece
 

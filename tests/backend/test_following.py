@@ -4,9 +4,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from cold_runs import compare_greedy
 from drive import Drive, Heard
 from families import FAMILIES, cold, mixed, prompt_of, served, tolerance
-from oracle import compare_greedy
 
 from warmline_backend.residents import ResidentGone, ResidentMismatch
 from warmline_backend.sequence import MEETINGS_APART_TOKENS, Piece, Progress, Started

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from cold_runs import compare_greedy
 from drive import Drive, Heard
 from families import FAMILIES, cold, mixed, prompt_of, served, tolerance
-from oracle import compare_greedy
 
 from warmline_backend.kv import RowsGone
 from warmline_backend.params import GenerationParams

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from cold_runs import compare_greedy
 from drive import FINGERPRINT, Drive, cut_chain, loader, save
 from families import FAMILIES, cold, prompt_of, served, tolerance
 from safetensors import safe_open
 
-from oracle import compare_greedy
 from warmline_backend.kv import RowsGone
 from warmline_backend.segments import BadChain, Cancelled, Damaged, sweep_drafts
 from warmline_wire.keys import pack_tokens

@@ -1,12 +1,12 @@
-"""The oracle itself: repeatable, independent of chunks within a tolerance, and its comparison says what it should."""
+"""The cold runs themselves: repeatable, the same in other chunks within a tolerance, and compared as they should be."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cold_runs import cold_logprobs, compare_greedy
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
-from oracle import cold_logprobs, compare_greedy
 
 PROMPT = [(7 * i + i * i) % 256 for i in range(70)]
 
