@@ -78,7 +78,7 @@ def repair(home: Home) -> RepairReply:
             pass  # it was killed, and left its address behind
     try:
         with home_lock(home), Index(home, sys.maxsize) as index:
-            index.is_damaged()
+            index.is_damaged(probed=True)
             return repair_index(index, deep=True, saving=False)
     except (HomeLocked, IndexFailure) as error:
         raise Refused(str(error)) from error

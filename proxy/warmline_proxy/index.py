@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from warmline_proxy import index_files, index_flaws, index_save, index_tree, index_verify, index_walk
+from warmline_proxy import index_files, index_flaws, index_probe, index_save, index_tree, index_verify, index_walk
 from warmline_proxy.index_env import (
     MAP_BYTES,
     DamagedIndex,
@@ -28,7 +28,7 @@ from warmline_proxy.index_env import (
     WrongSchema,
     is_read_only,
 )
-from warmline_proxy.index_tables import Tables
+from warmline_proxy.index_tables import REQUESTS_MAX, Tables
 from warmline_proxy.index_writer import Writer
 from warmline_proxy.rows import (
     CheckpointRow,
@@ -157,10 +157,16 @@ class Index(IndexReader):
     def __init__(self, home: Home, budget_bytes: int, *, map_bytes: int = MAP_BYTES) -> None:
         self.home = home
         self.budget_bytes = budget_bytes
-        self._map_bytes = map_bytes
         self.read_only = ""  # why the home can't be written to: then nothing can, and what is stored can be read
         self.on_records: Callable[[IndexFailure | None], object] = _warn
-        self._env = self._opened()
+        try:
+            self._env = Env(home.index, writable=True, map_bytes=map_bytes)
+            self._env.reader_check()
+        except (IndexFailure, OSError) as error:
+            if not is_read_only(error):
+                raise
+            self.read_only = str(error)
+            self._env = Env(home.index, writable=False, alone=True, map_bytes=map_bytes)
         self._lock = threading.Lock()  # guards the four below
         self._leases: Counter[str] = Counter()
         self._uses: dict[str, Usage] = {}
@@ -169,27 +175,16 @@ class Index(IndexReader):
         self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
         self._writer = Writer(self._tick, FLUSH_INTERVAL_S)
 
-    def _opened(self) -> Env:
-        try:
-            env = Env(self.home.index, writable=True, map_bytes=self._map_bytes)
-            env.reader_check()
-        except (IndexFailure, OSError) as error:
-            if not is_read_only(error):
-                raise
-            self.read_only = str(error)
-            return Env(self.home.index, writable=False, alone=True)
-        self.read_only = ""
-        return env
-
     def reopen(self) -> bool:
-        """Where the home could not be written to: whether it can be now; it is to be reconciled then.  Blocks.
-
-        Not while a save is under way.  Who looks something up in this moment may find that the index is closed.
-        """
+        """Where the home could not be written to: whether it can be now; it is to be reconciled then.  Blocks."""
         if not os.access(self.home.index, os.W_OK):
             return False
-        self._env.close()
-        self._env = self._opened()
+        try:
+            self._submit(self._env.become_writable).result()
+        except (IndexFailure, OSError) as error:
+            self.read_only = str(error)
+        else:
+            self.read_only = ""
         return not self.read_only
 
     # --- saving ---
@@ -367,18 +362,22 @@ class Index(IndexReader):
         """Delete what lies beside the index's newest generation and is none of a compaction under way."""
         return self._submit(self._env.tidy).result()
 
-    def is_damaged(self) -> bool:
+    def is_damaged(self, *, probed: bool = False) -> bool:
         """Whether it lacks what is stored, or has entries that can't be read.
 
-        One whose file can't be read is replaced by an empty one.
+        One whose file can't be read is replaced by an empty one.  Where reading it has ended a process, or that is to
+        be `probed`, another one tries first.
         """
-        try:
-            with self._env.reading() as tables:
-                return self._env.begun_anew or any(index_flaws.flaws(tables))
-        except DamagedIndex as error:
-            damage = error
-        self._submit(lambda: self._env.begin_anew(damage)).result()
-        return True
+        with index_probe.at_risk(self.home) as died:
+            try:
+                if (died or probed) and not index_probe.is_readable(self.home.index):
+                    raise DamagedIndex("the index is damaged: no process gets through it")
+                with self._env.reading() as tables:
+                    return self._env.begun_anew or any(index_flaws.flaws(tables))
+            except DamagedIndex as error:
+                damage = error
+            self._submit(lambda: self._env.begin_anew(damage)).result()
+            return True
 
     def close(self) -> None:
         """Writes the bookkeeping first."""
@@ -401,7 +400,7 @@ class Index(IndexReader):
         return self._submit(lambda: self._env.write(change)).result()
 
     def _tick(self) -> None:
-        """On the writer thread, every second and at the end.  What can't be written then is lost, and nothing else."""
+        """On the writer thread, every second and at the end.  What can't be written is tried again at the next."""
         try:
             if self._write_pending():
                 self.on_records(None)
@@ -430,10 +429,26 @@ class Index(IndexReader):
             if audited:
                 tables.note_audits(audited)
 
-        self._env.write(change)
+        try:
+            self._env.write(change)
+        except IndexFailure:
+            self._put_back(uses, records, audited)
+            raise
         return True
+
+    def _put_back(
+        self, uses: dict[str, Usage], records: list[RequestRecord], audited: dict[str, tuple[str, str]]
+    ) -> None:
+        """What could not be written is tried again; bounded."""
+        with self._lock:
+            for file_id, use in list(uses.items())[:PENDING_MAX]:
+                newer = self._uses.setdefault(file_id, use)
+                if newer is not use:
+                    newer.hits += use.hits
+            self._records = [*records, *self._records][-REQUESTS_MAX:]
+            self._audited = dict(list({**audited, **self._audited}.items())[-REQUESTS_MAX:])
 
 
 def _warn(error: IndexFailure | None) -> None:
     if error is not None:
-        log.warning("bookkeeping was lost: %s", error)
+        log.warning("bookkeeping could not be written: %s", error)

@@ -3,6 +3,9 @@
 import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +30,7 @@ from warmline_wire.segment_file import file_checksum, read_checksums, read_heade
 
 A = list(range(1000, 4000))
 OTHER = namespace("model-b")
+PAGE_BYTES, FLAGS_AT, BRANCH = 4096, 10, 1  # of LMDB
 
 
 def mend(index: Index) -> RepairReply:
@@ -140,6 +144,30 @@ def test_a_cut_index_is_made_anew(home: Home) -> None:
     with Index(home, BUDGET) as index:
         assert reconcile(index).mended
         assert texts(index) == whole and index.verify(deep=True) == []
+
+
+def test_pages_that_end_the_process_which_reads_them_are_left_behind(home: Home) -> None:
+    """LMDB asserts, so the first start dies of it; the next one has another process look, and makes the index anew."""
+    with Index(home, BUDGET) as index:
+        for number in range(40):  # so many that the segments' rows take some pages
+            save(index, [number] * 5)
+        whole = texts(index)
+    last = bytes.fromhex(max(whole))
+    (data,) = home.index.glob("*/data.mdb")
+    pages = bytearray(data.read_bytes())
+    for at in range(2 * PAGE_BYTES, len(pages), PAGE_BYTES):
+        page = pages[at : at + PAGE_BYTES]
+        if last in page and b"prefill_s" in page:
+            pages[at + FLAGS_AT] = BRANCH
+    data.write_bytes(pages)
+    code = "from pathlib import Path; from warmline_proxy.index import *; from warmline_proxy.reconcile import *\n"
+    code += "from warmline_wire.home import Home\n"
+    code += f"with Index(Home(Path({str(home.root)!r})), 1 << 30) as index: reconcile(index)"
+    starts = [subprocess.run([sys.executable, "-c", code], check=False, capture_output=True) for _ in range(2)]
+    assert [start.returncode for start in starts] == [-signal.SIGABRT, 0], starts
+    with Index(home, BUDGET) as index:
+        assert texts(index) == whole and index.verify(deep=True) == []
+        assert reconcile(index).mended == 0
 
 
 def test_a_lost_index_is_made_anew(home: Home) -> None:
