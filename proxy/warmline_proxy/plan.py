@@ -212,12 +212,16 @@ def _cold() -> _Start:
 
 
 def _best_resident(residents: Sequence[Candidate], limit: int, grid: int) -> _Start | None:
-    # The shortest one that reaches as far: continuing a longer one would copy or trim it.
-    reach = [(usable_position(each, limit, grid), -each.tokens, each) for each in residents]
-    best = max(reach, key=lambda entry: entry[:2], default=None)
-    if best is None or best[0] <= 0:
-        return None
-    return _Start(RESIDENT, best[0], resident=best[2].resident, keep=_must_stay(best[2], best[0]))
+    """Of those that reach as far, one that need not be copied: what is left behind piles up.  Of these the shortest,
+    since least of it is given up.
+    """
+    starts = []
+    for each in residents:
+        reuse = usable_position(each, limit, grid)
+        keep = _must_stay(each, reuse)
+        starts.append((reuse, not keep, -each.tokens, _Start(RESIDENT, reuse, resident=each.resident, keep=keep)))
+    best = max(starts, key=lambda entry: entry[:3], default=None)
+    return best[3] if best and best[0] > 0 else None
 
 
 def _must_stay(candidate: Candidate, reuse: int) -> bool:

@@ -106,6 +106,18 @@ def test_a_tail_that_exists_nowhere_else_yet_is_not_given_up() -> None:
     assert not decide(Prompt(300), [whole], stored(0), layout(), COSTS).keep
 
 
+@pytest.mark.parametrize("mine_first", [True, False])
+def test_its_own_resident_goes_before_one_that_would_be_copied(mine_first: bool) -> None:
+    """In exact mode all that share a system prompt may end at one place; what is not taken over stays, and piles up."""
+    mine, others = Candidate("mine", 200, 260, turn_end=260), Candidate("others", 200, 240, turn_end=250)
+    residents = [mine, others] if mine_first else [others, mine]
+    plan = decide(Prompt(300), residents, stored(0), layout(grid=100), COSTS)
+    assert (plan.resident, plan.reuse, plan.keep) == ("mine", 200, False)
+    longer = replace(mine, tokens=280, common=220, turn_end=210, durable=True)
+    plan = decide(Prompt(300), [replace(others, common=220), longer], stored(0), layout(grid=100), COSTS)
+    assert (plan.resident, plan.keep) == ("mine", False)
+
+
 LEADER = Running("leader", common=300, tokens=300, prefilled=100, started=True)
 
 
