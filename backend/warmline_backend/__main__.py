@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from aiohttp import web
 
@@ -24,7 +25,7 @@ from warmline_backend.server import make_app
 from warmline_backend.service import Service
 from warmline_wire import disk
 from warmline_wire.descriptors import raise_descriptor_limit
-from warmline_wire.home import Home
+from warmline_wire.home import Home, unusable
 from warmline_wire.lifeline import end_with_parent
 from warmline_wire.lock import Locked, process_lock
 
@@ -52,16 +53,21 @@ def main(arguments: list[str]) -> int:
     log.info("%d descriptors may be open", raise_descriptor_limit(DESCRIPTORS_WANTED))
     sys.setswitchinterval(SWITCH_S)
     home = Home(config.home)
-    home.prepare()
+    try:
+        home.prepare()
+        secret = home.secret()
+    except OSError as error:
+        print(f"warmline backend: {unusable(home, error)}", file=sys.stderr)
+        return 2
     try:
         with process_lock(home.backend_lock, LOCK_WAIT_S):
-            return asyncio.run(_serve(config, home))
+            return asyncio.run(_serve(config, home, secret))
     except Locked as error:
         print(f"warmline backend: {home.root} is {error}, another backend; use another --home", file=sys.stderr)
         return 2
 
 
-async def _serve(config: BackendConfig, home: Home) -> int:
+async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
     at_rest = set(threading.enumerate())
     helpers = ThreadPoolExecutor(thread_name_prefix="helper")
     asyncio.get_running_loop().set_default_executor(helpers)
@@ -69,7 +75,7 @@ async def _serve(config: BackendConfig, home: Home) -> int:
     engine = Engine(lambda: _make_scheduler(config, boot))
     service = Service(config, home, engine, boot)
     signals = StopSignals()
-    app = make_app(service, home.secret())
+    app = make_app(service, secret)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, access_log=None)
     await runner.setup()
     try:
@@ -78,7 +84,7 @@ async def _serve(config: BackendConfig, home: Home) -> int:
         print(f"warmline backend: can't listen on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 2
     engine.start()
-    disk.write_small(home.pid_file("backend"), f"{os.getpid()}\n")
+    _tell_pid(home)
     code = 1
     try:
         code = await _run(config, service, engine, signals)
@@ -90,12 +96,20 @@ async def _serve(config: BackendConfig, home: Home) -> int:
         engine.stop()
         helpers.shutdown(wait=False, cancel_futures=True)
         await _end_of_threads(at_rest)
-        disk.delete(home.pid_file("backend"))
+        with suppress(OSError):
+            disk.delete(home.pid_file("backend"))
         if busy := _others(at_rest):  # in a step, or at a disk, that may never answer: Python would wait for them
             log.warning("%s: still at work; the process ends without waiting", ", ".join(busy))
             logging.shutdown()
             os._exit(code)
     return code
+
+
+def _tell_pid(home: Home) -> None:
+    try:
+        disk.write_small(home.pid_file("backend"), f"{os.getpid()}\n")
+    except OSError as error:  # who asks for our health hears it, too
+        log.warning("our process id could not be written down: %s", error)
 
 
 async def _end_of_threads(but: set[threading.Thread]) -> None:

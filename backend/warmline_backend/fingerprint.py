@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from types import ModuleType
@@ -140,7 +141,8 @@ class _Digests:
             self._known[key] = digest
             while len(self._known) > DIGESTS_MAX:
                 del self._known[next(iter(self._known))]
-            disk.write_small(self._path, json.dumps(self._known, indent=1))
+            with suppress(OSError):  # a digest that can't be remembered is computed again
+                disk.write_small(self._path, json.dumps(self._known, indent=1))
 
     def _load(self) -> dict[str, str]:
         try:

@@ -7,6 +7,7 @@ a file is `warmline_wire.segment_file`.
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -123,10 +124,12 @@ def _header(meta: FileMeta, tensors: dict[str, Tensor]) -> bytes:
 
 def sweep_drafts(folder: Path) -> int:
     """Delete what a process that died in the midst of a save has left.  Returns how many; before any save."""
-    drafts = list(folder.glob(f"*/.*{disk.DRAFT_SUFFIX}"))
-    for draft in drafts:
-        disk.delete(draft)
-    return len(drafts)
+    swept = 0
+    for draft in list(folder.glob(f"*/.*{disk.DRAFT_SUFFIX}")):
+        with suppress(OSError):  # the disk is read-only, or worse: who saves will say so
+            disk.delete(draft)
+            swept += 1
+    return swept
 
 
 # ---- reading
@@ -302,7 +305,7 @@ class Loader:
         except SegmentFileError as error:
             raise Damaged(link.id, link.start, error.reason, error.detail) from error
         except OSError as error:
-            raise Damaged(link.id, link.start, "io", str(error)) from error
+            raise Damaged(link.id, link.start, _reason(error), str(error)) from error
 
     def _check_tokens(self, link: SegmentRef, reader: "_Reader", loaded: Loaded) -> None:
         """Equality decides, here too: the file's own tokens against those of the prompt."""
@@ -332,7 +335,12 @@ class Loader:
         except SegmentFileError as error:
             raise Damaged(checkpoint.id, loaded.position, error.reason, error.detail) from error
         except OSError as error:
-            raise Damaged(checkpoint.id, loaded.position, "io", str(error)) from error
+            raise Damaged(checkpoint.id, loaded.position, _reason(error), str(error)) from error
+
+
+def _reason(error: OSError) -> str:
+    """Whether a file is gone, or can't be read now."""
+    return "missing" if isinstance(error, FileNotFoundError) else "io"
 
 
 def _check_place(meta: FileMeta, prefix: str) -> None:

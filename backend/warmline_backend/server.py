@@ -8,6 +8,7 @@ Errors are translated here, once, into OpenAI's error object with a status that 
 """
 
 import asyncio
+import errno
 import hmac
 import logging
 import secrets
@@ -123,7 +124,7 @@ async def _translate(request: web.Request, handler: Handler) -> web.StreamRespon
     except ConnectionResetError:  # an OSError too, but not the disk's
         return _error(STATUS_CLIENT_GONE, "the client has left", code="cancelled")
     except OSError as error:
-        return _error(507, f"writing failed: {error}", "storage")
+        return _error(507, f"writing failed: {error}", "storage", code=errno.errorcode.get(error.errno or 0, "EIO"))
     except web.HTTPException as error:
         return _error(error.status, f"{request.method} {request.path}: {error.reason}")
 

@@ -8,6 +8,13 @@ from pathlib import Path
 from warmline_wire import disk
 
 
+def unusable(home: "Home", error: OSError) -> str:
+    """What to say where `prepare` or `secret` failed."""
+    return (
+        f"the home {home.root} is not complete and can't be made so: {error}; make it writable or use another --home"
+    )
+
+
 @dataclass(frozen=True)
 class Home:
     """The paths under one home directory.  `prepare` makes them and `secret` its file; the rest touches no disk."""

@@ -1,5 +1,6 @@
 """One owner at a time of what several processes could want."""
 
+import errno
 import fcntl
 import os
 import time
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 POLL_S = 0.05
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class Locked(Exception):
@@ -24,11 +26,33 @@ def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
 
     The kernel frees it when the holder dies, however it does.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        with _read_only_lock(path, wait_s):
+            yield
+        return
     try:
         _acquire(descriptor, time.monotonic() + wait_s)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _read_only_lock(path: Path, wait_s: float) -> Iterator[None]:
+    """Where no file can be written: the one that is there, if any, can be locked all the same."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # nobody ever held it, and nobody can write what it guards
+        yield
+        return
+    try:
+        _acquire(descriptor, time.monotonic() + wait_s)
         yield
     finally:
         os.close(descriptor)

@@ -18,6 +18,7 @@ from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.reconcile import reconcile
 from warmline_wire import disk
 from warmline_wire.descriptors import raise_descriptor_limit
+from warmline_wire.home import unusable
 from warmline_wire.lifeline import end_with_parent
 
 log = logging.getLogger("warmline_proxy")
@@ -40,7 +41,13 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line a call says nothing that PERF doesn't
     end_with_parent(config.drain_timeout_s + STOP_MARGIN_S)
     try:
-        run(config)
+        config.home.prepare()
+        secret = config.home.secret()
+    except OSError as error:
+        print(f"warmline_proxy: {unusable(config.home, error)}", file=sys.stderr)
+        return 2
+    try:
+        run(config, secret)
     except HomeLocked as error:  # starting again would not help
         print(f"warmline_proxy: {error}", file=sys.stderr)
         return 2
@@ -50,19 +57,20 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def run(config: Config) -> None:
+def run(config: Config, secret: str) -> None:
     """Own the home, put the index in order, serve.  Raises HomeLocked, IndexFailure or OSError."""
     descriptor_count_max = raise_descriptor_limit(DESCRIPTORS_WANTED)
-    config.home.prepare()
     with home_lock(config.home, LOCK_WAIT_S), Index(config.home, config.disk_budget_bytes) as index:
-        report = reconcile(index)
-        log.info("index: %s", report)
-        asyncio.run(serve(config, index, descriptor_count_max))
+        if index.read_only:
+            log.error("%s; serving goes on with what is stored, and nothing is saved", index.read_only)
+        else:
+            log.info("index: %s", reconcile(index))
+        asyncio.run(serve(config, secret, index, descriptor_count_max))
 
 
-async def serve(config: Config, index: Index, descriptor_count_max: int) -> None:
+async def serve(config: Config, secret: str, index: Index, descriptor_count_max: int) -> None:
     signals = Signals()
-    app = build(config, config.home.secret(), index)
+    app = build(config, secret, index)
     async with listening(app, config, descriptor_count_max) as listener:
         with announced(config, listener.port):
             log.info("listening on http://%s:%d, backend %s", config.host, listener.port, config.backend_url)
@@ -101,8 +109,11 @@ async def unless(event: asyncio.Event, work: Coroutine[None, None, None]) -> Non
 def announced(config: Config, port: int) -> Iterator[None]:
     """While the proxy listens, its pid and address can be read from the run directory."""
     files = (config.home.pid_file("proxy"), config.home.run / "proxy.json")
-    disk.write_small(files[1], json.dumps({"pid": os.getpid(), "url": local_url(config.host, port)}))
-    disk.write_small(files[0], f"{os.getpid()}\n")
+    try:
+        disk.write_small(files[1], json.dumps({"pid": os.getpid(), "url": local_url(config.host, port)}))
+        disk.write_small(files[0], f"{os.getpid()}\n")
+    except OSError as error:
+        log.warning("cachectl will not find this proxy: %s", error)
     try:
         yield
     finally:
@@ -120,7 +131,8 @@ def local_url(host: str, port: int) -> str:
 
 def remove(files: Sequence[Path]) -> None:
     for file in files:
-        disk.delete(file)
+        with suppress(OSError):
+            disk.delete(file)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from warmline_proxy.index import Index
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.lives import Lives
 from warmline_proxy.metrics import CONTENT_TYPE, Metrics
+from warmline_proxy.persistence import Persistence
 from warmline_proxy.purge import purge
 from warmline_proxy.repair import repair
 from warmline_proxy.replay import Replayer
@@ -41,6 +42,8 @@ class ProxyStatus(msgspec.Struct, kw_only=True):
     backend_kills: int  # of wedged backends, since the start
     vitals: Vitals
     backend: str = ""  # why the backend could not be asked; "" where it could
+    persistence: str = "ok"  # or why what is computed can't be saved
+    unsaved: int = 0  # residents that are in memory alone
 
 
 class Admin:
@@ -56,6 +59,7 @@ class Admin:
         admission: Admission,
         lives: Lives,
         metrics: Metrics,
+        persistence: Persistence,
         replayer: Replayer,
         receive_timeout_s: float,
         connections: Callable[[], int],
@@ -67,6 +71,7 @@ class Admin:
         self._admission = admission
         self._lives = lives
         self._metrics = metrics
+        self._persistence = persistence
         self._replayer = replayer
         self._receive_timeout_s = receive_timeout_s
         self._connections = connections
@@ -84,6 +89,10 @@ class Admin:
         except UpstreamError as error:
             return _not_ready(str(error))
         return web.json_response({"ready": True, "model": status.model})
+
+    def health(self) -> web.Response:
+        """200: we serve, also where nothing can be saved, and say so."""
+        return web.json_response({"status": "ok", "persistence": self._persistence.state})
 
     def metrics(self) -> web.Response:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
@@ -108,6 +117,8 @@ class Admin:
             backend_kills=self._watchdog.kills,
             vitals=take_vitals(),
             backend=backend,
+            persistence=self._persistence.state,
+            unsaved=len(self._knowledge.mirror.not_durable()),
         )
         return web.Response(body=encode(answer), content_type="application/json")
 

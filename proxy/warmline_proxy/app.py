@@ -26,6 +26,7 @@ from warmline_proxy.metrics import Metrics
 from warmline_proxy.normalize import ENDPOINTS
 from warmline_proxy.overseer import Overseer
 from warmline_proxy.passthrough import forward
+from warmline_proxy.persistence import Persistence
 from warmline_proxy.recompute import Recomputer
 from warmline_proxy.replay import Replayer
 from warmline_proxy.settle import Settler
@@ -68,7 +69,7 @@ class Face:
         check_host(request.host, self._config.client_key)
         path = request.path.rstrip("/") or "/"
         if request.method in ("GET", "HEAD") and path == "/health":
-            return web.json_response({"status": "ok"})
+            return self._admin.health()
         if request.method in ("GET", "HEAD") and path == "/ready":
             return await self._admin.ready()
         if request.method in ("GET", "HEAD") and path == "/metrics":
@@ -135,7 +136,9 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     knowledge = Knowledge(upstream, tenant)
     lives = Lives(knowledge)
     admission = Admission(config.running_count_max, config.queue_count_max, lives.retry_after_s)
-    settler = Settler(index, upstream, knowledge, metrics, reuse=config.reuse != "off")
+    persistence = Persistence(metrics)
+    persistence.watch(index)
+    settler = Settler(index, upstream, knowledge, metrics, persistence, reuse=config.reuse != "off")
     recomputer = Recomputer(upstream, index, tenant)
     condemner = Condemner(index, upstream, knowledge, lives, settler, metrics, background)
     auditor = Auditor(
@@ -173,6 +176,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         admission=admission,
         lives=lives,
         metrics=metrics,
+        persistence=persistence,
         replayer=Replayer(index, knowledge, recomputer, condemner, metrics, config.audit_tolerance),
         receive_timeout_s=config.receive_timeout_s,
         connections=lambda: app[CONNECTIONS].count if CONNECTIONS in app else 0,
@@ -200,7 +204,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         await ending.drain(config.drain_timeout_s)
 
     async def live(_: web.Application) -> AsyncIterator[None]:
-        watching = [asyncio.create_task(each.run()) for each in (watchdog, overseer)]
+        watching = [asyncio.create_task(each.run()) for each in (watchdog, overseer, settler)]
         adopting = background.spawn(adopt(), "adoption of residents")
         auditor.start()
         yield

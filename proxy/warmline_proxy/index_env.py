@@ -139,19 +139,37 @@ class Env:
         self._inside = threading.local()  # how often this thread is
         self.begun_anew = False  # there was none, or none that could be read: it may lack what is stored
         if writable:
-            disk.make_folders(folder)
-            self.tidy()
-            self.begun_anew = not _generations(folder)
+            self._open_to_write()
+        else:
+            self._current = self._open_or_nothing() if alone else self._open_newest()
+
+    def _open_to_write(self) -> None:
+        disk.make_folders(self._folder)
+        self.tidy()
+        self.begun_anew = not _generations(self._folder)
         try:
             self._current = self._open_newest()
         except DamagedIndex as error:
-            if not writable:
-                raise
             self._replace_by_an_empty_one(error)
-        except NoIndex:
-            if not alone:
+
+    def _open_or_nothing(self) -> _Generation:
+        try:
+            return self._open_newest()
+        except (NoIndex, DamagedIndex) as error:
+            log.error("%s: nothing of what may be stored can be used", error)
+            return _Generation(self._folder, _Nothing(), dict.fromkeys(TABLES))
+
+    def become_writable(self) -> None:
+        """Of an index that was opened to be read, alone; readers wait.  Raises IndexFailure or OSError: it stays so."""
+        with self._alone() as generation:
+            generation.env.close()
+            self._writable = self._locks = True
+            try:
+                self._open_to_write()
+            except BaseException:
+                self._writable = self._locks = False
+                self._current = self._open_or_nothing()
                 raise
-            self._current = _Generation(folder, _Nothing(), dict.fromkeys(TABLES))
 
     def tidy(self) -> list[Path]:
         """Remove what a compaction left that was killed (its draft, or the generation before), and what is none."""

@@ -8,15 +8,17 @@ from typing import ParamSpec, TypeVar
 
 import msgspec
 
-from warmline_proxy.index import Index, IndexFailure
+from warmline_proxy.index import Index, IndexFailure, NoRoom
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life, held_after
 from warmline_proxy.metrics import Metrics
 from warmline_proxy.mirror import Held
+from warmline_proxy.persistence import FILES, INDEX, NO_SPACE, Persistence
 from warmline_proxy.plan import prefill_seconds
+from warmline_proxy.reconcile import reconcile
 from warmline_proxy.rows import SavePlan, SessionUpdate
 from warmline_proxy.trace import perf_line
-from warmline_proxy.upstream import Gone, TimedOut, Upstream, UpstreamError
+from warmline_proxy.upstream import Gone, NotStored, TimedOut, Upstream, UpstreamError
 from warmline_wire.keys import TOKEN_BYTES
 from warmline_wire.messages import Layout, SaveReply, SaveRequest, Settled
 
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 SAVE_TIMEOUT_S = 60.0
 SAVE_BYTES_PER_S_MIN = 2e6  # what the slowest disk that is of use writes
 GIVE_UP_TIMEOUT_S = 10.0
+RETRY_INTERVAL_S = 1.0  # how soon what could not be saved is thought of; how often it is tried, Persistence says
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,13 +36,25 @@ T = TypeVar("T")
 class Settler:
     """Saves one tail at a time, in the order in which requests ended."""
 
-    def __init__(self, index: Index, upstream: Upstream, knowledge: Knowledge, metrics: Metrics, reuse: bool) -> None:
+    def __init__(
+        self,
+        index: Index,
+        upstream: Upstream,
+        knowledge: Knowledge,
+        metrics: Metrics,
+        persistence: Persistence,
+        reuse: bool,
+    ) -> None:
         self._index = index
         self._upstream = upstream
         self._knowledge = knowledge
         self._metrics = metrics
+        self._persistence = persistence
         self._reuse = reuse
         self._one_at_a_time = asyncio.Lock()
+        self._to_abort: list[SavePlan] = []  # given up, and still in an index that could not be written then
+        self._behind = False  # something in memory could not be saved
+        self._freed_in_vain = False
 
     async def settle(self, life: Life) -> None:
         """Returns when the request's tail is durable, or isn't going to be."""
@@ -51,6 +66,8 @@ class Settler:
                     await (self._keep(life, settled) if keeps else self._forget(settled))
             if settled:
                 await self._keep_up(settled)
+        except _SavingFails:
+            pass  # it is saved once that works again
         except (UpstreamError, IndexFailure, OSError) as error:
             log.warning("what request %s has computed could not be saved: %s", life.trace.id, error)
         finally:
@@ -85,6 +102,8 @@ class Settler:
         try:
             async with self._one_at_a_time:
                 return (await self._save(unsaved)).whole
+        except _SavingFails:
+            return False
         except (UpstreamError, IndexFailure, OSError) as error:
             log.warning("request %s: its first %d tokens could not be saved yet: %s", life.trace.id, until, error)
             return False
@@ -105,6 +124,8 @@ class Settler:
                 if status.layout and status.layout.persistent:
                     async with self._one_at_a_time:
                         await self._save(_unsaved_resident(resident, held, status.model, status.layout))
+        except _SavingFails:
+            pass
         except (UpstreamError, IndexFailure, OSError) as error:
             log.warning("what is in memory could not all be saved: %s", error)
 
@@ -127,25 +148,71 @@ class Settler:
         saved = await self._save(unsaved)
         trace.session, trace.saved_tokens = saved.session, saved.tokens
 
+    async def run(self) -> None:
+        """Save what could not be saved, as soon as that works again.  Never returns."""
+        while True:
+            await asyncio.sleep(RETRY_INTERVAL_S)
+            if self._index.read_only:
+                await self._reopen()
+            if self._behind:
+                self._behind = False
+                await self.save_residents()
+
+    async def _reopen(self) -> None:
+        """The home could not be written to at the start; perhaps it can be now."""
+        try:
+            async with self._one_at_a_time:
+                if not await _in_thread(self._index.reopen):
+                    return
+                log.info("index: %s", await _in_thread(reconcile, self._index))
+        except (IndexFailure, OSError) as error:
+            self._persistence.failed(INDEX, "EIO", str(error))
+        else:
+            self._persistence.worked(INDEX)
+            self._behind = True
+
     async def _save(self, unsaved: "_Unsaved") -> "_Saved":
+        """Raises _SavingFails where it does, or did just now; the resident is no longer leased then."""
+        try:
+            if self._persistence.may_try():
+                return await self._save_now(unsaved)
+        except NotStored as error:
+            self._persistence.failed(FILES, error.code, str(error))
+        except TimedOut as error:
+            self._persistence.failed(FILES, "ETIMEDOUT", str(error))
+        except NoRoom:
+            raise
+        except IndexFailure as error:
+            self._persistence.failed(INDEX, error.code or "index", str(error))
+        self._behind = True
+        if resident := unsaved.source.resident:
+            await self._upstream.order_residents([*self._knowledge.mirror.durable(), resident])
+        raise _SavingFails
+
+    async def _save_now(self, unsaved: "_Unsaved") -> "_Saved":
         """The index plans, the backend writes, one transaction makes it count."""
         resident, held = unsaved.source.resident, unsaved.held
         save = await self._begin(unsaved)
         if save is None:
             await self._now_durable(resident, leased=True)  # a save would have ended its lease
             session = await _in_thread(self._index.note_session, held.root, held.tokens, unsaved.session)
+            self._persistence.worked(INDEX)
             return _Saved(session, 0, whole=True)
         committed = None
         try:
             if (reply := await self._write(save, unsaved.source)) is None:
                 return _Saved()
+            self._persistence.worked(FILES)
+            self._freed_in_vain = False
             cost_s = prefill_seconds(save.matched, len(held), self._knowledge.costs().prefill)
             committed = await _in_thread(
                 self._index.commit_save, save, reply, prefill_s=cost_s, session=unsaved.session
             )
+            self._persistence.worked(INDEX)
         finally:
             if committed is None:  # whatever went wrong, also where the proxy is shutting down
-                await _in_thread(self._index.abort_save, save)
+                self._to_abort.append(save)
+                await self._abort()
         if committed.why_not:
             log.info("not all of %s was kept: %s", resident or unsaved.source.running, committed.why_not)
         else:
@@ -160,7 +227,14 @@ class Settler:
         if leased or self._knowledge.memory_is_filling():
             await self._upstream.order_residents(self._knowledge.mirror.durable())
 
+    async def _abort(self) -> None:
+        """Also what could not be aborted before."""
+        while self._to_abort:
+            await _in_thread(self._index.abort_save, self._to_abort[-1])
+            self._to_abort.pop()
+
     async def _begin(self, unsaved: "_Unsaved") -> SavePlan | None:
+        await self._abort()
         return await _in_thread(
             self._index.begin_save,
             unsaved.held.root,
@@ -182,13 +256,27 @@ class Settler:
         )
         timeout_s = SAVE_TIMEOUT_S + save.bytes_expected / SAVE_BYTES_PER_S_MIN
         try:
-            return await self._upstream.save(request, timeout_s)
+            try:
+                return await self._upstream.save(request, timeout_s)
+            except NotStored as error:
+                if error.code not in NO_SPACE or not await self._freed(save.bytes_expected):
+                    raise
+                return await self._upstream.save(request, timeout_s)
         except TimedOut:  # a disk that hangs: others want to save, too, and it may be better by then
             await self._upstream.cancel(request.request_id, GIVE_UP_TIMEOUT_S)
             raise
         except Gone:
             log.info("%s was gone before it was saved", source.resident or source.running)
             return None
+
+    async def _freed(self, bytes_wanted: int) -> bool:
+        """Others fill the disk, or the budget is larger than it: evict, but in vain only once."""
+        if self._freed_in_vain:
+            return False
+        self._freed_in_vain = True  # until a save works
+        freed = await _in_thread(self._index.free, bytes_wanted)
+        log.warning("the disk is full: %d files were evicted for what is to be saved", len(freed))
+        return bool(freed)
 
     def _record(self, life: Life) -> None:
         record = life.trace.record()
@@ -198,6 +286,10 @@ class Settler:
             self._index.record(record)
         except IndexFailure as error:
             log.warning("request %s was not recorded: %s", record.id, error)
+
+
+class _SavingFails(Exception):
+    """The disk does not take what is to be saved; told already."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,8 @@ from warmline_wire.messages import RestoreRequest
 
 log = logging.getLogger(__name__)
 
+UNREADABLE_MAX = 3  # times that a file can't be read before it is set aside: the fault may be the disk's, and pass
+UNREADABLE_FILES_MAX = 1000  # that are counted
 RESTORES_MAX = 8  # each that fails takes a damaged file out of the index
 RESTORE_STALLS_MAX = 3  # times the stall limit: it may wait for memory, but a prefill would wait no longer
 NOTHING = Match(tokens=0, chain=[], checkpoints=[], why="nothing stored")
@@ -48,6 +51,7 @@ class Starter:
         self._knowledge = knowledge
         self._watchdog = watchdog
         self._checkpoint_gap_max = checkpoint_gap_max
+        self._unreadable: Counter[str] = Counter()
 
     def reach(self, life: Life) -> int:
         """How many tokens a start would reuse by now."""
@@ -151,15 +155,22 @@ class Starter:
         return _Restored(resident=reply.resident)
 
     async def _set_aside(self, error: RestoreFailed, files: list[str]) -> _Restored:
-        """Quarantine the file at fault, so that no later request meets it."""
+        """Quarantine the file at fault, so that no later request meets it; one that can't be read, not at once."""
         refused = error.reply
         why_not = f"{refused.reason} in {refused.bad[:8] or 'the chain'}: {refused.detail}"
         log.warning("a restore was refused: %s", why_not)
-        if refused.bad not in files:
+        if refused.bad not in files or (refused.reason == "io" and not self._given_up(refused.bad)):
             return _Restored(why_not=why_not)
         try:
             await asyncio.to_thread(self._index.quarantine, refused.bad, refused.reason)
-        except IndexFailure as failure:
+        except (IndexFailure, OSError) as failure:
             log.error("%s could not be quarantined: %s", refused.bad, failure)
             return _Restored(why_not=why_not)
         return _Restored(why_not=why_not, plan_again=True)
+
+    def _given_up(self, file_id: str) -> bool:
+        """Whether it could not be read often enough by now."""
+        if len(self._unreadable) >= UNREADABLE_FILES_MAX:
+            self._unreadable.clear()
+        self._unreadable[file_id] += 1
+        return self._unreadable[file_id] >= UNREADABLE_MAX

@@ -8,6 +8,7 @@
     ├── Leaderless       the request that this one followed ended too soon; plan again
     ├── Garbled          an answer that the contract doesn't know
     └── Refused          an HTTP status of 400 or more; `body` is the backend's error object
+        ├── NotStored    507 of a save: the disk; `code` names the system's error
         ├── Gone         410: the resident, the prompt or the request is no longer there; plan again
         └── RestoreFailed   409 of a restore; `reply` names the file at fault
 
@@ -33,6 +34,7 @@ from warmline_wire.messages import (
     HEADER_REQUEST,
     HEADER_RESIDENT,
     HEADER_REUSE,
+    ErrorReply,
     KeepOrder,
     PromptReply,
     PromptRequest,
@@ -101,6 +103,17 @@ class Refused(UpstreamError):
 
 class Gone(Refused):
     """410: plan again."""
+
+
+class NotStored(Refused):
+    """507 of a save; `code` is the name of the system's error, as "ENOSPC"."""
+
+    @property
+    def code(self) -> str:
+        try:
+            return decode(self.body, ErrorReply).error.code or "EIO"
+        except msgspec.DecodeError:
+            return "EIO"
 
 
 class RestoreFailed(Refused):
@@ -305,7 +318,7 @@ class Upstream:
             body = await response.aread()
         if response.status_code == 503:
             raise Unreachable(f"the backend is not ready: {message_in(body)}")
-        kind = Gone if response.status_code == 410 else Refused
+        kind = {410: Gone, 507: NotStored}.get(response.status_code, Refused)
         raise kind(response.status_code, body, response.headers.get("Retry-After", ""))
 
 

@@ -79,6 +79,8 @@ class Orders:
             if met == order.get("kill"):
                 self._path.rename(self._path.with_name(f"{self._path.name}-taken"))
                 die_at(order["when"], real, arguments)
+            if met == order.get("lose"):
+                Path(arguments[0]).unlink()
             if "error" in order and not met > order["times"] > 0:
                 return self._fail(order["error"], name, arguments)
         return real(*arguments)
