@@ -318,7 +318,10 @@ class Index(IndexReader):
         The files move to segments/quarantine/, count against the budget, and are the first to go.
         """
         ids = self._write(lambda tables: index_tree.quarantine(tables, file_id, reason, time.time()))
-        index_files.set_aside(self.home, ids)
+        try:
+            index_files.set_aside(self.home, ids)
+        except OSError as error:  # nobody uses it any more, and the next start deletes it
+            log.error("%s is out of use, but stays where it is: %s", file_id, error)
         self.weigh_quarantined()
         return ids
 

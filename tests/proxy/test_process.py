@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,12 @@ from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_wire.home import Home
 
 START_TIMEOUT_S = 15.0
+WITHOUT_PATIENCE = """
+import sys
+from warmline_proxy import __main__ as proxy
+proxy.LOCK_WAIT_S = 0.0
+sys.exit(proxy.main(["--home", sys.argv[1], "--port", "0"]))
+"""
 
 
 def start(home: Path, *flags: str) -> subprocess.Popen[str]:
@@ -139,3 +146,21 @@ def test_bad_settings_are_one_line_and_exit_code_2(tmp_path: Path, flags: list[s
     _, errors = process.communicate(timeout=START_TIMEOUT_S)
     assert process.returncode == 2
     assert words in errors and errors.count("\n") == 1
+
+
+def test_a_home_that_cannot_be_made_is_said_clearly(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    process = start(tmp_path / "file" / "home")
+    _, errors = process.communicate(timeout=START_TIMEOUT_S)
+    assert process.returncode == 2, "starting again would not help"
+    assert "is not complete and can't be made so" in errors and "use another --home" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_second_proxy_on_a_home_is_refused(tmp_path: Path) -> None:
+    with home_lock(Home(tmp_path)):
+        second = subprocess.run(
+            [sys.executable, "-c", WITHOUT_PATIENCE, str(tmp_path)], capture_output=True, text=True, check=False
+        )
+    assert second.returncode == 2
+    assert f"{tmp_path} is in use by process {os.getpid()}, a proxy or cachectl" in second.stderr

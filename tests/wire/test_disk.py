@@ -1,0 +1,81 @@
+"""The steps that change a home, where they fail; a home that can't be written to."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from warmline_wire import disk
+from warmline_wire import lock as lock_module
+from warmline_wire.home import Home
+from warmline_wire.lock import Locked, process_lock
+
+
+def fail(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("step", ["create", "write", "sync", "rename"])
+def test_a_file_that_cannot_be_written_leaves_nothing(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, step, fail)
+    with pytest.raises(OSError, match="Input/output"):
+        disk.write_whole(tmp_path / "a" / "file", [b"one", b"two"])
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_the_first_failure_is_what_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(disk, "write", full)
+    monkeypatch.setattr(disk, "delete", fail)
+    with pytest.raises(OSError, match="No space"):
+        disk.write_whole(tmp_path / "file", [b"one"])
+
+
+def test_a_file_is_whole_private_and_in_one_piece(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "file"
+    assert disk.write_whole(path, [b"one", memoryview(b"two"), b""]) == 6
+    assert path.read_bytes() == b"onetwo"
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    disk.delete_tree(tmp_path / "a")
+    disk.delete_tree(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_secret_is_made_once_and_no_draft_of_it_stays(tmp_path: Path) -> None:
+    home = Home(tmp_path / "h")
+    home.prepare()
+    (home.root / ".secret.x.tmp").write_text("half")
+    secret = home.secret()
+    assert len(secret) == 64 and home.secret() == secret
+    assert not list(home.root.glob(".*"))
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., int] = os.open
+
+    def refusing(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(lock_module.os, "open", refusing)
+
+
+def test_a_read_only_home_is_locked_too(tmp_path: Path, read_only: None) -> None:
+    path = tmp_path / "lock"
+    path.write_text("4711\n")
+    with process_lock(path), pytest.raises(Locked, match="4711"), process_lock(path):
+        raise AssertionError("two owners")
+    assert path.read_text() == "4711\n"
+
+
+def test_where_nobody_ever_could_write_nothing_is_to_be_locked(tmp_path: Path, read_only: None) -> None:
+    with process_lock(tmp_path / "lock"):
+        assert not list(tmp_path.iterdir())
