@@ -45,7 +45,7 @@ def repair(index: Index, *, deep: bool, saving: bool) -> RepairReply:
     closed = index_files.make_private(home)
     modes = [Finding(what="mode", id="", detail=str(path.relative_to(home.root))) for path in closed]
     found = _Found.of(home, deep)
-    mended = index.change(lambda tables: _Mending(tables, home, found, deep=deep, saving=saving).mend())
+    mended = index.change(lambda tables: _Mending(tables, home, found, saving=saving).mend())
     index_files.set_aside(home, mended.aside)
     for path in mended.strays:
         disk.delete(path)
@@ -119,7 +119,7 @@ class _Mended:
 class _Mending:
     """One transaction's work."""
 
-    def __init__(self, tables: Tables, home: Home, found: _Found, *, deep: bool, saving: bool) -> None:
+    def __init__(self, tables: Tables, home: Home, found: _Found, *, saving: bool) -> None:
         self._tables, self._home, self._found = tables, home, found
         self._old = _Salvage.of(tables)
         self._plans = self._old.saves if saving else []
@@ -128,7 +128,7 @@ class _Mending:
         self._quarantined = self._still_aside()
         writing = {file_id for plan in self._plans for file_id in plan.file_ids}
         self._set_apart = self._quarantined.keys() | writing | self._old.doomed.keys()
-        self._files = self._present(deep)
+        self._files = self._present()
 
     def mend(self) -> _Mended:
         self._carry_over()
@@ -151,17 +151,17 @@ class _Mending:
 
     def _still_aside(self) -> dict[str, QuarantineRow]:
         """The rows of quarantine whose files are there, or on their way."""
-        aside = {file_id for file_id, _ in self._found.aside}
-        return {
-            row.id: row
-            for row in self._old.quarantined.values()
-            if row.id in aside or (row.id not in self._old.known and self._home.segment_file(row.id).exists())
-        }
 
-    def _present(self, deep: bool) -> dict[str, Surveyed]:
+        def is_there(file_id: str) -> bool:
+            on_its_way = file_id not in self._old.known and self._home.segment_file(file_id).exists()
+            return on_its_way or index_files.quarantine_file(self._home, file_id).exists()
+
+        return {file_id: row for file_id, row in self._old.quarantined.items() if is_there(file_id)}
+
+    def _present(self) -> dict[str, Surveyed]:
         """The files that the tree is made of: none that is being written, set aside or deleted, nor has gone since."""
         since = (self._old.known - self._found.files.keys()) - self._set_apart
-        files = self._found.files | {file_id: survey(self._home, file_id, deep=deep) for file_id in since}
+        files = self._found.files | {file_id: survey(self._home, file_id, deep=False) for file_id in since}
         return {
             file_id: file
             for file_id, file in files.items()

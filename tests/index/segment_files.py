@@ -22,8 +22,10 @@ def write_segment_file(path: Path, meta: FileMeta, tokens: bytes | None, tensors
         offset += len(data)
     head = json.dumps(header, separators=(",", ":")).encode()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.touch(0o600)
-    path.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(parts.values()))
+    draft = path.with_name(f".{path.stem}.tmp")
+    draft.touch(0o600)
+    draft.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(parts.values()))
+    draft.rename(path)  # complete or not there, as the backend's are
     return path.stat().st_size
 
 

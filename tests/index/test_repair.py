@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +22,10 @@ from test_machine import short_segments
 
 from warmline_proxy.index import Index, IndexReader
 from warmline_proxy.index_tables import TABLES
+from warmline_proxy.purge import purge
 from warmline_proxy.reconcile import reconcile
 from warmline_proxy.repair import repair
-from warmline_proxy.rows import RepairReply, RequestRecord
+from warmline_proxy.rows import PurgeRequest, RepairReply, RequestRecord
 from warmline_wire.home import Home
 from warmline_wire.keys import namespace, pack_tokens, unpack_tokens
 from warmline_wire.segment_file import file_checksum, read_checksums, read_header
@@ -110,6 +112,29 @@ def test_what_is_whole_is_left_as_it_is(index: Index) -> None:
     assert repair(index, deep=True, saving=True).did == []
     assert index.snapshot() == before
     assert commit(index, running).tokens_saved == 50
+
+
+def test_repairs_beside_all_else_change_nothing(index: Index) -> None:
+    """Saves, quarantines and evictions fall between what a repair sees of the disk and what it does."""
+    over = threading.Event()
+
+    def use() -> None:
+        for number in range(25):
+            save(index, [number, *A[:200]], checkpoints=[100])
+            if number % 3 == 1:
+                index.quarantine(chain(index, [number])[0], "checksum")
+            if number % 5 == 4:
+                purge(index, PurgeRequest(session=index.sessions()[-1].id))
+        over.set()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    repairs = 0
+    while not over.is_set() or not repairs:
+        assert [each for each in repair(index, deep=False, saving=True).did if each.what != "deleted"] == []
+        repairs += 1
+    thread.join()
+    assert matched(index, [24, *A[:200]]) == 201 and matched(index, [1, *A[:200]]) == 0
 
 
 def test_an_index_is_made_anew_from_the_files(home: Home) -> None:

@@ -11,7 +11,7 @@ import pytest
 from fake_backend import layout
 from harness import on_loop, pair, perf_lines, serve
 
-from warmline_wire.keys import unpack_tokens
+from warmline_wire.keys import namespace, unpack_tokens
 from warmline_wire.messages import HEADER_CHECKPOINTS, HEADER_REUSE
 
 TEXT = "word " * 40
@@ -48,6 +48,7 @@ async def test_after_both_restarted_it_is_restored_from_disk(tmp_path: Path) -> 
         reused = len(f"<user>{TEXT}\n<assistant>Paris.")
         assert response.headers["X-Warmline-Cache"] == f"restored {reused}"
         asked = proxy.backend.calls["restore"][0]
+        assert asked.root == proxy.backend.calls["save"][0].root == namespace("f" * 64)
         assert bytes(unpack_tokens(asked.tokens)).decode() == f"<user>{TEXT}\n<assistant>Paris."
         record = (await proxy.settled())[0]
         assert (record.source, record.cached_tokens, record.restored_tokens) == ("restored", reused, reused)
