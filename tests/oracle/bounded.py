@@ -1,6 +1,7 @@
-"""As much of the oracle as fits into every run of the tests: each kind of step once, and some in any order.
+"""As much of the oracle as fits into every run of the tests: kept scripts, and a few steps in any order.
 
-`make soak` is the long one.
+A script in scripts/ is played by every family and mode that its name begins with: `all.tour.jsonl` has each kind of
+step once; `FAMILY-MODE.WHAT.jsonl` is what a soak has found, made short.  `make soak` is the long run.
 """
 
 from pathlib import Path
@@ -8,54 +9,11 @@ from pathlib import Path
 import machine
 from duel import FAMILIES, Duel, reference_of
 from models import folder_of
-from steps import (
-    AGAIN,
-    APPEND,
-    BEGIN,
-    BRANCH,
-    EDIT,
-    LEAVE_IN_DECODE,
-    LEAVE_IN_PREFILL,
-    TOOLS,
-    WORD,
-    Any,
-    Ask,
-    Forget,
-    Fresh,
-    Kill,
-    Purge,
-    Restart,
-    Together,
-)
+from steps import read
 
+SCRIPTS = Path(__file__).with_name("scripts")
 SEED = 20261128
 EXAMPLES, STEPS, RESTART_INTERVAL = 2, 12, 6
-TOUR: tuple[Any, ...] = (
-    Fresh(SEED),
-    Ask(BEGIN, at=3, words=40, dice=1, tokens=24),
-    Ask(APPEND, talk=0, words=150, dice=2, tokens=12),
-    Ask(BRANCH, talk=0, at=0, words=64, dice=3, stream=True),
-    Ask(EDIT, talk=0, at=1, words=40, dice=4),
-    Ask(AGAIN, talk=1, tokens=24),
-    Ask(TOOLS, talk=1, at=0),
-    Ask(APPEND, talk=1, words=40, dice=5, end=WORD, tokens=24),
-    Together(tuple(Ask(BRANCH, talk=0, words=9 + 40 * dice, dice=dice, tokens=40) for dice in range(5))),
-    Ask(BEGIN, at=2, words=400, dice=6, end=LEAVE_IN_PREFILL, after=2),
-    Ask(APPEND, talk=-1, tokens=12),
-    Ask(APPEND, talk=0, words=40, dice=7, end=LEAVE_IN_DECODE, after=5, tokens=24),
-    Ask(APPEND, talk=0, words=40, dice=7, tokens=24, fault="first"),
-    Restart("-9", settled=False),
-    Ask(APPEND, talk=0, words=64, dice=8, tokens=12),
-    Ask(APPEND, talk=1, words=64, dice=9, tokens=12),
-    Forget(),
-    Ask(APPEND, talk=0, words=64, dice=10, tokens=12),
-    Purge(1),
-    Kill("backend", 3, "middle", Ask(APPEND, talk=1, words=64, dice=11)),
-    Ask(APPEND, talk=1, words=64, dice=12),
-    Restart("softly", small_disk=True, small_memory=True),
-    Ask(APPEND, talk=0, words=64, dice=13, tokens=12),
-    Ask(APPEND, talk=0, words=64, dice=14, tokens=12),
-)
 
 
 def check(name: str, modes: tuple[str, ...], root: Path) -> None:
@@ -65,8 +23,9 @@ def check(name: str, modes: tuple[str, ...], root: Path) -> None:
     with reference_of(family, model) as reference:
         for mode in modes:
             with Duel(family, mode, model, reference) as duel:
-                for step in TOUR:
-                    duel.do(step)
+                for path in scripts_of(name, mode):
+                    for step in read(path):
+                        duel.do(step)
                 machine.run(duel, SEED, EXAMPLES, STEPS, RESTART_INTERVAL)
                 duel.close()
             counts = duel.tally.counts
@@ -75,3 +34,7 @@ def check(name: str, modes: tuple[str, ...], root: Path) -> None:
             assert counts["answers compared"] > duel.tally.steps / 2
             assert counts["cached tokens"] > counts["prompt tokens"] / 5
             assert counts["restored"] and counts["resident"]
+
+
+def scripts_of(name: str, mode: str) -> list[Path]:
+    return [path for path in sorted(SCRIPTS.glob("*.jsonl")) if path.name.split(".")[0] in ("all", f"{name}-{mode}")]
