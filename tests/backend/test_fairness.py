@@ -9,7 +9,7 @@ from families import prompt_of, served
 
 from warmline_backend import scheduler
 from warmline_backend.decode import DecodeGroup
-from warmline_backend.scheduler import CHUNKS_PASSED_OVER_MAX, DECODE_SHARE, DECODE_STEPS_PER_CHUNK
+from warmline_backend.scheduler import CHUNKS_PASSED_OVER_MAX, DECODE_OWED_MAX_S, DECODE_SHARE, DECODE_STEPS_PER_CHUNK
 from warmline_backend.sequence import Sequence
 
 
@@ -29,6 +29,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(scheduler, "time", self)
+        monkeypatch.setattr(scheduler, "DECODE_OWED_MAX_S", DECODE_OWED_MAX_S)
         for owner, step, seconds in ((Sequence, "prefill_chunk", 8.0), (DecodeGroup, "step", 0.1)):
             monkeypatch.setattr(owner, step, self.taking(seconds, getattr(owner, step)))
 

@@ -149,9 +149,9 @@ def test_leaving_in_the_queue(pair: Pair, planted: Planted, departure: type[Depa
     name = f"queue-{departure.__name__}-{stream}"
     with planted.gate() as gate:
         first = Asked(pair, prompt(f"before {name}", 300), max_tokens=4)
+        gate.wait_for_command("submit")  # told after it was obeyed: else it would be taken for the next one's
         step = gate.wait_for("prefill")
         (running,) = step.requests
-        gate.forget_commands()
         asked = Asked(pair, prompt(name, 300), headers={NAME: name}, stream=stream, max_tokens=4)
         gate.wait_for_command("submit")
         going = departure(pair, asked, name)
@@ -213,8 +213,8 @@ def test_two_identical_requests_share_one_prefill(pair: Pair, planted: Planted, 
     messages, answer = prompt(model, 600), {"max_tokens": 8, **WITH_LOGPROBS}
     with planted.gate() as gate:
         first = Asked(pair, messages, model=model, stream=streams[0], **answer)
+        gate.wait_for_command("submit")
         step = gate.wait_for("prefill")
-        gate.forget_commands()
         second = Asked(pair, messages, model=model, stream=streams[1], **answer)
         gate.wait_for_command("submit")
         assert step.let_pass()
@@ -240,6 +240,7 @@ def check_joining(pair: Pair, planted: Planted) -> None:
     messages, answer = prompt("finish this", 1000), {"model": "joined", "stream": True, "max_tokens": 4}
     with planted.gate() as gate:
         asked = Asked(pair, messages, **answer)
+        gate.wait_for_command("submit")
         step = gate.wait_for("prefill")
         leader = step.requests
         asked.leave()
@@ -247,7 +248,6 @@ def check_joining(pair: Pair, planted: Planted) -> None:
             assert step.let_pass()
             step = gate.next_step()
             assert (step.phase, step.requests) == ("prefill", leader)
-        gate.forget_commands()
         retry = Asked(pair, messages, **answer)
         gate.wait_for_command("submit")
         assert step.let_pass()
