@@ -119,15 +119,16 @@ class HotPath:
             await self._renew(life)
             await self._connect(life)
             life.trace.dispatches += 1
-            gone = 0
+            gone, refused = 0, set[str]()  # residents that were, and requests that can't be followed
             for number in range(PLANS_MAX):
                 await self._render(life)  # 3. the prompt's token ids; what is wrong with it is refused here
                 await self._supersede(life)
                 await self._take_turn(life)
-                running = self._lives.to_follow(life) if number < FOLLOWS_MAX else []
+                running = self._lives.to_follow(life, refused) if number < FOLLOWS_MAX else []
                 plan = await self._start(life, running, warm=gone < GONE_MAX)  # 4. plan, 5. restore
                 if not await self._generate(life, plan):
-                    gone += 1
+                    refused.add(plan.follow)
+                    gone += not plan.follow
                     continue
                 assert life.generation is not None
                 try:

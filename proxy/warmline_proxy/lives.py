@@ -3,7 +3,7 @@
 import math
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from warmline_proxy.errors import bad_request
 from warmline_proxy.knowledge import Knowledge
@@ -59,9 +59,10 @@ class Lives:
         """Requests that are computed, but not yet on disk."""
         return sum(life.is_settling for life in self)
 
-    def to_follow(self, life: Life) -> list[Running]:
-        """What the backend is computing that this request could share."""
-        return [each.as_running(life) for each in self if each is not life and each.is_computing]
+    def to_follow(self, life: Life, refused: Collection[str] = ()) -> list[Running]:
+        """What the backend is computing that this request could share; without the `refused`, by their ids."""
+        others = (each for each in self if each is not life and each.trace.id not in refused)
+        return [each.as_running(life) for each in others if each.is_computing and not each.suspect]
 
     def retry_after_s(self) -> int:
         """When the first of the running requests may be done, by the measured rates."""

@@ -80,9 +80,14 @@ class Trace:
         assert self.plan is not None
         return f"{self.plan.source} {self.plan.reuse}"
 
+    def _reused(self) -> int:
+        """Less than planned where a request that is followed can no longer be copied at just that place."""
+        planned = self.plan.reuse if self.plan else 0
+        return min(planned, self.prompt_tokens - self.settled.timings.prefilled) if self.settled else planned
+
     def record(self) -> RequestRecord:
         plan, timings = self.plan, self.settled.timings if self.settled else None
-        reuse = plan.reuse if plan else 0
+        reuse = self._reused()
         return RequestRecord(
             id=self.id,
             at=self.at,

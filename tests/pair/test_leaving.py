@@ -8,7 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from answers import WITH_LOGPROBS, explain_difference
+from clients import Asked
 
 from pair import POLL_S, FolderOf, Message, Pair, Reply
 
@@ -140,6 +142,30 @@ def test_a_rotating_model_waits_for_the_save_that_it_starts_from(tiny_folder: Fo
         pair.chat(messages, max_tokens=5)
         other = pair.chat([*messages[:-1], {"role": "user", "content": "But?"}], max_tokens=5)
         assert other.cached >= first.prompt_tokens + 20
+
+
+@pytest.mark.parametrize(("family", "source"), [("gemma3", "restored"), ("qwen3_5", "shared")])
+def test_who_parts_from_a_request_that_has_gone_on_starts_where_that_can_still_be_had(
+    family: str, source: str, tiny_folder: FolderOf, tmp_path: Path
+) -> None:
+    """A window has passed the place, and what is on disk is used; a state is left where the last turn ended."""
+    with Pair(tmp_path / "home", tiny_folder(family)) as pair:
+        messages: list[Message] = [{"role": "user", "content": "Tell me of the sea. " * 15}]
+        first = pair.chat(messages, max_tokens=8)
+        pair.settle()
+        messages += [
+            {"role": "assistant", "content": first.text},
+            {"role": "user", "content": "And of the hills. " * 20},
+        ]
+        asked = Asked(pair, messages, stream=True, **ENDLESS)
+        asked.wait_for_text()
+        parting: list[Message] = [*messages[:-1], {"role": "user", "content": "And of the hills. " * 10 + "No more."}]
+        reply = pair.chat(parting, max_tokens=4, **WITH_LOGPROBS)
+        asked.leave()
+        line = pair.perf_line(reply)
+        assert f" source={source} " in line and f" cached={reply.cached} " in line
+        assert first.prompt_tokens <= reply.cached < reply.prompt_tokens - len("And of the hills. " * 9)
+        assert explain_difference(pair.direct(parting, max_tokens=4, **WITH_LOGPROBS), reply) == ""
 
 
 def test_large_conversations_at_once_are_all_kept(tiny_folder: FolderOf, tmp_path: Path) -> None:

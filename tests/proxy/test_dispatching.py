@@ -84,6 +84,24 @@ async def test_the_same_prompt_at_once_follows_the_first(tmp_path: Path) -> None
 
 
 @on_loop
+async def test_who_can_not_be_followed_is_not_asked_again(tmp_path: Path) -> None:
+    """A rotating layer that has passed the place will not come back to it."""
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 0
+        question = "A long question. " * 20
+        first = asyncio.create_task(proxy.chat(question))
+        await proxy.backend.holding.wait()
+        proxy.backend.gone_count = 1
+        second = asyncio.create_task(proxy.chat(question))
+        await proxy.backend.called("generate", 3)
+        followed = [call.get("X-Warmline-Follow") for call in proxy.backend.calls["generate"]]
+        assert followed == [None, proxy.backend.calls["generate"][0]["X-Warmline-Request"], None]
+        proxy.backend.let_go.set()
+        _, answer = await first, await second
+        assert answer.headers["X-Warmline-Cache"] == "cold 0"
+
+
+@on_loop
 async def test_a_clients_next_try_takes_the_place_of_the_one_it_gave_up(tmp_path: Path) -> None:
     """Its connection may look alive for a while: a laptop that went to sleep closes nothing."""
     async with pair(tmp_path) as proxy:
