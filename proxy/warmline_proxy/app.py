@@ -12,6 +12,7 @@ from warmline_proxy.admin import Admin
 from warmline_proxy.admission import Admission, bearer, check_host, check_key, same_secret, tenant_of
 from warmline_proxy.audit import Auditor
 from warmline_proxy.background import Background
+from warmline_proxy.blame import Blame
 from warmline_proxy.bodies import BODY_BYTES_MAX
 from warmline_proxy.condemn import Condemner
 from warmline_proxy.config import Config
@@ -139,8 +140,9 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     persistence = Persistence(metrics)
     persistence.watch(index)
     settler = Settler(index, upstream, knowledge, metrics, persistence, reuse=config.reuse != "off")
-    recomputer = Recomputer(upstream, index, tenant)
-    condemner = Condemner(index, upstream, knowledge, lives, settler, metrics, background)
+    recomputer = Recomputer(upstream, index, knowledge.mirror, tenant)
+    blame = Blame(index, recomputer)
+    condemner = Condemner(index, upstream, knowledge, lives, settler, blame, metrics, background)
     auditor = Auditor(
         config=config,
         index=index,

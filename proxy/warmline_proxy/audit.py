@@ -11,7 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from warmline_proxy.admission import Admission
-from warmline_proxy.compare import DIFFERS, Verdict, compare, likeliest
+from warmline_proxy.blame import Contradiction
+from warmline_proxy.compare import DIFFERS, Verdict, compare, judge, likeliest
 from warmline_proxy.condemn import Condemner
 from warmline_proxy.config import Config
 from warmline_proxy.index import Index
@@ -26,13 +27,14 @@ from warmline_wire.messages import FirstLogits, Layout
 
 log = logging.getLogger(__name__)
 
-UNSTABLE, ABANDONED, DROPPED, MODEL = "unstable", "abandoned", "dropped", "model"
+ABANDONED, DROPPED, MODEL = "abandoned", "dropped", "model"
 CHANCE, GUARD = "chance", "guard"  # why a request is audited
 
 WAITING_MAX = 32
 WAITING_BYTES_MAX = 32 << 20  # of tokens
 TRIES_MAX = 3  # each is given up where others want the memory, or the backend is lost
 LOOK_INTERVAL_S = 0.1
+STOP_TIMEOUT_S = 5.0  # for what is just being quarantined
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Case:
     request_id: str
     root: bytes
     tokens: bytes  # its prompt's
+    reuse: int  # of these
     first: FirstLogits
     layout: Layout
     why: str  # CHANCE or GUARD
@@ -52,9 +55,8 @@ class Case:
 class Finding:
     """What an audit came to."""
 
-    outcome: str  # a Verdict's, UNSTABLE or ABANDONED
+    outcome: str  # a Verdict's, ABANDONED or DROPPED
     verdict: Verdict | None = None
-    quarantined: int = 0
 
 
 class Auditor:
@@ -113,10 +115,9 @@ class Auditor:
         """Give up what is under way, and all that wait."""
         if self._task:
             self._task.cancel()
-            await asyncio.wait({self._task})
+            await asyncio.wait({self._task}, timeout=STOP_TIMEOUT_S)
 
     async def _run(self) -> None:
-        case: Case | None = None
         try:
             while True:
                 await self._arrived.wait()
@@ -125,48 +126,54 @@ class Auditor:
                 if not self._waiting:
                     self._arrived.clear()
                 await self._audit(case)
-                case = None
         finally:
-            for given_up in ([case] if case else []) + list(self._waiting):
+            for given_up in self._waiting:
                 self._note(given_up, Finding(ABANDONED))
 
     async def _audit(self, case: Case) -> None:
+        finding = Finding(ABANDONED)
         try:
-            finding = await self._judge(case)
+            if cold := await self._again(case):
+                verdict = await self._verdict(case, cold)
+                finding = Finding(verdict.outcome, verdict)
+                if verdict.outcome == DIFFERS:
+                    await self._condemn(case, cold, verdict)
         except Exception:  # one audit's trouble must not end all others
             log.exception("the audit of request %s failed", case.request_id)
-            finding = Finding(ABANDONED)
-        self._note(case, finding)
+        finally:  # what is known where the proxy stops in the midst of it, too
+            self._note(case, finding)
 
-    async def _judge(self, case: Case) -> Finding:
-        cold = await self._again(case)
-        if cold is None:
-            return Finding(ABANDONED)
+    async def _verdict(self, case: Case, cold: FirstLogits) -> Verdict:
         verdict = compare(case.first, cold, case.layout, self._tolerance)
         if verdict.agrees:
-            return Finding(verdict.outcome, verdict)
-        once_more = await self._again(case)  # where this can't be had, the first word counts
-        if once_more and not compare(cold, once_more, case.layout, self._tolerance).agrees:
-            log.error("AUDIT request=%s unstable: two cold runs differ, too; %s", case.request_id, told(verdict))
-            return Finding(UNSTABLE, verdict)
-        quarantined = len(await self._condemner.condemn(case.root, case.tokens))
+            return verdict
+        again = await self._again(case, cut=case.reuse)  # where this can't be had, the first word counts
+        return judge(case.first, cold, again, case.layout, self._tolerance) if again else verdict
+
+    async def _condemn(self, case: Case, cold: FirstLogits, verdict: Verdict) -> None:
         log.error(
-            "AUDIT request=%s differs: %s; likeliest first token warm %d, cold %d; %d files are quarantined, and its "
-            "conversation starts cold",
+            "AUDIT request=%s differs: %s; likeliest first token warm %d, cold %d; what is like it is not used now",
             case.request_id,
             told(verdict),
             next(iter(likeliest(case.first)), -1),
             next(iter(likeliest(cold)), -1),
-            quarantined,
         )
-        return Finding(DIFFERS, verdict, quarantined)
+        condemned = await self._condemner.condemn(
+            Contradiction(case.root, case.tokens, case.reuse, cold, case.layout, verdict.tolerance)
+        )
+        log.error(
+            "AUDIT request=%s: wrong from token %d on; %d files are quarantined",
+            case.request_id,
+            condemned.good,
+            condemned.files,
+        )
 
-    async def _again(self, case: Case) -> FirstLogits | None:
+    async def _again(self, case: Case, *, cut: int = 0) -> FirstLogits | None:
         """Computed cold, in a quiet moment; None where that could not be had."""
         for _ in range(TRIES_MAX):
             await self._quiet()
             try:
-                if first := await self._recomputer.cold(case.root, case.tokens):
+                if first := await self._recomputer.cold(case.root, case.tokens, cut=cut):
                     return first
             except OtherModel as error:
                 log.info("the audit of request %s is given up: %s", case.request_id, error)
@@ -198,8 +205,9 @@ class Auditor:
             guard = f"cache: {guard}"
         audit = ABANDONED if finding.outcome == DROPPED else finding.outcome
         self._index.note_audit(case.request_id, audit, guard)
-        if agrees and finding.verdict:
-            log.info("AUDIT request=%s %s: %s", case.request_id, outcome, told(finding.verdict))
+        if finding.verdict and finding.outcome != DIFFERS:  # that was told already
+            level = logging.INFO if agrees else logging.ERROR
+            log.log(level, "AUDIT request=%s %s: %s", case.request_id, outcome, told(finding.verdict))
 
 
 def told(verdict: Verdict) -> str:
@@ -211,8 +219,8 @@ def told(verdict: Verdict) -> str:
 
 def _case(life: Life) -> Case | None:
     """None where no token was computed, so that there is nothing to compare."""
-    settled, collapse = life.trace.settled, life.trace.collapse
-    if life.suspect or not (settled and settled.first and life.prompt and life.layout):
+    plan, settled, collapse = life.trace.plan, life.trace.settled, life.trace.collapse
+    if life.suspect or not (plan and settled and settled.first and life.prompt and life.layout):
         return None
     why = GUARD if collapse else CHANCE
-    return Case(life.trace.id, life.root, life.prompt.tokens, settled.first, life.layout, why, collapse)
+    return Case(life.trace.id, life.root, life.prompt.tokens, plan.reuse, settled.first, life.layout, why, collapse)

@@ -10,28 +10,29 @@ from dataclasses import dataclass
 
 from warmline_wire.messages import FirstLogits, Layout
 
-EQUAL, WITHIN, DIFFERS = "equal", "within", "differs"
+EQUAL, WITHIN, DIFFERS, UNSTABLE = "equal", "within", "differs", "unstable"
 
 LIKELY_NATS = 5.0  # below the likeliest token: what is rarer than e^-5 of that has no say in the answer
 # In nats.  Between rows computed while decoding and in a prefill, a trained model of 135M parameters with float32
 # logits gave 8e-6 (float KV), 2e-2 (8 bits) and 7e-2 (4 bits): quantizing turns a difference in the last bit into one
 # of a step.  The 16-bit types round the logits themselves: near 16, where a likely token's lies, bfloat16's step is 1/8
-# and float16's 1/64.  Each gets several times that, for a false alarm costs conversations, and a wrong cache is nats
+# and float16's 1/64.  Each gets eight times that, for a false alarm costs conversations, and a wrong cache is nats
 # away.
-TOLERANCES = {"float32": 1e-3, "q8": 0.2, "q4": 0.5, "float16": 0.1, "bfloat16": 0.5}
+TOLERANCES = {"float32": 1e-3, "q8": 0.2, "q4": 0.5, "float16": 0.125, "bfloat16": 1.0}
 TOLERANCE_MAX = max(TOLERANCES.values())
+NOISE_FACTOR = 8.0  # as much further from a cold run than cold runs are from each other a warm one may be
 UNUSED_BITS = {"bfloat16": 0xFFFF, "float16": 0x1FFF}  # of a float32 that was widened from it
 
 
 @dataclass(frozen=True)
 class Verdict:
-    outcome: str  # EQUAL, WITHIN or DIFFERS
+    outcome: str
     difference: float  # nats; 0.0 where equal
     tolerance: float  # 0.0 in exact mode
 
     @property
     def agrees(self) -> bool:
-        return self.outcome != DIFFERS
+        return self.outcome in (EQUAL, WITHIN)
 
 
 def compare(one: FirstLogits, other: FirstLogits, layout: Layout, tolerance: float = 0.0) -> Verdict:
@@ -43,6 +44,20 @@ def compare(one: FirstLogits, other: FirstLogits, layout: Layout, tolerance: flo
     tolerance = tolerance or max(tolerance_of(layout.dtype), tolerance_of(type_of(one)), tolerance_of(type_of(other)))
     apart = difference(one, other)
     return Verdict(WITHIN if apart <= tolerance else DIFFERS, apart, tolerance)
+
+
+def judge(warm: FirstLogits, cold: FirstLogits, again: FirstLogits, layout: Layout, tolerance: float = 0.0) -> Verdict:
+    """As `compare` of the first two, knowing by how much cold runs of this very prompt differ from each other.
+
+    UNSTABLE where that is more than is tolerated, and the warm run's difference is of that kind.
+    """
+    verdict, noise = compare(warm, cold, layout, tolerance), compare(cold, again, layout, tolerance)
+    if noise.outcome == EQUAL:
+        return verdict
+    tolerated = max(verdict.tolerance, NOISE_FACTOR * noise.difference)
+    if verdict.difference > tolerated:
+        return Verdict(DIFFERS, verdict.difference, tolerated)
+    return Verdict(WITHIN if noise.agrees else UNSTABLE, verdict.difference, tolerated)
 
 
 def tolerance_of(dtype: str) -> float:

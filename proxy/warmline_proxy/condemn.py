@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
-from contextlib import suppress
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from warmline_proxy.background import Background
+from warmline_proxy.blame import Blame, Contradiction
 from warmline_proxy.index import Index, IndexFailure
-from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.knowledge import Knowledge, Suspicion
 from warmline_proxy.lives import Lives
 from warmline_proxy.metrics import Metrics
 from warmline_proxy.settle import Settler
@@ -19,9 +21,15 @@ SUSPECT = "suspect"
 RETRY_INTERVAL_S = 5.0
 
 
+@dataclass(frozen=True)
+class Condemned:
+    good: int  # tokens of the prompt; what shares more than these is gone
+    files: int
+
+
 class Condemner:
-    """Which of several files is at fault can't be told from an answer, so all that lie along its prompt go, with all
-    that build on them: what is lost is computed again, and what is wrong would be believed.
+    """First nothing that begins like the prompt is used; then `Blame` finds how much of it is good; the rest goes, with
+    all that builds on it: what is lost is computed again, and what is wrong would be believed.
     """
 
     def __init__(
@@ -31,63 +39,78 @@ class Condemner:
         knowledge: Knowledge,
         lives: Lives,
         settler: Settler,
+        blame: Blame,
         metrics: Metrics,
         background: Background,
     ) -> None:
-        self._index, self._upstream, self._knowledge = index, upstream, knowledge
-        self._lives, self._settler, self._metrics, self._background = lives, settler, metrics, background
+        self._index, self._upstream, self._knowledge, self._lives = index, upstream, knowledge, lives
+        self._settler, self._blame, self._metrics, self._background = settler, blame, metrics, background
 
-    async def condemn(self, root: bytes, tokens: bytes) -> list[str]:
-        """Take everything that shares a token with this prompt out of use; the ids of the files.
+    async def condemn(self, case: Contradiction) -> Condemned:
+        """Returns when it is out of use for good, or, while the index can't be written, at least out of use.
 
-        While the index can't be written, nothing of it is used all the same, and it is tried again.
+        Where it is cancelled, what is not known to be good by then goes.
         """
-        self._knowledge.bar(root, tokens)
-        dropped, files = self._forget(root, tokens), list[str]()
+        suspicion = self._knowledge.suspect(case.root, case.tokens)
+        residents = self._knowledge.mirror.candidates(case.root, case.tokens)  # those to come are computed anew
+        self._mark_who_has_started(case.root, case.tokens)
         try:
-            files = await self._quarantine(root, tokens)
+            await self._blame.narrow(case, suspicion)
+        finally:
+            wrong = [each.resident for each in residents if each.common > suspicion.good]
+            files = await asyncio.shield(self._background.spawn(self._take_out(suspicion, wrong), "quarantine"))
+        return Condemned(suspicion.good, len(files))
+
+    def _mark_who_has_started(self, root: bytes, tokens: bytes) -> None:
+        for life in self._lives:
+            warm = life.restoring or (life.trace.plan and life.trace.plan.reuse)
+            if warm and life.prompt and life.root == root and common_prefix(life.prompt.tokens, tokens):
+                life.suspect = True
+
+    async def _take_out(self, suspicion: Suspicion, residents: Iterable[str]) -> list[str]:
+        """The ids of the files."""
+        for resident in residents:
+            self._knowledge.mirror.shun(resident)
+        files = list[str]()
+        try:
+            files = await self._quarantine(suspicion)
         except IndexFailure as error:
             log.error("what is suspect is not used, and can't be quarantined yet: %s", error)
-            self._background.spawn(self._quarantine_later(root, tokens), "quarantine")
-        await self._drop({*dropped, *self._forget(root, tokens)})  # those of who started meanwhile, too
+            self._background.spawn(self._quarantine_later(suspicion), "quarantine")
+        for resident in residents:
+            await self._drop(resident)
         return files
 
-    async def _quarantine(self, root: bytes, tokens: bytes) -> list[str]:
+    async def _quarantine(self, suspicion: Suspicion) -> list[str]:
         """Raises IndexFailure."""
-        files = await asyncio.to_thread(self._set_aside, root, tokens)
-        files += await self._settler.between_saves(lambda: self._set_aside(root, tokens))  # what was just being saved
-        self._knowledge.unbar(root, tokens)
+        files = await asyncio.to_thread(self._set_aside, suspicion)
+        files += await self._settler.between_saves(lambda: self._set_aside(suspicion))  # what was just being saved
+        self._knowledge.cleared(suspicion)
         return files
 
-    async def _quarantine_later(self, root: bytes, tokens: bytes) -> None:
-        while self._knowledge.bars(root, tokens):
+    async def _quarantine_later(self, suspicion: Suspicion) -> None:
+        while True:
             await asyncio.sleep(RETRY_INTERVAL_S)
-            with suppress(IndexFailure):
-                files = await self._quarantine(root, tokens)
-                log.warning("what was suspect is quarantined now: %d files", len(files))
-
-    def _forget(self, root: bytes, tokens: bytes) -> list[str]:
-        """Nothing of it is planned on, or kept, from now on.  The residents."""
-        for life in self._lives:
-            if life.prompt and life.root == root and common_prefix(life.prompt.tokens, tokens):
-                life.suspect = life.suspect or not (life.trace.plan and life.trace.plan.reuse == 0)
-        mirror = self._knowledge.mirror
-        residents = [candidate.resident for candidate in mirror.candidates(root, tokens)]
-        for resident in residents:
-            mirror.drop(resident)
-        return residents
-
-    def _set_aside(self, root: bytes, tokens: bytes) -> list[str]:
-        """On a thread."""
-        chain = self._index.match(root, tokens, len(tokens) // TOKEN_BYTES).chain
-        if not chain:
-            return []
-        self._metrics.quarantined.labels(reason=SUSPECT).inc()
-        return self._index.quarantine(chain[0].id, SUSPECT)
-
-    async def _drop(self, residents: set[str]) -> None:
-        for resident in residents:
             try:
-                await self._upstream.drop_resident(resident)
-            except UpstreamError as error:  # the mirror has forgotten it: nobody is going to ask for it
-                log.warning("resident %s is suspect, but may still be in memory: %s", resident, error)
+                files = await self._quarantine(suspicion)
+            except IndexFailure:
+                continue
+            log.warning("what was suspect is quarantined now: %d files", len(files))
+            return
+
+    def _set_aside(self, suspicion: Suspicion) -> list[str]:
+        """On a thread: the first file with a token that is not good, and all that builds on it."""
+        tokens = suspicion.tokens
+        chain = self._index.match(suspicion.root, tokens, len(tokens) // TOKEN_BYTES).chain
+        first = next((link for link in chain if link.upto > suspicion.good), None)
+        if first is None:
+            return []
+        files = self._index.quarantine(first.id, SUSPECT)
+        self._metrics.quarantined.labels(reason=SUSPECT).inc()
+        return files
+
+    async def _drop(self, resident: str) -> None:
+        try:
+            await self._upstream.drop_resident(resident)
+        except UpstreamError as error:
+            log.warning("resident %s is suspect and not used, but may still be in memory: %s", resident, error)

@@ -51,7 +51,9 @@ class Hearing:
         """Told twice where a cancel met the end."""
         if self._life.trace.settled is None:
             self._life.trace.settled = settled
-            if not self._life.suspect:
+            if self._life.suspect:
+                self._knowledge.mirror.shun(settled.resident)
+            else:
                 self._knowledge.mirror.add(settled.resident, held_after(self._life, settled))
 
     def over(self, whole: bool) -> None:

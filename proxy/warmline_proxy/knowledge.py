@@ -2,15 +2,25 @@
 
 import asyncio
 import time
+from dataclasses import dataclass
 
 from warmline_proxy.mirror import Mirror
-from warmline_proxy.plan import Costs
+from warmline_proxy.plan import Candidate, Costs
 from warmline_proxy.upstream import Upstream
-from warmline_wire.keys import common_prefix, namespace
+from warmline_wire.keys import TOKEN_BYTES, common_prefix, namespace
 from warmline_wire.messages import Reply, Status
 
 MEASURE_INTERVAL_S = 1.0
 MEMORY_FILLING_SHARE = 0.5
+
+
+@dataclass(eq=False)
+class Suspicion:
+    """Something that begins with these tokens is wrong: it shares more than the first `good` of them."""
+
+    root: bytes
+    tokens: bytes
+    good: int = 0
 
 
 class Knowledge:
@@ -23,7 +33,7 @@ class Knowledge:
         self._status: Status | None = None
         self._measured_at = 0.0  # time.monotonic()
         self._refreshing = asyncio.Lock()
-        self._barred: set[tuple[bytes, bytes]] = set()
+        self._suspicions: set[Suspicion] = set()
 
     async def status(self) -> Status:
         """The last status; asked for once where there is none.  Raises UpstreamError."""
@@ -74,15 +84,28 @@ class Knowledge:
             self.mirror.note(listing)
             self.mirror.keep_only(listing.residents, known)
 
-    def bar(self, root: bytes, tokens: bytes) -> None:
-        """Nothing on disk that shares a token with these is to be used, until `unbar`."""
-        self._barred.add((root, tokens))
+    def suspect(self, root: bytes, tokens: bytes) -> Suspicion:
+        """Nothing that begins like these is to be used, on disk or in memory, until it is `cleared`."""
+        suspicion = Suspicion(root, tokens)
+        self._suspicions.add(suspicion)
+        return suspicion
 
-    def unbar(self, root: bytes, tokens: bytes) -> None:
-        self._barred.discard((root, tokens))
+    def cleared(self, suspicion: Suspicion) -> None:
+        self._suspicions.discard(suspicion)
 
-    def bars(self, root: bytes, tokens: bytes) -> bool:
-        return any(root == barred_root and common_prefix(barred, tokens) for barred_root, barred in self._barred)
+    def trusted(self, root: bytes, prompt: bytes) -> int:
+        """How many of the prompt's tokens may be taken from what is stored."""
+        goods = (
+            each.good
+            for each in self._suspicions
+            if each.root == root and common_prefix(each.tokens, prompt) > each.good
+        )
+        return min(goods, default=len(prompt) // TOKEN_BYTES)
+
+    def candidates(self, root: bytes, prompt: bytes) -> list[Candidate]:
+        """The residents that may be started from."""
+        trusted = self.trusted(root, prompt)
+        return [each for each in self.mirror.candidates(root, prompt) if each.common <= trusted]
 
     def memory_is_filling(self) -> bool:
         """Whether the backend may soon have to give residents up."""

@@ -4,12 +4,15 @@ The backend drops residents on its own; `generation` tells that some went, `boot
 behind for a moment; then a generation answers 410, the mirror is refreshed, and the request is planned again.
 """
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from warmline_proxy.plan import Candidate
 from warmline_wire.keys import TOKEN_BYTES, common_prefix
 from warmline_wire.messages import Reply, Resident
+
+SHUNNED_MAX = 1024
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Mirror:
     boot: str = ""
     generation: int = -1
     _held: dict[str, Held] = field(default_factory=dict)
+    _shunned: deque[str] = field(default_factory=lambda: deque(maxlen=SHUNNED_MAX))
 
     def ids(self) -> frozenset[str]:
         return frozenset(self._held)
@@ -59,11 +63,16 @@ class Mirror:
         A listing doesn't tell whose tokens these are; the proxy serves one tenant, whose namespace `root` is.
         """
         for each in residents:
-            if each.ids is not None and each.id not in self._held:
+            if each.ids is not None and each.id not in self._held and each.id not in self._shunned:
                 self.add(each.id, Held(root, each.ids, tuple(each.positions), turn_end=each.tokens))
 
     def drop(self, resident: str) -> None:
         self._held.pop(resident, None)
+
+    def shun(self, resident: str) -> None:
+        """Drop it for good: nobody is to start from it, though the backend may still have it and list it."""
+        self.drop(resident)
+        self._shunned.append(resident)
 
     def keep_only(self, listed: Iterable[Resident], among: Collection[str]) -> None:
         """Forget those of `among` (what was known when the listing was asked for) that it lacks; learn the positions

@@ -137,6 +137,13 @@ def restored_plan(tokens: int, match: Match, layout: Layout | None) -> Plan | No
     return Plan(RESTORED, start.reuse, "", chain=start.chain, checkpoint=start.checkpoint)
 
 
+def restored_plans(match: Match, layout: Layout | None) -> list[Plan]:
+    """Starts from what is on disk, ascending: at each place where a file ends, or the last one before that."""
+    ends = {link.upto for link in match.chain} | {each.position for each in match.checkpoints}
+    plans = (restored_plan(end + 1, match, layout) for end in sorted(ends))
+    return list({plan.reuse: plan for plan in plans if plan}.values())
+
+
 def on_grid(position: int, grid: int) -> int:
     """The last position up to this one at which KV may end and be reused."""
     return position - position % grid if grid else position

@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 
 from warmline_proxy.index import Index
+from warmline_proxy.mirror import Mirror
 from warmline_proxy.plan import COLD, Plan
 from warmline_proxy.upstream import ByteStream, Garbled, Upstream
 from warmline_wire.keys import TOKEN_BYTES, namespace, unpack_tokens
@@ -25,12 +26,13 @@ class OtherModel(Exception):
 class Recomputer:
     """Every method raises UpstreamError where the backend fails, and OtherModel."""
 
-    def __init__(self, upstream: Upstream, index: Index, tenant: str) -> None:
-        self._upstream, self._index, self._tenant = upstream, index, tenant
+    def __init__(self, upstream: Upstream, index: Index, mirror: Mirror, tenant: str) -> None:
+        self._upstream, self._index, self._mirror, self._tenant = upstream, index, mirror, tenant
 
-    async def cold(self, root: bytes, tokens: bytes) -> FirstLogits | None:
-        """Of a prompt's packed tokens under its namespace `root`."""
-        return await self._first(root, tokens, Plan(source=COLD, reuse=0, why_not_warmer=""), _new_id())
+    async def cold(self, root: bytes, tokens: bytes, *, cut: int = 0) -> FirstLogits | None:
+        """Of a prompt's packed tokens under its namespace `root`; one chunk ends at `cut`, which rounds otherwise."""
+        plan = Plan(source=COLD, reuse=0, why_not_warmer="", checkpoints=(cut,) if cut else ())
+        return await self._first(root, tokens, plan, _new_id())
 
     async def restored(self, root: bytes, tokens: bytes, plan: Plan) -> FirstLogits | None:
         """As `cold`, from the plan's chain.  Raises RestoreFailed where a file is at fault."""
@@ -48,6 +50,7 @@ class Recomputer:
             resident = (await self._upstream.restore(request)).resident
         finally:
             self._index.release(files)
+        self._mirror.shun(resident)  # nobody else's: it may be what is wrong
         try:
             return await self._first(root, tokens, replace(plan, resident=resident), request_id)
         finally:

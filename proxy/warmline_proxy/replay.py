@@ -3,8 +3,9 @@
 import asyncio
 import logging
 
-from warmline_proxy.audit import UNSTABLE, told
-from warmline_proxy.compare import compare
+from warmline_proxy.audit import told
+from warmline_proxy.blame import Contradiction
+from warmline_proxy.compare import DIFFERS, compare, judge
 from warmline_proxy.condemn import Condemner
 from warmline_proxy.index import Index
 from warmline_proxy.knowledge import Knowledge
@@ -84,20 +85,27 @@ class Replayer:
     async def _judged(
         self, row: SessionRow, tokens: bytes, plan: Plan, warm: FirstLogits, cold: FirstLogits, layout: Layout
     ) -> Replay:
-        verdict = compare(warm, cold, layout, self._tolerance)
-        outcome, quarantined = verdict.outcome, 0
+        verdict, quarantined = compare(warm, cold, layout, self._tolerance), 0
+        if not verdict.agrees and (again := await self._recomputer.cold(row.root, tokens, cut=plan.reuse)):
+            verdict = judge(warm, cold, again, layout, self._tolerance)
         if not verdict.agrees:
-            once_more = await self._recomputer.cold(row.root, tokens)
-            if once_more and not compare(cold, once_more, layout, self._tolerance).agrees:
-                outcome = UNSTABLE
-            else:
-                quarantined = len(await self._condemner.condemn(row.root, tokens))
-            log.error("AUDIT session=%s %s: %s; %d files are quarantined", row.id, outcome, told(verdict), quarantined)
+            log.error("AUDIT session=%s %s: %s", row.id, verdict.outcome, told(verdict))
+        if verdict.outcome == DIFFERS:
+            condemned = await self._condemner.condemn(
+                Contradiction(row.root, tokens, plan.reuse, cold, layout, verdict.tolerance)
+            )
+            quarantined = condemned.files
+            log.error(
+                "AUDIT session=%s: wrong from token %d on; %d files are quarantined",
+                row.id,
+                condemned.good,
+                quarantined,
+            )
         return Replay(
             session=row.id,
             tokens=row.tokens,
             reused=plan.reuse,
-            outcome=outcome,
+            outcome=verdict.outcome,
             difference=verdict.difference,
             tolerance=verdict.tolerance,
             quarantined=quarantined,

@@ -79,7 +79,7 @@ class Settler:
         await self._knowledge.measure()
 
     async def _forget(self, settled: Settled) -> None:
-        self._knowledge.mirror.drop(settled.resident)
+        self._knowledge.mirror.shun(settled.resident)
         await self._upstream.drop_resident(settled.resident)
 
     async def save_part(self, life: Life, until: int) -> bool:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life, held_at
@@ -23,7 +25,6 @@ UNREADABLE_FILES_MAX = 1000  # that are counted
 RESTORES_MAX = 8  # each that fails takes a damaged file out of the index
 RESTORE_STALLS_MAX = 3  # times the stall limit: it may wait for memory, but a prefill would wait no longer
 NOTHING = Match(tokens=0, chain=[], checkpoints=[], why="nothing stored")
-BARRED = Match(tokens=0, chain=[], checkpoints=[], why="what is stored is suspect")
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Starter:
         assert life.prompt is not None
         return decide(
             life.prompt_shape(),
-            self._knowledge.mirror.candidates(life.root, life.prompt.tokens),
+            self._knowledge.candidates(life.root, life.prompt.tokens),
             match,
             life.layout,
             self._knowledge.costs(),
@@ -118,13 +119,15 @@ class Starter:
         assert life.prompt is not None
         if (limit := life.prompt_shape().tokens - 1) < 1:
             return NOTHING
-        if self._knowledge.bars(life.root, life.prompt.tokens):
-            return BARRED
+        trusted = min(limit, self._knowledge.trusted(life.root, life.prompt.tokens))
         try:
-            return self._index.match(life.root, life.prompt.tokens, limit)
+            match = self._index.match(life.root, life.prompt.tokens, trusted)
         except IndexFailure as error:
             log.error("the index can't be read: %s", error)
             return NOTHING
+        if trusted == limit or match.tokens < trusted:
+            return match
+        return msgspec.structs.replace(match, why=f"what is stored after token {trusted} is suspect")
 
     async def _restore(self, life: Life, plan: Plan) -> _Restored:
         files = [link.id for link in plan.chain] + ([plan.checkpoint.id] if plan.checkpoint else [])
@@ -140,6 +143,11 @@ class Starter:
         self._index.lease(files)
         try:
             reply = await self._upstream.restore(request)
+            if life.suspect:  # what it was about to start from was found wrong in the meantime
+                life.suspect = False
+                self._knowledge.mirror.shun(reply.resident)
+                await self._upstream.drop_resident(reply.resident)
+                return _Restored(why_not="what was restored is suspect", plan_again=True)
         except RestoreFailed as error:
             return await self._set_aside(error, files)
         except (Unreachable, Broken):  # the backend is lost, and the request is dispatched again

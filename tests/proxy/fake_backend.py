@@ -90,7 +90,9 @@ class FakeBackend:
         self.layout = layout()
         self.answer = ["Par", "is."]
         self.logprob = -0.25  # of every request's first token
-        self.cold_logprobs: list[float] = []  # one a generation in the background that starts cold; then as above
+        self.cold_logprobs: list[float] = []  # one a generation in the background that is right; then as above
+        self.right_until = 0  # a generation in the background is right where it starts from no more than that
+        self.drops_fail = 0  # that many residents are not dropped when asked to
         self.gives_up_background = 0  # generations in the background that are ended
         self.background_allowed = asyncio.Event()
         self.background_allowed.set()
@@ -308,6 +310,9 @@ class FakeBackend:
 
     async def _drop(self, request: web.Request) -> web.Response:
         self._note("drop", request.match_info["id"])
+        if self.drops_fail:
+            self.drops_fail -= 1
+            return self._error(500, "as scripted")
         self.held.pop(request.match_info["id"], None)
         return self._reply(Reply(**self._now))
 
@@ -396,8 +401,8 @@ class FakeBackend:
         self, request_id: str, prompt: bytes, generated: bytes, reuse: int, headers: Any, cancelled: bool
     ) -> Settled:
         resident = "" if (background := HEADER_BACKGROUND in headers) else self._id("resident")
-        cold = background and HEADER_RESIDENT not in headers
-        logprob = self.cold_logprobs.pop(0) if cold and self.cold_logprobs else self.logprob
+        right = background and reuse <= self.right_until
+        logprob = self.cold_logprobs.pop(0) if right and self.cold_logprobs else self.logprob
         if resident:
             self.held[resident] = packed(prompt + generated)
         at = [int(position) for position in headers.get(HEADER_CHECKPOINTS, "").split(",") if position]

@@ -12,10 +12,12 @@ from fake_backend import FakeBackend, first_logits, layout, packed
 from harness import Pair, on_loop, pair
 
 from warmline_proxy import condemn
+from warmline_proxy.app import LIVES
 from warmline_proxy.audit import WAITING_MAX, Auditor
 from warmline_proxy.config import Config
 from warmline_proxy.index import IndexFailure
 from warmline_proxy.metrics import Metrics
+from warmline_proxy.plan import on_grid
 from warmline_proxy.rows import Replay, ReplayReply, ReplayRequest, RequestRecord
 from warmline_wire.home import Home
 from warmline_wire.messages import HEADER_BACKGROUND, HEADER_REUSE, decode, encode
@@ -100,13 +102,56 @@ async def test_what_differs_is_never_used_again(tmp_path: Path, caplog: pytest.L
         aside = proxy.index.quarantined()
         assert aside and all("suspect" in row.reason for row in aside) and not proxy.index.segments()
         assert not proxy.backend.held, "it has left the backend's memory, too"
-        (said,) = [record.message for record in caplog.records if "AUDIT" in record.message]
-        assert "differ by 2.75e+00" in said and f"{len(aside)} files are quarantined" in said
+        differs, wrong = [record.message for record in caplog.records if "AUDIT" in record.message]
+        assert "differ by 2.75e+00" in differs
+        assert f"wrong from token 0 on; {len(aside)} files are quarantined" in wrong
         assert await metric(proxy, 'warmline_quarantined_total{reason="suspect"}')() == 1
         next_turn = await proxy.chat(**turn(2, proxy.backend))
         assert next_turn.headers["X-Warmline-Cache"] == "cold 0"
         await audits(proxy)
-        assert audited(proxy.backend) == 2, "nothing else was computed again"
+        assert audited(proxy.backend) == 3, "nothing but that, that again, and the start from what is stored"
+
+
+def ends(proxy: Pair) -> list[int]:
+    """Of the segments of a single path."""
+    return sorted(row.end for row in proxy.index.segments())
+
+
+@pytest.mark.parametrize(("grid", "right"), [(0, 0), (0, 1), (0, 2), (8, 1)])
+@on_loop
+async def test_what_lies_before_the_first_wrong_file_stays(tmp_path: Path, right: int, grid: int) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        backend = proxy.backend
+        backend.layout = layout(has_windows=True, dtype="float32", grid=grid)  # windows: no file swallows another
+        for number in range(3):
+            await proxy.chat(**turn(number, backend))
+            await proxy.settled()
+        await audits(proxy, 2)
+        backend.restart()
+        places = ends(proxy)
+        backend.right_until = [0, *places][right]
+        backend.cold_logprobs = [-3.0] * 9
+        warm = await proxy.chat(**turn(3, backend))
+        assert warm.headers["X-Warmline-Cache"] == f"restored {on_grid(places[-1], grid)}"
+        await audits(proxy, 3)
+        await proxy.settled()
+        assert ends(proxy) == places[:right] and len(proxy.index.quarantined()) == len(places) - right + 1
+        assert all(len(asked.tokens) // 4 % (grid or 1) == 0 for asked in backend.calls["restore"])
+        backend.restart()
+        expected = f"restored {backend.right_until}" if right else "cold 0"
+        assert (await proxy.chat(**turn(3, backend))).headers["X-Warmline-Cache"] == expected
+
+
+@on_loop
+async def test_where_what_is_stored_agrees_all_goes(tmp_path: Path) -> None:
+    """It was in memory, and nobody knows what was computed from that."""
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        backend = proxy.backend
+        backend.right_until, backend.cold_logprobs = 10_000, [-3.0] * 3
+        await talk(proxy)
+        await audits(proxy)
+        assert (await records(proxy))[-1].audit == "differs"
+        assert proxy.index.quarantined() and not proxy.index.segments() and not backend.held
 
 
 @on_loop
@@ -120,6 +165,16 @@ async def test_so_is_what_came_from_disk(tmp_path: Path) -> None:
         assert warm.headers["X-Warmline-Cache"].startswith("restored")
         await audits(proxy)
         assert not proxy.index.segments() and not proxy.backend.held
+
+
+@on_loop
+async def test_a_little_noise_does_not_hide_a_fault(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        proxy.backend.layout = layout(dtype="float32")
+        proxy.backend.logprob, proxy.backend.cold_logprobs = -0.2501, [-3.0001, -3.0021]
+        await talk(proxy)
+        await audits(proxy)
+        assert (await records(proxy))[-1].audit == "differs"
 
 
 @pytest.mark.parametrize("cold", [[-3.0, -0.25], [-3.0, -7.0]])
@@ -172,6 +227,40 @@ async def test_who_has_started_from_it_meanwhile_leaves_nothing(tmp_path: Path) 
         await audits(proxy)
         await proxy.settled()
         assert not proxy.index.segments() and not backend.held
+
+
+@pytest.mark.parametrize("suspect", [False, True])
+@on_loop
+async def test_nobody_follows_who_has_started_from_it(tmp_path: Path, suspect: bool) -> None:
+    async with pair(tmp_path) as proxy:
+        backend = proxy.backend
+        await talk(proxy, 1)
+        backend.hold_after = 0
+        long = turn(1, backend)["messages"] + [{"role": "user", "content": TEXT}]
+        running = asyncio.create_task(proxy.chat(messages=long))
+        await backend.holding.wait()
+        while not (computing := [each for each in proxy.app[LIVES] if each.is_computing]):
+            await proxy.status()
+        computing[0].suspect = suspect
+        backend.hold_after = None
+        other = await proxy.chat(messages=long)
+        assert (other.headers["X-Warmline-Cache"].split()[0] == "shared") == (not suspect)
+        backend.let_go.set()
+        await running
+
+
+@on_loop
+async def test_what_could_not_be_dropped_is_not_adopted_again(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        backend = proxy.backend
+        backend.cold_logprobs, backend.drops_fail = [-3.0, -3.0], 9
+        await talk(proxy)
+        await audits(proxy)
+        backend.drops_fail = 0
+        assert backend.held, "or it proves nothing"
+        backend.gone_count = 1  # whoever meets it has the proxy ask for all that is in memory
+        again = await proxy.chat(**turn(2, backend))
+        assert again.headers["X-Warmline-Cache"] == "cold 0"
 
 
 @on_loop
@@ -234,7 +323,8 @@ async def test_what_can_not_be_quarantined_yet_is_not_used_either(
         cold = await proxy.chat(**turn(2, proxy.backend))
         assert cold.headers["X-Warmline-Cache"] == "cold 0"
         record = (await records(proxy))[-1]
-        assert record.why_not_warmer == "what is stored is suspect"
+        assert record.why_not_warmer == "what is stored after token 0 is suspect"
+        assert not await metric(proxy, 'warmline_quarantined_total{reason="suspect"}')()
         writable.set()
         while not proxy.index.quarantined():
             await proxy.status()

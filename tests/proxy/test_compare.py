@@ -9,7 +9,7 @@ from fake_backend import layout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmline_proxy.compare import DIFFERS, EQUAL, WITHIN, compare, difference, type_of
+from warmline_proxy.compare import DIFFERS, EQUAL, UNSTABLE, WITHIN, compare, difference, judge, type_of
 from warmline_wire.keys import pack_tokens
 from warmline_wire.messages import FirstLogits
 
@@ -63,9 +63,9 @@ def test_equal_bits_are_equal_whatever_they_are() -> None:
         ("q8", 0.22, DIFFERS),
         ("q4", 0.45, WITHIN),
         ("q4", 0.6, DIFFERS),
-        ("bfloat16", 0.45, WITHIN),
-        ("bfloat16", 0.6, DIFFERS),
-        ("something new", 0.45, WITHIN),
+        ("bfloat16", 0.9, WITHIN),
+        ("bfloat16", 1.1, DIFFERS),
+        ("something new", 0.9, WITHIN),
     ],
 )
 def test_what_is_tolerated_depends_on_the_kvs_type(dtype: str, apart: float, outcome: str) -> None:
@@ -91,6 +91,32 @@ def test_in_exact_mode_nothing_is_tolerated() -> None:
     """Not even where what is told of the row is equal: the rest of it is not."""
     verdict = compare(first(ONE, "a"), first(ONE, "b"), layout(grid=64, dtype="bfloat16"), 1.0)
     assert (verdict.outcome, verdict.difference, verdict.tolerance) == (DIFFERS, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("warm", "again", "outcome"),
+    [
+        (0.0020, 0.0000, DIFFERS),
+        (0.0020, 0.0002, DIFFERS),
+        (0.0020, 0.0005, WITHIN),
+        (0.0020, 0.0020, UNSTABLE),
+        (0.0020, 1.0000, UNSTABLE),
+        (1.0000, 0.0020, DIFFERS),
+    ],
+)
+def test_what_cold_runs_differ_by_explains_as_much_and_no_more(warm: float, again: float, outcome: str) -> None:
+    def moved(by: float) -> FirstLogits:
+        return first({**ONE, 7: ONE[7] + by})
+
+    assert judge(moved(warm), first(ONE), moved(again), layout(dtype="float32")).outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("warm", "again", "outcome"), [("w", "c", DIFFERS), ("w", "d", UNSTABLE), ("w", "w", UNSTABLE)]
+)
+def test_where_no_bit_may_differ_cold_runs_that_do_are_unstable(warm: str, again: str, outcome: str) -> None:
+    told = judge(first(ONE, warm), first(ONE, "c"), first(ONE, again), layout(grid=64, dtype="float32"))
+    assert told.outcome == outcome
 
 
 rows = st.dictionaries(st.integers(0, 40), st.floats(-30, 0, width=32), min_size=1, max_size=32)

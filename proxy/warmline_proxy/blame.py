@@ -1,0 +1,81 @@
+"""Finds where what is stored along a prompt goes wrong: starts from ever other places of it, and compares with cold."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from warmline_proxy.compare import compare
+from warmline_proxy.index import Index, IndexFailure
+from warmline_proxy.knowledge import Suspicion
+from warmline_proxy.plan import Plan, restored_plans
+from warmline_proxy.recompute import OtherModel, Recomputer
+from warmline_proxy.upstream import UpstreamError
+from warmline_wire.keys import TOKEN_BYTES
+from warmline_wire.messages import FirstLogits, Layout
+
+log = logging.getLogger(__name__)
+
+SEARCH_TIMEOUT_S = 600.0  # meanwhile, whoever shares the prompt's beginning computes it again
+TRIES_MAX = 3  # as in an audit: each is given up where others want the memory
+TRY_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """A prompt whose first token came from something else than in a cold run, after a start from `reuse` tokens."""
+
+    root: bytes
+    tokens: bytes
+    reuse: int
+    cold: FirstLogits
+    layout: Layout
+    tolerance: float  # what differs by no more agrees; in exact mode only what is equal does
+
+
+class Blame:
+    """By bisection.  Every place is judged by the same first token, which was seen to come out wrong: the rest of the
+    prompt is computed, so one place agrees with a cold run where all that it starts from is right.
+    """
+
+    def __init__(self, index: Index, recomputer: Recomputer) -> None:
+        self._index, self._recomputer = index, recomputer
+
+    async def narrow(self, case: Contradiction, suspicion: Suspicion) -> None:
+        """Raise `suspicion.good` to the last place from which a start agrees, where one from the next place differs.
+
+        It stays 0 where what is stored does not differ: then it was something in memory, and nobody knows what came of
+        that.  Where the backend fails, or time is over, it stays where it has come to.
+        """
+        try:
+            async with asyncio.timeout(SEARCH_TIMEOUT_S):
+                await self._bisect(case, suspicion)
+        except (TimeoutError, _Unknown, OtherModel, UpstreamError, IndexFailure) as error:
+            log.warning("where it goes wrong is not known any better: %s", error or "it took too long")
+
+    async def _bisect(self, case: Contradiction, suspicion: Suspicion) -> None:
+        places = await asyncio.to_thread(self._places, case)
+        if not places or not await self._differs(case, places[-1]):
+            return
+        low, high = 0, len(places) - 1  # the place `high` differs, and the one before `low` does not
+        while low < high:
+            middle = (low + high) // 2
+            if await self._differs(case, places[middle]):
+                high = middle
+            else:
+                low, suspicion.good = middle + 1, places[middle].reuse
+
+    def _places(self, case: Contradiction) -> list[Plan]:
+        """No further than the start that differed: what lies behind that was computed from it."""
+        stored = case.tokens[: case.reuse * TOKEN_BYTES]
+        return restored_plans(self._index.match(case.root, stored, case.reuse), case.layout)
+
+    async def _differs(self, case: Contradiction, place: Plan) -> bool:
+        for _ in range(TRIES_MAX):
+            if warm := await self._recomputer.restored(case.root, case.tokens, place):
+                return not compare(warm, case.cold, case.layout, case.tolerance).agrees
+            await asyncio.sleep(TRY_INTERVAL_S)
+        raise _Unknown("others needed the backend's memory")
+
+
+class _Unknown(Exception):
+    """A place could not be tried."""
