@@ -123,7 +123,8 @@ class Scheduler:
         lineup, sequence = self._lineup, self._lineup.find(request_id)
         if sequence is None or sequence.decoding_since or not self._ends.leaves_a_resident(sequence):
             return False
-        sequence.detached = sequence in lineup.prefilling or lineup.followers.is_followed(sequence)
+        goes_on = sequence in lineup.prefilling and sequence.left_to_keep > 0
+        sequence.detached = goes_on or lineup.followers.is_followed(sequence)
         return sequence.detached
 
     def kv_of(self, until: int, *, resident: str = "", running: str = "") -> KV:
@@ -336,11 +337,11 @@ class Scheduler:
             return
         self._let_follow(sequence)
         self._admission.let_make_way()  # for the states of those who follow: the rest was seen to on admission
-        if sequence.prefill_left > 0 or sequence not in lineup.prefilling:
+        if sequence not in lineup.prefilling:
             return
-        if sequence.detached:
+        if sequence.detached and sequence.left_to_keep <= 0:
             self._ends.end(sequence, "cancelled")
-        else:
+        elif sequence.prefill_left <= 0:
             self._start_decoding(sequence)
 
     def _chunk(self, sequence: Sequence) -> bool:

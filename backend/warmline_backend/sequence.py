@@ -124,6 +124,11 @@ class Sequence:
         return len(self.request.prompt) - 1 - self.kv.length
 
     @property
+    def left_to_keep(self) -> int:
+        """Of these, those that can be kept: in exact mode not those after its last full chunk."""
+        return self.kv.on_grid(len(self.request.prompt) - 1) - self.kv.length
+
+    @property
     def tokens_max(self) -> int:
         """How long prompt and answer can become."""
         return len(self.request.prompt) + self.answer_tokens_max

@@ -224,6 +224,19 @@ def test_after_a_cancel_in_prefill(family: str, root: Path, recorder: Recorder) 
         assert_cold(recorder.of(again), drive, root, prompt)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+def test_a_prefill_that_goes_on_alone_ends_with_what_is_kept(family: str, root: Path) -> None:
+    drive = drive_of(family, root)
+    name, alone = drive.submit(prompt_of(LENGTH), ANSWER)
+    drive.until(lambda: alone.chunks == [48])
+    assert drive.scheduler.detach(name)
+    drive.until(lambda: alone.over)
+    assert alone.chunks == [48, 96, 144, 192] and alone.settled.prefilled_until == 192
+    name, alone = drive.submit(prompt_of(LENGTH), ANSWER)
+    drive.until(lambda: alone.chunks[-1:] == [192])
+    assert not drive.scheduler.detach(name), "nothing is left to be done that would be kept"
+
+
 @pytest.mark.parametrize("family", ALL)
 def test_after_a_cancel_while_decoding(family: str, root: Path, recorder: Recorder) -> None:
     """Past the next place of the grid: what was decoded there is given up too."""
