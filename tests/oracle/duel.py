@@ -33,6 +33,7 @@ FLAGS = (
 )
 SMALL_DISK = ("--disk-budget-gb", "0.003")
 SMALL_MEMORY = ("--memory-budget-gb", "0.004")
+OUT_OF_MEMORY = "the memory budget is used up"
 RESTART_DELAY_S = 0.1
 AWAY = (OSError, http.client.HTTPException)
 POLL_S = 0.01
@@ -97,6 +98,7 @@ class Duel:
         self._tolerance = family.tolerance if mode == "fast" else 0.0
         self._folder = Path(tempfile.mkdtemp(prefix="oracle-"))
         self._homes, self._talks, self._requests = 0, Talks(), 0
+        self._small_memory = False
         self._pair: Pair | None = None
         self.planted = Planted(RESTART_DELAY_S)
 
@@ -227,8 +229,8 @@ class Duel:
         return self._refused(question, asked.told)
 
     def _refused(self, question: Question, told: str) -> None:
-        """Only what failed while it was decoded may, since its client has heard some."""
-        if question.ask.fault != "decode":
+        """What fails after its client has heard some may; and, with little memory, what others grow too large for."""
+        if question.ask.fault != "decode" and not (self._small_memory and OUT_OF_MEMORY in told):
             raise Difference(f"{question.ask} was not answered: {told}")
 
     def _left(self, pair: Pair, question: Question) -> Reply | None:
@@ -299,7 +301,8 @@ class Duel:
     def _start(self, step: Restart | None = None) -> None:
         flags = [*FLAGS, "--reuse", self.mode, *self.family.flags]
         flags += SMALL_DISK if step and step.small_disk else ()
-        flags += SMALL_MEMORY if step and step.small_memory else ()
+        self._small_memory = bool(step and step.small_memory)
+        flags += SMALL_MEMORY if self._small_memory else ()
         home = self._folder / str(self._homes)
         environment = {**self.planted.environment, **self._extra}
         self._pair = Pair(home, self._model, *flags, environment=environment).start()
