@@ -166,8 +166,15 @@ class HotPath:
         await self._knowledge.catch_up(life.prompt)
         status = await self._knowledge.status()
         life.model, life.layout = status.model, status.layout
+        self._check_mode(life)
         life.root = namespace(life.prompt.fingerprint, self._tenant)
         life.trace.prompt_tokens = life.prompt_shape().tokens
+
+    def _check_mode(self, life: Life) -> None:
+        """Each process is told its mode on its own."""
+        if self._config.reuse == "exact" and life.layout and not life.layout.grid:
+            message = "The proxy runs with reuse = exact and its backend does not: start both with the same."
+            raise unavailable(message, "mode_mismatch")
 
     async def _take_turn(self, life: Life) -> None:
         assert life.ticket is not None

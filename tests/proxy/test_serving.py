@@ -56,6 +56,16 @@ async def test_after_both_restarted_it_is_restored_from_disk(tmp_path: Path) -> 
 
 
 @on_loop
+async def test_exact_mode_is_refused_where_the_backend_is_in_another(tmp_path: Path) -> None:
+    """Each process is told its mode: under launchd one of them may have been started with another."""
+    async with pair(tmp_path, reuse="exact") as proxy:
+        response = await proxy.chat(TEXT)
+        assert response.status == 503
+        assert "reuse = exact and its backend does not" in await response.text()
+        assert "generate" not in proxy.backend.calls
+
+
+@on_loop
 async def test_in_exact_mode_all_that_is_asked_for_lies_on_the_grid(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.layout = layout(grid=64, has_states=True, state_bytes=10)
