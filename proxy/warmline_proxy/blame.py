@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from warmline_proxy.compare import compare
@@ -9,9 +10,10 @@ from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Suspicion
 from warmline_proxy.plan import Plan, restored_plans
 from warmline_proxy.recompute import OtherModel, Recomputer
+from warmline_proxy.rows import Match
 from warmline_proxy.upstream import UpstreamError
 from warmline_wire.keys import TOKEN_BYTES
-from warmline_wire.messages import FirstLogits, Layout
+from warmline_wire.messages import FirstLogits, Layout, SegmentRef
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class Contradiction:
 
 class Blame:
     """By bisection.  Every place is judged by the same first token, which was seen to come out wrong: the rest of the
-    prompt is computed, so one place agrees with a cold run where all that it starts from is right.
+    prompt is computed, so a place agrees with a cold run where all that it starts from is right.
     """
 
     def __init__(self, index: Index, recomputer: Recomputer) -> None:
@@ -48,12 +50,14 @@ class Blame:
         """
         try:
             async with asyncio.timeout(SEARCH_TIMEOUT_S):
-                await self._bisect(case, suspicion)
+                await self._narrow(case, suspicion)
         except (TimeoutError, _Unknown, OtherModel, UpstreamError, IndexFailure) as error:
             log.warning("where it goes wrong is not known any better: %s", error or "it took too long")
 
-    async def _bisect(self, case: Contradiction, suspicion: Suspicion) -> None:
-        places = await asyncio.to_thread(self._places, case)
+    async def _narrow(self, case: Contradiction, suspicion: Suspicion) -> None:
+        # No further than the start that differed: what lies behind that was computed from it.
+        match = await self._match(case, case.tokens[: case.reuse * TOKEN_BYTES])
+        places = restored_plans(match, case.layout)
         if not places or not await self._differs(case, places[-1]):
             return
         low, high = 0, len(places) - 1  # the place `high` differs, and the one before `low` does not
@@ -63,16 +67,36 @@ class Blame:
                 high = middle
             else:
                 low, suspicion.good = middle + 1, places[middle].reuse
-
-    def _places(self, case: Contradiction) -> list[Plan]:
-        """No further than the start that differed: what lies behind that was computed from it."""
-        stored = case.tokens[: case.reuse * TOKEN_BYTES]
-        return restored_plans(self._index.match(case.root, stored, case.reuse), case.layout)
+        between = [link for link in match.chain if suspicion.good < link.upto < places[high].reuse]
+        for link in reversed(between):
+            if await self._is_good(case, link):
+                suspicion.good = link.upto
+                return
 
     async def _differs(self, case: Contradiction, place: Plan) -> bool:
+        warm = await self._computed(lambda: self._recomputer.restored(case.root, case.tokens, place))
+        return not compare(warm, case.cold, case.layout, case.tolerance).agrees
+
+    async def _is_good(self, case: Contradiction, link: SegmentRef) -> bool:
+        """Of a file that ends where the prompt can't be started from: whether all of it, which other conversations go
+        on with, comes out right.
+        """
+        stored = await asyncio.to_thread(self._index.stored_tokens, link.id)
+        tokens = stored + stored[-TOKEN_BYTES:]  # one is left to compute, whichever
+        places = restored_plans(await self._match(case, stored), case.layout)
+        if not places or places[-1].reuse < link.upto:
+            return False
+        cold = await self._computed(lambda: self._recomputer.cold(case.root, tokens))
+        warm = await self._computed(lambda: self._recomputer.restored(case.root, tokens, places[-1]))
+        return compare(warm, cold, case.layout, case.tolerance).agrees
+
+    async def _match(self, case: Contradiction, tokens: bytes) -> Match:
+        return await asyncio.to_thread(self._index.match, case.root, tokens, len(tokens) // TOKEN_BYTES)
+
+    async def _computed(self, compute: Callable[[], Awaitable[FirstLogits | None]]) -> FirstLogits:
         for _ in range(TRIES_MAX):
-            if warm := await self._recomputer.restored(case.root, case.tokens, place):
-                return not compare(warm, case.cold, case.layout, case.tolerance).agrees
+            if first := await compute():
+                return first
             await asyncio.sleep(TRY_INTERVAL_S)
         raise _Unknown("others needed the backend's memory")
 

@@ -98,13 +98,34 @@ def test_an_audit_catches_a_file_that_lies(pair: Pair) -> None:
     wrong = talk.turn()
     assert wrong.headers["X-Warmline-Cache"].startswith("restored"), "or it proves nothing"
     assert talk.audit(wrong) == "differs"
-    assert "ERROR" in pair.logged(f"AUDIT request={wrong.headers['X-Warmline-Request']} differs: .* quarantined")
+    assert "ERROR" in pair.logged(f"AUDIT request={wrong.headers['X-Warmline-Request']} differs: ")
+    assert "ERROR" in pair.logged(f"AUDIT request={wrong.headers['X-Warmline-Request']}: .* quarantined")
     assert any(row["reason"] == "suspect" for row in pair.cachectl("inspect")["quarantined"])
     talk.messages.append({"role": "user", "content": "And now?"})
     again = pair.chat(talk.messages, max_tokens=6)
     assert again.headers["X-Warmline-Cache"] == "cold 0"
     assert again.text == pair.direct(talk.messages, max_tokens=6).text
     pair.settle()
+    assert not pair.cachectl("verify", "--deep")["findings"]
+
+
+def test_what_it_shares_with_others_stays(pair: Pair, mode: str) -> None:
+    one, other = Talk(pair, "one"), Talk(pair, "other")
+    shared = one.turn().prompt_tokens
+    other.messages = list(one.messages)
+    other.turn()
+    one.turn()
+    one.falsify()
+    wrong = one.turn()
+    assert wrong.cached > shared and one.audit(wrong) == "differs"
+    pair.forget_residents()
+    untouched = other.turn()
+    assert untouched.cached > shared, "nothing of it is lost"
+    assert other.audit(untouched) in AGREES[mode]
+    pair.forget_residents()
+    again = one.turn()
+    assert again.headers["X-Warmline-Cache"].startswith("restored") and again.cached < wrong.cached
+    assert one.audit(again) in AGREES[mode]
     assert not pair.cachectl("verify", "--deep")["findings"]
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from fake_backend import first_logits, layout, packed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warmline_proxy import blame
@@ -39,6 +39,12 @@ class Files:
         states = [each for each in self._states if each.position <= tokens_matched]
         return Match(tokens=tokens_matched, chain=chain, checkpoints=states, why="")
 
+    def stored_tokens(self, segment: str) -> bytes:
+        return packed(b"x" * int(segment[1:]))
+
+    async def cold(self, root: bytes, tokens: bytes) -> FirstLogits:
+        return COLD
+
     async def restored(self, root: bytes, tokens: bytes, plan: Plan) -> FirstLogits | None:
         number = len(self.tried)
         self.tried.append(plan.reuse)
@@ -59,6 +65,7 @@ def found(files: Files, reuse: int, facts: Layout) -> int:
 places = st.lists(st.integers(1, PROMPT - 1), min_size=1, max_size=12, unique=True).map(sorted)
 
 
+@settings(deadline=None)
 @given(places, st.integers(0, PROMPT), st.integers(1, PROMPT - 1), st.sampled_from([0, 8]))
 def test_the_last_good_place_is_found(ends: list[int], right: int, reuse: int, grid: int) -> None:
     files = Files(ends, right, [], {})
@@ -72,6 +79,7 @@ def test_the_last_good_place_is_found(ends: list[int], right: int, reuse: int, g
     assert all(0 < at <= reuse and at % (grid or 1) == 0 for at in files.tried) and len(files.tried) <= 5
 
 
+@settings(deadline=None)
 @given(places, places, st.integers(0, PROMPT))
 def test_models_with_states_are_started_at_checkpoints_only(ends: list[int], states: list[int], right: int) -> None:
     files = Files(ends, right, states, {})
@@ -81,7 +89,29 @@ def test_models_with_states_are_started_at_checkpoints_only(ends: list[int], sta
     assert good == (max((at for at in there if at <= right), default=0) if any(at > right for at in there) else 0)
 
 
+class Branch(Files):
+    """The prompt leaves a file of 30 tokens at 20; there are states at 10, at 40 of the prompt's own, and at 30."""
+
+    def __init__(self, right: int) -> None:
+        super().__init__([30], right, [10, 30], {})
+
+    def match(self, root: bytes, tokens: bytes, limit: int) -> Match:
+        own = super().match(root, tokens, limit)
+        if limit == 30:
+            return own
+        chain = [SegmentRef(id="s30", start=0, end=30, upto=20), SegmentRef(id="t40", start=20, end=40, upto=40)]
+        states = [CheckpointRef(id="c10", position=10), CheckpointRef(id="d40", position=40)]
+        return Match(tokens=40, chain=chain, checkpoints=states, why="")
+
+
+@pytest.mark.parametrize(("right", "good"), [(30, 20), (10, 10)])
+def test_a_file_that_others_go_on_with_is_asked_by_itself(right: int, good: int) -> None:
+    files = Branch(right)
+    assert found(files, PROMPT - 1, layout(has_states=True)) == good and files.tried == [40, 10, 30]
+
+
 @pytest.mark.parametrize("failure", [Broken("as scripted"), None])
+@settings(deadline=None)
 @given(places, st.integers(0, PROMPT), st.integers(0, 4))
 def test_what_is_not_shown_to_be_good_is_not_taken_for_it(
     failure: UpstreamError | None, ends: list[int], right: int, number: int
