@@ -139,7 +139,7 @@ import sys
 import threading
 from warmline_backend import __main__, service
 
-def hang(*arguments):
+def hang(*arguments, **options):
     logging.warning("the disk does not answer")
     threading.Event().wait()
 

@@ -17,7 +17,10 @@ WRITES = ["create", "write", "sync", "rename"]
 CHANGES = [*WRITES, "sync_folder", "link", "delete", "delete_folder", "make_folder", "set_mode", "lengthen", "in_lmdb"]
 SLOW = ("--prefill-step-size", "16")  # so that restoring takes less time than computing, with a model of this size too
 LIMIT_S = 60.0
+TRIES_MAX = 20
+SHARED_TOKENS_MAX = 40  # that two conversations begin with
 BEGINS, ENDS = "what is computed can't be saved", "saving works again"
+REFUSED = "a restore was refused"
 
 
 class Talk:
@@ -36,6 +39,22 @@ class Talk:
 
     def again(self) -> Reply:
         """The last turn once more, from what is on disk alone."""
+        for _ in range(TRIES_MAX):
+            reply = self.once_more()
+            if "would take longer" not in self._pair.log[-1]:  # as it may seem where others use this machine, too
+                break
+        return reply
+
+    def refused(self) -> Reply:
+        """The same, where what is on disk is tried, and found to be of no use."""
+        before = said(self._pair, REFUSED)
+        for _ in range(TRIES_MAX):
+            reply = self.once_more()
+            if said(self._pair, REFUSED) > before:
+                return reply
+        raise AssertionError("nothing was refused")
+
+    def once_more(self) -> Reply:
         self._pair.forget_residents()
         reply = self._pair.chat(self.messages[:-1], **ANSWER)
         assert reply.text == self.messages[-1]["content"]
@@ -127,15 +146,15 @@ def test_a_full_disk_below_the_budget_makes_room_by_itself(pair: Pair, planted: 
     sacrificed = Talk(pair, "of little use")
     sacrificed.turn("first")
     talk = Talk(pair, "of more use")
-    begun = said(pair, BEGINS)
+    begun, full = said(pair, BEGINS), said(pair, "the disk is full")
     planted.fail_disk("backend", "ENOSPC", ["write"], times=1)
     try:
         talk.turn("first")
     finally:
         planted.mend_disk("backend")
     assert persistence(pair) == "ok" and said(pair, BEGINS) == begun
-    assert said(pair, "the disk is full") == 1 + 1  # here, and where it helped nothing
     assert talk.again().cached
+    assert said(pair, "the disk is full") == full + 1
 
 
 def test_what_cannot_be_read_now_is_not_lost(pair: Pair, planted: Planted) -> None:
@@ -144,10 +163,10 @@ def test_what_cannot_be_read_now_is_not_lost(pair: Pair, planted: Planted) -> No
     saved = talk.again().cached
     planted.fail_disk("backend", "EIO", ["open_to_read"], under="segments")
     try:
-        assert talk.again().cached == 0
+        assert talk.refused().cached < SHARED_TOKENS_MAX
     finally:
         planted.mend_disk("backend")
-    assert talk.again().cached == saved
+    assert talk.again().cached == saved > SHARED_TOKENS_MAX
 
 
 @pytest.mark.parametrize("nth", [0, 1, 2])
@@ -161,10 +180,10 @@ def test_a_segment_that_is_deleted_by_hand(pair: Pair, planted: Planted, nth: in
         planted.lose_file("backend", nth)
     else:
         path.unlink()
-    assert talk.again().cached == 0
+    assert talk.refused().cached < SHARED_TOKENS_MAX
     planted.mend_disk("backend")
     assert not path.exists()
-    assert talk.again().cached, "it was saved anew"
+    assert talk.again().cached > SHARED_TOKENS_MAX, "it was saved anew"
     assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
