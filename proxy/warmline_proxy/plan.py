@@ -23,6 +23,7 @@ RESTORE_OVERHEAD_S = 0.01  # opening files and one more call
 
 RESIDENT, RESTORED, SHARED, COLD = "resident", "restored", "shared", "cold"
 SHARED_TOKENS_MIN = BLOCK_TOKENS  # less is not worth waiting for another request
+NOTE_TOKENS = 32  # a message's header and what opens its reasoning are shorter
 LEADER_TOKENS_MAX = 1.25  # times one's own prompt: nobody waits for a much longer one that has not begun
 
 
@@ -363,9 +364,11 @@ def place(messages: Sequence[MessageEnd], at: int) -> str:
     after = next((index for index, message in enumerate(messages) if message.end > at), None)
     if after is None:
         return ", after the last message" if messages else ""
-    last, first = messages[after], messages[after - 1].number + 1 if after else 1
+    start, first = (messages[after - 1].end, messages[after - 1].number + 1) if after else (0, 1)
+    last = messages[after]
     if not last.number:
         return ", in the tools"
     if first < last.number:
         return f", in messages {first} to {last.number}"
-    return f", in message {last.number} ({last.role})" + (f": {last.note}" if last.note else "")
+    note = last.note if at - start < NOTE_TOKENS else ""  # reasoning comes first: what differs later is something else
+    return f", in message {last.number} ({last.role})" + (f": {note}" if note else "")

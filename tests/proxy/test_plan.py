@@ -205,6 +205,7 @@ TOOLS, LAST = MessageEnd(end=40, number=0, role="tools"), MessageEnd(end=290, nu
         (40, ", in message 1 (system)"),
         (79, ", in message 2 (user)"),
         (80, ", in message 3 (assistant): the template leaves out its reasoning"),
+        (113, ", in message 3 (assistant)"),
         (120, ", in messages 4 to 9"),
         (290, ", after the last message"),
     ],
