@@ -49,7 +49,7 @@ class Admission:
             if (sequence := self._first_that_fits(line)) is None:
                 return  # until somebody ends, or is saved
             if self._all_places_taken:  # only now that somebody can use it
-                self._give_way()
+                self._end_youngest(self._lineup.nobodys)
             yield sequence
 
     @property
@@ -62,10 +62,14 @@ class Admission:
         for sequence in followers.left_behind:
             self._ends.end(sequence, "leaderless", error=LEADERLESS)
         for sequence in [*self._lineup.waiting, *followers]:
-            background = sequence.request.background  # waits for nothing but quiet, while what it holds is not wanted
-            keeps_waiting = background and not (sequence.kv.length and self._lineup.reservations.waiting)
-            if followers.is_nobodys(sequence) and not keeps_waiting:
+            waits_for_quiet = sequence.request.background and self._costs_nobody(sequence)
+            if followers.is_nobodys(sequence) and not waits_for_quiet:
                 self._ends.end(sequence, "cancelled")
+
+    def _costs_nobody(self, sequence: Sequence) -> bool:
+        """Whether what it takes pushes out nothing but what is first to go."""
+        wanted = self._lineup.bytes_held + self._lineup.bytes_to_copy + self._lineup.bytes_to_admit(sequence)
+        return self._residents.could_make_room(wanted, only_named=True)
 
     def _line(self) -> list[Sequence]:
         """Those that could start if there was room.  While a restore waits for it, only those that hold some."""
@@ -117,23 +121,28 @@ class Admission:
     # ---- making room
 
     def _make_room(self, bytes_wanted: int) -> bool:
-        """Have residents make way, and then prefills that nobody waits for; False, and no such prefill is ended, where
-        that would not be enough.
+        """Have what is in the background make way, then residents, and then prefills that nobody waits for; False, and
+        nothing is ended, where all that would not be enough.
         """
         lineup, residents = self._lineup, self._residents
         if not residents.could_make_room(lineup.bytes_held - lineup.bytes_nobody_needs + bytes_wanted):
             return False
+        while lineup.background and not residents.could_make_room(lineup.bytes_held + bytes_wanted, only_named=True):
+            self._end_youngest(lineup.background)
         while not residents.make_room(lineup.bytes_held + bytes_wanted):
             if not self._give_way():
                 return False
         return True
 
     def _give_way(self) -> bool:
-        """End the youngest prefill that nobody waits for, if there is one."""
-        if not (nobodys := self._lineup.nobodys):
+        """End the youngest that nobody would miss, if there is one."""
+        if not (making_way := self._lineup.making_way):
             return False
-        self._ends.end(max(nobodys, key=lambda sequence: sequence.arrived), "cancelled")
+        self._end_youngest(making_way)
         return True
+
+    def _end_youngest(self, sequences: list[Sequence]) -> None:
+        self._ends.end(max(sequences, key=lambda sequence: sequence.arrived), "cancelled")
 
     def keep_within_budget(self) -> None:
         """Answers grow: who can makes way for them, and then the youngest request, so that the others can end."""
@@ -147,9 +156,7 @@ class Admission:
             self._ends.end(youngest, "discarded", error=OUT_OF_MEMORY)
 
     def let_make_way(self) -> bool:
-        """Have residents, and prefills that nobody waits for, make way for what has been added; False where there is
-        still too much.
-        """
+        """As `_make_room`, for what has been added; False where there is still too much."""
         if self._make_room(0):
             return True
         self._residents.drop_unleased()

@@ -51,6 +51,18 @@ class Lineup:
         return [each for each in self.prefilling if self.followers.is_nobodys(each)]
 
     @property
+    def background(self) -> list[Sequence]:
+        """Those that hold something until somebody else wants it, whether they compute or wait."""
+        holding = [*self.prefilling, *(each for each in self.waiting if each.kv.length)]
+        return [each for each in holding if each.request.background]
+
+    @property
+    def making_way(self) -> list[Sequence]:
+        """All whose end frees memory that nobody would miss."""
+        nobodys = self.nobodys
+        return [*nobodys, *(each for each in self.background if each not in nobodys)]
+
+    @property
     def wanted_prefills(self) -> list[Sequence]:
         """Those that somebody waits for; where there are none, those that go on alone; those in the background only
         where nothing else is computed at all.
@@ -115,8 +127,12 @@ class Lineup:
 
     @property
     def bytes_nobody_needs(self) -> int:
-        """What the end of all prefills that nobody waits for would free."""
-        return sum(self._bytes_to_answer(each) - self._bytes_left(each) for each in self.nobodys)
+        """What the end of all that make way would free."""
+        return sum(self._bytes_freed(each) for each in self.making_way)
+
+    def _bytes_freed(self, sequence: Sequence) -> int:
+        held = self._bytes_to_answer(sequence) if sequence in self.prefilling else self._bytes_now(sequence)
+        return held - self._bytes_left(sequence)
 
     def _bytes_left(self, sequence: Sequence) -> int:
         """What stays of a prefill that is ended, to be saved first: all that it has, and its last state."""

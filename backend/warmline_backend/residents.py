@@ -146,9 +146,10 @@ class Residents:
         self._drop_until(self.budget_bytes - bytes_wanted, sparing)
         return True
 
-    def could_make_room(self, bytes_wanted: int, *, sparing: str = "") -> bool:
-        """Whether `make_room` would; nothing is dropped."""
-        droppable = sum(self._entries[resident_id].bytes_held for resident_id in self._droppable(sparing))
+    def could_make_room(self, bytes_wanted: int, *, sparing: str = "", only_named: bool = False) -> bool:
+        """Whether `make_room` would, or would by dropping only those that `order` named; nothing is dropped."""
+        ids = [each for each in self._droppable(sparing) if not only_named or each in self._drop_first]
+        droppable = sum(self._entries[resident_id].bytes_held for resident_id in ids)
         return self.bytes_held - droppable <= self.budget_bytes - bytes_wanted
 
     def drop_unleased(self) -> None:

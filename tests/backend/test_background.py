@@ -108,9 +108,7 @@ def test_one_that_waits_gives_its_resident_up_to_a_restore(root: Path) -> None:
     _, alone = drive.submit(prompt_of(420), 1, background=True, resident=resident, reuse=400)
     granted: list[bool] = []
     drive.scheduler.reserve("restore", model.row_bytes * 256, lambda: granted.append(True))
-    assert not granted, "or it would show nothing"
-    drive.until(lambda: bool(granted))
-    assert alone.settled.finish == "cancelled" and not stream.over
+    assert granted and alone.settled.finish == "cancelled" and not stream.over
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,3 +122,47 @@ def test_a_warm_start_in_the_background_agrees_with_a_cold_one(family: str, root
     (mine, values), (theirs, others) = told(warm.settled.first), told(cold.settled.first)
     common = dict(zip(theirs, others, strict=True))
     assert mine[0] == theirs[0] and abs(values[0] - common[mine[0]]) <= tolerance(family)
+
+
+def test_it_costs_nobody_what_is_in_memory(root: Path) -> None:
+    model = served("llama", root)
+    drive = Drive(model, step=20, budget=model.row_bytes * 1024)
+    kept = drive.saved(drive.run(prompt_of(500), 2))
+    _, alone = drive.submit(prompt_of(700, 2), 1, background=True)
+    drive.until(lambda: alone.over)
+    assert kept in drive.scheduler.residents and alone.settled.finish == "cancelled"
+
+
+def test_but_what_is_on_disk_and_first_to_go(root: Path) -> None:
+    model = served("llama", root)
+    drive = Drive(model, step=20, budget=model.row_bytes * 1024)
+    kept = drive.saved(drive.run(prompt_of(500), 2))
+    drive.scheduler.residents.order([kept])
+    _, alone = drive.submit(prompt_of(700, 2), 1, background=True)
+    drive.until(lambda: alone.over)
+    assert kept not in drive.scheduler.residents and alone.settled.finish == "length"
+
+
+def test_it_makes_way_before_what_is_in_memory(root: Path) -> None:
+    model = served("llama", root)
+    drive = Drive(model, step=20, budget=model.row_bytes * 1536)
+    kept = drive.saved(drive.run(prompt_of(200), 2))
+    _, alone = drive.submit(prompt_of(600), 1, background=True)
+    drive.until(lambda: len(alone.chunks) == 2)
+    _, other = drive.submit(prompt_of(600, 2), 2)
+    drive.until(lambda: other.over)
+    assert kept in drive.scheduler.residents
+    assert (alone.settled.finish, other.settled.finish) == ("cancelled", "length")
+
+
+def test_one_that_waits_with_a_resident_makes_way_too(root: Path) -> None:
+    model = served("llama", root)
+    drive = Drive(model, step=200, budget=model.row_bytes * 1536)
+    resident = drive.saved(drive.run(prompt_of(500), 2))
+    _, stream = drive.submit(prompt_of(20, 2), 200)
+    drive.until(lambda: any(isinstance(event, Piece) for event in stream.events))
+    _, alone = drive.submit(prompt_of(520), 1, background=True, resident=resident, reuse=500)
+    _, other = drive.submit(prompt_of(800, 3), 2)
+    drive.until(lambda: other.over)
+    assert not stream.over, "it did not wait for that"
+    assert alone.settled.finish == "cancelled"
