@@ -10,9 +10,7 @@ from warmline_wire import disk
 
 def unusable(home: "Home", error: OSError) -> str:
     """What to say where `prepare` or `secret` failed."""
-    return (
-        f"the home {home.root} is not complete and can't be made so: {error}; make it writable or use another --home"
-    )
+    return f"the home {home.root} is not complete and can't be made so: {error}; make it writable or use another --home"
 
 
 @dataclass(frozen=True)
