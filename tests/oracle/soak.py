@@ -24,11 +24,20 @@ from steps import Any, read, written
 
 STEPS_AN_EXAMPLE, STEPS_A_HOME = 30, 240
 RESTART_INTERVAL = 15
-COLUMNS = (
-    *("steps", "answers compared", "numbers", "near ties", "differences"),
-    *("cold", "resident", "restored", "shared", "left", "failed"),
-    *("Fresh", "Ask", "Together", "Forget", "Purge", "Restart", "Kill", "killed at the disk"),
-)
+# Of the table: what is counted, under the names that `Tally` counts it by.
+COLUMNS = {
+    "answers": ["answers compared"],
+    "numbers": ["numbers"],
+    "near ties": ["near ties"],
+    "differences": ["differences"],
+    "in memory": ["resident", "shared"],
+    "restored": ["restored"],
+    "left": ["left"],
+    "failed": ["failed"],
+    "at once": ["Together"],
+    "restarts": ["Restart"],
+    "killed at the disk": ["killed at the disk"],
+}
 
 
 def soak(duel: Duel, steps: int, seed: int) -> str:
@@ -87,11 +96,17 @@ def duel_of(name: str, mode: str, models: Path) -> Iterator[Duel]:
         yield duel
 
 
+def heading() -> str:
+    columns = ["family", "mode", "steps", *COLUMNS, "cached", "largest", "seconds"]
+    return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+
+
 def row(name: str, mode: str, duel: Duel, seconds: float) -> str:
-    counts = {"steps": duel.tally.steps, **duel.tally.counts}
-    told = "  ".join(f"{column} {counts.get(column, 0)}" for column in COLUMNS)
-    share = duel.tally.counts["cached tokens"] / max(1, duel.tally.counts["prompt tokens"])
-    return f"{name} {mode}: {told}  cached {share:.0%}  largest {duel.tally.largest:.1e}  {seconds:.0f} s"
+    counts = duel.tally.counts
+    told = [f"{sum(counts[each] for each in names):,}" for names in COLUMNS.values()]
+    share = counts["cached tokens"] / max(1, counts["prompt tokens"])
+    cells = [name, mode, f"{duel.tally.steps:,}", *told, f"{share:.0%}", f"{duel.tally.largest:.1e}", f"{seconds:.0f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> int:
@@ -104,7 +119,7 @@ def main() -> int:
     parser.add_argument("--shorten", action="store_true", help="with --replay: find the shortest part that does it")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()), help="where scripts go")
     given = parser.parse_args()
-    print(f"seed {given.seed}", flush=True)
+    print(f"seed {given.seed}\n{heading()}", flush=True)
     found = False
     with tempfile.TemporaryDirectory(prefix="soak-models-") as models:
         for name in given.families.split(","):
