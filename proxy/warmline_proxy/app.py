@@ -164,7 +164,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         watchdog=watchdog,
         knowledge=knowledge,
         admission=admission,
-        starter=Starter(upstream, index, knowledge, watchdog, config.partial_save_tokens),
+        starter=Starter(upstream, index, knowledge, watchdog, metrics, config.partial_save_tokens),
         settler=settler,
         ending=ending,
         background=background,

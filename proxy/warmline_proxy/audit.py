@@ -102,6 +102,7 @@ class Auditor:
             self._waiting.append(case)
         while len(self._waiting) > 1 and self._too_many_wait:
             self._note(self._waiting.pop(), Finding(DROPPED))
+        self._metrics.audits_waiting.set(len(self._waiting))
         self._arrived.set()
 
     @property
@@ -123,6 +124,7 @@ class Auditor:
                 await self._arrived.wait()
                 await self._quiet()
                 case = self._waiting.popleft()
+                self._metrics.audits_waiting.set(len(self._waiting))
                 if not self._waiting:
                     self._arrived.clear()
                 await self._audit(case)

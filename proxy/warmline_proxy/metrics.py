@@ -26,6 +26,9 @@ class Metrics:
         self.audits = Counter(
             "warmline_audits", "Warm requests that were computed again, cold", ["why", "outcome"], registry=registry
         )
+        self.audits_waiting = Gauge(
+            "warmline_audits_waiting", "Warm requests that wait for a quiet moment to be audited", registry=registry
+        )
         self.persistent.set(1)
 
     def exposition(self) -> bytes:

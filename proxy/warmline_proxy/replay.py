@@ -13,7 +13,7 @@ from warmline_proxy.metrics import Metrics
 from warmline_proxy.plan import Plan, restored_plan
 from warmline_proxy.recompute import OtherModel, Recomputer
 from warmline_proxy.rows import Replay, ReplayReply, ReplayRequest, SessionRow
-from warmline_proxy.upstream import RestoreFailed
+from warmline_proxy.upstream import Refused, RestoreFailed
 from warmline_wire.keys import TOKEN_BYTES
 from warmline_wire.messages import FirstLogits, Layout
 
@@ -55,7 +55,7 @@ class Replayer:
     async def _replay(self, row: SessionRow) -> Replay:
         try:
             replay = await self._compared(row)
-        except OtherModel as error:
+        except (OtherModel, Refused) as error:  # of a prompt that is too long by now, for one
             replay = _skipped(row, str(error))
         self._metrics.audits.labels(why=REPLAY, outcome=replay.outcome).inc()
         return replay

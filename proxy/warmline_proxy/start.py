@@ -12,6 +12,7 @@ import msgspec
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life, held_at
+from warmline_proxy.metrics import Metrics
 from warmline_proxy.plan import RESTORED, Plan, Running, cold_plan, decide
 from warmline_proxy.rows import Match
 from warmline_proxy.upstream import Broken, RestoreFailed, Unreachable, Upstream, UpstreamError
@@ -45,12 +46,14 @@ class Starter:
         index: Index,
         knowledge: Knowledge,
         watchdog: Watchdog,
+        metrics: Metrics,
         checkpoint_gap_max: int,
     ) -> None:
         self._upstream = upstream
         self._index = index
         self._knowledge = knowledge
         self._watchdog = watchdog
+        self._metrics = metrics
         self._checkpoint_gap_max = checkpoint_gap_max
         self._unreadable: Counter[str] = Counter()
 
@@ -174,6 +177,7 @@ class Starter:
         except (IndexFailure, OSError) as failure:
             log.error("%s could not be quarantined: %s", refused.bad, failure)
             return _Restored(why_not=why_not)
+        self._metrics.quarantined.labels(reason=refused.reason).inc()
         return _Restored(why_not=why_not, plan_again=True)
 
     def _given_up(self, file_id: str) -> bool:

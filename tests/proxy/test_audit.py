@@ -18,9 +18,11 @@ from warmline_proxy.config import Config
 from warmline_proxy.index import IndexFailure
 from warmline_proxy.metrics import Metrics
 from warmline_proxy.plan import on_grid
+from warmline_proxy.recompute import Recomputer
 from warmline_proxy.rows import Replay, ReplayReply, ReplayRequest, RequestRecord
+from warmline_proxy.upstream import Refused
 from warmline_wire.home import Home
-from warmline_wire.messages import HEADER_BACKGROUND, HEADER_REUSE, decode, encode
+from warmline_wire.messages import HEADER_BACKGROUND, HEADER_REUSE, FirstLogits, decode, encode
 
 TEXT = "word " * 40
 ASKED = f"<user>{TEXT}\n<assistant>"
@@ -152,6 +154,58 @@ async def test_where_what_is_stored_agrees_all_goes(tmp_path: Path) -> None:
         await audits(proxy)
         assert (await records(proxy))[-1].audit == "differs"
         assert proxy.index.quarantined() and not proxy.index.segments() and not backend.held
+
+
+@on_loop
+async def test_while_it_is_searched_nothing_like_it_is_used(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        backend = proxy.backend
+        backend.cold_logprobs = [-3.0, -3.0]
+        backend.restoring_allowed.clear()
+        await talk(proxy)
+        await backend.called("restore")
+        cold = await proxy.chat(**turn(2, backend))
+        assert cold.headers["X-Warmline-Cache"] == "cold 0"
+        assert (await records(proxy))[-1].why_not_warmer == "what is stored after token 0 is suspect"
+        backend.restoring_allowed.set()
+        await audits(proxy)
+        warm = await proxy.chat(**turn(3, backend))
+        assert warm.headers["X-Warmline-Cache"] == "resident 300", "that was computed without it, and stays"
+
+
+@on_loop
+async def test_a_proxy_that_stops_in_the_midst_of_that_takes_all_out(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        backend = proxy.backend
+        backend.cold_logprobs = [-3.0, -3.0]
+        backend.restoring_allowed.clear()
+        await talk(proxy)
+        await backend.called("restore")
+        await proxy.stop_proxy()
+        proxy.index.flush()
+        assert proxy.index.requests(1)[0].audit == "differs"
+        assert proxy.index.quarantined() and not proxy.index.segments()
+        backend.restoring_allowed.set()
+
+
+@on_loop
+async def test_who_was_just_restoring_it_starts_otherwise(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        backend = proxy.backend
+        await talk(proxy, 1)
+        await proxy.settled()
+        backend.restart()
+        backend.restoring_allowed.clear()
+        restoring = asyncio.create_task(proxy.chat(**turn(1, backend)))
+        await backend.called("restore")
+        (life,) = list(proxy.app[LIVES])
+        life.suspect = True
+        for row in proxy.index.segments():
+            proxy.index.quarantine(row.id, "suspect")
+        backend.restoring_allowed.set()
+        assert (await restoring).headers["X-Warmline-Cache"] == "cold 0"
+        await proxy.settled()
+        assert len(backend.held) == 1 and proxy.index.segments(), "what it has computed is kept"
 
 
 @on_loop
@@ -441,6 +495,7 @@ def test_the_newest_goes_where_too_many_wait_and_who_collapsed_comes_first(tmp_p
     found.consider(life("collapsed too", collapse="digits"))
     assert waiting(found)[:3] == ["collapsed", "collapsed too", "0"] and len(waiting(found)) == WAITING_MAX
     assert [name for name, *_ in noted] == ["late", str(WAITING_MAX - 1), str(WAITING_MAX - 2)]
+    assert f"warmline_audits_waiting {WAITING_MAX}" in found._metrics.exposition().decode()
 
 
 def test_what_waits_is_bounded_in_bytes_too(tmp_path: Path) -> None:
@@ -495,6 +550,21 @@ async def test_a_replay_that_can_not_be_restored_is_damaged(tmp_path: Path) -> N
         (replay,) = await replayed(proxy)
         assert replay.outcome == "damaged" and "checksum" in replay.detail and replay.quarantined == 1
         assert [row.reason for row in proxy.index.quarantined()] == ["checksum"]
+
+
+@on_loop
+async def test_a_conversation_that_the_backend_refuses_does_not_end_the_replay_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuses(self: Recomputer, root: bytes, tokens: bytes) -> FirstLogits:
+        raise Refused(400, b'{"error": {"message": "too long"}}')
+
+    async with pair(tmp_path) as proxy:
+        await talk(proxy, 1)
+        await proxy.settled()
+        monkeypatch.setattr(Recomputer, "cold", refuses)
+        (replay,) = await replayed(proxy)
+        assert (replay.outcome, replay.detail) == ("skipped", "400: too long")
 
 
 @on_loop

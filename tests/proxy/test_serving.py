@@ -110,6 +110,8 @@ async def test_a_damaged_segment_is_set_aside_and_the_answer_is_right(tmp_path: 
         bad = proxy.backend.calls["restore"][0].chain[-1].id
         assert [row.id for row in proxy.index.quarantined()] == [bad]
         assert "checksum" in (await proxy.settled())[0].why_not_warmer
+        async with proxy.client.get(f"{proxy.url}/metrics") as metrics:
+            assert 'warmline_quarantined_total{reason="checksum"} 1.0' in await metrics.text()
 
 
 @on_loop
