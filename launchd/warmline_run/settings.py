@@ -174,7 +174,7 @@ SETTINGS: dict[str, Setting] = {
             "observe",
             one_of(*GARBAGE_GUARD),
             "WHAT",
-            "observe: audit a warm answer at once that collapses into repetition; off",
+            "observe: audit a warm answer that collapses into repetition before all others; off",
         ),
         Setting("prefill_step_size", 2048, whole(1, 65536), "TOKENS", "tokens that prefill computes at a time"),
         Setting(
