@@ -323,8 +323,8 @@ class Duel:
 
 
 def start_of(reply: Reply) -> str:
-    """As "restored 812"."""
-    return next(value for name, value in reply.headers.items() if name.lower() == CACHE)
+    """As "restored 812"; a client that heard signs of life before the plan was made is not told."""
+    return next((value for name, value in reply.headers.items() if name.lower() == CACHE), "unknown")
 
 
 def leave(asked: Asked, gate: Gate) -> None:
