@@ -36,6 +36,7 @@ class Call:
 
     id: str
     events: "asyncio.Queue[Event]" = field(default_factory=asyncio.Queue)
+    background: bool = False
     submitted: bool = False  # the engine has it, or is about to
     cancelled: bool = False  # before that
     alone: bool = False  # it goes on without a client
@@ -84,7 +85,7 @@ class Generations:
         """Hand a generation to the engine.  Raises Cancelled where that was asked for meanwhile."""
         if call.cancelled:
             raise Cancelled
-        call.submitted = True
+        call.submitted, call.background = True, generation.background
         try:
             await asyncio.wrap_future(self._engine.ask(lambda scheduler: scheduler.submit(generation)))
         except Exception:
@@ -125,6 +126,12 @@ class Generations:
         """Cancel all, without waiting."""
         for call in list(self._calls.values()):
             self._give_up(call)
+
+    def let_background_go(self) -> None:
+        """Cancel what nobody waits for, without waiting."""
+        for call in list(self._calls.values()):
+            if call.background:
+                self._give_up(call)
 
     def end_all(self, reason: str) -> None:
         """The engine has ended: whoever still listens hears of it."""

@@ -117,8 +117,9 @@ class Service:
         return self._config.prefill_step_size if self._config.reuse == "exact" else 0
 
     def shut_down(self) -> None:
-        """Refuse what is new; what runs goes on."""
+        """Refuse what is new; what runs goes on, unless it is in the background."""
         self._shutting_down = True
+        self.generations.let_background_go()
 
     def let_all_go(self) -> None:
         """Cancel what is under way but saves; without waiting."""

@@ -18,7 +18,15 @@ from warmline_backend import drain as draining
 from warmline_backend.config import ConfigError, parse_config
 from warmline_backend.drain import drain
 from warmline_wire.home import Home
-from warmline_wire.messages import HEADER_REQUEST, PromptRequest, RestoreRequest, SaveRequest, SegmentSpec
+from warmline_wire.messages import (
+    HEADER_BACKGROUND,
+    HEADER_PROMPT,
+    HEADER_REQUEST,
+    PromptRequest,
+    RestoreRequest,
+    SaveRequest,
+    SegmentSpec,
+)
 
 FolderOf = Callable[..., Path]
 FEW = {**BODY, "max_tokens": 300}
@@ -49,6 +57,28 @@ def test_what_runs_ends_by_itself_and_nothing_new_begins(tiny_folder: FolderOf, 
         spec = SegmentSpec(id="a" * 32, start=0, end=end.prefilled_until)
         save = SaveRequest(request_id="s", resident=end.resident, segments=[spec])
         assert (await backend.json("POST", "/kv/save", save))[0] == 200
+        await asyncio.wait_for(task, WAIT_S)
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_what_is_in_the_background_is_not_waited_for(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "SAVES_WAIT_S", 0.01)  # nobody saves what the other one leaves
+
+    async def work(backend: Live) -> None:
+        audited = await backend.prompt({**BODY, "max_tokens": 1})
+        async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
+            await until(response, b'"content":"')
+            headers = {HEADER_REQUEST: "b", HEADER_PROMPT: audited.prompt_id, HEADER_BACKGROUND: "1"}
+            async with backend.call("POST", "/v1/chat/completions", **headers) as background:
+                hurry = asyncio.Event()
+                task = drained(backend, WAIT_S, hurry)
+                assert (await settled(background)).finish == "cancelled"
+                assert backend.service.generations.under_way == ["a"]
+                hurry.set()
+            assert (await settled(response)).finish == "cancelled"
         await asyncio.wait_for(task, WAIT_S)
 
     with_backend(tiny_folder("llama"), tmp_path, work)
