@@ -69,17 +69,15 @@ class Condemner:
 
     async def _take_out(self, suspicion: Suspicion, residents: Iterable[str]) -> list[str]:
         """The ids of the files."""
-        for resident in residents:
+        for resident in residents:  # first: what is still there when the files go might be saved again
             self._knowledge.mirror.shun(resident)
-        files = list[str]()
+            await self._drop(resident)
         try:
-            files = await self._quarantine(suspicion)
+            return await self._quarantine(suspicion)
         except IndexFailure as error:
             log.error("what is suspect is not used, and can't be quarantined yet: %s", error)
             self._background.spawn(self._quarantine_later(suspicion), "quarantine")
-        for resident in residents:
-            await self._drop(resident)
-        return files
+            return []
 
     async def _quarantine(self, suspicion: Suspicion) -> list[str]:
         """Raises IndexFailure."""
