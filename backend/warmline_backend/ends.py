@@ -26,6 +26,7 @@ class Ends:
         self._served, self._lineup, self._residents = served, lineup, residents
         self._boot, self._keeps = boot, keeps
         self.changed: Callable[[], None] = _unheard  # called before a listener hears of an end
+        self.failures = 0  # steps that failed, in all the time of this process
         self.doubtful = False  # a batch was discarded, and it is not known yet whether the device still computes
 
     def end(self, sequence: Sequence, finish: str, error: str = "") -> Settled:
@@ -46,6 +47,7 @@ class Ends:
         """After an exception in a step: nothing of this batch is kept, and none of it is known to be to blame."""
         log.error("a step failed and its batch is discarded", exc_info=error)
         self.doubtful = True
+        self.failures += 1
         for sequence in sequences:
             self._tell(sequence, "discarded", "", f"the engine failed: {error}")
 
@@ -62,6 +64,8 @@ class Ends:
         if not (end := kv.deepest_place(kv.length)):
             return ""
         kv.truncate(end)  # in exact mode, to the grid
+        if kv.grid:
+            kv.give_room_back()
         kv.capture_window()
         kv.capture_checkpoint()
         self._residents.make_room(self._lineup.bytes_held + kv.nbytes)

@@ -14,6 +14,7 @@ from mlx.utils import tree_reduce
 from warmline_backend.codecs import CacheLayout, Kind, Leaf, flatten, rebuild
 
 CHECKPOINTS_KEPT = 3  # besides the first, which ends system and tools: where a next turn may part ways
+ROOM_MAX = 1.25  # times its rows, of what comes to rest in exact mode
 
 T = TypeVar("T")
 Named = dict[str, mx.array]  # "layer.component.field" -> array
@@ -216,6 +217,16 @@ class KV:
         if position < self.length:
             self._go_back(position)
         self.window_kept, self.grid_end = (0, {}), position
+
+    def give_room_back(self) -> None:
+        """Have buffers as long as its rows, where they are much longer: a long answer may have been forgotten."""
+        if self.room <= ROOM_MAX * self.length:
+            return
+        leaves = self._leaves()
+        for n, leaf in self.layout.of_kind(Kind.ROWS):
+            fields = leaf.codec.rows(leaves[n], self.index, self.length, 0, self.length)
+            leaves[n] = leaf.codec.build(_detach(fields), self.length, leaf.template)
+        self.layers, self.index = rebuild(self.layout.template, iter(leaves)), 0
 
     def _go_back(self, position: int) -> None:
         leaves = self._leaves()

@@ -324,6 +324,18 @@ def test_nothing_past_the_grid_is_saved(family: str, root: Path) -> None:
     assert drive.run(prompt_of(LENGTH), 4, resident=running.settled.resident, reuse=192).reused == 192
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("gemma3", "qwen3_5")])
+def test_a_long_answer_leaves_no_room_behind(family: str, root: Path, recorder: Recorder) -> None:
+    """What is kept of it is a part: memory for the rest would push others out."""
+    drive = drive_of(family, root)
+    resident = drive.run(prompt_of(100), 500).settled.resident
+    kv = drive.scheduler.residents.kv(resident)
+    assert kv is not None and kv.room == kv.length == 96
+    assert drive.scheduler.residents.bytes_held < 1.1 * drive.served.bytes_of(96) + drive.served.state_bytes
+    again = drive.run(prompt_of(LENGTH), ANSWER, resident=resident, reuse=96)
+    assert_cold(recorder.of(again), drive, root, prompt_of(LENGTH))
+
+
 @pytest.mark.parametrize("family", ["gemma3", "baichuan_m1"])
 def test_the_place_to_come_back_to_is_counted_and_given_up(family: str, root: Path) -> None:
     drive = drive_of(family, root)
