@@ -172,7 +172,7 @@ class Settler:
             self._behind = True
 
     async def _save(self, unsaved: "_Unsaved") -> "_Saved":
-        """Raises _SavingFails where it does, or did just now; the resident is no longer leased then."""
+        """Raises NoRoom, or _SavingFails where saving does, or did just now; the resident is no longer leased then."""
         try:
             if self._persistence.may_try():
                 return await self._save_now(unsaved)
@@ -181,13 +181,18 @@ class Settler:
         except TimedOut as error:
             self._persistence.failed(FILES, "ETIMEDOUT", str(error))
         except NoRoom:
+            await self._expect_no_save(unsaved)
             raise
         except IndexFailure as error:
             self._persistence.failed(INDEX, error.code or "index", str(error))
         self._behind = True
+        await self._expect_no_save(unsaved)
+        raise _SavingFails
+
+    async def _expect_no_save(self, unsaved: "_Unsaved") -> None:
+        """Memory is not held for what won't be written: others may be waiting for it."""
         if resident := unsaved.source.resident:
             await self._upstream.order_residents([*self._knowledge.mirror.durable(), resident])
-        raise _SavingFails
 
     async def _save_now(self, unsaved: "_Unsaved") -> "_Saved":
         """The index plans, the backend writes, one transaction makes it count."""

@@ -10,7 +10,7 @@ from drive import Drive, Heard
 from families import cold, prompt_of, served
 
 from warmline_backend.decode import DecodeGroup
-from warmline_backend.scheduler import DeviceBroken
+from warmline_backend.scheduler import FAILURES_MAX, DeviceBroken
 
 
 class Planted(Exception):
@@ -57,6 +57,17 @@ def test_a_fault_in_prefill_is_told_and_not_tried_again(root: Path) -> None:
     heard = drive.run(prompt_of(40))
     assert heard.settled.finish == "discarded" and drive.scheduler.idle
     assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
+
+
+def test_a_process_with_many_failed_steps_is_left(root: Path) -> None:
+    drive = failing(root, 0)
+    for number in range(FAILURES_MAX - 1):
+        drive.scheduler._ends.discard([], Planted(number))
+        drive.turn()
+    assert drive.run(prompt_of(40), 5).settled.finish == "length"
+    drive.scheduler._ends.discard([], Planted("the last"))
+    with pytest.raises(DeviceBroken, match="steps have failed"):
+        drive.turn()
 
 
 def test_a_device_that_computes_nothing_any_more_ends_the_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

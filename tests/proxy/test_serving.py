@@ -56,6 +56,17 @@ async def test_after_both_restarted_it_is_restored_from_disk(tmp_path: Path) -> 
 
 
 @on_loop
+async def test_what_the_budget_can_not_hold_is_not_kept_in_memory_for_a_save(tmp_path: Path) -> None:
+    """Others may be waiting for that memory."""
+    async with pair(tmp_path, disk_budget_bytes=200_000) as proxy:
+        await proxy.chat("word " * 800)
+        record = (await proxy.settled())[0]
+        assert (record.outcome, record.saved_tokens) == ("ok", 0)
+        (resident,) = (await proxy.status())["residents"]
+        assert proxy.backend.calls["order"][-1] == [resident["id"]] and "save" not in proxy.backend.calls
+
+
+@on_loop
 async def test_exact_mode_is_refused_where_the_backend_is_in_another(tmp_path: Path) -> None:
     """Each process is told its mode: under launchd one of them may have been started with another."""
     async with pair(tmp_path, reuse="exact") as proxy:
