@@ -7,6 +7,7 @@ differs is taken out of use, unless two cold runs differ as well: then it is the
 import asyncio
 import logging
 import random
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -48,6 +49,7 @@ class Case:
     first: FirstLogits
     layout: Layout
     why: str  # CHANCE or GUARD
+    started: float  # time.monotonic() by which it had
     collapse: str = ""  # what the guard saw
 
 
@@ -161,7 +163,7 @@ class Auditor:
             next(iter(likeliest(cold)), -1),
         )
         condemned = await self._condemner.condemn(
-            Contradiction(case.root, case.tokens, case.reuse, cold, case.layout, verdict.tolerance)
+            Contradiction(case.root, case.tokens, case.reuse, cold, case.layout, verdict.tolerance, case.started)
         )
         log.error(
             "AUDIT request=%s: wrong from token %d on; %d files are quarantined",
@@ -224,5 +226,14 @@ def _case(life: Life) -> Case | None:
     plan, settled, collapse = life.trace.plan, life.trace.settled, life.trace.collapse
     if life.suspect or not (plan and settled and settled.first and life.prompt and life.layout):
         return None
-    why = GUARD if collapse else CHANCE
-    return Case(life.trace.id, life.root, life.prompt.tokens, plan.reuse, settled.first, life.layout, why, collapse)
+    return Case(
+        request_id=life.trace.id,
+        root=life.root,
+        tokens=life.prompt.tokens,
+        reuse=plan.reuse,
+        first=settled.first,
+        layout=life.layout,
+        why=GUARD if collapse else CHANCE,
+        started=time.monotonic(),
+        collapse=collapse,
+    )

@@ -32,6 +32,7 @@ class Contradiction:
     cold: FirstLogits
     layout: Layout
     tolerance: float  # what differs by no more agrees; in exact mode only what is equal does
+    started: float  # time.monotonic() by which it had started
 
 
 class Blame:

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ log = logging.getLogger(__name__)
 
 SUSPECT = "suspect"
 RETRY_INTERVAL_S = 5.0
+REMEMBERED_MAX = 32
 
 
 @dataclass(frozen=True)
@@ -45,21 +48,38 @@ class Condemner:
     ) -> None:
         self._index, self._upstream, self._knowledge, self._lives = index, upstream, knowledge, lives
         self._settler, self._blame, self._metrics, self._background = settler, blame, metrics, background
+        self._past: deque[tuple[float, Suspicion]] = deque(maxlen=REMEMBERED_MAX)  # since when, time.monotonic()
 
     async def condemn(self, case: Contradiction) -> Condemned:
         """Returns when it is out of use for good, or, while the index can't be written, at least out of use.
 
-        Where it is cancelled, what is not known to be good by then goes.
+        Where it is cancelled, what is not known to be good by then goes.  Who had started before the same was taken out
+        changes nothing: what is stored there now was computed since.
         """
-        suspicion = self._knowledge.suspect(case.root, case.tokens)
+        if (earlier := self._explained_by(case)) is not None:
+            return Condemned(earlier.good, 0)
+        since, suspicion = time.monotonic(), self._knowledge.suspect(case.root, case.tokens)
         residents = self._knowledge.mirror.candidates(case.root, case.tokens)  # those to come are computed anew
         self._mark_who_has_started(case.root, case.tokens)
         try:
             await self._blame.narrow(case, suspicion)
         finally:
+            self._past.append((since, suspicion))
             wrong = [each.resident for each in residents if each.common > suspicion.good]
             files = await asyncio.shield(self._background.spawn(self._take_out(suspicion, wrong), "quarantine"))
         return Condemned(suspicion.good, len(files))
+
+    def _explained_by(self, case: Contradiction) -> Suspicion | None:
+        return next(
+            (
+                each
+                for since, each in self._past
+                if case.started < since
+                and each.root == case.root
+                and common_prefix(each.tokens, case.tokens) > each.good
+            ),
+            None,
+        )
 
     def _mark_who_has_started(self, root: bytes, tokens: bytes) -> None:
         for life in self._lives:

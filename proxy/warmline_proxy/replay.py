@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import time
+from dataclasses import replace
 
 from warmline_proxy.audit import told
 from warmline_proxy.blame import Contradiction
@@ -15,7 +17,7 @@ from warmline_proxy.recompute import OtherModel, Recomputer
 from warmline_proxy.rows import Replay, ReplayReply, ReplayRequest, SessionRow
 from warmline_proxy.upstream import Refused, RestoreFailed
 from warmline_wire.keys import TOKEN_BYTES
-from warmline_wire.messages import FirstLogits, Layout
+from warmline_wire.messages import FirstLogits
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class Replayer:
         return replay
 
     async def _compared(self, row: SessionRow) -> Replay:
-        layout = (await self._knowledge.status()).layout
+        started, layout = time.monotonic(), (await self._knowledge.status()).layout
         stored = (await asyncio.to_thread(self._index.stored_tokens, row.leaf))[: row.tokens * TOKEN_BYTES]
         # One token is always left to compute: so that all that is stored is used, one more, whichever, comes after it.
         tokens = stored + stored[-TOKEN_BYTES:]
@@ -80,20 +82,17 @@ class Replayer:
             return await self._set_aside(row, plan, error)
         if warm is None:
             return _skipped(row, "others needed the backend's memory")
-        return await self._judged(row, tokens, plan, warm, cold, layout)
+        case = Contradiction(row.root, tokens, plan.reuse, cold, layout, self._tolerance, started)
+        return await self._judged(row, plan, warm, case)
 
-    async def _judged(
-        self, row: SessionRow, tokens: bytes, plan: Plan, warm: FirstLogits, cold: FirstLogits, layout: Layout
-    ) -> Replay:
-        verdict, quarantined = compare(warm, cold, layout, self._tolerance), 0
-        if not verdict.agrees and (again := await self._recomputer.cold(row.root, tokens, cut=plan.reuse)):
-            verdict = judge(warm, cold, again, layout, self._tolerance)
+    async def _judged(self, row: SessionRow, plan: Plan, warm: FirstLogits, case: Contradiction) -> Replay:
+        verdict, quarantined = compare(warm, case.cold, case.layout, self._tolerance), 0
+        if not verdict.agrees and (again := await self._recomputer.cold(case.root, case.tokens, cut=case.reuse)):
+            verdict = judge(warm, case.cold, again, case.layout, self._tolerance)
         if not verdict.agrees:
             log.error("AUDIT session=%s %s: %s", row.id, verdict.outcome, told(verdict))
         if verdict.outcome == DIFFERS:
-            condemned = await self._condemner.condemn(
-                Contradiction(row.root, tokens, plan.reuse, cold, layout, verdict.tolerance)
-            )
+            condemned = await self._condemner.condemn(replace(case, tolerance=verdict.tolerance))
             quarantined = condemned.files
             log.error(
                 "AUDIT session=%s: wrong from token %d on; %d files are quarantined",
@@ -112,9 +111,13 @@ class Replayer:
         )
 
     async def _set_aside(self, row: SessionRow, plan: Plan, error: RestoreFailed) -> Replay:
-        """A file that can't be restored is taken out of use, as when a request meets it."""
+        """A file that can't be restored is taken out of use, as when a request meets it; not one that can't be read, as
+        the fault may be the disk's, and pass.
+        """
         refused, aside = error.reply, list[str]()
-        if refused.bad in {link.id for link in plan.chain} | ({plan.checkpoint.id} if plan.checkpoint else set()):
+        if refused.reason != "io" and refused.bad in {link.id for link in plan.chain} | (
+            {plan.checkpoint.id} if plan.checkpoint else set()
+        ):
             aside = await asyncio.to_thread(self._index.quarantine, refused.bad, refused.reason)
             self._metrics.quarantined.labels(reason=refused.reason).inc()
         detail = f"{refused.reason} in {refused.bad}: {refused.detail}"

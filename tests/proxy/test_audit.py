@@ -157,6 +157,31 @@ async def test_where_what_is_stored_agrees_all_goes(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_what_was_computed_since_does_not_pay_for_who_had_started_from_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        noted, note, audits_allowed = [], proxy.index.note_audit, [0]
+
+        def noting(request_id: str, audit: str, guard: str) -> None:
+            noted.append(audit)
+            note(request_id, audit, guard)
+
+        monkeypatch.setattr(proxy.index, "note_audit", noting)
+        monkeypatch.setattr(Auditor, "_is_quiet", property(lambda _: len(noted) < audits_allowed[0]))
+        proxy.backend.cold_logprobs = [-3.0] * 9
+        await talk(proxy, 3)
+        audits_allowed[0] = 1
+        await audits(proxy, 1)
+        assert (await proxy.chat(**turn(3, proxy.backend))).headers["X-Warmline-Cache"] == "cold 0"
+        await proxy.settled()
+        audits_allowed[0] = 2
+        await audits(proxy, 2)
+        assert noted == ["differs", "differs"]
+        assert len(proxy.index.segments()) == 1 and len(proxy.backend.held) == 1
+
+
+@on_loop
 async def test_while_it_is_searched_nothing_like_it_is_used(tmp_path: Path) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         backend = proxy.backend
@@ -541,15 +566,16 @@ async def test_a_replay_that_differs_quarantines(tmp_path: Path) -> None:
         assert not await replayed(proxy)
 
 
+@pytest.mark.parametrize(("reason", "aside"), [("checksum", ["checksum"]), ("io", [])])
 @on_loop
-async def test_a_replay_that_can_not_be_restored_is_damaged(tmp_path: Path) -> None:
+async def test_a_replay_that_can_not_be_restored_is_damaged(tmp_path: Path, reason: str, aside: list[str]) -> None:
     async with pair(tmp_path) as proxy:
         await talk(proxy, 1)
         await proxy.settled()
-        proxy.backend.refuse_restores = ["checksum"]
+        proxy.backend.refuse_restores = [reason]
         (replay,) = await replayed(proxy)
-        assert replay.outcome == "damaged" and "checksum" in replay.detail and replay.quarantined == 1
-        assert [row.reason for row in proxy.index.quarantined()] == ["checksum"]
+        assert replay.outcome == "damaged" and reason in replay.detail and replay.quarantined == len(aside)
+        assert [row.reason for row in proxy.index.quarantined()] == aside
 
 
 @on_loop

@@ -57,7 +57,7 @@ class Files:
 
 def found(files: Files, reuse: int, facts: Layout) -> int:
     suspicion = Suspicion(b"root", packed(b"x" * PROMPT))
-    case = Contradiction(b"root", suspicion.tokens, reuse, COLD, facts, 1e-3)
+    case = Contradiction(b"root", suspicion.tokens, reuse, COLD, facts, 1e-3, started=0.0)
     asyncio.run(Blame(files, files).narrow(case, suspicion))  # type: ignore[arg-type]
     return suspicion.good
 
