@@ -89,6 +89,11 @@ class Plan:
     checkpoint: CheckpointRef | None = None
     checkpoints: tuple[int, ...] = ()  # where to keep recurrent state while prefilling
 
+    @property
+    def files(self) -> list[str]:
+        """The ids of what is on disk of it."""
+        return [link.id for link in self.chain] + ([self.checkpoint.id] if self.checkpoint else [])
+
 
 def decide(
     prompt: Prompt,

@@ -37,7 +37,6 @@ class Recomputer:
     async def restored(self, root: bytes, tokens: bytes, plan: Plan) -> FirstLogits | None:
         """As `cold`, from the plan's chain.  Raises RestoreFailed where a file is at fault."""
         request_id = _new_id()
-        files = [link.id for link in plan.chain] + ([plan.checkpoint.id] if plan.checkpoint else [])
         request = RestoreRequest(
             request_id=request_id,
             tokens=tokens[: plan.reuse * TOKEN_BYTES],
@@ -45,11 +44,11 @@ class Recomputer:
             checkpoint=plan.checkpoint,
             root=root,
         )
-        self._index.lease(files)
+        self._index.lease(plan.files)
         try:
             resident = (await self._upstream.restore(request)).resident
         finally:
-            self._index.release(files)
+            self._index.release(plan.files)
         self._mirror.shun(resident)  # nobody else's: it may be what is wrong
         try:
             return await self._first(root, tokens, replace(plan, resident=resident), request_id)

@@ -115,9 +115,7 @@ class Replayer:
         the fault may be the disk's, and pass.
         """
         refused, aside = error.reply, list[str]()
-        if refused.reason != "io" and refused.bad in {link.id for link in plan.chain} | (
-            {plan.checkpoint.id} if plan.checkpoint else set()
-        ):
+        if refused.reason != "io" and refused.bad in plan.files:
             aside = await asyncio.to_thread(self._index.quarantine, refused.bad, refused.reason)
             self._metrics.quarantined.labels(reason=refused.reason).inc()
         detail = f"{refused.reason} in {refused.bad}: {refused.detail}"

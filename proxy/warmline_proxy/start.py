@@ -83,9 +83,8 @@ class Starter:
 
     def _note_use(self, plan: Plan) -> None:
         """What is used is kept, also where it was in memory: its chain is what a restart would need."""
-        used = [link.id for link in plan.chain]
-        if used:
-            self._index.note_use(used + ([plan.checkpoint.id] if plan.checkpoint else []))
+        if plan.files:
+            self._index.note_use(plan.files)
 
     async def _restored(self, life: Life, plan: Plan) -> _Restored:
         """As `_restore`, but given up where neither it nor the engine moves, and in any case after a while.
@@ -133,7 +132,6 @@ class Starter:
         return msgspec.structs.replace(match, why=f"what is stored after token {trusted} is suspect")
 
     async def _restore(self, life: Life, plan: Plan) -> _Restored:
-        files = [link.id for link in plan.chain] + ([plan.checkpoint.id] if plan.checkpoint else [])
         held = held_at(life, plan.reuse)
         request = RestoreRequest(
             request_id=life.trace.id,
@@ -143,7 +141,7 @@ class Starter:
             root=life.root,
         )
         began_s = life.trace.elapsed_s()
-        self._index.lease(files)
+        self._index.lease(plan.files)
         try:
             reply = await self._upstream.restore(request)
             if life.suspect:  # what it was about to start from was found wrong in the meantime
@@ -152,7 +150,7 @@ class Starter:
                 await self._upstream.drop_resident(reply.resident)
                 return _Restored(why_not="what was restored is suspect", plan_again=True)
         except RestoreFailed as error:
-            return await self._set_aside(error, files)
+            return await self._set_aside(error, plan.files)
         except (Unreachable, Broken):  # the backend is lost, and the request is dispatched again
             raise
         except UpstreamError as error:
@@ -160,7 +158,7 @@ class Starter:
             log.log(level, "request %s: restoring %d tokens failed: %s", life.trace.id, plan.reuse, error)
             return _Restored(why_not=f"restore failed: {error}")
         finally:
-            self._index.release(files)
+            self._index.release(plan.files)
             life.trace.restore_s += life.trace.elapsed_s() - began_s
         self._knowledge.mirror.add(reply.resident, held)
         return _Restored(resident=reply.resident)
