@@ -27,7 +27,6 @@ class Ends:
         self._boot, self._keeps = boot, keeps
         self.changed: Callable[[], None] = _unheard  # called before a listener hears of an end
         self.failures = 0  # steps that failed, in all the time of this process
-        self.failures = 0  # steps that failed, in all the time of this process
         self.doubtful = False  # a batch was discarded, and it is not known yet whether the device still computes
 
     def end(self, sequence: Sequence, finish: str, error: str = "") -> Settled:
@@ -48,7 +47,6 @@ class Ends:
         """After an exception in a step: nothing of this batch is kept, and none of it is known to be to blame."""
         log.error("a step failed and its batch is discarded", exc_info=error)
         self.doubtful = True
-        self.failures += 1
         self.failures += 1
         for sequence in sequences:
             self._tell(sequence, "discarded", "", f"the engine failed: {error}")
