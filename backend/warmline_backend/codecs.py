@@ -276,7 +276,7 @@ class CacheLayout:
 
     @property
     def quantized(self) -> str:
-        """"q8" or "q4" where rows are; "" otherwise."""
+        """ "q8" or "q4" where rows are; "" otherwise."""
         return next((f"q{leaf.template.bits}" for leaf in self.leaves if leaf.codec is QUANTIZED), "")
 
     @property
