@@ -16,10 +16,9 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from warmline_proxy import index_files, index_flaws, index_probe, index_save, index_tree, index_verify, index_walk
-from warmline_proxy.index_env import (
-    MAP_BYTES,
+from warmline_proxy.index_env import MAP_BYTES, Env
+from warmline_proxy.index_errors import (
     DamagedIndex,
-    Env,
     IndexFailure,
     IndexFull,
     NoIndex,
@@ -376,7 +375,7 @@ class Index(IndexReader):
                 if (died or probed) and not index_probe.is_readable(self.home.index):
                     raise DamagedIndex("the index is damaged: no process gets through it")
                 with self._env.reading() as tables:
-                    return self._env.begun_anew or any(index_flaws.flaws(tables))
+                    return any(index_flaws.flaws(tables)) or tables.is_begun_anew()
             except DamagedIndex as error:
                 damage = error
             self._submit(lambda: self._env.begin_anew(damage)).result()

@@ -3,93 +3,33 @@
 `index/` holds one directory a generation (1, 2, ...).  Compaction writes the next one from scratch and renames it into
 place, so a crash leaves either; the highest number is the index.  A generation is never rewritten under a reader: LMDB
 keeps the number of the last transaction in a lock file of its own, which must not meet another data file.
-
-    IndexFailure
-    ├── DamagedIndex   its file is no LMDB file (any more), or what is in it can't be read
-    ├── NoIndex        there is none (yet)
-    ├── WrongSchema    another version of Warmline wrote it
-    ├── IndexFull      the map is full and can't grow: nothing more can be written
-    ├── ReadOnlyIndex  the home can't be written to
-    └── NoRoom         the disk budget can't hold a save, whatever is evicted
 """
 
-import errno
 import logging
-import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import lmdb
 import msgspec
 
+from warmline_proxy.index_errors import DamagedIndex, IndexFailure, IndexFull, NoIndex, WrongSchema, failure
 from warmline_proxy.index_files import superseded
-from warmline_proxy.index_tables import TABLES, Tables
+from warmline_proxy.index_gate import Gate, Generation
+from warmline_proxy.index_tables import ANEW_KEY, TABLES, Tables
 from warmline_wire import disk
 
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
 MAP_BYTES = 4 << 30  # virtual and sparse; doubled where it is full
-ALONE_WAIT_S = 10.0  # readers take milliseconds, checking the whole index somewhat longer
 READERS_MAX = 512
 SCHEMA_KEY = b"schema"
 DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
+NONSENSE = (msgspec.DecodeError, ValueError, OverflowError)  # what is made of damaged entries
 
 T = TypeVar("T")
-
-
-class IndexFailure(Exception):
-    """The index can't be opened or written.  `code`: the name of the system's error ("ENOSPC"), where there is one."""
-
-    code = ""
-
-
-class DamagedIndex(IndexFailure):
-    pass
-
-
-class NoIndex(IndexFailure):
-    pass
-
-
-class WrongSchema(IndexFailure):
-    pass
-
-
-class IndexFull(IndexFailure):
-    pass
-
-
-class NoRoom(IndexFailure):
-    pass
-
-
-class ReadOnlyIndex(IndexFailure):
-    code = "EROFS"
-
-
-def is_read_only(error: IndexFailure | OSError) -> bool:
-    """Whether it is the place that can't be written to."""
-    code = error.code if isinstance(error, IndexFailure) else errno.errorcode.get(error.errno or 0, "")
-    return code in ("EROFS", "EACCES", "EPERM")
-
-
-@dataclass
-class _Generation:
-    """An open environment; closed when it is retired and its last transaction has ended."""
-
-    path: Path
-    env: Any
-    handles: dict[str, Any]
-    users: int = 0
-    retired: bool = False
-
-    def map_bytes(self) -> int:
-        return int(self.env.info()["map_size"])
 
 
 class _Nothing:
@@ -134,41 +74,36 @@ class Env:
         self._writable = writable
         self._locks = not alone
         self._map_bytes = map_bytes
-        self._lock = threading.Condition()
-        self._alone_wanted = False
-        self._inside = threading.local()  # how often this thread is
-        self.begun_anew = False  # there was none, or none that could be read: it may lack what is stored
         if writable:
-            self._open_to_write()
+            self._gate = Gate(self._open_to_write())
         else:
-            self._current = self._open_or_nothing() if alone else self._open_newest()
+            self._gate = Gate(self._open_or_nothing() if alone else self._open_newest())
 
-    def _open_to_write(self) -> None:
+    def _open_to_write(self) -> Generation:
         disk.make_folders(self._folder)
         self.tidy()
-        self.begun_anew = not _generations(self._folder)
         try:
-            self._current = self._open_newest()
+            return self._open_newest()
         except DamagedIndex as error:
-            self._replace_by_an_empty_one(error)
+            return self._empty_instead(error)
 
-    def _open_or_nothing(self) -> _Generation:
+    def _open_or_nothing(self) -> Generation:
         try:
             return self._open_newest()
         except (NoIndex, DamagedIndex) as error:
             log.error("%s: nothing of what may be stored can be used", error)
-            return _Generation(self._folder, _Nothing(), dict.fromkeys(TABLES))
+            return Generation(self._folder, _Nothing(), dict.fromkeys(TABLES))
 
     def become_writable(self) -> None:
         """Of an index that was opened to be read, alone; readers wait.  Raises IndexFailure or OSError: it stays so."""
-        with self._alone() as generation:
+        with self._gate.alone() as generation:
             generation.env.close()
             self._writable = self._locks = True
             try:
-                self._open_to_write()
+                self._gate.current = self._open_to_write()
             except BaseException:
                 self._writable = self._locks = False
-                self._current = self._open_or_nothing()
+                self._gate.current = self._open_or_nothing()
                 raise
 
     def tidy(self) -> list[Path]:
@@ -184,17 +119,16 @@ class Env:
     def begin_anew(self, error: DamagedIndex) -> None:
         """Take an empty index for one that turned out not to be readable.  Nobody may be reading it."""
         self.close()
-        self._replace_by_an_empty_one(error)
+        self._gate.current = self._empty_instead(error)
 
-    def _replace_by_an_empty_one(self, error: DamagedIndex) -> None:
+    def _empty_instead(self, error: DamagedIndex) -> Generation:
         # Not set aside: it holds transcripts, which neither a purge nor the budget would ever find again.
         log.error("%s; a new one is made of the files that are stored", error)
         disk.delete_tree(self._folder)
         disk.make_folders(self._folder)
-        self._current = self._open_newest()
-        self.begun_anew = True
+        return self._open_newest()
 
-    def _open_newest(self) -> _Generation:
+    def _open_newest(self) -> Generation:
         for _ in range(3):  # a compaction may take the directory away between the look and the opening
             paths = _generations(self._folder)
             if not paths and not self._writable:
@@ -206,21 +140,21 @@ class Env:
                 continue
         raise NoIndex(f"no index in {self._folder}")
 
-    def _open(self, path: Path) -> _Generation:
-        if self._writable:
-            disk.make_folders(path)
-        elif not (path / "data.mdb").exists():
+    def _open(self, path: Path) -> Generation:
+        if not self._writable and not (path / "data.mdb").exists():
             raise NoIndex(f"no index in {path}")
         try:
+            if self._writable:
+                disk.make_folders(path)
             env = self._environment(path)
             if self._writable:
                 _lengthen(env, path)
         except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
             raise DamagedIndex(f"the index in {path} is damaged: {error}") from error
         except (lmdb.Error, OSError) as error:
-            raise _failure(f"can't open the index in {path}", error) from error
+            raise failure(f"can't open the index in {path}", error) from error
         try:
-            return _Generation(path, env, self._handles(env, path))
+            return Generation(path, env, self._handles(env, path))
         except (lmdb.Error, IndexFailure) as error:
             env.close()
             if isinstance(error, IndexFailure):
@@ -250,6 +184,7 @@ class Env:
                 handles = {name: env.open_db(name.encode(), txn=txn) for name in TABLES}
                 if txn.get(SCHEMA_KEY, db=handles["meta"]) is None:
                     txn.put(SCHEMA_KEY, str(SCHEMA).encode(), db=handles["meta"])
+                    txn.put(ANEW_KEY, b"", db=handles["meta"])
         else:  # not within one transaction: LMDB forgets what was opened in a read transaction when that ends
             handles = {name: env.open_db(name.encode(), create=False) for name in TABLES}
         with env.begin() as txn:
@@ -269,11 +204,11 @@ class Env:
         """A consistent snapshot; never waits for a transaction of the writer."""
         if not self._writable:
             self._follow_growth()
-        with self._using() as generation:
+        with self._gate.using() as generation:
             try:
                 with generation.env.begin() as txn:
                     yield Tables(txn, generation.handles)
-            except (*DAMAGE, msgspec.DecodeError) as error:
+            except (*DAMAGE, *NONSENSE) as error:
                 raise DamagedIndex(f"the index is damaged ({error}); cachectl verify --repair mends it") from error
             except lmdb.Error as error:
                 raise IndexFailure(f"can't read the index: {error}") from error
@@ -283,6 +218,8 @@ class Env:
 
         Where the map is full it grows, and `change` is run again.
         """
+        if self._gate.current.lost:
+            self._open_again()
         while True:
             try:
                 return self._write(change)
@@ -290,11 +227,11 @@ class Env:
                 self._grow()
             except lmdb.PanicError as error:  # LMDB could not finish a write; what was committed is whole
                 self._open_again()
-                raise _failure("can't write the index", error) from error
+                raise failure("can't write the index", error) from error
 
     def _write(self, change: Callable[[Tables], T]) -> T:
         """Raises MapFullError, PanicError, IndexFailure."""
-        with self._using() as generation:
+        with self._gate.using() as generation:
             try:
                 with _committing(generation.env) as txn:
                     tables = Tables(txn, generation.handles)
@@ -303,14 +240,14 @@ class Env:
                 return result
             except (lmdb.MapFullError, lmdb.PanicError):
                 raise
-            except (*DAMAGE, msgspec.DecodeError) as error:
+            except (*DAMAGE, msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise DamagedIndex(f"the index is damaged ({error}); cachectl verify --repair mends it") from error
             except (lmdb.Error, OSError) as error:
-                raise _failure("can't write the index", error) from error
+                raise failure("can't write the index", error) from error
 
     def _grow(self) -> None:
         """Twice the map.  Raises IndexFull where there is no address space or memory for it."""
-        with self._alone() as generation:
+        with self._gate.alone() as generation:
             old = generation.map_bytes()
             try:
                 disk.in_lmdb("grow", lambda: generation.env.set_mapsize(2 * old))
@@ -321,35 +258,42 @@ class Env:
         log.info("the map of the index grew to %d KiB", self._map_bytes >> 10)
 
     def _open_again(self) -> None:
-        with self._alone() as generation:
+        """Where that fails nobody can use it, until a later write finds that it works."""
+        self._gate.current.lost = True
+        with self._gate.alone() as generation:
             self._replace(generation)
 
-    def _replace(self, generation: _Generation) -> None:
-        """Close an environment and open it anew.  Alone."""
+    def _replace(self, generation: Generation) -> None:
+        """Close an environment and open the newest.  Alone."""
+        generation.lost = True
         generation.env.close()
-        fresh = self._open(generation.path)
-        generation.env, generation.handles = fresh.env, fresh.handles
+        self._gate.current = self._open_newest()
 
     def _follow_growth(self) -> None:
         """Map as much as the process that writes does."""
-        with self._using() as generation:
+        with self._gate.using() as generation:
             try:
                 generation.env.begin().abort()
                 return
             except lmdb.MapResizedError:
                 pass
-        with self._alone() as generation:
+            except lmdb.Error as error:
+                raise IndexFailure(f"can't read the index: {error}") from error
+        with self._gate.alone() as generation:
             generation.env.set_mapsize(0)
 
     def bytes_used(self) -> int:
         """What the index takes on disk: its used pages, not the sparse map."""
-        with self._using() as generation:
-            pages = int(generation.env.info()["last_pgno"]) + 1
-            return pages * int(generation.env.stat()["psize"])
+        with self._gate.using() as generation:
+            try:
+                pages = int(generation.env.info()["last_pgno"]) + 1
+                return pages * int(generation.env.stat()["psize"])
+            except lmdb.Error as error:
+                raise IndexFailure(f"can't read the index: {error}") from error
 
     def reader_check(self) -> int:
         """Free the slots (and so the pages) of readers that were killed."""
-        with self._using() as generation:
+        with self._gate.using() as generation:
             try:
                 return int(generation.env.reader_check())
             except lmdb.Error as error:
@@ -360,78 +304,41 @@ class Env:
 
         LMDB's own compacting copy copies pages as they are, with what was deleted still in their slack.
         """
-        number = int(self._current.path.name) + 1
+        try:
+            old = self._gate.take(self._compacted())
+            disk.delete_tree(old.path)  # whoever still reads it has it open
+        except (lmdb.Error, OSError) as error:
+            raise failure("can't compact the index", error) from error
+
+    def _compacted(self) -> Generation:
+        number = int(self._gate.current.path.name) + 1
         draft, path = self._folder / f".{number}{disk.DRAFT_SUFFIX}", self._folder / str(number)
         disk.delete_tree(draft)
         fresh = self._open(draft)
         try:
-            _copy(self._current, fresh)
-        except (lmdb.Error, OSError) as error:
-            raise _failure("can't compact the index", error) from error
+            _copy(self._gate.current, fresh)
         finally:
             fresh.env.close()
         disk.rename(draft, path)
-        disk.sync_folder(self._folder)
         try:
-            fresh = self._open(path)
-        except IndexFailure:
-            disk.rename(path, draft)  # else the next start would take it for the index, without what is yet to come
-            disk.delete_tree(draft)
+            disk.sync_folder(self._folder)
+            return self._open(path)
+        except (IndexFailure, OSError):
+            self._take_back(path, draft)
             raise
-        with self._lock:
-            old, self._current = self._current, fresh
-        disk.delete_tree(old.path)  # whoever still reads it has it open
-        self._retire(old)
+
+    def _take_back(self, path: Path, draft: Path) -> None:
+        """Else the next start would take it for the index, without what is yet to come."""
+        try:
+            disk.rename(path, draft)
+            disk.delete_tree(draft)
+        except OSError:
+            if path.exists():  # then so must we
+                self._open_again()
 
     def close(self) -> None:
         """Waits for who is inside."""
-        self._retire(self._current)
-        with self._lock:
-            self._lock.wait_for(lambda: not self._current.users, ALONE_WAIT_S)
-
-    @contextmanager
-    def _using(self) -> Iterator[_Generation]:
-        depth = getattr(self._inside, "depth", 0)
-        with self._lock:
-            if not depth:  # who is inside already is waited for
-                self._lock.wait_for(lambda: not self._alone_wanted)
-            generation = self._current
-            if generation.retired:
-                raise IndexFailure("the index is closed")
-            generation.users += 1
-        self._inside.depth = depth + 1
-        try:
-            yield generation
-        finally:
-            self._inside.depth = depth
-            with self._lock:
-                generation.users -= 1
-                if generation.retired and generation.users == 0:
-                    generation.env.close()
-                self._lock.notify_all()
-
-    @contextmanager
-    def _alone(self) -> Iterator[_Generation]:
-        """Nobody else is inside meanwhile; newcomers wait.  Raises IndexFull where somebody does not come to an end."""
-        with self._lock:
-            self._alone_wanted = True
-            generation = self._current
-            empty = self._lock.wait_for(lambda: not generation.users, ALONE_WAIT_S)
-        try:
-            if not empty:
-                raise IndexFull("the map of the index is full, and can't grow while somebody reads it for so long")
-            yield generation
-        finally:
-            with self._lock:
-                self._alone_wanted = False
-                self._lock.notify_all()
-
-    def _retire(self, generation: _Generation) -> None:
-        with self._lock:
-            closing = not generation.retired and generation.users == 0
-            generation.retired = True
-        if closing:
-            generation.env.close()
+        self._gate.close()
 
 
 @contextmanager
@@ -444,14 +351,6 @@ def _committing(env: Any) -> Iterator[Any]:
     except BaseException:
         txn.abort()
         raise
-
-
-def _failure(what: str, error: Exception) -> IndexFailure:
-    """lmdb tells the system's errors in words alone."""
-    failure = IndexFailure(f"{what}: {error}")
-    codes = (code for code in errno.errorcode if os.strerror(code) in str(error))
-    failure.code = errno.errorcode.get(next(codes, 0), "EIO")
-    return failure
 
 
 def _lengthen(env: Any, path: Path) -> None:
@@ -471,8 +370,10 @@ def _generations(folder: Path) -> list[Path]:
         raise NoIndex(f"no index in {folder}") from error
 
 
-def _copy(old: _Generation, new: _Generation) -> None:
+def _copy(old: Generation, new: Generation) -> None:
     with old.env.begin() as source, _committing(new.env) as target:
         for name in TABLES:
             for key, value in source.cursor(db=old.handles[name]):
                 target.put(key, value, db=new.handles[name])
+        if source.get(ANEW_KEY, db=old.handles["meta"]) is None:
+            target.delete(ANEW_KEY, db=new.handles["meta"])

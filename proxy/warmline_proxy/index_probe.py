@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from warmline_proxy.index_env import DamagedIndex, Env
+from warmline_proxy.index_env import Env
+from warmline_proxy.index_errors import DamagedIndex
 from warmline_proxy.index_flaws import flaws
 from warmline_wire import disk
 from warmline_wire.home import Home

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from warmline_proxy import eviction
-from warmline_proxy.index_env import NoRoom
+from warmline_proxy.index_errors import NoRoom
 from warmline_proxy.index_tables import Tables, blocks_within
 from warmline_proxy.index_tree import advance_session, drop, new_id, swallow
 from warmline_proxy.index_walk import Walk, walk

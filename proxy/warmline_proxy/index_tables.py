@@ -47,6 +47,7 @@ TABLES = (
     "gone",
 )
 SUMS_KEY = b"sums"
+ANEW_KEY = b"anew"  # in meta, from when there was no index until all that is stored is in it
 REQUESTS_MAX = 1000
 GONE_MAX = 10_000
 HASH_BYTES = 16
@@ -158,6 +159,14 @@ class Tables:
     def store_sums(self) -> None:
         if self._changed is not None:
             self.put("meta", SUMS_KEY, _encode(self._changed))
+
+    def is_begun_anew(self) -> bool:
+        """Whether it may lack what is stored: there was none, or none that could be read."""
+        return self.get("meta", ANEW_KEY) is not None
+
+    def is_made_anew(self) -> None:
+        """From now on it lacks nothing."""
+        self.delete("meta", ANEW_KEY)
 
     def totals(self, bytes_index: int) -> Totals:
         return Totals(**msgspec.structs.asdict(self.sums()), bytes_index=bytes_index)

@@ -142,6 +142,7 @@ class _Mending:
         self._usage()
         for table, count in self._draft.take_over(self._tables).items():
             self._say("entries", "", f"{count} of {table} were put right")
+        self._tables.is_made_anew()
         return self._done
 
     def _say(self, what: str, file_id: str, detail: str) -> None:
@@ -188,8 +189,9 @@ class _Mending:
             self._say("deleted", "", str(path.relative_to(self._home.root)))
 
     def _refuse(self, file: Surveyed, reason: str, detail: str) -> None:
-        """Set aside what once was stored, with the reason; delete what nobody knows."""
-        if file.id not in self._old.known:
+        """Set aside what once was stored, or may be whole, with the reason; delete what nobody knows."""
+        unread = reason.rpartition(": ")[2] == "io"
+        if file.id not in self._old.known and not unread:
             self._delete(file, f"{reason}: {detail}")
             return
         segment, checkpoint = self._old.segments.get(file.id), self._old.checkpoints.get(file.id)

@@ -171,6 +171,36 @@ def test_an_index_that_could_not_finish_a_write_is_opened_again(index: Index, mo
     assert matched(index, A) == 2000
 
 
+@pytest.mark.parametrize("fault", ["panic", "growth"])
+def test_an_index_that_could_not_be_opened_again_is_once_that_works(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = make_home(tmp_path / "h")
+    with Index(home, 1 << 30, map_bytes=1 << 18) as index:
+        save(index, A[:1000])
+        failures = {
+            "panic": {"commit": lmdb.PanicError("a write failed")},
+            "growth": {"grow": OSError(errno.ENOMEM, "")},
+        }
+        in_lmdb = {**failures[fault], "open": OSError(errno.EIO, os.strerror(errno.EIO))}
+
+        def failing(asked: str, act: Callable[[], object]) -> object:
+            if asked in in_lmdb:
+                raise in_lmdb[asked]
+            return act()
+
+        monkeypatch.setattr(disk, "in_lmdb", failing)
+        for _ in range(2):
+            with pytest.raises(IndexFailure):
+                for number in range(9):
+                    save(index, [number, *range(3000)])
+            with pytest.raises(IndexFailure, match="could not be opened again"):
+                index.totals()
+        monkeypatch.undo()
+        save(index, A[:2000])
+        assert matched(index, A) == 2000
+
+
 def failing_in_lmdb(monkeypatch: pytest.MonkeyPatch, what: str, error: Exception, times: int = 1_000_000) -> None:
     left = itertools.count(times, -1)
 

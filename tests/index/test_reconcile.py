@@ -1,5 +1,6 @@
 """Whatever a kill leaves behind, the next start puts right; and a purge leaves nothing behind."""
 
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.purge import purge, select
 from warmline_proxy.reconcile import reconcile
 from warmline_proxy.rows import PurgeRequest
+from warmline_wire import disk
 from warmline_wire.home import Home
 from warmline_wire.keys import pack_tokens
 
@@ -43,6 +45,7 @@ STEPS = {
 @pytest.mark.parametrize("step", STEPS)
 def test_killed_at_any_step_of_a_save_only_that_is_lost(home: Home, step: str) -> None:
     with Index(home, 1 << 30) as index:
+        reconcile(index)
         save(index, A)
     code = CHILD + STEPS[step] + "\nos.kill(os.getpid(), signal.SIGKILL)\n"
     child = subprocess.run(
@@ -66,6 +69,7 @@ def test_killed_at_any_step_of_a_save_only_that_is_lost(home: Home, step: str) -
 
 def test_files_and_rows_that_disagree(home: Home) -> None:
     with Index(home, 1 << 30) as index:
+        reconcile(index)
         save(index, A[:1500], checkpoints=[1000])
         save(index, A, checkpoints=[2000])
         save(index, [1, *A[:1500]])
@@ -78,7 +82,7 @@ def test_files_and_rows_that_disagree(home: Home) -> None:
     stray.parent.mkdir(exist_ok=True)
     stray.write_bytes(b"x")
     home.segment_file(first).with_name(f".{first}.12.tmp").write_bytes(b"x")
-    (home.segments / "quarantine").mkdir()
+    (home.segments / "quarantine").mkdir(exist_ok=True)
     (home.segments / "quarantine" / f"{'cd' * 16}.safetensors").write_bytes(b"x")
     with Index(home, 1 << 30) as index:
         assert {finding.what for finding in index.verify()} == {"missing", "truncated", "orphan", "mode"}
@@ -271,6 +275,32 @@ def test_a_compaction_that_fails_leaves_the_index_as_it_was(home: Home, monkeypa
         with monkeypatch.context() as planted:
             planted.setattr(index._env, "_open", too_many_files)
             with pytest.raises(IndexFailure, match="Too many"):
+                index.compact()
+        save(index, [7, *A])
+    with Index(home, 1 << 30) as index:
+        assert (matched(index, A), matched(index, [7, *A])) == (3000, 3001)
+
+
+@pytest.mark.parametrize("undone", [True, False])
+def test_a_compaction_whose_name_is_not_durable_loses_nothing_later(
+    home: Home, undone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written from then on must be where the next start looks for it."""
+    with Index(home, 1 << 30) as index:
+        save(index, A)
+        rename = disk.rename
+
+        def failing(*paths: Path) -> None:
+            if (home.index / "2").exists():
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            if len(paths) == 2:
+                rename(*paths)
+
+        with monkeypatch.context() as planted:
+            planted.setattr(disk, "sync_folder", failing)
+            if not undone:
+                planted.setattr(disk, "rename", failing)
+            with pytest.raises(IndexFailure, match="error"):
                 index.compact()
         save(index, [7, *A])
     with Index(home, 1 << 30) as index:

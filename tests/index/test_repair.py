@@ -1,5 +1,6 @@
 """Whatever happened to an index and its files, repair leaves both whole, and what is found then is true."""
 
+import errno
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 import lmdb
@@ -26,6 +28,7 @@ from warmline_proxy.purge import purge
 from warmline_proxy.reconcile import reconcile
 from warmline_proxy.repair import repair
 from warmline_proxy.rows import PurgeRequest, RepairReply, RequestRecord
+from warmline_wire import disk
 from warmline_wire.home import Home
 from warmline_wire.keys import namespace, pack_tokens, unpack_tokens
 from warmline_wire.segment_file import file_checksum, read_checksums, read_header
@@ -203,6 +206,46 @@ def test_a_lost_index_is_made_anew(home: Home) -> None:
     with Index(home, BUDGET) as index:
         assert reconcile(index).mended
         assert texts(index) == whole and index.verify(deep=True) == []
+
+
+def test_a_start_that_ends_before_it_has_looked_at_the_files_loses_none(home: Home) -> None:
+    """The next one must know that the index, now whole and empty, lacks what is stored."""
+    with Index(home, BUDGET) as index:
+        talk(index)
+        whole = texts(index)
+    (data,) = home.index.glob("*/data.mdb")
+    data.write_bytes(b"garbage" * 10_000)
+    for _ in range(2):
+        with Index(home, BUDGET) as index:
+            assert texts(index) == {}
+    with Index(home, BUDGET) as index:
+        index.compact()
+    with Index(home, BUDGET) as index:
+        assert reconcile(index).mended
+        assert texts(index) == whole
+        index.compact()
+        assert not index.is_damaged()
+
+
+def test_what_cannot_be_read_while_an_index_is_made_anew_is_not_deleted(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Index(home, BUDGET) as index:
+        talk(index)
+        first, *rest = chain(index, A[:400])
+    shutil.rmtree(home.index)
+    whole = disk.open_to_read
+
+    def unreadable(path: Path) -> FileIO:
+        if path.stem == first:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return whole(path)
+
+    monkeypatch.setattr(disk, "open_to_read", unreadable)
+    with Index(home, BUDGET) as index:
+        reconcile(index)
+        assert {first, *rest} <= {row.id for row in index.quarantined() if row.reason.endswith("io")}
+        assert index.verify(deep=True) == []
 
 
 def test_an_entry_that_cannot_be_read_is_told_and_mended(home: Home) -> None:
