@@ -61,11 +61,19 @@ def run(config: Config, secret: str) -> None:
     """Own the home, put the index in order, serve.  Raises HomeLocked, IndexFailure or OSError."""
     descriptor_count_max = raise_descriptor_limit(DESCRIPTORS_WANTED)
     with home_lock(config.home, LOCK_WAIT_S), Index(config.home, config.disk_budget_bytes) as index:
-        if index.read_only:
-            log.error("%s; serving goes on with what is stored, and nothing is saved", index.read_only)
-        else:
-            log.info("index: %s", reconcile(index))
+        put_in_order(index)
         asyncio.run(serve(config, secret, index, descriptor_count_max))
+
+
+def put_in_order(index: Index) -> None:
+    """Where the disk does not let us, that is tried again while we serve."""
+    if not index.read_only:
+        try:
+            log.info("index: %s", reconcile(index))
+            return
+        except (IndexFailure, OSError) as error:
+            index.suspend(error)
+    log.error("%s; serving goes on with what is stored, and nothing is saved", index.read_only)
 
 
 async def serve(config: Config, secret: str, index: Index, descriptor_count_max: int) -> None:

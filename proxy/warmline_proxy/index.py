@@ -25,6 +25,7 @@ from warmline_proxy.index_errors import (
     NoRoom,
     ReadOnlyIndex,
     WrongSchema,
+    code_of,
     is_read_only,
 )
 from warmline_proxy.index_tables import REQUESTS_MAX, Tables
@@ -156,7 +157,8 @@ class Index(IndexReader):
     def __init__(self, home: Home, budget_bytes: int, *, map_bytes: int = MAP_BYTES) -> None:
         self.home = home
         self.budget_bytes = budget_bytes
-        self.read_only = ""  # why the home can't be written to: then nothing can, and what is stored can be read
+        self.read_only = ""  # why nothing can be written, while what is stored can be read
+        self.read_only_code = ""  # as code_of
         self.on_records: Callable[[IndexFailure | None], object] = _warn
         try:
             self._env = Env(home.index, writable=True, map_bytes=map_bytes)
@@ -164,7 +166,7 @@ class Index(IndexReader):
         except (IndexFailure, OSError) as error:
             if not is_read_only(error):
                 raise
-            self.read_only = str(error)
+            self.suspend(error)
             self._env = Env(home.index, writable=False, alone=True, map_bytes=map_bytes)
         self._lock = threading.Lock()  # guards the four below
         self._leases: Counter[str] = Counter()
@@ -174,16 +176,20 @@ class Index(IndexReader):
         self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
         self._writer = Writer(self._tick, FLUSH_INTERVAL_S)
 
+    def suspend(self, error: IndexFailure | OSError) -> None:
+        """Write nothing any more, as the home can't be written to, or could not be reconciled; until `reopen`."""
+        self.read_only, self.read_only_code = str(error), code_of(error)
+
     def reopen(self) -> bool:
-        """Where the home could not be written to: whether it can be now; it is to be reconciled then.  Blocks."""
+        """Where nothing could be written: whether it can be now; it is to be reconciled then.  Blocks."""
         if not os.access(self.home.index, os.W_OK):
             return False
         try:
             self._submit(self._env.become_writable).result()
         except (IndexFailure, OSError) as error:
-            self.read_only = str(error)
+            self.suspend(error)
         else:
-            self.read_only = ""
+            self.read_only = self.read_only_code = ""
         return not self.read_only
 
     # --- saving ---
@@ -398,7 +404,9 @@ class Index(IndexReader):
 
     def _write(self, change: Callable[[Tables], T]) -> T:
         if self.read_only:
-            raise ReadOnlyIndex(self.read_only)
+            error = ReadOnlyIndex(self.read_only)
+            error.code = self.read_only_code
+            raise error
         return self._submit(lambda: self._env.write(change)).result()
 
     def _tick(self) -> None:

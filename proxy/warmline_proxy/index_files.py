@@ -56,25 +56,23 @@ def set_aside(home: Home, ids: Iterable[str]) -> None:
 
 def stored(home: Home) -> Iterator[tuple[str, Path]]:
     """(id, path) of each segment and checkpoint file in its place; id "" for what is none (a temporary file)."""
-    aside_folder = home.segments / QUARANTINE
-    for path in _files_below(home.segments):
-        if not path.is_relative_to(aside_folder):
-            yield _id_at(path, home.segment_file), path
+    aside_folder = str(home.segments / QUARANTINE)
+    for folder, below, names in os.walk(home.segments):
+        below[:] = [name for name in below if f"{folder}/{name}" != aside_folder]
+        yield from _named(folder, names, home.segment_file)
 
 
 def aside(home: Home) -> Iterator[tuple[str, Path]]:
     """The same of the files that were set aside."""
-    for path in _files_below(home.segments / QUARANTINE):
-        yield _id_at(path, lambda file_id: quarantine_file(home, file_id)), path
+    for folder, _, names in os.walk(home.segments / QUARANTINE):
+        yield from _named(folder, names, lambda file_id: quarantine_file(home, file_id))
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder):
-        yield from (Path(parent, name) for name in names)
-
-
-def _id_at(path: Path, place: Callable[[str], Path]) -> str:
-    return path.stem if FILE_ID.fullmatch(path.stem) and place(path.stem) == path else ""
+def _named(folder: str, names: Iterable[str], place: Callable[[str], Path]) -> Iterator[tuple[str, Path]]:
+    for name in names:
+        file_id = name.removesuffix(SUFFIX)
+        path = Path(folder, name)
+        yield (file_id if FILE_ID.fullmatch(file_id) and place(file_id) == path else ""), path
 
 
 def superseded(index: Iterable[Path]) -> list[Path]:
@@ -86,12 +84,18 @@ def superseded(index: Iterable[Path]) -> list[Path]:
 
 def too_open(home: Home) -> Iterator[tuple[Path, int]]:
     """Folders and files with what was said or computed that others than their owner may use, and their mode."""
-    paths = [home.root / "secret", home.index, home.segments, *home.index.rglob("*"), *home.segments.rglob("*")]
-    for path in paths:
+    for path in (str(home.root / "secret"), *_all_of(home.index), *_all_of(home.segments)):
         with suppress(FileNotFoundError):
-            mode = stat.S_IMODE(path.lstat().st_mode)
+            mode = stat.S_IMODE(os.lstat(path).st_mode)
             if mode & 0o077 or mode & 0o600 != 0o600:
-                yield path, mode
+                yield Path(path), mode
+
+
+def _all_of(folder: Path) -> Iterator[str]:
+    """Also the folder.  Strings, for there may be tens of thousands, and the proxy looks at each before it serves."""
+    for path, _, names in os.walk(folder):
+        yield path
+        yield from (f"{path}/{name}" for name in names)
 
 
 def make_private(home: Home) -> list[Path]:

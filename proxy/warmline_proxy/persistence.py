@@ -42,7 +42,7 @@ class Persistence:
         """Hear of what the index writes by itself, and how it is now."""
         index.on_records = self._heard
         if index.read_only:
-            self.failed(INDEX, "EROFS", index.read_only)
+            self.failed(INDEX, index.read_only_code, index.read_only)
 
     def _heard(self, error: IndexFailure | None) -> None:
         if error is None:

@@ -38,13 +38,13 @@ def reconcile(index: Index) -> Reconciled:
         log.warning("the index was mended: it has %d segments now, %d tokens", stored.segments, stored.tokens)
     saves = index.change(lambda tables: [abort(tables, plan) for plan in tables.saves()])
     counts.saves_rolled_back = len(saves)
-    files = dict(index_files.stored(home))
-    sizes = {file_id: path.stat().st_size for file_id, path in files.items()}
+    files = list(index_files.stored(home))
+    sizes = {file_id: path.stat().st_size for file_id, path in files if file_id}
     index.change(lambda tables: _drop_rows(tables, sizes, counts))
     index_files.set_aside(home, [row.id for row in index.quarantined()])
     index.weigh_quarantined()
     counts.files_doomed = index.sweep()
-    _delete_strays(index, counts)
+    _delete_strays(index, files, counts)
     counts.modes_set = len(index_files.make_private(home))
     counts.evicted = len(index.make_room())
     return counts
@@ -62,10 +62,10 @@ def _drop_rows(tables: Tables, sizes: dict[str, int], counts: Reconciled) -> Non
             counts.rows_of_other_size += len(quarantine(tables, row.id, reason, time.time()))
 
 
-def _delete_strays(index: Index, counts: Reconciled) -> None:
+def _delete_strays(index: Index, files: list[tuple[str, Path]], counts: Reconciled) -> None:
     snapshot = index.snapshot()
     known = snapshot.segments.keys() | snapshot.checkpoints.keys()
-    for file_id, path in list(index_files.stored(index.home)):
+    for file_id, path in files:
         if not file_id:
             counts.files_temporary += _delete(path)
         elif file_id not in known:
@@ -76,5 +76,7 @@ def _delete_strays(index: Index, counts: Reconciled) -> None:
 
 
 def _delete(path: Path) -> int:
+    """1 where it is not set aside, or deleted, already."""
+    was_there = path.exists()
     disk.delete(path)
-    return 1
+    return int(was_there)

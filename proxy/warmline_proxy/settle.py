@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from warmline_proxy.index import Index, IndexFailure, NoRoom
+from warmline_proxy.index_errors import code_of
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life, held_after
 from warmline_proxy.metrics import Metrics
@@ -152,21 +153,22 @@ class Settler:
         """Save what could not be saved, as soon as that works again.  Never returns."""
         while True:
             await asyncio.sleep(RETRY_INTERVAL_S)
-            if self._index.read_only:
+            if self._index.read_only and self._persistence.may_try():
                 await self._reopen()
             if self._behind:
                 self._behind = False
                 await self.save_residents()
 
     async def _reopen(self) -> None:
-        """The home could not be written to at the start; perhaps it can be now."""
+        """The home could not be written to, or put in order, at the start; perhaps it can be now."""
         try:
             async with self._one_at_a_time:
                 if not await _in_thread(self._index.reopen):
                     return
                 log.info("index: %s", await _in_thread(reconcile, self._index))
         except (IndexFailure, OSError) as error:
-            self._persistence.failed(INDEX, "EIO", str(error))
+            self._index.suspend(error)
+            self._persistence.failed(INDEX, code_of(error), str(error))
         else:
             self._persistence.worked(INDEX)
             self._behind = True

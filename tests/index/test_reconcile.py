@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from index_helpers import ROOT, make_home, matched, planned, save, write_plan
 
+from warmline_proxy.__main__ import put_in_order
 from warmline_proxy.index import Index, IndexFailure, IndexReader
 from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.purge import purge, select
@@ -305,6 +306,34 @@ def test_a_compaction_whose_name_is_not_durable_loses_nothing_later(
         save(index, [7, *A])
     with Index(home, 1 << 30) as index:
         assert (matched(index, A), matched(index, [7, *A])) == (3000, 3001)
+
+
+def test_a_start_that_can_put_nothing_in_order_serves_what_is_stored(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Index(home, 1 << 30) as index:
+        reconcile(index)
+        save(index, A)
+    stray = home.segment_file("ab" * 16)
+    stray.parent.mkdir(exist_ok=True, mode=0o700)
+    stray.write_bytes(b"x")
+    for name in ("create", "delete"):
+        monkeypatch.setattr(disk, name, full)
+    with Index(home, 1 << 30) as index:
+        put_in_order(index)
+        assert index.read_only_code == "ENOSPC" and matched(index, A) == 3000
+        with pytest.raises(IndexFailure) as refused:
+            save(index, [1, *A])
+        assert refused.value.code == "ENOSPC"
+        monkeypatch.undo()
+        assert index.reopen()
+        assert reconcile(index).files_without_row == 1
+        save(index, [1, *A])
+        assert index.verify(deep=True) == []
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class IndexReaderInThread:

@@ -22,7 +22,7 @@ from index_helpers import BUDGET, ROOT, begin, commit, make_home, matched, plann
 from segment_files import rewrite
 from test_machine import short_segments
 
-from warmline_proxy.index import Index, IndexReader
+from warmline_proxy.index import Index, IndexFailure, IndexReader
 from warmline_proxy.index_tables import TABLES
 from warmline_proxy.purge import purge
 from warmline_proxy.reconcile import reconcile
@@ -196,6 +196,18 @@ def test_pages_that_end_the_process_which_reads_them_are_left_behind(home: Home)
     with Index(home, BUDGET) as index:
         assert texts(index) == whole and index.verify(deep=True) == []
         assert reconcile(index).mended == 0
+
+
+def test_an_index_that_nobody_could_look_at_is_kept(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Index(home, BUDGET) as index:
+        talk(index)
+        before = index.snapshot()
+        monkeypatch.setattr(sys, "executable", shutil.which("false"))
+        with pytest.raises(IndexFailure, match="exit code 1"):
+            index.is_damaged(probed=True)
+        monkeypatch.undo()
+        repair(index, deep=False, saving=False)
+        assert not index.is_damaged(probed=True) and index.snapshot() == before
 
 
 def test_a_lost_index_is_made_anew(home: Home) -> None:
