@@ -92,6 +92,7 @@ def verify(
         with _failing():
             did, deep = client.repair(_home(home)).did, True
     with _reading(home) as reader:
+        client.check_readable(reader.home)
         found, totals = reader.verify(deep), reader.totals()
     summary = f"{totals.segments} segments and {totals.checkpoints} checkpoints checked: {len(found)} findings"
     view = {

@@ -15,6 +15,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import msgspec
 
 from warmline_proxy.index import Index, IndexFailure, IndexReader, NoIndex
+from warmline_proxy.index_probe import is_readable
 from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.purge import purge as purge_index
 from warmline_proxy.repair import repair as repair_index
@@ -50,6 +51,14 @@ def open_reader(home: Home) -> IndexReader:
         raise NoHome(f"{error} (nothing was ever stored there)") from error
     except IndexFailure as error:
         raise Refused(str(error)) from error
+
+
+def check_readable(home: Home) -> None:
+    """Raises Refused where reading the index through would end this process, IndexFailure."""
+    if not is_readable(home.index):
+        raise Refused(
+            f"the index in {home.index} is damaged: no process gets through it; add --repair, or start a proxy"
+        )
 
 
 def purge(home: Home, request: PurgeRequest) -> PurgeReply:

@@ -49,9 +49,8 @@ def set_aside(home: Home, ids: Iterable[str]) -> None:
     """Idempotent: what is aside, or gone, stays so."""
     disk.make_folders(home.segments / QUARANTINE)
     for file_id in ids:
-        path = home.segment_file(file_id)
-        if path.exists():
-            disk.rename(path, quarantine_file(home, file_id))
+        with suppress(FileNotFoundError):
+            disk.rename(home.segment_file(file_id), quarantine_file(home, file_id))
 
 
 def stored(home: Home) -> Iterator[tuple[str, Path]]:

@@ -58,6 +58,7 @@ READY_TIMEOUT_S = 4.0  # it may compute a token
 FORWARD_TIMEOUT_S = 60.0
 LIST_TIMEOUT_S = 30.0  # token ids of all residents may be megabytes
 DISPATCHES_MAX = 5
+AS_IT_CAME = "surrogateescape"  # header bytes that are no UTF-8, in aiohttp's strings
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 
 T = TypeVar("T")
@@ -293,10 +294,11 @@ class Upstream:
     ) -> httpx.Request:
         """Generations, restores and saves take as long as they take; only connecting always has a limit."""
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S).as_dict()
+        everything = {**headers, **self._authorization}
         return httpx.Request(
             method,
             self._base_url + path,
-            headers={**headers, **self._authorization},
+            headers=[(name.encode(), value.encode(errors=AS_IT_CAME)) for name, value in everything.items()],
             content=body or None,
             extensions={"timeout": timeout},
         )

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "index"))
-from index_helpers import ROOT, begin, commit, make_home, matched, save
+from index_helpers import ROOT, begin, break_page, commit, make_home, matched, save
 
 from warmline_cachectl import views
 from warmline_cachectl.cli import app
@@ -141,6 +141,19 @@ def test_repair_says_what_it_did(home: Home) -> None:
     assert done["findings"] == [] and {each["what"] for each in done["did"]} >= {"quarantined", "mode", "session"}
     shown = run(home, "verify", "--repair")
     assert shown.returncode == 0 and "0 repairs" in shown.stdout and "0 findings" in shown.stdout
+
+
+def test_pages_that_end_the_process_which_reads_them_are_told_and_mended(home: Home) -> None:
+    with Index(home, 1 << 30) as index:
+        for number in range(40):  # so many that the segments' rows take some pages
+            save(index, [number] * 5)
+        rows = {row.id for row in index.segments()}
+    break_page(home, max(rows))
+    done = process(home, "verify")
+    assert done.returncode == 3 and "no process gets through it" in done.stderr
+    assert process(home, "verify", "--repair").returncode == 0
+    with Index(home, 1 << 30) as index:
+        assert {row.id for row in index.segments()} == rows
 
 
 def test_an_index_that_cannot_be_read_is_repaired(home: Home) -> None:

@@ -17,6 +17,7 @@ MODEL = "model-a"
 BUDGET = 1 << 30
 ROW_BYTES = 16
 STATE_BYTES = 64
+PAGE_BYTES, FLAGS_AT, BRANCH = 4096, 10, 1  # of LMDB
 LAYOUT = Layout(
     row_bytes=ROW_BYTES,
     state_bytes=STATE_BYTES,
@@ -32,6 +33,17 @@ def make_home(path: Path) -> Home:
     home = Home(path)
     home.prepare()
     return home
+
+
+def break_page(home: Home, segment_id: str) -> None:
+    """Make the page with this segment's row one that ends the process which reads it: LMDB asserts."""
+    (data,) = home.index.glob("*/data.mdb")
+    pages = bytearray(data.read_bytes())
+    for at in range(2 * PAGE_BYTES, len(pages), PAGE_BYTES):
+        page = pages[at : at + PAGE_BYTES]
+        if bytes.fromhex(segment_id) in page and b"prefill_s" in page:
+            pages[at + FLAGS_AT] = BRANCH
+    data.write_bytes(pages)
 
 
 def begin(

@@ -18,7 +18,7 @@ import lmdb
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_helpers import BUDGET, ROOT, begin, commit, make_home, matched, planned, save, write_plan
+from index_helpers import BUDGET, ROOT, begin, break_page, commit, make_home, matched, planned, save, write_plan
 from segment_files import rewrite
 from test_machine import short_segments
 
@@ -35,7 +35,6 @@ from warmline_wire.segment_file import file_checksum, read_checksums, read_heade
 
 A = list(range(1000, 4000))
 OTHER = namespace("model-b")
-PAGE_BYTES, FLAGS_AT, BRANCH = 4096, 10, 1  # of LMDB
 
 
 def mend(index: Index) -> RepairReply:
@@ -180,14 +179,7 @@ def test_pages_that_end_the_process_which_reads_them_are_left_behind(home: Home)
         for number in range(40):  # so many that the segments' rows take some pages
             save(index, [number] * 5)
         whole = texts(index)
-    last = bytes.fromhex(max(whole))
-    (data,) = home.index.glob("*/data.mdb")
-    pages = bytearray(data.read_bytes())
-    for at in range(2 * PAGE_BYTES, len(pages), PAGE_BYTES):
-        page = pages[at : at + PAGE_BYTES]
-        if last in page and b"prefill_s" in page:
-            pages[at + FLAGS_AT] = BRANCH
-    data.write_bytes(pages)
+    break_page(home, max(whole))
     code = "from pathlib import Path; from warmline_proxy.index import *; from warmline_proxy.reconcile import *\n"
     code += "from warmline_wire.home import Home\n"
     code += f"with Index(Home(Path({str(home.root)!r})), 1 << 30) as index: reconcile(index)"

@@ -1,5 +1,7 @@
 """Who may come in, and what of the backend can be reached: keys, hosts, other paths, the owner's paths."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from warmline_proxy.admission import tenant_of
 from warmline_proxy.config import Config, ConfigError, parse
 from warmline_proxy.index import IndexFailure
 from warmline_proxy.passthrough import is_forwardable
+from warmline_wire import disk
 from warmline_wire.home import Home
 
 
@@ -59,6 +62,14 @@ async def test_other_paths_pass_through(tmp_path: Path) -> None:
             assert response.status == 405
 
 
+@on_loop
+async def test_headers_in_any_encoding_pass_through(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        for value in ("ü", b"\xfc".decode(errors="surrogateescape")):
+            async with proxy.client.get(f"{proxy.url}/v1/models", headers={"X-Name": value}) as response:
+                assert response.status == 200
+
+
 @pytest.mark.parametrize("path", ["/kv/status", "/kv", "/%6bv/status", "//kv/status", "/requests/1", "/warmline/none",
                                   "/x/%2e%2e/kv/status"])  # fmt: skip
 @on_loop
@@ -82,7 +93,7 @@ def test_not_forwardable(path: str) -> None:
 async def test_the_owners_paths_want_the_homes_secret(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat("x " * 50)
-        for method, path in (("GET", "/warmline/status"), ("POST", "/warmline/purge")):
+        for method, path in (("GET", "/warmline/status"), ("POST", "/warmline/purge"), ("POST", "/warmline/repair")):
             async with proxy.client.request(method, proxy.url + path) as response:
                 assert response.status == 401
         await proxy.settled()
@@ -108,6 +119,15 @@ async def test_an_index_that_fails_is_told_in_openais_shape(tmp_path: Path, monk
             assert response.status == 500
             error = (await response.json())["error"]
         assert error["code"] == "index_failed" and "no space left" in error["message"]
+        monkeypatch.setattr(disk, "make_folders", full)
+        async with proxy.client.post(f"{proxy.url}/warmline/repair", headers=owner) as response:
+            assert response.status == 500
+            error = (await response.json())["error"]
+        assert error["code"] == "index_failed" and "No space left" in error["message"]
+
+
+def full(_: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_others_are_let_in_only_with_a_key(tmp_path: Path) -> None:
