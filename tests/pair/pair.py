@@ -27,6 +27,7 @@ WARMLINE = str(Path(sys.executable).with_name("warmline"))
 START_TIMEOUT_S = 120.0
 SETTLE_TIMEOUT_S = 60.0
 POLL_S = 0.02
+LOG_LINES = 60  # that explain a failure
 
 Message = dict[str, str]
 FolderOf = Callable[..., Path]  # what the fixture `tiny_folder` is
@@ -126,7 +127,7 @@ class Pair:
 
     def chat(self, messages: list[Message], **options: object) -> Reply:
         reply = self.post("/v1/chat/completions", {"model": "any/name", "messages": messages, **options})
-        assert reply.status == 200, reply.raw
+        assert reply.status == 200, "\n".join([str(reply.raw), *self.log[-LOG_LINES:]])
         return reply
 
     def direct(self, messages: list[Message], **options: object) -> Reply:
