@@ -171,6 +171,7 @@ async def test_what_was_computed_since_does_not_pay_for_who_had_started_from_it_
         monkeypatch.setattr(Auditor, "_is_quiet", property(lambda _: len(noted) < audits_allowed[0]))
         proxy.backend.cold_logprobs = [-3.0] * 9
         await talk(proxy, 3)
+        await proxy.settled()  # else the last of them would be suspect itself, and not be audited
         audits_allowed[0] = 1
         await audits(proxy, 1)
         assert (await proxy.chat(**turn(3, proxy.backend))).headers["X-Warmline-Cache"] == "cold 0"
