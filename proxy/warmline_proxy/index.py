@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from warmline_proxy import index_files, index_flaws, index_probe, index_save, index_tree, index_verify, index_walk
+from warmline_proxy.index_bookkeeping import Bookkeeping
 from warmline_proxy.index_env import MAP_BYTES, Env
 from warmline_proxy.index_errors import (
     DamagedIndex,
@@ -28,7 +29,7 @@ from warmline_proxy.index_errors import (
     code_of,
     is_read_only,
 )
-from warmline_proxy.index_tables import REQUESTS_MAX, Tables
+from warmline_proxy.index_tables import Tables
 from warmline_proxy.index_writer import Writer
 from warmline_proxy.rows import (
     CheckpointRow,
@@ -52,7 +53,6 @@ __all__ = ["Index", "IndexFailure", "IndexFull", "IndexReader", "NoIndex", "NoRo
 
 FLUSH_INTERVAL_S = 1.0
 READER_CHECK_INTERVAL_S = 60.0
-PENDING_MAX = 256  # bookkeeping entries kept before they are written early
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -168,11 +168,9 @@ class Index(IndexReader):
                 raise
             self.suspend(error)
             self._env = Env(home.index, writable=False, alone=True, map_bytes=map_bytes)
-        self._lock = threading.Lock()  # guards the four below
+        self._lock = threading.Lock()  # guards the leases
         self._leases: Counter[str] = Counter()
-        self._uses: dict[str, Usage] = {}
-        self._records: list[RequestRecord] = []
-        self._audited: dict[str, tuple[str, str]] = {}  # by request id: its record's audit and guard
+        self._bookkeeping = Bookkeeping()
         self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
         self._writer = Writer(self._tick, FLUSH_INTERVAL_S)
 
@@ -257,28 +255,17 @@ class Index(IndexReader):
 
     def note_use(self, ids: Iterable[str]) -> None:
         """Segments and checkpoints that a request reused; written within a second."""
-        now = time.time()
-        with self._lock:
-            for file_id in ids:
-                use = self._uses.setdefault(file_id, Usage())
-                use.hits += 1
-                use.last_used = now
-            full = len(self._uses) > PENDING_MAX
-        if full:
+        if self._bookkeeping.note_use(ids):
             self._submit(self._tick)
 
     def record(self, record: RequestRecord) -> None:
         """Keep it among the last 1,000; written within a second."""
-        with self._lock:
-            self._records.append(record)
-            full = len(self._records) > PENDING_MAX
-        if full:
+        if self._bookkeeping.record(record):
             self._submit(self._tick)
 
     def note_audit(self, request_id: str, audit: str, guard: str) -> None:
         """Add to a request's record what an audit has found; written within a second."""
-        with self._lock:
-            self._audited[request_id] = audit, guard
+        self._bookkeeping.note_audit(request_id, audit, guard)
 
     def flush(self) -> None:
         """Write the bookkeeping now."""
@@ -412,51 +399,15 @@ class Index(IndexReader):
     def _tick(self) -> None:
         """On the writer thread, every second and at the end.  What can't be written is tried again at the next."""
         try:
-            if self._write_pending():
+            if self.read_only:
+                self._bookkeeping.clear()
+            elif self._bookkeeping.write(self._env.write):
                 self.on_records(None)
             if time.monotonic() >= self._reader_check_due:
                 self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
                 self._env.reader_check()
         except IndexFailure as error:
             self.on_records(error)
-
-    def _write_pending(self) -> bool:
-        """Whether there was something."""
-        with self._lock:
-            uses, self._uses = self._uses, {}
-            records, self._records = self._records, []
-            audited, self._audited = self._audited, {}
-        if self.read_only or not (uses or records or audited):
-            return False
-
-        def change(tables: Tables) -> None:
-            for file_id, use in uses.items():
-                if tables.holds(file_id):
-                    hits = tables.usage(file_id).hits + use.hits
-                    tables.put_usage(file_id, Usage(hits=hits, last_used=use.last_used))
-            for record in records:
-                tables.append_request(record)
-            if audited:
-                tables.note_audits(audited)
-
-        try:
-            self._env.write(change)
-        except IndexFailure:
-            self._put_back(uses, records, audited)
-            raise
-        return True
-
-    def _put_back(
-        self, uses: dict[str, Usage], records: list[RequestRecord], audited: dict[str, tuple[str, str]]
-    ) -> None:
-        """What could not be written is tried again; bounded."""
-        with self._lock:
-            for file_id, use in list(uses.items())[:PENDING_MAX]:
-                newer = self._uses.setdefault(file_id, use)
-                if newer is not use:
-                    newer.hits += use.hits
-            self._records = [*records, *self._records][-REQUESTS_MAX:]
-            self._audited = dict(list({**audited, **self._audited}.items())[-REQUESTS_MAX:])
 
 
 def _warn(error: IndexFailure | None) -> None:

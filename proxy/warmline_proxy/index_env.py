@@ -147,20 +147,22 @@ class Env:
             if self._writable:
                 disk.make_folders(path)
             env = self._environment(path)
-            if self._writable:
-                _lengthen(env, path)
         except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
             raise DamagedIndex(f"the index in {path} is damaged: {error}") from error
         except (lmdb.Error, OSError) as error:
             raise failure(f"can't open the index in {path}", error) from error
         try:
+            if self._writable:
+                _lengthen(env, path)
             return Generation(path, env, self._handles(env, path))
-        except (lmdb.Error, IndexFailure) as error:
+        except (lmdb.Error, OSError, IndexFailure) as error:
             env.close()
             if isinstance(error, IndexFailure):
                 raise
             if isinstance(error, DAMAGE):
                 raise DamagedIndex(f"the index in {path} is damaged: {error}") from error
+            if self._writable:
+                raise failure(f"can't open the index in {path}", error) from error
             raise NoIndex(f"the index in {path} is not complete: {error}") from error
 
     def _environment(self, path: Path) -> Any:

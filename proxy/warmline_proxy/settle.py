@@ -123,12 +123,18 @@ class Settler:
             status = await self._knowledge.status()
             for resident, held in unsaved:
                 if status.layout and status.layout.persistent:
-                    async with self._one_at_a_time:
-                        await self._save(_unsaved_resident(resident, held, status.model, status.layout))
+                    await self._save_resident(_unsaved_resident(resident, held, status.model, status.layout))
         except _SavingFails:
             pass
         except (UpstreamError, IndexFailure, OSError) as error:
             log.warning("what is in memory could not all be saved: %s", error)
+
+    async def _save_resident(self, unsaved: "_Unsaved") -> None:
+        try:
+            async with self._one_at_a_time:
+                await self._save(unsaved)
+        except NoRoom as error:  # the next one may be smaller
+            log.info("%s could not be saved: %s", unsaved.source.resident, error)
 
     async def _keep(self, life: Life, settled: Settled) -> None:
         trace, layout = life.trace, life.layout

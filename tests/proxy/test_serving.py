@@ -67,6 +67,16 @@ async def test_what_the_budget_can_not_hold_is_not_kept_in_memory_for_a_save(tmp
 
 
 @on_loop
+async def test_what_the_budget_can_not_hold_keeps_nothing_else_from_being_saved(tmp_path: Path) -> None:
+    async with pair(tmp_path, disk_budget_bytes=200_000) as proxy:
+        proxy.backend.held["large"] = bytes(4 * 4000)
+        proxy.backend.held["small"] = b"".join(number.to_bytes(4, "little") for number in range(200))
+        while not (rows := proxy.index.segments()):
+            await proxy.status()
+        assert [row.end for row in rows] == [200]
+
+
+@on_loop
 async def test_exact_mode_is_refused_where_the_backend_is_in_another(tmp_path: Path) -> None:
     """Each process is told its mode: under launchd one of them may have been started with another."""
     async with pair(tmp_path, reuse="exact") as proxy:
