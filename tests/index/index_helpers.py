@@ -17,7 +17,7 @@ MODEL = "model-a"
 BUDGET = 1 << 30
 ROW_BYTES = 16
 STATE_BYTES = 64
-PAGE_BYTES, FLAGS_AT, BRANCH = 4096, 10, 1  # of LMDB
+PAGE_BYTES, HEADER_BYTES, FLAGS_AT, BRANCH, LEAF = 4096, 16, 10, 1, 2  # of LMDB
 LAYOUT = Layout(
     row_bytes=ROW_BYTES,
     state_bytes=STATE_BYTES,
@@ -41,9 +41,21 @@ def break_page(home: Home, segment_id: str) -> None:
     pages = bytearray(data.read_bytes())
     for at in range(2 * PAGE_BYTES, len(pages), PAGE_BYTES):
         page = pages[at : at + PAGE_BYTES]
-        if bytes.fromhex(segment_id) in page and b"prefill_s" in page:
+        if bytes.fromhex(segment_id) in _keys(page) and b"prefill_s" in page:
             pages[at + FLAGS_AT] = BRANCH
     data.write_bytes(pages)
+
+
+def _keys(page: bytearray) -> list[bytes]:
+    """Of an LMDB page's entries, where it is a leaf; there may be rests of others in it, and of it in others."""
+
+    def number(at: int) -> int:
+        return int.from_bytes(page[at : at + 2], "little")
+
+    if number(FLAGS_AT) != LEAF:
+        return []
+    entries = [number(at) for at in range(HEADER_BYTES, number(FLAGS_AT + 2), 2)]
+    return [bytes(page[entry + 8 : entry + 8 + number(entry + 6)]) for entry in entries]
 
 
 def begin(
