@@ -1,6 +1,6 @@
 """The identity of everything that makes KV meaningful.
 
-No equality check backs it, so it is sha256.  Weights are read once: a digest is remembered by inode, size and mtime,
+No equality check backs it, so it is sha256.  Weights are read once: a digest is remembered by inode, size and times,
 since reading 368 GB takes minutes.  Paths are left out, so that a moved or renamed model keeps its KV; tokenizer and
 template are left out too: they decide token ids, and ids are compared.
 """
@@ -154,9 +154,11 @@ class _Digests:
 
 
 def _identity(file: FileIO) -> str:
-    """Not the device: its number may change with a restart."""
+    """Not the device: its number may change with a restart.  The change time, since the modification time can be set:
+    another model may be copied over this one, dates and all.
+    """
     status = os.fstat(file.fileno())
-    return f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+    return f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 
 def _sha256(file: FileIO) -> str:
