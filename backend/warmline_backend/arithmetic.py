@@ -15,7 +15,7 @@ LIBRARIES = ("mlx", "nvidia-")  # mlx, mlx-lm, mlx's back ends, and what these t
 DEVICE_KEYS = ("device_name", "architecture", "compute_capability_major", "compute_capability_minor")
 BLAS_KEYS = ("internal_api", "version", "threading_layer", "architecture", "num_threads")
 NOT_MLX = ("numpy.libs", "scipy.libs")  # these bring a BLAS of their own
-SWITCHES = ("MLX_ENABLE_TF32",)
+SWITCHES = ("MLX_ENABLE_TF32", "MLX_DISABLE_COMPILE")
 
 
 def arithmetic() -> dict[str, object]:
