@@ -154,5 +154,6 @@ def _plain(row: msgspec.Struct) -> View:
 
 
 def _reason(record: RequestRecord) -> str:
-    """With N for every number, so that reasons can be counted."""
-    return re.sub(r"\b\d+\b", "N", record.why_not_warmer)
+    """With N for every number and ID for every file, so that reasons can be counted."""
+    without_ids = re.sub(r"\b[0-9a-f]{8}([0-9a-f]{24})?\b", "ID", record.why_not_warmer)
+    return re.sub(r"\b\d+\b", "N", without_ids)

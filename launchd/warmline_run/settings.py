@@ -97,6 +97,19 @@ def amount(unit: str, low: float, below: float) -> Callable[[object], float]:
     return parse
 
 
+def share(raw: object) -> float:
+    problem = "expected a share, from 0 to 1"
+    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+        raise ValueError(problem)
+    try:
+        number = float(raw)
+    except ValueError:
+        raise ValueError(problem) from None
+    if not 0 <= number <= 1:
+        raise ValueError(problem)
+    return number
+
+
 def one_of(*allowed: Value) -> Callable[[object], Value]:
     def parse(raw: object) -> Value:
         for choice in allowed:
@@ -158,14 +171,14 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "audit_fraction",
             0.01,
-            amount("a share", 0, 1.000001),
+            share,
             "SHARE",
             "of the warm requests, computed again cold when the engine is idle; 0: none, 1: all",
         ),
         Setting(
             "audit_tolerance",
             0.0,
-            amount("a difference", 0, 1e6),
+            amount("nats", 0, 1e6),
             "NATS",
             "how far log-probabilities may differ from a cold run's; 0: as the KV's type allows",
         ),

@@ -11,7 +11,7 @@ from warmline_proxy.admission import Admission
 from warmline_proxy.bodies import read_body
 from warmline_proxy.errors import RETRY_AFTER_S, bad_request
 from warmline_proxy.index import Index
-from warmline_proxy.index_errors import IndexFailure, failure
+from warmline_proxy.index_errors import MADE_ANEW, IndexFailure, failure
 from warmline_proxy.index_probe import is_readable
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.lives import Lives
@@ -138,7 +138,7 @@ class Admin:
     async def repair(self) -> web.Response:
         """Saves and restores go on meanwhile; what they have under way is left alone."""
         if not await asyncio.to_thread(is_readable, self._index.home.index):
-            raise IndexFailure("it has pages that end the process which reads them; a proxy that starts makes it anew")
+            raise IndexFailure(f"it has pages that end the process which reads them; {MADE_ANEW}")
         try:
             reply = await asyncio.to_thread(repair, self._index, deep=True, saving=True)
         except OSError as error:

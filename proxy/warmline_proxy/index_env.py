@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 import lmdb
 import msgspec
 
-from warmline_proxy.index_errors import DamagedIndex, IndexFailure, IndexFull, NoIndex, WrongSchema, failure
+from warmline_proxy.index_errors import MADE_ANEW, DamagedIndex, IndexFailure, IndexFull, NoIndex, WrongSchema, failure
 from warmline_proxy.index_files import superseded
 from warmline_proxy.index_gate import Gate, Generation
 from warmline_proxy.index_tables import ANEW_KEY, TABLES, Tables
@@ -148,7 +148,7 @@ class Env:
                 disk.make_folders(path)
             env = self._environment(path)
         except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
-            raise DamagedIndex(f"the index in {path} is damaged: {error}") from error
+            raise DamagedIndex(f"the index in {path} is damaged: {error}; {MADE_ANEW}") from error
         except (lmdb.Error, OSError) as error:
             raise failure(f"can't open the index in {path}", error) from error
         try:
@@ -160,7 +160,7 @@ class Env:
             if isinstance(error, IndexFailure):
                 raise
             if isinstance(error, DAMAGE):
-                raise DamagedIndex(f"the index in {path} is damaged: {error}") from error
+                raise DamagedIndex(f"the index in {path} is damaged: {error}; {MADE_ANEW}") from error
             if self._writable:
                 raise failure(f"can't open the index in {path}", error) from error
             raise NoIndex(f"the index in {path} is not complete: {error}") from error

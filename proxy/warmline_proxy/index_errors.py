@@ -12,6 +12,9 @@ IndexFailure
 import errno
 import os
 
+SIGNS_OF_DAMAGE = ("MDB_BAD_TXN", "MDB_CORRUPTED", "MDB_PAGE_NOTFOUND")  # in what lmdb says
+MADE_ANEW = "start Warmline again: a start makes the index anew from the files"
+
 
 class IndexFailure(Exception):
     """The index can't be opened or written.  `code`: the name of the system's error ("ENOSPC"), where there is one."""
@@ -44,9 +47,14 @@ class ReadOnlyIndex(IndexFailure):
 
 
 def failure(what: str, error: Exception) -> IndexFailure:
-    """With the code of the system's error, which lmdb tells in words alone."""
-    failed = IndexFailure(f"{what}: {error}")
-    codes = (code for code in errno.errorcode if os.strerror(code) in str(error))
+    """With the code of the system's error, which lmdb tells in words alone; or "damaged"."""
+    text = str(error)
+    if any(sign in text for sign in SIGNS_OF_DAMAGE):
+        failed = IndexFailure(f"{what}: it is damaged ({text}); {MADE_ANEW}")
+        failed.code = "damaged"
+        return failed
+    failed = IndexFailure(f"{what}: {text}")
+    codes = (code for code in errno.errorcode if os.strerror(code) in text)
     failed.code = errno.errorcode.get(next(codes, 0), "EIO")
     return failed
 

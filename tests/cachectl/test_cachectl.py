@@ -29,6 +29,7 @@ from warmline_wire.keys import pack_tokens
 from warmline_wire.messages import decode, encode
 
 A = list(range(1000, 4000))
+BAD = "7a" * 16
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def home(tmp_path: Path) -> Home:
                     client_model="m",
                     outcome="ok",
                     source=source,
-                    why_not_warmer="differs from what is stored at token 812; no checkpoint after token 700",
+                    why_not_warmer=f"checksum in {BAD[:8]}: 21.0.keys of segment {BAD}; nothing after token 81{number}",
                     prompt_tokens=100,
                     cached_tokens=50 * number,
                 )
@@ -107,9 +108,7 @@ def test_stats_sum_up(home: Home) -> None:
     assert view["stored"]["bytes_used"] > view["stored"]["bytes_segments"]
     assert view["requests"]["sources"] == {"cold": 1, "restored": 1}
     assert view["requests"]["cached_share"] == 0.25
-    assert view["requests"]["why_not_warmer"] == {
-        "differs from what is stored at token N; no checkpoint after token N": 2
-    }
+    assert view["requests"]["why_not_warmer"] == {"checksum in ID: N.N.keys of segment ID; nothing after token N": 2}
     assert "bytes used" in run(home, "stats").stdout
 
 

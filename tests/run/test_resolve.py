@@ -68,6 +68,7 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(tmp_path: Path) -> N
         ('total_timeout_s = "soon"', "total_timeout_s .*seconds, 0 or more, not 'soon'"),
         ("stall_timeout_s = inf", "stall_timeout_s .*0 or more"),
         ("heartbeat_after_s = true", "heartbeat_after_s .*0 or more"),
+        ("audit_fraction = 7", "audit_fraction .*from 0 to 1"),
         ("wedge_timeout_s = 0", "wedge_timeout_s .*0.001 or more"),
         ("partial_save_tokens = 0.5", "partial_save_tokens .*whole number"),
         ("connections_max = 0", "connections_max .*from 1 "),
