@@ -133,6 +133,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": CONTEXT_TOKENS,
         "eos_token_id": EOS,
     },
+    "baichuan_m1": {  # rows, states and windows in one model
+        **BASE,
+        "model_type": "baichuan_m1",
+        "num_hidden_layers": 4,
+        "sliding_window": SLIDING_WINDOW,
+        "sliding_window_layers": [1, 3],
+        "conv_window": 2,
+        "rope_theta": 1e4,
+    },
     "bench": {  # slow enough to prefill that a benchmark sees it
         **BASE,
         "model_type": "llama",
@@ -185,6 +194,9 @@ def _weights(config: dict[str, Any], stops: bool, seed: int) -> dict[str, mx.arr
     weights = dict(tree_flatten(model.parameters()))
     (head,) = (name for name in weights if name.endswith("lm_head.weight"))
     weights[head] = weights[head] * output_scale(stops)[:, None]
+    for name in weights:
+        if name.endswith((".conv_k", ".conv_v")):  # 0 where they were not trained, which would hide a wrong state
+            weights[name] = mx.random.normal(weights[name].shape)
     mx.eval(weights)
     return weights
 

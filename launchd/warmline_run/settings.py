@@ -82,32 +82,22 @@ def whole(low: int, high: int) -> Callable[[object], int]:
 
 
 def amount(unit: str, low: float, below: float) -> Callable[[object], float]:
+    return _number(f"expected a number of {unit}, {low:g} or more", lambda number: low <= number < below)
+
+
+def _number(problem: str, fits: Callable[[float], bool]) -> Callable[[object], float]:
     def parse(raw: object) -> float:
-        problem = f"expected a number of {unit}, {low:g} or more"
         if isinstance(raw, bool) or not isinstance(raw, int | float | str):
             raise ValueError(problem)
         try:
             number = float(raw)
         except ValueError:
             raise ValueError(problem) from None
-        if not low <= number < below:  # also refuses nan
+        if not fits(number):  # also refuses nan
             raise ValueError(problem)
         return number
 
     return parse
-
-
-def share(raw: object) -> float:
-    problem = "expected a share, from 0 to 1"
-    if isinstance(raw, bool) or not isinstance(raw, int | float | str):
-        raise ValueError(problem)
-    try:
-        number = float(raw)
-    except ValueError:
-        raise ValueError(problem) from None
-    if not 0 <= number <= 1:
-        raise ValueError(problem)
-    return number
 
 
 def one_of(*allowed: Value) -> Callable[[object], Value]:
@@ -137,6 +127,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+share = _number("expected a share, from 0 to 1", lambda number: 0 <= number <= 1)
 port = whole(1, 65535)
 gigabytes = amount("gigabytes", 0, 1e6)
 seconds = amount("seconds", 0, 1e9)

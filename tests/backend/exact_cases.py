@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 from cold_runs import cold_logprobs
 from drive import Drive, Heard, cut_chain, loader, save
-from families import FAMILIES, mixed, prompt_of, served
+from families import FAMILIES, prompt_of, served
 from numpy.typing import NDArray
 
 from warmline_backend.decode import DecodeGroup
 from warmline_backend.kv import RowsGone
-from warmline_backend.model import ServedModel
 from warmline_backend.residents import ResidentMismatch
 from warmline_backend.sequence import Event, Sequence
 from warmline_wire.keys import pack_tokens
@@ -35,12 +34,8 @@ ANSWER = 8
 POOL = ThreadPoolExecutor(2)
 
 
-def model_of(family: str, root: Path) -> ServedModel:
-    return mixed(root) if family == "baichuan_m1" else served(family, root)
-
-
 def drive_of(family: str, root: Path, step: int = GRID) -> Drive:
-    return Drive(model_of(family, root), step=step, exact=True)
+    return Drive(served(family, root), step=step, exact=True)
 
 
 def noting(note: Callable[[list[Event], NDArray[np.float32]], object]) -> Callable[[DecodeGroup], Told]:
@@ -83,7 +78,7 @@ def cold(model: str, root: Path, step: int, prompt: tuple[int, ...], tokens: int
     rows: Rows = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecodeGroup, "step", noting(lambda _, row: rows.append(row)))
-        Drive(model_of(model, root), step=step, keeps=False).run(list(prompt), tokens)
+        Drive(served(model, root), step=step, keeps=False).run(list(prompt), tokens)
     return rows
 
 
@@ -359,7 +354,7 @@ def test_the_place_to_come_back_to_is_counted_and_given_up(family: str, root: Pa
 @pytest.mark.parametrize("family", ALL)
 def test_fast_mode_is_told_from_a_cold_run(family: str, root: Path, recorder: Recorder) -> None:
     """A BLAS that rounds alike whatever it is given would let all of the above pass."""
-    drive = Drive(model_of(family, root), step=GRID)
+    drive = Drive(served(family, root), step=GRID)
     first = drive.run(prompt_of(LENGTH), 30)
     prompt = prompt_of(LENGTH) + first.generated + prompt_of(5, 4)
     warm = drive.run(prompt, ANSWER, resident=first.settled.resident, reuse=len(prompt) - 5)

@@ -3,7 +3,6 @@
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import mlx.core as mx
 from cold_runs import Run, cold_logprobs
@@ -27,28 +26,6 @@ def served(family: str, root: Path) -> ServedModel:
     folder = tiny_models.build(architecture, root / architecture)
     options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32} if family == "quantized" else {}
     return load(str(folder), family, **options)
-
-
-@cache
-def mixed(root: Path) -> ServedModel:
-    """Rows, states and windows in one model: Baichuan-M1."""
-    config = {
-        **tiny_models.BASE,
-        "model_type": "baichuan_m1",
-        "num_hidden_layers": 4,
-        "sliding_window": tiny_models.SLIDING_WINDOW,
-        "sliding_window_layers": [1, 3],
-        "conv_window": 2,
-        "rope_theta": 1e4,
-    }
-    with patch.dict(tiny_models.FAMILIES, baichuan_m1=config):
-        model = served("baichuan_m1", root)
-    mx.random.seed(1)
-    for layer in model.model.model.layers:  # which are 0 where they were not trained
-        attention = layer.self_attn
-        attention.conv_k = mx.random.normal(attention.conv_k.shape)
-        attention.conv_v = mx.random.normal(attention.conv_v.shape)
-    return model
 
 
 def cold(model: ServedModel, family: str, prompt: list[int], max_tokens: int) -> Run:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cold_runs import compare_greedy
 from drive import Drive, Heard
-from families import FAMILIES, cold, mixed, prompt_of, served, tolerance
+from families import FAMILIES, cold, prompt_of, served, tolerance
 
 from warmline_backend.residents import ResidentGone, ResidentMismatch
 from warmline_backend.sequence import MEETINGS_APART_TOKENS, Piece, Progress, Started
@@ -126,7 +126,7 @@ def test_a_window_that_has_passed_the_place_can_not_be_followed(root: Path) -> N
 
 
 def test_states_and_windows_in_one_model_can_be_followed_until_the_place_is_passed(root: Path) -> None:
-    drive = Drive(mixed(root), step=50)
+    drive = Drive(served("baichuan_m1", root), step=50)
     name, leader = drive.submit(prompt_of(200), 30, checkpoints=(20, 70))
     branch = prompt_of(110) + prompt_of(10, 4)
     _, follower = drive.submit(branch, 12, follow=name, reuse=110)

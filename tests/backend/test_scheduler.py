@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from cold_runs import compare_greedy
 from drive import Drive, Heard
-from families import FAMILIES, cold, mixed, prompt_of, served, tolerance
+from families import FAMILIES, cold, prompt_of, served, tolerance
 
 from warmline_backend.kv import RowsGone
 from warmline_backend.params import GenerationParams
@@ -89,7 +89,7 @@ def test_residents_refuse_what_they_are_not(root: Path) -> None:
 
 
 def test_a_state_is_of_no_use_without_the_window_that_belongs_to_it(root: Path) -> None:
-    drive = Drive(mixed(root), step=50)
+    drive = Drive(served("baichuan_m1", root), step=50)
     first = drive.run(prompt_of(200), 8, checkpoints=(20, 100))
     assert (first.settled.checkpoints, first.settled.positions) == ([20, 100, 208], [208])
     with pytest.raises(ResidentMismatch, match="can't be continued at 100"):
@@ -101,7 +101,7 @@ def test_a_state_is_of_no_use_without_the_window_that_belongs_to_it(root: Path) 
 
 
 def test_within_the_window_a_state_is_enough(root: Path) -> None:
-    drive = Drive(mixed(root), step=50)
+    drive = Drive(served("baichuan_m1", root), step=50)
     first = drive.run(prompt_of(25), 2, checkpoints=(20,))
     assert first.settled.positions == [20, 27]
     branch = prompt_of(20) + prompt_of(40, 4)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import machine
 from duel import FAMILIES, Duel, reference_of
-from models import folder_of
 from steps import read
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -19,7 +18,7 @@ EXAMPLES, STEPS, RESTART_INTERVAL = 1, 16, 1_000  # no restarts, each of which t
 def check(name: str, modes: tuple[str, ...], root: Path) -> None:
     """Nothing differs, much was compared, and much of it was warm, after a restart too."""
     family = FAMILIES[name]
-    model = folder_of(family.architecture, root)
+    model = family.folder(root)
     with reference_of(family, model) as reference:
         for mode in modes:
             with Duel(family, mode, model, reference) as duel:

@@ -21,6 +21,7 @@ from steps import LEAVE_IN_DECODE, LEAVE_IN_PREFILL, Ask, Forget, Fresh, Kill, P
 from talks import Question, Talks
 from verdict import Verdict, compare
 
+import tiny_models
 from pair import START_TIMEOUT_S, Pair, Reply, ask
 from planted.faults import Gate, Planted
 
@@ -50,6 +51,10 @@ class Family:
     architecture: str
     flags: tuple[str, ...] = ()
     tolerance: float = 1e-3
+
+    def folder(self, root: Path) -> Path:
+        """Its model, whose answers may end by themselves; made once, and not to be written to."""
+        return tiny_models.build(self.architecture, root / self.architecture, stops=True)
 
 
 FAMILIES = {

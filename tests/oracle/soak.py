@@ -19,7 +19,6 @@ from pathlib import Path
 
 import machine
 from duel import FAMILIES, MODES, Difference, Duel, reference_of
-from models import folder_of
 from steps import Any, read, written
 
 STEPS_AN_EXAMPLE, STEPS_A_HOME = 30, 240
@@ -91,7 +90,7 @@ def shorten(duel: Duel, script: Sequence[Any]) -> list[Any]:
 @contextmanager
 def duel_of(name: str, mode: str, models: Path) -> Iterator[Duel]:
     family = FAMILIES[name]
-    model = folder_of(family.architecture, models)
+    model = family.folder(models)
     with reference_of(family, model) as reference, Duel(family, mode, model, reference) as duel:
         yield duel
 

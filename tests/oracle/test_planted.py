@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from duel import FAMILIES, Difference, Duel, reference_of
-from models import folder_of
 from steps import AGAIN, APPEND, BEGIN, Any, Ask, Forget, Fresh, Together
 
 from planted.site import planted_bugs as bugs
@@ -61,7 +60,7 @@ def duel_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DuelOf]:
 
         @cache
         def model(family: str) -> tuple[Path, Any]:
-            folder = folder_of(FAMILIES[family].architecture, root)
+            folder = FAMILIES[family].folder(root)
             return folder, stack.enter_context(reference_of(FAMILIES[family], folder))
 
         @cache
