@@ -126,7 +126,7 @@ class Sequence:
     @property
     def left_to_keep(self) -> int:
         """Of these, those that can be kept: in exact mode not those after its last full chunk."""
-        return self.kv.on_grid(len(self.request.prompt) - 1) - self.kv.length
+        return self.kv.grid_end - self.kv.length
 
     @property
     def tokens_max(self) -> int:

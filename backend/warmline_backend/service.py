@@ -114,7 +114,8 @@ class Service:
 
     @property
     def _grid(self) -> int:
-        return self._config.prefill_step_size if self._config.reuse == "exact" else 0
+        """Once the model is loaded, for the scheduler decides."""
+        return self._engine.scheduler.settings.grid
 
     def shut_down(self) -> None:
         """Refuse what is new; what runs goes on, unless it is in the background."""
