@@ -180,7 +180,21 @@ class Settler:
             self._behind = True
 
     async def _save(self, unsaved: "_Unsaved") -> "_Saved":
-        """Raises NoRoom, or _SavingFails where saving does, or did just now; the resident is no longer leased then."""
+        """However it ends, the resident is no longer leased then.  Raises NoRoom, or _SavingFails where saving does, or
+        did just now.
+        """
+        try:
+            return await self._tried(unsaved)
+        except Gone:  # what is gone is this tail alone
+            log.info("%s was gone before it was saved", unsaved.source.resident or unsaved.source.running)
+            await self._expect_no_save(unsaved)
+            return _Saved()
+        except (NoRoom, _SavingFails, UpstreamError, IndexFailure):
+            await self._expect_no_save(unsaved)
+            raise
+
+    async def _tried(self, unsaved: "_Unsaved") -> "_Saved":
+        """What says that the disk fails is noted, and raises _SavingFails."""
         try:
             if self._persistence.may_try():
                 return await self._save_now(unsaved)
@@ -189,12 +203,10 @@ class Settler:
         except TimedOut as error:
             self._persistence.failed(FILES, "ETIMEDOUT", str(error))
         except NoRoom:
-            await self._expect_no_save(unsaved)
             raise
         except IndexFailure as error:
             self._persistence.failed(INDEX, error.code or "index", str(error))
         self._behind = True
-        await self._expect_no_save(unsaved)
         raise _SavingFails
 
     async def _expect_no_save(self, unsaved: "_Unsaved") -> None:
@@ -207,14 +219,13 @@ class Settler:
         resident, held = unsaved.source.resident, unsaved.held
         save = await self._begin(unsaved)
         if save is None:
-            await self._now_durable(resident, leased=True)  # a save would have ended its lease
+            await self._now_durable(resident, leased=True)  # rows that are saved would have ended its lease
             session = await _in_thread(self._index.note_session, held.root, held.tokens, unsaved.session)
             self._persistence.worked(INDEX)
             return _Saved(session, 0, whole=True)
         committed = None
         try:
-            if (reply := await self._write(save, unsaved.source)) is None:
-                return _Saved()
+            reply = await self._write(save, unsaved.source)
             self._persistence.worked(FILES)
             self._freed_in_vain = False
             cost_s = prefill_seconds(save.matched, len(held), self._knowledge.costs().prefill)
@@ -229,7 +240,7 @@ class Settler:
         if committed.why_not:
             log.info("not all of %s was kept: %s", resident or unsaved.source.running, committed.why_not)
         else:
-            await self._now_durable(resident)
+            await self._now_durable(resident, leased=not save.segments)
         return _Saved(committed.session, committed.tokens_saved, whole=not committed.why_not)
 
     async def _now_durable(self, resident: str, *, leased: bool = False) -> None:
@@ -258,8 +269,8 @@ class Settler:
             may_replace=not unsaved.layout.has_windows,  # rotating layers no longer have their parent's rows
         )
 
-    async def _write(self, save: SavePlan, source: SaveRequest) -> SaveReply | None:
-        """Has the backend write the files; None where the resident is gone, which loses nothing but this tail."""
+    async def _write(self, save: SavePlan, source: SaveRequest) -> SaveReply:
+        """Has the backend write the files.  Raises Gone where the rows are, or the resident is."""
         request = msgspec.structs.replace(
             source,
             request_id=f"save-{save.id}",
@@ -278,9 +289,6 @@ class Settler:
         except TimedOut:  # a disk that hangs: others want to save, too, and it may be better by then
             await self._upstream.cancel(request.request_id, GIVE_UP_TIMEOUT_S)
             raise
-        except Gone:
-            log.info("%s was gone before it was saved", source.resident or source.running)
-            return None
 
     async def _freed(self, bytes_wanted: int) -> bool:
         """Others fill the disk, or the budget is larger than it: evict, but in vain only once."""

@@ -7,7 +7,8 @@ step once; `FAMILY-MODE.WHAT.jsonl` is what a soak has found, made short.  `make
 from pathlib import Path
 
 import machine
-from duel import FAMILIES, Duel, reference_of
+from duel import Duel
+from reference import FAMILIES, Reference
 from steps import read
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -18,10 +19,9 @@ EXAMPLES, STEPS, RESTART_INTERVAL = 1, 16, 1_000  # no restarts, each of which t
 def check(name: str, modes: tuple[str, ...], root: Path) -> None:
     """Nothing differs, much was compared, and much of it was warm, after a restart too."""
     family = FAMILIES[name]
-    model = family.folder(root)
-    with reference_of(family, model) as reference:
+    with Reference(family, family.folder(root)) as reference:
         for mode in modes:
-            with Duel(family, mode, model, reference) as duel:
+            with Duel(reference, mode) as duel:
                 machine.run(duel, SEED, EXAMPLES, STEPS, RESTART_INTERVAL)
                 for path in scripts_of(name, mode):
                     for step in read(path):

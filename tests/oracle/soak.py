@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import machine
-from duel import FAMILIES, MODES, Difference, Duel, reference_of
+from duel import MODES, Duel
+from reference import FAMILIES, Reference
 from steps import Any, read, written
+from verdict import Difference
 
 STEPS_AN_EXAMPLE, STEPS_A_HOME = 30, 240
 RESTART_INTERVAL = 15
@@ -28,6 +30,7 @@ COLUMNS = {
     "answers": ["answers compared"],
     "numbers": ["numbers"],
     "near ties": ["near ties"],
+    "selected otherwise": ["selected otherwise"],
     "differences": ["differences"],
     "in memory": ["resident", "shared"],
     "restored": ["restored"],
@@ -90,8 +93,7 @@ def shorten(duel: Duel, script: Sequence[Any]) -> list[Any]:
 @contextmanager
 def duel_of(name: str, mode: str, models: Path) -> Iterator[Duel]:
     family = FAMILIES[name]
-    model = family.folder(models)
-    with reference_of(family, model) as reference, Duel(family, mode, model, reference) as duel:
+    with Reference(family, family.folder(models)) as reference, Duel(reference, mode) as duel:
         yield duel
 
 

@@ -6,11 +6,12 @@ Every script first passes without its bug, or it would prove nothing.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
 
 import pytest
-from duel import FAMILIES, Difference, Duel, reference_of
+from duel import Duel
+from reference import FAMILIES, Reference
 from steps import AGAIN, APPEND, BEGIN, Any, Ask, Forget, Fresh, Together
+from verdict import Difference
 
 from planted.site import planted_bugs as bugs
 
@@ -59,13 +60,12 @@ def duel_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DuelOf]:
     with ExitStack() as stack:
 
         @cache
-        def model(family: str) -> tuple[Path, Any]:
-            folder = FAMILIES[family].folder(root)
-            return folder, stack.enter_context(reference_of(FAMILIES[family], folder))
+        def reference(family: str) -> Reference:
+            return stack.enter_context(Reference(FAMILIES[family], FAMILIES[family].folder(root)))
 
         @cache
         def duel(family: str, mode: str) -> Duel:
-            one = Duel(FAMILIES[family], mode, *model(family), {"PLANTED_BUGS": "1"})
+            one = Duel(reference(family), mode, {"PLANTED_BUGS": "1"})
             stack.callback(one.abandon)
             return stack.enter_context(one)
 

@@ -5,7 +5,9 @@ from typing import Any
 
 from pair import Reply
 
-TOP = 20
+
+class Difference(AssertionError):
+    """A warm answer that is not the cold one, or a home that is not as it should be."""
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ class FakeBackend:
         self.logprob = -0.25  # of every request's first token
         self.cold_logprobs: list[float] = []  # one a generation in the background that is right; then as above
         self.right_until = 0  # a generation in the background is right where it starts from no more than that
+        self.saves_fail: list[int] = []  # HTTP statuses, one a save
         self.drops_fail = 0  # that many residents are not dropped when asked to
         self.gives_up_background = 0  # generations in the background that are ended
         self.background_allowed = asyncio.Event()
@@ -267,6 +268,8 @@ class FakeBackend:
         asked = decode(await request.read(), SaveRequest)
         self._note("save", asked)
         await self.saving_allowed.wait()
+        if self.saves_fail:
+            return self._error(self.saves_fail.pop(0), "as scripted")
         if asked.resident not in self.held:
             return self._error(410, "gone")
         return self._reply(

@@ -1,0 +1,76 @@
+"""Cold runs: what the answer is.  Real pairs that live long and reuse nothing, of a tiny model of each cache family."""
+
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from verdict import Difference
+
+import tiny_models
+from pair import Pair, Reply
+
+STEP_TOKENS = 64
+# Of no common divisor with it, so that hardly a chunk ends where another one's does.
+OTHER_STEPS_TOKENS = (37, 23, 11)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model, what it is served with, and how far its warm log-probabilities may be from its cold ones.
+
+    `selects`: it chooses tokens or experts by their scores.  Where two are nearly tied, the rounding of a chunk's
+    length decides, and what follows differs by more than rounding does.
+    """
+
+    name: str
+    architecture: str
+    flags: tuple[str, ...] = ()
+    tolerance: float = 1e-3
+    selects: bool = False
+
+    def folder(self, root: Path) -> Path:
+        """Its model, whose answers may end by themselves; made once, and not to be written to."""
+        return tiny_models.build(self.architecture, root / self.architecture, stops=True)
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        *(Family(name, name) for name in ("llama", "gemma3", "qwen3_5", "falcon_h1", "baichuan_m1", "mamba2")),
+        Family("deepseek_v32", "deepseek_v32", selects=True),
+        Family("quantized", "llama", ("--kv-bits", "8", "--kv-group-size", "32"), tolerance=2e-2),
+    )
+}
+
+
+class Reference:
+    """Answers one family's requests, cold; a pair for each length of chunks that is asked for."""
+
+    def __init__(self, family: Family, model: Path) -> None:
+        self.family, self.model = family, model
+        self._pairs: dict[int, Pair] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Reference":
+        self._pair(STEP_TOKENS)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def cold(self, body: Mapping[str, Any], step_tokens: int = STEP_TOKENS) -> Reply:
+        reply = self._pair(step_tokens).post("/v1/chat/completions", body)
+        if reply.status != 200 or reply.cached:
+            raise Difference(f"the reference answers {reply.raw!r}")
+        return reply
+
+    def _pair(self, step_tokens: int) -> Pair:
+        if step_tokens not in self._pairs:
+            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="reference-")))
+            flags = ("--reuse", "off", "--prefill-step-size", str(step_tokens), *self.family.flags)
+            self._pairs[step_tokens] = self._stack.enter_context(Pair(folder, self.model, *flags))
+        return self._pairs[step_tokens]
