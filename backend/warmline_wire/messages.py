@@ -5,7 +5,9 @@ by one each time the backend drops a resident on its own.  A proxy that sees eit
 the residents again (``GET /kv/residents``).
 """
 
-from typing import Any, TypeVar
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -31,6 +33,9 @@ SETTLED_EVENT = "warmline"  # SSE event name of the closing event
 SEGMENT_FORMAT = 2
 
 T = TypeVar("T")
+
+_decoders: dict[Any, Callable[[Any], Any]] = {}
+_making = threading.Lock()
 
 
 class Reply(msgspec.Struct, kw_only=True):
@@ -285,8 +290,11 @@ def encode(message: object) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
-    """Strictly typed; raises msgspec.ValidationError or DecodeError."""
-    return msgspec.json.decode(data, type=kind)
+    """Strictly typed; raises msgspec.ValidationError or DecodeError.  Any thread."""
+    if kind not in _decoders:
+        with _making:  # msgspec (0.22) crashes where two threads meet a struct for the first time at once
+            _decoders.setdefault(kind, msgspec.json.Decoder(kind).decode)
+    return cast(T, _decoders[kind](data))
 
 
 def message_in(body: bytes) -> str:

@@ -26,7 +26,7 @@ import xxhash
 
 from warmline_wire import disk
 from warmline_wire.keys import TOKEN_BYTES
-from warmline_wire.messages import SEGMENT_FORMAT
+from warmline_wire.messages import SEGMENT_FORMAT, decode
 
 METADATA_KEY = "warmline"
 TOKENS = "tokens"
@@ -185,15 +185,15 @@ def _header(file: BinaryIO) -> SegmentHeader:
 
 def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
     try:
-        return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        return decode(raw, dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SegmentFileError("checksum", f"header does not parse: {error}") from error
 
 
 def _meta(raw: msgspec.Raw | None) -> FileMeta:
     try:
-        texts = msgspec.json.decode(raw or b"{}", type=dict[str, str])
-        meta = msgspec.json.decode(texts.get(METADATA_KEY, ""), type=FileMeta)
+        texts = decode(raw or b"{}", dict[str, str])
+        meta = decode(texts.get(METADATA_KEY, "").encode(), FileMeta)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SegmentFileError("foreign", f"not a file of ours: {error}") from error
     if meta.format != SEGMENT_FORMAT:
@@ -203,7 +203,7 @@ def _meta(raw: msgspec.Raw | None) -> FileMeta:
 
 def _place(name: str, raw: msgspec.Raw, data_start: int, file_bytes: int) -> TensorPlace:
     try:
-        tensor = msgspec.json.decode(raw, type=_Tensor)
+        tensor = decode(raw, _Tensor)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SegmentFileError("checksum", f"header of {name} does not parse: {error}") from error
     begin, end = tensor.data_offsets

@@ -9,6 +9,8 @@ from collections import deque
 
 import msgspec
 
+from warmline_wire.messages import decode
+
 # Where the guard trips.  Sixty-four tokens are a ruler, or a matrix of zeros, wider than people write them, and a
 # sixtieth of what a collapsed answer runs on for.  docs/correctness.md says how often ordinary text gets there.
 REPEATED_TOKENS_MAX = 64
@@ -63,13 +65,10 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
 
 
-_chunk = msgspec.json.Decoder(_Chunk).decode
-
-
 def text_of(chunk: bytes) -> str:
     """What one chunk of an OpenAI stream says; "" where it says nothing, or can't be read."""
     try:
-        choices = _chunk(chunk).choices
+        choices = decode(chunk, _Chunk).choices
     except msgspec.DecodeError:
         return ""
     if not choices:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from warmline_proxy.index_files import FILE_ID
-from warmline_proxy.index_tables import DECODERS, HASH_BYTES, SUMS_KEY, TABLES, Sums, Tables
+from warmline_proxy.index_tables import DECODERS, HASH_BYTES, SUMS_KEY, TABLES, Tables, decode_sums
 from warmline_proxy.rows import Finding
 from warmline_wire.keys import TOKEN_BYTES
 
@@ -68,7 +68,7 @@ def _meta_flaw(key: bytes, value: bytes) -> str:
     if key != SUMS_KEY:
         return ""  # the schema: an index of another one is not opened
     try:
-        msgspec.msgpack.decode(value, type=Sums)
+        decode_sums(value)
     except msgspec.DecodeError as error:
         return f"its sums can't be read: {error}"
     return ""

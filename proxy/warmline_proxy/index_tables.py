@@ -69,19 +69,16 @@ class Sums(msgspec.Struct, kw_only=True):
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def _decoder(kind: type[Any]) -> Callable[[bytes], Any]:
-    return msgspec.msgpack.Decoder(kind).decode
-
-
-_segment = _decoder(SegmentRow)
-_checkpoint = _decoder(CheckpointRow)
-_session = _decoder(SessionRow)
-_usage = _decoder(Usage)
-_request = _decoder(RequestRecord)
-_save = _decoder(SavePlan)
-_quarantine = _decoder(QuarantineRow)
-_sums = _decoder(Sums)
-DECODERS = {
+# Made while one thread imports this: msgspec (0.22) crashes where two meet a struct for the first time at once.
+_segment = msgspec.msgpack.Decoder(SegmentRow).decode
+_checkpoint = msgspec.msgpack.Decoder(CheckpointRow).decode
+_session = msgspec.msgpack.Decoder(SessionRow).decode
+_usage = msgspec.msgpack.Decoder(Usage).decode
+_request = msgspec.msgpack.Decoder(RequestRecord).decode
+_save = msgspec.msgpack.Decoder(SavePlan).decode
+_quarantine = msgspec.msgpack.Decoder(QuarantineRow).decode
+decode_sums = msgspec.msgpack.Decoder(Sums).decode
+DECODERS: dict[str, Callable[[bytes], Any]] = {
     "segments": _segment,
     "checkpoints": _checkpoint,
     "sessions": _session,
@@ -149,7 +146,7 @@ class Tables:
         if self._changed is not None:
             return self._changed
         found = self.get("meta", SUMS_KEY)
-        return Sums() if found is None else _sums(found)
+        return Sums() if found is None else decode_sums(found)
 
     def add(self, **amounts: int) -> None:
         sums = self._changed = self.sums()

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from warmline_proxy.errors import bad_request
+from warmline_wire.messages import decode
 
 SESSION_HEADERS = ("X-Session-ID", "X-Claude-Code-Session-Id", "X-Litellm-Session-Id", "Session-Id")
 SESSION_FIELDS = ("session_id", "prompt_cache_key")
@@ -61,7 +62,7 @@ def read_call(endpoint: str, body: bytes, headers: Mapping[str, str]) -> Call:
 def _object(body: bytes) -> Fields:
     try:
         body.decode()  # Raw values are not checked for UTF-8
-        fields = msgspec.json.decode(body, type=Fields)
+        fields = decode(body, Fields)
     except msgspec.ValidationError:
         raise bad_request("The body must be a JSON object.") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

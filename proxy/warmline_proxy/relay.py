@@ -19,6 +19,7 @@ from warmline_proxy.generation import PREFILL, Generation
 from warmline_proxy.normalize import Call
 from warmline_proxy.trace import Trace
 from warmline_proxy.upstream import Discarded, Leaderless, UpstreamError
+from warmline_wire.messages import decode
 from warmline_wire.stream import ChunkFold, Event, comment_event, data_event
 
 STREAM_HEADERS = {
@@ -202,7 +203,7 @@ def _checked_chunk(event: Event, trace: Trace) -> dict[str, Any]:
 
 def _parse(data: bytes, kind: Any) -> Any:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decode(data, kind)
     except msgspec.DecodeError as error:
         raise bad_gateway(f"The backend sent an unreadable chunk: {error}") from error
 

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from warmline_backend.params import TOKENS_UNBOUNDED, BadRequest, GenerationParams, parse_params
@@ -238,7 +238,6 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # of a machine that is busy
 @given(st.sampled_from(["chat", "completion"]), st.dictionaries(st.sampled_from(NULLS), JSON))
 def test_any_json_is_read_or_refused(endpoint: str, body: dict[str, Any]) -> None:
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from damage import DAMAGES, A, Vandal, mend, talk, texts
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_helpers import BUDGET, make_home, matched, save
 
@@ -26,7 +26,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Home:
     return home
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60)
 @given(damages=st.lists(st.sampled_from(DAMAGES), min_size=1, max_size=6), seed=st.integers(0, 1 << 32))
 def test_after_any_damage_repair_leaves_a_clean_index_that_tells_the_truth(
     template: Home, damages: list[str], seed: int

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from index_helpers import ROOT, begin, commit, make_home
@@ -212,7 +212,5 @@ class IndexMachine(RuleBasedStateMachine):
         assert all(self.home.segment_file(file_id).exists() for file_id in {*self.segments, *self.states})
 
 
-IndexMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+IndexMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestIndexMachine = IndexMachine.TestCase

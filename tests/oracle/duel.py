@@ -110,11 +110,14 @@ class Duel:
             finally:
                 pair.stop()
 
-    def abandon(self) -> None:
-        """Whatever has become of the home."""
+    def abandon(self) -> list[str]:
+        """Whatever has become of the home.  Returns what the pair has printed since its last start."""
         pair, self._pair = self._pair, None
-        if pair is not None and pair.is_up:
+        if pair is None:
+            return []
+        if pair.is_up:
             pair.stop()
+        return pair.last_words()
 
     @property
     def pair(self) -> Pair:

@@ -140,8 +140,8 @@ def one(duel: Duel, given: argparse.Namespace) -> bool:
     if problem:
         path = given.out / f"oracle-{name}-{mode}-{given.seed}.jsonl"
         path.write_text(written(duel.script))
-        print(f"FAILED {name} {mode} after {len(duel.script)} steps, see {path}\n{problem}", flush=True)
-        duel.abandon()
+        path.with_suffix(".log").write_text("\n".join(duel.abandon()))
+        print(f"FAILED {name} {mode} after {len(duel.script)} steps, see {path} and .log\n{problem}", flush=True)
     print(row(name, mode, duel, time.monotonic() - began), flush=True)
     return bool(problem)
 

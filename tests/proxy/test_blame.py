@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from fake_backend import first_logits, layout, packed
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from warmline_proxy import blame
@@ -65,7 +65,6 @@ def found(files: Files, reuse: int, facts: Layout) -> int:
 places = st.lists(st.integers(1, PROMPT - 1), min_size=1, max_size=12, unique=True).map(sorted)
 
 
-@settings(deadline=None)
 @given(places, st.integers(0, PROMPT), st.integers(1, PROMPT - 1), st.sampled_from([0, 8]))
 def test_the_last_good_place_is_found(ends: list[int], right: int, reuse: int, grid: int) -> None:
     files = Files(ends, right, [], {})
@@ -79,7 +78,6 @@ def test_the_last_good_place_is_found(ends: list[int], right: int, reuse: int, g
     assert all(0 < at <= reuse and at % (grid or 1) == 0 for at in files.tried) and len(files.tried) <= 5
 
 
-@settings(deadline=None)
 @given(places, places, st.integers(0, PROMPT))
 def test_models_with_states_are_started_at_checkpoints_only(ends: list[int], states: list[int], right: int) -> None:
     files = Files(ends, right, states, {})
@@ -111,7 +109,6 @@ def test_a_file_that_others_go_on_with_is_asked_by_itself(right: int, good: int)
 
 
 @pytest.mark.parametrize("failure", [Broken("as scripted"), None])
-@settings(deadline=None)
 @given(places, st.integers(0, PROMPT), st.integers(0, 4))
 def test_what_is_not_shown_to_be_good_is_not_taken_for_it(
     failure: UpstreamError | None, ends: list[int], right: int, number: int
