@@ -22,8 +22,9 @@ run: setup
 		$(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") \
 		$(if $(BACKEND_PORT),--backend-port "$(BACKEND_PORT)") $(ARGS)
 
+# As they come: the long ones of a few tests, which would else come last, lie in the middle.
 test: lint
-	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: setup
 	PYTHONPATH=tests $(BIN)/python tests/pair/storm.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
@@ -43,7 +44,7 @@ setup: $(STAMP)
 $(STAMP): $(LOCK) pyproject.toml
 	$(if $(PYTHON),,$(error Python 3.11 or newer is needed and was not found; name one with PYTHON=/path/to/python3))
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/lock.txt
+	$(BIN)/python -m pip install --quiet --no-compile --require-hashes --no-deps -r requirements/lock.txt
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/demo.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@

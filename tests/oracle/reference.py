@@ -14,23 +14,22 @@ import tiny_models
 from pair import Pair, Reply
 
 STEP_TOKENS = 64
-# Of no common divisor with it, so that hardly a chunk ends where another one's does.
-OTHER_STEPS_TOKENS = (37, 23, 11)
+OTHER_STEPS_TOKENS = (37, 23, 11, 50, 29)
 
 
 @dataclass(frozen=True)
 class Family:
     """A model, what it is served with, and how far its warm log-probabilities may be from its cold ones.
 
-    `selects`: it chooses tokens or experts by their scores.  Where two are nearly tied, the rounding of a chunk's
-    length decides, and what follows differs by more than rounding does.
+    `steps`: it quantizes, or chooses tokens or experts by their scores.  Where that is nearly tied, rounding decides,
+    and what follows differs by a step: between cold runs in other chunks, too.
     """
 
     name: str
     architecture: str
     flags: tuple[str, ...] = ()
     tolerance: float = 1e-3
-    selects: bool = False
+    steps: bool = False
 
     def folder(self, root: Path) -> Path:
         """Its model, whose answers may end by themselves; made once, and not to be written to."""
@@ -41,8 +40,8 @@ FAMILIES = {
     family.name: family
     for family in (
         *(Family(name, name) for name in ("llama", "gemma3", "qwen3_5", "falcon_h1", "baichuan_m1", "mamba2")),
-        Family("deepseek_v32", "deepseek_v32", selects=True),
-        Family("quantized", "llama", ("--kv-bits", "8", "--kv-group-size", "32"), tolerance=2e-2),
+        Family("deepseek_v32", "deepseek_v32", steps=True),
+        Family("quantized", "llama", ("--kv-bits", "8", "--kv-group-size", "32"), tolerance=2e-2, steps=True),
     )
 }
 

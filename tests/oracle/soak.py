@@ -30,7 +30,7 @@ COLUMNS = {
     "answers": ["answers compared"],
     "numbers": ["numbers"],
     "near ties": ["near ties"],
-    "selected otherwise": ["selected otherwise"],
+    "explained by noise": ["explained by noise"],
     "differences": ["differences"],
     "in memory": ["resident", "shared"],
     "restored": ["restored"],
