@@ -32,9 +32,9 @@ DECODE_SHARE = 0.25  # of the time, while prompts prefill: a chunk may take as l
 DECODE_OWED_MAX_S = 30.0
 CHUNKS_PASSED_OVER_MAX = 4  # a long prompt waits at most this many chunks of shorter ones,
 CHUNK_COUNTED_MIN = 1 / 8  # of which a small prompt's is no whole one
-# mlx 0.32.4 counts tasks under way, but not those of an evaluation that failed as done; once enough are left over, a
-# later one waits for ever (seen from about ten on).
-FAILURES_MAX = 8
+# mlx 0.32.4 counts tasks under way, but not those of an evaluation that failed as done; with some left over, a later
+# one may wait for ever (seen from about ten on, and once, on a machine with much else to do, after four).
+FAILURES_MAX = 3
 STEPS_PER_CLEAN_UP = 512  # how often mlx's buffer pool is emptied while decoding
 PROBE_TOKEN = 1
 
@@ -246,7 +246,7 @@ class Scheduler:
         if not self._ends.doubtful:
             return
         if self._ends.failures >= FAILURES_MAX:
-            raise DeviceBroken(f"{FAILURES_MAX} steps have failed; mlx may hang after many")
+            raise DeviceBroken(f"{FAILURES_MAX} steps have failed; mlx may hang after more")
         try:
             mx.clear_cache()
             self.probe()

@@ -33,9 +33,7 @@ FLAGS = (
 )
 SMALL_DISK = ("--disk-budget-gb", "0.003")
 SMALL_MEMORY = ("--memory-budget-gb", "0.004")
-# In one process: mlx goes on counting an evaluation that raised as active, and after some ten a later one may wait for
-# ever (0.32.4, eval_impl).
-FAULTS_MAX = 6
+FAULTS_MAX = 2  # in one process: after one more it is left (scheduler.FAILURES_MAX)
 OUT_OF_MEMORY = "the memory budget is used up"
 RESTART_DELAY_S = 0.1
 NOISE_FACTOR = 2.0  # as much further from a cold run than others are a warm one may be, in families with steps
