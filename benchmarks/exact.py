@@ -17,11 +17,21 @@ from pathlib import Path
 
 import large_models
 from rich.console import Console
-from rich.table import Table
+from rows import Rows
 from servers import Answer, Message, Server, ask, blas_line, median, noise, tiny_models, warmline
 
 KILLED_AFTER = (4, 7)  # turns
 LIKELIEST = 20
+WIDTHS = {
+    "turn": 15,
+    "prompt": 7,
+    "cached": 7,
+    "first token warm": 0,
+    "cold": 8,
+    "numbers": 0,
+    "largest difference": 0,
+    "equal": 11,
+}
 
 
 @dataclass(frozen=True)
@@ -79,22 +89,18 @@ def conversation(pair: Server, direct: Server, turns: int, tokens_a_turn: int, a
         yield Turn(warm, cold, killed)
 
 
-def turns_table(mode: str, turns: Sequence[Turn]) -> Table:
-    table = Table(title=f"reuse = {mode}")
-    for heading in ("turn", "prompt", "cached", "first token warm", "cold", "numbers", "largest difference", "equal"):
-        table.add_column(heading, justify="right")
-    for number, turn in enumerate(turns, start=1):
-        table.add_row(
-            f"{number}{' after kill -9' if turn.killed else ''}",
-            f"{turn.warm.prompt_tokens:,}",
-            f"{turn.warm.cached_tokens:,}",
-            f"{turn.warm.ttft_s:.2f} s",
-            f"{turn.cold.ttft_s:.2f} s",
-            f"{turn.numbers:,}",
-            f"{turn.largest_difference:.1e}" if turn.largest_difference else "0",
-            "bit for bit" if turn.equal else "text" if turn.warm.text == turn.cold.text else "no",
-        )
-    return table
+def cells(number: int, turn: Turn) -> list[str]:
+    """One row of WIDTHS."""
+    return [
+        f"{number}{' after kill -9' if turn.killed else ''}",
+        f"{turn.warm.prompt_tokens:,}",
+        f"{turn.warm.cached_tokens:,}",
+        f"{turn.warm.ttft_s:.2f} s",
+        f"{turn.cold.ttft_s:.2f} s",
+        f"{turn.numbers:,}",
+        f"{turn.largest_difference:.1e}" if turn.largest_difference else "0",
+        "bit for bit" if turn.equal else "text" if turn.warm.text == turn.cold.text else "no",
+    ]
 
 
 def summary(mode: str, turns: Sequence[Turn]) -> str:
@@ -122,10 +128,12 @@ def run(options: argparse.Namespace, console: Console) -> None:
         console.print(f"{blas_line()}\n{os.cpu_count()} cores; {what}")
         for mode in options.modes:
             flags = ("--reuse", mode, "--audit-fraction", "0")
+            rows, turns = Rows(console, f"reuse = {mode}", WIDTHS), list[Turn]()
             with warmline(model, place / f"home-{mode}", logs / f"{mode}.log", *flags) as (pair, direct):
                 tokens = options.tokens // options.turns
-                turns = list(conversation(pair, direct, options.turns, tokens, options.answer_tokens))
-            console.print(turns_table(mode, turns))
+                for turn in conversation(pair, direct, options.turns, tokens, options.answer_tokens):
+                    turns.append(turn)
+                    rows.add(*cells(len(turns), turn))
             console.print(summary(mode, turns))
 
 
