@@ -1,5 +1,6 @@
 """Shared fixtures.  That this file lies here also puts tests/ on the import path, for `tiny_models`."""
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,9 @@ from hypothesis import HealthCheck, settings
 from warmline_wire.home import Home
 
 FolderOf = Callable[..., Path]
+
+# Models are tiny and processes many: idle threads of a BLAS that spin take the cores from those that compute.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # How long anything takes says nothing on a machine that is busy.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -41,7 +41,8 @@ FAMILIES = {
     for family in (
         *(Family(name, name) for name in ("llama", "gemma3", "qwen3_5", "falcon_h1", "baichuan_m1", "mamba2")),
         Family("deepseek_v32", "deepseek_v32", steps=True),
-        Family("quantized", "llama", ("--kv-bits", "8", "--kv-group-size", "32"), tolerance=2e-2, steps=True),
+        # Cold runs in other chunks differed by 3.8e-2 at most, in 80 pairs of answers of 16 tokens.
+        Family("quantized", "llama", ("--kv-bits", "8", "--kv-group-size", "32"), tolerance=4e-2, steps=True),
     )
 }
 

@@ -16,6 +16,7 @@ from warmline_wire.keys import TOKEN_BYTES, common_prefix
 
 CACHECTL = str(Path(WARMLINE).with_name("cachectl"))
 ATTEMPTS_MAX = 5  # a draft lives for a millisecond or two
+LOOK_INTERVAL_S = 0.0005  # else looking would take a core from what is looked at
 Reached = Callable[[Pair], bool]
 Moment = Callable[[Pair], Reached]
 
@@ -73,6 +74,7 @@ class Assassin(threading.Thread):
                 self._pair.kill()
                 self.killed = True
                 return
+            time.sleep(LOOK_INTERVAL_S)
 
 
 def ask_and_kill(pair: Pair, messages: list[Message], moment: Moment, **answer: object) -> bool:
@@ -97,7 +99,7 @@ def verify(pair: Pair) -> None:
 
 
 # A segment and a bit, or a segment and its checkpoints: a first save of several files.
-@pytest.mark.parametrize(("family", "system", "moments"), [("llama", 8_300, MOMENTS), ("qwen3_5", 600, MOMENTS[:3])])
+@pytest.mark.parametrize(("family", "system", "moments"), [("llama", 8_300, MOMENTS), ("qwen3_5", 600, MOMENTS[:2])])
 def test_kill_9_during_a_save(
     family: str, system: int, moments: list[Moment], tiny_folder: FolderOf, tmp_path: Path
 ) -> None:
