@@ -62,15 +62,30 @@ class Reference:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
 
-    def cold(self, body: Mapping[str, Any], step_tokens: int = STEP_TOKENS) -> Reply:
-        reply = self._pair(step_tokens).post("/v1/chat/completions", body)
-        if reply.status != 200 or reply.cached:
-            raise Difference(f"the reference answers {reply.raw!r}")
-        return reply
+    def cold(self, body: Mapping[str, Any]) -> Reply:
+        return cold(self._pair(STEP_TOKENS), body)
+
+    def cold_runs(self, body: Mapping[str, Any], cut: int) -> list[Reply]:
+        """The same in chunks of other lengths, after it; the last in chunks of `cut` tokens, where a warm run began."""
+        runs = [cold(self._pair(each), body) for each in (STEP_TOKENS, *OTHER_STEPS_TOKENS)]
+        if cut:
+            with tempfile.TemporaryDirectory() as folder, self._started(cut, Path(folder)) as pair:
+                runs.append(cold(pair, body))
+        return runs
 
     def _pair(self, step_tokens: int) -> Pair:
         if step_tokens not in self._pairs:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="reference-")))
-            flags = ("--reuse", "off", "--prefill-step-size", str(step_tokens), *self.family.flags)
-            self._pairs[step_tokens] = self._stack.enter_context(Pair(folder, self.model, *flags))
+            self._pairs[step_tokens] = self._stack.enter_context(self._started(step_tokens, folder))
         return self._pairs[step_tokens]
+
+    def _started(self, step_tokens: int, folder: Path) -> Pair:
+        flags = ("--reuse", "off", "--prefill-step-size", str(step_tokens), *self.family.flags)
+        return Pair(folder, self.model, *flags)
+
+
+def cold(pair: Pair, body: Mapping[str, Any]) -> Reply:
+    reply = pair.post("/v1/chat/completions", body)
+    if reply.status != 200 or reply.cached:
+        raise Difference(f"the reference answers {reply.raw!r}")
+    return reply
