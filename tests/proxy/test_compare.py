@@ -59,17 +59,21 @@ def test_equal_bits_are_equal_whatever_they_are() -> None:
     [
         ("float32", 9e-4, WITHIN),
         ("float32", 1.2e-3, DIFFERS),
-        ("q8", 0.19, WITHIN),
-        ("q8", 0.22, DIFFERS),
-        ("q4", 0.45, WITHIN),
-        ("q4", 0.6, DIFFERS),
-        ("bfloat16", 0.9, WITHIN),
-        ("bfloat16", 1.1, DIFFERS),
-        ("something new", 0.9, WITHIN),
+        ("q8", 0.35, WITHIN),
+        ("q8", 0.45, DIFFERS),
+        ("q4", 5.5, WITHIN),
+        ("q4", 6.5, DIFFERS),
+        ("q3", 5.5, WITHIN),
+        ("float16", 0.12, WITHIN),
+        ("float16", 0.14, DIFFERS),
+        ("bfloat16", 1.9, WITHIN),
+        ("bfloat16", 2.1, DIFFERS),
+        ("something new", 1.9, WITHIN),
+        ("something new", 2.1, DIFFERS),
     ],
 )
 def test_what_is_tolerated_depends_on_the_kvs_type(dtype: str, apart: float, outcome: str) -> None:
-    verdict = compare(first(ONE), first({**ONE, 7: ONE[7] + apart}), layout(dtype=dtype))
+    verdict = compare(first(ONE), first({**ONE, 7: ONE[7] - apart}), layout(dtype=dtype))
     assert verdict.outcome == outcome and verdict.difference == pytest.approx(apart, rel=1e-3)
 
 
