@@ -189,7 +189,7 @@ class Settler:
             log.info("%s was gone before it was saved", unsaved.source.resident or unsaved.source.running)
             await self._expect_no_save(unsaved)
             return _Saved()
-        except (NoRoom, _SavingFails, UpstreamError, IndexFailure):
+        except (_SavingFails, UpstreamError, IndexFailure, OSError):
             await self._expect_no_save(unsaved)
             raise
 

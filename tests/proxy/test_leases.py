@@ -1,5 +1,6 @@
 """A resident is leased until it is saved.  However a save ends, the backend must hear that it need not wait for it."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ async def test_after_a_save_that_failed(tmp_path: Path, status: int) -> None:
         await proxy.chat()
         assert await told_free(proxy) == set(proxy.backend.held)
         assert not proxy.index.segments()
+
+
+@on_loop
+async def test_after_one_that_the_index_could_not_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "as scripted")
+
+    async with pair(tmp_path) as proxy:
+        monkeypatch.setattr(proxy.index, "begin_save", fails)
+        await proxy.chat()
+        assert await told_free(proxy) == set(proxy.backend.held) and not proxy.backend.calls["save"]
 
 
 @on_loop
