@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from answers import TOLERANCE, TOLERANCE_QUANTIZED
 from verdict import Difference
 
 import tiny_models
@@ -28,7 +29,7 @@ class Family:
     name: str
     architecture: str
     flags: tuple[str, ...] = ()
-    tolerance: float = 1e-3
+    tolerance: float = TOLERANCE
     steps: bool = False
 
     def folder(self, root: Path) -> Path:
@@ -41,8 +42,7 @@ FAMILIES = {
     for family in (
         *(Family(name, name) for name in ("llama", "gemma3", "qwen3_5", "falcon_h1", "baichuan_m1", "mamba2")),
         Family("deepseek_v32", "deepseek_v32", steps=True),
-        # Cold runs in other chunks differed by 3.8e-2 at most, in 80 pairs of answers of 16 tokens.
-        Family("quantized", "llama", ("--kv-bits", "8", "--kv-group-size", "32"), tolerance=4e-2, steps=True),
+        Family("quantized", "llama", ("--kv-bits", "8", "--kv-group-size", "32"), TOLERANCE_QUANTIZED, steps=True),
     )
 }
 

@@ -3,9 +3,10 @@
 from pair import Reply
 
 # What logits of a warm run may differ by: rows computed while decoding, in other batches, and in chunks that end
-# elsewhere, round differently; quantized rows turn a last bit into a step (3.8e-2 was seen between cold runs).
+# elsewhere, round differently; quantized rows turn a last bit into a step: cold runs in other chunks differed by 3.8e-2
+# at most, in 80 pairs of answers of 16 tokens.
 TOLERANCE = 1e-3
-TOLERANCE_QUANTIZED = 0.1
+TOLERANCE_QUANTIZED = 4e-2
 WITH_LOGPROBS = {"logprobs": True, "top_logprobs": 2}  # what `explain_difference` needs
 
 
