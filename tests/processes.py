@@ -1,12 +1,17 @@
 """Starting real processes in tests and reading what they print, as events."""
 
+import os
 import queue
 import re
 import socket
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
+
+WRITE_BYTES_MAX = 65_536
+END = b"\0"  # no write of a process that prints text
 
 
 def free_port() -> int:
@@ -61,3 +66,31 @@ class Running:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.process.kill()
         self.process.wait()
+
+
+@contextmanager
+def writes_of(
+    arguments: Sequence[str], timeout_s: float = 60
+) -> Iterator[tuple[subprocess.Popen[bytes], Iterator[str]]]:
+    """A process, and each write to its output by itself, its children's too, until it has ended; nothing is buffered.
+
+    A socket of datagrams keeps apart what a pipe runs together.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    ours.settimeout(timeout_s)
+    process = subprocess.Popen(arguments, stdout=theirs, stderr=theirs, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+
+    def tell_the_end() -> None:
+        process.wait()
+        with suppress(OSError):  # nobody listens any more
+            theirs.send(END)
+
+    teller = threading.Thread(target=tell_the_end, daemon=True)
+    teller.start()
+    try:
+        yield process, (data.decode() for data in iter(lambda: ours.recv(WRITE_BYTES_MAX), END))
+    finally:
+        process.kill()
+        ours.close()
+        teller.join()
+        theirs.close()

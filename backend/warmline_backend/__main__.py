@@ -27,6 +27,7 @@ from warmline_wire import disk
 from warmline_wire.descriptors import raise_descriptor_limit
 from warmline_wire.home import Home, unusable
 from warmline_wire.lifeline import end_with_parent
+from warmline_wire.lines import say
 from warmline_wire.lock import Locked, process_lock
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = parse_config(arguments)
     except ConfigError as error:
-        print(f"warmline backend: {error}", file=sys.stderr)
+        say(f"warmline backend: {error}")
         return 2
     logging.basicConfig(
         level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -57,13 +58,13 @@ def main(arguments: list[str]) -> int:
         home.prepare()
         secret = home.secret()
     except OSError as error:
-        print(f"warmline backend: {unusable(home, error)}", file=sys.stderr)
+        say(f"warmline backend: {unusable(home, error)}")
         return 2
     try:
         with process_lock(home.backend_lock, LOCK_WAIT_S):
             return asyncio.run(_serve(config, home, secret))
     except Locked as error:
-        print(f"warmline backend: {home.root} is {error}, another backend; use another --home", file=sys.stderr)
+        say(f"warmline backend: {home.root} is {error}, another backend; use another --home")
         return 2
 
 
@@ -81,7 +82,7 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
     try:
         await web.TCPSite(runner, config.host, config.port, reuse_address=True).start()
     except OSError as error:
-        print(f"warmline backend: can't listen on {config.host}:{config.port}: {error}", file=sys.stderr)
+        say(f"warmline backend: can't listen on {config.host}:{config.port}: {error}")
         return 2
     engine.start()
     _tell_pid(home)
@@ -128,7 +129,7 @@ async def _run(config: BackendConfig, service: Service, engine: Engine, signals:
     try:
         await unless(signals.stop, service.wait_until_loaded())
     except (ModelProblem, FileNotFoundError, ValueError) as error:
-        print(f"warmline backend: can't serve {config.model}: {error}", file=sys.stderr)
+        say(f"warmline backend: can't serve {config.model}: {error}")
         return 2
     if not signals.stop.is_set():
         log.info("serving %s at http://%s:%d", config.served_name, config.host, config.port)

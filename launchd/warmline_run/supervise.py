@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TextIO
 
 from warmline_run.commands import Command
 from warmline_run.resolve import EXIT_CONFIGURATION
@@ -46,7 +47,16 @@ class Address:
 
 
 def say(line: str) -> None:
-    print(f"warmline: {line}", file=sys.stderr, flush=True)
+    _write(sys.stderr, f"warmline: {line}\n")
+
+
+def _write(stream: TextIO, lines: str) -> None:
+    """At once and whole: the children write there too, and any of us may be killed at any moment.
+
+    print() writes a line's end by itself where output is unbuffered.
+    """
+    stream.write(lines)
+    stream.flush()
 
 
 def run(backend: Command, proxy: Command, address: Address) -> int:
@@ -158,7 +168,7 @@ async def _announce(address: Address) -> None:
     """Print, once, that requests are served."""
     while True:
         if await asyncio.to_thread(_is_ready, address):
-            print(f"ready {address.url}\n{_curl(address)}", flush=True)
+            _write(sys.stdout, f"ready {address.url}\n{_curl(address)}\n")
             return
         await asyncio.sleep(PROBE_INTERVAL_S)
 

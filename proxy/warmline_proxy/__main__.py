@@ -20,6 +20,7 @@ from warmline_wire import disk
 from warmline_wire.descriptors import raise_descriptor_limit
 from warmline_wire.home import unusable
 from warmline_wire.lifeline import end_with_parent
+from warmline_wire.lines import say
 
 log = logging.getLogger("warmline_proxy")
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = parse(arguments)
     except ConfigError as error:
-        print(f"warmline_proxy: {error}", file=sys.stderr)
+        say(f"warmline_proxy: {error}")
         return 2
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
@@ -44,15 +45,15 @@ def main(arguments: Sequence[str]) -> int:
         config.home.prepare()
         secret = config.home.secret()
     except OSError as error:
-        print(f"warmline_proxy: {unusable(config.home, error)}", file=sys.stderr)
+        say(f"warmline_proxy: {unusable(config.home, error)}")
         return 2
     try:
         run(config, secret)
     except HomeLocked as error:  # starting again would not help
-        print(f"warmline_proxy: {error}", file=sys.stderr)
+        say(f"warmline_proxy: {error}")
         return 2
     except (IndexFailure, OSError) as error:
-        print(f"warmline_proxy: {error}", file=sys.stderr)
+        say(f"warmline_proxy: {error}")
         return 1
     return 0
 

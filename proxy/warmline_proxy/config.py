@@ -3,7 +3,6 @@
 import argparse
 import ipaddress
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 
 from warmline_wire.flags import GB, gigabytes
 from warmline_wire.home import Home
+from warmline_wire.lines import say
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CLIENT_KEY_VARIABLE = "WARMLINE_CLIENT_KEY"
@@ -110,7 +110,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse, but bad flags cost one line instead of a page."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"warmline_proxy: {message}", file=sys.stderr)
+        say(f"warmline_proxy: {message}")
         raise SystemExit(2)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import tiny_models
-from processes import Running, free_port
+from processes import Running, free_port, writes_of
 from warmline_wire.home import Home
 
 
@@ -77,11 +77,12 @@ def test_a_model_that_is_not_there_ends_serve_with_code_2(tmp_path: Path) -> Non
     ports = ("--port", str(free_port()), "--backend-port", str(free_port()))
     nowhere = str(tmp_path / "nowhere")
     command = [sys.executable, "-m", "warmline_run.cli", "serve", "--home", str(tmp_path), "--model", nowhere, *ports]
-    with Running(command) as serve:
-        lines = serve.wait_for_silence()
-        assert serve.process.wait() == 2
+    with writes_of(command) as (serve, writes):
+        lines = list(writes)
+        assert serve.wait() == 2
         assert any(nowhere in line for line in lines)
         assert not any("Traceback" in line for line in lines)
+        assert all(line.endswith("\n") for line in lines), "in whole lines, as several processes write there"
 
 
 def test_the_client_key_is_asked_for(tmp_path: Path, model: Path) -> None:

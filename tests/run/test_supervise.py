@@ -1,25 +1,41 @@
 """The supervisor over stand-ins, as real processes."""
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from processes import Running, free_port
+from processes import Running, free_port, writes_of
 
 DRIVER = str(Path(__file__).with_name("drive_supervise.py"))
 
 
+def driven(*manner: str) -> list[str]:
+    return [sys.executable, DRIVER, str(free_port()), str(free_port()), *manner]
+
+
 def start(*manner: str) -> Running:
-    return Running([sys.executable, DRIVER, str(free_port()), str(free_port()), *manner])
+    return Running(driven(*manner))
 
 
 def test_announces_readiness_with_a_line_to_paste() -> None:
     with start() as serve:
         url = serve.wait_for(r"^ready (http://127\.0\.0\.1:\d+/v1)$")[1]
         serve.wait_for(rf"^curl {url}/chat/completions -H 'Content-Type: application/json' -d '\{{.*France")
+
+
+def test_what_is_printed_is_whole_whenever_who_prints_is_killed() -> None:
+    """Whole lines a write, or others, who print to the same place, come in between."""
+    with writes_of(driven()) as (serve, writes):
+        announced = next(write for write in writes if write.startswith("ready "))
+        assert re.fullmatch(r"ready http://\S+/v1\ncurl .+\n", announced)
+        serve.terminate()
+        rest = list(writes)
+        assert any(write.startswith("warmline: stopping: ") for write in rest)
+        assert all(write.endswith("\n") for write in rest)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
