@@ -15,6 +15,9 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 LOCK := requirements/lock.txt requirements/demo.txt
 
+# Where Python may not keep what it has compiled, each start of a pair takes twice as long, and tests start a hundred.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test chaos soak setup cuda lint lock clean
 
 run: setup
