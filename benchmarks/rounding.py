@@ -39,7 +39,8 @@ from servers import blas_line, environment
 
 from warmline_backend import demo
 from warmline_backend.first_logits import first_logits
-from warmline_backend.model import ModelProblem, ServedModel, load
+from warmline_backend.loading import ModelProblem
+from warmline_backend.model import ServedModel, load
 from warmline_backend.sequence import next_cut
 from warmline_proxy.compare import DIFFERS, Verdict, compare, judge
 from warmline_wire.home import Home

@@ -14,7 +14,6 @@ Usage: python tests/tiny_models.py FAMILY FOLDER
 """
 
 import argparse
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from mlx.utils import tree_flatten, tree_map
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tool_templates import TOOL_TEMPLATE
+from warmline_backend.loading import model_classes
 
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|pad|>"]
 VOCABULARY = 256 + len(SPECIAL_TOKENS)
@@ -100,6 +100,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.0,
         "first_k_dense_replace": 1,
         "rope_theta": 1e4,
+    },
+    "glm_moe_dsa": {  # CacheList(KV, KV) where a layer selects (from 16 tokens on), CacheList(KV) where it shares
+        **BASE,
+        "model_type": "glm_moe_dsa",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "index_head_dim": 64,
+        "index_n_heads": 4,
+        "index_topk": 16,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "falcon_h1": {  # CacheList(ArraysCache, KV) in every layer
         **BASE,
@@ -187,9 +214,9 @@ def build(
 
 
 def _weights(config: dict[str, Any], stops: bool, seed: int) -> dict[str, mx.array]:
-    architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model_class, args_class = model_classes(config)
     mx.random.seed(seed)
-    model: nn.Module = architecture.Model(architecture.ModelArgs.from_dict(config))
+    model: nn.Module = model_class(args_class.from_dict(config))
     model.update(tree_map(_scaled, model.parameters()))
     weights = dict(tree_flatten(model.parameters()))
     (head,) = (name for name in weights if name.endswith("lm_head.weight"))

@@ -19,7 +19,8 @@ from aiohttp import web
 from warmline_backend.config import BackendConfig, ConfigError, parse_config
 from warmline_backend.drain import StopSignals, drain, unless
 from warmline_backend.engine import Engine
-from warmline_backend.model import ModelProblem, load, memory_budget
+from warmline_backend.loading import ModelProblem
+from warmline_backend.model import load, memory_budget
 from warmline_backend.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.server import make_app
 from warmline_backend.service import Service

@@ -20,16 +20,17 @@ from types import ModuleType
 
 import mlx_lm.models.base
 import mlx_lm.models.cache
-from mlx_lm.utils import _get_classes, load_config
+from mlx_lm.utils import load_config
 
 from warmline_backend.arithmetic import arithmetic
+from warmline_backend.loading import model_classes
 from warmline_wire import disk
 from warmline_wire.messages import SEGMENT_FORMAT
 
 PIECE_BYTES = 16 << 20
 READERS_MAX = 8
 DIGESTS_MAX = 4096  # remembered; the oldest are forgotten first
-_MODELS = "mlx_lm.models."
+_MODELS = ("mlx_lm.models.", "warmline_backend.models.")
 
 
 def fingerprint(
@@ -39,14 +40,13 @@ def fingerprint(
     kv_group_size: int,
     dtype: str,
     home_models_dir: Path,
-    code: Sequence[ModuleType] = (),
     shards: int = 1,
     grid: int = 0,
 ) -> str:
     """64 hex digits.  Raises OSError where files can't be read, ValueError where mlx-lm doesn't know the model.
 
-    `dtype` is the KV's, `code` our own modules that compute KV (models), `shards` how many ranks share the model.  With
-    a `grid` (exact mode) it is also the identity of what rounds the numbers; such KV and any other never meet.
+    `dtype` is the KV's, `shards` how many ranks share the model.  With a `grid` (exact mode) it is also the identity of
+    what rounds the numbers; such KV and any other never meet.
     """
     digests = _Digests(home_models_dir / "digests.json")
     weights = sorted(model_path.glob("model*.safetensors"))
@@ -58,7 +58,7 @@ def fingerprint(
         "weights": [[path.name, known[path]] for path in weights],
         "adapter": [[path.name, known[path]] for path in adapter],
         "config": json.loads((model_path / "config.json").read_text()),
-        "code": _code(model_path, code),
+        "code": _code(model_path),
         "kv": [kv_bits, kv_group_size] if kv_bits else None,
         "dtype": dtype,
         "shards": shards,
@@ -76,22 +76,23 @@ def _adapter_files(adapter_path: Path | None) -> list[Path]:
     return [adapter_path / "adapter_config.json", *sorted(adapter_path.glob("*.safetensors"))]
 
 
-def _code(model_path: Path, ours: Sequence[ModuleType]) -> list[list[str]]:
+def _code(model_path: Path) -> list[list[str]]:
     """Name and source digest of the modules that compute and hold this model's KV."""
     config = load_config(model_path)
+    modules = [mlx_lm.models.base, mlx_lm.models.cache]
     sources = {}
     if model_file := config.get("model_file"):
         sources["model_file"] = (model_path / model_file).read_bytes()
     else:
-        architecture = inspect.getmodule(_get_classes(config)[0])
+        architecture = inspect.getmodule(model_classes(config)[0])
         assert architecture is not None
-        ours = [*ours, *_closure([architecture, mlx_lm.models.base, mlx_lm.models.cache])]
-    sources |= {module.__name__: inspect.getsource(module).encode() for module in ours}
+        modules.append(architecture)
+    sources |= {module.__name__: inspect.getsource(module).encode() for module in _closure(modules)}
     return [[name, hashlib.sha256(source).hexdigest()] for name, source in sorted(sources.items())]
 
 
 def _closure(modules: Iterable[ModuleType]) -> list[ModuleType]:
-    """These modules of mlx-lm's models and those that they take something from, directly or not.
+    """These modules of models, mlx-lm's and ours, and those that they take something from, directly or not.
 
     One architecture builds on others (qwen3_5 on qwen3_next), and on rope_utils, switch_layers and the like.
     """

@@ -9,15 +9,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 from mlx.utils import tree_reduce
 from mlx_lm.generate import maybe_set_recommended_wired_limit
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import _download
+from mlx_lm.utils import _download, load_adapters, load_tokenizer
 
-from warmline_backend.codecs import CacheLayout, Kind
+from warmline_backend.codecs import CacheLayout, Kind, flatten
 from warmline_backend.kv import KV, fields_of, layers_nbytes
+from warmline_backend.loading import ModelProblem, assemble
 from warmline_wire.messages import Layout
 
 log = logging.getLogger(__name__)
@@ -26,10 +26,6 @@ WARM_UP_TOKENS = 8
 CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length", "n_positions")
 FLOATS_COARSEST_FIRST = ("bfloat16", "float16", "float32")
 MEMORY_SHARE = 0.7  # of what weights leave free, when no budget is set
-
-
-class ModelProblem(Exception):
-    """The model can't be served; says what is wrong and what to do."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +82,22 @@ def load(
     """
     folder = _folder(path)
     maybe_set_recommended_wired_limit()  # macOS would page a large model out between two steps
-    model, tokenizer, config = mlx_lm.load(
-        str(folder),
-        adapter_path=adapter_path or None,
-        return_config=True,
-        trust_remote_code=trust_remote_code,
+    model, config = assemble(folder, trust_remote_code=trust_remote_code)
+    mx.eval(model.parameters())
+    if adapter_path:
+        model = load_adapters(model, adapter_path)
+        model.eval()
+    tokenizer = load_tokenizer(
+        folder,
+        {"trust_remote_code": True} if trust_remote_code else None,
+        eos_token_ids=config.get("eos_token_id"),
     )
     layout = CacheLayout.of(_cache_maker(model, kv_bits, kv_group_size))
     try:
-        warmed = _warm_up(model, layout)
+        mx.eval(_few_tokens(model, layout.fresh()))
     except RuntimeError as error:  # such as a quantized product that mlx has no kernel for on this device
         raise ModelProblem(f"this device can't compute the model as configured: {error}") from error
+    weight = weigh(model, layout)
     if layout.problem:
         log.warning("%s is served without persistence: %s", name, layout.problem)
     return ServedModel(
@@ -105,13 +106,13 @@ def load(
         path=folder,
         name=name,
         layout=layout,
-        row_names=warmed.row_names,
-        row_bytes=warmed.row_bytes,
-        state_bytes=warmed.state_bytes,
-        window_bytes=warmed.window_bytes,
+        row_names=weight.row_names,
+        row_bytes=weight.row_bytes,
+        state_bytes=weight.state_bytes,
+        window_bytes=weight.window_bytes,
         context_tokens_max=_context_tokens_max(config),
         vocabulary_size=_vocabulary_size(config, tokenizer),
-        dtype=warmed.dtype,
+        dtype=weight.dtype,
         weight_bytes=tree_reduce(lambda held, weight: held + weight.nbytes, model.parameters(), 0),
     )
 
@@ -140,27 +141,33 @@ def _cache_maker(model: nn.Module, kv_bits: int, kv_group_size: int) -> Callable
 
 
 @dataclass(frozen=True)
-class _Warmed:
-    row_names: frozenset[str]
-    row_bytes: int
-    state_bytes: int
-    window_bytes: int
-    dtype: str
+class Weight:
+    """What the KV of a sequence weighs."""
+
+    row_names: frozenset[str]  # "layer.component.field" of every tensor of a segment
+    row_bytes: int  # one token's rows over all leaves
+    state_bytes: int  # one checkpoint
+    window_bytes: int  # the rows of all rotating layers in their full windows
+    dtype: str  # of its floating values, such as "mlx.core.bfloat16"; several are joined by commas
 
 
-def _warm_up(model: nn.Module, layout: CacheLayout) -> _Warmed:
-    """A chunk and a step, so that the first request meets compiled kernels; what they leave in the cache is weighed."""
+def weigh(model: nn.Module, layout: CacheLayout) -> Weight:
+    """By the shapes that a few tokens would leave in the cache; computes nothing, reads no weight."""
     layers = layout.fresh()
-    for tokens in (list(range(1, WARM_UP_TOKENS + 1)), [1]):
-        mx.eval(model(mx.array([tokens]), cache=layers))
+    _few_tokens(model, layers)
     length = WARM_UP_TOKENS + 1
     if layout.problem:
-        return _Warmed(frozenset(), layers_nbytes(layers) // length, 0, 0, "")
-    kv = KV(layout, [1] * length, layers)
-    kv.capture_checkpoint()
-    rows, states = kv.rows(0, length), kv.checkpoints.get(length, {})
+        return Weight(frozenset(), layers_nbytes(layers) // length, 0, 0, "")
+    rows: dict[str, mx.array] = {}
+    states: dict[str, mx.array] = {}
+    for leaf, (_, held) in zip(layout.leaves, flatten(layers), strict=True):
+        if leaf.codec.kind is Kind.STATE:
+            states |= {f"{leaf.name}.{field}": array for field, array in leaf.codec.state(held, 0).items()}
+        else:
+            fields = leaf.codec.rows(held, 0, length, 0, length)
+            rows |= {f"{leaf.name}.{field}": array for field, array in fields.items()}
     dtypes = {str(array.dtype) for array in (*rows.values(), *states.values())}
-    return _Warmed(
+    return Weight(
         row_names=frozenset(rows),
         row_bytes=sum(array.nbytes for array in rows.values()) // length,
         state_bytes=sum(array.nbytes for array in states.values()),
@@ -170,6 +177,11 @@ def _warm_up(model: nn.Module, layout: CacheLayout) -> _Warmed:
         ),
         dtype=",".join(sorted(dtypes)),
     )
+
+
+def _few_tokens(model: nn.Module, layers: list[Any]) -> list[mx.array]:
+    """The logits of a chunk and of a step after it, lazily."""
+    return [model(mx.array([tokens]), cache=layers) for tokens in (list(range(1, WARM_UP_TOKENS + 1)), [1])]
 
 
 def _coarsest(dtypes: str) -> str:

@@ -115,7 +115,6 @@ def test_each_setting_matters(model: Path, home: Path) -> None:
         {"kv_bits": 8, "kv_group_size": 32},
         {"dtype": "bfloat16"},
         {"shards": 2},
-        {"code": [module]},
         {"grid": 2048},
         {"grid": 512},
     ]
@@ -160,7 +159,7 @@ def test_the_code_of_the_architecture_and_what_it_builds_on_matters(
     tiny_folder: object, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qwen = tiny_folder("qwen3_5")  # type: ignore[operator]
-    seen = {name for name, _ in module._code(qwen, [])}
+    seen = {name for name, _ in module._code(qwen)}
     used = ["qwen3_5", "qwen3_next", "gated_delta", "rope_utils", "switch_layers", "base", "cache"]
     assert seen >= {f"mlx_lm.models.{name}" for name in used} and "mlx_lm.models.llama" not in seen
     first = of(qwen, home)
@@ -169,6 +168,12 @@ def test_the_code_of_the_architecture_and_what_it_builds_on_matters(
         module.inspect, "getsource", lambda m: source(m) + ("#" if m.__name__.endswith("gated_delta") else "")
     )
     assert of(qwen, home) != first
+
+
+def test_our_own_architectures_matter_as_mlx_lms_do(tiny_folder: object) -> None:
+    seen = {name for name, _ in module._code(tiny_folder("glm_moe_dsa"))}  # type: ignore[operator]
+    used = ["mlx_lm.models.deepseek_v32", "mlx_lm.models.mla", "mlx_lm.models.cache", "mlx_lm.models.switch_layers"]
+    assert seen >= {"warmline_backend.models.glm_moe_dsa", *used} and "mlx_lm.models.glm_moe_dsa" not in seen
 
 
 def test_an_adapter_matters(model: Path, home: Path, tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""A model from its folder, by mlx-lm's loader: our architectures before its own, and no parameter left to chance.
+
+A parameter that a checkpoint lacks would keep the random values that it was made with, and one that the model does not
+know would be work that is not done: both give answers that look right for a while.  So both are errors.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes, load_config, load_model
+
+from warmline_backend.models import ARCHITECTURES
+
+PLACES_SHOWN_MAX = 12
+
+
+class ModelProblem(Exception):
+    """The model can't be served; says what is wrong and what to do."""
+
+
+class ParameterMismatch(ModelProblem):
+    """What the files hold is not what the model consists of.  `str` lists it by kind."""
+
+    def __init__(
+        self,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        wrong_shape: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (),
+    ) -> None:
+        """Names of parameters; of a wrong shape also the shape that the model needs and the one in the files."""
+        self.missing, self.unexpected, self.wrong_shape = missing, unexpected, wrong_shape
+        shapes = {kind_of(name): (needed, found) for name, needed, found in wrong_shape}
+        parts = [
+            *_part("missing", "that the model needs and the files lack", missing),
+            *_part("unexpected", "in the files that the model does not have", unexpected),
+            *_part("of another shape", "than the model needs", [name for name, *_ in wrong_shape]),
+            *(f"  {kind}: needed {needed}, found {found}" for kind, (needed, found) in shapes.items()),
+        ]
+        super().__init__(
+            "its weights don't fit its config.json, and with any of them left out its answers would be wrong; "
+            "download it again, or find a conversion of this very model\n" + "\n".join(parts)
+        )
+
+
+def _part(what: str, why: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    if not names:
+        return []
+    return [f"{len(names)} {what} ({why}):", *(f"  {line}" for line in by_kind(names))]
+
+
+def kind_of(name: str) -> str:
+    """The name with its layer's number left open."""
+    return re.sub(r"\.\d+\.", ".*.", name, count=1)
+
+
+def by_kind(names: Iterable[str]) -> list[str]:
+    """A line for each kind of parameter, with the layers that it is about."""
+    places: dict[str, list[int]] = {}
+    for name in names:
+        number = re.search(r"\.(\d+)\.", name)
+        places.setdefault(kind_of(name), []).extend([int(number[1])] if number else [])
+    return [kind + _layers(sorted(set(numbers))) for kind, numbers in sorted(places.items())]
+
+
+def _layers(numbers: list[int]) -> str:
+    if not numbers:
+        return ""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:PLACES_SHOWN_MAX])
+    more = ", ..." if len(runs) > PLACES_SHOWN_MAX else ""
+    return f": {len(numbers)} layer{'s' * (len(numbers) > 1)} ({shown}{more})"
+
+
+def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    """The classes of a model and of its arguments.  Raises ValueError where nobody knows the architecture."""
+    if ours := ARCHITECTURES.get(config["model_type"]):
+        return ours.Model, ours.ModelArgs
+    classes: tuple[type[nn.Module], type] = _get_classes(config)
+    return classes
+
+
+def assemble(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """The model with its weights, and its config; lazy, so that of the files only headers have been read.
+
+    Raises ParameterMismatch, ValueError for an architecture that nobody knows or a config that contradicts itself,
+    FileNotFoundError without weights.
+    """
+    config = load_config(folder)
+    if "model_type" not in config:
+        raise ModelProblem(f'{folder / "config.json"} names no model_type; expected one such as "llama"')
+    model, config = load_model(
+        folder, lazy=True, get_model_classes=_checking_classes, trust_remote_code=trust_remote_code
+    )
+    return model, config
+
+
+def _checking_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    model_class, args_class = model_classes(config)
+    return _checking(model_class), args_class
+
+
+def _checking(model_class: type[nn.Module]) -> type[nn.Module]:
+    """The same class, but what is wrong with the weights is told by kind, all of it at once."""
+
+    class Checking(model_class):  # type: ignore[misc]
+        def load_weights(self, weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
+            check_parameters(self, dict(weights))
+            return super().load_weights(weights, strict)
+
+    Checking.__name__, Checking.__qualname__ = model_class.__name__, model_class.__qualname__
+    Checking.__module__ = model_class.__module__
+    return Checking
+
+
+def check_parameters(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
+    """Raises ParameterMismatch unless `weights` are all of the model's parameters, each in its shape, and no others."""
+    needed = dict(tree_flatten(model.parameters()))
+    missing = tuple(sorted(needed.keys() - weights.keys()))
+    unexpected = tuple(sorted(weights.keys() - needed.keys()))
+    wrong = tuple(
+        (name, tuple(needed[name].shape), tuple(weights[name].shape))
+        for name in sorted(needed.keys() & weights.keys())
+        if needed[name].shape != weights[name].shape
+    )
+    if missing or unexpected or wrong:
+        raise ParameterMismatch(missing, unexpected, wrong)
