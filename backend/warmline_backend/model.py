@@ -92,7 +92,7 @@ def load(
         {"trust_remote_code": True} if trust_remote_code else None,
         eos_token_ids=config.get("eos_token_id"),
     )
-    layout = CacheLayout.of(_cache_maker(model, kv_bits, kv_group_size))
+    layout = CacheLayout.of(cache_maker(model, kv_bits, kv_group_size))
     try:
         mx.eval(_few_tokens(model, layout.fresh()))
     except RuntimeError as error:  # such as a quantized product that mlx has no kernel for on this device
@@ -110,8 +110,8 @@ def load(
         row_bytes=weight.row_bytes,
         state_bytes=weight.state_bytes,
         window_bytes=weight.window_bytes,
-        context_tokens_max=_context_tokens_max(config),
-        vocabulary_size=_vocabulary_size(config, tokenizer),
+        context_tokens_max=context_tokens_max(config),
+        vocabulary_size=vocabulary_size(config, tokenizer),
         dtype=weight.dtype,
         weight_bytes=tree_reduce(lambda held, weight: held + weight.nbytes, model.parameters(), 0),
     )
@@ -127,7 +127,8 @@ def _folder(path: str) -> Path:
     return Path(_download(str(local) if local.exists() else path))
 
 
-def _cache_maker(model: nn.Module, kv_bits: int, kv_group_size: int) -> Callable[[], list[Any]]:
+def cache_maker(model: nn.Module, kv_bits: int, kv_group_size: int) -> Callable[[], list[Any]]:
+    """What makes the model's cache.  Raises ModelProblem where it can't be quantized."""
     if not kv_bits:
         return lambda: list(make_prompt_cache(model))
     others = {type(layer).__name__ for layer in make_prompt_cache(model) if type(layer) is not KVCache}
@@ -189,7 +190,8 @@ def _coarsest(dtypes: str) -> str:
     return next((name for name in FLOATS_COARSEST_FIRST if name in dtypes.replace("mlx.core.", "").split(",")), "")
 
 
-def _context_tokens_max(config: dict[str, Any]) -> int:
+def context_tokens_max(config: dict[str, Any]) -> int:
+    """0 where the config doesn't say."""
     for part in (config, config.get("text_config") or {}):
         for key in CONTEXT_KEYS:
             if isinstance(value := part.get(key), int) and value > 0:
@@ -197,7 +199,7 @@ def _context_tokens_max(config: dict[str, Any]) -> int:
     return 0
 
 
-def _vocabulary_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
+def vocabulary_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
     for part in (config, config.get("text_config") or {}):
         if isinstance(value := part.get("vocab_size"), int):
             return value
@@ -206,9 +208,12 @@ def _vocabulary_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int
 
 def memory_budget(weight_bytes: int) -> int:
     """What residents and running requests may hold when nobody said: a share of what the weights leave."""
+    return max(int((machine_bytes() - weight_bytes) * MEMORY_SHARE), 0)
+
+
+def machine_bytes() -> int:
+    """The memory that a model and its KV can have on this machine."""
     info = mx.device_info()
     sizes = (info.get(name) for name in ("max_recommended_working_set_size", "total_memory", "memory_size"))
     total = next((int(size) for size in sizes if size), 0)  # Metal's, CUDA's; none on a CPU
-    if not total:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(int((total - weight_bytes) * MEMORY_SHARE), 0)
+    return total or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
