@@ -55,11 +55,12 @@ def write(config: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
-def in_chunks(made: Model, tokens: list[int], size: int) -> mx.array:
-    """Logits (positions, vocabulary) of a prefill in chunks of `size` tokens."""
+def in_chunks(made: Model, tokens: list[int], size: int, steps: int = 0) -> mx.array:
+    """Logits (positions, vocabulary) of a prefill in chunks of `size` tokens, the last `steps` tokens one by one."""
     caches = made.make_cache()
-    parts = []
-    for start in range(0, len(tokens), size):
-        parts.append(made(mx.array([tokens[start : start + size]]), cache=caches)[0])
+    prompt, parts = len(tokens) - steps, []
+    ends = [*range(size, prompt, size), *range(prompt, len(tokens) + 1)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        parts.append(made(mx.array([tokens[start:end]]), cache=caches)[0])
         mx.eval(parts[-1], [layer.state for layer in caches])
     return mx.concatenate(parts)

@@ -1,0 +1,182 @@
+"""Loading is strict: nothing that a checkpoint lacks is left at random, nothing that it has is dropped in silence."""
+
+import ast
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from golden_glm import arguments, golden, in_chunks, loaded, weights, write
+from mlx.utils import tree_flatten
+from mlx_lm.utils import quantize_model, save_model
+from recipe import CASES, tokens
+
+import tiny_models
+from warmline_backend.loading import ParameterMismatch, assemble, by_kind
+from warmline_backend.models.glm_moe_dsa import Model
+
+CASE = "shared_as_listed"  # full shared shared full shared
+CONFIG = CASES[CASE]
+INDEXER = ("k_norm.bias", "k_norm.weight", "weights_proj.weight", "wk.weight", "wq_b.weight")
+
+
+def rewrite(folder: Path, **changes: Any) -> Path:
+    """Change what config.json says; None takes an entry away."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+def mismatch(folder: Path) -> ParameterMismatch:
+    with pytest.raises(ParameterMismatch) as raised:
+        assemble(folder, trust_remote_code=False)
+    return raised.value
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(CONFIG, tmp_path / "glm")
+
+
+def test_every_parameter_has_the_value_that_the_files_hold(folder: Path) -> None:
+    """So none is what its module was made with: the model of the folder is that of the golden test, bit for bit."""
+    model, config = assemble(folder, trust_remote_code=False)
+    assert config["model_type"] == "glm_moe_dsa"
+    held = dict(tree_flatten(loaded(Model(arguments(CONFIG)), weights(CONFIG)).parameters()))
+    found = dict(tree_flatten(model.parameters()))
+    assert found.keys() == held.keys()
+    for name, array in found.items():
+        assert mx.array_equal(array, held[name]), name
+    logits = in_chunks(model, tokens(CASE), 20)
+    np.testing.assert_allclose(np.array(logits), golden(CASE, "logits"), rtol=0, atol=5e-5)
+
+
+def test_indexers_are_never_random(folder: Path) -> None:
+    """A loader that takes every layer for full finds no indexers for the shared ones; made up, they select garbage."""
+    error = mismatch(rewrite(folder, indexer_types=None))
+    shared = [1, 2, 4]
+    assert set(error.missing) == {f"model.layers.{n}.self_attn.indexer.{name}" for n in shared for name in INDEXER}
+    assert not error.unexpected and not error.wrong_shape
+    assert "15 missing (that the model needs and the files lack):" in str(error)
+    for name in INDEXER:
+        assert f"\n  model.layers.*.self_attn.indexer.{name}: 3 layers (1-2, 4)" in str(error)
+
+
+def test_an_indexer_that_nobody_asks_is_unexpected(folder: Path) -> None:
+    error = mismatch(rewrite(folder, indexer_types=["full", "shared", "shared", "shared", "shared"]))
+    assert set(error.unexpected) == {f"model.layers.3.self_attn.indexer.{name}" for name in INDEXER}
+    assert not error.missing and "model.layers.*.self_attn.indexer.wk.weight: 1 layer (3)" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("types", "said"),
+    [
+        (["full"] * 4, "indexer_types in config.json has 4 entries for 5 layers"),
+        (["shared"] + ["full"] * 4, 'layer 0 is "shared", but there is no layer before it to share with'),
+        (["full", "sahred", "shared", "full", "shared"], "indexer_types in config.json says sahred; expected full or"),
+    ],
+)
+def test_indexer_types_that_cannot_be_meant_are_refused(folder: Path, types: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        assemble(rewrite(folder, indexer_types=types), trust_remote_code=False)
+
+
+def test_a_wrong_shape_is_told_with_both(folder: Path) -> None:
+    error = mismatch(rewrite(folder, index_head_dim=64))
+    kind = "model.layers.*.self_attn.indexer.wk.weight"
+    assert f"{kind}: 2 layers (0, 3)" in str(error) and f"{kind}: needed (64, 64), found (32, 64)" in str(error)
+
+
+def test_only_the_layer_that_the_reference_ignores_is_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held = mx.load(str(folder / "model.safetensors"))
+    held |= {f"model.layers.5.{name}": mx.zeros((2, 2)) for name in ("eh_proj.weight", "enorm.weight")}
+    mx.save_safetensors(str(folder / "model.safetensors"), held)
+    with caplog.at_level(logging.INFO):
+        assemble(folder, trust_remote_code=False)
+    assert "2 parameters of model.layers.5.* left out, as in the reference" in caplog.text
+    held["model.layers.6.enorm.weight"] = mx.zeros((2, 2))
+    held["model.rotary.weight"] = mx.zeros((2, 2))
+    mx.save_safetensors(str(folder / "model.safetensors"), held)
+    assert mismatch(folder).unexpected == ("model.layers.6.enorm.weight", "model.rotary.weight")
+
+
+def test_other_architectures_are_held_to_the_same(tmp_path: Path) -> None:
+    folder = tiny_models.build("llama", tmp_path / "llama")
+    held = mx.load(str(folder / "model.safetensors"))
+    del held["model.layers.1.mlp.up_proj.weight"]
+    held["model.layers.0.mlp.side_proj.weight"] = mx.zeros((2, 2))
+    mx.save_safetensors(str(folder / "model.safetensors"), held)
+    error = mismatch(folder)
+    assert error.missing == ("model.layers.1.mlp.up_proj.weight",)
+    assert error.unexpected == ("model.layers.0.mlp.side_proj.weight",)
+
+
+def test_kinds_say_which_layers_they_are_about() -> None:
+    names = [f"model.layers.{n}.a.weight" for n in (3, 1, 2, 7)] + ["lm_head.weight"]
+    assert by_kind(names) == ["lm_head.weight", "model.layers.*.a.weight: 4 layers (1-3, 7)"]
+    many = by_kind(f"model.layers.{n}.a" for n in range(0, 60, 2))
+    assert many == ["model.layers.*.a: 30 layers (0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, ...)"]
+
+
+def test_nothing_in_the_backend_loads_weights_without_checking() -> None:
+    sources = Path(assemble.__code__.co_filename).parent.rglob("*.py")
+    calls = [node for path in sources for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    loads = [call for call in calls if "load" in ast.unparse(call.func)]
+    assert loads
+    for call in loads:
+        assert not any(word.arg == "strict" and ast.unparse(word.value) == "False" for word in call.keywords)
+
+
+# ---- quantized
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), [("affine", 4, 32), ("affine", 8, 32), ("mxfp4", 4, 32)])
+def test_quantized_weights_compute_what_they_stand_for(mode: str, bits: int, group_size: int, tmp_path: Path) -> None:
+    """As a converter writes them and our loader reads them: the logits are those of the same numbers as floats."""
+    model = loaded(Model(arguments(CONFIG)), weights(CONFIG))
+    quantized, config = quantize_model(model, dict(CONFIG), group_size, bits, mode)
+    save_model(tmp_path, quantized)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    served, _ = assemble(tmp_path, trust_remote_code=False)
+    names = dict(tree_flatten(served.parameters()))
+    assert {f"model.layers.0.self_attn.{part}.scales" for part in ("embed_q", "unembed_out", "o_proj")} <= names.keys()
+    assert "model.layers.1.mlp.switch_mlp.up_proj.scales" in names
+    floats = Model(arguments(CONFIG))
+    floats.load_weights(list(dequantized(names, mode, bits, group_size).items()))
+    prompt = tokens(CASE)
+    difference = mx.abs(in_chunks(served, prompt, 20, 3) - in_chunks(floats, prompt, 20, 3)).max().item()
+    assert difference < 5e-5
+    apart = np.abs(np.array(in_chunks(served, prompt, 20)) - golden(CASE, "logits")).max()
+    assert apart > 1e-3, "nothing was quantized"
+
+
+def dequantized(names: dict[str, mx.array], mode: str, bits: int, group_size: int) -> dict[str, mx.array]:
+    floats = {}
+    for name, array in names.items():
+        prefix, _, field = name.rpartition(".")
+        if field in ("scales", "biases"):
+            continue
+        if field == "weight" and f"{prefix}.scales" in names:
+            scales, biases = names[f"{prefix}.scales"], names.get(f"{prefix}.biases")
+            array = mx.dequantize(array, scales, biases, group_size=group_size, bits=bits, mode=mode)
+            array = array.astype(mx.float32)
+        floats[name] = array
+    return floats
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)])
+def test_a_product_quantized_before_it_is_taken_apart(mode: str, bits: int, group_size: int) -> None:
+    """Keys and values of a head come out of one matrix in checkpoints; these modes have no biases."""
+    held = weights(CONFIG)
+    rounded = dict(held)
+    for layer in range(CONFIG["num_hidden_layers"]):
+        name = f"model.layers.{layer}.self_attn.kv_b_proj"
+        packed, scales = mx.quantize(held[f"{name}.weight"], group_size=group_size, bits=bits, mode=mode)
+        held |= {f"{name}.weight": packed, f"{name}.scales": scales}
+        rounded[f"{name}.weight"] = mx.dequantize(packed, scales, group_size=group_size, bits=bits, mode=mode)
+    prompt = mx.array([tokens(CASE)])
+    ours, expected = (loaded(Model(arguments(CONFIG)), given)(prompt) for given in (held, rounded))
+    assert mx.array_equal(ours, expected)
