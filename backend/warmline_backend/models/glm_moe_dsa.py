@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -135,7 +136,7 @@ def _blocks(queries: int, bytes_per_query: int) -> Iterator[slice]:
         yield slice(start, min(start + size, queries))
 
 
-@mx.compile
+@partial(mx.compile, shapeless=True)  # the number of keys is another each time
 def _add_head(total: mx.array, scores: mx.array, weight: mx.array) -> mx.array:
     return total + mx.maximum(scores, 0) * weight
 
