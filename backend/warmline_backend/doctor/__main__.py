@@ -1,0 +1,52 @@
+"""`python -m warmline_backend.doctor MODEL`.
+
+Exit codes: 0 fine, perhaps with warnings; 1 something is wrong; 2 usage.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from warmline_backend.doctor.findings import Level
+from warmline_backend.doctor.question import Question
+from warmline_wire.flags import gigabytes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = vars(_parser().parse_args(arguments))
+    as_json = given.pop("json")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whatever is not here is a finding, not a download
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.basicConfig(level=logging.ERROR)
+    from warmline_backend.doctor import examination, report  # after the environment: transformers reads it once
+
+    examined = examination.examine(Question(**given))
+    if as_json:
+        sys.stdout.write(json.dumps(report.as_json(examined), indent=2, ensure_ascii=False) + "\n")
+    else:
+        report.show(examined)
+    return 1 if examined.verdict is Level.FAIL else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="warmline_backend.doctor", description="Says whether a model can be served.")
+    parser.add_argument("model", help="a folder, or the name of a repository in the hub's cache")
+    parser.add_argument("--json", action="store_true", help="for programs instead of people")
+    parser.add_argument("--called", default="", help="what `warmline serve` is to be given as the model")
+    parser.add_argument("--home", default="")
+    parser.add_argument("--memory-gb", type=gigabytes, default=0.0, help="a Mac of so much memory, not this machine")
+    parser.add_argument("--memory-budget-gb", type=gigabytes, default=0.0)
+    parser.add_argument("--prefill-step-size", default=Question.prefill_step_size)
+    parser.add_argument("--kv-bits", type=int, default=0)
+    parser.add_argument("--kv-group-size", type=int, default=Question.kv_group_size)
+    parser.add_argument("--chat-template-args", default=Question.chat_template_args)
+    parser.add_argument("--adapter-path", default="")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Whether a model's files are all there and whole.  No mlx: a broken file must not reach it."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from warmline_backend.doctor.findings import Findings, few, gigabytes
+from warmline_backend.doctor.shards import BadShard, Shard, read_shard
+
+CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+WEIGHTS = "model*.safetensors"  # what mlx-lm reads
+NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d+)\.safetensors")
+FINISH = "finish the download: start it again, it goes on where it stopped"
+
+
+@dataclass(frozen=True)
+class Files:
+    findings: Findings
+    config: dict[str, Any]
+    shards: tuple[Shard, ...]
+
+    @property
+    def tensor_names(self) -> set[str]:
+        return {name for shard in self.shards for name in shard.tensors}
+
+    @property
+    def bytes_count(self) -> int:
+        return sum(shard.bytes_count for shard in self.shards)
+
+
+def check_files(folder: Path) -> Files:
+    findings = Findings("files")
+    config = _config(folder, findings)
+    _leftovers(folder, findings)
+    paths = sorted(folder.glob(WEIGHTS))
+    if not paths:
+        _no_weights(folder, findings)
+    shards = [shard for path in paths if (shard := _shard(path, findings))]
+    index = _index(folder, findings)
+    if index is not None:
+        _against_index(index, paths, shards, findings)
+    else:
+        _numbering([path.name for path in paths], findings)
+    _twice(shards, findings)
+    if shards and len(shards) == len(paths):
+        total = sum(shard.bytes_count for shard in shards)
+        count = sum(len(shard.tensors) for shard in shards)
+        findings.ok(f"{_files(len(shards))} of weights, {gigabytes(total)}, {count:,} tensors, none truncated")
+    return Files(findings, config, tuple(shards))
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'s' * (count != 1)}"
+
+
+def _json_object(path: Path, findings: Findings) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        findings.fail(f"{path.name} can't be read: {error.strerror or error}", "mend its permissions, or its disk")
+        return None
+    except ValueError as error:
+        findings.fail(f"{path.name} is no valid JSON: {error}", "download this file again")
+        return None
+    if not isinstance(content, dict):
+        findings.fail(f"{path.name} holds no JSON object", "download this file again")
+        return None
+    return content
+
+
+def _config(folder: Path, findings: Findings) -> dict[str, Any]:
+    if not (folder / CONFIG).is_file():
+        findings.fail(f"there is no {CONFIG}", "give the folder that holds the model's files, or download it again")
+        return {}
+    return _json_object(folder / CONFIG, findings) or {}
+
+
+def _leftovers(folder: Path, findings: Findings) -> None:
+    """What a download that was interrupted leaves, in the folder, in its .cache, or in the hub's cache."""
+    places = [folder, folder / ".cache" / "huggingface" / "download"]
+    if folder.parent.name == "snapshots":
+        places.append(folder.parent.parent / "blobs")
+    left = [path for place in places for path in sorted(place.glob("*.incomplete"))]
+    if left:
+        findings.warn(f"an interrupted download left {few(path.name for path in left)} in {left[0].parent}", FINISH)
+
+
+def _no_weights(folder: Path, findings: Findings) -> None:
+    others = sorted(path.name for kind in ("*.safetensors", "*.gguf", "*.bin", "*.npz") for path in folder.glob(kind))
+    there = f"; there is {few(others)}, which mlx-lm does not read" if others else ""
+    findings.fail(f"no weights: nothing is called {WEIGHTS}{there}", "download a model in MLX's format, or convert it")
+
+
+def _shard(path: Path, findings: Findings) -> Shard | None:
+    try:
+        shard = read_shard(path)
+    except BadShard as problem:
+        findings.fail(f"{path.name}: {problem}", problem.todo)
+        return None
+    if shard.bytes_beyond:
+        findings.warn(f"{path.name} has {shard.bytes_beyond:,} bytes after its last tensor", "download it again")
+    return shard
+
+
+def _index(folder: Path, findings: Findings) -> dict[str, Any] | None:
+    """The index, with a weight_map of names to names; None where there is none that can be used."""
+    if not (folder / INDEX).is_file():
+        return None
+    index = _json_object(folder / INDEX, findings)
+    places = index.get("weight_map") if index is not None else None
+    if index is not None and not (isinstance(places, dict) and all(isinstance(name, str) for name in places.values())):
+        findings.fail(f"{INDEX} has no weight_map of tensor names to file names", "download this file again")
+        return None
+    return index
+
+
+def _against_index(index: dict[str, Any], paths: list[Path], shards: list[Shard], findings: Findings) -> None:
+    places: dict[str, str] = index["weight_map"]
+    named, there = set(places.values()), {path.name for path in paths}
+    if missing := sorted(named - there):
+        findings.fail(
+            f"{len(missing)} of {_files(len(named))} that the index names are missing: {few(missing)}", FINISH
+        )
+    if extra := sorted(there - named):
+        findings.warn(
+            f"the index does not name {few(extra)}, but mlx-lm reads every {WEIGHTS}",
+            "remove what belongs to another model or an older download",
+        )
+    _tensor_places(places, shards, findings)
+    total = (index.get("metadata") or {}).get("total_size")
+    held = sum(shard.bytes_count for shard in shards)
+    if isinstance(total, int) and named == there and len(shards) == len(paths) and total != held:
+        findings.warn(
+            f"the index says {total:,} bytes of tensors, the files hold {held:,}",
+            "compare with the repository: index and files may be of different versions",
+        )
+
+
+def _tensor_places(places: dict[str, str], shards: list[Shard], findings: Findings) -> None:
+    found = {name: shard.name for shard in shards for name in shard.tensors}
+    read = {shard.name for shard in shards}
+    absent = sorted(name for name, place in places.items() if place in read and name not in found)
+    if absent:
+        findings.fail(
+            f"{len(absent)} tensors are not in the file that the index names, nor in another: {few(absent)}",
+            "download index and files again: they are of different versions",
+        )
+    moved = sorted(name for name, place in places.items() if place in read and found.get(name, place) != place)
+    if moved:
+        findings.warn(
+            f"{len(moved)} tensors are in another file than the index says: {few(moved)}",
+            "nothing, if the parameters below are right; otherwise files of two versions are mixed",
+        )
+    if unnamed := sorted(found.keys() - places.keys()):
+        findings.warn(
+            f"{len(unnamed)} tensors in the files are not in the index: {few(unnamed)}",
+            "nothing, if the parameters below are right; otherwise files of two versions are mixed",
+        )
+
+
+def _numbering(names: list[str], findings: Findings) -> None:
+    """Without an index the names alone say how many files there should be."""
+    parts = [match for name in names if (match := NUMBERED.fullmatch(name))]
+    series = Counter((match[1], match[3]) for match in parts)
+    if len(series) > 1:
+        listed = ", ".join(f"{count} of {total}" for (_, total), count in series.items())
+        findings.fail(f"files of several numberings are mixed: {listed}", "keep those of one download, remove the rest")
+    for (start, total), _ in series.items():
+        numbers = {int(match[2]) for match in parts if (match[1], match[3]) == (start, total)}
+        if missing := sorted(set(range(1, int(total) + 1)) - numbers):
+            lacking = few(f"{start}{number:0{len(total)}}-of-{total}.safetensors" for number in missing)
+            findings.fail(f"{len(missing)} of {int(total)} files are missing: {lacking}", FINISH)
+    if parts and ONE_FILE in names:
+        findings.fail(
+            f"{ONE_FILE} lies beside numbered files, and mlx-lm reads all of them", "keep those of one download"
+        )
+    if parts and len(series) == 1:
+        findings.warn(f"there is no {INDEX}", "download it too: it says which files belong to the model")
+
+
+def _twice(shards: list[Shard], findings: Findings) -> None:
+    if twice := sorted(_repeated(shards)):
+        findings.fail(
+            f"{len(twice)} tensors are in several files, and which of them is used is left to chance: {few(twice)}",
+            "remove the files of the other download",
+        )
+
+
+def _repeated(shards: list[Shard]) -> Iterator[str]:
+    counts = Counter(name for shard in shards for name in shard.tensors)
+    return (name for name, count in counts.items() if count > 1)

@@ -1,0 +1,132 @@
+"""What conversations of some lengths take, in memory and on disk, and which of them a machine can hold.  Pure."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from warmline_backend.doctor.findings import Findings, gigabytes
+from warmline_backend.doctor.machines import Machine, raise_limit
+from warmline_backend.fits import ANSWER_TOKENS_RESERVED
+from warmline_backend.model import MEMORY_SHARE
+from warmline_backend.segments import buffer_tokens
+from warmline_wire.flags import GB
+from warmline_wire.keys import TOKEN_BYTES
+
+LENGTHS = (8_192, 32_768, 131_072, 200_000)
+UNBOUNDED_TOKENS = 10_000_000  # where a model doesn't say how long its context is
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model takes; `step_bytes` says what a prefill step works with on top of so many tokens."""
+
+    weight_bytes: int
+    row_bytes: int
+    state_bytes: int
+    context_tokens_max: int  # 0: the model doesn't say
+    step_bytes: Callable[[int], int]
+
+    def kv_bytes(self, tokens: int) -> int:
+        """As admission counts a prompt and the beginning of its answer.  A restore takes no more."""
+        return buffer_tokens(tokens + ANSWER_TOKENS_RESERVED) * self.row_bytes + self.state_bytes
+
+    def disk_bytes(self, tokens: int) -> int:
+        """A conversation's segments and one checkpoint."""
+        return tokens * (self.row_bytes + TOKEN_BYTES) + self.state_bytes
+
+    def total_bytes(self, tokens: int) -> int:
+        return self.weight_bytes + self.kv_bytes(tokens) + self.step_bytes(tokens)
+
+
+@dataclass(frozen=True)
+class Length:
+    """What one conversation of so many tokens takes."""
+
+    tokens: int
+    kv_bytes: int
+    step_bytes: int
+    total_bytes: int
+    disk_bytes: int
+    verdict: str  # "fits", "needs a budget", "does not fit", "beyond the context"
+
+
+@dataclass(frozen=True)
+class Plan:
+    machine: Machine
+    budget_bytes: int  # for conversations: as set, or as the backend chooses by itself
+    lengths: tuple[Length, ...]
+    tokens_max: int  # the longest conversation that fits, within the context
+    budget_wanted_gb: float  # what --memory-budget-gb should be; 0: nothing needs to be said
+
+
+def plan(needs: Needs, machine: Machine, budget_set_bytes: int = 0, lengths: Sequence[int] = LENGTHS) -> Plan:
+    own_choice = max(int((machine.bytes_usable - needs.weight_bytes) * MEMORY_SHARE), 0)
+    budget = budget_set_bytes or own_choice
+    rows = tuple(_length(needs, machine, budget, tokens) for tokens in lengths)
+    longest = _tokens_max(needs, machine)
+    wanted = needs.kv_bytes(min(longest, lengths[-1])) if longest else 0
+    return Plan(machine, budget, rows, longest, _tenths(wanted) if wanted > budget else 0.0)
+
+
+def _tenths(count: int) -> float:
+    """Gigabytes, rounded up."""
+    return -(-count * 10 // GB) / 10
+
+
+def _length(needs: Needs, machine: Machine, budget: int, tokens: int) -> Length:
+    kv, total = needs.kv_bytes(tokens), needs.total_bytes(tokens)
+    if needs.context_tokens_max and tokens > needs.context_tokens_max:
+        verdict = "beyond the context"
+    elif total > machine.bytes_usable:
+        verdict = "does not fit"
+    else:
+        verdict = "fits" if kv <= budget else "needs a budget"
+    return Length(tokens, kv, total - kv - needs.weight_bytes, total, needs.disk_bytes(tokens), verdict)
+
+
+def _tokens_max(needs: Needs, machine: Machine) -> int:
+    low, high = 0, needs.context_tokens_max or UNBOUNDED_TOKENS
+    while low < high:
+        middle = (low + high + 1) // 2
+        if needs.total_bytes(middle) <= machine.bytes_usable:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def check_memory(needs: Needs, planned: Plan) -> Findings:
+    findings = Findings("memory")
+    if not planned.tokens_max:
+        least = needs.total_bytes(1)
+        findings.fail(
+            f"{gigabytes(needs.weight_bytes)} of weights and what a prefill step works with take {gigabytes(least)}; "
+            f"{planned.machine.how}",
+            _more_memory(needs, planned.machine, 1),
+        )
+        return findings
+    within = [length for length in planned.lengths if length.verdict != "beyond the context"]
+    if short := [length for length in within if length.verdict == "does not fit"]:
+        findings.warn(
+            f"conversations of up to {planned.tokens_max:,} tokens fit; {short[0].tokens:,} do not",
+            _more_memory(needs, planned.machine, short[-1].tokens),
+        )
+    else:
+        context = needs.context_tokens_max
+        longest = "of the whole context" if planned.tokens_max == context else f"of up to {planned.tokens_max:,} tokens"
+        findings.ok(f"conversations {longest} fit" + (f" ({context:,} tokens)" if longest.endswith("context") else ""))
+    if planned.budget_wanted_gb:
+        findings.warn(
+            f"conversations may have {gigabytes(planned.budget_bytes)} unless told otherwise, less than one of "
+            f"{min(planned.tokens_max, planned.lengths[-1].tokens):,} tokens takes",
+            f"--memory-budget-gb {planned.budget_wanted_gb:g}",
+        )
+    return findings
+
+
+def _more_memory(needs: Needs, machine: Machine, tokens: int) -> str:
+    wished = max(tokens, min(LENGTHS[-1], needs.context_tokens_max or LENGTHS[-1]))
+    for length in (wished, tokens):
+        if (total := needs.total_bytes(length)) <= machine.bytes_raised:
+            return f"let the GPU have what {length:,} tokens take: {raise_limit(total)}"
+    smaller = "a conversion with fewer bits, a smaller --prefill-step-size, or a larger machine"
+    return f"{gigabytes(total)} are needed for {tokens:,} tokens: use {smaller}"

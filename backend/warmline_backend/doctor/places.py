@@ -1,0 +1,39 @@
+"""Where a model lies on this machine.  Never downloads."""
+
+from pathlib import Path
+
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from warmline_backend.doctor.findings import Findings
+
+
+def find(model: str) -> tuple[Findings, Path | None]:
+    """The folder that a path or a repository's name means; None with the finding that says why there is none."""
+    findings = Findings("files")
+    local = Path(model).expanduser()
+    if local.is_dir():
+        return findings, local
+    if local.exists():
+        findings.fail(f"{model} is a file", "give the folder that it lies in")
+        return findings, None
+    if model.startswith(("/", ".", "~")) or model.count("/") != 1:
+        findings.fail(f"{model}: there is no such folder", "give a model's folder, or a repository's name, owner/model")
+        return findings, None
+    return findings, _cached(model, findings)
+
+
+def _cached(repository: str, findings: Findings) -> Path | None:
+    """The snapshot of a repository's main branch in the hub's cache."""
+    cache = Path(HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    try:
+        commit = (cache / "refs" / "main").read_text().strip()
+    except OSError:
+        commit = ""
+    folder = cache / "snapshots" / commit
+    if commit and folder.is_dir():
+        return folder
+    findings.fail(
+        f"{repository} is neither a folder here nor in the hub's cache ({cache})",
+        f"download it first: hf download {repository}",
+    )
+    return None

@@ -1,0 +1,24 @@
+"""What is asked: which model, served how, on what machine."""
+
+from dataclasses import dataclass
+
+PREFILL_STEP_SIZE = 2048  # the setting's default; also what "auto" is taken for
+
+
+@dataclass(frozen=True)
+class Question:
+    model: str  # a folder, or the name of a repository in the hub's cache
+    called: str = ""  # what `warmline serve` is to be given; "": the same
+    home: str = ""  # where another than the default is used
+    memory_gb: float = 0.0  # of a Mac; 0: this machine
+    memory_budget_gb: float = 0.0
+    prefill_step_size: str = str(PREFILL_STEP_SIZE)  # a number, or "auto"
+    kv_bits: int = 0
+    kv_group_size: int = 64
+    chat_template_args: str = "{}"
+    adapter_path: str = ""
+    trust_remote_code: bool = False
+
+    @property
+    def step_tokens(self) -> int:
+        return int(self.prefill_step_size) if self.prefill_step_size.isdigit() else PREFILL_STEP_SIZE

@@ -1,0 +1,92 @@
+"""An examination for people, and for programs."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from warmline_backend.doctor.examination import Examination
+from warmline_backend.doctor.findings import Finding, Level, gigabytes
+from warmline_backend.doctor.memory import Plan
+
+STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
+VERDICTS = {
+    Level.OK: "It can be served.",
+    Level.WARN: "It can be served; see the warnings.",
+    Level.FAIL: "It can't be served like this; see FAIL above.",
+}
+WIDTH_PIPED = 120  # where no terminal says how wide it is
+
+
+def as_json(examination: Examination) -> dict[str, Any]:
+    """Plain values; counts are bytes or tokens, as their names say."""
+    weights, cache, plan = examination.weights, examination.cache, examination.plan
+    return {
+        "model": examination.question.model,
+        "folder": str(examination.folder or ""),
+        "verdict": examination.verdict.value,
+        "findings": [asdict(finding) for finding in examination.findings],
+        "weights": weights
+        and {"bytes": weights.weight_bytes, "bytes_by_dtype": weights.dtypes, "quantization": weights.quantization},
+        "cache": cache
+        and {
+            "layers": cache.layers,
+            "families": cache.layout.families,
+            "row_bytes": cache.weight.row_bytes,
+            "state_bytes": cache.weight.state_bytes,
+            "window_tokens": cache.layout.window,
+            "persistent": not cache.layout.problem,
+            "why_not": cache.layout.problem,
+        },
+        "memory": plan
+        and {
+            "machine": plan.machine.how,
+            "machine_bytes": plan.machine.bytes_usable,
+            "budget_bytes": plan.budget_bytes,
+            "tokens_max": plan.tokens_max,
+            "lengths": [asdict(length) for length in plan.lengths],
+        },
+        "serve": examination.serve,
+    }
+
+
+def show(examination: Examination, console: Console | None = None) -> None:
+    out = console or _console()
+    shown = str(examination.folder or "")
+    out.print(Text(f"{examination.question.model}" + (f"  ({shown})" if shown != examination.question.model else "")))
+    out.print(_findings(examination.findings))
+    if examination.plan:
+        out.print(Text(f"\nMemory of {examination.plan.machine.how}"))
+        out.print(_memory(examination.plan))
+    out.print(Text("\n" + VERDICTS[examination.verdict], style=STYLES[examination.verdict]))
+    if examination.serve:
+        out.print(Padding(Text(examination.serve), (0, 2)), soft_wrap=True)
+
+
+def _console() -> Console:
+    out = Console(highlight=False)
+    return out if out.is_terminal else Console(highlight=False, width=WIDTH_PIPED)
+
+
+def _findings(findings: tuple[Finding, ...]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        what = Text(finding.what)
+        if finding.todo:
+            what.append(f"\n→ {finding.todo}", style="dim")
+        table.add_row(Text(f"  {finding.area}"), Text(finding.level.value, style=STYLES[finding.level]), what)
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    titles = ("tokens", "KV", "a prefill step", "with the weights", "on disk", "")
+    table = Table(*titles, header_style="", box=None, pad_edge=False)
+    for column in table.columns[:-1]:
+        column.justify = "right"
+    for length in plan.lengths:
+        sizes = (length.kv_bytes, length.step_bytes, length.total_bytes, length.disk_bytes)
+        table.add_row(f"{length.tokens:,}", *map(gigabytes, sizes), length.verdict)
+    return table

@@ -1,0 +1,105 @@
+"""The header of a safetensors file, read by hand: mlx's own reader may crash on a broken file, or say little.
+
+8 bytes    N, the header's length, little-endian
+N bytes    JSON: tensor name -> dtype, shape, data_offsets (from the header's end); and "__metadata__"
+the rest   the tensors' bytes
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LENGTH_BYTES = 8
+HEADER_BYTES_MAX = 100_000_000  # as the safetensors library has it
+POINTER_BYTES_MAX = 1024
+LFS_POINTER = b"version https://git-lfs"
+DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2}
+DTYPE_BYTES |= {"BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8}
+
+AGAIN = "download this file again"
+
+
+class BadShard(Exception):
+    """The file is not whole; `todo` says what helps."""
+
+    def __init__(self, what: str, todo: str = AGAIN) -> None:
+        super().__init__(what)
+        self.todo = todo
+
+
+@dataclass(frozen=True)
+class Tensor:
+    dtype: str
+    shape: tuple[int, ...]
+    bytes_count: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    tensors: dict[str, Tensor]
+    bytes_beyond: int  # of the file, after the last tensor
+
+    @property
+    def bytes_count(self) -> int:
+        """Of the tensors alone."""
+        return sum(tensor.bytes_count for tensor in self.tensors.values())
+
+
+def read_shard(path: Path) -> Shard:
+    """Raises BadShard.  Reads the header and nothing else, however large the file is."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            start = file.read(LENGTH_BYTES + POINTER_BYTES_MAX)
+            _check_kind(start, size)
+            length = int.from_bytes(start[:LENGTH_BYTES], "little")
+            if length > size - LENGTH_BYTES:
+                raise BadShard(f"its header says {length:,} bytes, the file has only {size:,}: truncated, or not one")
+            if length > HEADER_BYTES_MAX:
+                raise BadShard(f"its header says {length:,} bytes, more than a safetensors file's may have")
+            file.seek(LENGTH_BYTES)
+            header = file.read(length)
+    except FileNotFoundError:
+        raise BadShard("a link to a file that is not there") from None
+    except OSError as error:
+        raise BadShard(f"can't be read: {error.strerror or error}", "mend the file's permissions or its disk") from None
+    tensors, end = _tensors(header)
+    if (beyond := size - LENGTH_BYTES - length - end) < 0:
+        raise BadShard(f"truncated: {-beyond:,} of {end + length + LENGTH_BYTES:,} bytes are missing at its end")
+    return Shard(path.name, tensors, beyond)
+
+
+def _check_kind(start: bytes, size: int) -> None:
+    if not size:
+        raise BadShard("is empty")
+    if start.startswith(LFS_POINTER):
+        raise BadShard("is a Git LFS pointer, not the file itself", "run `git lfs pull` in the folder")
+    if size < LENGTH_BYTES:
+        raise BadShard(f"truncated: it has {size} bytes")
+
+
+def _tensors(header: bytes) -> tuple[dict[str, Tensor], int]:
+    """The tensors by name, and where their bytes end."""
+    try:
+        entries: Any = json.loads(header)
+    except ValueError:
+        raise BadShard("its header is no JSON: damaged, or no safetensors file") from None
+    if not isinstance(entries, dict):
+        raise BadShard("its header is no JSON object: damaged, or no safetensors file")
+    entries.pop("__metadata__", None)
+    tensors, end_of_all = {}, 0
+    for name, entry in entries.items():
+        try:
+            dtype, shape = str(entry["dtype"]), tuple(int(side) for side in entry["shape"])
+            start, end = (int(offset) for offset in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise BadShard(f"its header's entry for {name} is damaged") from None
+        width = DTYPE_BYTES.get(dtype)
+        if not 0 <= start <= end or (width and math.prod(shape) * width != end - start):
+            raise BadShard(f"its header contradicts itself: {name} is {dtype} {list(shape)} in {end - start:,} bytes")
+        tensors[name] = Tensor(dtype, shape, end - start)
+        end_of_all = max(end_of_all, end)
+    return tensors, end_of_all
