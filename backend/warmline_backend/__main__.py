@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from aiohttp import web
 
+from warmline_backend import prefill_step
 from warmline_backend.config import BackendConfig, ConfigError, parse_config
 from warmline_backend.drain import StopSignals, drain, unless
 from warmline_backend.engine import Engine
@@ -23,7 +24,8 @@ from warmline_backend.loading import ModelProblem
 from warmline_backend.model import load, memory_budget
 from warmline_backend.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.server import make_app
-from warmline_backend.service import Service
+from warmline_backend.service import Service, mark_of
+from warmline_backend.warm_up import warm_up
 from warmline_wire import disk
 from warmline_wire.descriptors import raise_descriptor_limit
 from warmline_wire.home import Home, unusable
@@ -74,7 +76,7 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
     helpers = ThreadPoolExecutor(thread_name_prefix="helper")
     asyncio.get_running_loop().set_default_executor(helpers)
     boot = secrets.token_hex(8)
-    engine = Engine(lambda: _make_scheduler(config, boot))
+    engine = Engine(lambda: _make_scheduler(config, home, boot), config.gpu_keepalive_s)
     service = Service(config, home, engine, boot)
     signals = StopSignals()
     app = make_app(service, secret)
@@ -141,7 +143,7 @@ async def _run(config: BackendConfig, service: Service, engine: Engine, signals:
     return 0
 
 
-def _make_scheduler(config: BackendConfig, boot: str) -> Scheduler:
+def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:
     """Engine thread: everything that mlx touches is made where it will be used."""
     served = load(
         config.model,
@@ -151,14 +153,18 @@ def _make_scheduler(config: BackendConfig, boot: str) -> Scheduler:
         adapter_path=config.adapter_path,
         trust_remote_code=config.trust_remote_code,
     )
+    budget_bytes = config.memory_budget_bytes or memory_budget(served.weight_bytes)
+    step = config.prefill_step_size
     settings = SchedulerSettings(
         boot=boot,
-        memory_budget_bytes=config.memory_budget_bytes or memory_budget(served.weight_bytes),
-        prefill_step_size=config.prefill_step_size,
+        memory_budget_bytes=budget_bytes,
+        prefill_step_size=step
+        or prefill_step.resolve(served, mark_of(served, config, home), budget_bytes, home.models),
         running_count_max=config.running_count_max,
         keeps_residents=config.reuse != "off",
         exact=config.reuse == "exact",
     )
+    warm_up(served, settings)
     return Scheduler(served, settings)
 
 

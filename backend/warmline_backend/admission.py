@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from warmline_backend.ends import LEADERLESS, Ends
-from warmline_backend.fits import TooLarge, check_fits
+from warmline_backend.fits import TooLarge, check_fits, tokens_alone
 from warmline_backend.lineup import Lineup
 from warmline_backend.model import ServedModel
 from warmline_backend.residents import Residents
@@ -36,8 +36,7 @@ class Admission:
     @property
     def tokens_max(self) -> int:
         """How long one sequence alone may become."""
-        rows = (self._budget_bytes - self._served.state_bytes) // max(1, self._served.row_bytes)
-        return rows // ROOM_TOKENS * ROOM_TOKENS
+        return tokens_alone(self._served, self._budget_bytes)
 
     def admitted(self) -> Iterator[Sequence]:
         """Whoever may start now; each is to be started before the next is asked for."""

@@ -1,10 +1,17 @@
 """The backend's configuration: flags, checked once."""
 
 import argparse
+import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from warmline_backend.conversation import RESERVED_KWARGS
 from warmline_wire.flags import GB, gigabytes
+
+STEP_AUTO = "auto"
+SECONDS_MAX = 1e9  # what a wait can be told
 
 
 class ConfigError(Exception):
@@ -19,12 +26,16 @@ class BackendConfig:
     host: str
     port: int
     reuse: str  # "fast", "exact" or "off"
-    prefill_step_size: int
+    prefill_step_size: int  # 0: what is best here, measured once a model
     memory_budget_bytes: int  # 0: a share of what the weights leave
     kv_bits: int  # 0: not quantized
     kv_group_size: int
     max_tokens: int  # default of a request that names none; 0: what the context leaves
+    temperature: float  # defaults of a request that names none
+    top_p: float
+    template_args: dict[str, Any]  # for the chat template; a request's own go first
     running_count_max: int
+    gpu_keepalive_s: float  # how long the engine is idle before it computes a token for nobody; 0: for ever
     drain_timeout_s: float  # what running requests get at a shutdown
     adapter_path: str
     trust_remote_code: bool
@@ -46,7 +57,11 @@ def parse_config(arguments: list[str]) -> BackendConfig:
         kv_bits=given.kv_bits,
         kv_group_size=given.kv_group_size,
         max_tokens=given.max_tokens,
+        temperature=given.temp,
+        top_p=given.top_p,
+        template_args=given.chat_template_args,
         running_count_max=given.running_count_max,
+        gpu_keepalive_s=given.gpu_keepalive,
         drain_timeout_s=given.drain_timeout_s,
         adapter_path=given.adapter_path,
         trust_remote_code=given.trust_remote_code,
@@ -64,17 +79,40 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8025)
     parser.add_argument("--reuse", choices=("fast", "exact", "off"), default="fast")
-    parser.add_argument("--prefill-step-size", type=int, default=2048)
+    parser.add_argument("--prefill-step-size", type=_step, default=2048)
     parser.add_argument("--memory-budget-gb", type=gigabytes, default=0.0)
     parser.add_argument("--kv-bits", type=int, default=0)
     parser.add_argument("--kv-group-size", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=0)
+    parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--chat-template-args", type=_object, default={})
+    parser.add_argument("--gpu-keepalive", type=float, default=0.0)
     parser.add_argument("--running-count-max", type=int, default=32)
     parser.add_argument("--drain-timeout-s", type=float, default=30.0)
     parser.add_argument("--adapter-path", default="")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     return parser
+
+
+def _step(text: str) -> int:
+    """0 for "auto"."""
+    if text == STEP_AUTO:
+        return 0
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a number of tokens, at least 1, or {STEP_AUTO}, not {text}")
+    return int(text)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a JSON object, not {text}: {error}") from None
+    if not isinstance(given, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, not {text}")
+    return given
 
 
 def _check(config: BackendConfig) -> None:
@@ -84,16 +122,22 @@ def _check(config: BackendConfig) -> None:
         raise ConfigError(f"--kv-bits {config.kv_bits}: expected 0 (off), 4 or 8")
     if config.kv_group_size not in (32, 64, 128):
         raise ConfigError(f"--kv-group-size {config.kv_group_size}: expected 32, 64 or 128")
-    for name in ("prefill_step_size", "running_count_max"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(config, name)}: expected at least 1")
+    if config.running_count_max < 1:
+        raise ConfigError(f"--running-count-max {config.running_count_max}: expected at least 1")
     for name in ("memory_budget_bytes", "max_tokens"):
         if getattr(config, name) < 0:
             raise ConfigError(f"--{name.replace('_bytes', '-gb').replace('_', '-')}: expected 0 (automatic) or more")
-    if config.reuse == "exact" and config.prefill_step_size < 2:
+    if config.reuse == "exact" and config.prefill_step_size == 1:
         raise ConfigError(
             "--prefill-step-size 1: expected at least 2 with --reuse exact, since rotating layers arrange the rows of "
             "single tokens in another way"
         )
-    if not 0 <= config.drain_timeout_s < float("inf"):
-        raise ConfigError(f"--drain-timeout-s {config.drain_timeout_s}: expected a number of seconds, 0 or more")
+    if not 0 <= config.temperature < math.inf:
+        raise ConfigError(f"--temp {config.temperature}: expected a number, 0 or more")
+    if not 0 <= config.top_p <= 1:
+        raise ConfigError(f"--top-p {config.top_p}: expected a share, from 0 to 1")
+    if reserved := sorted(RESERVED_KWARGS & config.template_args.keys()):
+        raise ConfigError(f"--chat-template-args may not set {', '.join(reserved)}: requests and this server do")
+    for flag, seconds in (("drain-timeout-s", config.drain_timeout_s), ("gpu-keepalive", config.gpu_keepalive_s)):
+        if not 0 <= seconds <= SECONDS_MAX:
+            raise ConfigError(f"--{flag} {seconds}: expected a number of seconds, 0 or more")

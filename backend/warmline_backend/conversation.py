@@ -4,6 +4,7 @@ Reads the client's body and leaves it untouched.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,8 +15,8 @@ Message = dict[str, Any]
 
 REASONING_FIELDS = ("reasoning_content", "reasoning")  # what clients call it, besides putting it into the content
 
-# What the renderer itself passes to a template; a client may not replace the template or the conversation.
-_RESERVED_KWARGS = frozenset(
+# What the renderer itself passes to a template; nobody may replace the template or the conversation.
+RESERVED_KWARGS = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "messages"}
     | {"max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize"}
     | {"tokenizer_kwargs", "tools", "truncation"}
@@ -54,8 +55,13 @@ def reasoning_of(message: Message, think_start: str, think_end: str) -> str:
     return str(before.rpartition(think_start)[2].strip()) if end else ""
 
 
-def read_conversation(body: dict[str, Any], *, keeps_developer: bool) -> Conversation:
-    """Check a chat body.  Raises BadRequest.  Where the template doesn't know the developer role it becomes system."""
+def read_conversation(
+    body: dict[str, Any], *, keeps_developer: bool, template_args: Mapping[str, Any] | None = None
+) -> Conversation:
+    """Check a chat body.  Raises BadRequest.  Where the template doesn't know the developer role it becomes system.
+
+    `template_args` go to the template where the body's own don't name them; null is a value, too.
+    """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("'messages' must be a list of at least one message", "messages")
@@ -69,7 +75,7 @@ def read_conversation(body: dict[str, Any], *, keeps_developer: bool) -> Convers
     return Conversation(
         messages=[_message(message, f"messages[{i}]", keeps_developer) for i, message in enumerate(messages)],
         tools=_tools(body),
-        kwargs=_template_kwargs(body),
+        kwargs={**(template_args or {}), **_template_kwargs(body)},
         generation_prompt=generation_prompt,
         continue_final=continue_final,
     )
@@ -156,6 +162,6 @@ def _template_kwargs(body: dict[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(kwargs, dict):
         raise BadRequest("'chat_template_kwargs' must be an object", "chat_template_kwargs")
-    if reserved := sorted(_RESERVED_KWARGS & kwargs.keys()):
+    if reserved := sorted(RESERVED_KWARGS & kwargs.keys()):
         raise BadRequest(f"'chat_template_kwargs' may not set {', '.join(reserved)}", "chat_template_kwargs")
     return kwargs

@@ -60,20 +60,23 @@ class Snapshot:
     save_bytes_per_s: float = 0.0
     slowest_recent_step_s: float = 0.0
     bytes_unaccounted: int = 0
+    keepalive_steps: int = 0
     residents: list[Resident] = field(default_factory=list)
 
 
 class Engine(threading.Thread):
     """Runs a scheduler until it is stopped.  `start()` loads the model first; `loaded` and `ended` tell how it went.
 
-    `failure` says why it can't be asked now, "" while it can.
+    `failure` says why it can't be asked now, "" while it can.  Each time that it has had nothing to compute for
+    `keepalive_s`, it computes a token for nobody; 0: never.
     """
 
-    def __init__(self, make_scheduler: Callable[[], Scheduler]) -> None:
+    def __init__(self, make_scheduler: Callable[[], Scheduler], keepalive_s: float = 0.0) -> None:
         super().__init__(name="engine", daemon=True)
         self._make_scheduler = make_scheduler
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = False
+        self._keepalive_s, self._computed_at = keepalive_s, time.monotonic()
         self._closing, self._closed = threading.Lock(), False
         self._scheduler: Scheduler | None = None
         self.loaded: Future[ServedModel] = Future()
@@ -120,6 +123,10 @@ class Engine(threading.Thread):
             raise EngineStopped("the model is still loading")
         return self._scheduler
 
+    def let_sleep(self) -> None:
+        """Compute no more tokens for nobody."""
+        self._keepalive_s = 0.0
+
     def stop(self) -> None:
         """End after the present step; running requests get no more tokens."""
 
@@ -151,6 +158,7 @@ class Engine(threading.Thread):
         failure = "the engine has ended"
         try:
             self._take_snapshot()
+            self._computed_at = time.monotonic()
             while not self._stopping:
                 self._turn()
                 self._await_work()
@@ -166,25 +174,34 @@ class Engine(threading.Thread):
         """One turn of the scheduler; what is asked meanwhile is done between two of its steps."""
         for _ in self.scheduler.turn():
             self._count_step()
+            self._computed_at = time.monotonic()
             self._obey()
             if self._stopping:
                 break
         self._take_snapshot()
 
     def _await_work(self) -> None:
-        """Where nothing can be computed, wait for something to be asked."""
+        """Where nothing can be computed, wait for something to be asked; an idle device is kept awake meanwhile."""
         blocked = self.scheduler.blocked
         if self._stopping or not (blocked or self.scheduler.idle):
             return
         self.beat = Beat(self.beat.steps)
         try:
-            command = self._commands.get(timeout=BLOCKED_WAIT_S if blocked else None)
+            command = self._commands.get(timeout=BLOCKED_WAIT_S if blocked else self._until_keepalive_s())
         except queue.Empty:
-            return
+            command = None
         finally:
             self.beat = Beat(self.beat.steps, time.monotonic())
-        command(False)
-        self._count_step()
+        if command is not None:
+            command(False)
+            self._count_step()
+        elif not blocked and self._keepalive_s:  # it may be over by now
+            self.scheduler.keep_awake()
+            self._count_step()
+            self._computed_at = time.monotonic()
+
+    def _until_keepalive_s(self) -> float | None:
+        return max(0.0, self._computed_at + self._keepalive_s - time.monotonic()) if self._keepalive_s else None
 
     def _obey(self) -> None:
         """Do what has been asked so far; what is asked meanwhile waits for the next step, so that there is one."""
@@ -216,5 +233,6 @@ class Engine(threading.Thread):
             save_bytes_per_s=rates.save_bytes_per_s,
             slowest_recent_step_s=rates.slowest_recent_step_s,
             bytes_unaccounted=mx.get_active_memory() - scheduler.served.weight_bytes - kept - running,
+            keepalive_steps=scheduler.keepalive_steps,
             residents=scheduler.residents.listed(),
         )

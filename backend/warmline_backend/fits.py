@@ -1,7 +1,7 @@
 """What a request takes, and whether it can ever fit the memory budget.  Pure arithmetic, on any thread."""
 
 from warmline_backend.model import ServedModel
-from warmline_backend.segments import buffer_tokens
+from warmline_backend.segments import ROOM_TOKENS, buffer_tokens
 
 ANSWER_TOKENS_RESERVED = 256  # admission counts this much of an answer that may be longer
 
@@ -13,6 +13,12 @@ class TooLarge(Exception):
 def bytes_alone(served: ServedModel, tokens: int) -> int:
     """A sequence of `tokens` alone in its buffers, states that are kept on the way left out."""
     return served.bytes_of(buffer_tokens(tokens))
+
+
+def tokens_alone(served: ServedModel, budget_bytes: int) -> int:
+    """How long a sequence alone in its buffers may become."""
+    rows = max(0, budget_bytes - served.state_bytes) // max(1, served.row_bytes)
+    return rows // ROOM_TOKENS * ROOM_TOKENS
 
 
 def bytes_to_answer(served: ServedModel, prompt_tokens: int, answer_tokens_max: int) -> int:

@@ -93,12 +93,17 @@ def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 def assemble(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
     """The model with its weights, and its config; lazy, so that of the files only headers have been read.
 
-    Raises ParameterMismatch, ValueError for an architecture that nobody knows or a config that contradicts itself,
-    FileNotFoundError without weights.
+    Raises ParameterMismatch, ModelProblem for code that is not trusted, ValueError for an architecture that nobody knows
+    or a config that contradicts itself, FileNotFoundError without weights.
     """
     config = load_config(folder)
     if "model_type" not in config:
         raise ModelProblem(f'{folder / "config.json"} names no model_type; expected one such as "llama"')
+    if (code := config.get("model_file")) and not trust_remote_code:
+        raise ModelProblem(
+            f"its config.json names {code}, code that comes with the model and would run here; read {folder / code}, "
+            "and pass --trust-remote-code if you trust it"
+        )
     model, config = load_model(
         folder, lazy=True, get_model_classes=_checking_classes, trust_remote_code=trust_remote_code
     )

@@ -3,7 +3,7 @@
     BadRequest    what is wrong with the body; becomes a 400 in OpenAI's error shape
 
 A null field means absent.  Unknown fields are ignored; known ones that are not supported are refused, never ignored.
-Defaults are mlx_lm.server's (greedy unless a temperature is given), not OpenAI's.
+Defaults are mlx_lm.server's (greedy unless a temperature is given), not OpenAI's, unless settings say otherwise.
 """
 
 import math
@@ -67,6 +67,8 @@ def parse_params(
     prompt_tokens: int,
     vocabulary_size: int,
     default_max_tokens: int = 0,
+    default_temperature: float = 0.0,
+    default_top_p: float = 1.0,
 ) -> GenerationParams:
     """Check `body` of `endpoint` ("chat" or "completion") and return what it asks for.  Raises BadRequest.
 
@@ -78,8 +80,8 @@ def parse_params(
     logprobs, top_logprobs = _logprobs(endpoint, fields)
     return GenerationParams(
         max_tokens=_max_tokens(fields, context_tokens_max, prompt_tokens, default_max_tokens),
-        temperature=fields.number("temperature", 0.0, low=0.0),
-        top_p=fields.number("top_p", 1.0, low=0.0, high=1.0),
+        temperature=fields.number("temperature", default_temperature, low=0.0),
+        top_p=fields.number("top_p", default_top_p, low=0.0, high=1.0),
         top_k=_top_k(fields),
         min_p=fields.number("min_p", 0.0, low=0.0, high=1.0),
         seed=fields.optional_integer("seed", low=-_INT64, high=_INT64 - 1),

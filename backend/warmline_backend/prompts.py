@@ -6,8 +6,10 @@ message's end is found by rendering the conversation up to there, and counts onl
 nevertheless, for people: to explain a difference.
 """
 
+import json
+import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from warmline_backend.conversation import Conversation, Message, read_conversation, reasoning_of
 from warmline_backend.params import BadRequest
 from warmline_wire.messages import MessageEnd
+
+log = logging.getLogger(__name__)
 
 MESSAGES_ALL_MAX = 16  # up to so many, every message's end is looked for; beyond, only the last ones'
 MESSAGES_LAST = 8
@@ -48,9 +52,17 @@ class Renderer:
 
     Hugging Face's fast tokenizers may be shared by threads as long as nobody changes truncation, padding or special
     token settings: they do so themselves, lazily, in a first call, which is made here.  Slow ones get a lock.
+
+    `template_args` are what a chat's template is given besides its messages, where a request doesn't say otherwise.
+    Raises ValueError where the template can't do with them.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, vocabulary_size: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        vocabulary_size: int | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
         self._wrapper = tokenizer
         self._tokenizer: Any = tokenizer._tokenizer  # the wrapper forwards no __call__
         self._vocabulary_size = vocabulary_size or len(tokenizer)
@@ -60,6 +72,25 @@ class Renderer:
         self._has_offsets = fast and type(self._tokenizer).encode is PreTrainedTokenizerBase.encode
         self._lock = nullcontext() if fast else threading.Lock()
         self._tokenize("a", add_special_tokens=False)
+        self._template_args = dict(template_args or {})
+        if self._template_args:
+            self._check_template_args()
+
+    def _check_template_args(self) -> None:
+        """Raises ValueError where a greeting is rendered without them and not with them."""
+        shown = f"--chat-template-args {json.dumps(self._template_args, ensure_ascii=False)}"
+        if not self._wrapper.has_chat_template:
+            log.warning("%s: has no effect, this model has no chat template", shown)
+            return
+        greeting = self._conversation({"messages": [{"role": "user", "content": "hello"}]})
+        try:
+            self._template(greeting, greeting.messages, generation_prompt=True)
+        except _TEMPLATE_FAULTS as error:
+            if self._prefix(msgspec.structs.replace(greeting, kwargs={}), greeting.messages):
+                raise ValueError(f"{shown}: the model's chat template refuses this: {_detail(error)}") from error
+
+    def _conversation(self, body: dict[str, Any]) -> Conversation:
+        return read_conversation(body, keeps_developer=self._keeps_developer, template_args=self._template_args)
 
     def render(self, endpoint: str, body: object) -> Rendered:
         """The prompt of a "chat" or "completion" body.  Raises BadRequest."""
@@ -93,7 +124,7 @@ class Renderer:
     def _chat(self, body: dict[str, Any]) -> Rendered:
         if not self._wrapper.has_chat_template:
             raise BadRequest("this model has no chat template; use /v1/completions", "messages")
-        conversation = read_conversation(body, keeps_developer=self._keeps_developer)
+        conversation = self._conversation(body)
         text = self._prompt_text(conversation)
         tokens, token_at = self._tokenize(text, add_special_tokens=False)
         ends, turn_end = self._message_ends(conversation, text), self._turn_end(conversation, text)
@@ -111,8 +142,8 @@ class Renderer:
         try:
             text = self._template(conversation, conversation.messages, conversation.generation_prompt, **options)
         except _TEMPLATE_FAULTS as error:
-            detail = str(error)[:_ERROR_CHARS_MAX] or type(error).__name__
-            raise BadRequest(f"the model's chat template refuses these messages: {detail}", "messages") from error
+            what = f"the model's chat template refuses these messages{_shown(conversation.kwargs)}: {_detail(error)}"
+            raise BadRequest(what, "messages") from error
         _require_unicode(text, "messages")
         return text
 
@@ -225,6 +256,17 @@ class Renderer:
             return len(ids) if offset else 0
 
         return ids, token_at
+
+
+def _detail(error: Exception) -> str:
+    return str(error)[:_ERROR_CHARS_MAX] or type(error).__name__
+
+
+def _shown(kwargs: dict[str, Any]) -> str:
+    """A template's arguments, for an error message: which of them are the request's own is its client's to know."""
+    if not kwargs:
+        return ""
+    return f" with the arguments {json.dumps(kwargs, ensure_ascii=False)[:_ERROR_CHARS_MAX]}"
 
 
 def _shows(conversation: Conversation, text: str) -> bool:

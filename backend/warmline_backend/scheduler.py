@@ -72,6 +72,7 @@ class Scheduler:
         self._ends = Ends(served, self._lineup, self.residents, settings.boot, settings.keeps_residents)
         self._admission = Admission(served, self._lineup, self.residents, self._ends, settings.running_count_max)
         self._steps = 0
+        self.keepalive_steps = 0
         self._decode_owed_s = 0.0  # what decoding has waited for chunks, its share of it
 
     # ---- what others ask for
@@ -165,6 +166,14 @@ class Scheduler:
     def probe(self) -> None:
         """Compute one token.  Raises whatever keeps the device from it."""
         mx.eval(self.served.model(mx.array([[PROBE_TOKEN]]), cache=self.served.layout.fresh()))
+
+    def keep_awake(self) -> None:
+        """Compute one token for nobody, so that an idle device stays ready.  A failure is treated as any step's."""
+        try:
+            self.probe()
+        except Exception as error:  # noqa: BLE001  as in _decode; `turn` looks whether the device still computes
+            self._ends.discard([], error)
+        self.keepalive_steps += 1
 
     # ---- figures
 

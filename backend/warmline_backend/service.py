@@ -73,6 +73,19 @@ class Loaded:
     storage: Storage
 
 
+def mark_of(served: ServedModel, config: BackendConfig, home: Home, grid: int = 0) -> str:
+    """The fingerprint of what is served.  Raises OSError, ValueError; may read all weights."""
+    return fingerprint(
+        served.path,
+        Path(config.adapter_path) if config.adapter_path else None,
+        config.kv_bits,
+        config.kv_group_size,
+        served.dtype,
+        home.models,
+        grid=grid,
+    )
+
+
 class Service:
     """One backend process.  Everything here belongs to the event loop; what computes is asked of the engine."""
 
@@ -93,20 +106,11 @@ class Service:
             log.info("%d drafts of saves that did not end are deleted", swept)
         served = await asyncio.wrap_future(self._engine.loaded)
         config = self._config
-        mark = await asyncio.to_thread(
-            fingerprint,
-            served.path,
-            Path(config.adapter_path) if config.adapter_path else None,
-            config.kv_bits,
-            config.kv_group_size,
-            served.dtype,
-            self._home.models,
-            grid=self._grid,
-        )
+        mark = await asyncio.to_thread(mark_of, served, config, self._home, self._grid)
         self._loaded = Loaded(
             served,
             mark,
-            Renderer(served.tokenizer, served.vocabulary_size),
+            Renderer(served.tokenizer, served.vocabulary_size, config.template_args),
             TokenNames(served.tokenizer),
             Storage(self._home, self._engine, served, mark),
         )
@@ -117,9 +121,17 @@ class Service:
         """Once the model is loaded, for the scheduler decides."""
         return self._engine.scheduler.settings.grid
 
+    @property
+    def _prefill_step_size(self) -> int:
+        """0 while it is to be measured."""
+        if self._loaded is None:
+            return self._config.prefill_step_size
+        return self._engine.scheduler.settings.prefill_step_size
+
     def shut_down(self) -> None:
         """Refuse what is new; what runs goes on, unless it is in the background."""
         self._shutting_down = True
+        self._engine.let_sleep()
         self.generations.let_background_go()
 
     def let_all_go(self) -> None:
@@ -197,7 +209,8 @@ class Service:
             restore_bytes_per_s=snapshot.restore_bytes_per_s,
             save_bytes_per_s=snapshot.save_bytes_per_s,
             slowest_recent_step_s=snapshot.slowest_recent_step_s,
-            prefill_step_size=self._config.prefill_step_size,
+            prefill_step_size=self._prefill_step_size,
+            keepalive_steps=snapshot.keepalive_steps,
             failure=failure,
             vitals=take_vitals(snapshot.bytes_unaccounted),
         )
@@ -235,6 +248,8 @@ class Service:
                 prompt_tokens=len(rendered.tokens),
                 vocabulary_size=loaded.served.vocabulary_size,
                 default_max_tokens=self._config.max_tokens,
+                default_temperature=self._config.temperature,
+                default_top_p=self._config.top_p,
             )
             check_fits(loaded.served, len(rendered.tokens), params.max_tokens, budget_bytes)
             return StoredPrompt(

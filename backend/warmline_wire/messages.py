@@ -232,6 +232,7 @@ class Status(Reply, kw_only=True):
     save_bytes_per_s: float
     slowest_recent_step_s: float
     prefill_step_size: int
+    keepalive_steps: int = 0  # tokens computed for nobody, to keep the device awake
     failure: str = ""
     vitals: Vitals = msgspec.field(default_factory=Vitals)
 

@@ -5,6 +5,7 @@ key ``prefill_step_size`` of ``HOME/warmline.toml``.
 """
 
 import ipaddress
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ REUSE = ("fast", "exact", "off")
 ON_DISCONNECT = ("stop", "finish-prefill")
 GARBAGE_GUARD = ("off", "observe")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+STEP_AUTO = "auto"
+STEP_TOKENS_MAX = 65536
+TEMPLATE_ARGS_EXAMPLE = '{"enable_thinking": false}'
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,31 @@ def yes_or_no(raw: object) -> bool:
     return answer
 
 
+def step_size(raw: object) -> Value:
+    """Tokens, or `STEP_AUTO`: the backend measures what is best here."""
+    if raw == STEP_AUTO:
+        return STEP_AUTO
+    try:
+        return whole(1, STEP_TOKENS_MAX)(raw)
+    except ValueError as error:
+        raise ValueError(f"{error}, or {STEP_AUTO}") from None
+
+
+def json_object(raw: object) -> str:
+    """An object as JSON text: from JSON text, or from a TOML table.  "{}" for an empty text."""
+    try:
+        given = json.loads(raw or "{}", parse_constant=_no_json) if isinstance(raw, str) else raw
+        if isinstance(given, dict):
+            return json.dumps(given, allow_nan=False, ensure_ascii=False)
+    except (ValueError, TypeError, RecursionError) as error:  # TypeError: TOML also has dates
+        raise ValueError(f"expected a JSON object such as {TEMPLATE_ARGS_EXAMPLE} ({error})") from None
+    raise ValueError(f"expected a JSON object such as {TEMPLATE_ARGS_EXAMPLE}")
+
+
+def _no_json(constant: str) -> object:
+    raise ValueError(f"{constant} is no JSON")
+
+
 def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -128,6 +157,7 @@ def is_loopback(host: str) -> bool:
 
 
 share = _number("expected a share, from 0 to 1", lambda number: 0 <= number <= 1)
+temperature = _number("expected a number, 0 or more", lambda number: 0 <= number < float("inf"))
 port = whole(1, 65535)
 gigabytes = amount("gigabytes", 0, 1e6)
 seconds = amount("seconds", 0, 1e9)
@@ -180,7 +210,13 @@ SETTINGS: dict[str, Setting] = {
             "WHAT",
             "observe: audit a warm answer that collapses into repetition before all others; off",
         ),
-        Setting("prefill_step_size", 2048, whole(1, 65536), "TOKENS", "tokens that prefill computes at a time"),
+        Setting(
+            "prefill_step_size",
+            2048,
+            step_size,
+            "TOKENS",
+            "tokens that prefill computes at a time; auto: measured at the first start with a model",
+        ),
         Setting(
             "memory_budget_gb",
             0.0,
@@ -207,8 +243,24 @@ SETTINGS: dict[str, Setting] = {
             "answer length where a request sets none; 0: no limit",
             omit_zero=True,
         ),
+        Setting("temp", 0.0, temperature, "T", "temperature where a request names none; 0: the likeliest token"),
+        Setting("top_p", 1.0, share, "SHARE", "nucleus sampling where a request names none; 1: off"),
+        Setting(
+            "chat_template_args",
+            "{}",
+            json_object,
+            "JSON",
+            f"arguments for the chat template, such as {TEMPLATE_ARGS_EXAMPLE}; a request's own go first",
+        ),
         Setting("adapter_path", "", path, "DIR", "a LoRA adapter for the model"),
-        Setting("trust_remote_code", False, yes_or_no, "", "let a model's own tokenizer code run"),
+        Setting("trust_remote_code", False, yes_or_no, "", "let code that comes with a model run"),
+        Setting(
+            "gpu_keepalive",
+            0.0,
+            seconds,
+            "S",
+            "compute a token whenever the engine has been idle for so long, so that the GPU stays awake; 0: never",
+        ),
         Setting("queue_count_max", 64, whole(0, 100_000), "N", "requests that may wait; more get 429"),
         Setting("running_count_max", 16, whole(1, 10_000), "N", "requests computed at once"),
         Setting("connections_max", 2048, whole(1, 1_000_000), "N", "connections that clients may have open"),

@@ -113,6 +113,25 @@ def test_the_default_limit_holds_where_none_is_asked_for() -> None:
     assert parse(default=20).max_tokens == 20
     assert parse(default=20, max_tokens=30).max_tokens == 30
     assert parse(default=20, prompt=95).max_tokens == 5
+
+
+def test_default_sampling_holds_where_none_is_asked_for() -> None:
+    def sampling(**body: Any) -> tuple[float, float]:
+        params = parse_params(
+            "chat",
+            body,
+            context_tokens_max=100,
+            prompt_tokens=10,
+            vocabulary_size=300,
+            default_temperature=0.7,
+            default_top_p=0.9,
+        )
+        return params.temperature, params.top_p
+
+    assert sampling() == (0.7, 0.9)
+    assert sampling(temperature=None, top_p=None) == (0.7, 0.9)
+    assert sampling(temperature=0) == (0.0, 0.9)
+    assert sampling(temperature=1.2, top_p=1) == (1.2, 1.0)
     assert parse(context=0).max_tokens == TOKENS_UNBOUNDED
 
 

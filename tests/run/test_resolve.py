@@ -1,5 +1,6 @@
 """Which layer wins, and what each refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,17 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(tmp_path: Path) -> N
         ("partial_save_tokens = 0.5", "partial_save_tokens .*whole number"),
         ("connections_max = 0", "connections_max .*from 1 "),
         ('on_disconnect = "finish"', "on_disconnect .*stop or finish-prefill, not 'finish'"),
+        ("prefill_step_size = 0", "prefill_step_size .*from 1 to 65536, or auto, not 0"),
+        ('prefill_step_size = "fast"', "prefill_step_size .*, or auto, not 'fast'"),
+        ("temp = -1", "temp .*a number, 0 or more"),
+        ("top_p = 2", "top_p .*from 0 to 1"),
+        ("gpu_keepalive = -1", "gpu_keepalive .*seconds, 0 or more"),
+        ("chat_template_args = '{'", "chat_template_args .*a JSON object such as .*line 1 column 2"),
+        ("chat_template_args = '[1]'", "chat_template_args .*a JSON object such as"),
+        ("chat_template_args = 7", "chat_template_args .*a JSON object such as .*, not 7"),
+        ("chat_template_args = '{\"a\": NaN}'", "chat_template_args .*NaN is no JSON"),
+        ("chat_template_args = {when = 2020-01-01}", "chat_template_args .*a JSON object such as"),
+        ("chat_template_args = {much = inf}", "chat_template_args .*a JSON object such as"),
     ],
 )
 def test_bad_values_are_refused_in_one_line(tmp_path: Path, toml: str, message: str) -> None:
@@ -124,6 +136,33 @@ def test_each_process_takes_the_flags_that_it_is_given(tmp_path: Path) -> None:
     backend = parse_backend(commands.backend(config, "m", {}).arguments[4:])
     assert (backend.drain_timeout_s, backend.running_count_max) == (7.5, 16)
     assert given.drain_timeout_s == 7.5
+
+
+def test_template_arguments_are_json_or_a_table_and_reach_the_backend(tmp_path: Path) -> None:
+    expected = {"enable_thinking": False, "reasoning_effort": None, "greeting": "grüß"}
+    given = '{"enable_thinking": false, "reasoning_effort": null, "greeting": "grüß"}'
+    table = '[chat_template_args]\nenable_thinking = false\ndeep = {n = 1.5, tags = ["a"]}'
+    flag = configured(tmp_path, table, chat_template_args=given)
+    variable = configured(tmp_path, table, {"WARMLINE_CHAT_TEMPLATE_ARGS": given})
+    for config in (flag, variable):
+        assert parse_backend(commands.backend(config, "m", {}).arguments[4:]).template_args == expected
+    file = configured(tmp_path, table)
+    assert file.origin["chat_template_args"].source == str(tmp_path / "warmline.toml")
+    told = parse_backend(commands.backend(file, "m", {}).arguments[4:]).template_args
+    assert told == {"enable_thinking": False, "deep": {"n": 1.5, "tags": ["a"]}}
+    assert configured(tmp_path, environment={"WARMLINE_CHAT_TEMPLATE_ARGS": ""})["chat_template_args"] == "{}"
+
+
+def test_the_backend_hears_of_its_options_and_has_the_same_defaults(tmp_path: Path) -> None:
+    options = {"prefill_step_size": "auto", "temp": "0.7", "top_p": "0.9", "gpu_keepalive": "2.5", "max_tokens": "9"}
+    config = configured(tmp_path, trust_remote_code=True, **options)
+    backend = parse_backend(commands.backend(config, "m", {}).arguments[4:])
+    assert (backend.prefill_step_size, backend.temperature, backend.top_p) == (0, 0.7, 0.9)
+    assert (backend.gpu_keepalive_s, backend.max_tokens, backend.trust_remote_code) == (2.5, 9, True)
+    alone = parse_backend(["--home", str(tmp_path), "--model", "m", "--running-count-max", "16"])
+    assert parse_backend(commands.backend(configured(tmp_path), "m", {}).arguments[4:]) == replace(
+        alone, port=8025, served_name="smollm2-135m-instruct"
+    )
 
 
 def test_both_tables_of_defaults_agree(tmp_path: Path) -> None:
