@@ -117,7 +117,10 @@ def killed(home: Home, nth: int, when: str) -> None:
 
 
 def look_after(home: Home, before: dict[str, int], after: dict[str, int]) -> None:
-    """What a start makes of it: all that was stored, nothing that wasn't, no rest of anything, and life goes on."""
+    """What a start makes of it: all that was stored, nothing that wasn't, no rest of anything, and life goes on.
+
+    In this process, which must have one thread again before it forks once more.
+    """
     with start(home) as index:
         found = stored(index)
         for name, tokens in found.items():
@@ -205,7 +208,7 @@ def main(folder: Path, only: str, fault: bool) -> None:
         try:
             was_killed, _ = in_child(lambda: killed(home, nth, when))  # noqa: B023
             assert was_killed, "it lived on"
-            in_child(lambda: look_after(home, *life["stored"][step.errand]))  # noqa: B023
+            look_after(home, *life["stored"][step.errand])
         except AssertionError as error:
             wrong.append(f"{when} step {nth} ({step.errand}: {step.name} {step.target}): {error}")
         tried += 1

@@ -14,6 +14,8 @@ MODES = {"fast": "llama", "exact": "qwen3_5"}
 STEP = 64
 AGREES = {"fast": ("equal", "within"), "exact": ("equal",)}
 WORDS = "The harbour lies in the fog, the ships wait for the tide, and nobody on the pier says a word. "
+# What a turn is made of: enough to be sooner read from disk than computed, and in exact mode to reach over the grid.
+REPEATED = {"fast": 8, "exact": 3}
 
 
 @pytest.fixture(params=MODES, scope="module")
@@ -33,12 +35,12 @@ class Talk:
     starts from disk.
     """
 
-    def __init__(self, pair: Pair, name: str) -> None:
-        self.pair, self.name = pair, name
+    def __init__(self, pair: Pair, mode: str, name: str) -> None:
+        self.pair, self.name, self._words = pair, name, WORDS * REPEATED[mode]
         self.messages: list[Message] = []
 
     def turn(self) -> Reply:
-        self.messages.append({"role": "user", "content": f"{self.name} {len(self.messages)}: {WORDS * 8}"})
+        self.messages.append({"role": "user", "content": f"{self.name} {len(self.messages)}: {self._words}"})
         reply = self.pair.chat(self.messages, max_tokens=6, session_id=self.name)
         self.messages.append({"role": "assistant", "content": reply.text})
         self.pair.settle()
@@ -77,7 +79,7 @@ def falsify(path: Path) -> None:
 
 
 def test_what_is_whole_agrees_with_a_cold_run(pair: Pair, mode: str) -> None:
-    talk = Talk(pair, "whole")
+    talk = Talk(pair, mode, "whole")
     talk.turn()
     in_memory = talk.turn()
     assert in_memory.headers["X-Warmline-Cache"].startswith("resident") and in_memory.cached >= STEP
@@ -91,8 +93,8 @@ def test_what_is_whole_agrees_with_a_cold_run(pair: Pair, mode: str) -> None:
     assert not pair.cachectl("inspect")["quarantined"]
 
 
-def test_an_audit_catches_a_file_that_lies(pair: Pair) -> None:
-    talk = Talk(pair, "lies")
+def test_an_audit_catches_a_file_that_lies(pair: Pair, mode: str) -> None:
+    talk = Talk(pair, mode, "lies")
     talk.turn()
     talk.falsify()
     wrong = talk.turn()
@@ -110,7 +112,7 @@ def test_an_audit_catches_a_file_that_lies(pair: Pair) -> None:
 
 
 def test_what_it_shares_with_others_stays(pair: Pair, mode: str) -> None:
-    one, other = Talk(pair, "one"), Talk(pair, "other")
+    one, other = Talk(pair, mode, "one"), Talk(pair, mode, "other")
     shared = one.turn().prompt_tokens
     other.messages = list(one.messages)
     other.turn()
@@ -129,8 +131,8 @@ def test_what_it_shares_with_others_stays(pair: Pair, mode: str) -> None:
     assert not pair.cachectl("verify", "--deep")["findings"]
 
 
-def test_a_replay_catches_a_file_that_lies(pair: Pair) -> None:
-    talk = Talk(pair, "replayed")
+def test_a_replay_catches_a_file_that_lies(pair: Pair, mode: str) -> None:
+    talk = Talk(pair, mode, "replayed")
     talk.turn()
     talk.falsify()
     (replay,) = pair.cachectl("verify", "--replay", talk.session, code=1)["replays"]
