@@ -93,7 +93,7 @@ def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 def assemble(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
     """The model with its weights, and its config; lazy, so that of the files only headers have been read.
 
-    Raises ParameterMismatch, ModelProblem for code that is not trusted, ValueError for an architecture that nobody knows
+    Raises ParameterMismatch, ModelProblem for untrusted code, ValueError for an architecture that nobody knows
     or a config that contradicts itself, FileNotFoundError without weights.
     """
     config = load_config(folder)

@@ -35,14 +35,14 @@ Work = tuple[int, Callable[[], None]]  # how many tokens it computes, and does s
 def warm_up(served: ServedModel, settings: SchedulerSettings, seconds_max: float | None = None) -> int:
     """Returns how many tokens were computed.  Raises ModelProblem where the device can't.
 
-    May take longer than `seconds_max` (by default what the device deserves) by a first work of a few tokens.
+    May take longer than `seconds_max` (by default what the device deserves) by one token, and by kernels that compile.
     """
     began = time.monotonic()
     until = began + (_seconds_max() if seconds_max is None else seconds_max)
     computed, token_s = 0, 0.0
     for tokens, work in _works(served, settings):
         now = time.monotonic()
-        if computed and now + tokens * token_s > until:
+        if now + tokens * token_s > until:
             break
         try:
             work()
@@ -75,6 +75,7 @@ def _seconds_max() -> float:
 
 def _works(served: ServedModel, settings: SchedulerSettings) -> Iterator[Work]:
     warming = _Warming(served, settings)
+    yield 1, lambda: mx.eval(served.model(mx.array([[1]]), cache=served.layout.fresh()))  # how fast is it at all?
     yield FEW_TOKENS + STEPS, lambda: warming.answer(FEW_TOKENS)
     if served.layout.batches and not settings.exact:
         yield 2 * (FEW_TOKENS + STEPS), warming.answer_two

@@ -1,5 +1,6 @@
 """`--prefill-step-size auto`: which step is chosen, how far measuring goes, and that it is remembered."""
 
+import asyncio
 import json
 import stat
 from collections.abc import Callable, Sequence
@@ -8,11 +9,16 @@ from pathlib import Path
 import pytest
 from families import served
 
+import tiny_models
 from warmline_backend import prefill_step
+from warmline_backend.__main__ import _make_scheduler
 from warmline_backend.config import ConfigError, parse_config
+from warmline_backend.engine import Engine
 from warmline_backend.loading import ModelProblem
 from warmline_backend.prefill_step import CHUNK_S_MAX, STEPS, Limits, Timed, choose, measure, resolve
+from warmline_backend.service import Service
 from warmline_wire import disk
+from warmline_wire.home import Home
 
 ROOMY = Limits(tokens_max=1 << 20, working_bytes_max=1 << 40)
 BUDGET = 1 << 30
@@ -209,3 +215,32 @@ def test_the_flag_takes_auto_or_a_number(capsys: pytest.CaptureFixture[str]) -> 
         assert f"at least 1, or auto, not {bad}" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="expected at least 2"):
         parse_config([*base, "1", "--reuse", "exact"])
+
+
+@pytest.mark.parametrize("reuse", ["fast", "exact"])
+def test_the_process_takes_the_step_and_tells_it(reuse: str, root: Path, tmp_path: Path, measured: Machine) -> None:
+    folder = tiny_models.build("llama", root / "llama")
+    home = Home(tmp_path)
+    home.prepare()
+    flags = ["--home", str(tmp_path), "--model", str(folder), "--reuse", reuse, "--prefill-step-size", "auto"]
+    config = parse_config(flags)
+    statuses = []
+
+    async def start() -> None:
+        engine = Engine(lambda: _make_scheduler(config, home, "boot"))
+        service = Service(config, home, engine, "boot")
+        engine.start()
+        assert service.status().prefill_step_size == 0
+        await service.wait_until_loaded()
+        statuses.append(service.status())
+        service.close()
+        engine.stop()
+        await asyncio.wrap_future(engine.ended)
+
+    for _ in range(2):
+        asyncio.run(start())
+        measured.asked.clear()
+    first, second = statuses
+    assert first.prefill_step_size == second.prefill_step_size == 4096
+    assert first.fingerprint == second.fingerprint
+    assert first.layout is not None and first.layout.grid == (4096 if reuse == "exact" else 0)

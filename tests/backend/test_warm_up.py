@@ -133,3 +133,17 @@ def test_it_leaves_no_memory_and_no_other_answers(root: Path) -> None:
 def test_on_a_cpu_it_takes_a_moment() -> None:
     expected = module.CPU_S_MAX if mx.default_device().type == mx.DeviceType.cpu else module.GPU_S_MAX
     assert module._seconds_max() == expected
+
+
+def test_a_very_slow_machine_is_asked_for_one_token(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, model, watched = [0.0], served("llama", root), Watched(monkeypatch)
+    compute = mx.eval
+
+    def slow(*arrays: object) -> None:
+        compute(*arrays)
+        clock[0] += 1.0
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(module.mx, "eval", slow)
+    assert warm_up(model, settings(), 2.0) == 1
+    assert watched.chunks == watched.batches == []
