@@ -283,10 +283,8 @@ class Attention(nn.Module):  # type: ignore[misc]
 
 
 def _gather(rows: mx.array, chosen: mx.array) -> mx.array:
-    """Rows (B, 1, keys, width) by indices (B, L, topk), as (B, L, topk, width)."""
-    batch, length, topk = chosen.shape
-    flat = mx.take_along_axis(rows[:, 0], chosen.reshape(batch, length * topk, 1), axis=1)
-    return flat.reshape(batch, length, topk, rows.shape[-1])
+    """Rows (B, 1, keys, width) by indices (B, L, topk), as (B, L, topk, width); whole rows are copied at once."""
+    return mx.stack([mx.take(rows[i, 0], chosen[i], axis=0) for i in range(chosen.shape[0])])
 
 
 def _seen(mask: mx.array, block: slice, chosen: mx.array) -> mx.array:
