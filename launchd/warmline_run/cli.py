@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from warmline_run import commands, openblas, supervise
-from warmline_run.resolve import EXIT_CONFIGURATION, Config, ConfigurationError, misspelt, resolve
+from warmline_run.resolve import EXIT_CONFIGURATION, Config, ConfigurationError, Effective, misspelt, resolve
 from warmline_run.settings import SETTINGS, Setting
 
 app = typer.Typer(
@@ -90,6 +90,21 @@ def backend(config: Config) -> None:
     _become(commands.backend(config, commands.model_to_load(config), os.environ))
 
 
+@app.command()
+@_with_settings
+def doctor(
+    config: Config,
+    examined: Annotated[str, typer.Argument(metavar="MODEL", help="instead of the setting", show_default=False)] = "",
+    memory_gb: Annotated[float, typer.Option(min=0, help="on a Mac of so much memory; 0: on this machine")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs instead of people")] = False,
+) -> None:
+    """Say whether a model can be served, and how, without loading its weights."""
+    if examined:
+        config = _with_model(config, examined)
+    options = [*(("--memory-gb", f"{memory_gb:g}") if memory_gb else ()), *(("--json",) if as_json else ())]
+    _become(commands.doctor(config, commands.model_to_load(config), options, os.environ))
+
+
 @app.command("config")
 @_with_settings
 def show_config(
@@ -105,6 +120,13 @@ def show_config(
     widths = max(map(len, rows)), max(len(str(value)) for value, _ in rows.values())
     for name, (value, source) in rows.items():
         print(f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {source}")
+
+
+def _with_model(config: Config, given: str) -> Config:
+    try:
+        return Config({**config.origin, "model": Effective(SETTINGS["model"].parse(given), "MODEL")})
+    except ValueError as error:
+        raise ConfigurationError(f"MODEL: {error}, not {given!r}") from None
 
 
 def _shown(name: str, config: Config) -> Any:

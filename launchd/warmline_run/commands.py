@@ -55,6 +55,15 @@ PROXY_SETTINGS = (
     "drain_timeout_s",
     "log_level",
 )
+DOCTOR_SETTINGS = (
+    "prefill_step_size",
+    "memory_budget_gb",
+    "kv_bits",
+    "kv_group_size",
+    "chat_template_args",
+    "adapter_path",
+    "trust_remote_code",
+)
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,19 @@ def proxy(config: Config, environment: Mapping[str, str]) -> Command:
     if config["client_key"]:
         own[CLIENT_KEY] = str(config["client_key"])  # never on a command line, which all users of a machine can read
     return Command("proxy", arguments, own, float(config["drain_timeout_s"]))
+
+
+def doctor(config: Config, model: str, options: Iterable[str], environment: Mapping[str, str]) -> Command:
+    """`options` are the command's own.  A home that the command line does not name is in force anyway."""
+    arguments = [
+        *module("warmline_backend.doctor"),
+        *("--called", str(config["model"])),
+        *(("--home", str(config["home"])) if config.origin["home"].source == SETTINGS["home"].flag else ()),
+        *_flags(config, DOCTOR_SETTINGS),
+        *options,
+        *("--", model),
+    ]
+    return Command("doctor", arguments, environment, 0.0)
 
 
 def _flags(config: Config, names: Iterable[str]) -> list[str]:

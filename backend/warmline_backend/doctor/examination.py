@@ -127,8 +127,7 @@ def _step_bytes(weights: Assembled, cache: Cache, step: int, context: int) -> Ca
     shallow, deep = min(memory.LENGTHS[0], deepest // 2), deepest
     step = min(step, context or step)
     work.hollow(weights.model)
-    try:
-        low, high = (work.step_bytes(weights.model, cache.layout, depth, step) for depth in (shallow, deep))
-    except work.Unknown:
-        return lambda tokens: work.scores_bytes(weights.config, cache.weight.dtype, tokens, step)
+    text = weights.config.get("text_config") or weights.config
+    heads = int(text.get("num_attention_heads") or 1)
+    low, high = (work.step_bytes(weights.model, cache.layout, heads, depth, step) for depth in (shallow, deep))
     return lambda tokens: max(low, low + (high - low) * (tokens - shallow) // max(1, deep - shallow))

@@ -167,10 +167,11 @@ def _numbering(names: list[str], findings: Findings) -> None:
     parts = [match for name in names if (match := NUMBERED.fullmatch(name))]
     series = Counter((match[1], match[3]) for match in parts)
     if len(series) > 1:
-        listed = ", ".join(f"{count} of {total}" for (_, total), count in series.items())
+        listed = ", ".join(f"{count} of {int(total)}" for (_, total), count in sorted(series.items()))
         findings.fail(f"files of several numberings are mixed: {listed}", "keep those of one download, remove the rest")
-    for (start, total), _ in series.items():
-        numbers = {int(match[2]) for match in parts if (match[1], match[3]) == (start, total)}
+    elif series:
+        ((start, total),) = series
+        numbers = {int(match[2]) for match in parts}
         if missing := sorted(set(range(1, int(total) + 1)) - numbers):
             lacking = few(f"{start}{number:0{len(total)}}-of-{total}.safetensors" for number in missing)
             findings.fail(f"{len(missing)} of {int(total)} files are missing: {lacking}", FINISH)

@@ -152,7 +152,11 @@ def _tools(template: _Template, tokenizer: TokenizerWrapper) -> bool:
 
 
 def _thinking(template: _Template, tokenizer: TokenizerWrapper) -> None:
-    on, off = (template.tokens(USER, chat_template_kwargs={"enable_thinking": choice}) for choice in (True, False))
+    try:
+        on, off = (template.tokens(USER, chat_template_kwargs={"enable_thinking": choice}) for choice in (True, False))
+    except BadRequest as refused:
+        template.findings.warn(f"the template refuses enable_thinking: {_reason(refused)}", ANOTHER_TEMPLATE)
+        return
     if not tokenizer.has_thinking:
         template.findings.ok("no reasoning: the tokenizer has no tokens that open and close it")
     elif on != off:

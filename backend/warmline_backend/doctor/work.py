@@ -1,16 +1,19 @@
 """What a prefill step works with on top of weights and KV, read off its computation graph without computing it."""
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
-from warmline_backend.codecs import CacheLayout, Kind, flatten, rebuild
+from warmline_backend.codecs import ROWS, CacheLayout, Kind, flatten, rebuild
+
+log = logging.getLogger(__name__)
 
 # Operations that give their input in another form without copying it, where mlx can.
 _VIEWS = frozenset(
@@ -25,51 +28,36 @@ _IN_PLACE = frozenset(
 )
 
 
-class Unknown(Exception):
-    """The graph can't be read: the model uses an operation that mlx can't export."""
-
-
 def hollow(model: nn.Module) -> None:
     """Give the model zeros, lazy and without memory, for weights: all that a graph's shapes depend on."""
     model.update(tree_map(lambda array: mx.zeros(array.shape, array.dtype), model.parameters()))
 
 
-def step_bytes(model: nn.Module, layout: CacheLayout, depth: int, step: int) -> int:
-    """Bytes that a chunk of `step` tokens takes while it is computed on top of `depth` tokens.  Raises Unknown.
+def step_bytes(model: nn.Module, layout: CacheLayout, heads: int, depth: int, step: int) -> int:
+    """Bytes that a chunk of `step` tokens takes while it is computed on top of `depth` tokens.
 
     The model must be hollow; nothing is evaluated.  Operations are taken in their order, arrays are freed after their
-    last use.
+    last use.  Where the graph can't be read it is what one layer's attention with so many `heads` takes: recurrent
+    layers are loops over tokens, or kernels that mlx can't export.
     """
-    graph = _Graph()
-
-    def chunk(tokens: mx.array) -> Any:
-        layers = layout.fresh()
-        if depth:
-            model(tokens[:, : _before(layout, step)], cache=layers)
-            layers = _deepened(layout, layers, depth)
-        return model(tokens, cache=layers)
-
-    try:
-        mx.export_function(graph.take, chunk, mx.zeros((1, step), mx.int32))
-    except (ValueError, RuntimeError) as error:
-        raise Unknown(str(error)) from error
-    return graph.peak_bytes()
+    if not layout.has_states:
+        try:
+            return _peak_bytes(lambda tokens: _chunk(model, layout, depth, tokens), mx.zeros((1, step), mx.int32))
+        except Exception as error:  # noqa: BLE001  an estimate is not worth an end, whatever a model does while traced
+            log.info("the graph of a prefill step can't be read: %s", error)
+    return max((_attention_bytes(keys, heads, depth, step) for keys in _keys(model, layout)), default=0)
 
 
-def scores_bytes(config: Mapping[str, Any], dtype: str, tokens: int, step: int) -> int:
-    """Where the graph is unknown: the scores of one layer's attention and their mask, for all heads at once.
-
-    Kernels that don't write scores down take less.
-    """
-    text = config.get("text_config") or config
-    heads = int(text.get("num_attention_heads") or 1)
-    width = 4 if "float32" in dtype else 2
-    return heads * step * (tokens + step) * (width + 1)
-
-
-def _before(layout: CacheLayout, step: int) -> int:
-    """How many tokens show the cache's shapes, and leave rotating layers as full as they get."""
-    return max(1, min(layout.window, step))
+def _chunk(model: nn.Module, layout: CacheLayout, depth: int, tokens: mx.array) -> list[mx.array]:
+    """What a chunk leaves in the cache: prefill evaluates this, and no logits."""
+    layers = layout.fresh()
+    if depth and not layout.problem:
+        before = max(1, min(layout.window, tokens.shape[1]))  # enough for shapes, and to fill rotating layers
+        model(tokens[:, :before], cache=layers)
+        layers = _deepened(layout, layers, depth)
+    model(tokens, cache=layers)
+    held = tree_flatten([leaf.state for _, leaf in flatten(layers)])
+    return [value for _, value in held if isinstance(value, mx.array)]
 
 
 def _deepened(layout: CacheLayout, layers: list[Any], depth: int) -> list[Any]:
@@ -83,6 +71,31 @@ def _deepened(layout: CacheLayout, layers: list[Any], depth: int) -> list[Any]:
         fields = {name: mx.zeros((*row.shape[:2], depth, *row.shape[3:]), row.dtype) for name, row in rows.items()}
         deep.append(leaf.codec.build(fields, depth, leaf.template))
     return rebuild(layout.template, iter(deep))
+
+
+def _keys(model: nn.Module, layout: CacheLayout) -> list[mx.array]:
+    """One row of each leaf that keeps keys of all tokens, lazily."""
+    layers = layout.fresh()
+    model(mx.zeros((1, 1), mx.int32), cache=layers)
+    held = [leaf for leaf, codec in zip(flatten(layers), layout.leaves, strict=False) if codec.codec is ROWS]
+    return [leaf.keys[:, :, :1] for _, leaf in held]
+
+
+def _attention_bytes(row: mx.array, heads: int, depth: int, step: int) -> int:
+    """By this device's own kernel: some write all scores down, some don't."""
+    _, kv_heads, _, width = row.shape
+    keys = mx.zeros((1, kv_heads, depth + step, width), row.dtype)
+
+    def attend(queries: mx.array) -> list[mx.array]:
+        return [mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=1.0, mask="causal")]
+
+    return _peak_bytes(attend, mx.zeros((1, max(heads, kv_heads) // kv_heads * kv_heads, step, width), row.dtype))
+
+
+def _peak_bytes(function: Callable[[mx.array], list[mx.array]], example: mx.array) -> int:
+    graph = _Graph()
+    mx.export_function(graph.take, function, example)
+    return graph.peak_bytes()
 
 
 @dataclass

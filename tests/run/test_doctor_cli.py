@@ -1,0 +1,46 @@
+"""`warmline doctor` as a process, and the command that it prints."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import typer
+
+from warmline_run.cli import app
+
+
+def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WARMLINE_")}
+    return subprocess.run(
+        [sys.executable, "-m", "warmline_run.cli", "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        env={**clean, **environment},
+        timeout=120,
+    )
+
+
+def test_what_it_prints_can_be_run(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "a model's folder"
+    folder.symlink_to(tiny_folder("llama", tools=True))
+    args = ("--home", str(tmp_path), "--kv-bits", "8", "--json")
+    answer = doctor(str(folder), *args, WARMLINE_KV_GROUP_SIZE="32", WARMLINE_CHAT_TEMPLATE_ARGS='{"manner": "open"}')
+    assert answer.returncode == 0, answer.stderr
+    told = json.loads(answer.stdout)
+    words = shlex.split(told["serve"])
+    assert words[:2] == ["warmline", "serve"]
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    given = serve.make_context("serve", words[2:]).params
+    assert given["model"] == str(folder) and given["home"] == str(tmp_path)
+    assert (given["kv_bits"], given["kv_group_size"]) == ("8", "32")
+    assert json.loads(given["chat_template_args"]) == {"manner": "open"}
+
+
+def test_usage_errors_end_with_code_2(tmp_path: Path) -> None:
+    for arguments in (("--memory-gb", "much"), (" ",), ("--kv-bits", "5")):
+        answer = doctor("--home", str(tmp_path), *arguments)
+        assert answer.returncode == 2 and "Traceback" not in answer.stderr
