@@ -1,8 +1,9 @@
-"""Cold runs: what the answer is.  Real pairs that live long and reuse nothing, of a tiny model of each cache family."""
+"""Cold runs: what the answer is.  Backends that live long and reuse nothing, of a tiny model of each cache family."""
 
+import json
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +13,9 @@ from answers import TOLERANCE, TOLERANCE_QUANTIZED
 from verdict import Difference
 
 import tiny_models
-from pair import Pair, Reply
+from pair import START_TIMEOUT_S, WARMLINE, Reply, ask
+from processes import Running, free_port
+from warmline_wire.home import Home
 
 STEP_TOKENS = 64
 OTHER_STEPS_TOKENS = (37, 23, 11, 50, 29)
@@ -48,44 +51,57 @@ FAMILIES = {
 
 
 class Reference:
-    """Answers one family's requests, cold; a pair for each length of chunks that is asked for."""
+    """Answers one family's requests, cold; a backend for each length of chunks that is asked for, and no proxy."""
 
     def __init__(self, family: Family, model: Path) -> None:
         self.family, self.model = family, model
-        self._pairs: dict[int, Pair] = {}
+        self._backends: dict[int, Backend] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "Reference":
-        self._pair(STEP_TOKENS)
+        self._backend(STEP_TOKENS)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
 
     def cold(self, body: Mapping[str, Any]) -> Reply:
-        return cold(self._pair(STEP_TOKENS), body)
+        return self._backend(STEP_TOKENS).cold(body)
 
     def cold_runs(self, body: Mapping[str, Any], cut: int) -> list[Reply]:
         """The same in chunks of other lengths, after it; the last in chunks of `cut` tokens, where a warm run began."""
-        runs = [cold(self._pair(each), body) for each in (STEP_TOKENS, *OTHER_STEPS_TOKENS)]
+        runs = [self._backend(each).cold(body) for each in (STEP_TOKENS, *OTHER_STEPS_TOKENS)]
         if cut:
-            with tempfile.TemporaryDirectory() as folder, self._started(cut, Path(folder)) as pair:
-                runs.append(cold(pair, body))
+            with self._started(cut) as backend:
+                runs.append(backend.cold(body))
         return runs
 
-    def _pair(self, step_tokens: int) -> Pair:
-        if step_tokens not in self._pairs:
-            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="reference-")))
-            self._pairs[step_tokens] = self._stack.enter_context(self._started(step_tokens, folder))
-        return self._pairs[step_tokens]
+    def _backend(self, step_tokens: int) -> "Backend":
+        if step_tokens not in self._backends:
+            self._backends[step_tokens] = self._stack.enter_context(self._started(step_tokens))
+        return self._backends[step_tokens]
 
-    def _started(self, step_tokens: int, folder: Path) -> Pair:
-        flags = ("--reuse", "off", "--prefill-step-size", str(step_tokens), *self.family.flags)
-        return Pair(folder, self.model, *flags)
+    @contextmanager
+    def _started(self, step_tokens: int) -> Iterator["Backend"]:
+        port = free_port()
+        own = ("--model", str(self.model), "--backend-port", str(port), *self.family.flags)
+        with tempfile.TemporaryDirectory(prefix="reference-") as folder:
+            flags = ("--home", folder, *own, "--reuse", "off", "--prefill-step-size", str(step_tokens))
+            with Running([WARMLINE, "backend", *flags]) as process:
+                process.wait_for("serving .* at http://", START_TIMEOUT_S)
+                yield Backend(f"http://127.0.0.1:{port}", Home(Path(folder)).secret())
 
 
-def cold(pair: Pair, body: Mapping[str, Any]) -> Reply:
-    reply = pair.post("/v1/chat/completions", body)
-    if reply.status != 200 or reply.cached:
-        raise Difference(f"the reference answers {reply.raw!r}")
-    return reply
+@dataclass(frozen=True)
+class Backend:
+    """One that reuses nothing, asked directly."""
+
+    url: str
+    secret: str
+
+    def cold(self, body: Mapping[str, Any]) -> Reply:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.secret}"}
+        reply = ask(f"{self.url}/v1/chat/completions", json.dumps(body).encode(), headers)
+        if reply.status != 200 or reply.cached:
+            raise Difference(f"the reference answers {reply.raw!r}")
+        return reply

@@ -4,7 +4,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -131,41 +131,52 @@ def test_many_at_once_answer_as_each_alone(warm_pair: Pair) -> None:
     assert warm_pair.cachectl("verify", "--deep")["findings"] == []
 
 
-def test_a_rotating_model_waits_for_the_save_that_it_starts_from(tiny_folder: FolderOf, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def rotating(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with Pair(tmp_path_factory.mktemp("rotating"), tiny_folder("gemma3")) as pair:
+        yield pair
+
+
+def test_a_rotating_model_waits_for_the_save_that_it_starts_from(rotating: Pair) -> None:
     """Its resident goes on only at its end: a regenerate at once, or a second branch, starts from disk."""
-    with Pair(tmp_path / "home", tiny_folder("gemma3")) as pair:
-        messages: list[Message] = [{"role": "user", "content": "Tell me of the sea. " * 150}]
-        first = pair.chat(messages, max_tokens=20)
-        again = pair.chat(messages, max_tokens=20)
-        assert again.cached == again.prompt_tokens - 1 and again.text == first.text
-        messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And?"}]
-        pair.chat(messages, max_tokens=5)
-        other = pair.chat([*messages[:-1], {"role": "user", "content": "But?"}], max_tokens=5)
-        assert other.cached >= first.prompt_tokens + 20
+    messages: list[Message] = [{"role": "user", "content": "Tell me of the sea. " * 150}]
+    first = rotating.chat(messages, max_tokens=20)
+    again = rotating.chat(messages, max_tokens=20)
+    assert again.cached == again.prompt_tokens - 1 and again.text == first.text
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And?"}]
+    rotating.chat(messages, max_tokens=5)
+    other = rotating.chat([*messages[:-1], {"role": "user", "content": "But?"}], max_tokens=5)
+    assert other.cached >= first.prompt_tokens + 20
 
 
-@pytest.mark.parametrize(("family", "source"), [("gemma3", "restored"), ("qwen3_5", "shared")])
-def test_who_parts_from_a_request_that_has_gone_on_starts_where_that_can_still_be_had(
-    family: str, source: str, tiny_folder: FolderOf, tmp_path: Path
+def test_who_parts_from_a_request_that_a_window_has_passed_starts_from_disk(rotating: Pair) -> None:
+    check_parting(rotating, "restored")
+
+
+def test_who_parts_from_a_request_starts_from_the_state_that_its_last_turn_left(
+    tiny_folder: FolderOf, tmp_path: Path
 ) -> None:
-    """A window has passed the place, and what is on disk is used; a state is left where the last turn ended."""
-    with Pair(tmp_path / "home", tiny_folder(family)) as pair:
-        messages: list[Message] = [{"role": "user", "content": "Tell me of the sea. " * 15}]
-        first = pair.chat(messages, max_tokens=8)
-        pair.settle()
-        messages += [
-            {"role": "assistant", "content": first.text},
-            {"role": "user", "content": "And of the hills. " * 20},
-        ]
-        asked = Asked(pair, messages, stream=True, **ENDLESS)
-        asked.wait_for_text()
-        parting: list[Message] = [*messages[:-1], {"role": "user", "content": "And of the hills. " * 10 + "No more."}]
-        reply = pair.chat(parting, max_tokens=4, **WITH_LOGPROBS)
-        asked.leave()
-        line = pair.perf_line(reply)
-        assert f" source={source} " in line and f" cached={reply.cached} " in line
-        assert first.prompt_tokens <= reply.cached < reply.prompt_tokens - len("And of the hills. " * 9)
-        assert explain_difference(pair.direct(parting, max_tokens=4, **WITH_LOGPROBS), reply) == ""
+    with Pair(tmp_path / "home", tiny_folder("qwen3_5")) as pair:
+        check_parting(pair, "shared")
+
+
+def check_parting(pair: Pair, source: str) -> None:
+    messages: list[Message] = [{"role": "user", "content": "And what of the hills? " * 13}]
+    first = pair.chat(messages, max_tokens=8)
+    pair.settle()
+    messages += [
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "And of the hills. " * 20},
+    ]
+    asked = Asked(pair, messages, stream=True, **ENDLESS)
+    asked.wait_for_text()
+    parting: list[Message] = [*messages[:-1], {"role": "user", "content": "And of the hills. " * 10 + "No more."}]
+    reply = pair.chat(parting, max_tokens=4, **WITH_LOGPROBS)
+    asked.leave()
+    line = pair.perf_line(reply)
+    assert f" source={source} " in line and f" cached={reply.cached} " in line
+    assert first.prompt_tokens <= reply.cached < reply.prompt_tokens - len("And of the hills. " * 9)
+    assert explain_difference(pair.direct(parting, max_tokens=4, **WITH_LOGPROBS), reply) == ""
 
 
 def test_large_conversations_at_once_are_all_kept(tiny_folder: FolderOf, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ def converse(pair: Pair, turns: int, **options: object) -> tuple[list[Message], 
     return messages, reply
 
 
-def check_restart(pair: Pair, tolerance: float, tokens: int, fresh: Pair | None = None) -> None:
-    """Against a pair with an empty home, or, which is sooner there, what the backend computes without the proxy."""
+def check_restart(pair: Pair, tolerance: float, tokens: int) -> None:
+    """Against what the backend computes, asked directly."""
     answer = {"max_tokens": tokens, **WITH_LOGPROBS}
     with pair:
         messages, _ = converse(pair, 3, **answer)
@@ -35,7 +35,7 @@ def check_restart(pair: Pair, tolerance: float, tokens: int, fresh: Pair | None 
     with pair:
         prompt = pair.rendered(messages).tokens
         warm = pair.chat(messages, **answer)
-        cold = None if fresh else pair.direct(messages, **answer)
+        cold = pair.direct(messages, **answer)
         pair.settle()
         assert warm.headers["X-Warmline-Cache"] == f"restored {warm.cached}"
     repeated = min(common_prefix(held, prompt), len(prompt) // TOKEN_BYTES - 1)
@@ -44,10 +44,7 @@ def check_restart(pair: Pair, tolerance: float, tokens: int, fresh: Pair | None 
         assert warm.cached == repeated, "every token whose KV the last turn computed, the generated ones too"
     else:
         assert turn_end <= warm.cached <= repeated
-    if fresh:
-        with fresh:
-            cold = fresh.chat(messages, **answer)
-    assert cold is not None and cold.cached == 0
+    assert cold.cached == 0
     assert explain_difference(cold, warm, tolerance) == ""
 
 
@@ -59,9 +56,7 @@ def has_states(pair: Pair) -> bool:
 def test_the_next_turn_after_kill_9(family: str, tiny_folder: FolderOf, tmp_path: Path) -> None:
     model = tiny_folder("llama" if family == "quantized" else family)
     flags = QUANTIZED if family == "quantized" else ()
-    pair, fresh = (Pair(tmp_path / name, model, *flags) for name in ("home", "fresh"))
-    tolerance = TOLERANCE_QUANTIZED if flags else TOLERANCE
-    check_restart(pair, tolerance, tokens=40, fresh=fresh if family == "llama" else None)
+    check_restart(Pair(tmp_path, model, *flags), TOLERANCE_QUANTIZED if flags else TOLERANCE, tokens=40)
 
 
 def test_the_next_turn_after_kill_9_on_a_real_model(demo_home: Home, tmp_path: Path) -> None:

@@ -66,8 +66,11 @@ def test_answers_restarts_what_dies_and_stops_cleanly(tmp_path: Path, model: Pat
         assert not list(Home(tmp_path).run.glob("*.pid"))
 
 
-def test_the_pair_ends_with_a_killed_serve(tmp_path: Path, model: Path) -> None:
-    with served(tmp_path, "--model", str(model)) as (serve, _):
+def test_the_client_key_is_asked_for_and_the_pair_ends_with_a_killed_serve(tmp_path: Path, model: Path) -> None:
+    with served(tmp_path, "--model", str(model), WARMLINE_CLIENT_KEY="hush") as (serve, url):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask(url, "hello", max_tokens=1)
+        assert refused.value.code == 401
         serve.process.kill()
         serve.wait_for_silence()
         assert not list(Home(tmp_path).run.glob("*.pid"))
@@ -83,13 +86,6 @@ def test_a_model_that_is_not_there_ends_serve_with_code_2(tmp_path: Path) -> Non
         assert any(nowhere in line for line in lines)
         assert not any("Traceback" in line for line in lines)
         assert all(line.endswith("\n") for line in lines), "in whole lines, as several processes write there"
-
-
-def test_the_client_key_is_asked_for(tmp_path: Path, model: Path) -> None:
-    with served(tmp_path, "--model", str(model), WARMLINE_CLIENT_KEY="hush") as (_, url):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            ask(url, "hello", max_tokens=1)
-        assert refused.value.code == 401
 
 
 def test_the_demo_knows_the_capital_of_france(demo_home: Home) -> None:
