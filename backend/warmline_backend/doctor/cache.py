@@ -51,7 +51,7 @@ def _layout(model: nn.Module, question: Question, findings: Findings) -> CacheLa
     try:
         return CacheLayout.of(cache_maker(model, question.kv_bits, question.kv_group_size))
     except ModelProblem as problem:
-        findings.fail(str(problem), "leave --kv-bits out")
+        findings.fail(str(problem))
         return CacheLayout.of(cache_maker(model, 0, question.kv_group_size))
 
 

@@ -127,7 +127,12 @@ def _step_bytes(weights: Assembled, cache: Cache, step: int, context: int) -> Ca
     shallow, deep = min(memory.LENGTHS[0], deepest // 2), deepest
     step = min(step, context or step)
     work.hollow(weights.model)
-    text = weights.config.get("text_config") or weights.config
-    heads = int(text.get("num_attention_heads") or 1)
+    heads = _heads(weights.config)
     low, high = (work.step_bytes(weights.model, cache.layout, heads, depth, step) for depth in (shallow, deep))
     return lambda tokens: max(low, low + (high - low) * (tokens - shallow) // max(1, deep - shallow))
+
+
+def _heads(config: Mapping[str, Any]) -> int:
+    """Of the layer that has most; 1 where the config doesn't say."""
+    said = (config.get("text_config") or config).get("num_attention_heads")
+    return max([count for count in (said if isinstance(said, list) else [said]) if isinstance(count, int)], default=1)

@@ -32,7 +32,8 @@ class Findings(list[Finding]):
     def warn(self, what: str, todo: str) -> None:
         self.append(Finding(Level.WARN, self._area, what, todo))
 
-    def fail(self, what: str, todo: str) -> None:
+    def fail(self, what: str, todo: str = "") -> None:
+        """Without `todo` where `what` says it already."""
         self.append(Finding(Level.FAIL, self._area, what, todo))
 
 

@@ -35,7 +35,7 @@ def check_parameters(folder: Path, *, trust_remote_code: bool) -> tuple[Findings
         _mismatch(mismatch, findings)
         return findings, None
     except ModelProblem as problem:
-        findings.fail(str(problem), OTHER_WEIGHTS)
+        findings.fail(str(problem))
         return findings, None
     except Exception as error:  # noqa: BLE001  an architecture may raise anything on weights that it does not expect
         findings.fail(f"the model can't be built from its weights: {type(error).__name__}: {error}", OTHER_WEIGHTS)

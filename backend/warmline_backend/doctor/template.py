@@ -33,6 +33,7 @@ CALL: Message = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 CALL_RESULT: Message = {"role": "tool", "tool_call_id": "call_1", "content": RESULT}
 
 ANOTHER_TEMPLATE = "put the model's own chat_template.jinja into the folder, from the repository that it was made from"
+UNLESS_TRAINED_WITHOUT = f"nothing, if the model was trained without; otherwise {ANOTHER_TEMPLATE}"
 TODAY = "strftime_now"  # what templates call the clock
 
 
@@ -100,9 +101,9 @@ class _Template:
         try:
             if needle in self.text(*messages, **body):
                 return True
-            self.findings.warn(f"the template leaves out {what}", ANOTHER_TEMPLATE)
+            self.findings.warn(f"the template leaves out {what}", UNLESS_TRAINED_WITHOUT)
         except BadRequest as refused:
-            self.findings.warn(f"the template refuses {what}: {_reason(refused)}", ANOTHER_TEMPLATE)
+            self.findings.warn(f"the template refuses {what}: {_reason(refused)}", UNLESS_TRAINED_WITHOUT)
         return False
 
 
