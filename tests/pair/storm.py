@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from clients import Asked
 from storm_clients import CROWD, PATIENCE_S, Client
 from storm_events import Fate
 from storm_log import Latency, Log, quantile
-from storm_prompts import Questions, ask_cold
+from storm_prompts import LONG, Questions, ask_cold
 
 from pair import WARMLINE, Pair
 from planted.faults import Planted
@@ -32,11 +32,11 @@ from warmline_wire.messages import Vitals
 CACHECTL = str(Path(WARMLINE).with_name("cachectl"))
 FLAGS = (
     *("--prefill-step-size", "128", "--partial-save-tokens", "512"),
-    *("--memory-budget-gb", "0.08", "--disk-budget-gb", "0.25"),  # three long prompts in memory: residents are dropped
-    *("--running-count-max", "8", "--queue-count-max", "32"),
+    *("--disk-budget-gb", "0.25", "--running-count-max", "8", "--queue-count-max", "32"),
     *("--wedge-timeout-s", "3", "--stall-timeout-s", "30"),
     *("--receive-timeout-s", "3", "--send-timeout-s", "3", "--drain-timeout-s", "2"),
 )
+MEMORY_GB_PER_TOKEN = 0.08 / 3_500  # of the longest prompt: three of these in memory, so residents are dropped
 RESTART_DELAY_S = 0.3
 DISTURBED_SHARE = 0.75
 PROBE_INTERVAL_S = 0.25
@@ -97,13 +97,17 @@ class Report:
         return [(f"{what}, p50 p99", f"{quantile(found, 0.5):.3f} s  {quantile(found, 0.99):.3f} s  (n={len(found)})")]
 
 
-def run(seconds: float, seed: int, home: Path, model: Path) -> Report:
-    """Start a pair over `home`, let the storm go over it for so long, and see what is left.  Takes a minute longer."""
+def run(seconds: float, seed: int, home: Path, model: Path, long: Sequence[int] = LONG) -> Report:
+    """Start a pair over `home`, let the storm go over it for so long, and see what is left.  Takes a minute longer.
+
+    `long`: tokens of its long prompts, about.
+    """
     report = Report(seed, seconds, Log())
+    memory = ("--memory-budget-gb", f"{MEMORY_GB_PER_TOKEN * max(long):.4f}")
     with Planted(RESTART_DELAY_S) as planted:
-        pair = Pair(home, model, *FLAGS, environment=planted.environment)
+        pair = Pair(home, model, *FLAGS, *memory, environment=planted.environment)
         with pair:
-            questions = ask_cold(pair, random.Random(seed))
+            questions = ask_cold(pair, random.Random(seed), long)
             baseline = warm_up(pair, questions)
             blow(pair, planted, questions, report)
             planted.withdraw()
@@ -124,7 +128,7 @@ def warm_up(pair: Pair, questions: Questions) -> dict[str, Vitals]:
 
 
 def blow_once(pair: Pair, questions: Questions, log: Log) -> None:
-    encounters = [encounter for kinds in CROWD for encounter in kinds]
+    encounters = list(dict.fromkeys(encounter for kinds in CROWD for encounter in kinds))
     clients = [Client(pair, questions, log, random.Random(number)) for number in range(len(encounters))]
     threads = [threading.Thread(target=one, args=(client,)) for one, client in zip(encounters, clients, strict=True)]
     for thread in threads:

@@ -1,7 +1,7 @@
 """What a storm asks, and what the answers must be: each computed once, cold, by the backend asked directly."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,8 @@ class Questions:
         return dice.choice(dice.choice(kinds))
 
 
-def ask_cold(pair: Pair, dice: random.Random) -> Questions:
-    """Make up questions and have them answered, one after the other.  Takes some seconds."""
+def ask_cold(pair: Pair, dice: random.Random, long: Sequence[int]) -> Questions:
+    """Make up questions, and long ones of so many tokens, and have them answered, one after the other."""
 
     def ask(messages: list[Message], tokens: int) -> Question:
         options = {"max_tokens": tokens, **WITH_LOGPROBS}
@@ -57,7 +57,7 @@ def ask_cold(pair: Pair, dice: random.Random) -> Questions:
     return Questions(
         small=[single(SMALL, 6) for _ in range(SMALL_COUNT)],
         medium=[single(MEDIUM, 24) for _ in range(MEDIUM_COUNT)],
-        long=[single(length, 12) for length in LONG],
+        long=[single(length, 12) for length in long],
         talkative=[single(SMALL, 200)],
         conversations=[list(converse(ask, dice)) for _ in range(CONVERSATIONS)],
     )
