@@ -70,7 +70,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(salt=DICE, restart=RESTARTS)
     def begin(self, salt: int, restart: Restart) -> None:
-        if self.duel.script:
+        if len(self.duel.script) > self.restart_interval:
             self._do(restart)
         self._do(Fresh(salt))
 

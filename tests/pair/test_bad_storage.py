@@ -226,7 +226,8 @@ def test_an_index_that_outgrows_its_map(tiny_folder: FolderOf, tmp_path: Path) -
             while persistence(pair) == "ok":
                 turns += 1
                 assert turns < 60
-                Talk(pair, f"talk {turns}").turn("first " * 30)
+                pair.chat([{"role": "user", "content": f"talk {turns} " * 250}], **ANSWER)
+                pair.settle()
             assert "index" in persistence(pair)
             talk = Talk(pair, "the last")
             talk.turn("first")
