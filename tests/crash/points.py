@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class Ledger:
 
 def in_child(work: Callable[[], object]) -> tuple[bool, str]:
     """Do it in a fork: whether that was killed, and what it said (JSON of what `work` returns) or what went wrong."""
+    assert threading.active_count() == 1, "what forks must have one thread"
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -119,7 +121,7 @@ def killed(home: Home, nth: int, when: str) -> None:
 def look_after(home: Home, before: dict[str, int], after: dict[str, int]) -> None:
     """What a start makes of it: all that was stored, nothing that wasn't, no rest of anything, and life goes on.
 
-    In this process, which must have one thread again before it forks once more.
+    In this process, which has one thread again afterwards.
     """
     with start(home) as index:
         found = stored(index)
