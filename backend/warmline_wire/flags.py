@@ -5,9 +5,12 @@ import math
 GB = 10**9
 
 
-def gigabytes(text: str) -> float:
-    """argparse's type for a budget; raises ValueError for what is no amount."""
+def finite(text: str) -> float:
+    """argparse's type for an amount; raises ValueError for what is none."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(text)
     return value
+
+
+gigabytes = finite

@@ -96,12 +96,16 @@ def doctor(
     config: Config,
     examined: Annotated[str, typer.Argument(metavar="MODEL", help="instead of the setting", show_default=False)] = "",
     memory_gb: Annotated[float, typer.Option(min=0, help="on a Mac of so much memory; 0: on this machine")] = 0,
+    prefill_tokens_s: Annotated[float, typer.Option(min=0, help="how fast it prefills, for times; 0: not known")] = 0,
+    disk_gb_s: Annotated[float, typer.Option(min=0, help="how fast its disk is read, for times; 0: not known")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="for programs instead of people")] = False,
 ) -> None:
     """Say whether a model can be served, and how, without loading its weights."""
     if examined:
         config = _with_model(config, examined)
-    options = [*(("--memory-gb", f"{memory_gb:g}") if memory_gb else ()), *(("--json",) if as_json else ())]
+    numbers = {"--memory-gb": memory_gb, "--prefill-tokens-s": prefill_tokens_s, "--disk-gb-s": disk_gb_s}
+    options = [word for flag, number in numbers.items() if number for word in (flag, f"{number:g}")]
+    options += ["--json"] if as_json else []
     _become(commands.doctor(config, commands.model_to_load(config), options, os.environ))
 
 

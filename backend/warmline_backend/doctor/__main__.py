@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from warmline_backend.doctor.findings import Level
 from warmline_backend.doctor.question import Question
-from warmline_wire.flags import gigabytes
+from warmline_wire.flags import finite, gigabytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--called", default="", help="what `warmline serve` is to be given as the model")
     parser.add_argument("--home", default="")
     parser.add_argument("--memory-gb", type=gigabytes, default=0.0, help="a Mac of so much memory, not this machine")
+    parser.add_argument("--prefill-tokens-s", type=finite, default=0.0, help="how fast it prefills, for times")
+    parser.add_argument("--disk-gb-s", type=finite, default=0.0, help="how fast its disk is read, for times")
     parser.add_argument("--memory-budget-gb", type=gigabytes, default=0.0)
     parser.add_argument("--prefill-step-size", default=Question.prefill_step_size)
     parser.add_argument("--kv-bits", type=int, default=0)

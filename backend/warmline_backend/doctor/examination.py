@@ -67,7 +67,8 @@ def examine(question: Question) -> Examination:
         return Examination(question, folder, _sorted(found), weights)
     needs = _needs(weights, cache, question)
     machine = machines.mac_of(question.memory_gb) if question.memory_gb else machines.this_machine()
-    planned = memory.plan(needs, machine, int(question.memory_budget_gb * GB))
+    speeds = memory.Speeds(question.prefill_tokens_s, question.disk_gb_s * GB)
+    planned = memory.plan(needs, machine, int(question.memory_budget_gb * GB), speeds)
     found += memory.check_memory(needs, planned)
     return Examination(question, folder, _sorted(found), weights, cache, planned)
 

@@ -46,6 +46,8 @@ class Length:
     step_bytes: int
     total_bytes: int
     disk_bytes: int
+    prefill_s: float | None  # cold, at the speed that was given; None where none was
+    restore_s: float | None  # from disk
     verdict: str  # "fits", "needs a budget", "does not fit", "beyond the context"
 
 
@@ -58,10 +60,24 @@ class Plan:
     budget_wanted_gb: float  # what --memory-budget-gb should be; 0: nothing needs to be said
 
 
-def plan(needs: Needs, machine: Machine, budget_set_bytes: int = 0, lengths: Sequence[int] = LENGTHS) -> Plan:
+@dataclass(frozen=True)
+class Speeds:
+    """Of a machine, as it is known to be; 0: not known."""
+
+    prefill_tokens_s: float = 0.0
+    disk_bytes_s: float = 0.0
+
+
+def plan(
+    needs: Needs,
+    machine: Machine,
+    budget_set_bytes: int = 0,
+    speeds: Speeds = Speeds(),
+    lengths: Sequence[int] = LENGTHS,
+) -> Plan:
     own_choice = max(int((machine.bytes_usable - needs.weight_bytes) * MEMORY_SHARE), 0)
     budget = budget_set_bytes or own_choice
-    rows = tuple(_length(needs, machine, budget, tokens) for tokens in lengths)
+    rows = tuple(_length(needs, machine, budget, speeds, tokens) for tokens in lengths)
     longest = _tokens_max(needs, machine)
     wanted = needs.kv_bytes(min(longest, lengths[-1])) if longest else 0
     return Plan(machine, budget, rows, longest, _tenths(wanted) if wanted > budget else 0.0)
@@ -72,15 +88,17 @@ def _tenths(count: int) -> float:
     return -(-count * 10 // GB) / 10
 
 
-def _length(needs: Needs, machine: Machine, budget: int, tokens: int) -> Length:
-    kv, total = needs.kv_bytes(tokens), needs.total_bytes(tokens)
+def _length(needs: Needs, machine: Machine, budget: int, speeds: Speeds, tokens: int) -> Length:
+    kv, total, disk = needs.kv_bytes(tokens), needs.total_bytes(tokens), needs.disk_bytes(tokens)
+    prefill_s = tokens / speeds.prefill_tokens_s if speeds.prefill_tokens_s else None
+    restore_s = disk / speeds.disk_bytes_s if speeds.disk_bytes_s else None
     if needs.context_tokens_max and tokens > needs.context_tokens_max:
         verdict = "beyond the context"
     elif total > machine.bytes_usable:
         verdict = "does not fit"
     else:
         verdict = "fits" if kv <= budget else "needs a budget"
-    return Length(tokens, kv, total - kv - needs.weight_bytes, total, needs.disk_bytes(tokens), verdict)
+    return Length(tokens, kv, total - kv - needs.weight_bytes, total, disk, prefill_s, restore_s, verdict)
 
 
 def _tokens_max(needs: Needs, machine: Machine) -> int:

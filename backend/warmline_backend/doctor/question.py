@@ -11,6 +11,8 @@ class Question:
     called: str = ""  # what `warmline serve` is to be given; "": the same
     home: str = ""  # where another than the default is used
     memory_gb: float = 0.0  # of a Mac; 0: this machine
+    prefill_tokens_s: float = 0.0  # how fast the machine is, for times; 0: not known
+    disk_gb_s: float = 0.0
     memory_budget_gb: float = 0.0
     prefill_step_size: str = str(PREFILL_STEP_SIZE)  # a number, or "auto"
     kv_bits: int = 0

@@ -82,11 +82,18 @@ def _findings(findings: tuple[Finding, ...]) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    titles = ("tokens", "KV", "a prefill step", "with the weights", "on disk", "")
+    titles = ("tokens", "KV", "a prefill step", "with the weights", "on disk", "prefill", "restore", "")
     table = Table(*titles, header_style="", box=None, pad_edge=False)
     for column in table.columns[:-1]:
         column.justify = "right"
     for length in plan.lengths:
-        sizes = (length.kv_bytes, length.step_bytes, length.total_bytes, length.disk_bytes)
-        table.add_row(f"{length.tokens:,}", *map(gigabytes, sizes), length.verdict)
+        sizes = map(gigabytes, (length.kv_bytes, length.step_bytes, length.total_bytes, length.disk_bytes))
+        times = map(duration, (length.prefill_s, length.restore_s))
+        table.add_row(f"{length.tokens:,}", *sizes, *times, length.verdict)
     return table
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
