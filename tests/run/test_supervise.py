@@ -21,6 +21,11 @@ def start(*manner: str) -> Running:
     return Running(driven(*manner))
 
 
+def wait_until_up(serve: Running) -> None:
+    """Both children would say that they stop.  "ready" tells this of the proxy alone."""
+    serve.wait_for_all("^backend up ", "^proxy up ", "^ready ")
+
+
 def test_announces_readiness_with_a_line_to_paste() -> None:
     with start() as serve:
         url = serve.wait_for(r"^ready (http://127\.0\.0\.1:\d+/v1)$")[1]
@@ -41,7 +46,7 @@ def test_what_is_printed_is_whole_whenever_who_prints_is_killed() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_proxy_before_the_backend(number: signal.Signals) -> None:
     with start() as serve:
-        serve.wait_for("^ready ")
+        wait_until_up(serve)
         serve.process.send_signal(number)
         serve.wait_for("^warmline: stopping: what runs has 30 s to finish, then it is let go and kept")
         serve.wait_for("^proxy stopping$")
@@ -75,7 +80,7 @@ def test_a_child_that_reports_a_configuration_error_ends_serve_with_code_2() -> 
 
 def test_no_child_outlives_a_killed_serve() -> None:
     with start() as serve:
-        serve.wait_for("^ready ")
+        wait_until_up(serve)
         serve.process.kill()
         lines = serve.wait_for_silence()  # both stand-ins held the output open
         assert {"proxy stopping", "backend stopping"} <= set(lines)
@@ -83,14 +88,14 @@ def test_no_child_outlives_a_killed_serve() -> None:
 
 def test_a_child_that_does_not_end_with_a_killed_serve_is_ended() -> None:
     with start("stubborn") as serve:
-        serve.wait_for("^ready ")
+        wait_until_up(serve)
         serve.process.kill()
         assert "backend stopping" in serve.wait_for_silence()
 
 
 def test_a_child_gets_its_own_grace_and_is_then_killed() -> None:
     with start("stubborn", "0.3") as serve:
-        serve.wait_for("^ready ")
+        wait_until_up(serve)
         serve.process.terminate()
         serve.wait_for("what runs has 0.3 s to finish")
         serve.wait_for("^backend stopping$")
@@ -101,7 +106,7 @@ def test_a_child_gets_its_own_grace_and_is_then_killed() -> None:
 
 def test_a_second_signal_kills_what_does_not_stop() -> None:
     with start("stubborn") as serve:
-        serve.wait_for("^ready ")
+        wait_until_up(serve)
         serve.process.send_signal(signal.SIGINT)
         serve.wait_for("^backend stopping$")
         serve.process.send_signal(signal.SIGINT)
