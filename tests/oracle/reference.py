@@ -44,7 +44,7 @@ FAMILIES = {
     family.name: family
     for family in (
         *(Family(name, name) for name in ("llama", "gemma3", "qwen3_5", "falcon_h1", "baichuan_m1", "mamba2")),
-        Family("deepseek_v32", "deepseek_v32", steps=True),
+        *(Family(name, name, steps=True) for name in ("deepseek_v32", "glm_moe_dsa")),
         Family("quantized", "llama", ("--kv-bits", "8", "--kv-group-size", "32"), TOLERANCE_QUANTIZED, steps=True),
     )
 }

@@ -6,6 +6,6 @@ import pytest
 from bounded import check
 
 
-@pytest.mark.parametrize(("family", "modes"), [("llama", ("fast",)), ("deepseek_v32", ("exact",))])
+@pytest.mark.parametrize(("family", "modes"), [("llama", ("fast",)), ("glm_moe_dsa", ("fast", "exact"))])
 def test_no_answer_differs(family: str, modes: tuple[str, ...], tmp_path: Path) -> None:
     check(family, modes, tmp_path)

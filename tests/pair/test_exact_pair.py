@@ -30,7 +30,7 @@ def last_place(tokens: int) -> int:
     return (tokens - 1) // GRID * GRID
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3"])
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "qwen3_5", "gemma3"])
 def test_every_turn_is_warm_and_its_numbers_are_those_of_a_cold_one(
     family: str, tiny_folder: FolderOf, tmp_path: Path
 ) -> None:

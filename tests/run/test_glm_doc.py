@@ -7,10 +7,10 @@ import sys
 import tomllib
 from pathlib import Path
 
-import glm_5_2
 import pytest
 from typer.testing import CliRunner
 
+import glm_5_2
 from warmline_backend.doctor import report
 from warmline_backend.doctor.examination import Examination, examine
 from warmline_backend.doctor.findings import Level, gigabytes
