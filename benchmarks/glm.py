@@ -10,8 +10,10 @@ mlx-lm's own `glm_moe_dsa`, in which both layers select.  Medians; the three tak
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -24,40 +26,20 @@ from rows import Rows
 
 from warmline_backend.models import glm_moe_dsa as ours
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+import glm_5_2  # noqa: E402  (lives with the tests, which own it)
+
 GATHERED_FROM = ours.GATHERED_FROM
 STEPS = 5
-CONFIG: dict[str, Any] = {  # as published, but for its MLP, its layers and its vocabulary
-    "model_type": "glm_moe_dsa",
-    "vocab_size": 256,
-    "hidden_size": 6144,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 64,
+CONFIG: dict[str, Any] = {  # as published, but for its layers, its MLP and its vocabulary
+    **{name: value for name, value in glm_5_2.CONFIG.items() if name not in ("indexer_types", "quantization")},
     "num_hidden_layers": 2,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "n_shared_experts": 1,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "routed_scaling_factor": 2.5,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 2048,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-    "index_topk": 2048,
-    "index_head_dim": 128,
-    "index_n_heads": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "moe_layer_freq": 1,
     "first_k_dense_replace": 2,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 1_048_576,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 8e6},
-    "attention_bias": False,
+    "intermediate_size": 64,
+    "vocab_size": 256,
+    "topk_method": "noaux_tc",  # these three mlx-lm asks for
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
 }
 
 
