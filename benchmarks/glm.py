@@ -27,7 +27,7 @@ from rows import Rows
 from warmline_backend.models import glm_moe_dsa as ours
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-import glm_5_2  # noqa: E402  (lives with the tests, which own it)
+import glm_5_2
 
 GATHERED_FROM = ours.GATHERED_FROM
 STEPS = 5
