@@ -52,7 +52,7 @@ def has_states(pair: Pair) -> bool:
     return "qwen3_5" in str(pair._model)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3", "deepseek_v32", "quantized"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3", "glm_moe_dsa", "quantized"])
 def test_the_next_turn_after_kill_9(family: str, tiny_folder: FolderOf, tmp_path: Path) -> None:
     model = tiny_folder("llama" if family == "quantized" else family)
     flags = QUANTIZED if family == "quantized" else ()
