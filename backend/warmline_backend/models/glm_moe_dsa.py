@@ -10,12 +10,14 @@ else is read; below that, all rows are multiplied and the others masked, which i
 times tokens is done a few queries at a time.
 """
 
+import json
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,6 +35,10 @@ FULL, SHARED = "full", "shared"
 NORM_EPS = 1e-6  # of the latent's norms and the indexer's, whatever `rms_norm_eps` says
 GATHERED_FROM = 2  # times index_topk: 512 products a row and head against 1,088 a selected one, in GLM-5.2's sizes
 BLOCK_BYTES = 256 << 20  # what a block of queries may take, gathered rows or scores
+_INT32_MAX = (1 << 31) - 1  # what mlx counts in
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+_KINDS |= {list: "a list", dict: "an object"}
+_LEAST = {"first_k_dense_replace": 0, "index_topk_freq": 0, "index_skip_topk_offset": 0}  # of the others 1
 
 
 @dataclass
@@ -71,17 +77,60 @@ class ModelArgs(BaseModelArgs):  # type: ignore[misc]
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 202752
     rope_parameters: dict[str, Any] | None = None
-    rope_theta: float = 1e6
+    rope_scaling: dict[str, Any] | None = None  # what older configurations call them
+    rope_theta: float | None = None
     attention_bias: bool = False
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
     topk_method: str = "noaux_tc"  # mlx-lm's expert layer asks for it
 
     def __post_init__(self) -> None:
-        self.rope_parameters = self.rope_parameters or {"rope_type": "default", "rope_theta": self.rope_theta}
-        self.rope_theta = self.rope_parameters.get("rope_theta", self.rope_theta)
+        _check_values(self)
+        rope = self.rope_scaling or self.rope_parameters or {}
+        theta: Any = rope.get("rope_theta", self.rope_theta)
+        if type(theta) not in (int, float) or not 0 < theta < math.inf:
+            raise _unexpected("rope_theta (of rope_parameters)", theta, "a number above 0")
+        self.rope_theta = float(theta)
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        self.rope_parameters = {**rope, "rope_type": kind, "rope_theta": self.rope_theta}
         self.indexer_types = indexer_types(self)
         dense = min(self.first_k_dense_replace, self.num_hidden_layers)
         self.mlp_layer_types = self.mlp_layer_types or ["dense"] * dense + ["sparse"] * (self.num_hidden_layers - dense)
         _check_layers("mlp_layer_types", self.mlp_layer_types, self.num_hidden_layers, ("dense", "sparse"))
+
+
+def _check_values(args: ModelArgs) -> None:
+    """Raises ValueError where a value is of another type, out of range, or asks for what is not done here."""
+    for field in fields(args):
+        value = getattr(args, field.name)
+        choices = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
+        kinds = [get_origin(kind) or kind for kind in choices]
+        least = _LEAST.get(field.name, 1)
+        if type(value) not in kinds and not (float in kinds and type(value) is int):
+            raise _unexpected(field.name, value, " or ".join(_KINDS[kind] for kind in kinds))
+        if type(value) is int and int in kinds and not least <= value <= _INT32_MAX:
+            raise _unexpected(field.name, value, f"{least} or more, and less than 2**31")
+        if type(value) is float and not math.isfinite(value):
+            raise _unexpected(field.name, value, "a number")
+    if args.hidden_act != "silu":
+        raise _unexpected("hidden_act", args.hidden_act, "silu: nothing else is computed here")
+    if args.tie_word_embeddings:
+        raise _unexpected("tie_word_embeddings", True, "false: the model has an output matrix of its own")
+    _check_experts(args)
+
+
+def _check_experts(args: ModelArgs) -> None:
+    experts, groups = args.n_routed_experts, args.n_group
+    choice = experts if args.topk_group >= groups else args.topk_group * (experts // groups)
+    if args.num_experts_per_tok > choice:
+        expected = f"at most {choice}, as n_routed_experts, n_group and topk_group have it"
+        raise _unexpected("num_experts_per_tok", args.num_experts_per_tok, expected)
+    if experts % groups or (choice < experts and experts < 2 * groups):
+        raise _unexpected("n_group", groups, f"a number of groups of two or more that {experts} experts divide into")
+
+
+def _unexpected(name: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"{name} in config.json is {json.dumps(value)}; expected {expected}")
 
 
 def indexer_types(args: ModelArgs) -> list[str]:
@@ -93,7 +142,7 @@ def indexer_types(args: ModelArgs) -> list[str]:
         types, source = list(args.indexer_types), "indexer_types"
     elif args.index_topk_pattern is not None:
         letters = {"F": FULL, "S": SHARED}
-        types = [letters.get(letter, letter) for letter in args.index_topk_pattern]
+        types = [letters.get(str(letter), letter) for letter in args.index_topk_pattern]
         source = "index_topk_pattern"
     else:
         every = max(args.index_topk_freq or 1, 1)
