@@ -1,7 +1,8 @@
 """A model from its folder, by mlx-lm's loader: our architectures before its own, and no parameter left to chance.
 
 A parameter that a checkpoint lacks would keep the random values that it was made with, and one that the model does not
-know would be work that is not done: both give answers that look right for a while.  So both are errors.
+know would be work that is not done: both give answers that look right for a while.  So both are errors.  So are packed
+numbers that would be taken for plain ones: mlx reads 8-bit floats as integers.
 """
 
 import re
@@ -31,15 +32,20 @@ class ParameterMismatch(ModelProblem):
         missing: tuple[str, ...] = (),
         unexpected: tuple[str, ...] = (),
         wrong_shape: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (),
+        wrong_type: tuple[tuple[str, str, str], ...] = (),
     ) -> None:
-        """Names of parameters; of a wrong shape also the shape that the model needs and the one in the files."""
-        self.missing, self.unexpected, self.wrong_shape = missing, unexpected, wrong_shape
+        """Names of parameters; of a wrong shape or type also the one that the model needs and the one in the files."""
+        self.missing, self.unexpected = missing, unexpected
+        self.wrong_shape, self.wrong_type = wrong_shape, wrong_type
         shapes = {kind_of(name): (needed, found) for name, needed, found in wrong_shape}
+        types = {kind_of(name): (needed, found) for name, needed, found in wrong_type}
         parts = [
             *_part("missing", "that the model needs and the files lack", missing),
             *_part("unexpected", "in the files that the model does not have", unexpected),
             *_part("of another shape", "than the model needs", [name for name, *_ in wrong_shape]),
             *(f"  {kind}: needed {needed}, found {found}" for kind, (needed, found) in shapes.items()),
+            *_part("of another type", "than the model computes with", [name for name, *_ in wrong_type]),
+            *(f"  {kind}: needed {needed}, found {found}" for kind, (needed, found) in types.items()),
         ]
         super().__init__(
             "its weights don't fit its config.json, and with any of them left out its answers would be wrong; "
@@ -86,27 +92,55 @@ def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     """The classes of a model and of its arguments.  Raises ValueError where nobody knows the architecture."""
     if ours := ARCHITECTURES.get(config["model_type"]):
         return ours.Model, ours.ModelArgs
-    classes: tuple[type[nn.Module], type] = _get_classes(config)
+    try:
+        classes: tuple[type[nn.Module], type] = _get_classes(config)
+    except AttributeError:  # a module of mlx-lm that is no architecture
+        raise ValueError(f"Model type {config['model_type']} not supported.") from None
     return classes
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """As mlx-lm reads config.json and generation_config.json.  Raises ModelProblem, OSError."""
+    try:
+        config: Any = load_config(folder)
+    except OSError:
+        raise
+    except Exception as error:  # JSON may be broken, no text, no object, or nested without end
+        raise ModelProblem(
+            f"config.json or generation_config.json in {folder} is damaged, download both again "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelProblem(f'{folder / "config.json"} names no model_type; expected one such as "llama"')
+    if not isinstance(config.get("text_config") or {}, dict):
+        raise ModelProblem(f"text_config in {folder / 'config.json'} is no object; download the file again")
+    return config
 
 
 def assemble(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
     """The model with its weights, and its config; lazy, so that of the files only headers have been read.
 
-    Raises ParameterMismatch, ModelProblem for untrusted code, ValueError for an architecture that nobody knows
-    or a config that contradicts itself, FileNotFoundError without weights.
+    Raises ParameterMismatch, ModelProblem for untrusted code and for whatever else an architecture can't do with the
+    config and the weights, ValueError for one that nobody knows or a config that contradicts itself, OSError for files
+    that can't be read, FileNotFoundError without weights.
     """
-    config = load_config(folder)
-    if "model_type" not in config:
-        raise ModelProblem(f'{folder / "config.json"} names no model_type; expected one such as "llama"')
+    config = read_config(folder)
     if (code := config.get("model_file")) and not trust_remote_code:
         raise ModelProblem(
             f"its config.json names {code}, code that comes with the model and would run here; read {folder / code}, "
             "and pass --trust-remote-code if you trust it"
         )
-    model, config = load_model(
-        folder, lazy=True, get_model_classes=_checking_classes, trust_remote_code=trust_remote_code
-    )
+    try:
+        model, config = load_model(
+            folder, lazy=True, get_model_classes=_checking_classes, trust_remote_code=trust_remote_code
+        )
+    except (ModelProblem, ValueError, OSError, MemoryError):
+        raise
+    except Exception as error:  # of a constructor, on a config that lacks a key; of mlx, on a type that it lacks ...
+        raise ModelProblem(
+            f"config.json and the weights can't be those of one {config['model_type']}; download both again from the "
+            f"same repository, or find a conversion of this very model ({type(error).__name__}: {error})"
+        ) from error
     return model, config
 
 
@@ -129,7 +163,9 @@ def _checking(model_class: type[nn.Module]) -> type[nn.Module]:
 
 
 def check_parameters(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
-    """Raises ParameterMismatch unless `weights` are all of the model's parameters, each in its shape, and no others."""
+    """Raises ParameterMismatch unless `weights` are all of the model's parameters and no others, each in its shape, and
+    of floating numbers where the model's is.
+    """
     needed = dict(tree_flatten(model.parameters()))
     missing = tuple(sorted(needed.keys() - weights.keys()))
     unexpected = tuple(sorted(weights.keys() - needed.keys()))
@@ -138,5 +174,14 @@ def check_parameters(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
         for name in sorted(needed.keys() & weights.keys())
         if needed[name].shape != weights[name].shape
     )
-    if missing or unexpected or wrong:
-        raise ParameterMismatch(missing, unexpected, wrong)
+    types = tuple(
+        (name, _type(needed[name]), _type(weights[name]))
+        for name in sorted(needed.keys() & weights.keys())
+        if mx.issubdtype(needed[name].dtype, mx.floating) and not mx.issubdtype(weights[name].dtype, mx.floating)
+    )
+    if missing or unexpected or wrong or types:
+        raise ParameterMismatch(missing, unexpected, wrong, types)
+
+
+def _type(array: mx.array) -> str:
+    return str(array.dtype).removeprefix("mlx.core.")

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 8
 CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length", "n_positions")
 FLOATS_COARSEST_FIRST = ("bfloat16", "float16", "float32")
+DETAIL_CHARS_MAX = 300  # of another library's error
 MEMORY_SHARE = 0.7  # of what weights leave free, when no budget is set
 
 
@@ -83,15 +84,15 @@ def load(
     folder = _folder(path)
     maybe_set_recommended_wired_limit()  # macOS would page a large model out between two steps
     model, config = assemble(folder, trust_remote_code=trust_remote_code)
-    mx.eval(model.parameters())
+    try:
+        mx.eval(model.parameters())
+    except RuntimeError as error:
+        raise ModelProblem(
+            f"its weights can't be read: {error}; `warmline doctor` says which file is damaged"
+        ) from error
     if adapter_path:
-        model = load_adapters(model, adapter_path)
-        model.eval()
-    tokenizer = load_tokenizer(
-        folder,
-        {"trust_remote_code": True} if trust_remote_code else None,
-        eos_token_ids=config.get("eos_token_id"),
-    )
+        model = _adapted(model, adapter_path)
+    tokenizer = tokenizer_of(folder, config, trust_remote_code=trust_remote_code)
     layout = CacheLayout.of(cache_maker(model, kv_bits, kv_group_size))
     try:
         mx.eval(_few_tokens(model, layout.fresh()))
@@ -115,6 +116,39 @@ def load(
         dtype=weight.dtype,
         weight_bytes=tree_reduce(lambda held, weight: held + weight.nbytes, model.parameters(), 0),
     )
+
+
+def _adapted(model: nn.Module, adapter_path: str) -> nn.Module:
+    """Raises ModelProblem, OSError."""
+    try:
+        model = load_adapters(model, adapter_path)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever mlx-lm and mlx raise on files that are none of an adapter for this model
+        raise ModelProblem(
+            f"--adapter-path {adapter_path}: not an adapter for this model, as mlx_lm.lora writes them "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    model.eval()
+    return model
+
+
+def tokenizer_of(folder: Path, config: dict[str, Any], *, trust_remote_code: bool) -> TokenizerWrapper:
+    """Raises ModelProblem that says which files to look at.  `config` is what mlx-lm makes of config.json."""
+    settings = {"trust_remote_code": True} if trust_remote_code else None
+    try:
+        tokenizer = load_tokenizer(folder, settings, eos_token_ids=config.get("eos_token_id"))
+        tokenizer.encode("a")  # some settings are only looked at then
+        return tokenizer
+    except Exception as error:  # transformers raises whatever its classes happen to
+        if "trust_remote_code" in str(error):
+            todo = "pass --trust-remote-code, which runs the tokenizer's own code, if you trust it"
+        elif type(error).__name__.startswith("StrictDataclass"):  # transformers checks what it reads
+            todo = "take config.json from the model's repository"
+        else:
+            todo = "download the tokenizer's files again: tokenizer.json, tokenizer_config.json"
+        said = " ".join(str(error).split())[:DETAIL_CHARS_MAX]
+        raise ModelProblem(f"the tokenizer can't be loaded; {todo} ({type(error).__name__}: {said})") from error
 
 
 def _folder(path: str) -> Path:

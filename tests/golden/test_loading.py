@@ -3,6 +3,7 @@
 import ast
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mlx_lm.utils import quantize_model, save_model
 from recipe import CASES, tokens
 
 import tiny_models
-from warmline_backend.loading import ParameterMismatch, assemble, by_kind
+from warmline_backend.loading import ModelProblem, ParameterMismatch, assemble, by_kind, model_classes
 from warmline_backend.models.glm_moe_dsa import Model
 
 CASE = "shared_as_listed"  # full shared shared full shared
@@ -84,6 +85,52 @@ def test_indexer_types_that_cannot_be_meant_are_refused(folder: Path, types: lis
         assemble(rewrite(folder, indexer_types=types), trust_remote_code=False)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"index_topk": 0}, "index_topk in config.json is 0; expected 1 or more"),
+        ({"index_topk": 1.5}, "index_topk in config.json is 1.5; expected a whole number"),
+        ({"n_routed_experts": "many"}, 'n_routed_experts in config.json is "many"; expected a whole number'),
+        ({"indexer_types": "full"}, 'indexer_types in config.json is "full"; expected a list or null'),
+        ({"rope_parameters": [1]}, "rope_parameters in config.json is .1.; expected an object or null"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta .of rope_parameters. in config.json is 0; expected"),
+        ({"rope_parameters": None}, "rope_theta .of rope_parameters. in config.json is null; expected a number above"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob in config.json is 1; expected true or false"),
+        ({"hidden_act": "gelu"}, 'hidden_act in config.json is "gelu"; expected silu'),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings in config.json is true; expected false"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok in config.json is 9; expected at most 8"),
+        ({"n_group": 4, "topk_group": 1}, "num_experts_per_tok in config.json is 3; expected at most 2"),
+        ({"n_group": 3, "topk_group": 2}, "n_group in config.json is 3; expected a number of groups"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
+    """Some would be computed with, and answer."""
+    with pytest.raises(ValueError, match=said):
+        assemble(rewrite(folder, **changes), trust_remote_code=False)
+
+
+def test_older_configurations_say_rope_in_another_way() -> None:
+    theta = CONFIG["rope_parameters"]["rope_theta"]
+    plain = {**CONFIG, "rope_parameters": None, "rope_theta": theta}
+    assert arguments(plain).rope_parameters == arguments(CONFIG).rope_parameters
+    yarn = CASES["yarn"]["rope_parameters"]
+    scaled = {"type" if key == "rope_type" else key: value for key, value in yarn.items()}
+    older = {**CASES["yarn"], "rope_parameters": None, "rope_scaling": scaled}
+    prompt = mx.array([tokens("yarn")])
+    logits, expected = (loaded(Model(arguments(each)), weights(each))(prompt) for each in (older, CASES["yarn"]))
+    assert mx.array_equal(logits, expected)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.q_b_proj.weight"])
+def test_eight_bit_floats_are_not_taken_for_integers(folder: Path, name: str) -> None:
+    """mlx reads them so: without scales to decode them by, the model would compute with their bits."""
+    held = mx.load(str(folder / "model.safetensors"))
+    held[name] = held[name].astype(mx.uint8)
+    mx.save_safetensors(str(folder / "model.safetensors"), held)
+    error = mismatch(folder)
+    assert error.wrong_type == ((name, "float32", "uint8"),) and "1 of another type" in str(error)
+
+
 def test_a_wrong_shape_is_told_with_both(folder: Path) -> None:
     error = mismatch(rewrite(folder, index_head_dim=64))
     kind = "model.layers.*.self_attn.indexer.wk.weight"
@@ -112,6 +159,33 @@ def test_other_architectures_are_held_to_the_same(tmp_path: Path) -> None:
     error = mismatch(folder)
     assert error.missing == ("model.layers.1.mlp.up_proj.weight",)
     assert error.unexpected == ("model.layers.0.mlp.side_proj.weight",)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: rewrite(folder, hidden_size=None),
+        lambda folder: rewrite(folder, hidden_size="64"),
+        lambda folder: rewrite(folder, rope_scaling={"rope_type": "yarn"}),
+        lambda folder: rewrite(folder, text_config="x"),
+        lambda folder: (folder / "model.safetensors").write_bytes(bytes(8)),
+        lambda folder: (folder / "generation_config.json").write_text("[]"),
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        lambda folder: rewrite(folder, model_type=["llama"]),
+    ],
+)
+def test_whatever_is_wrong_is_a_problem_of_the_model(spoil: Callable[[Path], object], tmp_path: Path) -> None:
+    """Not of the process, which would be started again and again."""
+    folder = tiny_models.build("llama", tmp_path / "llama")
+    spoil(folder)
+    with pytest.raises(ModelProblem, match=r"again|model_type"):
+        assemble(folder, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("kind", ["base", "cache", "switch_layers"])
+def test_a_module_that_is_no_architecture_is_not_one(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"Model type {kind} not supported"):
+        model_classes({"model_type": kind})
 
 
 def test_kinds_say_which_layers_they_are_about() -> None:

@@ -56,6 +56,13 @@ def _mismatch(mismatch: ParameterMismatch, findings: Findings) -> None:
     for names, what in parts:
         if names:
             findings.fail(f"{len(names)} parameters {what}: {_kinds(names)}", OTHER_WEIGHTS)
+    if mismatch.wrong_type:
+        types = {kind_of(name): (needed, found) for name, needed, found in mismatch.wrong_type}
+        listed = few(f"{kind} {found}, not {needed}" for kind, (needed, found) in types.items())
+        findings.fail(
+            f"{len(mismatch.wrong_type)} parameters have another type than the model computes with: {listed}",
+            OTHER_WEIGHTS,
+        )
     if mismatch.wrong_shape:
         shapes = {kind_of(name): (needed, found) for name, needed, found in mismatch.wrong_shape}
         listed = few(f"{kind} {list(found)}, not {list(needed)}" for kind, (needed, found) in shapes.items())
