@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from warmline_backend.conversation import RESERVED_KWARGS
 from warmline_wire.flags import GB, gigabytes
 
 STEP_AUTO = "auto"
+STEP_DIGITS_MAX = 9
 SECONDS_MAX = 1e9  # what a wait can be told
 
 
@@ -79,14 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8025)
     parser.add_argument("--reuse", choices=("fast", "exact", "off"), default="fast")
-    parser.add_argument("--prefill-step-size", type=_step, default=2048)
+    parser.add_argument("--prefill-step-size", type=step_size, default=2048)
     parser.add_argument("--memory-budget-gb", type=gigabytes, default=0.0)
     parser.add_argument("--kv-bits", type=int, default=0)
     parser.add_argument("--kv-group-size", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=0)
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--chat-template-args", type=_object, default={})
+    parser.add_argument("--chat-template-args", type=template_args, default={})
     parser.add_argument("--gpu-keepalive", type=float, default=0.0)
     parser.add_argument("--running-count-max", type=int, default=32)
     parser.add_argument("--drain-timeout-s", type=float, default=30.0)
@@ -96,23 +98,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _step(text: str) -> int:
-    """0 for "auto"."""
+def step_size(text: str) -> int:
+    """argparse's type for a prefill step; 0 for "auto"."""
     if text == STEP_AUTO:
         return 0
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"expected a number of tokens, at least 1, or {STEP_AUTO}, not {text}")
+    if not (text.isascii() and text.isdecimal() and len(text) <= STEP_DIGITS_MAX and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a number of tokens, at least 1, or {STEP_AUTO}, not {text[:40]}")
     return int(text)
 
 
-def _object(text: str) -> dict[str, Any]:
+def template_args(text: str) -> dict[str, Any]:
+    """argparse's type for a JSON object that a chat template can be given."""
     try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected a JSON object, not {text}: {error}") from None
+        given = json.loads(text, parse_constant=_no_json)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"expected a JSON object, not {text[:200]}: {error}") from None
     if not isinstance(given, dict):
-        raise argparse.ArgumentTypeError(f"expected a JSON object, not {text}")
+        raise argparse.ArgumentTypeError(f"expected a JSON object, not {text[:200]}")
     return given
+
+
+def reserved(args: Mapping[str, object]) -> str:
+    """What is wrong with template arguments that this server sets itself; "" where there are none."""
+    names = sorted(RESERVED_KWARGS & args.keys())
+    return f"--chat-template-args may not set {', '.join(names)}: requests and this server do" if names else ""
+
+
+def _no_json(constant: str) -> object:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _check(config: BackendConfig) -> None:
@@ -136,8 +149,8 @@ def _check(config: BackendConfig) -> None:
         raise ConfigError(f"--temp {config.temperature}: expected a number, 0 or more")
     if not 0 <= config.top_p <= 1:
         raise ConfigError(f"--top-p {config.top_p}: expected a share, from 0 to 1")
-    if reserved := sorted(RESERVED_KWARGS & config.template_args.keys()):
-        raise ConfigError(f"--chat-template-args may not set {', '.join(reserved)}: requests and this server do")
+    if problem := reserved(config.template_args):
+        raise ConfigError(problem)
     for flag, seconds in (("drain-timeout-s", config.drain_timeout_s), ("gpu-keepalive", config.gpu_keepalive_s)):
         if not 0 <= seconds <= SECONDS_MAX:
             raise ConfigError(f"--{flag} {seconds}: expected a number of seconds, 0 or more")

@@ -3,6 +3,7 @@
 import math
 
 GB = 10**9
+GIGABYTES_MAX = 1e9
 
 
 def finite(text: str) -> float:
@@ -13,4 +14,9 @@ def finite(text: str) -> float:
     return value
 
 
-gigabytes = finite
+def gigabytes(text: str) -> float:
+    """The same for an amount of memory or disk, which is counted in bytes."""
+    value = finite(text)
+    if abs(value) >= GIGABYTES_MAX:
+        raise ValueError(text)
+    return value

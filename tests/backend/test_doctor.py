@@ -158,6 +158,11 @@ def test_indexer_types_that_contradict_themselves_or_the_weights(
         ({"hidden_size": None}, "not complete for llama"),
         ({"vocab_size": 300}, "have another shape"),
         ({"vocab_size": 260}, "3 of the tokenizer's 263 tokens have no row in the embedding"),
+        ({"model_type": "base"}, "nobody here knows the architecture base"),
+        ({"model_type": "\ud800"}, r"nobody here knows the architecture \ud800"),
+        ({"text_config": "x"}, "text_config in"),
+        ({"hidden_size": "x"}, "llama"),
+        ({"rope_scaling": [1]}, "'list' object"),
         ({"eos_token_id": 999}, "answers are to end at 999"),
         ({"quantization": {"bits": 4}}, "quantization in config.json lacks group_size"),
     ],
@@ -166,6 +171,57 @@ def test_a_config_that_is_wrong(copied: Copied, changes: dict[str, Any], what: s
     folder = copied()
     change(folder, "config.json", **changes)
     assert what in said(look(folder), Level.FAIL)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda folder: (folder / "generation_config.json").write_text("[]"), "generation_config.json in"),
+        (lambda folder: change(folder, "tokenizer_config.json", model_max_length="x"), "the tokenizer can't be loaded"),
+        (lambda folder: change(folder, "tokenizer_config.json", tool_parser_type="none"), "mlx_lm.tool_parsers.none"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{{ 'x' * 10**15 }}"), "the chat template in"),
+    ],
+)
+def test_whatever_is_broken_is_a_finding(copied: Copied, spoil: Callable[[Path], object], what: str) -> None:
+    folder = copied()
+    spoil(folder)
+    assert what in said(look(folder), Level.FAIL)
+
+
+def test_what_no_check_expects_is_a_finding_with_a_name(
+    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("unheard of")
+
+    folder = tiny_folder("llama", tools=True)
+    monkeypatch.setattr("warmline_backend.doctor.examination.check_cache", fails)
+    (wrong,) = [finding for finding in look(folder).findings if finding.level is Level.FAIL]
+    assert wrong.area == "cache" and str(folder) in wrong.what and "ZeroDivisionError: unheard of" in wrong.what
+    monkeypatch.setattr("warmline_backend.doctor.files.read_shard", fails)
+    assert f"{WEIGHTS} can't be examined: ZeroDivisionError" in said(look(folder), Level.FAIL)
+
+
+def test_answers_end_where_the_generation_config_says(copied: Copied) -> None:
+    folder = copied()
+    (folder / "generation_config.json").write_text('{"eos_token_id": [260, 257]}')
+    assert "answers end at <|im_end|>, <tool_call>" in said(look(folder), Level.OK)
+
+
+def test_names_can_t_reach_the_terminal(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copied()
+    change_weights(folder, lambda weights: weights.update({"\x1b[2J[red]" + "x" * 10_000: mx.zeros(1)}))
+    assert command.main([str(folder)]) == 1
+    told = capsys.readouterr().out
+    assert "\x1b" not in told and r"\x1b[2J[red]xxx" in told and len(told) < 10_000
+    assert command.main([str(folder) + "\udcff"]) == 1
+    assert r"\udcff" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", ["", "a" * 5000, "owner/" + "b" * 5000, "\x00", "~no_such_user_here/x", "..."])
+def test_what_is_no_folder_s_name(model: str) -> None:
+    examination = examine(Question(model))
+    assert examination.verdict is Level.FAIL and examination.folder is None
 
 
 def test_a_quantized_model_is_described(copied: Copied) -> None:
@@ -282,6 +338,14 @@ def test_json_and_exit_codes(copied: Copied, capsys: pytest.CaptureFixture[str])
     assert command.main([str(folder), "--json"]) == 1
     broken = json.loads(capsys.readouterr().out)
     assert broken["verdict"] == "FAIL" and broken["weights"] is broken["memory"] is None and broken["serve"] == ""
-    with pytest.raises(SystemExit) as ended:
-        command.main([str(folder), "--memory-gb", "much"])
-    assert ended.value.code == 2
+    for usage in (
+        ["--memory-gb", "much"],
+        ["--memory-gb", "1e300"],
+        ["--prefill-step-size", "²"],
+        ["--chat-template-args", "[]"],
+        ["--chat-template-args", '{"a": NaN}'],
+        ["--chat-template-args", '{"tools": 1}'],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            command.main([str(folder), *usage])
+        assert ended.value.code == 2

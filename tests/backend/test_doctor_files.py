@@ -1,7 +1,8 @@
 """What `warmline doctor` says of a folder's files, from broken ones written by hand."""
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,12 @@ def test_two_numberings_are_two_downloads(folder: Path) -> None:
     assert "1 of 2, 3 of 3" in said(folder, Level.FAIL)
 
 
+def entry(dtype: str = '"F32"', shape: str = "[1]", offsets: str = "[0, 4]") -> bytes:
+    """A file of four bytes whose header has one entry."""
+    header = f'{{"a": {{"dtype": {dtype}, "shape": {shape}, "data_offsets": {offsets}}}}}'.encode()
+    return len(header).to_bytes(8, "little") + header + bytes(4)
+
+
 @pytest.mark.parametrize(
     ("content", "what"),
     [
@@ -88,6 +95,15 @@ def test_two_numberings_are_two_downloads(folder: Path) -> None:
         ((2).to_bytes(8, "little") + b"[]", "no JSON object"),
         ((3).to_bytes(8, "little") + b"{..", "no JSON"),
         ((13).to_bytes(8, "little") + b'{"a":{"b":1}}', "entry for a is damaged"),
+        (bytes(8), "no JSON"),
+        ((4).to_bytes(8, "little") + b'{"\xff"', "no JSON"),
+        ((100_000).to_bytes(8, "little") + b"[" * 100_000, "no JSON"),
+        (entry(shape="[1e999]"), "entry for a is damaged"),
+        (entry(shape="[-1, -1]"), "entry for a is damaged"),
+        (entry(shape="[1.7]"), "entry for a is damaged"),
+        (entry(shape='"1"', offsets='"04"'), "entry for a is damaged"),
+        (entry(dtype="null"), "entry for a is damaged"),
+        (entry(shape=f"[{10**30}]"), "entry for a is damaged"),
     ],
 )
 def test_what_is_no_safetensors_file(folder: Path, content: bytes, what: str) -> None:
@@ -105,6 +121,19 @@ def test_a_tensor_that_its_bytes_can_t_be(folder: Path) -> None:
     path = folder / shard_name(2)
     path.write_bytes(path.read_bytes().replace(b'"shape": [8]', b'"shape": [9]'))
     assert "layers.2.weight is F32 [9] in 32 bytes" in said(folder, Level.FAIL)
+
+
+def test_tensors_that_share_bytes(folder: Path) -> None:
+    path = folder / shard_name(2)
+    path.write_bytes(path.read_bytes().replace(b'"data_offsets": [32, 40]', b'"data_offsets": [28, 36]'))
+    assert "layers.2.weight and layers.2.bias share bytes" in said(folder, Level.FAIL)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_only_has_a_file_s_name(folder: Path, make: Callable[[Path], None]) -> None:
+    (folder / shard_name(2)).unlink()
+    make(folder / shard_name(2))
+    assert f"{shard_name(2)}: is no file" in said(folder, Level.FAIL)
 
 
 def test_a_link_to_nowhere(folder: Path) -> None:
@@ -148,11 +177,27 @@ def test_weights_of_another_kind(folder: Path) -> None:
     assert "there is pytorch_model.bin, which mlx-lm does not read" in said(folder, Level.FAIL)
 
 
-@pytest.mark.parametrize(("text", "what"), [("{", "no valid JSON"), ("[]", "no JSON object")])
-def test_a_damaged_config_or_index(folder: Path, text: str, what: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (b"{", "no valid JSON"),
+        (b"[]", "no JSON object"),
+        (b"\xff{}", "no valid JSON"),
+        (b"\xef\xbb\xbf{}", "no valid JSON"),
+        ("{}".encode("utf-16"), "no valid JSON"),
+        (b'{"a":' * 100_000, "no valid JSON"),
+    ],
+)
+def test_a_damaged_config_or_index(folder: Path, text: bytes, what: str) -> None:
     for name in ("config.json", INDEX):
-        (folder / name).write_text(text)
+        (folder / name).write_bytes(text)
         assert f"{name} " in said(folder, Level.FAIL) and what in said(folder, Level.FAIL)
+
+
+@pytest.mark.parametrize("metadata", [[1], "120", None, {"total_size": 1.5}, {"total_size": "120"}])
+def test_what_else_an_index_says_is_no_matter(folder: Path, metadata: object) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": places_in(folder)}))
+    assert [finding.level for finding in check_files(folder).findings] == [Level.OK]
 
 
 def test_an_index_without_places(folder: Path) -> None:

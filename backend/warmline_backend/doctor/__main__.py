@@ -8,15 +8,19 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from warmline_backend.config import reserved, step_size, template_args
 from warmline_backend.doctor.findings import Level
 from warmline_backend.doctor.question import Question
 from warmline_wire.flags import finite, gigabytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = vars(_parser().parse_args(arguments))
+    parser = _parser()
+    given = vars(parser.parse_args(arguments))
+    if problem := reserved(template_args(given["chat_template_args"])):
+        parser.error(problem)
     as_json = given.pop("json")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whatever is not here is a finding, not a download
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -41,13 +45,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill-tokens-s", type=finite, default=0.0, help="how fast it prefills, for times")
     parser.add_argument("--disk-gb-s", type=finite, default=0.0, help="how fast its disk is read, for times")
     parser.add_argument("--memory-budget-gb", type=gigabytes, default=0.0)
-    parser.add_argument("--prefill-step-size", default=Question.prefill_step_size)
+    parser.add_argument("--prefill-step-size", type=_as_given(step_size), default=Question.prefill_step_size)
     parser.add_argument("--kv-bits", type=int, default=0)
     parser.add_argument("--kv-group-size", type=int, default=Question.kv_group_size)
-    parser.add_argument("--chat-template-args", default=Question.chat_template_args)
+    parser.add_argument("--chat-template-args", type=_as_given(template_args), default=Question.chat_template_args)
     parser.add_argument("--adapter-path", default="")
     parser.add_argument("--trust-remote-code", action="store_true")
     return parser
+
+
+def _as_given(check: Callable[[str], object]) -> Callable[[str], str]:
+    """argparse's type for what the backend's own will be asked to take, kept as it was given."""
+
+    def checked(text: str) -> str:
+        check(text)
+        return text
+
+    return checked
 
 
 if __name__ == "__main__":

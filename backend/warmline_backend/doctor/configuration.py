@@ -51,15 +51,18 @@ def _arguments(config: dict[str, Any], findings: Findings) -> Any:
         return args_class.from_dict(config)  # type: ignore[attr-defined]
     except TypeError as error:  # dataclasses name what they lack
         findings.fail(f"config.json is not complete for {kind}: {error}", OTHER_CONFIG)
-    except (ValueError, KeyError, AttributeError) as error:
-        said = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
-        findings.fail(f"config.json contradicts itself: {said}", OTHER_CONFIG)
+    except ValueError as error:
+        findings.fail(f"config.json can't be meant: {error}", OTHER_CONFIG)
+    except Exception as error:  # noqa: BLE001  an architecture may raise anything on values that it does not expect
+        findings.fail(
+            f"config.json has values that {kind} does not expect: {type(error).__name__}: {error}", OTHER_CONFIG
+        )
     return None
 
 
 def _described(config: dict[str, Any]) -> str:
-    text = config.get("text_config") or {}
-    layers = config.get("num_hidden_layers", text.get("num_hidden_layers"))
+    text = config.get("text_config")
+    layers = config.get("num_hidden_layers", text.get("num_hidden_layers") if isinstance(text, dict) else None)
     return f"{config['model_type']}" + (f", {layers} layers" if layers else "")
 
 

@@ -9,15 +9,18 @@ from typing import Any
 from warmline_backend.doctor import machines, memory, places, template, work
 from warmline_backend.doctor.cache import Cache, check_cache
 from warmline_backend.doctor.configuration import check_configuration, own_code
-from warmline_backend.doctor.files import check_files
+from warmline_backend.doctor.files import CONFIG, check_files
 from warmline_backend.doctor.findings import Finding, Findings, Level, worst
 from warmline_backend.doctor.parameters import Assembled, check_parameters
 from warmline_backend.doctor.question import Question
 from warmline_backend.doctor.serving import serve_line
+from warmline_backend.loading import ModelProblem, read_config
 from warmline_backend.model import context_tokens_max
 from warmline_wire.flags import GB
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
+AREAS = ("files", "config", "parameters", "cache", "memory", "tokenizer", "template")  # as they are shown
+DAMAGED = "download what is named here again; if that changes nothing, this is a fault of warmline doctor"
 
 
 @dataclass(frozen=True)
@@ -45,56 +48,108 @@ class Examination:
 
 
 def examine(question: Question) -> Examination:
-    """Reads file headers, config and tokenizer; no weight."""
-    found, folder = places.find(question.model)
-    if folder is None:
-        return Examination(question, None, tuple(found))
-    files = check_files(folder)
-    found += files.findings
-    found += _adapter(question.adapter_path)
-    if files.config:
-        found += check_configuration(files.config, files.tensor_names)
-        found += _tokenizer(folder, files.config, question)
-    if _failed(found, "files", "config") or not _may_run(files.config, question, found):
-        return Examination(question, folder, _sorted(found))
-    parameters, weights = check_parameters(folder, trust_remote_code=question.trust_remote_code)
-    found += parameters
-    if weights is None:
-        return Examination(question, folder, _sorted(found))
-    checked, cache = check_cache(weights.model, question)
-    found += checked
-    if cache is None:
-        return Examination(question, folder, _sorted(found), weights)
-    needs = _needs(weights, cache, question)
-    machine = machines.mac_of(question.memory_gb) if question.memory_gb else machines.this_machine()
-    speeds = memory.Speeds(question.prefill_tokens_s, question.disk_gb_s * GB)
-    planned = memory.plan(needs, machine, int(question.memory_budget_gb * GB), speeds)
-    found += memory.check_memory(needs, planned)
-    return Examination(question, folder, _sorted(found), weights, cache, planned)
+    """Reads file headers, config and tokenizer; no weight.  What a check does not expect is a finding, too."""
+    looked = _Looked(question)
+    try:
+        looked.at_all()
+    except Exception as error:  # noqa: BLE001  a broken model may raise anything anywhere, and who asks wants to know where
+        where, area = looked.where
+        failed = Findings(area)
+        failed.fail(f"{where} can't be examined: {type(error).__name__}: {error}", DAMAGED)
+        looked.found += failed
+    findings = tuple(sorted(looked.found, key=lambda finding: AREAS.index(finding.area)))
+    return Examination(question, looked.folder, findings, looked.weights, looked.cache, looked.plan)
 
 
-AREAS = ("files", "config", "parameters", "cache", "memory", "tokenizer", "template")
+class _Looked:
+    """What has been looked at so far; `where` says what is being looked at, and whose area that is."""
 
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.where = (question.model, "files")
+        self.found: list[Finding] = []
+        self.folder: Path | None = None
+        self.weights: Assembled | None = None
+        self.cache: Cache | None = None
+        self.plan: memory.Plan | None = None
 
-def _sorted(found: Findings) -> tuple[Finding, ...]:
-    return tuple(sorted(found, key=lambda finding: AREAS.index(finding.area)))
+    def at_all(self) -> None:
+        found, self.folder = places.find(self.question.model)
+        self.found += found
+        if self.folder is None:
+            return
+        config = self._files(self.folder)
+        if config:
+            self._tokenizer(self.folder, config)
+            if not self._failed("files", "config") and self._may_run(config):
+                self._weights(self.folder)
 
+    def _files(self, folder: Path) -> dict[str, Any]:
+        """The config; empty where it is not known."""
+        self.where = (str(folder), "files")
+        files = check_files(folder)
+        self.found += files.findings
+        self.where = (f"--adapter-path {self.question.adapter_path}", "files")
+        self.found += _adapter(self.question.adapter_path)
+        if not files.config:
+            return {}
+        self.where = (str(folder / CONFIG), "config")
+        self.found += check_configuration(files.config, files.tensor_names)
+        if not isinstance(files.config.get("model_type"), str):
+            return {}
+        try:
+            return read_config(folder)
+        except ModelProblem as problem:
+            failed = Findings("files")
+            failed.fail(str(problem))
+            self.found += failed
+            return {}
 
-def _failed(found: Findings, *areas: str) -> bool:
-    return any(finding.level is Level.FAIL and finding.area in areas for finding in found)
+    def _tokenizer(self, folder: Path, config: dict[str, Any]) -> None:
+        self.where = (f"{folder / 'tokenizer.json'}, or tokenizer_config.json,", "tokenizer")
+        findings, tokenizer = template.load(folder, config, trust_remote_code=self.question.trust_remote_code)
+        self.found += findings
+        if tokenizer is None:
+            return
+        self.where = (f"the chat template in {folder}", "template")
+        self.found += template.check_template(tokenizer, config, json.loads(self.question.chat_template_args))
 
+    def _weights(self, folder: Path) -> None:
+        self.where = (f"the model in {folder}", "parameters")
+        parameters, self.weights = check_parameters(folder, trust_remote_code=self.question.trust_remote_code)
+        self.found += parameters
+        if self.weights is None:
+            return
+        self.where = (f"the cache of the model in {folder}", "cache")
+        checked, self.cache = check_cache(self.weights.model, self.question)
+        self.found += checked
+        if self.cache is None:
+            return
+        self.where = (f"what a step of the model in {folder} takes", "memory")
+        needs = _needs(self.weights, self.cache, self.question)
+        self.found += self._memory(needs)
 
-def _may_run(config: Mapping[str, Any], question: Question, found: Findings) -> bool:
-    """Whether the model can be built; not by code that comes with it, unless that is trusted."""
-    if not own_code(dict(config)) or question.trust_remote_code:
-        return True
-    unseen = Findings("parameters")
-    unseen.fail(
-        "not examined: that would run the model's own code",
-        "read it, and ask again with --trust-remote-code if you trust it",
-    )
-    found += unseen
-    return False
+    def _memory(self, needs: memory.Needs) -> Findings:
+        question = self.question
+        machine = machines.mac_of(question.memory_gb) if question.memory_gb else machines.this_machine()
+        speeds = memory.Speeds(question.prefill_tokens_s, question.disk_gb_s * GB)
+        self.plan = memory.plan(needs, machine, int(question.memory_budget_gb * GB), speeds)
+        return memory.check_memory(needs, self.plan)
+
+    def _failed(self, *areas: str) -> bool:
+        return any(finding.level is Level.FAIL and finding.area in areas for finding in self.found)
+
+    def _may_run(self, config: Mapping[str, Any]) -> bool:
+        """Whether the model can be built; not by code that comes with it, unless that is trusted."""
+        if not own_code(dict(config)) or self.question.trust_remote_code:
+            return True
+        unseen = Findings("parameters")
+        unseen.fail(
+            "not examined: that would run the model's own code",
+            "read it, and ask again with --trust-remote-code if you trust it",
+        )
+        self.found += unseen
+        return False
 
 
 def _adapter(path: str) -> Findings:
@@ -103,16 +158,6 @@ def _adapter(path: str) -> Findings:
         if not (Path(path) / name).is_file():
             findings.fail(f"the adapter's folder {path} has no {name}", "give the folder that mlx_lm.lora has written")
     return findings
-
-
-def _tokenizer(folder: Path, config: dict[str, Any], question: Question) -> Findings:
-    findings, tokenizer = template.load(folder, config, trust_remote_code=question.trust_remote_code)
-    if tokenizer is None:
-        return findings
-    return Findings(
-        "tokenizer",
-        [*findings, *template.check_template(tokenizer, config, json.loads(question.chat_template_args))],
-    )
 
 
 def _needs(weights: Assembled, cache: Cache, question: Question) -> memory.Needs:

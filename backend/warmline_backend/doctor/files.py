@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from warmline_backend.doctor.findings import Findings, few, gigabytes
-from warmline_backend.doctor.shards import BadShard, Shard, read_shard
+from warmline_backend.doctor.shards import AGAIN, BadShard, Shard, read_shard
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 WEIGHTS = "model*.safetensors"  # what mlx-lm reads
@@ -59,11 +59,11 @@ def _files(count: int) -> str:
 
 def _json_object(path: Path, findings: Findings) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes().decode())
     except OSError as error:
         findings.fail(f"{path.name} can't be read: {error.strerror or error}", "mend its permissions, or its disk")
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         findings.fail(f"{path.name} is no valid JSON: {error}", "download this file again")
         return None
     if not isinstance(content, dict):
@@ -101,6 +101,9 @@ def _shard(path: Path, findings: Findings) -> Shard | None:
     except BadShard as problem:
         findings.fail(f"{path.name}: {problem}", problem.todo)
         return None
+    except Exception as error:  # noqa: BLE001  whatever else is wrong with it, its name is what helps
+        findings.fail(f"{path.name} can't be examined: {type(error).__name__}: {error}", AGAIN)
+        return None
     if shard.bytes_beyond:
         findings.warn(f"{path.name} has {shard.bytes_beyond:,} bytes after its last tensor", "download it again")
     return shard
@@ -131,7 +134,8 @@ def _against_index(index: dict[str, Any], paths: list[Path], shards: list[Shard]
             "remove what belongs to another model or an older download",
         )
     _tensor_places(places, shards, findings)
-    total = (index.get("metadata") or {}).get("total_size")
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
     held = sum(shard.bytes_count for shard in shards)
     if isinstance(total, int) and named == there and len(shards) == len(paths) and total != held:
         findings.warn(

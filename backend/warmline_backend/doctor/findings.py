@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+CHARS_MAX = 4000
+
 
 class Level(StrEnum):
     OK = "ok"
@@ -27,19 +29,28 @@ class Findings(list[Finding]):
         self._area = area
 
     def ok(self, what: str, todo: str = "") -> None:
-        self.append(Finding(Level.OK, self._area, what, todo))
+        self._add(Level.OK, what, todo)
 
     def warn(self, what: str, todo: str) -> None:
-        self.append(Finding(Level.WARN, self._area, what, todo))
+        self._add(Level.WARN, what, todo)
 
     def fail(self, what: str, todo: str = "") -> None:
         """Without `todo` where `what` says it already."""
-        self.append(Finding(Level.FAIL, self._area, what, todo))
+        self._add(Level.FAIL, what, todo)
+
+    def _add(self, level: Level, what: str, todo: str) -> None:
+        self.append(Finding(level, self._area, shown(what), shown(todo)))
 
 
 def worst(findings: Iterable[Finding]) -> Level:
     levels = {finding.level for finding in findings}
     return next((level for level in (Level.FAIL, Level.WARN) if level in levels), Level.OK)
+
+
+def shown(text: str) -> str:
+    """Fit for a terminal: names in a broken file may be anything, as long as they like, and move the cursor."""
+    cut = text if len(text) <= CHARS_MAX else text[:CHARS_MAX] + " ..."
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in cut)
 
 
 def few(names: Iterable[str], most: int = 5) -> str:

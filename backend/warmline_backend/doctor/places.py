@@ -6,18 +6,25 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from warmline_backend.doctor.findings import Findings
 
+GIVE = "give a model's folder, or a repository's name, owner/model"
+
 
 def find(model: str) -> tuple[Findings, Path | None]:
     """The folder that a path or a repository's name means; None with the finding that says why there is none."""
     findings = Findings("files")
-    local = Path(model).expanduser()
-    if local.is_dir():
+    try:
+        local = Path(model).expanduser()
+        is_folder, is_there = bool(model) and local.is_dir(), bool(model) and local.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name that is too long ...
+        findings.fail(f"{model}: no folder can be called so: {error}", GIVE)
+        return findings, None
+    if is_folder:
         return findings, local
-    if local.exists():
+    if is_there:
         findings.fail(f"{model} is a file", "give the folder that it lies in")
         return findings, None
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        findings.fail(f"{model}: there is no such folder", "give a model's folder, or a repository's name, owner/model")
+        findings.fail(f"{model}: there is no such folder", GIVE)
         return findings, None
     return findings, _cached(model, findings)
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from warmline_backend.config import STEP_AUTO
+
 PREFILL_STEP_SIZE = 2048  # the setting's default; also what "auto" is taken for
 
 
@@ -23,4 +25,4 @@ class Question:
 
     @property
     def step_tokens(self) -> int:
-        return int(self.prefill_step_size) if self.prefill_step_size.isdigit() else PREFILL_STEP_SIZE
+        return PREFILL_STEP_SIZE if self.prefill_step_size == STEP_AUTO else int(self.prefill_step_size)

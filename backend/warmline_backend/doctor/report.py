@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from warmline_backend.doctor.examination import Examination
-from warmline_backend.doctor.findings import Finding, Level, gigabytes
+from warmline_backend.doctor.findings import Finding, Level, gigabytes, shown
 from warmline_backend.doctor.memory import Plan
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
@@ -25,8 +25,8 @@ def as_json(examination: Examination) -> dict[str, Any]:
     """Plain values; counts are bytes or tokens, as their names say."""
     weights, cache, plan = examination.weights, examination.cache, examination.plan
     return {
-        "model": examination.question.model,
-        "folder": str(examination.folder or ""),
+        "model": shown(examination.question.model),
+        "folder": shown(str(examination.folder or "")),
         "verdict": examination.verdict.value,
         "findings": [asdict(finding) for finding in examination.findings],
         "weights": weights
@@ -55,15 +55,15 @@ def as_json(examination: Examination) -> dict[str, Any]:
 
 def show(examination: Examination, console: Console | None = None) -> None:
     out = console or _console()
-    shown = str(examination.folder or "")
-    out.print(Text(f"{examination.question.model}" + (f"  ({shown})" if shown != examination.question.model else "")))
+    asked, folder = shown(examination.question.model), shown(str(examination.folder or ""))
+    out.print(Text(asked + (f"  ({folder})" if folder not in ("", asked) else "")))
     out.print(_findings(examination.findings))
     if examination.plan:
         out.print(Text(f"\nMemory of {examination.plan.machine.how}"))
         out.print(_memory(examination.plan))
     out.print(Text("\n" + VERDICTS[examination.verdict], style=STYLES[examination.verdict]))
     if examination.serve:
-        out.print(Padding(Text(examination.serve), (0, 2)), soft_wrap=True)
+        out.print(Padding(Text(shown(examination.serve)), (0, 2)), soft_wrap=True)
 
 
 def _console() -> Console:

@@ -8,12 +8,14 @@ the rest   the tensors' bytes
 import json
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000  # as the safetensors library has it
 POINTER_BYTES_MAX = 1024
+INT64_MAX = (1 << 63) - 1
 LFS_POINTER = b"version https://git-lfs"
 DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2}
 DTYPE_BYTES |= {"BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8}
@@ -51,6 +53,8 @@ class Shard:
 def read_shard(path: Path) -> Shard:
     """Raises BadShard.  Reads the header and nothing else, however large the file is."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise BadShard("is no file", "remove it, and download the file of this name")
         with path.open("rb") as file:
             size = path.stat().st_size
             start = file.read(LENGTH_BYTES + POINTER_BYTES_MAX)
@@ -84,22 +88,33 @@ def _check_kind(start: bytes, size: int) -> None:
 def _tensors(header: bytes) -> tuple[dict[str, Tensor], int]:
     """The tensors by name, and where their bytes end."""
     try:
-        entries: Any = json.loads(header)
-    except ValueError:
+        entries: Any = json.loads(header.decode())
+    except (ValueError, RecursionError):
         raise BadShard("its header is no JSON: damaged, or no safetensors file") from None
     if not isinstance(entries, dict):
         raise BadShard("its header is no JSON object: damaged, or no safetensors file")
     entries.pop("__metadata__", None)
-    tensors, end_of_all = {}, 0
+    tensors, places = {}, []
     for name, entry in entries.items():
-        try:
-            dtype, shape = str(entry["dtype"]), tuple(int(side) for side in entry["shape"])
-            start, end = (int(offset) for offset in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError):
-            raise BadShard(f"its header's entry for {name} is damaged") from None
+        if not _is_entry(entry):
+            raise BadShard(f"its header's entry for {name} is damaged")
+        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         width = DTYPE_BYTES.get(dtype)
-        if not 0 <= start <= end or (width and math.prod(shape) * width != end - start):
+        if start > end or (width and math.prod(shape) * width != end - start):
             raise BadShard(f"its header contradicts itself: {name} is {dtype} {list(shape)} in {end - start:,} bytes")
         tensors[name] = Tensor(dtype, shape, end - start)
-        end_of_all = max(end_of_all, end)
-    return tensors, end_of_all
+        places.append((start, end, name))
+    places.sort()
+    for (_, end, name), (start, _, other) in pairwise(places):
+        if start < end:
+            raise BadShard(f"its header contradicts itself: {name} and {other} share bytes")
+    return tensors, max((end for _, end, _ in places), default=0)
+
+
+def _is_entry(entry: object) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    return all(type(number) is int and 0 <= number <= INT64_MAX for number in (*shape, *offsets))

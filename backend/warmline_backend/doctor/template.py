@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_tokenizer
 
 from warmline_backend.doctor.findings import Findings, few
-from warmline_backend.model import vocabulary_size
+from warmline_backend.loading import ModelProblem
+from warmline_backend.model import tokenizer_of, vocabulary_size
 from warmline_backend.params import BadRequest
 from warmline_backend.prompts import Renderer
 
@@ -40,15 +40,9 @@ TODAY = "strftime_now"  # what templates call the clock
 def load(folder: Path, config: dict[str, Any], *, trust_remote_code: bool) -> tuple[Findings, TokenizerWrapper | None]:
     findings = Findings("tokenizer")
     try:
-        tokenizer = load_tokenizer(
-            folder, {"trust_remote_code": trust_remote_code}, eos_token_ids=config.get("eos_token_id")
-        )
-    except Exception as error:  # noqa: BLE001  transformers raises whatever its classes happen to
-        lines = str(error).strip().splitlines() or [""]
-        todo = "download the tokenizer's files again: tokenizer.json, tokenizer_config.json"
-        if "trust_remote_code" in str(error):
-            todo = "serve with --trust-remote-code, which runs the tokenizer's own code, only if you trust it"
-        findings.fail(f"the tokenizer can't be loaded: {type(error).__name__}: {lines[0]}", todo)
+        tokenizer = tokenizer_of(folder, config, trust_remote_code=trust_remote_code)
+    except ModelProblem as problem:
+        findings.fail(str(problem))
         return findings, None
     _check_tokens(tokenizer, vocabulary_size(config, tokenizer), findings)
     return findings, tokenizer
