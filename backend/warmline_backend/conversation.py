@@ -18,8 +18,8 @@ REASONING_FIELDS = ("reasoning_content", "reasoning")  # what clients call it, b
 # What the renderer itself passes to a template; nobody may replace the template or the conversation.
 RESERVED_KWARGS = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "messages"}
-    | {"max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize"}
-    | {"tokenizer_kwargs", "tools", "truncation"}
+    | {"max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"}
+    | {"sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation"}
 )
 
 

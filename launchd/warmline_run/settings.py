@@ -19,6 +19,7 @@ GARBAGE_GUARD = ("off", "observe")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 STEP_AUTO = "auto"
 STEP_TOKENS_MAX = 65536
+TEMPLATE_ARGS_BYTES_MAX = 65536  # an argument of a command may have twice as many
 TEMPLATE_ARGS_EXAMPLE = '{"enable_thinking": false}'
 
 
@@ -46,7 +47,7 @@ class Setting:
 
 
 def text(raw: object) -> str:
-    if not isinstance(raw, str):
+    if not isinstance(raw, str) or "\0" in raw:  # no command can be given that
         raise ValueError("expected text")
     return raw
 
@@ -95,7 +96,7 @@ def _number(problem: str, fits: Callable[[float], bool]) -> Callable[[object], f
             raise ValueError(problem)
         try:
             number = float(raw)
-        except ValueError:
+        except (ValueError, OverflowError):  # TOML's integers may be of any size
             raise ValueError(problem) from None
         if not fits(number):  # also refuses nan
             raise ValueError(problem)
@@ -137,7 +138,10 @@ def json_object(raw: object) -> str:
     try:
         given = json.loads(raw or "{}", parse_constant=_no_json) if isinstance(raw, str) else raw
         if isinstance(given, dict):
-            return json.dumps(given, allow_nan=False, ensure_ascii=False)
+            written = json.dumps(given, allow_nan=False, ensure_ascii=False)
+            if len(written.encode()) > TEMPLATE_ARGS_BYTES_MAX:
+                raise ValueError(f"longer than {TEMPLATE_ARGS_BYTES_MAX} bytes")
+            return written
     except (ValueError, TypeError, RecursionError) as error:  # TypeError: TOML also has dates
         raise ValueError(f"expected a JSON object such as {TEMPLATE_ARGS_EXAMPLE} ({error})") from None
     raise ValueError(f"expected a JSON object such as {TEMPLATE_ARGS_EXAMPLE}")

@@ -1,6 +1,7 @@
 """Arguments for a model's chat template: the server's are defaults, a request's own go first, key by key."""
 
 import asyncio
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,15 @@ from drive import Drive
 from families import served
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from small_tokenizers import CHATML, byte_level
+from transformers import PreTrainedTokenizerBase
 
 from warmline_backend.config import ConfigError, parse_config
+from warmline_backend.conversation import RESERVED_KWARGS
 from warmline_backend.engine import Engine
 from warmline_backend.params import BadRequest
 from warmline_backend.prompts import Renderer
 from warmline_backend.service import Service
+from warmline_run.settings import SETTINGS
 from warmline_wire.home import Home
 
 USER = {"role": "user", "content": "hello"}
@@ -150,12 +154,42 @@ def test_reserved_names_stay_reserved(given: str, message: str) -> None:
         parse_config(["--home", "h", "--model", "m", "--chat-template-args", given])
 
 
-@pytest.mark.parametrize("given", ["{", "[]", "7", "enable_thinking=false"])
+def test_what_rendering_itself_is_told_is_reserved() -> None:
+    """Whatever transformers calls it in the version that is here."""
+    parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    own = {name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
+    assert own - {"self"} <= RESERVED_KWARGS
+
+
+@pytest.mark.parametrize("given", ["{", "[]", "7", "enable_thinking=false", '{"a": NaN}', '{"a": -Infinity}'])
 def test_what_is_no_object_ends_with_code_2(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_config(["--home", "h", "--model", "m", "--chat-template-args", given])
     assert caught.value.code == 2
     assert f"expected a JSON object, not {given}" in capsys.readouterr().err
+
+
+def test_what_has_no_end_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_config(["--home", "h", "--model", "m", "--chat-template-args", '{"a":' * 100_000])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "expected a JSON object" in said and len(said) < 4_000
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("chat_template_args", r'{"a": "\ud800"}'),  # half a character
+        ("chat_template_args", json.dumps({"a": "x" * 70_000})),
+        ("model", "m\0"),
+        ("temp", 10**400),
+        ("memory_budget_gb", 10**400),
+    ],
+)
+def test_what_no_command_can_be_given_is_refused_before(name: str, given: object) -> None:
+    with pytest.raises(ValueError):
+        SETTINGS[name].parse(given)
 
 
 def test_the_flag_says_what_the_setting_said() -> None:
