@@ -136,7 +136,7 @@ def assemble(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[
         )
     except (ModelProblem, ValueError, OSError, MemoryError):
         raise
-    except Exception as error:  # of a constructor, on a config that lacks a key; of mlx, on a type that it lacks ...
+    except (Exception, SystemExit) as error:  # whatever constructors, mlx, and code that comes with a model raise
         raise ModelProblem(
             f"config.json and the weights can't be those of one {config['model_type']}; download both again from the "
             f"same repository, or find a conversion of this very model ({type(error).__name__}: {error})"

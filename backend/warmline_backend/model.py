@@ -96,8 +96,11 @@ def load(
     layout = CacheLayout.of(cache_maker(model, kv_bits, kv_group_size))
     try:
         mx.eval(_few_tokens(model, layout.fresh()))
-    except RuntimeError as error:  # such as a quantized product that mlx has no kernel for on this device
-        raise ModelProblem(f"this device can't compute the model as configured: {error}") from error
+    except (RuntimeError, ValueError) as error:  # such as a quantized product that mlx has no kernel for on this device
+        todo = (
+            "; leave --kv-bits out, or choose a --kv-group-size that divides the width of the heads" if kv_bits else ""
+        )
+        raise ModelProblem(f"this device can't compute the model as configured: {error}{todo}") from error
     weight = weigh(model, layout)
     if layout.problem:
         log.warning("%s is served without persistence: %s", name, layout.problem)
@@ -153,7 +156,11 @@ def tokenizer_of(folder: Path, config: dict[str, Any], *, trust_remote_code: boo
 
 def _folder(path: str) -> Path:
     """The local folder of a path or repo id."""
-    local = Path(path).expanduser()
+    try:
+        local = Path(path).expanduser()
+        local.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name that is too long ...
+        raise ModelProblem(f"--model {path[:200]}: no folder can be called so: {error}") from error
     if not local.exists() and (path.startswith(("/", ".", "~")) or path.count("/") != 1):
         raise ModelProblem(f"--model {path}: there is no such folder")
     if local.exists() and not (local / "config.json").is_file():

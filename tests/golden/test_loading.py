@@ -17,6 +17,7 @@ from recipe import CASES, tokens
 
 import tiny_models
 from warmline_backend.loading import ModelProblem, ParameterMismatch, assemble, by_kind, model_classes
+from warmline_backend.model import load
 from warmline_backend.models.glm_moe_dsa import Model
 
 CASE = "shared_as_listed"  # full shared shared full shared
@@ -180,6 +181,34 @@ def test_whatever_is_wrong_is_a_problem_of_the_model(spoil: Callable[[Path], obj
     spoil(folder)
     with pytest.raises(ModelProblem, match=r"again|model_type"):
         assemble(folder, trust_remote_code=False)
+
+
+def test_code_of_a_model_s_own_cannot_end_the_process(tmp_path: Path) -> None:
+    folder = rewrite(tiny_models.build("llama", tmp_path / "llama"), model_file="own.py")
+    (folder / "own.py").write_text("raise SystemExit(0)")
+    with pytest.raises(ModelProblem, match="SystemExit: 0"):
+        assemble(folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("path", ["a" * 5000, "~no_such_user_here/x"])
+def test_what_is_no_folder_s_name_is_told(path: str) -> None:
+    with pytest.raises(ModelProblem, match="no folder can be called so"):
+        load(path, "m")
+
+
+def test_what_is_no_tokenizer_and_no_adapter(tmp_path: Path) -> None:
+    folder = tiny_models.build("llama", tmp_path / "llama")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapters.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(ModelProblem, match="not an adapter for this model"):
+        load(str(folder), "m", adapter_path=str(adapter))
+    with pytest.raises(ModelProblem, match="choose a --kv-group-size that divides"):
+        load(str(folder), "m", kv_bits=8, kv_group_size=128)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelProblem, match=r"download the tokenizer's files again.*KeyError"):
+        load(str(folder), "m")
 
 
 @pytest.mark.parametrize("kind", ["base", "cache", "switch_layers"])
