@@ -135,14 +135,15 @@ def _tool_calls(calls: object, where: str) -> list[Any]:
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     """Templates iterate over arguments, OpenAI sends them as JSON in a string.
 
-    An agent also replays a call that its model garbled: arguments that don't parse are left as they are.
+    An agent also replays a call that its model garbled: arguments that don't parse, or nest without end, are left as
+    they are.
     """
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 

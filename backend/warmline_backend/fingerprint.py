@@ -148,7 +148,7 @@ class _Digests:
     def _load(self) -> dict[str, str]:
         try:
             known = json.loads(self._path.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         valid = isinstance(known, dict) and all(isinstance(v, str) and len(v) == 64 for v in known.values())
         return known if valid else {}

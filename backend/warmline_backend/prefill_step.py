@@ -161,7 +161,7 @@ def _remembered(path: Path) -> dict[str, int]:
         known: Any = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         log.warning("%s can't be read and is begun anew: %s", path, error)
         return {}
     if not isinstance(known, dict):

@@ -62,10 +62,10 @@ def test_digests_are_private_and_a_damaged_file_is_begun_again(model: Path, home
     first = of(model, home)
     path = home / "digests.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and list(home.iterdir()) == [path]
-    for damage in ("{", "[]", '{"a": 5}'):
+    for damage in ("{", "[]", '{"a": 5}', "[" * 100_000):
         path.write_text(damage)
         assert of(model, home) == first
-    assert len(reads) == 4
+    assert len(reads) == 5
 
 
 def test_a_touched_file_is_read_again(model: Path, home: Path, reads: list[str]) -> None:

@@ -156,7 +156,18 @@ def test_another_model_device_or_mlx_is_measured_anew(
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"{", b"\xff\xfe", b"[]", b'{"KEY": "2048"}', b'{"KEY": 7}', b'{"KEY": true}', b'{"KEY": null}']
+    "damage",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b'{"KEY": "2048"}',
+        b'{"KEY": 7}',
+        b'{"KEY": true}',
+        b'{"KEY": null}',
+        b"[" * 100_000,
+    ],
 )
 def test_a_damaged_file_is_measured_again_and_mended(
     root: Path, tmp_path: Path, measured: Machine, damage: bytes

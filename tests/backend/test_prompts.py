@@ -260,10 +260,11 @@ def test_tool_calls_reach_the_template_as_objects(make: Any) -> None:
     assert call["function"]["arguments"] == '{"a": 1, "b": "x"}', "the client's body is left as it was"  # type: ignore[index]
 
 
-def test_arguments_that_do_not_parse_stay_a_string(make: Any) -> None:
+@pytest.mark.parametrize("arguments", ["{broken", '{"a":' * 20_000], ids=["broken", "without end"])
+def test_arguments_that_do_not_parse_stay_a_string(make: Any, arguments: str) -> None:
     renderer = make("{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}")
-    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{broken"}}]}
-    assert text_of(renderer, chat(renderer, message).tokens) == "{broken"
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    assert text_of(renderer, chat(renderer, message).tokens) == arguments
 
 
 def test_developer_is_system_unless_the_template_knows_it(make: Any) -> None:
