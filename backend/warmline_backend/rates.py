@@ -6,6 +6,7 @@ from warmline_wire.messages import Rate
 
 SMOOTHING = 0.3  # weight of the newest sample
 SECONDS_MIN = 1e-9  # a clock may see none pass
+TELLING_BYTES = 16 << 20  # a smaller read or write takes as long as its calls do, and says nothing of a large one
 RECENT_CHUNKS, RECENT_DECODE_STEPS = 32, 64  # apart: a minute of decode steps must not hide how long a chunk takes
 
 
@@ -30,7 +31,10 @@ class Smoothed:
 
 
 class Rates:
-    """Prefill tokens/s by context length (powers of two), decode tokens/s, disk bytes/s, the slowest recent step."""
+    """Prefill tokens/s by context length (powers of two), decode tokens/s, disk bytes/s, the slowest recent step.
+
+    0 for what has not been measured yet.
+    """
 
     def __init__(self) -> None:
         self._prefill: dict[int, Smoothed] = {}
@@ -48,10 +52,12 @@ class Rates:
         self._decode.add(tokens, seconds)
 
     def restored(self, bytes_read: int, seconds: float) -> None:
-        self._restore.add(bytes_read, seconds)
+        if bytes_read >= TELLING_BYTES:
+            self._restore.add(bytes_read, seconds)
 
     def saved(self, bytes_written: int, seconds: float) -> None:
-        self._save.add(bytes_written, seconds)
+        if bytes_written >= TELLING_BYTES:
+            self._save.add(bytes_written, seconds)
 
     @property
     def prefill(self) -> list[Rate]:

@@ -151,11 +151,12 @@ class Storage:
             )
         )
 
+        read_s = time.monotonic() - began  # what comes next waits for the engine's present step, as a prefill would
+
         def install(scheduler: Scheduler) -> tuple[str, int, float]:
             resident = scheduler.install(name, read.build(self._served.layout))
-            seconds = time.monotonic() - began
-            scheduler.rates.restored(read.bytes_read, seconds)
-            return resident, read.bytes_read, seconds
+            scheduler.rates.restored(read.bytes_read, read_s)
+            return resident, read.bytes_read, time.monotonic() - began
 
         installed = self._engine.ask(install)
         try:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from warmline_backend.rates import RECENT_CHUNKS, RECENT_DECODE_STEPS, Rates
+from warmline_backend.rates import RECENT_CHUNKS, RECENT_DECODE_STEPS, TELLING_BYTES, Rates
 
 
 def test_many_decode_steps_do_not_hide_how_long_a_chunk_takes() -> None:
@@ -37,3 +37,16 @@ def test_a_slow_decode_step_counts_until_it_is_long_ago() -> None:
     for _ in range(RECENT_DECODE_STEPS):
         rates.decoded(4, 0.5)
     assert rates.slowest_recent_step_s == 1.0
+
+
+def test_small_restores_do_not_make_a_large_one_look_slow() -> None:
+    """Else a conversation of a gigabyte would be prefilled again after some of a few kilobytes had been restored."""
+    rates = Rates()
+    for _ in range(20):
+        rates.restored(100_000, 0.02)
+        rates.saved(100_000, 0.02)
+    assert rates.restore_bytes_per_s == 0 and rates.save_bytes_per_s == 0
+    rates.restored(2_000_000_000, 1.0)
+    rates.saved(TELLING_BYTES, 0.1)
+    rates.restored(TELLING_BYTES - 1, 10.0)
+    assert rates.restore_bytes_per_s == 2e9 and rates.save_bytes_per_s == TELLING_BYTES / 0.1

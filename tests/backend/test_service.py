@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tiny_models
-from warmline_backend import prompt_store, storage
+from warmline_backend import prompt_store, rates, storage
 from warmline_backend.config import ConfigError, parse_config
 from warmline_backend.engine import Engine
 from warmline_backend.generations import UnknownRequest
@@ -164,7 +164,9 @@ def test_prompts_are_kept_within_their_limits(tmp_path: Path, monkeypatch: pytes
     in_service(tmp_path, work)
 
 
-def test_what_is_saved_is_restored_and_continued(tmp_path: Path) -> None:
+def test_what_is_saved_is_restored_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "TELLING_BYTES", 1)
+
     async def work(service: Service, home: Home) -> None:
         settled, tokens = await generated(service)
         await service.save(save_request(settled))

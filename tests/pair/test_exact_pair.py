@@ -11,6 +11,7 @@ import pytest
 
 from pair import FolderOf, Message, Pair
 from warmline_run import openblas
+from warmline_wire.keys import common_prefix
 
 GRID = 64
 ALL = {"logprobs": True, "top_logprobs": 20, "max_tokens": 12}
@@ -38,7 +39,8 @@ def test_every_turn_is_warm_and_its_numbers_are_those_of_a_cold_one(
     with Pair(tmp_path, tiny_folder(family), *flags) as pair:
         if openblas.wanted() and openblas.find():
             assert "openblas" in Path(f"/proc/{pair.pid('backend')}/maps").read_text()
-        messages: list[Message] = [{"role": "user", "content": f"Tell me of the sea. {WORDS}"}]
+        # Long enough that restoring is sooner than computing, however fast this machine is today.
+        messages: list[Message] = [{"role": "user", "content": f"Tell me of the sea. {5 * WORDS}"}]
         expected = 0
         for turn in range(TURNS):
             if turn == KILLED_BEFORE:
@@ -60,8 +62,8 @@ def regenerated_and_edited(pair: Pair, messages: list[Message]) -> None:
     assert again.cached == last_place(again.prompt_tokens)
     assert f"exact mode keeps and reuses multiples of {GRID} tokens" in pair.perf_line(again)
     assert (again.json["choices"][0]["logprobs"], again.text) == told(pair, messages)
-    shared = pair.rendered(messages[:3]).turn_end
     edited = [*messages[:3], {"role": "assistant", "content": "No."}, *messages[4:]]
+    shared = common_prefix(pair.rendered(messages).tokens, pair.rendered(edited).tokens)
     reply = pair.chat(edited, **ALL)
     assert 0 < reply.cached <= shared and reply.cached % GRID == 0
     assert reply.cached >= last_place(shared) - GRID, "states are kept at the last place of each turn"
