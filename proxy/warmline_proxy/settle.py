@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -102,12 +103,17 @@ class Settler:
         )
         try:
             async with self._one_at_a_time:
-                return (await self._save(unsaved)).whole
+                whole = (await self._save(unsaved)).whole
         except _SavingFails:
             return False
         except (UpstreamError, IndexFailure, OSError) as error:
             log.warning("request %s: its first %d tokens could not be saved yet: %s", life.trace.id, until, error)
             return False
+        if whole:
+            log.info(
+                "request %s: %d of %d tokens are computed and saved", life.trace.id, until, life.trace.prompt_tokens
+            )
+        return whole
 
     async def between_saves(self, work: Callable[[], T]) -> T:
         """Do something to the index on a thread, while nothing is being saved."""
@@ -228,7 +234,7 @@ class Settler:
             reply = await self._write(save, unsaved.source)
             self._persistence.worked(FILES)
             self._freed_in_vain = False
-            cost_s = prefill_seconds(save.matched, len(held), self._knowledge.costs().prefill)
+            cost_s = await self._cost_s(save.matched, len(held))
             committed = await _in_thread(
                 self._index.commit_save, save, reply, prefill_s=cost_s, session=unsaved.session
             )
@@ -242,6 +248,12 @@ class Settler:
         else:
             await self._now_durable(resident, leased=not save.segments)
         return _Saved(committed.session, committed.tokens_saved, whole=not committed.why_not)
+
+    async def _cost_s(self, start: int, end: int) -> float:
+        """What it took to compute tokens [start, end), by what the backend has just been measured to do."""
+        with suppress(UpstreamError):
+            await self._knowledge.measure()
+        return prefill_seconds(start, end, self._knowledge.costs().prefill)
 
     async def _now_durable(self, resident: str, *, leased: bool = False) -> None:
         """What is on disk can be given up; said to the backend once its memory fills, or while it holds a lease."""

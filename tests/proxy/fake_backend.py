@@ -85,6 +85,7 @@ class FakeBackend:
         self.ready = True
         self.pid = 1 << 30  # nobody's
         self.steps, self.step_age_s = 100, 0.0
+        self.prefill_tokens_s = 1.0  # as its status says
         self.looks = 0
         self.moving = False  # each look at it finds one more step done
         self.layout = layout()
@@ -185,7 +186,7 @@ class FakeBackend:
                 residents=len(self.held),
                 running=len(self._running),
                 queued=0,
-                prefill_rates=[Rate(tokens=1000, tokens_per_s=1.0)],
+                prefill_rates=[Rate(tokens=1000, tokens_per_s=self.prefill_tokens_s)],
                 decode_tokens_per_s=10.0,
                 restore_bytes_per_s=1e9,
                 save_bytes_per_s=1e9,
