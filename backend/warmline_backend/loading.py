@@ -5,6 +5,7 @@ know would be work that is not done: both give answers that look right for a whi
 numbers that would be taken for plain ones: mlx reads 8-bit floats as integers.
 """
 
+import glob
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from mlx_lm.utils import _get_classes, load_config, load_model
 from warmline_backend.models import ARCHITECTURES
 
 PLACES_SHOWN_MAX = 12
+LAYERS_MAX = 10_000
 
 
 class ModelProblem(Exception):
@@ -112,8 +114,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelProblem(f'{folder / "config.json"} names no model_type; expected one such as "llama"')
-    if not isinstance(config.get("text_config") or {}, dict):
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
         raise ModelProblem(f"text_config in {folder / 'config.json'} is no object; download the file again")
+    for layers in (config.get("num_hidden_layers"), text.get("num_hidden_layers")):
+        if isinstance(layers, int) and layers > LAYERS_MAX:  # making them would take all memory there is
+            raise ModelProblem(
+                f"num_hidden_layers in {folder / 'config.json'} is {layers}, and no model has more than {LAYERS_MAX}; "
+                "download the file again"
+            )
     return config
 
 
@@ -125,6 +134,10 @@ def assemble(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[
     that can't be read, FileNotFoundError without weights.
     """
     config = read_config(folder)
+    if glob.escape(str(folder)) != str(folder):  # mlx-lm would take the path for a pattern, and find nothing, or others
+        raise ModelProblem(
+            f"mlx-lm can't read a folder with *, ? or [ in its path: {folder}; rename it, or give a link"
+        )
     if (code := config.get("model_file")) and not trust_remote_code:
         raise ModelProblem(
             f"its config.json names {code}, code that comes with the model and would run here; read {folder / code}, "

@@ -173,6 +173,7 @@ def test_other_architectures_are_held_to_the_same(tmp_path: Path) -> None:
         lambda folder: (folder / "generation_config.json").write_text("[]"),
         lambda folder: (folder / "config.json").write_text("[" * 100_000),
         lambda folder: rewrite(folder, model_type=["llama"]),
+        lambda folder: rewrite(folder, num_hidden_layers=10**9),
     ],
 )
 def test_whatever_is_wrong_is_a_problem_of_the_model(spoil: Callable[[Path], object], tmp_path: Path) -> None:
@@ -181,6 +182,18 @@ def test_whatever_is_wrong_is_a_problem_of_the_model(spoil: Callable[[Path], obj
     spoil(folder)
     with pytest.raises(ModelProblem, match=r"again|model_type"):
         assemble(folder, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("name", ["llama[4bit]", "llam*", "llama?"])
+def test_a_path_that_mlx_lm_would_take_for_a_pattern(tmp_path: Path, name: str) -> None:
+    """And find the weights of other folders by."""
+    tiny_models.build("llama", tmp_path / "llama1", seed=1)
+    folder = tiny_models.build("llama", tmp_path / name)
+    with pytest.raises(ModelProblem, match="in its path"):
+        assemble(folder, trust_remote_code=False)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assemble(link, trust_remote_code=False)
 
 
 def test_code_of_a_model_s_own_cannot_end_the_process(tmp_path: Path) -> None:

@@ -94,16 +94,15 @@ class _Looked:
         if not files.config:
             return {}
         self.where = (str(folder / CONFIG), "config")
-        self.found += check_configuration(files.config, files.tensor_names)
-        if not isinstance(files.config.get("model_type"), str):
-            return {}
         try:
-            return read_config(folder)
+            config = read_config(folder)
         except ModelProblem as problem:
-            failed = Findings("files")
+            failed = Findings("config")
             failed.fail(str(problem))
             self.found += failed
             return {}
+        self.found += check_configuration(config, files.tensor_names)
+        return config
 
     def _tokenizer(self, folder: Path, config: dict[str, Any]) -> None:
         self.where = (f"{folder / 'tokenizer.json'}, or tokenizer_config.json,", "tokenizer")
