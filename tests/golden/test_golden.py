@@ -43,6 +43,28 @@ def test_in_chunks(case: str, size: int) -> None:
     assert_as_reference(case, in_chunks(model(case), tokens_of(case), size))
 
 
+AROUND = [each + more for each in (TOPK, 2 * TOPK) for more in (-1, 0, 1)]  # where selecting begins, and gathering
+
+
+@pytest.mark.parametrize("size", AROUND)
+def test_in_chunks_that_end_around_the_selection(size: int) -> None:
+    assert_as_reference("shared_as_listed", in_chunks(model("shared_as_listed"), tokens_of("shared_as_listed"), size))
+
+
+@pytest.mark.parametrize("position", AROUND)
+def test_cut_back_to_around_the_selection(position: int) -> None:
+    """As a restored or branched conversation is, and then gone on with, by one token or in a chunk."""
+    case = "shared_as_listed"
+    made, prompt = model(case), tokens_of(case)
+    for count in (1, TOKENS - position):
+        caches = made.make_cache()
+        mx.eval(made(mx.array([prompt[: position + 5]]), cache=caches), [layer.state for layer in caches])
+        assert [layer.trim(5) for layer in caches] == [5] * len(caches)
+        logits = made(mx.array([prompt[position : position + count]]), cache=caches)[0]
+        expected = golden(case, "logits")[position : position + count]
+        np.testing.assert_allclose(np.array(logits), expected, rtol=0, atol=TOLERANCE)
+
+
 @each_case
 def test_token_by_token(case: str) -> None:
     assert_as_reference(case, in_chunks(model(case), tokens_of(case), 1))
