@@ -150,6 +150,11 @@ def assemble(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[
     except (ModelProblem, ValueError, OSError, MemoryError):
         raise
     except (Exception, SystemExit) as error:  # whatever constructors, mlx, and code that comes with a model raise
+        if code:
+            raise ModelProblem(
+                f"{folder / code}, code that comes with the model, fails; see what it needs installed, and whether "
+                f"it is made for these weights ({type(error).__name__}: {error})"
+            ) from error
         raise ModelProblem(
             f"config.json and the weights can't be those of one {config['model_type']}; download both again from the "
             f"same repository, or find a conversion of this very model ({type(error).__name__}: {error})"

@@ -165,7 +165,16 @@ def _folder(path: str) -> Path:
         raise ModelProblem(f"--model {path}: there is no such folder")
     if local.exists() and not (local / "config.json").is_file():
         raise ModelProblem(f"--model {path}: not a model's folder, it has no config.json")
-    return Path(_download(str(local) if local.exists() else path))
+    if local.exists():
+        return local
+    try:
+        return Path(_download(path))
+    except Exception as error:  # the hub's client and its own HTTP client raise whatever happens to them
+        said = " ".join(str(error).split())[:DETAIL_CHARS_MAX]
+        raise ModelProblem(
+            f"--model {path}: neither a folder here nor in the hub's cache, and it could not be downloaded "
+            f"({type(error).__name__}: {said}); `hf download {path}` says more"
+        ) from error
 
 
 def cache_maker(model: nn.Module, kv_bits: int, kv_group_size: int) -> Callable[[], list[Any]]:

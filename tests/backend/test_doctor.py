@@ -1,5 +1,6 @@
 """`warmline doctor` on whole folders: good ones, and each broken in one way."""
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -8,10 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from rich.console import Console
 
 import tiny_models
 from warmline_backend.doctor import __main__ as command
-from warmline_backend.doctor import places
+from warmline_backend.doctor import places, report
 from warmline_backend.doctor.examination import Examination, examine
 from warmline_backend.doctor.findings import Level
 from warmline_backend.doctor.question import Question
@@ -63,6 +65,15 @@ def test_a_good_folder_is_all_ok(tiny_folder: Callable[..., Path], family: str) 
     assert examination.serve.startswith("warmline serve --model ")
 
 
+def test_the_line_to_copy_is_whole_however_narrow_the_terminal(tiny_folder: Callable[..., Path]) -> None:
+    arguments = json.dumps({"enable_thinking": False, "reasoning_effort": None, "words": "of any number " * 9})
+    examination = look(tiny_folder("llama", tools=True), chat_template_args=arguments)
+    console = Console(file=io.StringIO(), width=40)
+    report.show(examination, console)
+    assert isinstance(console.file, io.StringIO)
+    assert f"\n  {examination.serve}\n" in console.file.getvalue() and arguments in examination.serve
+
+
 def test_a_recurrent_model_whose_tokenizer_class_adds_a_token(tiny_folder: Callable[..., Path]) -> None:
     """transformers gives it <|endoftext|>, for which the tiny model has no row; all else is well."""
     examination = look(tiny_folder("qwen3_5", tools=True))
@@ -107,8 +118,17 @@ def test_broken_files_never_reach_mlx(copied: Copied) -> None:
     (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
     examination = look(folder)
     assert "truncated" in said(examination, Level.FAIL)
+    assert {finding.area for finding in examination.findings if finding.level is Level.FAIL} == {"files"}
     assert "parameters" not in {finding.area for finding in examination.findings}
     assert "template" in {finding.area for finding in examination.findings}  # what can still be seen, is
+
+
+def test_an_indexer_in_a_truncated_file_is_not_missed(copied: Copied) -> None:
+    """Else the advice would be to look for another model, where a download is to be finished."""
+    folder = copied("glm_moe_dsa")
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
+    examination = look(folder)
+    assert {finding.area for finding in examination.findings if finding.level is Level.FAIL} == {"files"}
 
 
 def test_missing_unexpected_and_wrong_parameters(copied: Copied) -> None:

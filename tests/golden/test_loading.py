@@ -16,6 +16,7 @@ from mlx_lm.utils import quantize_model, save_model
 from recipe import CASES, tokens
 
 import tiny_models
+import warmline_backend.model
 from warmline_backend.loading import ModelProblem, ParameterMismatch, assemble, by_kind, model_classes
 from warmline_backend.model import load
 from warmline_backend.models.glm_moe_dsa import Model
@@ -244,6 +245,21 @@ def test_nothing_in_the_backend_loads_weights_without_checking() -> None:
     assert loads
     for call in loads:
         assert not any(word.arg == "strict" and ast.unparse(word.value) == "False" for word in call.keywords)
+
+
+def test_code_that_comes_with_a_model_and_fails_is_named(folder: Path) -> None:
+    (rewrite(folder, model_file="mine.py") / "mine.py").write_text("import no_such_package")
+    with pytest.raises(ModelProblem, match=r"mine\.py, code that comes with the model, fails; .*no_such_package"):
+        assemble(folder, trust_remote_code=True)
+
+
+def test_a_repository_that_cannot_be_had_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("nobody\nanswers")
+
+    monkeypatch.setattr(warmline_backend.model, "_download", unreachable)
+    with pytest.raises(ModelProblem, match=r"neither a folder here nor in the hub's cache, .*nobody answers.*hf down"):
+        load("owner/none", "none")
 
 
 # ---- quantized

@@ -17,8 +17,8 @@ def own_code(config: dict[str, Any]) -> str:
     return str(config.get("model_file") or "")
 
 
-def check_configuration(config: dict[str, Any], tensor_names: Iterable[str]) -> Findings:
-    """`config` as `loading.read_config` gives it."""
+def check_configuration(config: dict[str, Any], tensor_names: Iterable[str] | None) -> Findings:
+    """`config` as `loading.read_config` gives it; `tensor_names` None where not all of them are known."""
     findings = Findings("config")
     if own_code(config):
         findings.warn(
@@ -29,7 +29,8 @@ def check_configuration(config: dict[str, Any], tensor_names: Iterable[str]) -> 
     arguments = _arguments(config, findings)
     if arguments is not None:
         findings.ok(_described(config))
-        _indexers(arguments, set(tensor_names), findings)
+        if tensor_names is not None:
+            _indexers(arguments, set(tensor_names), findings)
     _quantization(config, findings)
     return findings
 

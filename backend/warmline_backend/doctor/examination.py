@@ -101,7 +101,7 @@ class _Looked:
             failed.fail(str(problem))
             self.found += failed
             return {}
-        self.found += check_configuration(config, files.tensor_names)
+        self.found += check_configuration(config, None if self._failed("files") else files.tensor_names)
         return config
 
     def _tokenizer(self, folder: Path, config: dict[str, Any]) -> None:

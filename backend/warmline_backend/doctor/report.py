@@ -4,7 +4,6 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -63,7 +62,7 @@ def show(examination: Examination, console: Console | None = None) -> None:
         out.print(_memory(examination.plan))
     out.print(Text("\n" + VERDICTS[examination.verdict], style=STYLES[examination.verdict]))
     if examination.serve:
-        out.print(Padding(Text(shown(examination.serve)), (0, 2)), soft_wrap=True)
+        out.print(Text("  " + shown(examination.serve)), soft_wrap=True)  # whole: it is to be copied
 
 
 def _console() -> Console:
