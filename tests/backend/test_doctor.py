@@ -179,7 +179,7 @@ def test_indexer_types_that_contradict_themselves_or_the_weights(
         ({"vocab_size": 300}, "have another shape"),
         ({"vocab_size": 260}, "3 of the tokenizer's 263 tokens have no row in the embedding"),
         ({"model_type": "base"}, "nobody here knows the architecture base"),
-        ({"model_type": "\ud800"}, r"nobody here knows the architecture \ud800"),
+        ({"model_type": "\x07"}, r"nobody here knows the architecture \x07"),
         ({"text_config": "x"}, "text_config in"),
         ({"hidden_size": "x"}, "llama"),
         ({"rope_scaling": [1]}, "'list' object"),
