@@ -80,7 +80,8 @@ def test_files_and_rows_that_disagree(home: Home) -> None:
     home.segment_file(second).unlink()
     os.truncate(home.segment_file(damaged), 100)
     stray = home.segment_file("ab" * 16)
-    stray.parent.mkdir(exist_ok=True)
+    stray.parent.mkdir(exist_ok=True)  # where a segment's random name begins alike, it is there already
+    stray.parent.chmod(0o755)
     stray.write_bytes(b"x")
     home.segment_file(first).with_name(f".{first}.12.tmp").write_bytes(b"x")
     (home.segments / "quarantine").mkdir(exist_ok=True)
