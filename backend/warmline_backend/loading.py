@@ -9,7 +9,7 @@ import glob
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_config, load_model
 
 from warmline_backend.models import ARCHITECTURES
+
+T = TypeVar("T")
 
 PLACES_SHOWN_MAX = 12
 LAYERS_MAX = 10_000
@@ -39,15 +41,13 @@ class ParameterMismatch(ModelProblem):
         """Names of parameters; of a wrong shape or type also the one that the model needs and the one in the files."""
         self.missing, self.unexpected = missing, unexpected
         self.wrong_shape, self.wrong_type = wrong_shape, wrong_type
-        shapes = {kind_of(name): (needed, found) for name, needed, found in wrong_shape}
-        types = {kind_of(name): (needed, found) for name, needed, found in wrong_type}
         parts = [
             *_part("missing", "that the model needs and the files lack", missing),
             *_part("unexpected", "in the files that the model does not have", unexpected),
             *_part("of another shape", "than the model needs", [name for name, *_ in wrong_shape]),
-            *(f"  {kind}: needed {needed}, found {found}" for kind, (needed, found) in shapes.items()),
+            *(f"  {kind}: needed {needed}, found {found}" for kind, (needed, found) in differing(wrong_shape).items()),
             *_part("of another type", "than the model computes with", [name for name, *_ in wrong_type]),
-            *(f"  {kind}: needed {needed}, found {found}" for kind, (needed, found) in types.items()),
+            *(f"  {kind}: needed {needed}, found {found}" for kind, (needed, found) in differing(wrong_type).items()),
         ]
         super().__init__(
             "its weights don't fit its config.json, and with any of them left out its answers would be wrong; "
@@ -65,6 +65,11 @@ def _part(what: str, why: str, names: Iterable[str]) -> list[str]:
 def kind_of(name: str) -> str:
     """The name with its layer's number left open."""
     return re.sub(r"\.\d+\.", ".*.", name, count=1)
+
+
+def differing(parameters: Iterable[tuple[str, T, T]]) -> dict[str, tuple[T, T]]:
+    """By kind what the model needs and what was found, of one parameter of each."""
+    return {kind_of(name): (needed, found) for name, needed, found in parameters}
 
 
 def by_kind(names: Iterable[str]) -> list[str]:
@@ -193,7 +198,7 @@ def check_parameters(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
         if needed[name].shape != weights[name].shape
     )
     types = tuple(
-        (name, _type(needed[name]), _type(weights[name]))
+        (name, type_name(needed[name]), type_name(weights[name]))
         for name in sorted(needed.keys() & weights.keys())
         if mx.issubdtype(needed[name].dtype, mx.floating) and not mx.issubdtype(weights[name].dtype, mx.floating)
     )
@@ -201,5 +206,6 @@ def check_parameters(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
         raise ParameterMismatch(missing, unexpected, wrong, types)
 
 
-def _type(array: mx.array) -> str:
+def type_name(array: mx.array) -> str:
+    """Such as "bfloat16"."""
     return str(array.dtype).removeprefix("mlx.core.")

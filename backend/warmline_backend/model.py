@@ -22,7 +22,7 @@ from warmline_wire.messages import Layout
 
 log = logging.getLogger(__name__)
 
-WARM_UP_TOKENS = 8
+CHUNK_TOKENS = 8  # of the few that a model is tried with
 CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length", "n_positions")
 FLOATS_COARSEST_FIRST = ("bfloat16", "float16", "float32")
 DETAIL_CHARS_MAX = 300  # of another library's error
@@ -44,6 +44,7 @@ class ServedModel:
     vocabulary_size: int
     dtype: str  # of the KV's floating values; part of the fingerprint
     weight_bytes: int
+    index_topk: int  # how many tokens sparse attention selects; 0 where it isn't sparse
 
     def bytes_of(self, tokens: int) -> int:
         """KV bytes of a sequence of `tokens`, without padding."""
@@ -77,7 +78,7 @@ def load(
     adapter_path: str = "",
     trust_remote_code: bool = False,
 ) -> ServedModel:
-    """Load weights and tokenizer, compile by computing a few tokens, and learn what a row weighs.
+    """Load weights and tokenizer, try the model with a few tokens, and learn what a row weighs.
 
     Raises ModelProblem, or what mlx-lm raises for a folder that is no model.
     """
@@ -95,13 +96,14 @@ def load(
     tokenizer = tokenizer_of(folder, config, trust_remote_code=trust_remote_code)
     layout = CacheLayout.of(cache_maker(model, kv_bits, kv_group_size))
     try:
-        mx.eval(_few_tokens(model, layout.fresh()))
+        logits, layers = few_tokens(model, layout)
+        mx.eval(logits)
     except (RuntimeError, ValueError) as error:  # such as a quantized product that mlx has no kernel for on this device
         todo = (
             "; leave --kv-bits out, or choose a --kv-group-size that divides the width of the heads" if kv_bits else ""
         )
         raise ModelProblem(f"this device can't compute the model as configured: {error}{todo}") from error
-    weight = weigh(model, layout)
+    weight = weigh(layout, layers)
     if layout.problem:
         log.warning("%s is served without persistence: %s", name, layout.problem)
     return ServedModel(
@@ -118,6 +120,7 @@ def load(
         vocabulary_size=vocabulary_size(config, tokenizer),
         dtype=weight.dtype,
         weight_bytes=tree_reduce(lambda held, weight: held + weight.nbytes, model.parameters(), 0),
+        index_topk=config.get("index_topk") or 0,
     )
 
 
@@ -150,8 +153,12 @@ def tokenizer_of(folder: Path, config: dict[str, Any], *, trust_remote_code: boo
             todo = "take config.json from the model's repository"
         else:
             todo = "download the tokenizer's files again: tokenizer.json, tokenizer_config.json"
-        said = " ".join(str(error).split())[:DETAIL_CHARS_MAX]
-        raise ModelProblem(f"the tokenizer can't be loaded; {todo} ({type(error).__name__}: {said})") from error
+        raise ModelProblem(f"the tokenizer can't be loaded; {todo} ({_said(error)})") from error
+
+
+def _said(error: Exception) -> str:
+    """What another library's error says, in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:DETAIL_CHARS_MAX]}"
 
 
 def _folder(path: str) -> Path:
@@ -161,20 +168,24 @@ def _folder(path: str) -> Path:
         local.exists()
     except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name that is too long ...
         raise ModelProblem(f"--model {path[:200]}: no folder can be called so: {error}") from error
-    if not local.exists() and (path.startswith(("/", ".", "~")) or path.count("/") != 1):
-        raise ModelProblem(f"--model {path}: there is no such folder")
-    if local.exists() and not (local / "config.json").is_file():
-        raise ModelProblem(f"--model {path}: not a model's folder, it has no config.json")
     if local.exists():
+        if not (local / "config.json").is_file():
+            raise ModelProblem(f"--model {path}: not a model's folder, it has no config.json")
         return local
+    if not may_be_repository(path):
+        raise ModelProblem(f"--model {path}: there is no such folder")
     try:
         return Path(_download(path))
     except Exception as error:  # the hub's client and its own HTTP client raise whatever happens to them
-        said = " ".join(str(error).split())[:DETAIL_CHARS_MAX]
         raise ModelProblem(
             f"--model {path}: neither a folder here nor in the hub's cache, and it could not be downloaded "
-            f"({type(error).__name__}: {said}); `hf download {path}` says more"
+            f"({_said(error)}); `hf download {path}` says more"
         ) from error
+
+
+def may_be_repository(name: str) -> bool:
+    """Whether what is no folder here could be the name of a repository, owner/model."""
+    return not name.startswith(("/", ".", "~")) and name.count("/") == 1
 
 
 def cache_maker(model: nn.Module, kv_bits: int, kv_group_size: int) -> Callable[[], list[Any]]:
@@ -202,11 +213,16 @@ class Weight:
     dtype: str  # of its floating values, such as "mlx.core.bfloat16"; several are joined by commas
 
 
-def weigh(model: nn.Module, layout: CacheLayout) -> Weight:
-    """By the shapes that a few tokens would leave in the cache; computes nothing, reads no weight."""
+def few_tokens(model: nn.Module, layout: CacheLayout) -> tuple[list[mx.array], list[Any]]:
+    """The logits of a chunk and of a step after it, and the cache that they leave; lazily: no weight is read."""
     layers = layout.fresh()
-    _few_tokens(model, layers)
-    length = WARM_UP_TOKENS + 1
+    chunk, step = list(range(1, CHUNK_TOKENS + 1)), [1]
+    return [model(mx.array([tokens]), cache=layers) for tokens in (chunk, step)], layers
+
+
+def weigh(layout: CacheLayout, layers: list[Any]) -> Weight:
+    """By the shapes of what `few_tokens` left, computed or not; computes nothing itself."""
+    length = CHUNK_TOKENS + 1
     if layout.problem:
         return Weight(frozenset(), layers_nbytes(layers) // length, 0, 0, "")
     rows: dict[str, mx.array] = {}
@@ -228,11 +244,6 @@ def weigh(model: nn.Module, layout: CacheLayout) -> Weight:
         ),
         dtype=",".join(sorted(dtypes)),
     )
-
-
-def _few_tokens(model: nn.Module, layers: list[Any]) -> list[mx.array]:
-    """The logits of a chunk and of a step after it, lazily."""
-    return [model(mx.array([tokens]), cache=layers) for tokens in (list(range(1, WARM_UP_TOKENS + 1)), [1])]
 
 
 def _coarsest(dtypes: str) -> str:

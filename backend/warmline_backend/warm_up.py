@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
-from mlx_lm.utils import load_config
 
 from warmline_backend.decode import DecodeGroup
 from warmline_backend.fits import tokens_alone
@@ -79,8 +78,7 @@ def _works(served: ServedModel, settings: SchedulerSettings) -> Iterator[Work]:
     yield FEW_TOKENS + STEPS, lambda: warming.answer(FEW_TOKENS)
     if served.layout.batches and not settings.exact:
         yield 2 * (FEW_TOKENS + STEPS), warming.answer_two
-    index_topk = load_config(served.path).get("index_topk") or 0
-    for length in prompt_lengths(settings.prefill_step_size, index_topk, warming.tokens_max):
+    for length in prompt_lengths(settings.prefill_step_size, served.index_topk, warming.tokens_max):
         yield length + STEPS, lambda length=length: warming.answer(length)  # type: ignore[misc]
 
 

@@ -1,23 +1,15 @@
 """Our GLM against the reference's logits, at all positions up to four times what the indexer selects."""
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from golden_glm import golden, in_chunks, model
+from golden_glm import assert_as_reference, golden, in_chunks, model
 from mlx_lm.models.cache import CacheList
 from recipe import CASES, TOKENS, TOPK
 from recipe import tokens as tokens_of
 
 from warmline_backend.models import glm_moe_dsa
 
-# Float32's last bits: the reference's and ours add in another order.  Logits are about 2.
-TOLERANCE = 5e-5
-
 each_case = pytest.mark.parametrize("case", CASES)
-
-
-def assert_as_reference(case: str, logits: mx.array) -> None:
-    np.testing.assert_allclose(np.array(logits), golden(case, "logits"), rtol=0, atol=TOLERANCE)
 
 
 def test_the_contexts_go_well_beyond_the_selection() -> None:
@@ -61,8 +53,7 @@ def test_cut_back_to_around_the_selection(position: int) -> None:
         mx.eval(made(mx.array([prompt[: position + 5]]), cache=caches), [layer.state for layer in caches])
         assert [layer.trim(5) for layer in caches] == [5] * len(caches)
         logits = made(mx.array([prompt[position : position + count]]), cache=caches)[0]
-        expected = golden(case, "logits")[position : position + count]
-        np.testing.assert_allclose(np.array(logits), expected, rtol=0, atol=TOLERANCE)
+        assert_as_reference(case, logits, slice(position, position + count))
 
 
 @each_case
@@ -94,4 +85,4 @@ def test_decoded_in_a_batch_where_the_shorter_is_padded(case: str) -> None:
     for step in range(TOPK):  # over the place where the shorter one has more rows than are selected
         at = [length + step for length in lengths]
         logits = made(mx.array([[prompt[n]] for n in at]), cache=caches)[:, 0]
-        np.testing.assert_allclose(np.array(logits), golden(case, "logits")[at], rtol=0, atol=TOLERANCE)
+        assert_as_reference(case, logits, at)

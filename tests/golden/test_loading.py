@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from golden_glm import arguments, golden, in_chunks, loaded, weights, write
+from golden_glm import TOLERANCE, arguments, assert_as_reference, golden, in_chunks, loaded, weights, write
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model, save_model
 from recipe import CASES, tokens
@@ -53,8 +53,7 @@ def test_every_parameter_has_the_value_that_the_files_hold(folder: Path) -> None
     assert found.keys() == held.keys()
     for name, array in found.items():
         assert mx.array_equal(array, held[name]), name
-    logits = in_chunks(model, tokens(CASE), 20)
-    np.testing.assert_allclose(np.array(logits), golden(CASE, "logits"), rtol=0, atol=5e-5)
+    assert_as_reference(CASE, in_chunks(model, tokens(CASE), 20))
 
 
 def test_indexers_are_never_random(folder: Path) -> None:
@@ -280,7 +279,7 @@ def test_quantized_weights_compute_what_they_stand_for(mode: str, bits: int, gro
     floats.load_weights(list(dequantized(names, mode, bits, group_size).items()))
     prompt = tokens(CASE)
     difference = mx.abs(in_chunks(served, prompt, 20, 3) - in_chunks(floats, prompt, 20, 3)).max().item()
-    assert difference < 5e-5
+    assert difference < TOLERANCE
     apart = np.abs(np.array(in_chunks(served, prompt, 20)) - golden(CASE, "logits")).max()
     assert apart > 1e-3, "nothing was quantized"
 

@@ -177,9 +177,9 @@ class Pair:
         with IndexReader(self.home) as reader:
             return [msgspec.to_builtins(record) for record in reader.requests()]
 
-    def rendered(self, messages: list[Message]) -> PromptReply:
-        """The prompt that these messages become."""
-        request = PromptRequest(request_id="test", endpoint="chat", body={"messages": messages})
+    def rendered(self, messages: list[Message], **fields: Any) -> PromptReply:
+        """The prompt that these messages, and what else is in the body, become."""
+        request = PromptRequest(request_id="test", endpoint="chat", body={"messages": messages, **fields})
         return decode(self.as_owner("POST", self.backend_url + "/kv/prompts", encode(request)).raw, PromptReply)
 
     def residents(self) -> list[Resident]:

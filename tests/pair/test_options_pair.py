@@ -13,8 +13,7 @@ from answers import WITH_LOGPROBS, explain_difference
 import tiny_models
 from pair import WARMLINE, Message, Pair, Reply
 from processes import free_port
-from warmline_wire.keys import unpack_tokens
-from warmline_wire.messages import PromptReply, PromptRequest, decode, encode
+from warmline_wire.keys import common_prefix
 
 # Thinks unless told not to; says its effort before all else, and knows two of them.
 TEMPLATE = (
@@ -94,16 +93,8 @@ def test_an_idle_engine_computes_now_and_then(pair: Pair) -> None:
     assert pair.chat([{"role": "user", "content": "hello again"}]).text
 
 
-def rendered(pair: Pair, messages: list[Message], **kwargs: Any) -> list[int]:
-    request = PromptRequest(
-        request_id="test", endpoint="chat", body={"messages": messages, "chat_template_kwargs": kwargs}
-    )
-    reply = pair.as_owner("POST", pair.backend_url + "/kv/prompts", encode(request))
-    return unpack_tokens(decode(reply.raw, PromptReply).tokens)
-
-
-def common(one: list[int], other: list[int]) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(one, other, strict=False)))
+def rendered(pair: Pair, messages: list[Message], **kwargs: Any) -> bytes:
+    return pair.rendered(messages, chat_template_kwargs=kwargs).tokens
 
 
 def test_switching_between_turns_reuses_what_is_the_same_and_no_more(pair: Pair) -> None:
@@ -111,17 +102,17 @@ def test_switching_between_turns_reuses_what_is_the_same_and_no_more(pair: Pair)
     messages: list[Message] = [{"role": "user", "content": LONG}]
     off, on, low = {}, {"enable_thinking": True}, {"enable_thinking": True, "effort": "low"}
     prompts = [rendered(pair, messages, **kwargs) for kwargs in (off, on, low)]
-    assert len({tuple(prompt) for prompt in prompts}) == 3
+    assert len(set(prompts)) == 3
     assert rendered(pair, messages, enable_thinking=False) == prompts[0]
     cached = []
     for kwargs in (off, on, off, low, on):
-        held = [unpack_tokens(resident.ids or b"") for resident in pair.residents()]
+        held = [resident.ids or b"" for resident in pair.residents()]
         prompt = rendered(pair, messages, **kwargs)
         options = {"temperature": 0, "max_tokens": 8, "chat_template_kwargs": kwargs, **WITH_LOGPROBS}
         reply = pair.chat(messages, **options)
         pair.settle()
         cached.append(reply.cached)
-        assert reply.cached == max((common(prompt, ids) for ids in held), default=0), (kwargs, cached)
+        assert reply.cached == max((common_prefix(prompt, ids) for ids in held), default=0), (kwargs, cached)
         assert explain_difference(pair.direct(messages, **options), reply) == ""
         messages += [
             {"role": "assistant", "content": reply.text},

@@ -12,7 +12,7 @@ from warmline_backend.codecs import CacheLayout
 from warmline_backend.doctor.findings import Findings, gigabytes
 from warmline_backend.doctor.question import Question
 from warmline_backend.loading import ModelProblem
-from warmline_backend.model import Weight, cache_maker, weigh
+from warmline_backend.model import Weight, cache_maker, few_tokens, weigh
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def check_cache(model: nn.Module, question: Question) -> tuple[Findings, Cache |
     findings = Findings("cache")
     layout = _layout(model, question, findings)
     try:
-        weight = weigh(model, layout)
+        weight = weigh(layout, few_tokens(model, layout)[1])
     except Exception as error:  # noqa: BLE001  whatever a model that does not fit its own weights raises
         todo = "take config.json and weights from the same repository"
         if question.kv_bits:

@@ -6,9 +6,9 @@ from typing import Any
 
 from warmline_backend.doctor.findings import Findings, few
 from warmline_backend.loading import by_kind, model_classes
+from warmline_backend.models.glm_moe_dsa_config import FULL
 
 INDEXER = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.")
-SHARED, FULL = "shared", "full"
 OTHER_CONFIG = "take config.json and weights from the same repository, or find a conversion of this very model"
 
 

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from warmline_backend.doctor.findings import Findings, few, gigabytes
-from warmline_backend.loading import ModelProblem, ParameterMismatch, assemble, by_kind, kind_of
+from warmline_backend.loading import ModelProblem, ParameterMismatch, assemble, by_kind, differing, type_name
 
 OTHER_WEIGHTS = "find a conversion of this very model for mlx-lm, or download it again; never load it without these"
 KINDS_MAX = 12  # listed each
@@ -57,15 +57,18 @@ def _mismatch(mismatch: ParameterMismatch, findings: Findings) -> None:
         if names:
             findings.fail(f"{len(names)} parameters {what}: {_kinds(names)}", OTHER_WEIGHTS)
     if mismatch.wrong_type:
-        types = {kind_of(name): (needed, found) for name, needed, found in mismatch.wrong_type}
-        listed = few(f"{kind} {found}, not {needed}" for kind, (needed, found) in types.items())
+        listed = few(
+            f"{kind} {found}, not {needed}" for kind, (needed, found) in differing(mismatch.wrong_type).items()
+        )
         findings.fail(
             f"{len(mismatch.wrong_type)} parameters have another type than the model computes with: {listed}",
             OTHER_WEIGHTS,
         )
     if mismatch.wrong_shape:
-        shapes = {kind_of(name): (needed, found) for name, needed, found in mismatch.wrong_shape}
-        listed = few(f"{kind} {list(found)}, not {list(needed)}" for kind, (needed, found) in shapes.items())
+        listed = few(
+            f"{kind} {list(found)}, not {list(needed)}"
+            for kind, (needed, found) in differing(mismatch.wrong_shape).items()
+        )
         findings.fail(
             f"{len(mismatch.wrong_shape)} parameters have another shape than the model's: {listed}", OTHER_WEIGHTS
         )
@@ -79,7 +82,7 @@ def _kinds(names: Iterable[str]) -> str:
 def _assembled(model: nn.Module, config: dict[str, Any]) -> Assembled:
     dtypes: Counter[str] = Counter()
     for _, array in tree_flatten(model.parameters()):
-        dtypes[str(array.dtype).removeprefix("mlx.core.")] += array.nbytes
+        dtypes[type_name(array)] += array.nbytes
     return Assembled(model, config, dtypes.total(), _quantization(model), dict(dtypes))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from warmline_backend.doctor.findings import Findings
+from warmline_backend.model import may_be_repository
 
 GIVE = "give a model's folder, or a repository's name, owner/model"
 
@@ -23,7 +24,7 @@ def find(model: str) -> tuple[Findings, Path | None]:
     if is_there:
         findings.fail(f"{model} is a file", "give the folder that it lies in")
         return findings, None
-    if model.startswith(("/", ".", "~")) or model.count("/") != 1:
+    if not may_be_repository(model):
         findings.fail(f"{model}: there is no such folder", GIVE)
         return findings, None
     return findings, _cached(model, findings)

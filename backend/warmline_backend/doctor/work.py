@@ -77,8 +77,8 @@ def _keys(model: nn.Module, layout: CacheLayout) -> list[mx.array]:
     """One row of each leaf that keeps keys of all tokens, lazily."""
     layers = layout.fresh()
     model(mx.zeros((1, 1), mx.int32), cache=layers)
-    held = [leaf for leaf, codec in zip(flatten(layers), layout.leaves, strict=False) if codec.codec is ROWS]
-    return [leaf.keys[:, :, :1] for _, leaf in held]
+    leaves = zip(layout.leaves, flatten(layers), strict=False)  # none where the cache has no codecs
+    return [held.keys[:, :, :1] for leaf, (_, held) in leaves if leaf.codec is ROWS]
 
 
 def _attention_bytes(row: mx.array, heads: int, depth: int, step: int) -> int:
