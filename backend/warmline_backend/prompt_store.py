@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 from warmline_backend.params import GenerationParams
 from warmline_wire.messages import MessageEnd
@@ -23,6 +24,8 @@ class StoredPrompt:
     boundaries: list[int]
     turn_end: int
     messages: list[MessageEnd]
+    tail: str = ""  # as in Rendered
+    tools: list[dict[str, Any]] | None = None
 
 
 class PromptStore:

@@ -45,6 +45,8 @@ class Rendered(msgspec.Struct, frozen=True, kw_only=True):
     boundaries: list[int]
     turn_end: int
     messages: list[MessageEnd] = []
+    tail: str = ""  # the text from `turn_end` on: the assistant's header, and what the template opens its answer with
+    tools: list[dict[str, Any]] | None = None  # that the model was told of
 
 
 class Renderer:
@@ -135,6 +137,8 @@ class Renderer:
             boundaries=sorted(boundaries - {0}),
             turn_end=token_at(turn_end),
             messages=[message for message in self._told(conversation, text, ends, token_at) if message.end],
+            tail=text[turn_end:] if turn_end else "",
+            tools=conversation.tools,
         )
 
     def _prompt_text(self, conversation: Conversation) -> str:

@@ -54,6 +54,7 @@ class Piece:
     """A token was generated.  `text` may be empty while half a character or the start of a stop word is held back."""
 
     text: str
+    token: int
     logprobs: TokenLogprobs | None = None
 
 

@@ -260,6 +260,8 @@ class Service:
                 boundaries=rendered.boundaries,
                 turn_end=rendered.turn_end,
                 messages=rendered.messages,
+                tail=rendered.tail,
+                tools=rendered.tools,
             )
 
         if body_bytes <= RENDERED_INLINE_BYTES_MAX:

@@ -45,12 +45,24 @@ class Reply(msgspec.Struct, kw_only=True):
     generation: int
 
 
+class SampledTurn(msgspec.Struct, kw_only=True, frozen=True):
+    """An answer that called tools, as it was sampled.
+
+    Clients send calls back as parsed; a template writes them anew, with other spaces, orders and escapes than the model
+    had.  Where the calls are still the same, these tokens stand in the prompt instead, and so the prefix holds.
+    """
+
+    calls: list[str]  # their ids, in order
+    tokens: bytes  # u32le: what was sampled after the reasoning, up to the end of the last call
+
+
 class PromptRequest(msgspec.Struct, kw_only=True):
     """POST /kv/prompts: validate, render and tokenize a client's body once."""
 
     request_id: str
     endpoint: str  # "chat" or "completion"
     body: dict[str, Any]
+    turns: list[SampledTurn] = []  # those whose calls the body repeats, as far as the proxy remembers them
 
 
 class MessageEnd(msgspec.Struct, kw_only=True, frozen=True):
@@ -271,6 +283,7 @@ class Settled(Reply, kw_only=True):
     timings: Timings
     error: str = ""
     first: FirstLogits | None = None  # where a token was computed
+    turn: SampledTurn | None = None  # where tools were called
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):

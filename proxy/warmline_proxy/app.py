@@ -10,6 +10,8 @@ from aiohttp.typedefs import Handler
 
 from warmline_proxy.admin import Admin
 from warmline_proxy.admission import Admission, bearer, check_host, check_key, same_secret, tenant_of
+from warmline_proxy.apis import APIS, api_at
+from warmline_proxy.apis.api import Api
 from warmline_proxy.audit import Auditor
 from warmline_proxy.background import Background
 from warmline_proxy.blame import Blame
@@ -24,7 +26,6 @@ from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.lives import Lives
 from warmline_proxy.metrics import Metrics
-from warmline_proxy.normalize import ENDPOINTS
 from warmline_proxy.overseer import Overseer
 from warmline_proxy.passthrough import forward
 from warmline_proxy.persistence import Persistence
@@ -81,16 +82,16 @@ class Face:
         if request.method == "OPTIONS":
             return web.Response(status=204, headers={"Allow": "GET, HEAD, POST, DELETE, OPTIONS"})
         check_key(request.headers, self._config.client_key)
-        if endpoint := ENDPOINTS.get(path):
-            return await self._generate(request, endpoint)
+        if api := APIS.get(path):
+            return await self._generate(request, api)
         if path.startswith(CANCEL_PATH) and request.method == "DELETE":
             return await self._cancel(path.removeprefix(CANCEL_PATH))
         return await forward(request, self._upstream, self._config.receive_timeout_s, self._config.send_timeout_s)
 
-    async def _generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, api: Api) -> web.StreamResponse:
         if request.method != "POST":
             raise bad_request(f"{request.method} is not allowed here; send a POST.", status=405)
-        return await self._hot_path.answer(request, endpoint)
+        return await self._hot_path.answer(request, api)
 
     async def _cancel(self, name: str) -> web.StreamResponse:
         """Answers when the engine has let go.  `name`: the request's id, or the id of its answer, which ends in it."""
@@ -120,12 +121,16 @@ async def errors_as_answers(request: web.Request, handler: Handler) -> web.Strea
     try:
         return await handler(request)
     except (ClientError, UpstreamError) as error:
-        return from_upstream(error).response()
+        return _refusal(request, from_upstream(error))
     except IndexFailure as error:
         log.error("%s %s: %s", request.method, request.path, error)
-        return index_failed(str(error)).response()
+        return _refusal(request, index_failed(str(error)))
     except ConnectionResetError:
         return web.Response(status=499, reason="Client Closed Request")
+
+
+def _refusal(request: web.Request, error: ClientError) -> web.Response:
+    return error.response(api_at(request.path.rstrip("/")).refusal(error))
 
 
 def build(config: Config, secret: str, index: Index) -> web.Application:

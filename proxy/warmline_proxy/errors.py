@@ -10,7 +10,7 @@ CLIENT_CLOSED = 499  # nginx's word for a request that was ended before its answ
 
 
 class ClientError(Exception):
-    """Ends a request.  `body` is the JSON to send; `retry_after_s` becomes a Retry-After header."""
+    """Ends a request.  `body` is OpenAI's error object as JSON; `retry_after_s` becomes a Retry-After header."""
 
     def __init__(self, status: int, body: bytes, retry_after_s: int | None = None) -> None:
         super().__init__(f"{status}: {message_in(body)}")
@@ -18,13 +18,14 @@ class ClientError(Exception):
         self.body = body
         self.retry_after_s = retry_after_s
 
-    def response(self, headers: dict[str, str] | None = None) -> web.Response:
+    def response(self, body: bytes, headers: dict[str, str] | None = None) -> web.Response:
+        """`body` is what `apis.Api.refusal` makes of this one's."""
         all_headers = dict(headers or {})
         if self.retry_after_s is not None:
             all_headers["Retry-After"] = str(self.retry_after_s)
         if self.status == 401:
             all_headers["WWW-Authenticate"] = "Bearer"
-        return web.Response(status=self.status, body=self.body, content_type="application/json", headers=all_headers)
+        return web.Response(status=self.status, body=body, content_type="application/json", headers=all_headers)
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from warmline_proxy.admission import Admission, caller_of
+from warmline_proxy.apis.api import Api, Begun
 from warmline_proxy.background import Background, wait_for_events
 from warmline_proxy.bodies import read_body
 from warmline_proxy.config import Config
@@ -20,7 +21,6 @@ from warmline_proxy.hearing import Hearing
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
-from warmline_proxy.normalize import read_call
 from warmline_proxy.plan import COLD, Plan, Running, on_grid
 from warmline_proxy.relay import Answer, relay
 from warmline_proxy.settle import Settler
@@ -74,12 +74,12 @@ class HotPath:
         self._ending = ending
         self._background = background
 
-    async def answer(self, request: web.Request, endpoint: str) -> web.StreamResponse:
-        life = self._begin(request, endpoint)
+    async def answer(self, request: web.Request, api: Api) -> web.StreamResponse:
+        life = self._begin(request, api)
         try:
             async with life.alarm:
                 body = await self._admit(request, life)  # 1. a bounded queue
-                self._normalize(request, life, body)  # 2. any model name, null is absent
+                self._normalize(request, api, life, body)  # 2. any model name, null is absent
                 # 3. to 6., again where the backend is lost
                 response: web.StreamResponse = await dispatching()(self._dispatch, life)
             life.trace.answered()
@@ -95,11 +95,11 @@ class HotPath:
             life.trace.total_s = life.trace.elapsed_s()
             self._ending.begin(life)  # 7. settle, 8. record
 
-    def _begin(self, request: web.Request, endpoint: str) -> Life:
+    def _begin(self, request: web.Request, api: Api) -> Life:
         """Raises ClientError where its headers are wrong."""
         given_id = request.headers.get(HEADER_REQUEST)
-        trace = Trace(endpoint, read_request_id(given_id), given_id or "")
-        answer = Answer(request, lambda: headers_of(trace), self._config.send_timeout_s)
+        trace = Trace(api.name, read_request_id(given_id), given_id or "")
+        answer = Answer(request, api, lambda: headers_of(trace), self._config.send_timeout_s)
         return self._lives.add(Life(trace, answer, self._limits.overridden(request.headers)))
 
     async def _admit(self, request: web.Request, life: Life) -> bytes:
@@ -107,8 +107,8 @@ class HotPath:
         life.ticket = self._admission.ticket(caller_of(request.headers, request.remote))
         return await read_body(request, self._config.receive_timeout_s)
 
-    def _normalize(self, request: web.Request, life: Life, body: bytes) -> None:
-        life.call = life.answer.call = read_call(life.trace.endpoint, body, request.headers)
+    def _normalize(self, request: web.Request, api: Api, life: Life, body: bytes) -> None:
+        life.call = life.answer.call = api.read(body, request.headers)
         life.trace.client_model = life.call.client_model or ""
         life.trace.session_hint = life.call.session_hint
 
@@ -132,7 +132,8 @@ class HotPath:
                     continue
                 assert life.generation is not None
                 try:
-                    return await relay(life.answer, life.generation, life.trace)  # 6. bytes flow as they come
+                    # 6. bytes flow as they come
+                    return await relay(life.answer, life.generation, _begun(life, plan), life.trace)
                 except Leaderless:
                     await self._renew(life)
         except (Unreachable, Broken):
@@ -160,7 +161,7 @@ class HotPath:
         assert life.call is not None
         body = life.call.prompt_body((await self._knowledge.status()).model)
         life.prompt = await self._upstream.prompt(
-            PromptRequest(request_id=life.trace.id, endpoint=life.call.endpoint, body=body),
+            PromptRequest(request_id=life.trace.id, endpoint=life.call.api.endpoint, body=body),
             life.limits.stall_s or None,
         )
         await self._knowledge.catch_up(life.prompt)
@@ -239,13 +240,17 @@ class HotPath:
         )
         life.clock.waits()
         try:
-            stream = await self._upstream.generate(life.call.endpoint, request_id, life.prompt.prompt_id, plan)
+            stream = await self._upstream.generate(life.call.api.endpoint, request_id, life.prompt.prompt_id, plan)
         except Gone as error:
             log.info("request %s is planned again: %s", request_id, error)
             await self._knowledge.refresh()
             return False
         life.generation = Generation(stream, request_id, self._background, life.hearing)
         return True
+
+
+def _begun(life: Life, plan: Plan) -> Begun:
+    return Begun(life.trace.id, life.model, life.trace.prompt_tokens, plan.reuse)
 
 
 def headers_of(trace: Trace) -> dict[str, str]:

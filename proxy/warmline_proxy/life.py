@@ -4,11 +4,11 @@ import asyncio
 from dataclasses import dataclass, field
 
 from warmline_proxy.admission import Ticket
+from warmline_proxy.apis.api import Call
 from warmline_proxy.deadlines import Alarm, Clock, Limits
 from warmline_proxy.errors import ClientError
 from warmline_proxy.generation import Generation, Listener
 from warmline_proxy.mirror import Held
-from warmline_proxy.normalize import Call
 from warmline_proxy.plan import Prompt, Running
 from warmline_proxy.relay import Answer
 from warmline_proxy.trace import Trace

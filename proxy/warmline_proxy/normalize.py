@@ -1,11 +1,7 @@
-"""A client's body, made into what the backend gets.  Values that we don't need are kept as the bytes that came.
-
-Any model name means the served one, and null means absent.
-"""
+"""Reading clients' bodies and headers, for every API: null means absent, and a session's name is a hint, no more."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,52 +13,16 @@ SESSION_HEADERS = ("X-Session-ID", "X-Claude-Code-Session-Id", "X-Litellm-Sessio
 SESSION_FIELDS = ("session_id", "prompt_cache_key")
 RETRY_COUNT_HEADER = "X-Stainless-Retry-Count"
 SESSION_CHARS_MAX = 128
-ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 
-Fields = dict[str, msgspec.Raw]
 _NULL = b"null"
 _RETRY_COUNT = re.compile(r"[0-9]{1,6}")
 
 
-@dataclass(frozen=True)
-class Call:
-    """One generation as the client asked for it."""
-
-    endpoint: str  # "chat" or "completion"
-    fields: Fields  # without nulls
-    client_model: str | None  # as sent; None where absent
-    stream: bool
-    include_usage: bool
-    session_hint: str  # what the client calls the conversation; never proof of anything
-    retry_count: int = 0  # the client's own count of this request's tries
-
-    def prompt_body(self, served_model: str) -> dict[str, Any]:
-        """For POST /kv/prompts: the client's own body, so that its faults are found there."""
-        return {**self.fields, "model": served_model}
-
-
-def read_call(endpoint: str, body: bytes, headers: Mapping[str, str]) -> Call:
-    """Raises ClientError 400 where the body is no JSON object, or `model` no string."""
-    fields = _object(body)
-    model = _optional(fields, "model", object)
-    if model is not None and not isinstance(model, str):
-        raise bad_request("'model' must be a string.", param="model")
-    options = _optional(fields, "stream_options", dict) or {}
-    return Call(
-        endpoint=endpoint,
-        fields=fields,
-        client_model=model,
-        stream=_optional(fields, "stream", bool) is True,
-        include_usage=options.get("include_usage") is True,
-        session_hint=_session_hint(fields, headers),
-        retry_count=int(count) if _RETRY_COUNT.fullmatch(count := headers.get(RETRY_COUNT_HEADER, "")) else 0,
-    )
-
-
-def _object(body: bytes) -> Fields:
+def object_of(body: bytes) -> dict[str, msgspec.Raw]:
+    """A JSON object's fields, without nulls.  Raises ClientError 400."""
     try:
         body.decode()  # Raw values are not checked for UTF-8
-        fields = decode(body, Fields)
+        fields = decode(body, dict[str, msgspec.Raw])
     except msgspec.ValidationError:
         raise bad_request("The body must be a JSON object.") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -70,8 +30,8 @@ def _object(body: bytes) -> Fields:
     return {name: value for name, value in fields.items() if bytes(value) != _NULL}
 
 
-def _optional(fields: Fields, name: str, kind: type) -> Any:
-    """A field's value where it has that type, else None: wrong types are for the backend to refuse."""
+def optional(fields: Mapping[str, msgspec.Raw], name: str, kind: type) -> Any:
+    """A field's value where it has that type, else None.  Raises ClientError 400 where it is no JSON."""
     raw = fields.get(name)
     if raw is None:
         return None
@@ -82,16 +42,21 @@ def _optional(fields: Fields, name: str, kind: type) -> Any:
     return value if isinstance(value, kind) else None
 
 
-def _session_hint(fields: Fields, headers: Mapping[str, str]) -> str:
+def retry_count(headers: Mapping[str, str]) -> int:
+    """How often the client says that it has tried before."""
+    return int(count) if _RETRY_COUNT.fullmatch(count := headers.get(RETRY_COUNT_HEADER, "")) else 0
+
+
+def session_hint(fields: Mapping[str, msgspec.Raw], headers: Mapping[str, str]) -> str:
     for name in SESSION_HEADERS:
         if value := headers.get(name):
-            return _printable(value)
+            return printable(value)
     for name in SESSION_FIELDS:
-        if value := _optional(fields, name, str):
-            return _printable(value)
+        if value := optional(fields, name, str):
+            return printable(value)
     return ""
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Fit for a log line and for JSON."""
     return "".join(letter for letter in text[:SESSION_CHARS_MAX] if letter.isprintable())

@@ -1,4 +1,4 @@
-"""From the backend's events to the client's answer: streamed event by event, or folded into one JSON.
+"""From the backend's events to the client's answer: streamed event by event, or one JSON, in the words of its API.
 
 An error before the first byte is a proper HTTP status.  After content, or after a sign of life, it is an `error` event
 without `[DONE]`, or an aborted connection; never a clean end.
@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from warmline_proxy.apis.api import Api, Begun, Call, Chunk, Encoder
 from warmline_proxy.bodies import send
 from warmline_proxy.errors import ClientError, bad_gateway, from_upstream
 from warmline_proxy.generation import PREFILL, Generation
-from warmline_proxy.normalize import Call
 from warmline_proxy.trace import Trace
 from warmline_proxy.upstream import Discarded, Leaderless, UpstreamError
 from warmline_wire.messages import decode
-from warmline_wire.stream import ChunkFold, Event, comment_event, data_event
+from warmline_wire.stream import Event, comment_event
 
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -31,13 +31,14 @@ JSON_HEADERS = {"Content-Type": "application/json; charset=utf-8"}
 CUT_OFF = "The backend ended its answer early."
 LAST_WORD_TIMEOUT_S = 5.0  # for an error to a client that may not be reading
 
-Chunk = dict[str, msgspec.Raw]
-
 
 class Answer:
     """The client's side of one request: nothing sent, signs of life sent (`begun`), or content sent (`spoken`)."""
 
-    def __init__(self, request: web.Request, headers: Callable[[], Mapping[str, str]], send_timeout_s: float) -> None:
+    def __init__(
+        self, request: web.Request, api: Api, headers: Callable[[], Mapping[str, str]], send_timeout_s: float
+    ) -> None:
+        self._api = api
         self.call: Call | None = None  # before that is known, nothing is sent
         self.spoken = False
         self.ended = False  # nothing more may be written
@@ -96,10 +97,10 @@ class Answer:
         """Raises ConnectionResetError once the connection is aborted: half an answer must not look whole."""
         await self._no_more_beats()
         if not self.begun and not self.ended:
-            return error.response(dict(self._headers()))
+            return error.response(self._api.refusal(error), dict(self._headers()))
         if self.call and self.call.stream and not self.ended:
             self._send_timeout_s = min(self._send_timeout_s, LAST_WORD_TIMEOUT_S)
-            return await self.end(data_event(error.body))
+            return await self.end(self._api.failure(error))
         if self._request.transport:
             self._request.transport.abort()
         raise ConnectionResetError(f"aborted: {error}")
@@ -113,19 +114,20 @@ class Answer:
             self._beats_over = True
 
 
-async def relay(answer: Answer, generation: Generation, trace: Trace) -> web.StreamResponse:
+async def relay(answer: Answer, generation: Generation, begun: Begun, trace: Trace) -> web.StreamResponse:
     """Raises ClientError or UpstreamError where no content was sent; ConnectionResetError where the client has left."""
     assert answer.call is not None
+    encoder = answer.call.api.encoder(answer.call, begun)
     if answer.call.stream:
-        return await _relay_stream(answer, answer.call, generation, trace)
-    return await _relay_json(answer, answer.call, generation, trace)
+        return await _relay_stream(answer, generation, encoder, trace)
+    return await _relay_json(answer, generation, encoder, trace)
 
 
-async def _relay_stream(answer: Answer, call: Call, generation: Generation, trace: Trace) -> web.StreamResponse:
+async def _relay_stream(answer: Answer, generation: Generation, encoder: Encoder, trace: Trace) -> web.StreamResponse:
     try:
         whole = False
         async for event in generation.events():
-            if out := client_event(event, call, trace):
+            if out := _client_event(event, encoder, trace):
                 answer.spoken = answer.spoken or not event.comment
                 await answer.write(out)
             whole = whole or event.data == b"[DONE]"
@@ -139,48 +141,36 @@ async def _relay_stream(answer: Answer, call: Call, generation: Generation, trac
     return await answer.end()
 
 
-async def _relay_json(answer: Answer, call: Call, generation: Generation, trace: Trace) -> web.StreamResponse:
-    fold, whole = ChunkFold(), False
+async def _relay_json(answer: Answer, generation: Generation, encoder: Encoder, trace: Trace) -> web.StreamResponse:
+    whole = False
     async for event in generation.events():
         if event.data == b"[DONE]":
             whole = True
         elif event.data:
-            fold.add(_checked_chunk(event, trace))
+            encoder.chunk(_checked_chunk(event, trace), event.data)
     if not whole:
         raise bad_gateway(CUT_OFF)
-    folded = fold.result()
-    if call.client_model is not None:
-        folded["model"] = call.client_model
-    return await answer.whole(msgspec.json.encode(folded))
+    return await answer.whole(encoder.whole())
 
 
-def client_event(event: Event, call: Call, trace: Trace) -> bytes:
+def _client_event(event: Event, encoder: Encoder, trace: Trace) -> bytes:
     """What of an event the client gets: b"" for nothing.  Raises ClientError for the backend's error event."""
     if event.comment:
         return event.raw if event.comment.startswith(PREFILL) else b""
-    if not event.data or event.data == b"[DONE]":
+    if event.data == b"[DONE]":
+        return encoder.done()
+    if not event.data:
         return event.raw
-    chunk = _parse(event.data, Chunk)
+    return encoder.chunk(_checked_chunk(event, trace), event.data)
+
+
+def _checked_chunk(event: Event, trace: Trace) -> Chunk:
+    chunk: Chunk = _parse(event.data, Chunk)
     if "error" in chunk:
         raise _stream_error(event.data)
     if not trace.ttft_s and _has_content(event.data):
         trace.saw_content()
-    if not call.include_usage and _usage_only(chunk):
-        return b""
-    return data_event(_rewritten(chunk, call).replace(b"\n", b"\ndata: "))  # newlines between JSON's tokens, if any
-
-
-def _rewritten(chunk: Chunk, call: Call) -> bytes:
-    """The chunk under the client's model name; all other values are the bytes that came."""
-    if call.client_model is not None and "model" in chunk:
-        chunk["model"] = msgspec.Raw(msgspec.json.encode(call.client_model))
-    if not call.include_usage:
-        chunk.pop("usage", None)
-    return msgspec.json.encode(chunk)
-
-
-def _usage_only(chunk: Chunk) -> bool:
-    return "usage" in chunk and bytes(chunk.get("choices", b"[]")) == b"[]"
+    return chunk
 
 
 def _has_content(data: bytes) -> bool:
@@ -190,15 +180,6 @@ def _has_content(data: bytes) -> bool:
         if choice.get("text") or choice.get("finish_reason") or any(delta[key] for key in delta if key != "role"):
             return True
     return False
-
-
-def _checked_chunk(event: Event, trace: Trace) -> dict[str, Any]:
-    chunk: dict[str, Any] = _parse(event.data, dict[str, Any])
-    if "error" in chunk:
-        raise _stream_error(event.data)
-    if not trace.ttft_s and _has_content(event.data):
-        trace.saw_content()
-    return chunk
 
 
 def _parse(data: bytes, kind: Any) -> Any:

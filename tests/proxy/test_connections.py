@@ -59,7 +59,7 @@ class Server:
         try:
             return web.json_response({"bytes": len(await read_body(request, self.config.receive_timeout_s))})
         except ClientError as error:
-            return error.response()
+            return error.response(error.body)
         except (asyncio.CancelledError, ConnectionResetError):
             self.over.set()
             raise

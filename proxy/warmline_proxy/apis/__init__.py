@@ -1,0 +1,18 @@
+"""The APIs that clients speak.
+
+Each reads its own bodies into one internal form, OpenAI's chat (or completion) body, and writes the backend's chunks as
+its own events; what lies between knows of one form alone, so all share the cache.
+"""
+
+from warmline_proxy.apis.api import Api
+from warmline_proxy.apis.openai import OpenAI
+
+CHAT = OpenAI("chat")
+COMPLETION = OpenAI("completion")
+
+APIS: dict[str, Api] = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+
+
+def api_at(path: str) -> Api:
+    """The API that a path belongs to, so that a refusal, too, is in words that its client knows; chat where none is."""
+    return APIS.get(path, CHAT)

@@ -1,0 +1,73 @@
+"""What an API is to the rest of the proxy: a reader of bodies and a writer of answers.  No I/O; event loop thread."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from warmline_proxy.errors import ClientError
+
+Fields = dict[str, Any]  # JSON values; what we don't look into stays msgspec.Raw, the bytes that came
+Chunk = dict[str, msgspec.Raw]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One generation as the client asked for it."""
+
+    api: "Api"
+    fields: Fields  # in the internal form, OpenAI's body of the api's `endpoint`, without nulls
+    client_model: str | None  # as sent; None where absent
+    stream: bool
+    session_hint: str  # what the client calls the conversation; never proof of anything
+    retry_count: int = 0  # the client's own count of this request's tries
+    include_usage: bool = False  # in a stream of OpenAI's
+    asked: Any = None  # what the api itself wants to remember of the body, for its answer
+
+    def prompt_body(self, served_model: str) -> Fields:
+        """For POST /kv/prompts, where what is wrong with it is found."""
+        return {**self.fields, "model": served_model}
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What is known of an answer before its first chunk."""
+
+    request_id: str
+    model: str  # the served model's name
+    prompt_tokens: int
+    cached_tokens: int  # of these, planned to be reused
+
+
+class Encoder(Protocol):
+    """One answer on its way to its client.  Gets each chunk of the backend's stream once, in order, whether its client
+    wants a stream or one JSON; both must say the same.
+    """
+
+    def chunk(self, chunk: Chunk, raw: bytes) -> bytes:
+        """What a stream says now, as server-sent events; b"" for nothing.  `raw` is the event as it came."""
+
+    def done(self) -> bytes:
+        """The clean end of a stream."""
+
+    def whole(self) -> bytes:
+        """The answer as one JSON, once all chunks are in."""
+
+
+class Api(Protocol):
+    """One API.  Has no state of its own."""
+
+    name: str  # in records and PERF lines
+    endpoint: str  # of the internal form: "chat" or "completion"
+
+    def read(self, body: bytes, headers: Mapping[str, str]) -> Call:
+        """Raises ClientError 400, in any API's words: `refusal` puts it into this one's."""
+
+    def encoder(self, call: Call, begun: Begun) -> Encoder: ...
+
+    def refusal(self, error: ClientError) -> bytes:
+        """An error's JSON body."""
+
+    def failure(self, error: ClientError) -> bytes:
+        """The server-sent events that end a stream that failed after it began; nothing may follow."""
