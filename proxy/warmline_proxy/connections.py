@@ -132,9 +132,8 @@ class Connection(web.RequestHandler):
         else:
             log.error("%s %s failed", request.method, request.path, exc_info=exc)
             error = ClientError(status, error_body("The proxy failed; its log says why.", "server_error"))
-        response = error.response(
-            error.body, {"Connection": "close"}
-        )  # in words, since HTTP/1.0 is what garbage is taken for
+        # In words, since HTTP/1.0 is what garbage is taken for.
+        response = error.response(error.body, {"Connection": "close"})
         response.force_close()
         return response
 
