@@ -40,6 +40,7 @@ class Answer:
     ) -> None:
         self._api = api
         self.call: Call | None = None  # before that is known, nothing is sent
+        self.encoder: Encoder | None = None  # once content may come
         self.spoken = False
         self.ended = False  # nothing more may be written
         self.said_at = time.monotonic()  # when the client last got a byte, or came
@@ -100,7 +101,7 @@ class Answer:
             return error.response(self._api.refusal(error), dict(self._headers()))
         if self.call and self.call.stream and not self.ended:
             self._send_timeout_s = min(self._send_timeout_s, LAST_WORD_TIMEOUT_S)
-            return await self.end(self._api.failure(error))
+            return await self.end((self.encoder or self._api).failure(error))
         if self._request.transport:
             self._request.transport.abort()
         raise ConnectionResetError(f"aborted: {error}")
@@ -117,7 +118,7 @@ class Answer:
 async def relay(answer: Answer, generation: Generation, begun: Begun, trace: Trace) -> web.StreamResponse:
     """Raises ClientError or UpstreamError where no content was sent; ConnectionResetError where the client has left."""
     assert answer.call is not None
-    encoder = answer.call.api.encoder(answer.call, begun)
+    encoder = answer.encoder = answer.call.api.encoder(answer.call, begun)
     if answer.call.stream:
         return await _relay_stream(answer, generation, encoder, trace)
     return await _relay_json(answer, generation, encoder, trace)

@@ -54,6 +54,9 @@ class Encoder(Protocol):
     def whole(self) -> bytes:
         """The answer as one JSON, once all chunks are in."""
 
+    def failure(self, error: ClientError) -> bytes:
+        """As the api's, for a stream in which this answer has begun."""
+
 
 class Api(Protocol):
     """One API.  Has no state of its own."""
@@ -70,4 +73,4 @@ class Api(Protocol):
         """An error's JSON body."""
 
     def failure(self, error: ClientError) -> bytes:
-        """The server-sent events that end a stream that failed after it began; nothing may follow."""
+        """The server-sent events that end a stream that failed after its headers, but before its answer began."""

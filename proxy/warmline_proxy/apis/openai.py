@@ -67,6 +67,9 @@ class _Encoder:
             folded["model"] = self._call.client_model
         return msgspec.json.encode(folded)
 
+    def failure(self, error: ClientError) -> bytes:
+        return data_event(error.body)
+
     def _rewritten(self, chunk: Chunk) -> bytes:
         """The chunk under the client's model name; all other values are the bytes that came."""
         if self._call.client_model is not None and "model" in chunk:
