@@ -22,6 +22,7 @@ HEADER_CHECKPOINTS = "X-Warmline-Checkpoints"  # "120,800": positions at which r
 HEADER_BACKGROUND = "X-Warmline-Background"  # "1": computed only while nobody else wants the engine; leaves nothing
 # Response headers, from the proxy to its client.
 HEADER_CACHE = "X-Warmline-Cache"  # "resident 812", "restored 812", "shared 812" or "cold 0"
+HEADER_STABILIZED = "X-Warmline-Stabilized"  # "times=2, ids=1": what was evened out at the top of the prompt
 
 # Request headers, from a client to the proxy: its own deadlines in seconds, and its own name for the request.
 HEADER_CONNECT_TIMEOUT = "X-Warmline-Connect-Timeout"

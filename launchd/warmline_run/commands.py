@@ -52,6 +52,7 @@ PROXY_SETTINGS = (
     "heartbeat_after_s",
     "on_disconnect",
     "partial_save_tokens",
+    "stabilize",
     "drain_timeout_s",
     "log_level",
 )

@@ -16,6 +16,7 @@ DEMO_MODEL = "demo"
 REUSE = ("fast", "exact", "off")
 ON_DISCONNECT = ("stop", "finish-prefill")
 GARBAGE_GUARD = ("off", "observe")
+STABILIZE = ("times", "dates", "ids", "billing", "tool-order")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 STEP_AUTO = "auto"
 STEP_TOKENS_MAX = 65536
@@ -131,6 +132,17 @@ def step_size(raw: object) -> Value:
         return whole(1, STEP_TOKENS_MAX)(raw)
     except ValueError as error:
         raise ValueError(f"{error}, or {STEP_AUTO}") from None
+
+
+def rules(raw: object) -> str:
+    """Names out of `STABILIZE`, separated by commas in text, or as a TOML array; "" for none."""
+    given = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise ValueError(f"expected some of {', '.join(STABILIZE)}")
+    names = [name.strip() for name in given if name.strip()]
+    if not set(names) <= set(STABILIZE):
+        raise ValueError(f"expected some of {', '.join(STABILIZE)}, separated by commas")
+    return ",".join(dict.fromkeys(names))
 
 
 def json_object(raw: object) -> str:
@@ -299,6 +311,13 @@ SETTINGS: dict[str, Setting] = {
             whole(0, 10_000_000),
             "TOKENS",
             "save a running prefill every so many tokens; 0: only at its end",
+        ),
+        Setting(
+            "stabilize",
+            "",
+            rules,
+            "RULES",
+            f"replace what changes at the top of prompts and means nothing: some of {', '.join(STABILIZE)}",
         ),
         Setting("drain_timeout_s", 30.0, seconds, "S", "what running requests get to finish at a stop"),
         Setting("log_level", "info", one_of(*LOG_LEVELS), "LEVEL", "debug, info, warning or error"),

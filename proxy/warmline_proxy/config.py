@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+from warmline_proxy.hygiene.stabilize import RULES
 from warmline_wire.flags import GB, gigabytes
 from warmline_wire.home import Home
 from warmline_wire.lines import say
@@ -54,6 +55,7 @@ class Config:
     running_count_max: int = 16
     log_level: str = "info"
     client_key: str = ""
+    stabilize: str = ""  # of hygiene.stabilize.RULES, separated by commas: what is evened out at the top of prompts
     # Deadlines; 0: none.  A request may shorten or lengthen its own by header.
     connect_timeout_s: float = 60.0  # how long a request waits for a backend that starts, or is started again
     queue_timeout_s: float = 0.0
@@ -86,6 +88,8 @@ class Config:
             raise ConfigError(f"--audit-tolerance {self.audit_tolerance}: expected a difference in nats, 0 or more")
         if self.on_disconnect not in ON_DISCONNECT:
             raise ConfigError(f"--on-disconnect {self.on_disconnect}: expected {' or '.join(ON_DISCONNECT)}")
+        if unknown := set(self.stabilize_rules) - set(RULES):
+            raise ConfigError(f"--stabilize {', '.join(sorted(unknown))}: expected some of {', '.join(RULES)}")
         for name in SECONDS:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)}: expected a number of seconds, 0 or more")
@@ -94,6 +98,10 @@ class Config:
                 raise ConfigError(f"{_flag(name)} 0: expected more than 0")
         if self.partial_save_tokens < 0 or self.connections_max < 1:
             raise ConfigError("--partial-save-tokens must be at least 0 and --connections-max at least 1")
+
+    @property
+    def stabilize_rules(self) -> tuple[str, ...]:
+        return tuple(filter(None, self.stabilize.split(",")))
 
 
 def is_loopback(host: str) -> bool:
@@ -130,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--on-disconnect", choices=ON_DISCONNECT, default=Config.on_disconnect)
     parser.add_argument("--partial-save-tokens", type=int, default=Config.partial_save_tokens)
     parser.add_argument("--connections-max", type=int, default=Config.connections_max)
+    parser.add_argument("--stabilize", default="")
     for name in SECONDS:
         parser.add_argument(_flag(name), type=float, default=getattr(Config, name))
     parser.add_argument("--log-level", choices=LOG_LEVELS, default=Config.log_level)
@@ -158,6 +167,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         on_disconnect=flags.on_disconnect,
         partial_save_tokens=flags.partial_save_tokens,
         connections_max=flags.connections_max,
+        stabilize=flags.stabilize,
         **{name: getattr(flags, name) for name in SECONDS},
         log_level=flags.log_level,
         client_key=environment.get(CLIENT_KEY_VARIABLE, ""),

@@ -4,11 +4,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from aiohttp import web
 
 from warmline_proxy.admission import Admission, caller_of
-from warmline_proxy.apis.api import Api, Begun
+from warmline_proxy.apis.api import Api, Begun, Call
 from warmline_proxy.background import Background, wait_for_events
 from warmline_proxy.bodies import read_body
 from warmline_proxy.config import Config
@@ -18,6 +19,8 @@ from warmline_proxy.errors import ClientError, cancelled, from_upstream, unavail
 from warmline_proxy.generation import Generation
 from warmline_proxy.guard import Guard
 from warmline_proxy.hearing import Hearing
+from warmline_proxy.hygiene.heads import Heads, head_of
+from warmline_proxy.hygiene.stabilize import stabilized
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
@@ -29,7 +32,7 @@ from warmline_proxy.trace import Trace, read_request_id
 from warmline_proxy.upstream import Broken, Gone, Leaderless, Unreachable, Upstream, UpstreamError, dispatching
 from warmline_proxy.watchdog import Watchdog
 from warmline_wire.keys import BLOCK_TOKENS, namespace
-from warmline_wire.messages import HEADER_CACHE, HEADER_REQUEST, PromptRequest
+from warmline_wire.messages import HEADER_CACHE, HEADER_REQUEST, HEADER_STABILIZED, PromptRequest
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +76,7 @@ class HotPath:
         self._settler = settler
         self._ending = ending
         self._background = background
+        self._heads = Heads()
 
     async def answer(self, request: web.Request, api: Api) -> web.StreamResponse:
         life = self._begin(request, api)
@@ -109,8 +113,18 @@ class HotPath:
 
     def _normalize(self, request: web.Request, api: Api, life: Life, body: bytes) -> None:
         life.call = life.answer.call = api.read(body, request.headers)
+        if self._config.stabilize:
+            self._stabilize(life, life.call)
         life.trace.client_model = life.call.client_model or ""
         life.trace.session_hint = life.call.session_hint
+
+    def _stabilize(self, life: Life, call: Call) -> None:
+        """Rules that somebody asked for; what they did is told to everybody."""
+        fields, counts = stabilized(call.fields, self._config.stabilize_rules)
+        life.call = life.answer.call = replace(call, fields=fields)
+        life.trace.stabilized = ", ".join(f"{rule}={count}" for rule, count in sorted(counts.items()))
+        if counts:
+            log.info("request %s: evened out at the top of its prompt: %s", life.trace.id, life.trace.stabilized)
 
     async def _dispatch(self, life: Life) -> web.StreamResponse:
         """One try.  Raises Unreachable, Broken or Discarded, with no content sent, where the backend was lost."""
@@ -196,8 +210,16 @@ class HotPath:
             await self._await_leavers(life)
             await self._await_savers(life)
             plan = await self._starter.start(life, running)
-        life.trace.plan = plan
+        life.trace.plan = plan = self._with_cause(life, plan)
         return plan
+
+    def _with_cause(self, life: Life, plan: Plan) -> Plan:
+        """Where a prompt parts from all others in its head, what of that its client changes for nothing."""
+        assert life.call is not None and life.prompt is not None
+        head, head_tokens = head_of(life.call.fields), next(iter(life.prompt.boundaries), 0)
+        cause = self._heads.why_new(head) if plan.parts_at is not None and plan.parts_at < head_tokens else ""
+        self._heads.add(head)
+        return replace(plan, why_not_warmer=f"{plan.why_not_warmer}: {cause}") if cause else plan
 
     async def _supersede(self, life: Life) -> None:
         """Its client has given up an earlier try whose connection is not known to be dead yet.
@@ -255,4 +277,5 @@ def _begun(life: Life, plan: Plan) -> Begun:
 
 def headers_of(trace: Trace) -> dict[str, str]:
     cache = {HEADER_CACHE: trace.cache_header()} if trace.plan else {}
-    return {HEADER_REQUEST: trace.id, **cache}
+    stabilized = {HEADER_STABILIZED: trace.stabilized} if trace.stabilized else {}
+    return {HEADER_REQUEST: trace.id, **cache, **stabilized}

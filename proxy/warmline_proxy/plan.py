@@ -88,6 +88,7 @@ class Plan:
     chain: tuple[SegmentRef, ...] = ()
     checkpoint: CheckpointRef | None = None
     checkpoints: tuple[int, ...] = ()  # where to keep recurrent state while prefilling
+    parts_at: int | None = None  # the token from which on the prompt differs from all that is known
 
     @property
     def files(self) -> list[str]:
@@ -115,16 +116,18 @@ def decide(
     _, start = min(timed, key=lambda pair: (pair[0], -pair[1].reuse))
     if leader := _leader(running, start.reuse, limit, grid, costs):
         start = _Start(SHARED, _reach(leader, limit, grid), follow=leader.request_id)
+    known = _known(start, prompt, residents, match)
     return Plan(
         source=start.source,
         reuse=start.reuse,
-        why_not_warmer=_why(start, starts, prompt, residents, match, layout),
+        why_not_warmer=_why(start, starts, prompt, known, layout),
         resident=start.resident,
         follow=start.follow,
         keep=start.keep,
         chain=start.chain,
         checkpoint=start.checkpoint,
         checkpoints=_checkpoints(prompt, start.reuse, layout, checkpoint_gap_max),
+        parts_at=known.until if known.differs else None,
     )
 
 
@@ -301,8 +304,7 @@ def _why(
     start: _Start,
     starts: Sequence[_Start | None],
     prompt: Prompt,
-    residents: Sequence[Candidate],
-    match: Match,
+    known: "_Known",
     layout: Layout | None,
 ) -> str:
     limit, grid = prompt.tokens - 1, _grid(layout)
@@ -317,7 +319,6 @@ def _why(
         return f"not persistent: {layout.why_not}" if layout.why_not else "not persistent"
     if grid and on_grid(limit, grid) <= start.reuse:
         return _grid_why(grid)
-    known = _known(start, prompt, residents, match)
     if _continues_at_places(layout) and start.reuse < on_grid(known.until, grid):
         return f"{known.why}; no checkpoint after token {start.reuse}"
     return f"{known.why}; {_grid_why(grid)}" if grid else known.why

@@ -41,6 +41,7 @@ class Trace:
     began: float = field(default_factory=time.monotonic)
     client_model: str = ""
     session_hint: str = ""
+    stabilized: str = ""  # "times=2, ids=1": what was evened out at the top of its prompt
     session: str = ""
     outcome: str = ""
     error: str = ""

@@ -138,6 +138,19 @@ def test_each_process_takes_the_flags_that_it_is_given(tmp_path: Path) -> None:
     assert given.drain_timeout_s == 7.5
 
 
+def test_rules_are_names_in_a_list_and_reach_the_proxy(tmp_path: Path) -> None:
+    for config in (
+        configured(tmp_path, stabilize=" times, tool-order,times"),
+        configured(tmp_path, 'stabilize = ["times", "tool-order"]'),
+    ):
+        proxy = parse_proxy(commands.proxy(config, {}).arguments[4:], {})
+        assert proxy.stabilize_rules == ("times", "tool-order")
+    assert parse_proxy(commands.proxy(configured(tmp_path), {}).arguments[4:], {}).stabilize_rules == ()
+    for wrong in ('stabilize = "clocks"', "stabilize = 3", "stabilize = [1]"):
+        with pytest.raises(ConfigurationError, match=r"stabilize .*expected some of times, dates, ids"):
+            configured(tmp_path, wrong)
+
+
 def test_template_arguments_are_json_or_a_table_and_reach_the_backend(tmp_path: Path) -> None:
     expected = {"enable_thinking": False, "reasoning_effort": None, "greeting": "grüß"}
     given = '{"enable_thinking": false, "reasoning_effort": null, "greeting": "grüß"}'

@@ -1,0 +1,132 @@
+"""A prompt's head, all that stands before the first message that talks, and what two heads differ in."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from warmline_proxy.hygiene.volatile import volatile_spans
+
+HEADS_KEPT_MAX = 64
+HEAD_CHARS_MAX = 1 << 20  # a longer one is not looked into
+INSTRUCTING = ("system", "developer")
+
+
+@dataclass(frozen=True)
+class Head:
+    """System texts, joined by blank lines, and tools as canonical JSON, in their order."""
+
+    system: str
+    tools: tuple[bytes, ...]
+
+
+def head_of(fields: Mapping[str, Any]) -> Head:
+    """The head of a chat body; what is malformed in it is left out, for the backend refuses it anyway."""
+    system = []
+    for message in decoded(fields.get("messages")) or ():
+        if not isinstance(message, dict) or message.get("role") not in INSTRUCTING:
+            break
+        system.append("\n".join(texts_of(message.get("content"))))
+    tools = decoded(fields.get("tools")) or ()
+    return Head(
+        "\n\n".join(system)[:HEAD_CHARS_MAX],
+        tuple(msgspec.json.encode(tool, order="sorted") for tool in tools if isinstance(tool, dict)),
+    )
+
+
+def decoded(value: Any) -> Any:
+    """A field's value, or None where it is no JSON; lists alone are of interest here."""
+    if isinstance(value, msgspec.Raw):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError):
+            return None
+    return value if isinstance(value, list) else None
+
+
+def texts_of(content: Any) -> list[str]:
+    """A message's text, as a string or as parts."""
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list) else []
+    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+
+
+def what_changed(old: Head, new: Head) -> str:
+    """Why two heads that could be one are not: "a time in line 3 of the system text is new"; "" where they should.
+
+    Pure.
+    """
+    changes = [_tools_changed(old.tools, new.tools), _system_changed(old.system, new.system)]
+    return " and ".join(filter(None, changes))
+
+
+def _tools_changed(old: tuple[bytes, ...], new: tuple[bytes, ...]) -> str:
+    if old == new or not old or not new:
+        return ""
+    if Counter(old) == Counter(new):
+        return "the tools come in another order"
+    gone, come = _names(Counter(old) - Counter(new)), _names(Counter(new) - Counter(old))
+    changed = sorted(gone & come)
+    told = [("changed", changed), ("new", sorted(come - gone)), ("gone", sorted(gone - come))]
+    return "tools: " + "; ".join(f"{', '.join(names)} {what}" for what, names in told if names)
+
+
+def _names(tools: Counter[bytes]) -> set[str]:
+    return {_name(tool) for tool in tools}
+
+
+def _name(tool: bytes) -> str:
+    function = msgspec.json.decode(tool).get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return "".join(letter for letter in str(name)[:40] if letter.isprintable())
+
+
+def _system_changed(old: str, new: str) -> str:
+    at = common_chars(old, new)
+    if at == len(old) == len(new):
+        return ""
+    spans = (span for span in volatile_spans(new) if span.start <= at <= span.end)
+    before = [(span.start, span.rule) for span in volatile_spans(old) if span.start <= at <= span.end]
+    span = next((span for span in spans if (span.start, span.rule) in before), None)
+    if span is None:
+        return ""
+    return f"{span.what} in line {new.count(chr(10), 0, span.start) + 1} of the system text is new"
+
+
+def common_chars(a: str, b: str) -> int:
+    """How many leading characters two strings share, by halves: slices compare at memory speed."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class Heads:
+    """The last heads that were seen.  Event loop thread."""
+
+    def __init__(self) -> None:
+        self._heads: OrderedDict[Head, None] = OrderedDict()
+
+    def add(self, head: Head) -> None:
+        self._heads[head] = None
+        self._heads.move_to_end(head)
+        while len(self._heads) > HEADS_KEPT_MAX:
+            self._heads.popitem(last=False)
+
+    def why_new(self, head: Head) -> str:
+        """What tells it from the most similar earlier one, where that is not what it is about; else ""."""
+        if head in self._heads:
+            return ""
+        alike = max(self._heads, key=lambda each: _likeness(each, head), default=None)
+        return what_changed(alike, head) if alike is not None else ""
+
+
+def _likeness(a: Head, b: Head) -> tuple[int, int]:
+    return len(set(a.tools) & set(b.tools)), common_chars(a.system, b.system)

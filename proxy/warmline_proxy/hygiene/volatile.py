@@ -1,0 +1,92 @@
+"""What in a text is likely to be another in the next request: times, dates, random ids.  Pure.
+
+span       says                         a rule rewrites it to
+times      2026-11-28T14:22:33Z, 14:22  the date, where there is one, and [time]
+dates      2026-11-28, Nov 28, 2026     [date]
+ids        UUIDs, hashes, req_8Fk2...   [id]
+billing    a client's own header line   nothing
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+TIMES, DATES, IDS, BILLING = "times", "dates", "ids", "billing"
+ID_CHARS_MIN = 16  # of digits and letters mixed: shorter ones are versions, model names, colours
+
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
+_DAY = r"(?:0?[1-9]|[12]\d|3[01])"
+_ISO_DATE = r"(?:19|20)\d\d-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])"
+_CLOCK = r"(?:[01]?\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:[.,]\d{1,9})?)?"
+_ZONE = r"(?:\s?(?:Z|UTC|GMT|[+-]\d\d:?\d\d)\b)?"
+_SLASHED = r"(?:0?[1-9]|[12]\d|3[01])[/.](?:0?[1-9]|[12]\d|3[01])[/.](?:19|20)\d\d"
+_ID = rf"(?=[A-Za-z0-9]*\d)(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]{{{ID_CHARS_MIN},64}}"
+_HEX = rf"(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{{{ID_CHARS_MIN},128}}"
+
+# Alternatives are tried in this order at each place; the first that fits is what it is.
+_PATTERN = re.compile(
+    rf"""
+      (?P<billing> ^ x-anthropic-billing-header: [^\n]* \n? )
+    | (?P<stamp>   \b (?P<day> {_ISO_DATE} ) [T_\ ] {_CLOCK} {_ZONE} )
+    | (?P<clock>   (?<![\d:.]) {_CLOCK} (?: \s? [AaPp]\.?[Mm]\b\.? )? {_ZONE} (?![\d:]) )
+    | (?P<epoch>   (?<![\w.]) 1[5-9]\d{{8}} (?: \d{{3}} | \.\d{{1,9}} )? (?![\w.]) )
+    | (?P<date>    \b (?: {_ISO_DATE} | {_MONTH}\ {_DAY}(?:st|nd|rd|th)?,?\ (?:19|20)\d\d
+                     | {_DAY}\ {_MONTH}\ (?:19|20)\d\d | {_SLASHED} ) \b )
+    | (?P<uuid>    \b [0-9a-fA-F]{{8}}-[0-9a-fA-F]{{4}}-[0-9a-fA-F]{{4}}-[0-9a-fA-F]{{4}}-[0-9a-fA-F]{{12}} \b )
+    | (?P<hash>    \b {_HEX} \b )
+    | (?P<named>   \b [a-z]{{2,12}} [_-] {_ID} \b )
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
+_KINDS = {
+    "billing": (BILLING, "a billing header"),
+    "stamp": (TIMES, "a time"),
+    "clock": (TIMES, "a time of day"),
+    "epoch": (TIMES, "a Unix time"),
+    "date": (DATES, "a date"),
+    "uuid": (IDS, "a UUID"),
+    "hash": (IDS, "a hash or random id"),
+    "named": (IDS, "a random id"),
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """text[start:end] is likely to change; `what` says it to people, without the text itself."""
+
+    start: int
+    end: int
+    rule: str  # TIMES, DATES, IDS or BILLING
+    what: str
+    steady: str  # what a rule puts in its place
+
+
+def volatile_spans(text: str) -> Iterator[Span]:
+    """Ascending, without overlaps."""
+    for match in _PATTERN.finditer(text):
+        rule, what = _KINDS[_group_of(match)]
+        yield Span(match.start(), match.end(), rule, what, _steady(rule, match))
+
+
+def steadied(text: str, rules: Collection[str]) -> tuple[str, Counter[str]]:
+    """The text with what these rules are for replaced, and how often each replaced something."""
+    parts, at, counts = [], 0, Counter[str]()
+    for span in volatile_spans(text):
+        if span.rule in rules:
+            parts += [text[at : span.start], span.steady]
+            at = span.end
+            counts[span.rule] += 1
+    return "".join([*parts, text[at:]]), counts
+
+
+def _group_of(match: re.Match[str]) -> str:
+    return next(name for name in _KINDS if match[name] is not None)
+
+
+def _steady(rule: str, match: re.Match[str]) -> str:
+    if rule == BILLING:
+        return ""
+    if match["stamp"]:
+        return f"{match['day']} [time]"
+    return {TIMES: "[time]", DATES: "[date]", IDS: "[id]"}[rule]

@@ -1,0 +1,145 @@
+"""What changes at the top of prompts: found, named, and evened out."""
+
+import msgspec
+import pytest
+
+from warmline_proxy.hygiene.heads import Head, Heads, head_of, what_changed
+from warmline_proxy.hygiene.stabilize import RULES, TOOL_ORDER, stabilized
+from warmline_proxy.hygiene.volatile import BILLING, DATES, IDS, TIMES, steadied, volatile_spans
+
+UUID = "3f2b8c1e-9a4d-4c7e-8f10-2b6d5e7a9c33"
+
+
+def tool(name: str, **parameters: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "steady"),
+    [
+        ("now 2026-11-28T14:22:33Z.", "a time", "now 2026-11-28 [time]."),
+        ("now 2026-11-28 14:22:33.123+01:00,", "a time", "now 2026-11-28 [time],"),
+        ("it is 14:22:33 here", "a time of day", "it is [time] here"),
+        ("it is 9:05 PM here", "a time of day", "it is [time] here"),
+        ("started 1795875753.25 s", "a Unix time", "started [time] s"),
+        ("Today is 2026-11-28.", "a date", "Today is [date]."),
+        ("Saturday, November 28, 2026", "a date", "Saturday, [date]"),
+        ("on 28 Nov 2026", "a date", "on [date]"),
+        ("on 11/28/2026", "a date", "on [date]"),
+        (f"session {UUID} open", "a UUID", "session [id] open"),
+        ("commit 9fceb02d0ae598e95dc970b74767f19372d61af8", "a hash or random id", "commit [id]"),
+        ("run req_8FkQ2mZp4LtX9aBc7Yd1", "a random id", "run [id]"),
+        ("x-anthropic-billing-header: cc_version=2.1; cch=3f2b8;\nYou are", "a billing header", "You are"),
+    ],
+)
+def test_what_changes_from_request_to_request_is_found(text: str, what: str, steady: str) -> None:
+    assert [span.what for span in volatile_spans(text)] == [what]
+    assert steadied(text, RULES)[0] == steady
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ratio 16:9 or 3:2, python 3.11.7, port 8026, see chapter 10:400",
+        "claude-opus-4-5-20251101 and gpt-5 and qwen3-coder-480b",
+        "the colour #a1b2c3, sha 9fceb02, byte 0x1f, deadbeefdeadbeefdead",
+        "call 555-1234 at room 12/2024, snake_case_names_that_are_quite_long, a number 1234567890123456",
+    ],
+)
+def test_what_stays_is_left_alone(text: str) -> None:
+    assert [text[span.start : span.end] for span in volatile_spans(text)] == []
+
+
+def test_a_rule_touches_only_what_it_is_for() -> None:
+    text = f"{UUID} at 14:22 on 2026-11-28"
+    assert steadied(text, [TIMES]) == (f"{UUID} at [time] on 2026-11-28", {TIMES: 1})
+    assert steadied(text, [DATES, IDS]) == ("[id] at 14:22 on [date]", {DATES: 1, IDS: 1})
+    assert steadied(text, []) == (text, {})
+    assert steadied("x-anthropic-billing-header: a\nb", [BILLING]) == ("b", {BILLING: 1})
+
+
+def test_a_large_text_costs_little_whatever_is_in_it() -> None:
+    for text in ("a-" * 200_000, "0" * 400_000, "f" * 400_000, "1:" * 200_000, "ab_" + "A" * 400_000):
+        assert steadied(text, RULES)[0] == text
+
+
+def test_a_head_is_what_stands_before_the_talk_and_tools() -> None:
+    messages = [
+        {"role": "system", "content": "one"},
+        {"role": "developer", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": "three"}]},
+        {"role": "user", "content": "hi"},
+        {"role": "system", "content": "late"},
+    ]
+    fields = {"messages": msgspec.Raw(msgspec.json.encode(messages)), "tools": [tool("a")]}
+    head = head_of(fields)
+    assert head.system == "one\n\ntwo\nthree" and len(head.tools) == 1
+    assert head_of({"messages": messages, "tools": [tool("a")]}) == head
+    for broken in ({}, {"messages": msgspec.Raw(b'"x"')}, {"messages": [1]}, {"tools": [2], "messages": None}):
+        assert head_of(broken) == Head("", ())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("It is 14:22:33.", "It is 14:25:01.", "a time of day in line 1 of the system text is new"),
+        (
+            "You.\nNow 2026-11-28T14:22:33Z",
+            "You.\nNow 2026-11-28T14:25:01Z",
+            "a time in line 2 of the system text is new",
+        ),
+        (f"a {UUID} b", f"a {UUID.replace('3', '4')} b", "a UUID in line 1 of the system text is new"),
+        ("You are brief.", "You are long.", ""),
+        ("It is 14:22, be brief", "It is 14:22, be long", ""),
+        ("same", "same", ""),
+    ],
+)
+def test_what_changed_in_a_system_text_is_named_where_it_means_nothing(old: str, new: str, why: str) -> None:
+    assert what_changed(Head(old, ()), Head(new, ())) == why
+
+
+def test_what_changed_in_tools_is_named() -> None:
+    def head(*tools: dict[str, object]) -> Head:
+        return head_of({"messages": [], "tools": list(tools)})
+
+    a, b, other_a = tool("a"), tool("b"), tool("a", type="object")
+    assert what_changed(head(a, b), head(b, a)) == "the tools come in another order"
+    assert what_changed(head(a), head(other_a)) == "tools: a changed"
+    assert what_changed(head(a), head(a, b)) == "tools: b new"
+    assert what_changed(head(a, b), head(a)) == "tools: b gone"
+    assert what_changed(head(), head(a)) == ""
+
+
+def test_a_new_head_is_compared_with_the_most_similar_of_the_last_ones() -> None:
+    heads = Heads()
+    assert heads.why_new(Head("It is 14:22.", ())) == ""
+    heads.add(Head("It is 14:22.", ()))
+    heads.add(Head("You are a title writer.", ()))
+    assert heads.why_new(Head("It is 14:23.", ())) == "a time of day in line 1 of the system text is new"
+    assert heads.why_new(Head("It is 14:22.", ())) == ""
+    for number in range(100):
+        heads.add(Head(f"agent {number}", ()))
+    assert heads.why_new(Head("It is 14:23.", ())) == ""
+
+
+def test_rules_even_out_the_head_and_nothing_else() -> None:
+    talk = {"role": "user", "content": f"at 14:22 {UUID}"}
+    body = {
+        "messages": [{"role": "system", "content": [{"type": "text", "text": "It is 14:22."}]}, talk],
+        "tools": [tool("b"), tool("a")],
+        "temperature": 1,
+    }
+    raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()}
+    for given in (body, raw):
+        steady, counts = stabilized(given, RULES)
+        read = msgspec.json.decode(msgspec.json.encode(steady))
+        assert read["messages"] == [{"role": "system", "content": [{"type": "text", "text": "It is [time]."}]}, talk]
+        assert read["tools"] == [tool("a"), tool("b")] and read["temperature"] == 1
+        assert counts == {TIMES: 1, TOOL_ORDER: 1}
+        assert stabilized(steady, RULES) == (steady, {})
+    assert body["messages"][0]["content"][0]["text"] == "It is 14:22.", "the client's own body is left as it is"
+
+
+def test_a_body_that_needs_no_rule_stays_the_very_same() -> None:
+    for body in ({"messages": [{"role": "system", "content": "Be brief."}]}, {"messages": 3}, {"prompt": "14:22"}):
+        steady, counts = stabilized(body, RULES)
+        assert steady is body and not counts
