@@ -1,0 +1,236 @@
+"""OpenAI's Responses.  Nothing is stored: who goes on sends the whole conversation again, which costs a warm prefill."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from warmline_proxy.apis.api import Begun, Call, Chunk, Fields
+from warmline_proxy.apis.heard import hear
+from warmline_proxy.apis.responses_answer import Answering, Asked
+from warmline_proxy.apis.responses_items import read_input
+from warmline_proxy.apis.responses_tools import Object, Toolbox, choose, read_tools
+from warmline_proxy.errors import ClientError, bad_request
+from warmline_proxy.normalize import object_of, retry_count, session_hint
+from warmline_wire.messages import ErrorBody, ErrorReply, decode, message_in
+from warmline_wire.stream import data_event
+
+# Chat's fields that mean the same here; what is wrong with them is the backend's to say.
+PASSED = ("temperature", "top_p", "parallel_tool_calls", "user", "metadata")
+# And those that OpenAI's Responses doesn't have, but whoever writes to a server like this one may want.
+PASSED_EXTRAS = (
+    *("top_k", "min_p", "seed", "stop", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("repetition_context_size", "ignore_eos", "chat_template_kwargs", "thinking", "cache_prompt"),
+)
+LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
+SERVER_ERROR = "server_error"
+
+
+class Responses:
+    """An apis.Api."""
+
+    name = "responses"
+    endpoint = "chat"
+
+    def read(self, body: bytes, headers: Mapping[str, str]) -> Call:
+        raw = object_of(body)
+        fields = _values(raw)
+        _refuse_stored(fields)
+        if not isinstance(model := fields.get("model"), str | None):
+            raise bad_request("'model' must be a string.", param="model")
+        messages = read_input(fields.get("instructions"), fields.get("input"))
+        toolbox = read_tools(_all_tools(fields))
+        choice, toolbox = choose(fields.get("tool_choice"), toolbox)
+        return Call(
+            api=self,
+            fields={"messages": messages, **_tool_fields(fields, choice, toolbox), **_options(fields)},
+            client_model=model,
+            stream=fields.get("stream") is True,
+            session_hint=session_hint(raw, headers),
+            retry_count=retry_count(headers),
+            asked=_asked(fields, toolbox),
+        )
+
+    def encoder(self, call: Call, begun: Begun) -> "_Encoder":
+        model = begun.model if call.client_model is None else call.client_model
+        return _Encoder(Answering(call.asked, begun, model), call.stream)
+
+    def refusal(self, error: ClientError) -> bytes:
+        return error.body
+
+    def failure(self, error: ClientError) -> bytes:
+        """Told twice: OpenAI's SDK raises for `error`, others read the event's own fields."""
+        said = _said(error)
+        told = {"code": said.code or SERVER_ERROR, "message": said.message, "param": said.param}
+        return _sse([{"type": "error", "sequence_number": 0, **told, "error": {"type": said.type, **told}}])
+
+
+class _Encoder:
+    """An apis.Encoder."""
+
+    def __init__(self, answering: Answering, stream: bool) -> None:
+        self._answering, self._stream = answering, stream
+
+    def chunk(self, chunk: Chunk, raw: bytes) -> bytes:
+        return self._told(self._answering.chunk(hear(raw)))
+
+    def done(self) -> bytes:
+        return self._told(self._answering.end())
+
+    def whole(self) -> bytes:
+        self._told(self._answering.end())
+        return msgspec.json.encode(self._answering.result())
+
+    def failure(self, error: ClientError) -> bytes:
+        said = _said(error)
+        return _sse(self._answering.fail(said.code or SERVER_ERROR, said.message))
+
+    def _told(self, events: Iterable[Object]) -> bytes:
+        return _sse(events) if self._stream else _unheard(events)
+
+
+def _said(error: ClientError) -> ErrorBody:
+    try:
+        return decode(error.body, ErrorReply).error
+    except msgspec.DecodeError:  # passed on from elsewhere
+        return ErrorBody(message=message_in(error.body), type=SERVER_ERROR)
+
+
+def _unheard(events: Iterable[Object]) -> bytes:
+    """What a stream would say, run through for what it leaves."""
+    for _ in events:
+        pass
+    return b""
+
+
+def _sse(events: Iterable[Object]) -> bytes:
+    return b"".join(data_event(msgspec.json.encode(event), event["type"]) for event in events)
+
+
+# ---- reading
+
+
+def _values(raw: Mapping[str, msgspec.Raw]) -> Fields:
+    try:
+        return {name: msgspec.json.decode(value) for name, value in raw.items()}
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
+
+
+def _refuse_stored(fields: Fields) -> None:
+    for name in ("previous_response_id", "conversation"):
+        if fields.get(name) is not None:
+            raise bad_request(
+                f"'{name}' can't be used: no responses are stored here.  Send the whole conversation as 'input', with "
+                "the items of earlier answers in it; what was computed of it is reused.",
+                code="previous_response_not_found" if name == "previous_response_id" else "unsupported_parameter",
+                param=name,
+            )
+    if fields.get("prompt") is not None:
+        message = "'prompt' names a stored prompt; none are stored here.  Send it as 'instructions' and 'input'."
+        raise bad_request(message, code="unsupported_parameter", param="prompt")
+    if fields.get("background") is True:
+        message = "'background' can't be true: answers are not stored, so nobody could ask for it later."
+        raise bad_request(message, code="unsupported_parameter", param="background")
+
+
+def _all_tools(fields: Fields) -> object:
+    """Those of the request, and those that items have added on the way."""
+    tools, items = fields.get("tools"), fields.get("input")
+    added = [
+        tool
+        for item in (items if isinstance(items, list) else ())
+        if isinstance(item, dict) and item.get("type") == "additional_tools" and isinstance(item.get("tools"), list)
+        for tool in item["tools"]
+    ]
+    return [*(tools or []), *added] if added and isinstance(tools, list | None) else tools
+
+
+def _tool_fields(fields: Fields, choice: Any, toolbox: Toolbox) -> Fields:
+    if toolbox.tools:
+        return {"tools": toolbox.chat, **({} if choice is None else {"tool_choice": choice})}
+    if choice in (None, "auto", "none"):
+        return {}
+    raise bad_request("'tool_choice' needs a tool that can be called here; 'tools' has none.", param="tool_choice")
+
+
+def _options(fields: Fields) -> Fields:
+    options = {name: fields[name] for name in (*PASSED, *PASSED_EXTRAS) if name in fields}
+    if "max_output_tokens" in fields:
+        options["max_completion_tokens"] = fields["max_output_tokens"]
+    if (effort := _object(fields, "reasoning").get("effort")) is not None:
+        options["reasoning_effort"] = effort
+    if form := _response_format(_object(fields, "text").get("format")):
+        options["response_format"] = form
+    if LOGPROBS in _include(fields):
+        options |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs", 0)}
+    return options
+
+
+def _response_format(form: Any) -> Object | None:
+    """Chat nests what Responses has flat."""
+    if form is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") not in ("text", "json_object", "json_schema"):
+        message = "'text.format' must be an object of type text, json_object or json_schema."
+        raise bad_request(message, param="text.format")
+    if form["type"] == "text":
+        return None
+    if form["type"] == "json_object":
+        return {"type": "json_object"}
+    schema = {name: value for name, value in form.items() if name != "type" and value is not None}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _include(fields: Fields) -> list[Any]:
+    include = fields.get("include", [])
+    if not isinstance(include, list):
+        raise bad_request("'include' must be a list of strings.", param="include")
+    return include
+
+
+def _object(fields: Fields, name: str) -> Object:
+    value = fields.get(name, {})
+    if not isinstance(value, dict):
+        raise bad_request(f"'{name}' must be an object.", param=name)
+    return value
+
+
+# ---- what the answer says again
+
+
+def _asked(fields: Fields, toolbox: Toolbox) -> Asked:
+    reasoning = _object(fields, "reasoning")
+    summary = reasoning.get("summary") or reasoning.get("generate_summary")
+    return Asked(
+        echo=_echo(fields),
+        toolbox=toolbox,
+        summary=summary not in (None, "none"),
+        sealed=SEALED in _include(fields),
+        logprobs=LOGPROBS in _include(fields),
+    )
+
+
+def _echo(fields: Fields) -> Object:
+    reasoning, text = _object(fields, "reasoning"), _object(fields, "text")
+    return {
+        "instructions": fields.get("instructions"),
+        "max_output_tokens": fields.get("max_output_tokens"),
+        "max_tool_calls": fields.get("max_tool_calls"),
+        "metadata": fields.get("metadata", {}),
+        "parallel_tool_calls": fields.get("parallel_tool_calls", True),
+        "previous_response_id": None,
+        "prompt_cache_key": fields.get("prompt_cache_key"),
+        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+        "safety_identifier": fields.get("safety_identifier"),
+        "service_tier": "default",
+        "store": False,
+        "temperature": fields.get("temperature"),
+        "text": {**text, "format": text.get("format") or {"type": "text"}},
+        "tool_choice": fields.get("tool_choice", "auto"),
+        "tools": fields.get("tools", []),
+        "top_logprobs": fields.get("top_logprobs", 0),
+        "top_p": fields.get("top_p"),
+        "truncation": "disabled",
+        "user": fields.get("user"),
+    }
