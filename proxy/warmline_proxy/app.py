@@ -10,7 +10,8 @@ from aiohttp.typedefs import Handler
 
 from warmline_proxy.admin import Admin
 from warmline_proxy.admission import Admission, bearer, check_host, check_key, same_secret, tenant_of
-from warmline_proxy.apis import APIS, api_at
+from warmline_proxy.anthropic import Anthropic, asks_for_models
+from warmline_proxy.apis import APIS, COUNT_PATH, MESSAGES, api_at
 from warmline_proxy.apis.api import Api
 from warmline_proxy.audit import Auditor
 from warmline_proxy.background import Background
@@ -39,6 +40,7 @@ from warmline_proxy.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 CANCEL_PATH = "/v1/requests/"
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_")
 END_TIMEOUT_S = 2.0  # for background work after the drain, or without one
 LIVES = web.AppKey("lives", Lives)
 DRAIN: web.AppKey[Callable[[], Awaitable[None]]] = web.AppKey("drain")
@@ -57,6 +59,7 @@ class Face:
         lives: Lives,
         ending: Ending,
         admin: Admin,
+        anthropic: Anthropic,
     ) -> None:
         self._config = config
         self._secret = secret
@@ -65,6 +68,7 @@ class Face:
         self._lives = lives
         self._ending = ending
         self._admin = admin
+        self._anthropic = anthropic
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Raises ClientError and UpstreamError."""
@@ -84,6 +88,10 @@ class Face:
         check_key(request.headers, self._config.client_key)
         if api := APIS.get(path):
             return await self._generate(request, api)
+        if path == COUNT_PATH:
+            return await self._anthropic.count_tokens(request)
+        if asks_for_models(request, path):
+            return await self._anthropic.models(path)
         if path.startswith(CANCEL_PATH) and request.method == "DELETE":
             return await self._cancel(path.removeprefix(CANCEL_PATH))
         return await forward(request, self._upstream, self._config.receive_timeout_s, self._config.send_timeout_s)
@@ -95,7 +103,7 @@ class Face:
 
     async def _cancel(self, name: str) -> web.StreamResponse:
         """Answers when the engine has let go.  `name`: the request's id, or the id of its answer, which ends in it."""
-        life = self._lives.find(name) or self._lives.find(name.removeprefix("chatcmpl-").removeprefix("cmpl-"))
+        life = self._lives.find(name) or self._lives.find(_bare(name))
         if life is None or life.let_go.is_set():
             raise bad_request(f"No request {name!r} is on its way.", status=404, code="unknown_request")
         await self._ending.cancel(life)
@@ -113,6 +121,13 @@ class Face:
         if (request.method, path) == ("POST", "/warmline/replay"):
             return await self._admin.replay(request)
         raise bad_request(f"Unknown path {path}", status=404, code="not_found")
+
+
+def _bare(name: str) -> str:
+    """An answer's id without what its API writes before the request's."""
+    for prefix in ANSWER_PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
 
 
 @web.middleware
@@ -196,6 +211,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         lives=lives,
         ending=ending,
         admin=admin,
+        anthropic=Anthropic(MESSAGES, config, upstream, knowledge),
     )
     app.router.add_route("*", "/{path:.*}", face.handle)
 

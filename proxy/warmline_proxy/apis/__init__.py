@@ -5,14 +5,27 @@ its own events; what lies between knows of one form alone, so all share the cach
 """
 
 from warmline_proxy.apis.api import Api
+from warmline_proxy.apis.messages import Messages
 from warmline_proxy.apis.openai import OpenAI
+from warmline_proxy.apis.responses import Responses
 
 CHAT = OpenAI("chat")
 COMPLETION = OpenAI("completion")
+MESSAGES = Messages()
+RESPONSES = Responses()
 
-APIS: dict[str, Api] = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+MESSAGES_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
+COUNT_PATH = f"{MESSAGES_PATH}/count_tokens"
+
+APIS: dict[str, Api] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    MESSAGES_PATH: MESSAGES,
+    RESPONSES_PATH: RESPONSES,
+}
 
 
 def api_at(path: str) -> Api:
     """The API that a path belongs to, so that a refusal, too, is in words that its client knows; chat where none is."""
-    return APIS.get(path, CHAT)
+    return MESSAGES if path.startswith(f"{MESSAGES_PATH}/") else APIS.get(path, CHAT)

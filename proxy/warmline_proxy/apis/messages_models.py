@@ -1,0 +1,25 @@
+"""What is served, as Anthropic lists models.  Pure."""
+
+from typing import Any
+
+from warmline_wire.messages import Status
+
+UNKNOWN_DATE = "1970-01-01T00:00:00Z"  # as the API says it of models whose date nobody knows
+
+
+def model_list(status: Status) -> dict[str, Any]:
+    model = model_info(status, status.model)
+    return {"data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]}
+
+
+def model_info(status: Status, name: str) -> dict[str, Any]:
+    """The one model that is served, under any name."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": status.model,
+        "created_at": UNKNOWN_DATE,
+        "lifecycle": "active",
+        "max_input_tokens": status.context_tokens_max or None,
+        "max_tokens": status.context_tokens_max or None,
+    }
