@@ -71,8 +71,9 @@ def caller_of(headers: Mapping[str, str], remote: str | None) -> str:
 class Ticket:
     """One request's place: in the queue, then at the backend.  `turn` and `release` may be called again and again."""
 
-    def __init__(self, admission: "Admission", caller: str) -> None:
+    def __init__(self, admission: "Admission", caller: str, extra: bool = False) -> None:
         self.caller = caller
+        self.extra = extra  # one more place for a request that was let in: its waiting counts for nobody
         self.runs = False
         self.waiting: asyncio.Future[None] | None = None
         self._admission = admission
@@ -85,6 +86,10 @@ class Ticket:
     def release(self) -> None:
         if self.runs:
             self._admission._leave(self)
+
+    def another(self) -> "Ticket":
+        """One more place for the same request.  It waits for its turn as all do, but is never refused."""
+        return Ticket(self._admission, self.caller, extra=True)
 
 
 class Admission:
@@ -123,7 +128,7 @@ class Admission:
         return Ticket(self, caller)
 
     async def _enter(self, ticket: Ticket) -> None:
-        if self._is_full:
+        if self._is_full and not ticket.extra:
             if (other := self._to_make_way(ticket.caller)) is None or other.waiting is None:
                 raise self._refusal()
             self._waiting.remove(other)
@@ -160,15 +165,20 @@ class Admission:
 
     @property
     def _is_full(self) -> bool:
-        return self.running >= self._running_count_max and len(self._waiting) >= self._queue_count_max
+        return self.running >= self._running_count_max and len(self._requests_waiting) >= self._queue_count_max
+
+    @property
+    def _requests_waiting(self) -> list[Ticket]:
+        return [ticket for ticket in self._waiting if not ticket.extra]
 
     def _to_make_way(self, caller: str) -> Ticket | None:
         """The last of the caller with the most waiting, where that is more than this one would have."""
-        waiting = Counter(ticket.caller for ticket in self._waiting)
+        tickets = self._requests_waiting
+        waiting = Counter(ticket.caller for ticket in tickets)
         greediest, most = max(waiting.items(), key=lambda item: item[1], default=("", 0))
         if most <= waiting[caller] + 1:
             return None
-        return next(ticket for ticket in reversed(self._waiting) if ticket.caller == greediest)
+        return next(ticket for ticket in reversed(tickets) if ticket.caller == greediest)
 
     def _refusal(self) -> ClientError:
         return queue_full(

@@ -104,6 +104,7 @@ class Ending:
 
     async def _let_go(self, life: Life) -> None:
         """Cancel what the client no longer waits for.  Prefill that was done stays, so a retry goes on from there."""
+        await asyncio.gather(*(part.let_go.wait() for part in life.parts))
         await self._give_up_restore(life)
         if not life.sent or (life.generation is not None and life.generation.is_over):
             return

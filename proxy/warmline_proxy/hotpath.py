@@ -3,15 +3,18 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from aiohttp import web
 
 from warmline_proxy.admission import Admission, caller_of
-from warmline_proxy.apis.api import Api, Begun, Call
+from warmline_proxy.apis.api import Api, Begun, Call, Fields
 from warmline_proxy.background import Background, wait_for_events
 from warmline_proxy.bodies import read_body
+from warmline_proxy.choices import Choice, split
+from warmline_proxy.chorus import Chorus, Part
 from warmline_proxy.config import Config
 from warmline_proxy.deadlines import Limits
 from warmline_proxy.ending import Ending
@@ -32,7 +35,7 @@ from warmline_proxy.trace import Trace, read_request_id
 from warmline_proxy.upstream import Broken, Gone, Leaderless, Unreachable, Upstream, UpstreamError, dispatching
 from warmline_proxy.watchdog import Watchdog
 from warmline_wire.keys import BLOCK_TOKENS, namespace
-from warmline_wire.messages import HEADER_CACHE, HEADER_REQUEST, HEADER_STABILIZED, PromptRequest
+from warmline_wire.messages import HEADER_CACHE, HEADER_REQUEST, HEADER_STABILIZED, PromptReply, PromptRequest
 
 log = logging.getLogger(__name__)
 
@@ -79,19 +82,28 @@ class HotPath:
         self._heads = Heads()
 
     async def answer(self, request: web.Request, api: Api) -> web.StreamResponse:
-        life = self._begin(request, api)
+        life, answer = self._begin(request, api)
+        async with self._living(life):
+            body = await self._admit(request, life)  # 1. a bounded queue
+            choices = self._normalize(request, api, life, body)  # 2. any model name, null is absent
+            if len(choices) == 1:
+                await dispatching()(self._dispatch, life)  # 3. to 6., again where the backend is lost
+            else:
+                await self._sing(life, answer, choices)  # the same for each of them
+        assert answer.response is not None
+        return answer.response
+
+    @asynccontextmanager
+    async def _living(self, life: Life) -> AsyncIterator[None]:
+        """Around all that is done for it: its alarm ends that, its failure is told, and in any case it is settled."""
         try:
             async with life.alarm:
-                body = await self._admit(request, life)  # 1. a bounded queue
-                self._normalize(request, api, life, body)  # 2. any model name, null is absent
-                # 3. to 6., again where the backend is lost
-                response: web.StreamResponse = await dispatching()(self._dispatch, life)
+                yield
             life.trace.answered()
-            return response
         except (ClientError, UpstreamError) as error:
             life.trace.failed(error)
             self._ending.let_go(life)  # first: a client that reads nothing hears nothing, for a while
-            return await life.answer.fail(from_upstream(error))
+            await life.answer.fail(from_upstream(error))
         except (asyncio.CancelledError, ConnectionResetError):
             life.trace.left()
             raise
@@ -99,24 +111,27 @@ class HotPath:
             life.trace.total_s = life.trace.elapsed_s()
             self._ending.begin(life)  # 7. settle, 8. record
 
-    def _begin(self, request: web.Request, api: Api) -> Life:
+    def _begin(self, request: web.Request, api: Api) -> tuple[Life, Answer]:
         """Raises ClientError where its headers are wrong."""
         given_id = request.headers.get(HEADER_REQUEST)
         trace = Trace(api.name, read_request_id(given_id), given_id or "")
-        answer = Answer(request, api, lambda: headers_of(trace), self._config.send_timeout_s)
-        return self._lives.add(Life(trace, answer, self._limits.overridden(request.headers)))
+        answer = Answer(request, api, lambda: headers_of(life), self._config.send_timeout_s)
+        life = self._lives.add(Life(trace, answer, self._limits.overridden(request.headers)))
+        return life, answer
 
     async def _admit(self, request: web.Request, life: Life) -> bytes:
         """The place is asked for before the body is read: a full queue should cost no memory."""
-        life.ticket = self._admission.ticket(caller_of(request.headers, request.remote))
+        life.caller = caller_of(request.headers, request.remote)
+        life.ticket = self._admission.ticket(life.caller)
         return await read_body(request, self._config.receive_timeout_s)
 
-    def _normalize(self, request: web.Request, api: Api, life: Life, body: bytes) -> None:
+    def _normalize(self, request: web.Request, api: Api, life: Life, body: bytes) -> list[Choice]:
         life.call = life.answer.call = api.read(body, request.headers)
         if self._config.stabilize:
             self._stabilize(life, life.call)
         life.trace.client_model = life.call.client_model or ""
         life.trace.session_hint = life.call.session_hint
+        return split(api.endpoint, life.call.fields)
 
     def _stabilize(self, life: Life, call: Call) -> None:
         """Rules that somebody asked for; what they did is told to everybody."""
@@ -126,7 +141,43 @@ class HotPath:
         if counts:
             log.info("request %s: evened out at the top of its prompt: %s", life.trace.id, life.trace.stabilized)
 
-    async def _dispatch(self, life: Life) -> web.StreamResponse:
+    async def _sing(self, life: Life, answer: Answer, choices: Sequence[Choice]) -> None:
+        """One answer of several generations, each with a life, a place and a record of its own."""
+        assert life.call is not None
+        await self._supersede(life)
+        await dispatching()(self._check, life, choices)
+        chorus = Chorus(answer, life.call, choices, life.trace.id, self._config.running_count_max)
+
+        async def compute(part: Part) -> None:
+            one = self._join(life, part)
+            async with self._living(one):
+                await dispatching()(self._dispatch, one)
+
+        await chorus.sing(compute, lambda: life.alarm.reason)
+
+    async def _check(self, life: Life, choices: Sequence[Choice]) -> None:
+        """Where there are several prompts: what is wrong with any of them is refused before one is computed."""
+        prompts = {choice.prompt: choice.fields for choice in choices}
+        if len(prompts) < 2 or life.call is None:
+            return
+        await self._connect(life)
+        model = (await self._knowledge.status()).model
+        for fields in prompts.values():
+            await self._ask_prompt(life, replace(life.call, fields=fields).prompt_body(model))
+
+    def _join(self, life: Life, part: Part) -> Life:
+        """A life for one of its choices; the first has its place."""
+        trace = replace(
+            life.trace, id=f"{life.trace.id}.{part.index}", given_id="", at=time.time(), began=time.monotonic()
+        )
+        one = self._lives.add(Life(trace, part, life.limits, caller=life.caller, call=part.call))
+        first = life.parts[0].ticket if life.parts else None
+        one.ticket, life.ticket = first.another() if first else life.ticket, None
+        life.parts.append(one)
+        part.ring = one.ring
+        return one
+
+    async def _dispatch(self, life: Life) -> None:
         """One try.  Raises Unreachable, Broken or Discarded, with no content sent, where the backend was lost."""
         try:
             life.alarm.check()
@@ -174,16 +225,18 @@ class HotPath:
     async def _render(self, life: Life) -> None:
         assert life.call is not None
         body = life.call.prompt_body((await self._knowledge.status()).model)
-        life.prompt = await self._upstream.prompt(
-            PromptRequest(request_id=life.trace.id, endpoint=life.call.api.endpoint, body=body),
-            life.limits.stall_s or None,
-        )
+        life.prompt = await self._ask_prompt(life, body)
         await self._knowledge.catch_up(life.prompt)
         status = await self._knowledge.status()
         life.model, life.layout = status.model, status.layout
         self._check_mode(life)
         life.root = namespace(life.prompt.fingerprint, self._tenant)
         life.trace.prompt_tokens = life.prompt_shape().tokens
+
+    async def _ask_prompt(self, life: Life, body: Fields) -> PromptReply:
+        assert life.call is not None
+        request = PromptRequest(request_id=life.trace.id, endpoint=life.call.api.endpoint, body=body)
+        return await self._upstream.prompt(request, life.limits.stall_s or None)
 
     def _check_mode(self, life: Life) -> None:
         """Each process is told its mode on its own."""
@@ -204,6 +257,10 @@ class HotPath:
     async def _start(self, life: Life, running: Sequence[Running], warm: bool) -> Plan:
         if self._config.reuse == "off":
             plan = Plan(COLD, 0, "reuse is off")
+        elif life.prompt and not life.prompt.tokens_max:
+            plan = Plan(COLD, 0, "nothing is to be computed")
+        elif life.call and not life.call.reuse:
+            plan = self._starter.cold(life, "the client asked for no reuse")
         elif not warm:
             plan = self._starter.cold(life, "what it was to start from was gone, twice")
         else:
@@ -275,7 +332,9 @@ def _begun(life: Life, plan: Plan) -> Begun:
     return Begun(life.trace.id, life.model, life.trace.prompt_tokens, plan.reuse)
 
 
-def headers_of(trace: Trace) -> dict[str, str]:
-    cache = {HEADER_CACHE: trace.cache_header()} if trace.plan else {}
+def headers_of(life: Life) -> dict[str, str]:
+    """Of several choices, the first one's start is told."""
+    trace, started = life.trace, life.parts[0].trace if life.parts else life.trace
+    cache = {HEADER_CACHE: started.cache_header()} if started.plan else {}
     stabilized = {HEADER_STABILIZED: trace.stabilized} if trace.stabilized else {}
     return {HEADER_REQUEST: trace.id, **cache, **stabilized}

@@ -10,7 +10,7 @@ from warmline_proxy.errors import ClientError
 from warmline_proxy.generation import Generation, Listener
 from warmline_proxy.mirror import Held
 from warmline_proxy.plan import Prompt, Running
-from warmline_proxy.relay import Answer
+from warmline_proxy.relay import Sink
 from warmline_proxy.trace import Trace
 from warmline_wire.keys import TOKEN_BYTES, common_prefix
 from warmline_wire.messages import Layout, PromptReply, Settled
@@ -21,11 +21,13 @@ class Life:
     """Filled in step by step by the hot path; owned by the event loop."""
 
     trace: Trace
-    answer: Answer
+    answer: Sink
     limits: Limits
     clock: Clock = field(default_factory=Clock)
     alarm: Alarm = field(default_factory=Alarm)
-    ticket: Ticket | None = None
+    caller: str = ""  # whom it counts for
+    ticket: Ticket | None = None  # its place; a request of several choices has given it to the first of them
+    parts: list["Life"] = field(default_factory=list)  # its choices that have begun, where it has several
     call: Call | None = None
     model: str = ""  # the served model's name
     layout: Layout | None = None
@@ -97,11 +99,11 @@ class Life:
 
     def is_retried_by(self, other: "Life") -> bool:
         """The other is the same client's next try: what it says is its session, and its count, leave no doubt."""
-        if not (self.call and other.call and self.ticket and other.ticket):
+        if not (self.call and other.call):
             return False
         return (
             bool(self.call.session_hint)
-            and (self.call.session_hint, self.ticket.caller) == (other.call.session_hint, other.ticket.caller)
+            and (self.call.session_hint, self.caller) == (other.call.session_hint, other.caller)
             and self.call.retry_count < other.call.retry_count
             and (self.root, self.call.fields) == (other.root, other.call.fields)
         )

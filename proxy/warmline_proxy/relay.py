@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -32,8 +32,38 @@ CUT_OFF = "The backend ended its answer early."
 LAST_WORD_TIMEOUT_S = 5.0  # for an error to a client that may not be reading
 
 
+class Sink(Protocol):
+    """Where one generation's answer goes: to its client, or into an answer of several choices (`chorus`)."""
+
+    call: Call | None
+    spoken: bool  # content was given to it
+    ended: bool
+    said_at: float
+
+    @property
+    def begun(self) -> bool: ...
+
+    def opens(self, begun: Begun) -> Encoder:
+        """Content may come: what is to encode it.  Again at each try, none of which has spoken."""
+
+    async def write(self, data: bytes) -> None: ...
+
+    async def beat(self) -> None: ...
+
+    async def end(self, data: bytes = b"") -> None: ...
+
+    async def whole(self, body: bytes) -> None: ...
+
+    async def fail(self, error: ClientError) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Answer:
-    """The client's side of one request: nothing sent, signs of life sent (`begun`), or content sent (`spoken`)."""
+    """The client's side of one request: nothing sent, signs of life sent (`begun`), or content sent (`spoken`).
+
+    `response` is what the handler is to return, once it has ended or failed.
+    """
 
     def __init__(
         self, request: web.Request, api: Api, headers: Callable[[], Mapping[str, str]], send_timeout_s: float
@@ -45,25 +75,31 @@ class Answer:
         self.ended = False  # nothing more may be written
         self.said_at = time.monotonic()  # when the client last got a byte, or came
         self._request, self._headers, self._send_timeout_s = request, headers, send_timeout_s
-        self._response: web.StreamResponse | None = None
+        self._begun: web.StreamResponse | None = None
+        self.response: web.StreamResponse | None = None
         self._sending = asyncio.Lock()
         self._beats_over = False
 
     @property
     def begun(self) -> bool:
-        return self._response is not None
+        return self._begun is not None
+
+    def opens(self, begun: Begun) -> Encoder:
+        assert self.call is not None
+        self.encoder = self.call.api.encoder(self.call, begun)
+        return self.encoder
 
     async def write(self, data: bytes) -> None:
         """Raises ConnectionResetError where the client has left, or takes nothing for `send_timeout_s`."""
         async with self._sending:
             self.said_at = time.monotonic()
-            if self._response is None:
+            if self._begun is None:
                 assert self.call is not None
                 kind = STREAM_HEADERS if self.call.stream else JSON_HEADERS
                 response = web.StreamResponse(headers={**kind, **self._headers()})
                 await response.prepare(self._request)
-                self._response = response
-            await send(self._response, data, self._send_timeout_s)
+                self._begun = response
+            await send(self._begun, data, self._send_timeout_s)
 
     async def beat(self) -> None:
         """A sign of life that means nothing: clients that wait for bytes wait on."""
@@ -72,36 +108,37 @@ class Answer:
         with suppress(ConnectionResetError):  # the request's own task hears of it too
             await self.write(comment_event("working") if self.call.stream else b" ")
 
-    async def end(self, data: bytes = b"") -> web.StreamResponse:
+    async def end(self, data: bytes = b"") -> None:
         """The rest, and the end of it.  Raises ConnectionResetError."""
         await self._no_more_beats()
         if data:
             await self.write(data)
-        assert self._response is not None
-        self.ended = True
+        assert self._begun is not None
+        self.ended, self.response = True, self._begun
         try:
             async with asyncio.timeout(self._send_timeout_s):
-                await self._response.write_eof()
+                await self._begun.write_eof()
         except TimeoutError:
             raise ConnectionResetError("the client did not take the end of its answer") from None
-        return self._response
 
-    async def whole(self, body: bytes) -> web.StreamResponse:
+    async def whole(self, body: bytes) -> None:
         """A JSON answer, all at once where nothing was sent yet."""
         await self._no_more_beats()
         if self.begun:
             return await self.end(body)
         self.ended = True
-        return web.Response(body=body, content_type="application/json", headers=dict(self._headers()))
+        self.response = web.Response(body=body, content_type="application/json", headers=dict(self._headers()))
 
-    async def fail(self, error: ClientError) -> web.StreamResponse:
+    async def fail(self, error: ClientError) -> None:
         """Raises ConnectionResetError once the connection is aborted: half an answer must not look whole."""
         await self._no_more_beats()
         if not self.begun and not self.ended:
-            return error.response(self._api.refusal(error), dict(self._headers()))
+            self.response = error.response(self._api.refusal(error), dict(self._headers()))
+            return
         if self.call and self.call.stream and not self.ended:
             self._send_timeout_s = min(self._send_timeout_s, LAST_WORD_TIMEOUT_S)
-            return await self.end((self.encoder or self._api).failure(error))
+            await self.end((self.encoder or self._api).failure(error))
+            return
         if self._request.transport:
             self._request.transport.abort()
         raise ConnectionResetError(f"aborted: {error}")
@@ -115,16 +152,17 @@ class Answer:
             self._beats_over = True
 
 
-async def relay(answer: Answer, generation: Generation, begun: Begun, trace: Trace) -> web.StreamResponse:
+async def relay(answer: Sink, generation: Generation, begun: Begun, trace: Trace) -> None:
     """Raises ClientError or UpstreamError where no content was sent; ConnectionResetError where the client has left."""
     assert answer.call is not None
-    encoder = answer.encoder = answer.call.api.encoder(answer.call, begun)
+    encoder = answer.opens(begun)
     if answer.call.stream:
-        return await _relay_stream(answer, generation, encoder, trace)
-    return await _relay_json(answer, generation, encoder, trace)
+        await _relay_stream(answer, generation, encoder, trace)
+    else:
+        await _relay_json(answer, generation, encoder, trace)
 
 
-async def _relay_stream(answer: Answer, generation: Generation, encoder: Encoder, trace: Trace) -> web.StreamResponse:
+async def _relay_stream(answer: Sink, generation: Generation, encoder: Encoder, trace: Trace) -> None:
     try:
         whole = False
         async for event in generation.events():
@@ -138,11 +176,12 @@ async def _relay_stream(answer: Answer, generation: Generation, encoder: Encoder
         if not answer.spoken:
             raise
         trace.failed(error)
-        return await answer.fail(from_upstream(error))
-    return await answer.end()
+        await answer.fail(from_upstream(error))
+    else:
+        await answer.end()
 
 
-async def _relay_json(answer: Answer, generation: Generation, encoder: Encoder, trace: Trace) -> web.StreamResponse:
+async def _relay_json(answer: Sink, generation: Generation, encoder: Encoder, trace: Trace) -> None:
     whole = False
     async for event in generation.events():
         if event.data == b"[DONE]":
@@ -151,7 +190,7 @@ async def _relay_json(answer: Answer, generation: Generation, encoder: Encoder, 
             encoder.chunk(_checked_chunk(event, trace), event.data)
     if not whole:
         raise bad_gateway(CUT_OFF)
-    return await answer.whole(encoder.whole())
+    await answer.whole(encoder.whole())
 
 
 def _client_event(event: Event, encoder: Encoder, trace: Trace) -> bytes:

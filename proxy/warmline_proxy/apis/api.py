@@ -25,6 +25,12 @@ class Call:
     include_usage: bool = False  # in a stream of OpenAI's
     asked: Any = None  # what the api itself wants to remember of the body, for its answer
 
+    @property
+    def reuse(self) -> bool:
+        """False where the client wants it computed cold, by llama.cpp's `cache_prompt`."""
+        value = self.fields.get("cache_prompt")
+        return bytes(value) != b"false" if isinstance(value, msgspec.Raw) else value is not False
+
     def prompt_body(self, served_model: str) -> Fields:
         """For POST /kv/prompts, where what is wrong with it is found."""
         return {**self.fields, "model": served_model}
