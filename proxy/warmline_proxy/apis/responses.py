@@ -1,4 +1,4 @@
-"""OpenAI's Responses.  Nothing is stored: who goes on sends the whole conversation again, which costs a warm prefill."""
+"""OpenAI's Responses.  Nothing is stored: who goes on sends the whole conversation again, at a warm prefill's cost."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from warmline_wire.messages import ErrorBody, ErrorReply, decode, message_in
 from warmline_wire.stream import data_event
 
 # Chat's fields that mean the same here; what is wrong with them is the backend's to say.
-PASSED = ("temperature", "top_p", "parallel_tool_calls", "user", "metadata")
+PASSED = ("temperature", "top_p")
 # And those that OpenAI's Responses doesn't have, but whoever writes to a server like this one may want.
 PASSED_EXTRAS = (
     *("top_k", "min_p", "seed", "stop", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -148,7 +148,8 @@ def _all_tools(fields: Fields) -> object:
 
 def _tool_fields(fields: Fields, choice: Any, toolbox: Toolbox) -> Fields:
     if toolbox.tools:
-        return {"tools": toolbox.chat, **({} if choice is None else {"tool_choice": choice})}
+        told = {"tool_choice": choice, "parallel_tool_calls": fields.get("parallel_tool_calls")}
+        return {"tools": toolbox.chat, **{name: value for name, value in told.items() if value is not None}}
     if choice in (None, "auto", "none"):
         return {}
     raise bad_request("'tool_choice' needs a tool that can be called here; 'tools' has none.", param="tool_choice")

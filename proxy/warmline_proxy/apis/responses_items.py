@@ -34,7 +34,7 @@ def item_id(prefix: str, answer_id: str, index: int) -> str:
 
 def seal(reasoning: str) -> str:
     """`encrypted_content`.  It hides nothing: its reader is who was told the same in plain words."""
-    return _SEALED + base64.b64encode(reasoning.encode(errors="surrogatepass")).decode()
+    return _SEALED + base64.b64encode(reasoning.encode()).decode()
 
 
 def unseal(text: object) -> str:
@@ -93,11 +93,10 @@ class _Reader:
         if not isinstance(item, dict):
             raise bad_request(f"'{where}' must be an object.", param=where)
         kind = item.get("type") or "message"
-        if kind in SKIPPED:
-            return
-        if not isinstance(kind, str) or (read := self._readers.get(kind)) is None:
+        if not isinstance(kind, str) or kind not in self._readers.keys() | SKIPPED:
             raise _unreadable(kind, where)
-        read(item, where)
+        if kind not in SKIPPED:
+            self._readers[kind](item, where)
 
     def say(self, role: str, text: str) -> None:
         self._open = None

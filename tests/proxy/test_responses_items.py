@@ -1,0 +1,350 @@
+"""OpenAI's Responses read into chat bodies: items, tools, options, and what can't be read."""
+
+import json
+from typing import Any
+
+import pytest
+
+from warmline_proxy.apis.api import Call
+from warmline_proxy.apis.responses import Responses
+from warmline_proxy.apis.responses_items import IMAGE_OMITTED, seal, unseal
+from warmline_proxy.errors import ClientError
+from warmline_wire.messages import ErrorReply, decode
+
+LOOK = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": False}
+PATCH = {"type": "custom", "name": "patch", "description": "Patches.", "format": {"type": "text"}}
+AGENTS = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [{**LOOK, "name": "spawn"}]}
+SERVERS = {"type": "web_search", "external_web_access": False}
+
+
+def read(value: object = "Hi.", headers: dict[str, str] | None = None, **fields: Any) -> Call:
+    return Responses().read(json.dumps({"model": "m", "input": value, **fields}).encode(), headers or {})
+
+
+def messages(value: object, **fields: Any) -> Any:
+    return read(value, **fields).fields["messages"]
+
+
+def refused(value: object = "Hi.", **fields: Any) -> Any:
+    with pytest.raises(ClientError) as failure:
+        read(value, **fields)
+    assert failure.value.status == 400
+    return decode(failure.value.body, ErrorReply).error
+
+
+def said(role: str, text: str, kind: str = "input_text") -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+
+def call(name: str, arguments: str = "{}", call_id: str = "call_1", **fields: Any) -> dict[str, Any]:
+    return {"type": "function_call", "name": name, "arguments": arguments, "call_id": call_id, **fields}
+
+
+def output(value: object, call_id: str = "call_1") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": value}
+
+
+def thought(text: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}], **fields}
+
+
+def chat_call(name: str, arguments: str = "{}", call_id: str = "call_1") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# ---- items
+
+
+def test_a_string_is_a_users_message_and_instructions_come_first() -> None:
+    assert messages("Hi.", instructions="Be brief.") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi."},
+    ]
+
+
+def test_messages_are_the_same_however_they_are_written() -> None:
+    plain = [{"role": role, "content": f"I am {role}."} for role in ("system", "developer", "user", "assistant")]
+    parts = [said(each["role"], each["content"], "output_text") for each in plain]
+    halves = [
+        {**each, "content": [{"type": "text", "text": each["content"][:3]}, {"type": "text", "text": each["content"][3:]}]}
+        for each in plain
+    ]
+    assert messages(plain) == messages(parts) == messages(halves) == plain
+
+
+def test_what_one_answer_gave_is_one_message() -> None:
+    turn = [thought("Hm."), said("assistant", "Looking.", "output_text"), call("a"), call("b", '{"x": 1}', "call_2")]
+    assert messages([said("user", "Go."), *turn, output("1"), output("2", "call_2"), said("user", "And?")]) == [
+        {"role": "user", "content": "Go."},
+        {
+            "role": "assistant",
+            "content": "Looking.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [chat_call("a"), chat_call("b", '{"x": 1}', "call_2")],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "1"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "2"},
+        {"role": "user", "content": "And?"},
+    ]
+
+
+def test_items_of_two_answers_are_two_messages() -> None:
+    first, second = [thought("A."), call("a")], [thought("B."), call("b", call_id="call_2")]
+    told = messages([*first, output("1"), *second, output("2", "call_2")])
+    assert [message["role"] for message in told] == ["assistant", "tool", "assistant", "tool"]
+    assert [message.get("reasoning_content") for message in told] == ["A.", None, "B.", None]
+    assert messages([said("assistant", "One."), said("assistant", "Two.")]) == [
+        {"role": "assistant", "content": "One."},
+        {"role": "assistant", "content": "Two."},
+    ]
+
+
+def test_ids_say_which_items_belong_together() -> None:
+    interleaved = [
+        call("a", id="fc_abc_0"),
+        output("1"),
+        {**said("assistant", "More.", "output_text"), "id": "msg_abc_1"},
+        call("b", call_id="call_2", id="fc_abc_2"),
+        output("2", "call_2"),
+        call("c", call_id="call_3", id="fc_def_0"),
+    ]
+    told = messages(interleaved)
+    assert [message["role"] for message in told] == ["assistant", "tool", "tool", "assistant"]
+    assert [each["function"]["name"] for each in told[0]["tool_calls"]] == ["a", "b"]
+    assert told[0]["content"] == "More." and told[3]["tool_calls"] == [chat_call("c", call_id="call_3")]
+    twice = [{**said("assistant", text), "id": f"msg_{name}_0"} for text, name in (("One.", "abc"), ("Two.", "abc"))]
+    assert messages(twice) == [{"role": "assistant", "content": "One.Two."}]
+
+
+def test_reasoning_comes_back_in_whichever_form_it_is_sent() -> None:
+    forms: list[dict[str, Any]] = [
+        thought("Hm, ü \u2028."),
+        thought("Hm, ü \u2028.", encrypted_content="of others"),
+        {"type": "reasoning", "summary": [], "encrypted_content": seal("Hm, ü \u2028.")},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}], "content": None}
+        | {"encrypted_content": seal("Hm, ü \u2028.")},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm, ü \u2028."}], "encrypted_content": "?"},
+    ]
+    for form in forms:
+        assert messages([form, call("a")])[0]["reasoning_content"] == "Hm, ü \u2028."
+    assert "reasoning_content" not in messages([{"type": "reasoning", "summary": []}, call("a")])[0]
+
+
+@pytest.mark.parametrize("text", [None, 5, "", "gAAAA", "warmline.1.", "warmline.1.?", "warmline.1.gIA="])
+def test_what_others_have_sealed_is_nothing(text: object) -> None:
+    assert unseal(text) == ""
+
+
+def test_outputs_may_have_parts_and_images_in_them_are_named() -> None:
+    parts = [{"type": "input_text", "text": "See: "}, {"type": "input_image", "image_url": "data:..."}]
+    assert messages([call("a"), output(parts)])[1]["content"] == f"See: {IMAGE_OMITTED}"
+    error = refused([{"role": "user", "content": parts}])
+    assert error.param == "input[0].content[1]" and "only text" in error.message
+
+
+def test_items_of_tools_that_ran_elsewhere_are_skipped() -> None:
+    items = [said("user", "Go."), {"type": "web_search_call", "id": "ws_1", "status": "completed"}, said("user", "On.")]
+    assert [message["content"] for message in messages(items)] == ["Go.", "On."]
+
+
+@pytest.mark.parametrize(
+    ("value", "param", "word"),
+    [
+        (None, "input", "a string or a list"),
+        (5, "input", "a string or a list"),
+        (["Hi."], "input[0]", "an object"),
+        ([{"type": "item_reference", "id": "msg_1"}], "input[0]", "nothing is stored"),
+        ([{"type": "compaction", "encrypted_content": "x"}], "input[0]", '"compaction"'),
+        ([{"type": ["message"]}], "input[0]", "can't be read"),
+        ([{"role": "robot", "content": "Hi."}], "input[0].role", "developer"),
+        ([{"role": "user", "content": 5}], "input[0].content", "a list of parts"),
+        ([{"role": "user", "content": ["Hi."]}], "input[0].content[0]", "only text"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text", "a string"),
+        ([{"type": "function_call", "name": "a", "arguments": "{}"}], "input[0].call_id", "a string"),
+        ([{"type": "function_call", "name": "a", "arguments": {}, "call_id": "c"}], "input[0].arguments", "a string"),
+        ([{"type": "function_call_output", "output": "x"}], "input[0].call_id", "a string"),
+        ([{"type": "reasoning", "summary": "x", "content": 5}], "input[0].content", "a list of parts"),
+    ],
+)
+def test_items_that_can_not_be_read_are_named(value: object, param: str, word: str) -> None:
+    error = refused(value)
+    assert error.param == param and word in error.message
+
+
+# ---- tools
+
+
+def test_functions_are_nested_as_in_chat() -> None:
+    fields = read(tools=[LOOK, {"type": "function", "name": "bare", "parameters": None, "strict": True}, SERVERS]).fields
+    look = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
+    bare = {"name": "bare", "parameters": {"type": "object", "properties": {}}, "strict": True}
+    assert fields["tools"] == [{"type": "function", "function": each} for each in (look, bare)]
+    assert list(fields["tools"][0]["function"]) == ["name", "description", "parameters"]
+
+
+def test_a_custom_tool_is_a_function_of_one_string() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+    call_ = read(tools=[PATCH, {**PATCH, "name": "strict_patch", "format": grammar}])
+    plain, strict = (tool["function"] for tool in call_.fields["tools"])
+    assert plain["name"] == "patch" and plain["description"] == "Patches."
+    assert plain["parameters"]["required"] == ["input"]
+    assert strict["description"].startswith("Patches.\n\n") and 'lark grammar:\nstart: "x"' in strict["description"]
+    items = [
+        {"type": "custom_tool_call", "name": "patch", "input": 'a "b"\nü', "call_id": "call_1"},
+        {"type": "custom_tool_call_output", "call_id": "call_1", "output": "ok"},
+    ]
+    assert messages(items) == [
+        {"role": "assistant", "content": None, "tool_calls": [chat_call("patch", '{"input": "a \\"b\\"\\nü"}')]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "ok"},
+    ]
+
+
+def test_a_namespace_is_part_of_its_functions_names() -> None:
+    fields = read([call("spawn", namespace="agents")], tools=[AGENTS]).fields
+    assert fields["tools"][0]["function"]["name"] == "agents__spawn"
+    assert fields["messages"][0]["tool_calls"] == [chat_call("agents__spawn")]
+
+
+def test_tools_may_be_added_on_the_way() -> None:
+    added = {"type": "additional_tools", "role": "developer", "tools": [PATCH]}
+    fields = read([said("user", "Go."), added, said("user", "On.")], tools=[LOOK]).fields
+    assert [tool["function"]["name"] for tool in fields["tools"]] == ["look", "patch"]
+    assert len(fields["messages"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "chosen", "names"),
+    [
+        (None, None, ["look", "patch", "agents__spawn"]),
+        ("auto", "auto", ["look", "patch", "agents__spawn"]),
+        ("required", "required", ["look", "patch", "agents__spawn"]),
+        ({"type": "function", "name": "look"}, "look", ["look", "patch", "agents__spawn"]),
+        ({"type": "custom", "name": "patch"}, "patch", ["look", "patch", "agents__spawn"]),
+        ({"type": "function", "name": "spawn"}, "agents__spawn", ["look", "patch", "agents__spawn"]),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "patch"}, SERVERS]},
+            "required",
+            ["patch"],
+        ),
+    ],
+)
+def test_tool_choice(choice: object, chosen: object, names: list[str]) -> None:
+    fields = read(tools=[LOOK, PATCH, AGENTS, SERVERS], tool_choice=choice).fields
+    expected = {"type": "function", "function": {"name": chosen}} if isinstance(choice, dict) else chosen
+    assert fields.get("tool_choice") == (chosen if chosen == "required" else expected)
+    assert [tool["function"]["name"] for tool in fields["tools"]] == names
+
+
+def test_without_a_tool_that_can_be_called_no_choice_is_left() -> None:
+    assert read(tools=[LOOK], parallel_tool_calls=False).fields["parallel_tool_calls"] is False
+    fields = read(tools=[SERVERS], tool_choice="auto", parallel_tool_calls=True).fields
+    assert not {"tools", "tool_choice", "parallel_tool_calls"} & fields.keys()
+    assert "'tools' has none" in refused(tools=[SERVERS], tool_choice="required").message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": ["look"]}, "tools[0]"),
+        ({"tools": [{"name": "look"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+        ({"tools": [LOOK], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": 5}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
+        ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "tools": [PATCH]}}, "tool_choice.tools"),
+    ],
+)
+def test_tools_that_can_not_be_read_are_named(fields: dict[str, Any], param: str) -> None:
+    assert refused(**fields).param == param
+
+
+# ---- the rest
+
+
+def test_options_take_chats_names() -> None:
+    schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True, "description": None}
+    fields = read(
+        max_output_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        seed=3,
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"format": schema, "verbosity": "low"},
+        include=["message.output_text.logprobs"],
+        top_logprobs=2,
+        stream_options={"include_obfuscation": False},
+        truncation="auto",
+        store=True,
+        service_tier="flex",
+        metadata={"a": "b"},
+        user="me",
+        max_tool_calls=None,
+        unknown={"x": 1},
+    ).fields
+    assert fields == {
+        "messages": [{"role": "user", "content": "Hi."}],
+        "max_completion_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 3,
+        "reasoning_effort": "low",
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True},
+        },
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+
+
+def test_null_is_absent() -> None:
+    nothing = dict.fromkeys(
+        ("instructions", "tools", "tool_choice", "text", "reasoning", "include", "previous_response_id", "conversation")
+        + ("background", "max_output_tokens", "temperature", "prompt", "stream", "metadata")
+    )
+    call_ = read(**nothing)
+    assert call_.fields == {"messages": [{"role": "user", "content": "Hi."}]} and call_.stream is False
+    assert read(text={"format": None}, reasoning={"effort": None}).fields == call_.fields
+
+
+def test_json_objects_and_plain_text() -> None:
+    assert read(text={"format": {"type": "json_object"}}).fields["response_format"] == {"type": "json_object"}
+    assert "response_format" not in read(text={"format": {"type": "text"}}).fields
+
+
+def test_who_asks_is_known_by_header_or_key() -> None:
+    assert read(prompt_cache_key="k").session_hint == "k"
+    assert read(headers={"Session-Id": "s"}, prompt_cache_key="k").session_hint == "s"
+    assert read(headers={"X-Stainless-Retry-Count": "2"}).retry_count == 2
+    assert read(stream=True).stream and read(model=None).client_model is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "whole conversation"),
+        ({"conversation": "conv_1"}, "conversation", "whole conversation"),
+        ({"prompt": {"id": "p"}}, "prompt", "stored prompt"),
+        ({"background": True}, "background", "not stored"),
+        ({"model": 5}, "model", "a string"),
+        ({"instructions": 5}, "instructions", "a string"),
+        ({"text": "json"}, "text", "an object"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
+        ({"reasoning": "high"}, "reasoning", "an object"),
+        ({"include": "all"}, "include", "a list"),
+    ],
+)
+def test_fields_that_can_not_be_served_are_named(fields: dict[str, Any], param: str, word: str) -> None:
+    error = refused(**fields)
+    assert error.param == param and word in error.message
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": "\\ud800"}', b'{"input": ' + b"[" * 100_000])
+def test_bodies_that_are_no_object_are_refused(body: bytes) -> None:
+    with pytest.raises(ClientError) as failure:
+        Responses().read(body, {})
+    assert failure.value.status == 400
