@@ -1,4 +1,4 @@
-"""A chat body as templates want it: checked, text parts joined, nulls gone, tool arguments as objects.
+"""A chat body as templates want it: checked, text parts joined, nulls gone, tool arguments as objects, and made to fit.
 
 Reads the client's body and leaves it untouched.
 """
@@ -9,11 +9,14 @@ from typing import Any
 
 import msgspec
 
+from warmline_backend.fitting import Item, Said, fit, reasoning_in
 from warmline_backend.params import BadRequest
+from warmline_backend.switches import arguments_for, read_switches
+from warmline_backend.traits import REASONING_FIELDS, Message, Traits
 
-Message = dict[str, Any]
-
-REASONING_FIELDS = ("reasoning_content", "reasoning")  # what clients call it, besides putting it into the content
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+# What SDKs send back of an answer, and no template reads; reasoning goes on under the names that the template knows.
+_UNREAD_FIELDS = frozenset({"annotations", "audio", "function_call", "refusal", *REASONING_FIELDS})
 
 # What the renderer itself passes to a template; nobody may replace the template or the conversation.
 RESERVED_KWARGS = frozenset(
@@ -26,41 +29,46 @@ RESERVED_KWARGS = frozenset(
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """What a template is rendered with."""
 
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None
+    items: list[Item]
+    tools: list[dict[str, Any]] | None  # that the template is given
+    offered: list[dict[str, Any]] | None = None  # that the model is told of, by the template or in a system message
     kwargs: dict[str, Any]
     generation_prompt: bool  # end with the assistant's header
     continue_final: bool  # leave the last message open, for the model to go on with
 
     @property
+    def messages(self) -> list[Message]:
+        return [item.message for item in self.items]
+
+    @property
     def turns(self) -> list[int]:
         """Where its users speak: indices of their messages."""
-        return [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        return [index for index, item in enumerate(self.items) if item.role == "user"]
 
     @property
     def system_messages(self) -> int:
         """How many messages the conversation opens with that instruct rather than talk."""
-        for count, message in enumerate(self.messages):
-            if message["role"] not in ("system", "developer"):
-                return count
-        return len(self.messages)
+        return next((index for index, item in enumerate(self.items) if not item.instructs), len(self.items))
 
 
 def reasoning_of(message: Message, think_start: str, think_end: str) -> str:
     """The reasoning that a message brings along, in a field of its own or before its content; "" where it has none."""
-    for field in REASONING_FIELDS:
-        if isinstance(reasoning := message.get(field), str) and reasoning.strip():
-            return reasoning.strip()
+    if reasoning := reasoning_in(message):
+        return reasoning.strip()
     before, end, _ = message["content"].partition(think_end)
     return str(before.rpartition(think_start)[2].strip()) if end else ""
 
 
 def read_conversation(
-    body: dict[str, Any], *, keeps_developer: bool, template_args: Mapping[str, Any] | None = None
+    body: dict[str, Any],
+    *,
+    traits: Traits,
+    source: str = "",
+    template_args: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """Check a chat body.  Raises BadRequest.  Where the template doesn't know the developer role it becomes system.
+    """Check a chat body, and make it fit a template of these `traits` whose text is `source`.  Raises BadRequest.
 
-    `template_args` go to the template where the body's own don't name them; null is a value, too.
+    `template_args` go to the template where the body's own words don't name them; null is a value, too.
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -72,10 +80,14 @@ def read_conversation(
             "'continue_final_message' needs 'add_generation_prompt' to be false; they can't both be on",
             "continue_final_message",
         )
+    offered = _tools(body)
+    items, tools = fit([_item(message, at) for at, message in enumerate(messages)], offered, traits)
+    asked = arguments_for(read_switches(body), traits.arguments, source)
     return Conversation(
-        messages=[_message(message, f"messages[{i}]", keeps_developer) for i, message in enumerate(messages)],
-        tools=_tools(body),
-        kwargs={**(template_args or {}), **_template_kwargs(body)},
+        items=items,
+        tools=tools,
+        offered=offered,
+        kwargs={**(template_args or {}), **asked, **_template_kwargs(body)},
         generation_prompt=generation_prompt,
         continue_final=continue_final,
     )
@@ -90,18 +102,33 @@ def _switch(body: dict[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def _message(message: object, where: str, keeps_developer: bool) -> Message:
+def _item(message: object, at: int) -> Item:
+    where = f"messages[{at}]"
     if not isinstance(message, dict):
         raise BadRequest(f"'{where}' must be an object with a role and content", where)
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise BadRequest(f"'{where}.role' must be a string such as \"user\"", f"{where}.role")
-    given = {key: value for key, value in message.items() if value is not None}
-    given["role"] = "system" if role == "developer" and not keeps_developer else role
-    given["content"] = _content(message.get("content"), f"{where}.content")
-    if "tool_calls" in given:
-        given["tool_calls"] = _tool_calls(given["tool_calls"], f"{where}.tool_calls")
-    return given
+    content = message.get("content")
+    refused = message.get("refusal")
+    given = {key: value for key, value in message.items() if value is not None and key not in _UNREAD_FIELDS}
+    given["role"] = "tool" if role == "function" else role
+    given["content"] = _content(
+        refused if content is None and isinstance(refused, str) else content, f"{where}.content"
+    )
+    if reasoning := reasoning_in(message):
+        given["reasoning_content"] = reasoning
+    calls = _tool_calls(given.pop("tool_calls", []), f"{where}.tool_calls")
+    if calls:
+        given["tool_calls"] = calls
+    functions = [call["function"] for call in calls]
+    said = Said(
+        content=given["content"],
+        ids=tuple(str(call.get("id", "")) for call in calls),
+        names=tuple(function["name"] for function in functions),
+        arguments=tuple(function["arguments"] for function in functions),
+    )
+    return Item(message=given, number=at + 1, said=said)
 
 
 def _content(content: object, where: str) -> str:
@@ -117,35 +144,40 @@ def _content(content: object, where: str) -> str:
 def _part(part: object, where: str) -> str:
     if not isinstance(part, dict):
         raise BadRequest(f"'{where}' must be an object with a type", where)
-    if part.get("type") != "text":
-        kind = str(part.get("type"))[:40]
-        raise BadRequest(f"'{where}' is of type \"{kind}\"; this model reads only text parts", where)
-    text = part.get("text")
+    kind = part.get("type")
+    if kind not in ("text", "refusal"):
+        raise BadRequest(f"'{where}' is of type \"{str(kind)[:40]}\"; this model reads only text parts", where)
+    text = part.get(kind)
     if not isinstance(text, str):
-        raise BadRequest(f"'{where}.text' must be a string", f"{where}.text")
+        raise BadRequest(f"'{where}.{kind}' must be a string", f"{where}.{kind}")
     return text
 
 
 def _tool_calls(calls: object, where: str) -> list[Any]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise BadRequest(f"'{where}' must be a list of objects", where)
-    return [_tool_call(call) for call in calls]
+    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
 
 
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """Templates iterate over arguments, OpenAI sends them as JSON in a string.
 
     An agent also replays a call that its model garbled: arguments that don't parse, or nest without end, are left as
     they are.
     """
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest(f"'{where}.function' must be an object with a name", f"{where}.function")
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        return json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+        return arguments
 
 
 def _tools(body: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -6,6 +6,7 @@ message's end is found by rendering the conversation up to there, and counts onl
 nevertheless, for people: to explain a difference.
 """
 
+import inspect
 import json
 import logging
 import threading
@@ -18,8 +19,9 @@ from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from warmline_backend.conversation import Conversation, Message, read_conversation, reasoning_of
+from warmline_backend.conversation import ROLES, Conversation, read_conversation, reasoning_of
 from warmline_backend.params import BadRequest
+from warmline_backend.traits import Message, Traits, traits_of
 from warmline_wire.messages import MessageEnd
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 MESSAGES_ALL_MAX = 16  # up to so many, every message's end is looked for; beyond, only the last ones'
 MESSAGES_LAST = 8
 TURNS_LAST = 2  # and the answers to as many users' messages: from there on templates leave out reasoning
+ROLES_REMEMBERED_MAX = 64  # that clients invented
 ROLE_CHARS_MAX = 16  # a client may call itself anything; this much is told of it
 _ERROR_CHARS_MAX = 500
 # What a template can raise on a client's data; RecursionError comes from nested tool schemas.
@@ -68,13 +71,15 @@ class Renderer:
         self._wrapper = tokenizer
         self._tokenizer: Any = tokenizer._tokenizer  # the wrapper forwards no __call__
         self._vocabulary_size = vocabulary_size or len(tokenizer)
-        self._keeps_developer = "developer" in str(self._tokenizer.chat_template or "")
         fast = bool(self._tokenizer.is_fast)
         # Some legacy classes rewrite the text in `encode` alone; offsets are then offsets into another text.
         self._has_offsets = fast and type(self._tokenizer).encode is PreTrainedTokenizerBase.encode
         self._lock = nullcontext() if fast else threading.Lock()
         self._tokenize("a", add_special_tokens=False)
         self._template_args = dict(template_args or {})
+        self._source = _source_of(tokenizer)
+        self.traits = traits_of(self._source, self._probed) if tokenizer.has_chat_template else Traits()
+        self._roles_shown: dict[str, bool] = {}
         if self._template_args:
             self._check_template_args()
 
@@ -92,7 +97,32 @@ class Renderer:
                 raise ValueError(f"{shown}: the model's chat template refuses this: {_detail(error)}") from error
 
     def _conversation(self, body: dict[str, Any]) -> Conversation:
-        return read_conversation(body, keeps_developer=self._keeps_developer, template_args=self._template_args)
+        return read_conversation(body, traits=self.traits, source=self._source, template_args=self._template_args)
+
+    def _probed(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
+        try:
+            return self._rendered(messages, tools, self._template_args, generation_prompt=True)
+        except _TEMPLATE_FAULTS:
+            return ""
+
+    def _refuse_hidden(self, conversation: Conversation) -> None:
+        """Roles that nobody knows, where the template says nothing of such a message."""
+        for item in conversation.items:
+            if item.role not in ROLES and not self._is_shown(item.role):
+                where = f"messages[{item.number - 1}].role"
+                raise BadRequest(
+                    f"'{where}' is \"{item.role[:ROLE_CHARS_MAX]}\", a role that the model's chat template leaves out; "
+                    "send system, developer, user, assistant or tool",
+                    where,
+                )
+
+    def _is_shown(self, role: str) -> bool:
+        if (shown := self._roles_shown.get(role)) is None:
+            marker = "warmlinerole"
+            shown = marker in self._probed([{"role": "user", "content": "a"}, {"role": role, "content": marker}], None)
+            if len(self._roles_shown) < ROLES_REMEMBERED_MAX:
+                self._roles_shown[role] = shown
+        return shown
 
     def render(self, endpoint: str, body: object) -> Rendered:
         """The prompt of a "chat" or "completion" body.  Raises BadRequest."""
@@ -127,6 +157,7 @@ class Renderer:
         if not self._wrapper.has_chat_template:
             raise BadRequest("this model has no chat template; use /v1/completions", "messages")
         conversation = self._conversation(body)
+        self._refuse_hidden(conversation)
         text = self._prompt_text(conversation)
         tokens, token_at = self._tokenize(text, add_special_tokens=False)
         ends, turn_end = self._message_ends(conversation, text), self._turn_end(conversation, text)
@@ -138,7 +169,7 @@ class Renderer:
             turn_end=token_at(turn_end),
             messages=[message for message in self._told(conversation, text, ends, token_at) if message.end],
             tail=text[turn_end:] if turn_end else "",
-            tools=conversation.tools,
+            tools=conversation.offered,
         )
 
     def _prompt_text(self, conversation: Conversation) -> str:
@@ -154,15 +185,19 @@ class Renderer:
     def _template(
         self, conversation: Conversation, messages: list[Message], generation_prompt: bool, **options: object
     ) -> str:
-        kwargs = {**conversation.kwargs, **options}
+        return self._rendered(messages, conversation.tools, {**conversation.kwargs, **options}, generation_prompt)
+
+    def _rendered(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+        generation_prompt: bool,
+    ) -> str:
         with self._lock:
             return str(
                 self._wrapper.apply_chat_template(
-                    messages,
-                    tools=conversation.tools,
-                    add_generation_prompt=generation_prompt,
-                    tokenize=False,
-                    **kwargs,
+                    messages, tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **kwargs
                 )
             )
 
@@ -218,10 +253,12 @@ class Renderer:
     ) -> Iterator[MessageEnd]:
         """Messages whose ends are known, in their order, and what of them the text lacks."""
         for count, end in sorted(ends.items()):
-            message = conversation.messages[count - 1] if count else {"role": "tools"}
+            item = conversation.items[count - 1] if count else None
+            message: Message = item.message if item else {"role": "tools"}
             start = ends.get(count - 1, -1 if count > 1 else 0)
             note = self._what_is_left_out(conversation, message, text[start:end]) if start >= 0 else ""
-            yield MessageEnd(end=token_at(end), number=count, role=message["role"][:ROLE_CHARS_MAX], note=note)
+            number = item.number if item else 0
+            yield MessageEnd(end=token_at(end), number=number, role=message["role"][:ROLE_CHARS_MAX], note=note)
 
     def _what_is_left_out(self, conversation: Conversation, message: Message, rendered: str) -> str:
         if message["role"] != "assistant" or not self._wrapper.has_thinking:
@@ -262,6 +299,18 @@ class Renderer:
         return ids, token_at
 
 
+def _source_of(tokenizer: TokenizerWrapper) -> str:
+    """The template's text, or the code that renders in its place."""
+    custom = tokenizer._chat_template or type(tokenizer._tokenizer).apply_chat_template
+    if custom is PreTrainedTokenizerBase.apply_chat_template:
+        return str(tokenizer._tokenizer.chat_template or "")
+    try:
+        module = inspect.getmodule(custom)
+        return inspect.getsource(module) if module else ""
+    except (OSError, TypeError):  # frozen, or native
+        return ""
+
+
 def _detail(error: Exception) -> str:
     return str(error)[:_ERROR_CHARS_MAX] or type(error).__name__
 
@@ -276,7 +325,7 @@ def _shown(kwargs: dict[str, Any]) -> str:
 def _shows(conversation: Conversation, text: str) -> bool:
     """Whether the system messages and the tools are in the text at all."""
     needles = [str(m["content"]).strip() for m in conversation.messages[: conversation.system_messages]]
-    for tool in conversation.tools or ():
+    for tool in conversation.offered or ():
         function = tool.get("function")
         needles.append(str(function.get("name", "")) if isinstance(function, dict) else "")
     return all(needle in text for needle in needles)

@@ -82,6 +82,7 @@ class _Template:
         self.findings = Findings("template")
         self._tokenizer = tokenizer
         self._renderer = Renderer(tokenizer, rows, template_args)
+        self.traits = self._renderer.traits
 
     def tokens(self, *messages: Message, **body: Any) -> list[int]:
         """Raises BadRequest where the template refuses."""
@@ -119,7 +120,7 @@ def check_template(
         name
         for name, is_shown in (
             ("a user's message", True),
-            ("system messages", template.shows("system messages", "warmlinemarker", SYSTEM, USER)),
+            ("system messages", _system(template)),
             ("tools", _tools(template, tokenizer)),
         )
         if is_shown
@@ -135,7 +136,26 @@ def _reason(refused: Exception) -> str:
     return str(refused).splitlines()[0]
 
 
+def _system(template: _Template) -> bool:
+    if template.traits.systems == "none":
+        template.findings.warn(
+            "the template leaves out or refuses system messages: their text is put into the first user's message",
+            UNLESS_TRAINED_WITHOUT,
+        )
+        return False
+    return template.shows("system messages", "warmlinemarker", SYSTEM, USER)
+
+
 def _tools(template: _Template, tokenizer: TokenizerWrapper) -> bool:
+    traits = template.traits
+    if not (traits.tools and traits.calls and traits.results):
+        parts = {"tools": traits.tools, "calls": traits.calls, "a tool's result": traits.results}
+        missing = ", ".join(part for part, shown in parts.items() if not shown)
+        template.findings.warn(
+            f"the template leaves out {missing}: the model is told in plain text between <tool_call> tags",
+            UNLESS_TRAINED_WITHOUT,
+        )
+        return False
     offered = template.shows("tools", TOOL_NAME, USER, tools=TOOLS)
     answered = offered and template.shows("a tool's result", RESULT, USER, CALL, CALL_RESULT, tools=TOOLS)
     if offered and not tokenizer.has_tool_calling:
