@@ -83,7 +83,7 @@ class MessageEvents:
         reason, sequence = self._stop
         yield {
             "type": "message_delta",
-            "delta": {"stop_reason": reason, "stop_sequence": sequence},
+            "delta": {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None},
             "usage": self._usage_now(),
         }
         yield {"type": "message_stop"}
@@ -97,6 +97,7 @@ class MessageEvents:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
+            "stop_details": None,
             "usage": self._usage_now(),
         }
 

@@ -35,11 +35,6 @@ EFFORTS = {"max": "xhigh"}  # where OpenAI's word is another
 RESULT_ERROR = "Error: "  # before a failed tool's words, unless these say so themselves
 
 
-class Source(msgspec.Struct):
-    type: str
-    data: str | None = None
-
-
 class Block(msgspec.Struct):
     """One content block of any type."""
 
@@ -53,7 +48,7 @@ class Block(msgspec.Struct):
     tool_name: str | None = None
     content: "str | list[Block] | None" = None
     is_error: bool | None = None
-    source: Source | None = None
+    source: Any = None  # an object, or, of a search result, a string
 
 
 class MessageIn(msgspec.Struct):
@@ -237,14 +232,20 @@ def _text(block: Block, where: str) -> str:
         if block.text is None:
             raise bad_request(f"{where}.text: Field required", param="messages")
         return block.text
-    if block.type == "document" and block.source and block.source.type == "text":
-        return block.source.data or ""
+    if block.type == "document" and (plain := _plain(block.source)) is not None:
+        return plain
     if block.type == "search_result":
         return "".join(_text(each, where) for each in block.content or () if isinstance(each, Block))
     if block.type == "tool_reference":
         return block.tool_name or ""
     kind = block.type[:40]
     raise bad_request(f'{where}: of type "{kind}"; the model served here reads only text', param="messages")
+
+
+def _plain(source: Any) -> str | None:
+    """A document's text, where it is one."""
+    data = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
+    return data if isinstance(data, str) else None
 
 
 def _is_begun(message: ChatMessage) -> bool:

@@ -1,0 +1,245 @@
+"""Anthropic's answers from the backend's chunks; the SDK's own accumulator says what a stream's message is."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from anthropic import types
+from anthropic.lib.streaming._messages import accumulate_event
+
+from warmline_proxy.apis.api import Begun, Call, Chunk
+from warmline_proxy.apis.messages import Messages
+from warmline_proxy.errors import ClientError, bad_gateway, bad_request, error_body, queue_full, timed_out, unavailable
+from warmline_wire.stream import EventParser
+
+BEGUN = Begun("0123456789abcdef01234567", "served", 20, 16)
+CALL = {"id": "call_00112233445566778899aabb", "type": "function"}
+
+
+def said(finish: str | None = None, stop_reason: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {
+        "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "stop_reason": stop_reason}],
+        "usage": None,
+    }
+
+
+def called(index: int, name: str, *arguments: str, call_id: str = CALL["id"]) -> list[dict[str, Any]]:
+    """A call as one chunk, or as several."""
+    first = {"index": index, **CALL, "id": call_id, "function": {"name": name, "arguments": arguments[0]}}
+    more = [{"index": index, "function": {"arguments": part}} for part in arguments[1:]]
+    return [said(tool_calls=[call]) for call in [first, *more]]
+
+
+def used(prompt: int, completion: int, cached: int, **details: Any) -> dict[str, Any]:
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    return {"choices": [], "usage": {**usage, **details}}
+
+
+def encoder_of(stream: bool, max_tokens: int = 50, model: str | None = "theirs") -> Any:
+    api = Messages()
+    return api.encoder(Call(api, {}, model, stream, "", asked=max_tokens), BEGUN)
+
+
+def events_of(chunks: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
+    encoder = encoder_of(True, **options)
+    sent = b"".join([_heard(encoder, chunk) for chunk in chunks] + [encoder.done()])
+    parsed = list(EventParser().feed(sent))
+    events = [json.loads(event.data) for event in parsed]
+    assert [event.name.decode() for event in parsed] == [event["type"] for event in events]
+    return events
+
+
+def _heard(encoder: Any, chunk: dict[str, Any]) -> bytes:
+    raw = json.dumps(chunk).encode()
+    return bytes(encoder.chunk(msgspec.json.decode(raw, type=Chunk), raw))
+
+
+def whole_of(chunks: list[dict[str, Any]], **options: Any) -> Any:
+    encoder = encoder_of(False, **options)
+    assert all(_heard(encoder, chunk) == b"" for chunk in chunks)
+    return json.loads(encoder.whole())
+
+
+def accumulated(events: list[dict[str, Any]]) -> types.Message:
+    snapshot, buffers = None, dict[int, bytes]()
+    for event in events:
+        built: Any = msgspec.convert(event, dict)
+        snapshot = accumulate_event(event=built, current_snapshot=snapshot, json_bufs=buffers)
+    assert snapshot is not None
+    return snapshot
+
+
+def both(chunks: list[dict[str, Any]], **options: Any) -> Any:
+    """The message, which must be the same whether it was streamed or not, as the SDK reads either."""
+    whole = whole_of(chunks, **options)
+    streamed = accumulated(events_of(chunks, **options))
+    assert streamed.to_dict() == types.Message.construct(**whole).to_dict()
+    types.Message.model_validate(whole)
+    return whole
+
+
+ALL = [
+    said(role="assistant", content=""),
+    said(reasoning_content="I sh", reasoning="I sh"),
+    said(reasoning="ould."),
+    said(content="Let "),
+    said(content="me."),
+    *called(0, "look", '{"at": "ü"}'),
+    *called(1, "wait", "{}", call_id="functions.wait:0"),
+    said("tool_calls"),
+    used(20, 9, 12, completion_tokens_details={"reasoning_tokens": 4}),
+]
+
+
+def test_thinking_text_and_calls() -> None:
+    assert both(ALL) == {
+        "id": "msg_0123456789abcdef01234567",
+        "type": "message",
+        "role": "assistant",
+        "model": "theirs",
+        "content": [
+            {"type": "thinking", "thinking": "I should.", "signature": "d2FybWxpbmU="},
+            {"type": "text", "text": "Let me."},
+            {"type": "tool_use", "id": "toolu_00112233445566778899aabb", "name": "look", "input": {"at": "ü"}},
+            {"type": "tool_use", "id": "functions.wait:0", "name": "wait", "input": {}},
+        ],
+        "stop_reason": "tool_use",
+        "stop_sequence": None,
+        "stop_details": None,
+        "usage": {
+            "input_tokens": 8,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 12,
+            "output_tokens": 9,
+            "output_tokens_details": {"thinking_tokens": 4},
+        },
+    }
+
+
+def test_the_order_of_a_stream() -> None:
+    events = events_of(ALL)
+    assert events[0]["message"]["usage"]["cache_read_input_tokens"] == 16  # as planned, before it is known
+    shown = [(event["type"], event.get("index"), event.get("delta", {}).get("type")) for event in events]
+    assert shown == [
+        ("message_start", None, None),
+        ("content_block_start", 0, None),
+        ("content_block_delta", 0, "thinking_delta"),
+        ("content_block_delta", 0, "thinking_delta"),
+        ("content_block_delta", 0, "signature_delta"),
+        ("content_block_stop", 0, None),
+        ("content_block_start", 1, None),
+        ("content_block_delta", 1, "text_delta"),
+        ("content_block_delta", 1, "text_delta"),
+        ("content_block_stop", 1, None),
+        ("content_block_start", 2, None),
+        ("content_block_delta", 2, "input_json_delta"),
+        ("content_block_stop", 2, None),
+        ("content_block_start", 3, None),
+        ("content_block_delta", 3, "input_json_delta"),
+        ("content_block_stop", 3, None),
+        ("message_delta", None, None),
+        ("message_stop", None, None),
+    ]
+
+
+def test_each_word_is_told_at_once() -> None:
+    encoder = encoder_of(True)
+    assert _heard(encoder, said(role="assistant", content="")).startswith(b"event: message_start\n")
+    assert b'"text":"Par"' in _heard(encoder, said(content="Par"))
+    assert b'"text":"is"' in _heard(encoder, said(content="is"))
+
+
+@pytest.mark.parametrize(
+    ("finish", "word", "told"),
+    [
+        ("stop", None, ("end_turn", None)),
+        ("stop", "END", ("stop_sequence", "END")),
+        ("length", None, ("max_tokens", None)),
+        ("tool_calls", None, ("tool_use", None)),
+    ],
+)
+def test_why_it_stopped(finish: str, word: str | None, told: tuple[str, str | None]) -> None:
+    message = both([said(content="x"), said(finish, word), used(20, 1, 0)])
+    assert (message["stop_reason"], message["stop_sequence"]) == told
+
+
+def test_text_after_a_call_and_thinking_after_text_are_blocks_of_their_own() -> None:
+    chunks = [said(content="a"), *called(0, "look", "{}"), said(content="b"), said(reasoning_content="c"), said("stop")]
+    assert [block["type"] for block in both(chunks)["content"]] == ["text", "tool_use", "text", "thinking"]
+
+
+def test_arguments_in_parts() -> None:
+    chunks = [*called(0, "look", '{"a"', ": [1,", " null]}"), *called(1, "look", ""), said("tool_calls")]
+    assert [block["input"] for block in both(chunks)["content"]] == [{"a": [1, None]}, {}]
+
+
+@pytest.mark.parametrize(("arguments", "told"), [("[1]", [1]), ('"ls"', "ls"), ('{"a": ', '{"a": ')])
+def test_arguments_that_are_no_object_become_one(arguments: str, told: Any) -> None:
+    assert both([*called(0, "look", arguments), said("tool_calls")])["content"][0]["input"] == {"arguments": told}
+
+
+def test_an_answer_without_words() -> None:
+    message = both([said(role="assistant", content=""), said("stop"), used(20, 0, 0)])
+    assert (message["content"], message["stop_reason"]) == ([], "end_turn")
+
+
+def test_a_prompt_that_is_only_to_be_read() -> None:
+    """max_tokens: 0 fills the cache."""
+    message = both(
+        [said(role="assistant", content=""), said(content="x"), said("length"), used(20, 1, 0)], max_tokens=0
+    )
+    assert (message["content"], message["stop_reason"], message["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+
+
+def test_without_a_model_of_their_own_it_is_ours() -> None:
+    assert both([said("stop")], model=None)["model"] == "served"
+
+
+def test_a_stream_that_fails() -> None:
+    error = bad_gateway("The backend ended its answer early.")
+    sent = [Messages().failure(error), encoder_of(True).failure(error)]
+    events = [event for each in sent for event in EventParser().feed(each)]
+    assert [event.name for event in events] == [b"error", b"error"]
+    told = {"type": "error", "error": {"type": "api_error", "message": "The backend ended its answer early."}}
+    assert [json.loads(event.data) for event in events] == [told, told]
+
+
+def test_a_chunk_that_is_none() -> None:
+    with pytest.raises(ClientError, match="502: The backend sent an unreadable chunk"):
+        encoder_of(True).chunk({}, b'{"choices": 5}')
+
+
+OVERFLOW = (
+    "This model's maximum context length is 4096 tokens. However, your prompt has 5000 tokens, which leaves no room."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (bad_request("x", status=404), "not_found_error", "x"),
+        (bad_request("x", status=405), "invalid_request_error", "x"),
+        (bad_request("x", status=408), "timeout_error", "x"),
+        (bad_request("x", status=413), "request_too_large", "x"),
+        (bad_request("x", status=403), "permission_error", "x"),
+        (ClientError(401, error_body("x", "authentication_error")), "authentication_error", "x"),
+        (ClientError(507, b"disk"), "api_error", "disk"),
+        (queue_full("x", 3), "rate_limit_error", "x"),
+        (unavailable("x"), "overloaded_error", "x"),
+        (timed_out("x", "c"), "timeout_error", "The request was ended: x.  What was computed is kept."),
+        (bad_request("'stop' must be short", param="stop"), "invalid_request_error", "'stop_sequences' must be short"),
+        (
+            bad_request(OVERFLOW, code="context_length_exceeded"),
+            "invalid_request_error",
+            "prompt is too long: 5000 tokens > 4096 maximum",
+        ),
+        (bad_request("9 MB", code="kv_memory_exceeded"), "invalid_request_error", "prompt is too long: 9 MB"),
+    ],
+)
+def test_errors(error: ClientError, kind: str, message: str) -> None:
+    assert json.loads(Messages().refusal(error)) == {"type": "error", "error": {"type": kind, "message": message}}

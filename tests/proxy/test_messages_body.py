@@ -1,0 +1,324 @@
+"""Bodies of Anthropic's Messages, as the chat bodies that the backend renders."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from warmline_proxy.apis.api import Call
+from warmline_proxy.apis.messages import Messages
+from warmline_proxy.errors import ClientError
+
+CALL, TOOLU = "call_0123456789abcdef01234567", "toolu_0123456789abcdef01234567"
+LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {}}}
+LOOK_CHAT = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+def read(headers: dict[str, str] | None = None, **fields: Any) -> Call:
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], **fields}
+    return Messages().read(json.dumps(body).encode(), headers or {})
+
+
+def chat(**fields: Any) -> Any:
+    """The fields that the backend gets, as JSON has them."""
+    return msgspec.json.decode(msgspec.json.encode(read(**fields).fields))
+
+
+def messages(*sent: dict[str, Any], **fields: Any) -> Any:
+    return chat(messages=list(sent), **fields)["messages"]
+
+
+def text(words: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words, **fields}
+
+
+def joined(message: Any) -> str:
+    """The content as the backend reads it."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(ClientError) as caught:
+        read(**fields)
+    assert caught.value.status == 400
+    error = json.loads(Messages().refusal(caught.value))
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    return str(error["error"]["message"])
+
+
+def test_the_simplest_body() -> None:
+    assert chat() == {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+
+
+def test_what_the_call_knows() -> None:
+    call = read({"X-Stainless-Retry-Count": "2"}, stream=True)
+    assert (call.client_model, call.stream, call.retry_count, call.session_hint) == ("m", True, 2, "")
+    assert (call.api.name, call.api.endpoint) == ("messages", "chat")
+
+
+@pytest.mark.parametrize(
+    ("user_id", "hint"),
+    [
+        ('{"device_id": "d", "account_uuid": "", "session_id": "33d72666-7f0f"}', "33d72666-7f0f"),
+        ("user_0a1b_account__session_33d72666-7f0f-4701-94ba-a1c3caba5ad4", "33d72666-7f0f-4701-94ba-a1c3caba5ad4"),
+        ("somebody", "somebody"),
+        ('{"session_id": 5}', '{"session_id": 5}'),
+    ],
+)
+def test_a_session_is_found_in_the_user_id(user_id: str, hint: str) -> None:
+    assert read(metadata={"user_id": user_id}).session_hint == hint
+    assert read({"X-Claude-Code-Session-Id": "other"}, metadata={"user_id": user_id}).session_hint == "other"
+
+
+@pytest.mark.parametrize(
+    "system", ["Be brief.", [text("Be brief.")], [text("Be brief.", **CACHED)], [text(""), text("Be brief.")]]
+)
+def test_a_system_text_is_the_first_message(system: Any) -> None:
+    assert chat(system=system)["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("system", ["", [], None])
+def test_an_empty_system_text_is_none(system: Any) -> None:
+    assert [message["role"] for message in chat(system=system)["messages"]] == ["user"]
+
+
+def test_several_blocks_stay_parts_and_do_not_run_together() -> None:
+    system = [text("x-header: 1;"), text("You are brief."), text("\nAnd kind.\n"), text("Always.")]
+    said = chat(system=system)["messages"][0]
+    assert [part["text"] for part in said["content"]] == [
+        "x-header: 1;\n",
+        "You are brief.",
+        "\nAnd kind.\n",
+        "Always.",
+    ]
+
+
+def test_instructions_in_the_midst_stay_where_they_are() -> None:
+    sent = [
+        {"role": "user", "content": "a"},
+        {"role": "system", "content": [text("b")]},
+        {"role": "user", "content": "c"},
+    ]
+    assert messages(*sent) == [dict(message, content=words) for message, words in zip(sent, "abc", strict=True)]
+
+
+def test_a_turn_with_tools() -> None:
+    told = messages(
+        {"role": "user", "content": "look"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I should ", "signature": "x"},
+                {"type": "redacted_thinking", "data": "opaque"},
+                {"type": "thinking", "thinking": "look.", "signature": "y"},
+                text("Let me "),
+                text("look."),
+                {"type": "tool_use", "id": TOOLU, "name": "look", "input": {"at": "ü", "n": 1.5}, **CACHED},
+                {"type": "tool_use", "id": "toolu_17", "name": "wait", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": TOOLU, "content": "a ship"},
+                {"type": "tool_result", "tool_use_id": "toolu_17", "content": [text("one"), text("two")], **CACHED},
+                text("And now?"),
+            ],
+        },
+    )
+    look, wait = told[1].pop("tool_calls")
+    assert told[1]["reasoning_content"] == "I should look." and joined(told[1]) == "Let me look."
+    assert look["id"] == CALL and look["type"] == "function" and look["function"]["name"] == "look"
+    assert json.loads(look["function"]["arguments"]) == {"at": "ü", "n": 1.5}
+    assert (wait["id"], wait["function"]) == ("toolu_17", {"name": "wait", "arguments": "{}"})
+    assert [message["role"] for message in told] == ["user", "assistant", "tool", "tool", "user"]
+    assert told[2] == {"role": "tool", "tool_call_id": CALL, "content": "a ship"}
+    assert told[3]["tool_call_id"] == "toolu_17" and joined(told[3]) == "one\ntwo"
+    assert told[4] == {"role": "user", "content": "And now?"}
+
+
+def test_blocks_of_a_user_keep_their_order() -> None:
+    result = {"type": "tool_result", "tool_use_id": "t"}
+    told = messages({"role": "user", "content": [text("a"), result, text("b"), text(" c")]})
+    assert [(message["role"], joined(message)) for message in told] == [("user", "a"), ("tool", ""), ("user", "b c")]
+
+
+@pytest.mark.parametrize(
+    ("content", "read_as"),
+    [
+        ("no such file", "Error: no such file"),
+        ("<tool_use_error>x", "<tool_use_error>x"),
+        ([text("a"), text("b")], "Error: a\nb"),
+    ],
+)
+def test_a_failed_tool_says_so(content: Any, read_as: str) -> None:
+    block = {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": True}
+    assert joined(messages({"role": "user", "content": [block]})[0]) == read_as
+
+
+def test_text_that_is_called_otherwise() -> None:
+    blocks = [
+        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a log"}, "title": "t"},
+        {"type": "search_result", "source": "s", "title": "t", "content": [text("a hit")]},
+        {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "look"}]},
+    ]
+    told = messages({"role": "user", "content": blocks})
+    assert [joined(message) for message in told] == ["a log\na hit", "look"]
+
+
+def test_what_moves_between_turns_changes_nothing() -> None:
+    """Clients move cache_control to the last block, and turn block arrays into strings."""
+    first = messages({"role": "user", "content": [text("hi", **CACHED)]}, system=[text("s", **CACHED)])
+    later = messages({"role": "user", "content": "hi"}, system="s", cache_control={"type": "ephemeral"})
+    assert first == later
+
+
+def test_an_answer_that_was_begun_is_gone_on_with() -> None:
+    begun = {"role": "assistant", "content": "The answer is ("}
+    fields = chat(messages=[{"role": "user", "content": "a or b?"}, begun])
+    assert fields["messages"][-1] == begun
+    assert (fields["continue_final_message"], fields["add_generation_prompt"]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "thinking", "thinking": "x", "signature": ""}],
+        [text("a"), {"type": "tool_use", "id": "t", "name": "n"}],
+    ],
+)
+def test_an_answer_without_words_or_with_calls_is_not(content: Any) -> None:
+    fields = chat(messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": content}])
+    assert "continue_final_message" not in fields
+
+
+def test_parameters() -> None:
+    given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 7, "chat_template_kwargs": {"a": None}}
+    fields = chat(
+        **given, stop_sequences=["\n\n", "", "END"], stream=True, service_tier="auto", betas=["x"], top_n=None
+    )
+    fields.pop("messages")
+    assert fields == {**given, "max_tokens": 5, "stop": ["\n\n", "END"]}
+
+
+def test_null_is_absent() -> None:
+    names = ("system", "tools", "tool_choice", "thinking", "stop_sequences", "metadata", "temperature", "output_config")
+    assert chat(**dict.fromkeys(names)) == chat()
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes"),
+    [
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 2048}},
+            {"thinking": {"type": "enabled", "budget_tokens": 2048}},
+        ),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, {"thinking": {"type": "disabled"}}),
+        (
+            {"thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "max"}},
+            {"thinking": {"type": "adaptive"}, "reasoning_effort": "xhigh"},
+        ),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+    ],
+)
+def test_thinking(given: dict[str, Any], becomes: dict[str, Any]) -> None:
+    assert chat(**given) == {**chat(), **becomes}
+
+
+@pytest.mark.parametrize("where", ["output_config", "output_format"])
+def test_structured_output(where: str) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "null"}}}}
+    fields = chat(**{where: {"format": form} if where == "output_config" else form})
+    assert fields["response_format"]["type"] == "json_schema"
+    assert fields["response_format"]["json_schema"]["schema"] == form["schema"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "becomes"),
+    [
+        ({"type": "auto"}, {"tool_choice": "auto"}),
+        ({"type": "any"}, {"tool_choice": "required"}),
+        ({"type": "none"}, {"tool_choice": "none"}),
+        ({"type": "tool", "name": "look"}, {"tool_choice": {"type": "function", "function": {"name": "look"}}}),
+        ({"type": "auto", "disable_parallel_tool_use": True}, {"tool_choice": "auto", "parallel_tool_calls": False}),
+    ],
+)
+def test_tools_and_their_choice(choice: dict[str, Any], becomes: dict[str, Any]) -> None:
+    tools = [
+        {**LOOK, **CACHED, "eager_input_streaming": True},
+        {**LOOK, "name": "see", "type": "custom", "strict": True},
+    ]
+    told = [LOOK_CHAT, {**LOOK_CHAT, "name": "see", "strict": True}]
+    expected = {"tools": [{"type": "function", "function": function} for function in told], **becomes}
+    assert chat(tools=tools, tool_choice=choice) == {**chat(), **expected}
+
+
+def test_tools_that_run_at_anthropic_are_left_out() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+    assert chat(tools=[search, LOOK]) == chat(tools=[LOOK])
+    assert chat(tools=[search], tool_choice={"type": "auto"}) == chat()
+    assert "'web_search' is none of the tools" in refusal(
+        tools=[search], tool_choice={"type": "tool", "name": "web_search"}
+    )
+    assert "no tool that can be called here" in refusal(tools=[search], tool_choice={"type": "any"})
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"max_tokens": None}, "max_tokens: Field required"),
+        ({"max_tokens": "5"}, "max_tokens: Expected `int | null`, got `str`"),
+        ({"messages": None}, "messages: at least one message is required"),
+        ({"messages": []}, "messages: at least one message is required"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: must be user, assistant or system"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Expected `str | array`, got `int`"),
+        (
+            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+            "messages.0.content.0: Object missing required field",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: Field required"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'messages.0.content.0: of type "image"; the model'),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}
+                ]
+            },
+            'messages.0.content.0.content.0: of type "image"',
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            "messages.0.content.0.tool_use_id: Field",
+        ),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "a tool_use needs an id and a name"),
+        ({"system": [IMAGE]}, 'system.0: of type "image"'),
+        ({"tools": [{"input_schema": {}}]}, "tools.0.name: Field required"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+            "tools.0: bash_20250124 is known to Anthropic's models",
+        ),
+        ({"tools": [LOOK], "tool_choice": {"type": "maybe"}}, "tool_choice.type: must be auto, any, tool or none"),
+        ({"output_format": {"type": "xml"}}, "output_config.format: must be of type json_schema"),
+        ({"stream": "yes"}, "stream: Expected `bool | null`, got `str`"),
+    ],
+)
+def test_refusals(fields: dict[str, Any], says: str) -> None:
+    assert says in refusal(**fields)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b'{"messages": "\\ud800"}', b"\xff", b"[" * 100_000])
+def test_what_is_no_json_object(body: bytes) -> None:
+    with pytest.raises(ClientError) as caught:
+        Messages().read(body, {})
+    assert caught.value.status == 400
+
+
+def test_a_count_needs_no_limit() -> None:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
+    assert Messages().read_to_count(body, {}).fields == {"messages": [{"role": "user", "content": "hi"}]}
