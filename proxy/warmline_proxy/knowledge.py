@@ -36,11 +36,17 @@ class Knowledge:
         self._suspicions: set[Suspicion] = set()
 
     async def status(self) -> Status:
-        """The last status; asked for once where there is none.  Raises UpstreamError."""
-        if self._status is None:
-            async with self._refreshing:
-                return self._status or await self._refresh()
-        return self._status
+        """The last status; asked for where there is none, or one of a model that was still loading.
+
+        Raises UpstreamError.
+        """
+        if (known := self._loaded()) is not None:
+            return known
+        async with self._refreshing:
+            return self._loaded() or await self._refresh()
+
+    def _loaded(self) -> Status | None:
+        return self._status if self._status and self._status.layout else None
 
     def costs(self) -> Costs:
         if self._status is None:

@@ -132,7 +132,6 @@ class FakeBackend:
         app.router.add_delete("/requests/{id}", self._cancel)
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/v1/completions", self._generate)
-        app.router.add_route("*", "/{path:(?!kv|requests).*}", self._other)
         return app
 
     def restart(self) -> None:
@@ -192,6 +191,7 @@ class FakeBackend:
                 save_bytes_per_s=1e9,
                 slowest_recent_step_s=0.1,
                 prefill_step_size=512,
+                model_created=1_700_000_000,
             )
         )
 
@@ -423,13 +423,6 @@ class FakeBackend:
             timings=Timings(prefill_s=0.1, decode_s=0.1, prefilled=len(prompt) - reuse, decoded=len(generated)),
             first=first_logits(logprob) if generated else None,
         )
-
-    async def _other(self, request: web.Request) -> web.Response:
-        self._note("other", (request.method, request.path_qs, dict(request.headers), await request.read()))
-        if request.path == "/v1/models":
-            headers = {"X-Fake": "1", "Connection": "X-Secret-Hop", "X-Secret-Hop": "1"}
-            return web.json_response({"object": "list", "data": [{"id": SERVED}]}, headers=headers)
-        return self._error(404, f"unknown path {request.path}")
 
 
 def first_logits(logprob: float) -> FirstLogits:
