@@ -1,0 +1,117 @@
+"""A body that asks for several choices as one body each, and their streams as one."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from warmline_proxy.choices import CHOICES_MAX, PROMPTS_MAX, Choice, Merger, split
+from warmline_proxy.errors import ClientError
+
+INT64_MAX = (1 << 63) - 1
+
+
+def fields_of(**body: Any) -> dict[str, Any]:
+    return {name: msgspec.Raw(json.dumps(value).encode()) for name, value in body.items()}
+
+
+def bodies(endpoint: str, **body: Any) -> list[tuple[int, int, dict[str, Any]]]:
+    choices = split(endpoint, fields_of(**body))
+    return [(each.prompt, each.number, json.loads(msgspec.json.encode(each.fields))) for each in choices]
+
+
+def test_n_gives_as_many_bodies_with_seeds_that_count_on() -> None:
+    assert bodies("chat", messages=[], n=3, seed=7) == [
+        (0, 0, {"messages": [], "seed": 7}),
+        (0, 1, {"messages": [], "seed": 8}),
+        (0, 2, {"messages": [], "seed": 9}),
+    ]
+    assert bodies("chat", n=2) == [(0, 0, {}), (0, 1, {})], "no seed: each its own"
+    assert bodies("chat", n=2, seed=INT64_MAX)[1][2] == {"seed": -INT64_MAX - 1}
+    assert bodies("chat", n=2, seed="x")[1][2] == {"seed": "x"}, "for the backend to refuse"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("text", ["text"]),
+        (["a", "b"], ["a", "b"]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        (["a", [3]], ["a", [3]]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        (["a"], [["a"]]),  # as it came: the backend takes it
+        ([], [[]]),
+        ('["a", "b"]', ['["a", "b"]']),
+        (5, [5]),
+    ],
+)
+def test_prompts(prompt: Any, prompts: list[Any]) -> None:
+    assert [body["prompt"] for _, _, body in bodies("completion", prompt=prompt)] == prompts
+
+
+def test_each_prompt_has_its_choices() -> None:
+    got = bodies("completion", prompt=["a", "b"], n=2, best_of=2, seed=1)
+    assert [(prompt, number, body["prompt"], body["seed"]) for prompt, number, body in got] == [
+        (0, 0, "a", 1),
+        (0, 1, "a", 2),
+        (1, 0, "b", 1),
+        (1, 1, "b", 2),
+    ]
+    assert all("n" not in body and "best_of" not in body for _, _, body in got)
+    assert len(bodies("chat", prompt=["a", "b"])) == 1, "no field of a chat's"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        *(({"n": n}, "n", f"from 1 to {CHOICES_MAX}") for n in (0, -1, CHOICES_MAX + 1, 2.0, "2", True)),
+        ({"best_of": 3}, "best_of", "leave it out"),
+        ({"n": 2, "best_of": 3}, "best_of", "leave it out"),
+        ({"prompt": ["a"] * (PROMPTS_MAX + 1)}, "prompt", f"at most {PROMPTS_MAX}"),
+    ],
+)
+def test_what_is_too_much(body: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(ClientError) as refused:
+        split("completion", fields_of(**body))
+    error = json.loads(refused.value.body)["error"]
+    assert refused.value.status == 400 and error["param"] == param and words in error["message"]
+
+
+def chunk(part: str, *choices: dict[str, Any], **more: Any) -> dict[str, msgspec.Raw]:
+    return fields_of(id=f"chatcmpl-{part}", created=int(part[-1]), model="m", choices=list(choices), **more)
+
+
+def plain(chunk: Any) -> Any:
+    return json.loads(msgspec.json.encode(chunk))
+
+
+def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": 1},
+    }
+
+
+def test_chunks_get_one_id_and_their_choices_index_and_usage_is_added_up() -> None:
+    choices = [Choice({}, 0, 0), Choice({}, 0, 1), Choice({}, 1, 0)]
+    merger = Merger("abc", choices)
+    said = merger.chunk(1, "abc.1", chunk("abc.1", {"index": 0, "delta": {"content": "x"}}, usage=None))
+    assert plain(said) == {
+        "id": "chatcmpl-abc",
+        "created": 1,
+        "model": "m",
+        "choices": [{"index": 1, "delta": {"content": "x"}}],
+        "usage": None,
+    }
+    later = plain(merger.chunk(2, "abc.2", chunk("abc.2", {"index": 0, "delta": {}})))
+    assert (later["id"], later["created"], later["choices"][0]["index"]) == ("chatcmpl-abc", 1, 2)
+    assert merger.chunk(0, "abc.0", chunk("abc.0", usage=usage(10, 3, 4))) is None
+    assert merger.chunk(1, "abc.1", chunk("abc.1", usage=usage(10, 4, 9))) is None
+    assert merger.chunk(2, "abc.2", chunk("abc.2", usage=usage(20, 5, 0))) is None
+    told = plain(merger.usage())
+    assert told["choices"] == [] and told["id"] == "chatcmpl-abc"
+    assert told["usage"] == {**usage(30, 12, 4), "completion_tokens_details": {"reasoning_tokens": 3}}
