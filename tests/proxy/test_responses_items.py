@@ -66,7 +66,7 @@ def test_messages_are_the_same_however_they_are_written() -> None:
     plain = [{"role": role, "content": f"I am {role}."} for role in ("system", "developer", "user", "assistant")]
     parts = [said(each["role"], each["content"], "output_text") for each in plain]
     halves = [
-        {**each, "content": [{"type": "text", "text": each["content"][:3]}, {"type": "text", "text": each["content"][3:]}]}
+        {**each, "content": [{"type": "text", "text": half} for half in (each["content"][:3], each["content"][3:])]}
         for each in plain
     ]
     assert messages(plain) == messages(parts) == messages(halves) == plain
@@ -175,7 +175,9 @@ def test_items_that_can_not_be_read_are_named(value: object, param: str, word: s
 
 
 def test_functions_are_nested_as_in_chat() -> None:
-    fields = read(tools=[LOOK, {"type": "function", "name": "bare", "parameters": None, "strict": True}, SERVERS]).fields
+    fields = read(
+        tools=[LOOK, {"type": "function", "name": "bare", "parameters": None, "strict": True}, SERVERS]
+    ).fields
     look = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
     bare = {"name": "bare", "parameters": {"type": "object", "properties": {}}, "strict": True}
     assert fields["tools"] == [{"type": "function", "function": each} for each in (look, bare)]
@@ -302,10 +304,9 @@ def test_options_take_chats_names() -> None:
 
 
 def test_null_is_absent() -> None:
-    nothing = dict.fromkeys(
-        ("instructions", "tools", "tool_choice", "text", "reasoning", "include", "previous_response_id", "conversation")
-        + ("background", "max_output_tokens", "temperature", "prompt", "stream", "metadata")
-    )
+    names = ["instructions", "tools", "tool_choice", "text", "reasoning", "include", "previous_response_id", "stream"]
+    names += ["conversation", "background", "max_output_tokens", "temperature", "prompt", "metadata"]
+    nothing = dict.fromkeys(names)
     call_ = read(**nothing)
     assert call_.fields == {"messages": [{"role": "user", "content": "Hi."}]} and call_.stream is False
     assert read(text={"format": None}, reasoning={"effort": None}).fields == call_.fields

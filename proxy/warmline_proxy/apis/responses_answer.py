@@ -71,8 +71,8 @@ class Answering:
         yield from self._begin()
         self._usage = heard.usage or self._usage
         for choice in heard.choices:
-            if text := choice.delta.thought:
-                yield from self._reasoned(text)
+            if thought := choice.delta.thought:
+                yield from self._reasoned(thought)
             if text := choice.delta.content:
                 yield from self._said(text, (choice.logprobs or {}).get("content") or [])
             for call in choice.delta.tool_calls or ():

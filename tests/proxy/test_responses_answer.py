@@ -1,0 +1,276 @@
+"""An answer of OpenAI's Responses out of chat's chunks: events in order, and the object that they come to."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from warmline_proxy.apis.api import Begun
+from warmline_proxy.apis.responses import Responses
+from warmline_proxy.apis.responses_items import unseal
+from warmline_proxy.errors import bad_gateway, bad_request
+from warmline_wire.messages import encode
+from warmline_wire.stream import EventParser
+
+BEGUN = Begun(request_id="abc", model="served", prompt_tokens=9, cached_tokens=4)
+USAGE = {
+    "prompt_tokens": 9,
+    "completion_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 4},
+    "completion_tokens_details": {"reasoning_tokens": 2},
+}
+TOOLS = [
+    {"type": "function", "name": "look", "parameters": {"type": "object"}},
+    {"type": "custom", "name": "patch"},
+    {"type": "namespace", "name": "agents", "description": "", "tools": [{"type": "function", "name": "spawn"}]},
+]
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+ENTRY = {"token": "Hi", "logprob": -0.5, "bytes": [72, 105], "top_logprobs": []}
+
+
+def delta(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
+
+
+def called(index: int, name: str | None, arguments: str, call_id: str | None = None) -> dict[str, Any]:
+    function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
+    return delta(tool_calls=[{"index": index, "id": call_id, "type": "function", "function": function}])
+
+
+def chunks(*parts: dict[str, Any], finish: str = "stop") -> list[dict[str, Any]]:
+    end = {"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}
+    return [delta(role="assistant", content=""), *parts, end, {"choices": [], "usage": USAGE}]
+
+
+class Told:
+    """One answer, streamed and as one JSON."""
+
+    def __init__(self, said: list[dict[str, Any]], **fields: Any) -> None:
+        body = {"model": "m", "input": "Hi.", "tools": TOOLS, **fields}
+        stream, whole = (self._encoder({**body, "stream": stream}) for stream in (True, False))
+        sent = b"".join(stream.chunk({}, encode(chunk)) for chunk in said) + stream.done()
+        self.raw = list(EventParser().feed(sent))
+        self.events = [json.loads(event.data) for event in self.raw]
+        assert not any(whole.chunk({}, encode(chunk)) for chunk in said)
+        self.whole = json.loads(whole.whole())
+
+    @staticmethod
+    def _encoder(body: dict[str, Any]) -> Any:
+        api = Responses()
+        return api.encoder(api.read(json.dumps(body).encode(), {}), BEGUN)
+
+    @property
+    def names(self) -> list[str]:
+        return [event["type"].removeprefix("response.") for event in self.events]
+
+    @property
+    def last(self) -> Any:
+        return self.events[-1]["response"]
+
+    def deltas(self, name: str) -> str:
+        return "".join(event["delta"] for event in self.events if event["type"] == f"response.{name}.delta")
+
+
+def check(told: Told) -> None:
+    """What is so of every answer."""
+    assert [event["sequence_number"] for event in told.events] == list(range(len(told.events)))
+    assert [event.name.decode() for event in told.raw] == [event["type"] for event in told.events]
+    assert told.names[:2] == ["created", "in_progress"] and told.events[0]["response"]["output"] == []
+    done = [event for event in told.events if event["type"] == "response.output_item.done"]
+    assert [event["item"] for event in done] == told.last["output"]
+    assert [event["output_index"] for event in done] == list(range(len(done)))
+    added = [event for event in told.events if event["type"] == "response.output_item.added"]
+    assert [event["item"]["id"] for event in added] == [item["id"] for item in told.last["output"]]
+    assert len({item["id"] for item in told.last["output"]}) == len(done)
+    times = {"created_at": 0, "completed_at": 0}
+    assert {**told.last, **times} == {**told.whole, **times}
+    Response.model_validate(told.whole, strict=True)
+    for event in told.events:
+        EVENTS.validate_python(event, strict=True)
+
+
+def test_text() -> None:
+    told = Told(chunks(delta(content="Par"), delta(content="is.")))
+    check(told)
+    assert told.names[2:] == [
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    (item,) = told.whole["output"]
+    assert item == {
+        "id": "msg_abc_0",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": "Paris.", "annotations": [], "logprobs": []}],
+    }
+    assert told.deltas("output_text") == "Paris." and told.events[6]["text"] == "Paris."
+    assert (told.whole["id"], told.whole["model"], told.whole["status"]) == ("resp_abc", "m", "completed")
+    assert told.whole["usage"] == {
+        "input_tokens": 9,
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "total_tokens": 14,
+    }
+
+
+def test_reasoning_text_and_calls_in_their_order() -> None:
+    said = chunks(
+        delta(reasoning_content="Hm", reasoning="Hm"),
+        delta(reasoning="."),
+        delta(content="Looking."),
+        called(0, "look", '{"a": 1}', "call_1"),
+        called(1, "agents__spawn", "{}", "call_2"),
+        called(2, "made_up", "{}", "call_3"),
+        delta(content="More."),
+        finish="tool_calls",
+    )
+    told = Told(said)
+    check(told)
+    kinds = [item["type"] for item in told.whole["output"]]
+    assert kinds == ["reasoning", "message", *["function_call"] * 3, "message"]
+    reasoning, _, look, spawn, made_up, _ = told.whole["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}] and reasoning["summary"] == []
+    assert told.deltas("reasoning_text") == "Hm." and "encrypted_content" not in reasoning
+    assert (look["id"], look["call_id"], look["name"]) == ("fc_abc_2", "call_1", "look")
+    assert (look["arguments"], look["status"]) == ('{"a": 1}', "completed") and "namespace" not in look
+    assert (spawn["name"], spawn["namespace"]) == ("spawn", "agents")
+    assert (made_up["name"], made_up["call_id"]) == ("made_up", "call_3")
+    assert told.whole["status"] == "completed"
+
+
+def test_a_call_may_come_in_parts() -> None:
+    said = chunks(
+        called(0, "look", "", "call_1"), called(0, None, '{"a":'), called(0, None, " 1}"), finish="tool_calls"
+    )
+    told = Told(said)
+    check(told)
+    assert told.deltas("function_call_arguments") == told.whole["output"][0]["arguments"] == '{"a": 1}'
+    assert told.names.count("function_call_arguments.delta") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [('{"input": "a\\n\\"b\\""}', 'a\n"b"'), ('{"patch": "x"}', '{"patch": "x"}'), ("*** Begin", "*** Begin")],
+)
+def test_a_custom_tool_gets_its_text(arguments: str, text: str) -> None:
+    half = len(arguments) // 2
+    said = chunks(
+        called(0, "patch", arguments[:half], "call_1"), called(0, None, arguments[half:]), finish="tool_calls"
+    )
+    told = Told(said)
+    check(told)
+    (item,) = told.whole["output"]
+    assert item["type"] == "custom_tool_call" and item["id"] == "ctc_abc_0" and item["call_id"] == "call_1"
+    assert item["input"] == told.deltas("custom_tool_call_input") == text
+    assert told.events[-3] | {"input": text} == told.events[-3] and told.names[-3] == "custom_tool_call_input.done"
+
+
+def test_reasoning_as_a_summary_and_sealed() -> None:
+    said = chunks(delta(reasoning_content="Hm."), delta(content="Yes."))
+    told = Told(said, reasoning={"summary": "auto"}, include=["reasoning.encrypted_content"])
+    check(told)
+    assert told.names[2:8] == [
+        "output_item.added",
+        "reasoning_summary_part.added",
+        "reasoning_summary_text.delta",
+        "reasoning_summary_text.done",
+        "reasoning_summary_part.done",
+        "output_item.done",
+    ]
+    reasoning = told.whole["output"][0]
+    assert reasoning["summary"] == [{"type": "summary_text", "text": "Hm."}] and "content" not in reasoning
+    assert unseal(reasoning["encrypted_content"]) == "Hm."
+    assert all(event["summary_index"] == 0 for event in told.events[3:7])
+
+
+@pytest.mark.parametrize("part", [delta(content="Par"), delta(reasoning_content="Hm")])
+def test_an_answer_that_was_cut_is_incomplete(part: dict[str, Any]) -> None:
+    told = Told(chunks(part, finish="length"))
+    check(told)
+    assert told.names[-1] == "incomplete" and told.whole["status"] == "incomplete"
+    assert told.whole["incomplete_details"] == {"reason": "max_output_tokens"} and told.whole["completed_at"] is None
+    assert [item["status"] for item in told.whole["output"]] == ["incomplete"]
+
+
+def test_calls_are_whole_where_the_answer_was_cut() -> None:
+    told = Told(chunks(called(0, "look", "{}", "call_1"), finish="length"))
+    check(told)
+    assert told.whole["status"] == "incomplete" and told.whole["output"][0]["status"] == "completed"
+
+
+@pytest.mark.parametrize("parts", [(), (delta(reasoning_content="Hm."),)])
+def test_an_answer_without_a_word_has_an_empty_message(parts: tuple[dict[str, Any], ...]) -> None:
+    told = Told(chunks(*parts))
+    check(told)
+    assert told.whole["output"][-1]["content"][0]["text"] == ""
+
+
+def test_logprobs_where_they_are_asked_for() -> None:
+    chunk = delta(content="Hi")
+    chunk["choices"][0]["logprobs"] = {"content": [ENTRY], "refusal": None}
+    told = Told(chunks(chunk), include=["message.output_text.logprobs"])
+    check(told)
+    assert told.whole["output"][0]["content"][0]["logprobs"] == [ENTRY] == told.events[4]["logprobs"]
+    assert Told(chunks(chunk)).whole["output"][0]["content"][0]["logprobs"] == []
+
+
+def test_what_was_asked_is_said_again() -> None:
+    asked: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 7,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "prompt_cache_key": "k",
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "temperature": 0.5,
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}, "verbosity": "low"},
+        "tool_choice": {"type": "function", "name": "look"},
+        "tools": TOOLS,
+        "top_p": 0.9,
+        "user": "me",
+    }
+    told = Told(chunks(delta(content="{}")), **asked, store=True, truncation="auto")
+    check(told)
+    assert {name: told.whole[name] for name in asked} == asked
+    assert told.whole["store"] is False and told.whole["truncation"] == "disabled" and told.whole["error"] is None
+
+
+def test_without_usage_the_prompt_still_counts() -> None:
+    told = Told(chunks(delta(content="Hi"))[:-1])
+    assert told.whole["usage"]["input_tokens"] == told.whole["usage"]["total_tokens"] == 9
+
+
+def test_a_failure_ends_an_answer_that_had_begun() -> None:
+    api = Responses()
+    encoder = api.encoder(api.read(b'{"model": "m", "input": "Hi.", "stream": true}', {}), BEGUN)
+    sent = encoder.chunk({}, encode(delta(content="Par"))) + encoder.failure(bad_gateway("It broke."))
+    events = [json.loads(event.data) for event in EventParser().feed(sent)]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["status"] == "failed" and events[-1]["response"]["usage"] is None
+    assert events[-1]["response"]["error"] == {"code": "backend_failed", "message": "It broke."}
+
+
+def test_a_failure_before_an_answer_is_an_error_event() -> None:
+    (event,) = EventParser().feed(Responses().failure(bad_request("Too long.", code="context_length_exceeded")))
+    told = json.loads(event.data)
+    assert event.name == b"error" and told["type"] == "error" and told["sequence_number"] == 0
+    assert told["code"] == told["error"]["code"] == "context_length_exceeded" and told["message"] == "Too long."
+
+
+def test_a_failure_before_the_first_chunk_is_still_a_responses_failure() -> None:
+    api = Responses()
+    encoder = api.encoder(api.read(b'{"input": "Hi.", "stream": true}', {}), BEGUN)
+    events = [json.loads(event.data) for event in EventParser().feed(encoder.failure(bad_gateway("It broke.")))]
+    assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
+    assert events[0]["response"]["model"] == "served"
