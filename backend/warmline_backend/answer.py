@@ -1,18 +1,22 @@
 """One generation's events as the bytes of its answer: a stream of server-sent events, or one JSON folded from it."""
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator
 
 import msgspec
 
 from warmline_backend.chunks import ChunkWriter, TokenLogprob, TokenNames
+from warmline_backend.output.parts import Called, Part, Said, Thought
 from warmline_backend.prompt_store import StoredPrompt
 from warmline_backend.sequence import Ended, Event, Piece, Progress, Started
-from warmline_wire.messages import SETTLED_EVENT, encode
+from warmline_wire.keys import pack_tokens
+from warmline_wire.messages import SETTLED_EVENT, SampledTurn, encode
 from warmline_wire.stream import DONE, ChunkFold, EventParser, comment_event, data_event
 
 ANSWERED = ("stop", "length")  # every other finish is an error to whoever asked
+SILENT_TOKENS_MAX = 16  # a call is told once it is whole; until then, so often, that the engine moves
 
 
 class Answer:
@@ -23,6 +27,10 @@ class Answer:
         self._writer = ChunkWriter(prompt.endpoint, request_id, model, int(time.time()))
         self._pending: list[TokenLogprob] = []  # of tokens whose text is held back
         self._begun = False
+        self._silent = 0  # tokens since the last that was told of
+        self._sampled: list[int] = []
+        self._reasoned = 0  # tokens
+        self._calls: dict[str, Called] = {}  # by id, as told
         self.finish = ""
         self.error = ""
 
@@ -60,16 +68,39 @@ class Answer:
         return self._writer.role()
 
     def _piece(self, piece: Piece) -> bytes:
+        self._sampled.append(piece.token)
+        self._reasoned += piece.reasons
         if piece.logprobs is not None:
             detail = piece.logprobs
             self._pending.append(self._names.logprob(detail.token, detail.logprob, detail.top))
-        if not piece.text:
-            return b""
+        if not piece.parts:
+            self._silent += 1
+            return b"" if self._silent % SILENT_TOKENS_MAX else comment_event("held")
+        self._silent = 0
+        return b"".join([self._part(part) for part in piece.parts])
+
+    def _part(self, part: Part) -> bytes:
         logprobs, self._pending = self._pending, []
-        return self._writer.text(piece.text, logprobs)
+        if isinstance(part, Said):
+            return self._writer.text(part.text, logprobs)
+        if isinstance(part, Thought):
+            return self._writer.reasoning(part.text, logprobs)
+        index, call_id = len(self._calls), f"call_{secrets.token_hex(12)}"
+        self._calls[call_id] = part
+        return self._writer.call(index, call_id, part.name, part.arguments, logprobs)
+
+    def _turn(self) -> SampledTurn | None:
+        """What is to stand in later prompts where the client sends these calls back."""
+        if not self._calls:
+            return None
+        last = list(self._calls.values())[-1]
+        if last.start < 0:
+            return None
+        return SampledTurn(calls=list(self._calls), tokens=pack_tokens(self._sampled[last.start : last.end]))
 
     def _end(self, ended: Ended, closing_event: bool) -> bytes:
-        settled, self.finish = ended.settled, ended.settled.finish
+        settled = msgspec.structs.replace(ended.settled, turn=self._turn())
+        self.finish = settled.finish
         closing = data_event(encode(settled), SETTLED_EVENT) if closing_event else b""
         if settled.finish not in ANSWERED:
             self.error = settled.error or f"the request was {settled.finish}"
@@ -77,7 +108,9 @@ class Answer:
         parts = [self._begin()]
         if self._pending:
             parts.append(self._writer.text("", self._pending))
-        parts.append(self._writer.finish(settled.finish))
+        called = bool(self._calls) and settled.finish == "stop"
+        parts.append(self._writer.finish("tool_calls" if called else settled.finish))
         if self._with_usage:
-            parts.append(self._writer.usage(len(self._prompt.tokens), settled.timings.decoded, ended.reused))
+            decoded = settled.timings.decoded
+            parts.append(self._writer.usage(len(self._prompt.tokens), decoded, ended.reused, self._reasoned))
         return b"".join(parts) + DONE + closing

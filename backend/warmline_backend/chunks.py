@@ -1,6 +1,6 @@
 """OpenAI's stream, chunk by chunk, as SSE bytes.
 
-    role  ->  text ...  ->  finish  ->  usage  ->  warmline_wire.stream.DONE
+    role  ->  reasoning, text and calls  ->  finish  ->  usage  ->  warmline_wire.stream.DONE
 
 A client that wants no stream gets the same chunks folded (`warmline_wire.stream.ChunkFold`).
 """
@@ -74,19 +74,28 @@ class ChunkWriter:
 
     def text(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         """New text, with the log-probabilities of the tokens that were added since the last chunk."""
-        shown = (_chat_logprobs(logprobs) if self._chat else self._legacy_logprobs(logprobs)) if logprobs else None
-        return self._choice({"content": text} if self._chat else text, shown, None)
+        return self._choice({"content": text} if self._chat else text, self._shown(logprobs), None)
+
+    def reasoning(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        """New reasoning, under both names that clients look for."""
+        return self._choice({"reasoning_content": text, "reasoning": text}, self._shown(logprobs), None)
+
+    def call(self, index: int, call_id: str, name: str, arguments: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        """A whole call; `arguments` is JSON, `index` counts an answer's calls from 0."""
+        call = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        return self._choice({"tool_calls": [call]}, self._shown(logprobs), None)
 
     def finish(self, reason: str) -> bytes:
-        """`reason` is OpenAI's: "stop" or "length"."""
+        """`reason` is OpenAI's: "stop", "length" or "tool_calls"."""
         return self._choice({} if self._chat else "", None, reason)
 
-    def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> bytes:
+    def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> bytes:
         usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         }
         return data_event(msgspec.json.encode({**self._head, "choices": [], "usage": usage}))
 
@@ -102,6 +111,11 @@ class ChunkWriter:
             "finish_reason": finish,
         }
         return data_event(msgspec.json.encode({**self._head, "choices": [choice]}))
+
+    def _shown(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not logprobs:
+            return None
+        return _chat_logprobs(logprobs) if self._chat else self._legacy_logprobs(logprobs)
 
     def _legacy_logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         offsets = []

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from warmline_backend.output.expected import Expected
 from warmline_backend.params import GenerationParams
 from warmline_wire.messages import MessageEnd
 
@@ -26,6 +27,7 @@ class StoredPrompt:
     messages: list[MessageEnd]
     tail: str = ""  # as in Rendered
     tools: list[dict[str, Any]] | None = None
+    expected: Expected = Expected()  # noqa: RUF009  frozen
 
 
 class PromptStore:

@@ -328,14 +328,14 @@ class Scheduler:
             self._ends.end(sequence, "error", error=f"sampling failed: {sequence.fault.error}")
             return
         ends = token in self.served.tokenizer.eos_token_ids and not params.ignore_eos
-        text = "" if ends else sequence.text.add(token)
+        parts = () if ends else sequence.text.add(token)
         full = sequence.generated >= sequence.answer_tokens_max
         if ends or full:
-            text += sequence.text.finish()
+            parts = (*parts, *sequence.text.finish(natural=ends))
         detail = None
         if params.logprobs and not ends:
             detail = TokenLogprobs(token, *pick_logprobs(logprobs, token, params.top_logprobs))
-        sequence.request.listener(Piece(text, token, detail))
+        sequence.request.listener(Piece(parts, token, detail, sequence.text.reasons))
         if sequence.first is None:  # after it was told: nobody waits for this
             sequence.note_first(logprobs)
         if ends or sequence.text.stopped:

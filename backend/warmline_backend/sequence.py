@@ -4,6 +4,7 @@ waiting, or following -> prefill (chunk after chunk) -> decode (in a group) -> s
 """
 
 import time
+import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -14,9 +15,11 @@ from mlx_lm.sample_utils import greedy_sampler
 from warmline_backend.first_logits import OwnRow, first_logits
 from warmline_backend.kv import KV
 from warmline_backend.model import ServedModel
+from warmline_backend.output.expected import Expected
+from warmline_backend.output.parts import Part, Said
+from warmline_backend.output.stream import OutputStream
 from warmline_backend.params import GenerationParams
 from warmline_backend.sampling import SamplerFault, make_processors, make_sampler
-from warmline_backend.text import TextStream
 from warmline_wire.keys import pack_tokens
 from warmline_wire.messages import FirstLogits, Settled, Timings
 
@@ -51,11 +54,19 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Piece:
-    """A token was generated.  `text` may be empty while half a character or the start of a stop word is held back."""
+    """A token was generated.  `parts` may be empty: half a character, the start of a stop word or of a marker, and a
+    call that is not complete are held back.
+    """
 
-    text: str
+    parts: typing.Sequence[Part]
     token: int
     logprobs: TokenLogprobs | None = None
+    reasons: bool = False  # it belongs to the reasoning
+
+    @property
+    def text(self) -> str:
+        """Its content."""
+        return "".join(part.text for part in self.parts if isinstance(part, Said))
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,7 @@ class Generation:
     kept: bool = True  # what it has computed becomes a resident
     background: bool = False  # computed only while nobody else is; it makes way for whoever wants its memory
     checkpoints: tuple[int, ...] = ()  # ascending positions in the prompt at which to keep recurrent state
+    expected: Expected = Expected()  # noqa: RUF009  frozen
 
 
 @dataclass(eq=False)
@@ -109,7 +121,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self._set_grid_end()
         self.fault = SamplerFault()
-        self.text = TextStream(self.served.tokenizer, self.request.params.stop)
+        self.text = OutputStream(self.served.tokenizer, self.request.params.stop, self.request.expected)
         self.reused = self.kv.length
         self._own_row = OwnRow()
         self._meetings: set[int] = set()  # where a chunk ends only for those who follow, and no longer than they do

@@ -26,6 +26,7 @@ from warmline_backend.fits import check_fits
 from warmline_backend.generations import Call, Generations
 from warmline_backend.health import Readiness, pulse
 from warmline_backend.model import ServedModel
+from warmline_backend.output.expected import expected_of
 from warmline_backend.params import parse_params
 from warmline_backend.prompt_store import PromptStore, StoredPrompt
 from warmline_backend.prompts import Renderer
@@ -262,6 +263,7 @@ class Service:
                 messages=rendered.messages,
                 tail=rendered.tail,
                 tools=rendered.tools,
+                expected=expected_of(endpoint, body, rendered, loaded.served.tokenizer),
             )
 
         if body_bytes <= RENDERED_INLINE_BYTES_MAX:
@@ -304,6 +306,7 @@ class Service:
             kept=kept,
             background=background,
             checkpoints=checkpoints,
+            expected=prompt.expected,
         )
         await self.generations.submit(call, generation)
 

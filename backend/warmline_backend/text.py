@@ -10,39 +10,30 @@ _PENDING_TOKENS_MAX = 16  # no character needs as many; more is noise that never
 _TEXT = "text"
 
 
-class TextStream:
-    """One answer's text.  Not thread-safe; one a request.
+class StopWords:
+    """Content up to the first stop word that is complete.  Not thread-safe; one a request."""
 
-    End-of-sequence tokens have no text: a caller that ends on one does not `add` it.
-    """
-
-    def __init__(self, tokenizer: TokenizerWrapper, stop_words: Sequence[str] = ()) -> None:
-        self._decoder = _Decoder(tokenizer)
-        machine = TextStateMachine({_TEXT: [(word, None) for word in stop_words]})
-        self._state = machine.make_state(_TEXT)
+    def __init__(self, words: Sequence[str]) -> None:
+        self._state = TextStateMachine({_TEXT: [(word, None) for word in words]}).make_state(_TEXT)
         self.stopped = False  # a stop word is complete; it and what follows are not emitted
 
-    def add(self, token: int) -> str:
-        """The text that may be emitted now: not half a character, and nothing that could begin a stop word."""
-        return "" if self.stopped else self._emit(self._decoder.add(token))
-
-    def finish(self) -> str:
-        """The rest, once no more tokens come; `stopped` may become true here too."""
+    def add(self, text: str) -> str:
+        """What may be emitted now: nothing that could begin a stop word."""
         if self.stopped:
             return ""
-        text = self._emit(self._decoder.finish())
-        if self.stopped:
-            return text
-        self._state, held, _ = TextStateMachine.flush(self._state)
-        return text + str(held)
-
-    def _emit(self, text: str) -> str:
         self._state, segments = TextStateMachine.split(self._state, text)
         self.stopped = self._state[0] is None
         return "".join(part for state, part in segments if state == _TEXT)
 
+    def release(self) -> str:
+        """What was held back, once it can't become a stop word any more."""
+        if self.stopped:
+            return ""
+        self._state, held, _ = TextStateMachine.flush(self._state)
+        return str(held)
 
-class _Decoder:
+
+class Decoder:
     """Decodes with a window over the last tokens, so that each step costs the same.
 
     mlx-lm's streaming detokenizers drop the leading space of an answer.  A client sends the answer back with its next

@@ -59,19 +59,15 @@ def comment_event(text: str) -> bytes:
 
 
 class ChunkFold:
-    """Folds streamed chunks of one choice into the JSON that a client gets that did not ask for a stream.
+    """Folds streamed chunks into the JSON that a client gets that did not ask for a stream.
 
-    Works for ``chat.completion.chunk`` and for ``text_completion`` chunks; unknown fields of the first chunk
-    are kept.
+    Works for ``chat.completion.chunk`` and for ``text_completion`` chunks, and for any number of choices; unknown
+    fields of the first chunk are kept.
     """
 
     def __init__(self) -> None:
         self._head: dict[str, Any] = {}
-        self._text: list[str] = []
-        self._role = "assistant"
-        self._extra: dict[str, Any] = {}
-        self._logprobs: dict[str, list[Any]] = {}
-        self._finish: str | None = None
+        self._choices: dict[int, _Choice] = {}
         self._usage: Any = None
 
     def add(self, chunk: dict[str, Any]) -> None:
@@ -80,31 +76,60 @@ class ChunkFold:
         if chunk.get("usage"):
             self._usage = chunk["usage"]
         for choice in chunk.get("choices") or ():
-            self._add_choice(choice)
+            self._choices.setdefault(choice.get("index") or 0, _Choice()).add(choice)
 
-    def _add_choice(self, choice: dict[str, Any]) -> None:
+    def result(self) -> dict[str, Any]:
+        """The folded answer; call once the stream has ended."""
+        chat = self._head.get("object") == "chat.completion.chunk"
+        folded = sorted(self._choices.items()) or [(0, _Choice())]
+        choices = [{"index": index, **choice.result(chat)} for index, choice in folded]
+        answer = {**self._head, "choices": choices, "usage": self._usage}
+        if chat:
+            answer["object"] = "chat.completion"
+        return answer
+
+
+class _Choice:
+    """One choice, as far as it has come."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._role = "assistant"
+        self._extra: dict[str, list[str]] = {}  # other fields that come in pieces, as reasoning does
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._logprobs: dict[str, list[Any]] = {}
+        self._finish: str | None = None
+
+    def add(self, choice: dict[str, Any]) -> None:
         delta = choice.get("delta") or {}
         self._role = delta.get("role") or self._role
         self._text.append(delta.get("content") or choice.get("text") or "")
         for key, value in delta.items():
             if key not in ("role", "content") and isinstance(value, str):
-                self._extra[key] = self._extra.get(key, "") + value
+                self._extra.setdefault(key, []).append(value)
+        for call in delta.get("tool_calls") or ():
+            self._add_call(call)
         for key, value in (choice.get("logprobs") or {}).items():
             if value:
                 self._logprobs.setdefault(key, []).extend(value)
         self._finish = choice.get("finish_reason") or self._finish
 
-    def result(self) -> dict[str, Any]:
-        """The folded answer; call once the stream has ended."""
-        text, kind = "".join(self._text), self._head.get("object")
-        choice: dict[str, Any] = {"index": 0}
-        if kind == "chat.completion.chunk":
-            choice["message"] = {"role": self._role, "content": text, **self._extra}
-        else:
-            choice["text"] = text
-        choice["logprobs"] = self._logprobs or None
-        choice["finish_reason"] = self._finish
-        answer = {**self._head, "choices": [choice], "usage": self._usage}
-        if kind == "chat.completion.chunk":
-            answer["object"] = "chat.completion"
-        return answer
+    def _add_call(self, call: dict[str, Any]) -> None:
+        """A call's id, type and name come once, its arguments in one piece or several."""
+        known = self._calls.setdefault(call["index"], {"function": {"name": "", "arguments": ""}})
+        function = call.get("function") or {}
+        known["function"]["name"] = function.get("name") or known["function"]["name"]
+        known["function"]["arguments"] += function.get("arguments") or ""
+        known.update({key: call[key] for key in ("id", "type") if call.get(key)})
+
+    def result(self, chat: bool) -> dict[str, Any]:
+        text = "".join(self._text)
+        content = {"message": self._message(text)} if chat else {"text": text}
+        return {**content, "logprobs": self._logprobs or None, "finish_reason": self._finish}
+
+    def _message(self, text: str) -> dict[str, Any]:
+        extra: dict[str, Any] = {key: "".join(pieces) for key, pieces in self._extra.items()}
+        if self._calls:
+            calls = [call for _, call in sorted(self._calls.items())]
+            extra["tool_calls"] = [{"id": call.get("id"), "type": call.get("type"), **call} for call in calls]
+        return {"role": self._role, "content": text or (None if self._calls else ""), **extra}

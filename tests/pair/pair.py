@@ -48,6 +48,11 @@ class Reply:
         return str(self.json["choices"][0]["message"]["content"])
 
     @property
+    def reasoning(self) -> str:
+        """Before the text; all that a random model says where its template opens the reasoning."""
+        return str(self.json["choices"][0]["message"].get("reasoning_content", ""))
+
+    @property
     def cached(self) -> int:
         return int(self.json["usage"]["prompt_tokens_details"]["cached_tokens"])
 

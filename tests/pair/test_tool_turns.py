@@ -87,12 +87,12 @@ def test_every_turn_of_a_loop_of_tools_starts_from_the_one_before(
 def a_loop(agent: Agent) -> None:
     reply = agent.ask()
     before = agent.rendered.turn_end
-    agent.calls("", '{"path": "/"}', reasoning_content=reply.text)
+    agent.calls("", '{"path": "/"}', reasoning_content=reply.reasoning)
     reply, before = advances(agent, before), agent.rendered.turn_end
     agent.calls("", '{"path":"/bin","deep":true}')  # its reasoning has gone
     agent.reserialize()
     reply, before = advances(agent, before), agent.rendered.turn_end
-    agent.calls(f"<think>\n{reply.text}\n</think>\n\nThere.", '{"path": "/etc"}')
+    agent.calls(f"<think>\n{reply.reasoning}\n</think>\n\nThere.", '{"path": "/etc"}')
     agent.reserialize()
     advances(agent, before)
 
@@ -121,5 +121,5 @@ def leaves_out_its_reasoning(agent: Agent) -> None:
     cold = agent.pair.direct(agent.messages, max_tokens=8, **WITH_LOGPROBS, **agent.options)
     assert not explain_difference(cold, reply)
     before = agent.rendered.turn_end
-    agent.calls("", '{"path": "/usr"}', reasoning_content=reply.text)
+    agent.calls("", '{"path": "/usr"}', reasoning_content=reply.reasoning)
     advances(agent, before)

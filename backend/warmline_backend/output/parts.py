@@ -1,0 +1,34 @@
+"""What an answer is made of, in the order in which it comes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Content: text for whoever asked."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A whole call of a tool.
+
+    `arguments` is JSON.  The sampled tokens [start, end) hold all that came after the reasoning, up to this call's end;
+    -1 where they can't be told apart from what is around them.
+    """
+
+    name: str
+    arguments: str
+    start: int = -1
+    end: int = -1
+
+
+Part = Said | Thought | Called
