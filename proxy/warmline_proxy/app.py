@@ -11,8 +11,9 @@ from aiohttp.typedefs import Handler
 from warmline_proxy.admin import Admin
 from warmline_proxy.admission import Admission, bearer, check_host, check_key, same_secret, tenant_of
 from warmline_proxy.anthropic import Anthropic, asks_for_models
-from warmline_proxy.apis import APIS, COUNT_PATH, MESSAGES, api_at
+from warmline_proxy.apis import APIS, COUNT_PATH, MESSAGES, RESPONSES, RESPONSES_PATH, api_at
 from warmline_proxy.apis.api import Api
+from warmline_proxy.apis.openai_models import MODELS_PATH, is_models_path, models_at
 from warmline_proxy.audit import Auditor
 from warmline_proxy.background import Background
 from warmline_proxy.blame import Blame
@@ -20,6 +21,7 @@ from warmline_proxy.bodies import BODY_BYTES_MAX
 from warmline_proxy.condemn import Condemner
 from warmline_proxy.config import Config
 from warmline_proxy.connections import CONNECTIONS
+from warmline_proxy.counting import Counter
 from warmline_proxy.ending import Ending
 from warmline_proxy.errors import ClientError, bad_request, from_upstream, index_failed
 from warmline_proxy.hotpath import HotPath
@@ -28,10 +30,10 @@ from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.lives import Lives
 from warmline_proxy.metrics import Metrics
 from warmline_proxy.overseer import Overseer
-from warmline_proxy.passthrough import forward
 from warmline_proxy.persistence import Persistence
 from warmline_proxy.recompute import Recomputer
 from warmline_proxy.replay import Replayer
+from warmline_proxy.response_paths import ResponsePaths
 from warmline_proxy.settle import Settler
 from warmline_proxy.start import Starter
 from warmline_proxy.upstream import Upstream, UpstreamError
@@ -40,7 +42,7 @@ from warmline_proxy.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 CANCEL_PATH = "/v1/requests/"
-ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_")
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 END_TIMEOUT_S = 2.0  # for background work after the drain, or without one
 LIVES = web.AppKey("lives", Lives)
 DRAIN: web.AppKey[Callable[[], Awaitable[None]]] = web.AppKey("drain")
@@ -54,21 +56,23 @@ class Face:
         *,
         config: Config,
         secret: str,
-        upstream: Upstream,
+        knowledge: Knowledge,
         hot_path: HotPath,
         lives: Lives,
         ending: Ending,
         admin: Admin,
         anthropic: Anthropic,
+        response_paths: ResponsePaths,
     ) -> None:
         self._config = config
         self._secret = secret
-        self._upstream = upstream
+        self._knowledge = knowledge
         self._hot_path = hot_path
         self._lives = lives
         self._ending = ending
         self._admin = admin
         self._anthropic = anthropic
+        self._response_paths = response_paths
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Raises ClientError and UpstreamError."""
@@ -92,9 +96,18 @@ class Face:
             return await self._anthropic.count_tokens(request)
         if asks_for_models(request, path):
             return await self._anthropic.models(path)
+        if path.startswith(f"{RESPONSES_PATH}/"):
+            return await self._response_paths.answer(request, path.removeprefix(f"{RESPONSES_PATH}/"))
+        if is_models_path(path):
+            return await self._models(request, path)
         if path.startswith(CANCEL_PATH) and request.method == "DELETE":
             return await self._cancel(path.removeprefix(CANCEL_PATH))
-        return await forward(request, self._upstream, self._config.receive_timeout_s, self._config.send_timeout_s)
+        raise _unknown(request.path)
+
+    async def _models(self, request: web.Request, path: str) -> web.StreamResponse:
+        if request.method not in ("GET", "HEAD"):
+            raise bad_request(f"{request.method} is not allowed here; send a GET.", status=405)
+        return web.json_response(models_at(path, await self._knowledge.status()))
 
     async def _generate(self, request: web.Request, api: Api) -> web.StreamResponse:
         if request.method != "POST":
@@ -120,7 +133,13 @@ class Face:
             return await self._admin.repair()
         if (request.method, path) == ("POST", "/warmline/replay"):
             return await self._admin.replay(request)
-        raise bad_request(f"Unknown path {path}", status=404, code="not_found")
+        raise _unknown(path)
+
+
+def _unknown(path: str) -> ClientError:
+    """At once, whatever the backend does: clients probe for other servers' paths and wait for the answer."""
+    served = ", ".join([*APIS, COUNT_PATH, MODELS_PATH])
+    return bad_request(f"Unknown path {path[:200]}; served are {served}.", status=404, code="not_found")
 
 
 def _bare(name: str) -> str:
@@ -203,15 +222,17 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         receive_timeout_s=config.receive_timeout_s,
         connections=lambda: app[CONNECTIONS].count if CONNECTIONS in app else 0,
     )
+    counter = Counter(config, upstream, knowledge)
     face = Face(
         config=config,
         secret=secret,
-        upstream=upstream,
+        knowledge=knowledge,
         hot_path=hot_path,
         lives=lives,
         ending=ending,
         admin=admin,
-        anthropic=Anthropic(MESSAGES, config, upstream, knowledge),
+        anthropic=Anthropic(MESSAGES, config, counter, knowledge),
+        response_paths=ResponsePaths(RESPONSES, config, counter, lives, ending),
     )
     app.router.add_route("*", "/{path:.*}", face.handle)
 

@@ -55,10 +55,8 @@ from warmline_wire.messages import (
 CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 4.0  # it may compute a token
-FORWARD_TIMEOUT_S = 60.0
 LIST_TIMEOUT_S = 30.0  # token ids of all residents may be megabytes
 DISPATCHES_MAX = 5
-AS_IT_CAME = "surrogateescape"  # header bytes that are no UTF-8, in aiohttp's strings
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 
 T = TypeVar("T")
@@ -130,8 +128,6 @@ class ByteStream:
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
-        self.status = response.status_code
-        self.headers = response.headers.multi_items()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Bytes as they arrive, not decoded.  Raises Broken."""
@@ -270,10 +266,6 @@ class Upstream:
                 raise Gone(error.status, error.body) from error
             raise
 
-    async def forward(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> ByteStream:
-        """Any other call, answered with whatever status the backend gives."""
-        return ByteStream(await self._send(self._request(method, target, headers, body, FORWARD_TIMEOUT_S)))
-
     async def _call(
         self,
         method: str,
@@ -298,7 +290,7 @@ class Upstream:
         return httpx.Request(
             method,
             self._base_url + path,
-            headers=[(name.encode(), value.encode(errors=AS_IT_CAME)) for name, value in everything.items()],
+            headers=[(name.encode(), value.encode()) for name, value in everything.items()],
             content=body or None,
             extensions={"timeout": timeout},
         )
