@@ -36,7 +36,7 @@ class BadRequest(Exception):
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     """One request's checked parameters."""
 
-    max_tokens: int  # 1 <= max_tokens, and prompt + max_tokens fits the context
+    max_tokens: int  # prompt + max_tokens fits the context; 0 only with echo, where nothing is to be generated
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0  # 1: off; 0: greedy
     top_k: int = 0  # 0: off; may exceed the vocabulary, which is off too
@@ -53,6 +53,9 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     include_usage: bool = False
     ignore_eos: bool = False
+    echo: bool = False  # the prompt comes before the answer
+    tool_choice: str = "auto"  # or "none", or "required": which tools, and how they are called, is the grammar's to say
+    parallel_tool_calls: bool = True  # one answer may have several calls
 
     @property
     def greedy(self) -> bool:
@@ -75,11 +78,12 @@ def parse_params(
     `context_tokens_max` and `default_max_tokens` are 0 where there is none.  A limit beyond what the context leaves is
     cut to it: it is a limit, not a wish.  Only a prompt that leaves no room for one token is refused.
     """
-    fields = _Fields(body)
+    fields = Fields(body)
     _refuse_unsupported(endpoint, fields)
     logprobs, top_logprobs = _logprobs(endpoint, fields)
+    echo = endpoint == "completion" and _echo(fields, logprobs)
     return GenerationParams(
-        max_tokens=_max_tokens(fields, context_tokens_max, prompt_tokens, default_max_tokens),
+        max_tokens=_max_tokens(fields, context_tokens_max, prompt_tokens, default_max_tokens, low=0 if echo else 1),
         temperature=fields.number("temperature", default_temperature, low=0.0),
         top_p=fields.number("top_p", default_top_p, low=0.0, high=1.0),
         top_k=_top_k(fields),
@@ -96,23 +100,26 @@ def parse_params(
         stream=fields.boolean("stream"),
         include_usage=_include_usage(fields),
         ignore_eos=fields.boolean("ignore_eos"),
+        echo=echo,
+        tool_choice=tool_choice_mode(fields) if endpoint == "chat" else "auto",
+        parallel_tool_calls=endpoint != "chat" or parallel_tool_calls(fields),
     )
 
 
-class _Fields:
+class Fields:
     """Typed reads of a JSON object in which null means absent.  Every read raises BadRequest naming the field."""
 
     def __init__(self, body: object, within: str = "") -> None:
         if not isinstance(body, Mapping):
             what = f"'{within}'" if within else "the body"
-            raise BadRequest(f"{what} must be a JSON object, not {_kind(body)}", within or None)
+            raise BadRequest(f"{what} must be a JSON object, not {kind_of(body)}", within or None)
         self._body, self._prefix = body, f"{within}." if within else ""
 
     def get(self, name: str) -> Any:
         return self._body.get(name)
 
     def refuse(self, name: str, expected: str, value: object) -> BadRequest:
-        return BadRequest(f"'{self._prefix}{name}' must be {expected}, not {_shown(value)}", self._prefix + name)
+        return BadRequest(f"'{self._prefix}{name}' must be {expected}, not {shown(value)}", self._prefix + name)
 
     def boolean(self, name: str) -> bool:
         value = self.get(name)
@@ -157,20 +164,20 @@ def _range(low: float, high: float) -> str:
     return f"of at least {low}" if high == math.inf else f"from {low} to {high}"
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """The value where it is short, else its kind: an error message is no place for a transcript."""
     text = f'"{value}"' if isinstance(value, str) else repr(value)
-    return text if isinstance(value, str | int | float) and len(text) <= 40 else _kind(value)
+    return text if isinstance(value, str | int | float) and len(text) <= 40 else kind_of(value)
 
 
-def _max_tokens(fields: _Fields, context: int, prompt: int, default: int) -> int:
+def _max_tokens(fields: Fields, context: int, prompt: int, default: int, low: int) -> int:
     name = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
-    asked = fields.optional_integer(name, low=1)
+    asked = fields.optional_integer(name, low=low)
     room = context - prompt if context else TOKENS_UNBOUNDED
     if room < 1:
         raise BadRequest(
@@ -179,21 +186,21 @@ def _max_tokens(fields: _Fields, context: int, prompt: int, default: int) -> int
             param="messages" if fields.get("messages") is not None else "prompt",
             code="context_length_exceeded",
         )
-    return min(asked or default or room, room)
+    return min(default or room if asked is None else asked, room)
 
 
-def _top_k(fields: _Fields) -> int:
+def _top_k(fields: Fields) -> int:
     """-1 means off, as in vLLM."""
     value = fields.optional_integer("top_k", low=-1)
     return 0 if value is None or value < 0 else value
 
 
-def _repetition_penalty(fields: _Fields) -> float:
+def _repetition_penalty(fields: Fields) -> float:
     """0 would divide by zero; mlx_lm.server's clients send it for off."""
     return fields.number("repetition_penalty", 1.0, low=0.0) or 1.0
 
 
-def _stop(fields: _Fields) -> tuple[str, ...]:
+def _stop(fields: Fields) -> tuple[str, ...]:
     value = fields.get("stop")
     words = [value] if isinstance(value, str) else value
     if words is None:
@@ -207,11 +214,11 @@ def _stop(fields: _Fields) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _logit_bias(fields: _Fields, vocabulary_size: int) -> dict[int, float]:
+def _logit_bias(fields: Fields, vocabulary_size: int) -> dict[int, float]:
     value = fields.get("logit_bias")
     if value is None:
         return {}
-    entries = _Fields(value, "logit_bias")
+    entries = Fields(value, "logit_bias")
     return {_token_id(key, vocabulary_size): entries.number(key, 0.0, low=-100.0, high=100.0) for key in value}
 
 
@@ -219,11 +226,11 @@ def _token_id(key: str, vocabulary_size: int) -> int:
     if key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < vocabulary_size:
         return int(key)
     raise BadRequest(
-        f"'logit_bias' has the key {_shown(key)}; keys must be token ids from 0 to {vocabulary_size - 1}", "logit_bias"
+        f"'logit_bias' has the key {shown(key)}; keys must be token ids from 0 to {vocabulary_size - 1}", "logit_bias"
     )
 
 
-def _logprobs(endpoint: str, fields: _Fields) -> tuple[bool, int]:
+def _logprobs(endpoint: str, fields: Fields) -> tuple[bool, int]:
     """Chat has a switch and a count, the older endpoint only a count (0 is on, without alternatives)."""
     if endpoint == "completion":
         count = fields.optional_integer("logprobs", low=0, high=TOP_LOGPROBS_MAX)
@@ -235,40 +242,72 @@ def _logprobs(endpoint: str, fields: _Fields) -> tuple[bool, int]:
     return wanted, count
 
 
-def _include_usage(fields: _Fields) -> bool:
+def _echo(fields: Fields, logprobs: bool) -> bool:
+    if (echo := fields.boolean("echo")) and logprobs:
+        raise BadRequest(
+            "'echo' with 'logprobs' is not supported, for a prompt's own log-probabilities are not computed; leave one "
+            "of them out",
+            "echo",
+        )
+    return echo
+
+
+def _include_usage(fields: Fields) -> bool:
     options = fields.get("stream_options")
-    return options is not None and _Fields(options, "stream_options").boolean("include_usage")
+    return options is not None and Fields(options, "stream_options").boolean("include_usage")
 
 
-def _refuse_unsupported(endpoint: str, fields: _Fields) -> None:
+def _refuse_unsupported(endpoint: str, fields: Fields) -> None:
     if fields.integer("n", 1, low=1) != 1:
-        raise BadRequest(f"'n' is {fields.get('n')}; only one choice a request is supported (n = 1)", "n")
+        raise BadRequest(f"'n' is {fields.get('n')}; the backend computes one choice a request: ask the proxy", "n")
     if endpoint == "completion":
         _refuse_legacy(fields)
     else:
-        _refuse_structure(fields)
+        _refuse_functions(fields)
+        _refuse_media(fields)
 
 
-def _refuse_legacy(fields: _Fields) -> None:
+def _refuse_legacy(fields: Fields) -> None:
     if fields.integer("best_of", 1, low=1) != 1:
         raise BadRequest("'best_of' is not supported; leave it out or send 1", "best_of")
-    if fields.boolean("echo"):
-        raise BadRequest("'echo' is not supported; leave it out or send false", "echo")
     if fields.get("suffix"):
         raise BadRequest("'suffix' is not supported; leave it out", "suffix")
 
 
-def _refuse_structure(fields: _Fields) -> None:
-    form = fields.get("response_format")
-    if form is not None and (kind := _Fields(form, "response_format").get("type")) != "text":
-        raise BadRequest(
-            f"'response_format' of type {_shown(kind)} is not supported yet; leave it out or send type \"text\"",
-            "response_format",
-        )
-    if fields.get("tool_choice") not in (None, "none", "auto"):
-        raise BadRequest(
-            "'tool_choice' that requires or names a tool is not supported yet; send \"auto\" or leave it out",
-            "tool_choice",
-        )
+def tool_choice_mode(fields: Fields) -> str:
+    """ "auto", "none" or "required"; a tool that is named is required.  What it names is `grammar.asked`'s to check."""
+    choice = fields.get("tool_choice")
+    if choice is None:
+        return "auto"
+    if isinstance(choice, str) and choice in ("auto", "none", "required"):
+        return choice
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind == "function":
+        return "required"
+    if kind == "allowed_tools":
+        inner = Fields(choice, "tool_choice").get("allowed_tools")
+        mode = Fields(inner, "tool_choice.allowed_tools").get("mode")
+        if mode in ("auto", "required"):
+            return str(mode)
+        raise Fields(inner, "tool_choice.allowed_tools").refuse("mode", '"auto" or "required"', mode)
+    expected = '"auto", "none", "required", or an object of type "function" or "allowed_tools"'
+    raise fields.refuse("tool_choice", expected, choice if isinstance(choice, str) else kind or choice)
+
+
+def parallel_tool_calls(fields: Fields) -> bool:
+    """Whether one answer may have several calls; it may where nothing is said."""
+    return fields.get("parallel_tool_calls") is None or fields.boolean("parallel_tool_calls")
+
+
+def _refuse_functions(fields: Fields) -> None:
     if fields.get("functions"):
         raise BadRequest("'functions' is not supported; send 'tools'", "functions")
+    if fields.get("function_call") not in (None, "none", "auto"):
+        raise BadRequest("'function_call' is not supported; send 'tools' and 'tool_choice'", "function_call")
+
+
+def _refuse_media(fields: Fields) -> None:
+    if fields.get("modalities") not in (None, [], ["text"]):
+        raise BadRequest("'modalities' other than [\"text\"] are not supported: answers are text", "modalities")
+    if fields.get("audio") is not None:
+        raise BadRequest("'audio' is not supported: answers are text; leave it out", "audio")

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from warmline_backend.grammar.plan import Constraint
 from warmline_backend.output.expected import Expected
 from warmline_backend.params import GenerationParams
 from warmline_wire.messages import MessageEnd
@@ -27,6 +28,8 @@ class StoredPrompt:
     messages: list[MessageEnd]
     tail: str = ""  # as in Rendered
     tools: list[dict[str, Any]] | None = None
+    echo: str = ""  # what the answer begins with
+    constraint: Constraint | None = None  # what its answer must be
     expected: Expected = Expected()  # noqa: RUF009  frozen
 
 

@@ -327,7 +327,7 @@ class Scheduler:
         if sequence.fault.error is not None:
             self._ends.end(sequence, "error", error=f"sampling failed: {sequence.fault.error}")
             return
-        ends = token in self.served.tokenizer.eos_token_ids and not params.ignore_eos
+        ends = sequence.ends_at(token)
         parts = () if ends else sequence.text.add(token)
         full = sequence.generated >= sequence.answer_tokens_max
         if ends or full:

@@ -13,6 +13,7 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequence
 from mlx_lm.sample_utils import greedy_sampler
 
 from warmline_backend.first_logits import OwnRow, first_logits
+from warmline_backend.grammar.guide import Guide
 from warmline_backend.kv import KV
 from warmline_backend.model import ServedModel
 from warmline_backend.output.expected import Expected
@@ -89,6 +90,7 @@ class Generation:
     prompt: list[int]
     params: GenerationParams
     listener: Listener
+    guide: Guide | None = None  # what its answer must be; of this run alone
     resident: str = ""
     follow: str = ""  # the request that computes the prompt's first `reuse` tokens; no resident then
     reuse: int = 0
@@ -150,6 +152,13 @@ class Sequence:
     def tokens_known(self) -> list[int]:
         """What it computes: its prompt, and the answer so far."""
         return max(self.request.prompt, self.kv.tokens, key=len)
+
+    def ends_at(self, token: int) -> bool:
+        """Whether the model ends its answer here, or has nothing left to say in the form that was asked for."""
+        if token not in self.served.tokenizer.eos_token_ids:
+            return False
+        guide = self.request.guide
+        return not self.request.params.ignore_eos or (guide is not None and guide.complete)
 
     def started(self) -> None:
         self.timings.queue_s = time.monotonic() - self.arrived
@@ -272,6 +281,8 @@ class Sequence:
         params, self._prefill = self.request.params, None
         sampler = make_sampler(params, self.fault)
         processors = make_processors(params, len(self.request.prompt), self.fault)
+        if self.request.guide is not None:  # last: nothing that comes after may allow what it does not
+            processors.append(self.fault.processor(self.request.guide))
         if processors:
             processors.insert(0, self._own_row)
         return DecodeBatch(

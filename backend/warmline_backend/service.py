@@ -20,10 +20,14 @@ import msgspec
 
 from warmline_backend.chunks import TokenNames
 from warmline_backend.config import BackendConfig
+from warmline_backend.echo import echoed
 from warmline_backend.engine import Engine, EngineStopped
 from warmline_backend.fingerprint import fingerprint
 from warmline_backend.fits import check_fits
 from warmline_backend.generations import Call, Generations
+from warmline_backend.grammar.asked import asks_for_a_form
+from warmline_backend.grammar.compiler import Grammars
+from warmline_backend.grammar.guide import Guide
 from warmline_backend.health import Readiness, pulse
 from warmline_backend.model import ServedModel
 from warmline_backend.output.expected import expected_of
@@ -32,7 +36,7 @@ from warmline_backend.prompt_store import PromptStore, StoredPrompt
 from warmline_backend.prompts import Renderer
 from warmline_backend.scheduler import Scheduler
 from warmline_backend.segments import BadChain, sweep_drafts
-from warmline_backend.sequence import Generation
+from warmline_backend.sequence import Ended, Generation
 from warmline_backend.storage import Storage
 from warmline_wire.home import Home
 from warmline_wire.keys import TOKEN_BYTES, pack_tokens
@@ -70,8 +74,10 @@ class Loaded:
     served: ServedModel
     fingerprint: str
     renderer: Renderer
+    grammars: Grammars
     names: TokenNames
     storage: Storage
+    created: int  # when the model's config was last written, in Unix seconds
 
 
 def mark_of(served: ServedModel, config: BackendConfig, home: Home, grid: int = 0) -> str:
@@ -112,8 +118,10 @@ class Service:
             served,
             mark,
             Renderer(served.tokenizer, served.vocabulary_size, config.template_args),
+            Grammars(served.tokenizer, served.vocabulary_size),
             TokenNames(served.tokenizer),
             Storage(self._home, self._engine, served, mark),
+            int((served.path / "config.json").stat().st_mtime),
         )
         asyncio.wrap_future(self._engine.ended).add_done_callback(lambda _: self.generations.end_all(self.failure))
 
@@ -213,6 +221,7 @@ class Service:
             prefill_step_size=self._prefill_step_size,
             keepalive_steps=snapshot.keepalive_steps,
             failure=failure,
+            model_created=loaded.created if loaded else 0,
             vitals=take_vitals(snapshot.bytes_unaccounted),
         )
 
@@ -242,6 +251,7 @@ class Service:
 
         def work() -> StoredPrompt:
             rendered = loaded.renderer.render(endpoint, body)
+            expected = expected_of(endpoint, body, rendered, loaded.served.tokenizer)
             params = parse_params(
                 endpoint,
                 body,
@@ -263,10 +273,12 @@ class Service:
                 messages=rendered.messages,
                 tail=rendered.tail,
                 tools=rendered.tools,
-                expected=expected_of(endpoint, body, rendered, loaded.served.tokenizer),
+                echo=echoed(body, rendered.tokens, loaded.served.tokenizer) if params.echo else "",
+                constraint=loaded.grammars.constraint(endpoint, body, rendered.tools, expected.tail),
+                expected=expected,
             )
 
-        if body_bytes <= RENDERED_INLINE_BYTES_MAX:
+        if body_bytes <= RENDERED_INLINE_BYTES_MAX and not asks_for_a_form(body):
             stored = work()
         else:
             stored = await asyncio.get_running_loop().run_in_executor(self._renderers, work)
@@ -293,11 +305,15 @@ class Service:
         background: bool = False,
         checkpoints: tuple[int, ...] = (),
     ) -> None:
-        """Submit a generation; what it says arrives in the call's events."""
+        """Submit a generation; what it says arrives in the call's events.  One of no tokens is over at once."""
+        if not prompt.params.max_tokens:
+            call.events.put_nowait(Ended(self.generations.nothing_kept(call.id, "length"), 0))
+            return
         generation = Generation(
             id=call.id,
             prompt=prompt.tokens,
             params=prompt.params,
+            guide=await self._guide(prompt),
             listener=self.generations.listener(call),
             resident=resident,
             follow=follow,
@@ -309,6 +325,13 @@ class Service:
             expected=prompt.expected,
         )
         await self.generations.submit(call, generation)
+
+    async def _guide(self, prompt: StoredPrompt) -> Guide | None:
+        """For this run of its answer.  Not on the loop: a grammar may have to be compiled again."""
+        if (constraint := prompt.constraint) is None:
+            return None
+        grammars, loop = self.loaded.grammars, asyncio.get_running_loop()
+        return await loop.run_in_executor(self._renderers, grammars.guide, constraint)
 
     async def cancel(self, request_id: str) -> Settled:
         """End a generation, and answer when the engine has let go; a restore or a save is given up.

@@ -1,0 +1,163 @@
+"""The tokenizer as llguidance wants it, and grammars compiled within limits.  Any thread.
+
+llguidance bounds what a grammar may cost, in steps rather than seconds; what goes beyond is refused while the prompt
+is rendered.  A grammar that reaches a limit only while it is followed fails its own request.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerFast
+
+from warmline_backend.grammar.asked import Asked, read_asked
+from warmline_backend.grammar.guide import Guide
+from warmline_backend.grammar.plan import Constraint, Family, constraint_of, family_of
+from warmline_backend.output.formats import tool_format
+from warmline_backend.params import BadRequest
+
+COMPILED_KEPT_MAX = 64
+PROBLEM_CHARS_MAX = 200
+NEEDS_FAST = (
+    "this model's tokenizer has no fast form, which answers of a given form, required calls and strict tools need"
+)
+
+
+def limits() -> LLParserLimits:
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+class Grammars:
+    """Constraints for one model's prompts, and guides for their answers.  Any thread."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, vocabulary_size: int) -> None:
+        self._tokenizer, self._vocabulary_size = tokenizer, vocabulary_size
+        self._lock = threading.Lock()
+        self._made: tuple[LLTokenizer, Family] | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def constraint(
+        self, endpoint: str, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, tail: str
+    ) -> Constraint | None:
+        """What the body asks of its answer; None where any will do.  Raises BadRequest.
+
+        The first one that asks for anything takes up to a second or two, for the tokenizer.
+        """
+        asked = read_asked(endpoint, body, tools)
+        if asked.anything:
+            return None
+        _check_continues_nothing(asked, body)
+        made = constraint_of(asked, tail, self._ready()[1], self.problem)
+        return made if made is None or endpoint == "chat" else replace(made, reasoning="closed")
+
+    def guide(self, constraint: Constraint) -> Guide:
+        """For one run of one answer."""
+        matcher = self._matcher(constraint.grammar) if constraint.grammar else None
+        return Guide(constraint, matcher, self._vocabulary_size, sorted(self._tokenizer.eos_token_ids))
+
+    def problem(self, grammar: str) -> str:
+        """What is wrong with a grammar, in a line; "" where it can be followed."""
+        matcher = self._matcher(grammar)
+        if matcher.is_error():
+            return _told(matcher.get_error())
+        return ""
+
+    def prepare(self) -> None:
+        """Convert the tokenizer now, so that no request waits for it; what can't be converted is refused later."""
+        if isinstance(self._tokenizer._tokenizer, PreTrainedTokenizerFast):
+            self._ready()
+
+    def _ready(self) -> tuple[LLTokenizer, Family]:
+        with self._lock:
+            if self._made is None:
+                self._made = _converted(self._tokenizer)
+            return self._made
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        """At its start; to be copied, never advanced."""
+        with self._lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return known
+        matcher = LLMatcher(self._ready()[0], grammar, log_level=0, limits=limits())
+        if not matcher.is_error() and not np.frombuffer(matcher.compute_bitmask(), np.uint8).any():
+            matcher.consume_token(0)  # there is none that it takes, and now it says so
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > COMPILED_KEPT_MAX:
+                self._compiled.popitem(last=False)
+        return matcher
+
+
+def _check_continues_nothing(asked: Asked, body: Mapping[str, Any]) -> None:
+    if body.get("continue_final_message") and (asked.form is not None or asked.choice == "required"):
+        raise BadRequest(
+            "'continue_final_message' can't be combined with a form that the whole answer must have",
+            "continue_final_message",
+        )
+
+
+def _converted(tokenizer: TokenizerWrapper) -> tuple[LLTokenizer, Family]:
+    inner = tokenizer._tokenizer
+    if not isinstance(inner, PreTrainedTokenizerFast):
+        raise BadRequest(NEEDS_FAST)
+    backend = copy(inner.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    described = json.loads(backend.to_str())
+    markers = _hide_markers(described)
+    calls = tool_format(tokenizer)
+    family = family_of(tokenizer, markers, calls.name if calls else "", calls.start if calls else "")
+    made = LLTokenizer(json.dumps(described), n_vocab=len(inner), eos_token=sorted(tokenizer.eos_token_ids))
+    return made, family
+
+
+def _hide_markers(described: dict[str, Any]) -> dict[str, int]:
+    """Rename, in a tokenizer's description, the tokens that are no text; returns their ids by their true names.
+
+    llguidance takes text that is forced for the tokens that it is tokenized to, so a word of a schema that reads like a
+    marker would become that marker.  Renamed, a marker is a token that only its id names.
+    """
+    markers: dict[str, int] = {}
+    unknown, hidden = described["model"].get("unk_token"), dict[str, str]()
+    for token in described["added_tokens"]:
+        word = token["content"]
+        if (token["special"] or (word.startswith("<") and word.endswith(">"))) and word != unknown:
+            markers[word] = token["id"]
+            token["content"] = hidden[word] = f"<\ue000{token['id']}\ue000>"
+    _rename(described["model"].get("vocab"), hidden)
+    described["post_processor"] = None  # names markers, and has no part in this
+    return markers
+
+
+def _rename(vocabulary: Any, hidden: Mapping[str, str]) -> None:
+    """Where a vocabulary has markers too, as those made of SentencePiece's do."""
+    if isinstance(vocabulary, dict):
+        for word in hidden.keys() & vocabulary.keys():
+            vocabulary[hidden[word]] = vocabulary.pop(word)
+    elif isinstance(vocabulary, list):
+        for entry in vocabulary:
+            entry[0] = hidden.get(entry[0], entry[0])
+
+
+def _told(problem: str) -> str:
+    line = problem.partition("<state>")[0].strip().splitlines()[0] if problem.strip() else "no text can match it"
+    if line.startswith("panic"):
+        return "it is too large or too complex"
+    if line.startswith("NoExtension") or "doesn't satisfy the grammar" in line:
+        return "no text can match it"
+    return line[:PROBLEM_CHARS_MAX]

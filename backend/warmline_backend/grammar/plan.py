@@ -1,0 +1,255 @@
+"""What a body asks of its answer, and where its prompt ends, as one constraint.  Pure."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from warmline_backend.grammar.asked import Asked, Form, Tool
+from warmline_backend.grammar.calls import STYLES, CannotWrite, Offered
+from warmline_backend.grammar.lark import Lark, quoted
+from warmline_backend.grammar.schemas import Schema, fitted, guided
+from warmline_backend.params import BadRequest
+
+Reasoning = Literal["open", "possible", "closed"]
+"""Where the answer starts: within reasoning; where the model may open it; after it, or where there is none."""
+
+Checked = Callable[[str], str]
+"""(grammar) -> what is wrong with it, or "" """
+
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What of a tokenizer matters here."""
+
+    markers: Mapping[str, int]  # tokens that are never text
+    style: str = ""  # the name of its tool format; "" where it has none
+    call_start: str = ""
+    think_start: tuple[int, ...] = ()
+    think_end: tuple[int, ...] = ()
+    think_words: tuple[str, str] = ("", "")
+    around: tuple[str, ...] = ()  # markers around whatever is said
+    breaks: frozenset[int] = frozenset()  # line breaks that may stand between reasoning and answer
+
+    @property
+    def channels(self) -> bool:
+        """gpt-oss: reasoning and answer are messages of their own."""
+        return all(marker in self.markers for marker in ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"))
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What one prompt's answer is held to."""
+
+    grammar: str = ""  # llguidance's; "" where tokens are forbidden, and nothing else
+    reasoning: Reasoning = "closed"
+    trigger: int | None = None  # the grammar begins with this token, and holds only from there on
+    once: bool = True  # with a trigger: nothing follows the grammar
+    forbidden: tuple[int, ...] = ()
+    think_start: tuple[int, ...] = ()
+    think_end: tuple[int, ...] = ()
+    breaks: frozenset[int] = field(default_factory=frozenset)
+
+
+def family_of(tokenizer: TokenizerWrapper, markers: Mapping[str, int], style: str, call_start: str) -> Family:
+    start, end = tokenizer.think_start_tokens, tokenizer.think_end_tokens
+    thinks = tokenizer.has_thinking
+    lines = [tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\n\n")]
+    return Family(
+        markers=markers,
+        style=style,
+        call_start=call_start,
+        think_start=tuple(start) if thinks else (),
+        think_end=tuple(end) if thinks else (),
+        think_words=(tokenizer.think_start, tokenizer.think_end) if thinks else ("", ""),
+        around=tuple(tokenizer.structural_markers or ()),
+        breaks=frozenset(ids[0] for ids in lines if len(ids) == 1),
+    )
+
+
+def reasoning_at(tail: str, family: Family) -> Reasoning:
+    """By the prompt's text from its last message's end on."""
+    start, end = family.think_words
+    if not start or family.channels:
+        return "closed"
+    opened, closed = tail.rfind(start), tail.rfind(end)
+    if opened > closed:
+        return "open"
+    return "closed" if closed >= 0 else "possible"
+
+
+def constraint_of(asked: Asked, tail: str, family: Family, checked: Checked) -> Constraint | None:
+    """None where any answer will do.  Raises BadRequest."""
+    if asked.anything:
+        return None
+    base = Constraint(
+        reasoning=reasoning_at(tail, family),
+        think_start=family.think_start,
+        think_end=family.think_end,
+        breaks=family.breaks,
+    )
+    if asked.choice == "required":
+        return replace(base, grammar=_Writer(family, asked, checked).required())
+    if asked.form is not None:
+        return replace(base, grammar=_Writer(family, asked, checked).answer())
+    if asked.choice == "none":
+        start = family.markers.get(family.call_start)
+        return None if start is None else Constraint(forbidden=(start,))
+    return _lazy(base, asked, family, checked)
+
+
+def _lazy(base: Constraint, asked: Asked, family: Family, checked: Checked) -> Constraint | None:
+    """Free text, and calls of strict tools as they must be."""
+    writer = _Writer(family, asked, checked)
+    if family.style not in STYLES:
+        strict = next(tool for tool in asked.tools if tool.strict)
+        raise BadRequest(f"{writer.no_calls()}; leave 'strict' out", strict.field)
+    trigger = family.markers.get(family.call_start)
+    if trigger is not None and not family.channels:
+        return replace(base, grammar=writer.block(), trigger=trigger, once=not asked.several)
+    return replace(base, grammar=writer.free())
+
+
+class _Writer:
+    """Writes one request's grammar."""
+
+    def __init__(self, family: Family, asked: Asked, checked: Checked) -> None:
+        self._family, self._asked, self._checked = family, asked, checked
+        self._lark = Lark(family.markers)
+
+    def no_calls(self) -> str:
+        return "this model's way of calling tools has no grammar here, so its calls can't be held to one"
+
+    # ---- whole grammars
+
+    def required(self) -> str:
+        """Calls, and nothing else."""
+        return self._checked_calls(self._lark.written(self._around(self._calls(self._asked.several))))
+
+    def block(self) -> str:
+        """What one marker begins: one call, or all."""
+        section = self._family.style in ("mistral", "kimi_k2", "minimax_m2", "muse_spark", "kimi_k3", "pythonic")
+        return self._checked_calls(self._lark.written(self._calls(self._asked.several and section)))
+
+    def free(self) -> str:
+        """Text, and calls in it, for families whose calls begin with text, or are channels."""
+        lark, calls = self._lark, self._calls(self._asked.several)
+        if self._family.channels:
+            return self._checked_calls(lark.written(self._channels(calls, lark.text())))
+        if self._family.style == "llama3":
+            other = lark.text("([^{](?s:.*))?")
+            return self._checked_calls(lark.written(f"{calls} | {other}"))
+        raise BadRequest(
+            f"{self.no_calls()} amid text; leave 'strict' out, or send 'tool_choice' \"required\"", "tools"
+        )
+
+    def answer(self) -> str:
+        """The form; or calls, where there are tools and none or any may be called."""
+        asked, form = self._asked, self._asked.form
+        assert form is not None
+        answer = _grammar_of(form)
+        if problem := self._checked(_listed([answer])):
+            raise BadRequest(f"'{form.field}' can't be used: {problem}", form.field.partition(".")[0])
+        may_call = asked.choice == "auto" and asked.tools and self._family.style in STYLES
+        if not (may_call or self._family.around or self._family.channels):
+            return _listed([answer])
+        calls = self._calls(asked.several) if may_call else ""
+        if self._family.channels:
+            start = self._channels(calls, "@answer")
+        else:
+            start = " | ".join(part for part in (self._around("@answer"), calls) if part)
+        return _listed([{"name": "main", "lark_grammar": self._lark.written(start)}, {**answer, "name": "answer"}])
+
+    # ---- what stands around
+
+    def _around(self, inner: str) -> str:
+        if not self._family.around:
+            return inner
+        begin, end, *rest = (self._lark.literal(marker) for marker in self._family.around)
+        return f"({begin})? {inner} ({' '.join([end, *rest])})?"
+
+    def _channels(self, calls: str, text: str) -> str:
+        lark = self._lark
+        thought = lark.literal("<|channel|>analysis<|message|>")
+        thinks = f"({thought} {lark.text()} {lark.literal('<|end|><|start|>assistant')})*"
+        said = f'{lark.literal("<|channel|>final")} (" "? {lark.literal("<|constrain|>json")})?'
+        final = f"{said} {lark.literal('<|message|>')} {text}" if text else ""
+        return f"{thinks} ({' | '.join(part for part in (final, calls) if part)})"
+
+    # ---- calls
+
+    def _calls(self, several: bool) -> str:
+        if (style := STYLES.get(self._family.style)) is None:
+            raise BadRequest(f"{self.no_calls()}; send 'tool_choice' \"auto\"", "tool_choice")
+        offered = [self._offered(tool) for tool in self._asked.tools]
+        try:
+            calls = style(self._lark, offered, several)
+        except CannotWrite as problem:
+            raise BadRequest(f"this model can't be held to calling these tools: {problem}", "tools") from problem
+        if self._family.channels and self._asked.choice == "required":
+            return self._channels(calls, "")
+        return calls
+
+    def _offered(self, tool: Tool) -> Offered:
+        """Where the schema of a tool that is not strict can't be used, any object is."""
+        try:
+            parameters = fitted(_parameters(tool), tool.field)
+            problem = self._checked(_listed([{"json_schema": guided(parameters, lenient=not tool.strict)}]))
+            if problem:
+                raise BadRequest(f"'{tool.field}' can't be used: {problem}", tool.field)
+        except BadRequest:
+            if tool.strict:
+                raise
+            parameters = {"type": "object"}
+        return Offered(tool, parameters)
+
+    def _checked_calls(self, grammar: str) -> str:
+        written = _listed([{"lark_grammar": grammar}])
+        if problem := self._checked(written):
+            raise BadRequest(f"these tools can't be held to a grammar: {problem}", "tools")
+        return written
+
+
+def _parameters(tool: Tool) -> Schema:
+    """As a schema that allows no other arguments, where it doesn't speak of them."""
+    parameters = tool.parameters
+    if parameters is None:
+        return NO_PARAMETERS
+    if not isinstance(parameters, Mapping):
+        raise BadRequest(f"'{tool.field}' must be a JSON schema (an object)", tool.field)
+    if not parameters:
+        return NO_PARAMETERS
+    properties, required = parameters.get("properties"), parameters.get("required") or []
+    composed = any(key in parameters for key in ("allOf", "anyOf", "oneOf", "$ref", "patternProperties"))
+    plain = (
+        isinstance(properties, Mapping) and isinstance(required, list) and set(map(str, required)) <= set(properties)
+    )
+    if plain and not composed and "additionalProperties" not in parameters:
+        return {"type": "object", **parameters, "additionalProperties": False}
+    return {"type": "object", **parameters}
+
+
+def _grammar_of(form: Form) -> dict[str, Any]:
+    """One of llguidance's grammars."""
+    if form.kind == "json":
+        return {"json_schema": guided(fitted(form.value, form.field))}
+    if form.kind == "choice":
+        return {"lark_grammar": f"start: {' | '.join(quoted(word) for word in form.value)}"}
+    if form.kind == "regex":
+        made: Sequence[dict[str, Any]] = json.loads(LLMatcher.grammar_from_regex(form.value))["grammars"]
+        return {key: value for key, value in made[0].items() if value is not None and key != "name"}
+    try:
+        return {"lark_grammar": any_to_lark(form.value)}
+    except Exception as problem:
+        detail = str(problem)[:200]
+        raise BadRequest(f"'{form.field}' can't be read as a grammar: {detail}", form.field) from problem
+
+
+def _listed(grammars: Sequence[Mapping[str, Any]]) -> str:
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)

@@ -1,0 +1,195 @@
+"""JSON schemas made fit for llguidance, which takes most of the language and refuses the rest by name.  Pure.
+
+What changes on the way never changes which JSON is valid: formats that nobody checks are left out, and "oneOf" whose
+branches can't both hold becomes "anyOf".
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from warmline_backend.params import BadRequest
+
+SCHEMA_BYTES_MAX = 1 << 18
+SCHEMA_NODES_MAX = 10_000
+SCHEMA_DEPTH_MAX = 100  # of its JSON; llguidance's own reader ends at 128
+
+# A canonical spacing: what models write most in one line, and nothing to run on with.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
+)
+_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_LISTS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
+_SINGLES = frozenset(("items", "additionalProperties", "not", "contains", "propertyNames", "additionalItems"))
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+
+Schema = Mapping[str, Any]
+
+
+def fitted(schema: Schema, field: str) -> dict[str, Any]:
+    """The schema for llguidance.  Raises BadRequest where it is too large, or no JSON can be valid and end."""
+    _check_bounds(schema, field)
+    if not _ends(schema, schema, frozenset()):
+        raise BadRequest(f"'{field}' can't be satisfied: a part of it requires itself without end", field)
+    made = _fitted(schema, schema)
+    assert isinstance(made, dict)
+    return made
+
+
+def guided(schema: Schema, *, lenient: bool = False) -> dict[str, Any]:
+    """With llguidance's options at its root; `lenient` ignores keywords that it does not know."""
+    return {**schema, "x-guidance": {**SPACING, "lenient": lenient}}
+
+
+def _check_bounds(schema: Schema, field: str) -> None:
+    waiting: list[tuple[object, int]] = [(schema, 1)]
+    nodes = 0
+    while waiting:
+        value, depth = waiting.pop()
+        nodes += 1
+        if depth > SCHEMA_DEPTH_MAX:
+            raise BadRequest(f"'{field}' nests deeper than {SCHEMA_DEPTH_MAX} levels", field)
+        if nodes > SCHEMA_NODES_MAX:
+            raise BadRequest(f"'{field}' has more than {SCHEMA_NODES_MAX} parts; it is too large", field)
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        waiting.extend((part, depth + 1) for part in inner)
+    if len(json.dumps(schema, ensure_ascii=False)) > SCHEMA_BYTES_MAX:
+        raise BadRequest(f"'{field}' is longer than {SCHEMA_BYTES_MAX} characters; it is too large", field)
+
+
+# ---- rewriting
+
+
+def _fitted(schema: Any, root: Schema) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("x-guidance", "default", "examples", "example"):
+            continue
+        if key == "format" and value not in _FORMATS:
+            continue
+        made[key] = _fitted_under(key, value, root)
+    if isinstance(branches := made.get("oneOf"), list) and "anyOf" not in made and _apart(branches, root):
+        made["anyOf"] = made.pop("oneOf")
+    return made
+
+
+def _fitted_under(key: str, value: Any, root: Schema) -> Any:
+    if key in _MAPS and isinstance(value, Mapping):
+        return {name: _fitted(inner, root) for name, inner in value.items()}
+    if key in _LISTS and isinstance(value, list):
+        return [_fitted(inner, root) for inner in value]
+    if key in _SINGLES:
+        return [_fitted(inner, root) for inner in value] if isinstance(value, list) else _fitted(value, root)
+    return value
+
+
+def _apart(branches: list[Any], root: Schema) -> bool:
+    """Whether no JSON can be valid under two of them: their types differ, or a property that all require does."""
+    resolved = [resolve(branch, root) for branch in branches]
+    if any(branch is None for branch in resolved):
+        return False
+    known = [branch for branch in resolved if branch is not None]
+    return _disjoint([_types(branch) for branch in known]) or any(
+        _disjoint([_tags(branch, name, root) for branch in known]) for name in _required(known[0] if known else {})
+    )
+
+
+def _disjoint(sets: list[frozenset[str] | None]) -> bool:
+    seen: set[str] = set()
+    for values in sets:
+        if not values or seen & values:
+            return False
+        seen |= values
+    return True
+
+
+def _types(schema: Schema) -> frozenset[str] | None:
+    """None where any type is valid.  A number may be an integer: "number" counts as both."""
+    named = schema.get("type")
+    types = [named] if isinstance(named, str) else named
+    if not isinstance(types, list) or not all(kind in _TYPES for kind in types):
+        return None
+    return frozenset(types) | ({"integer"} if "number" in types else frozenset())
+
+
+def _tags(schema: Schema, name: str, root: Schema) -> frozenset[str] | None:
+    """The values that a required property of an object may have, as JSON; None where they are not few."""
+    properties = schema.get("properties")
+    inner = resolve(properties.get(name), root) if isinstance(properties, Mapping) else None
+    if inner is None or name not in _required(schema) or schema.get("type") != "object":
+        return None
+    values = [inner["const"]] if "const" in inner else inner.get("enum")
+    return frozenset(json.dumps(value, sort_keys=True) for value in values) if isinstance(values, list) else None
+
+
+def _required(schema: Schema) -> list[str]:
+    required = schema.get("required")
+    return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+
+
+def resolve(schema: Any, root: Schema) -> Schema | None:
+    """What a chain of local references leads to; None where it leads nowhere, or is no object."""
+    for _ in range(SCHEMA_DEPTH_MAX):
+        if not isinstance(schema, Mapping):
+            return None
+        if not isinstance(reference := schema.get("$ref"), str):
+            return schema
+        schema = _at(reference, root)
+    return None
+
+
+def _at(reference: str, root: Schema) -> Any:
+    if reference == "#":
+        return root
+    if not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for step in reference[2:].split("/"):
+        if not isinstance(found, Mapping):
+            return None
+        found = found.get(step.replace("~1", "/").replace("~0", "~"))
+    return found
+
+
+# ---- whether it ends
+
+
+def _ends(schema: Any, root: Schema, within: frozenset[str]) -> bool:
+    """Whether some JSON that ends may be valid.  `within`: references on the way here.
+
+    A cheap look at what is required for certain: where it can't tell, it says yes.
+    """
+    if not isinstance(schema, Mapping):
+        return True
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference in within or len(within) > SCHEMA_DEPTH_MAX:
+            return False
+        if not _ends(_at(reference, root), root, within | {reference}):
+            return False
+    if not all(_ends(part, root, within) for part in _certain(schema)):
+        return False
+    return all(
+        any(_ends(branch, root, within) for branch in branches)
+        for key in ("anyOf", "oneOf")
+        if isinstance(branches := schema.get(key), list) and branches
+    )
+
+
+def _certain(schema: Schema) -> Iterator[Any]:
+    """Parts that whatever is valid must have.  An object's only where it must be an object, an array's likewise."""
+    if isinstance(parts := schema.get("allOf"), list):
+        yield from parts
+    properties = schema.get("properties")
+    if schema.get("type") == "object" and isinstance(properties, Mapping):
+        yield from (properties[name] for name in _required(schema) if name in properties)
+    count = schema.get("minItems")
+    if schema.get("type") == "array" and isinstance(count, int) and count > 0:
+        first = schema.get("prefixItems")
+        listed = first[:count] if isinstance(first, list) else []
+        yield from listed
+        if count > len(listed):
+            yield schema.get("items")
