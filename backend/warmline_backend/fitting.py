@@ -86,6 +86,8 @@ def fit(
         items = _merged(items, lambda last, item: last.role == item.role in ("user", "assistant") and not _calls(last))
     if not traits.user_after_results:
         items = _merged(items, lambda last, item: (last.role, item.role) == ("tool", "user"))
+    if traits.json_arguments:
+        items = [_with_json_arguments(item) for item in items]
     if traits.ids != "any":
         items = _renamed(items, _short if traits.ids == "short" else None)
     return [_with_reasoning(item, traits) for item in items], tools
@@ -176,7 +178,17 @@ def _merged(items: Iterable[Item], belong: Callable[[Item, Item], bool]) -> list
     return merged
 
 
-# ---- ids of calls
+# ---- calls
+
+
+def _with_json_arguments(item: Item) -> Item:
+    calls = []
+    for call in _calls(item):
+        function = call["function"]
+        given = function["arguments"]
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return item.changed(tool_calls=calls) if calls else item
 
 
 def _short(call_id: str) -> str:

@@ -10,7 +10,7 @@ import inspect
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,14 +21,16 @@ from transformers import PreTrainedTokenizerBase
 
 from warmline_backend.conversation import ROLES, Conversation, read_conversation, reasoning_of
 from warmline_backend.params import BadRequest
+from warmline_backend.replaying import ReadTurn, Replayer, spliced
 from warmline_backend.traits import Message, Traits, traits_of
-from warmline_wire.messages import MessageEnd
+from warmline_wire.messages import MessageEnd, SampledTurn
 
 log = logging.getLogger(__name__)
 
 MESSAGES_ALL_MAX = 16  # up to so many, every message's end is looked for; beyond, only the last ones'
 MESSAGES_LAST = 8
 TURNS_LAST = 2  # and the answers to as many users' messages: from there on templates leave out reasoning
+REPLAYS_TRIED_MAX = 3  # each without the messages of which the last one was in doubt
 ROLES_REMEMBERED_MAX = 64  # that clients invented
 ROLE_CHARS_MAX = 16  # a client may call itself anything; this much is told of it
 _ERROR_CHARS_MAX = 500
@@ -59,7 +61,8 @@ class Renderer:
     token settings: they do so themselves, lazily, in a first call, which is made here.  Slow ones get a lock.
 
     `template_args` are what a chat's template is given besides its messages, where a request doesn't say otherwise.
-    Raises ValueError where the template can't do with them.
+    Raises ValueError where the template can't do with them.  `read_turn` reads sampled tokens as an answer; without it
+    none are put back.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Renderer:
         tokenizer: TokenizerWrapper,
         vocabulary_size: int | None = None,
         template_args: Mapping[str, Any] | None = None,
+        read_turn: ReadTurn | None = None,
     ) -> None:
         self._wrapper = tokenizer
         self._tokenizer: Any = tokenizer._tokenizer  # the wrapper forwards no __call__
@@ -80,6 +84,10 @@ class Renderer:
         self._source = _source_of(tokenizer)
         self.traits = traits_of(self._source, self._probed) if tokenizer.has_chat_template else Traits()
         self._roles_shown: dict[str, bool] = {}
+        self._replayer = Replayer(tokenizer, read_turn) if read_turn else None
+        self._added = tuple(self._tokenizer.get_added_vocab())
+        # Some put a space before whatever they are given, so that a piece by itself is not what it is in a text.
+        self._splits_anywhere = self._tokenizer.convert_ids_to_tokens(self._plain("x")) == ["x"]
         if self._template_args:
             self._check_template_args()
 
@@ -124,11 +132,14 @@ class Renderer:
                 self._roles_shown[role] = shown
         return shown
 
-    def render(self, endpoint: str, body: object) -> Rendered:
-        """The prompt of a "chat" or "completion" body.  Raises BadRequest."""
+    def render(self, endpoint: str, body: object, turns: Sequence[SampledTurn] = ()) -> Rendered:
+        """The prompt of a "chat" or "completion" body.  Raises BadRequest.
+
+        `turns`: answers that were sampled here, to stand as they were where the body still says the same.
+        """
         if not isinstance(body, dict):
             raise BadRequest("the body must be a JSON object")
-        rendered = self._chat(body) if endpoint == "chat" else self._completion(body)
+        rendered = self._chat(body, turns) if endpoint == "chat" else self._completion(body)
         if not rendered.tokens:
             raise BadRequest("the prompt is empty", "messages" if endpoint == "chat" else "prompt")
         return rendered
@@ -153,14 +164,19 @@ class Renderer:
             raise BadRequest(f"'prompt' has token ids outside 0 to {self._vocabulary_size - 1}", "prompt")
         return prompt
 
-    def _chat(self, body: dict[str, Any]) -> Rendered:
+    def _chat(self, body: dict[str, Any], turns: Sequence[SampledTurn]) -> Rendered:
         if not self._wrapper.has_chat_template:
             raise BadRequest("this model has no chat template; use /v1/completions", "messages")
         conversation = self._conversation(body)
         self._refuse_hidden(conversation)
-        text = self._prompt_text(conversation)
-        tokens, token_at = self._tokenize(text, add_special_tokens=False)
-        ends, turn_end = self._message_ends(conversation, text), self._turn_end(conversation, text)
+        replayed = self._replayed(conversation, turns) if turns and self._replayer and self._has_offsets else None
+        if replayed:
+            conversation, text, turn_end, tokens, token_at = replayed
+        else:
+            text = self._prompt_text(conversation)
+            tokens, token_at = self._tokenize(text, add_special_tokens=False)
+            turn_end = self._turn_end(conversation, text)
+        ends = self._message_ends(conversation, text)
         boundaries = {token_at(end) for end in (*ends.values(), turn_end)}
         ends = self._rewritten_ends(conversation, text, ends) | ends | {len(_closed(conversation)): turn_end}
         return Rendered(
@@ -171,6 +187,35 @@ class Renderer:
             tail=text[turn_end:] if turn_end else "",
             tools=conversation.offered,
         )
+
+    def _replayed(
+        self, original: Conversation, turns: Sequence[SampledTurn]
+    ) -> tuple[Conversation, str, int, list[int], Callable[[int], int]] | None:
+        """The marked conversation, its text and where its last turn ends, and what they are as tokens; None where there
+        is nothing to put back.
+        """
+        assert self._replayer is not None
+        marked = self._replayer.marked(original, turns)
+        for _ in range(REPLAYS_TRIED_MAX):
+            if not marked.turns:
+                break
+            conversation = marked.conversation
+            text = self._prompt_text(conversation)
+            turn_end = self._turn_end(conversation, text)
+            places, doubtful = self._replayer.places(marked, text, text[turn_end:] if turn_end else "")
+            doubtful |= {place.message for place in places if not self._splits_at(text, place.end)}
+            if not doubtful:
+                tokens, token_at = spliced(text, places, marked, self._tokenize_piece)
+                return conversation, text, turn_end, tokens, token_at
+            marked = self._replayer.without(marked, original, doubtful)
+        return None
+
+    def _splits_at(self, text: str, offset: int) -> bool:
+        """Whether what follows there becomes the same tokens by itself."""
+        return self._splits_anywhere or offset == len(text) or text.startswith(self._added, offset)
+
+    def _tokenize_piece(self, text: str) -> tuple[list[int], Callable[[int], int]]:
+        return self._tokenize(text, add_special_tokens=False)
 
     def _prompt_text(self, conversation: Conversation) -> str:
         options = {"continue_final_message": True} if conversation.continue_final else {}
@@ -283,9 +328,9 @@ class Renderer:
 
     def _tokenize(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], Callable[[int], int]]:
         """Token ids, and a function from a character offset to the number of tokens wholly before it."""
+        if not self._has_offsets:
+            return self._plain(text, add_special_tokens), lambda _: 0
         with self._lock:
-            if not self._has_offsets:
-                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False), lambda _: 0
             encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).encodings[0]
         ids: list[int] = encoding.ids
 
@@ -297,6 +342,11 @@ class Renderer:
             return len(ids) if offset else 0
 
         return ids, token_at
+
+    def _plain(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        with self._lock:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return ids
 
 
 def _source_of(tokenizer: TokenizerWrapper) -> str:

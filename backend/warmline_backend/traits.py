@@ -4,6 +4,7 @@ Templates differ in what they refuse, and, worse, in what they leave out without
 conversation one that the template shows whole.
 """
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -45,6 +46,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     calls: bool = True  # shows what an assistant called
     results: bool = True  # shows what a tool said
     user_after_results: bool = True  # takes a user's message right after what a tool said
+    json_arguments: bool = False  # wants the arguments of calls as JSON in a string
     ids: Literal["any", "short", "named"] = "any"  # of calls: "named" is functions.NAME:NUMBER, shown for the name
 
 
@@ -52,19 +54,20 @@ def traits_of(source: str, render: Render) -> Traits:
     """`source` is the template's text, or its code."""
     probe = _Probe(render)
     ids = probe.ids()
-    call_id = SHORT_ID if ids == "short" else LONG_ID
+    exchange = probe.exchange
     return Traits(
         arguments=_arguments(source),
         reasoning_fields=tuple(name for name in REASONING_FIELDS if _reads(source, name)),
-        one_thought=probe.wants_one_thought(call_id),
+        one_thought=probe.wants_one_thought(),
         developer="developer" in source,
         systems=probe.systems(),
         late_system=probe.shows([_user(ONE), _assistant(TWO), _system(THREE), _user(FOUR)], ONE, TWO, THREE, FOUR),
         alternates=probe.alternates(),
         tools=probe.shows([_user(ONE)], OFFERED, tools=TOOLS),
-        calls=probe.shows(_exchange(call_id), ARGUMENT, tools=TOOLS),
-        results=probe.shows(_exchange(call_id), RESULT, tools=TOOLS),
-        user_after_results=not probe.takes(*_exchange(call_id)) or probe.takes(*_exchange(call_id), _user(TWO)),
+        calls=probe.shows(exchange, ARGUMENT, tools=TOOLS),
+        results=probe.shows(exchange, RESULT, tools=TOOLS),
+        user_after_results=not probe.takes(*exchange) or probe.takes(*exchange, _user(TWO)),
+        json_arguments=probe.json_arguments,
         ids=ids,
     )
 
@@ -72,6 +75,11 @@ def traits_of(source: str, render: Render) -> Traits:
 class _Probe:
     def __init__(self, render: Render) -> None:
         self._render = render
+        forms = [(as_json, short) for as_json in (False, True) for short in (False, True)]
+        taken = (form for form in forms if self.takes(*_exchange(SHORT_ID if form[1] else LONG_ID, form[0])))
+        self.json_arguments, self.short_ids = next(taken, (False, False))
+        # A call and its result, in the first form that the template takes.
+        self.exchange = _exchange(SHORT_ID if self.short_ids else LONG_ID, self.json_arguments)
 
     def shows(self, messages: list[Message], *words: str, tools: list[dict[str, Any]] | None = None) -> bool:
         """Whether the words are there, in this order."""
@@ -94,22 +102,22 @@ class _Probe:
         return not self.takes(_user(ONE), _user(TWO)) and self.takes(_user(ONE), _assistant(TWO), _user(THREE))
 
     def ids(self) -> Literal["any", "short", "named"]:
-        text = self._render(_exchange(LONG_ID), TOOLS)
-        if not text:
-            return "short" if self._render(_exchange(SHORT_ID), TOOLS) else "any"
+        text = self._render(self.exchange, TOOLS)
+        if self.short_ids:
+            return "short"
         return "named" if CALLED not in text and LONG_ID in text and ARGUMENT in text else "any"
 
-    def wants_one_thought(self, call_id: str) -> bool:
-        user, calling, result = _exchange(call_id)
+    def wants_one_thought(self) -> bool:
+        user, calling, result = self.exchange
         thinks = dict.fromkeys(REASONING_FIELDS, TWO)
-        either = self.takes(user, {**calling, "content": ONE}, result) and self.takes(
-            user, {**calling, **thinks}, result
-        )
-        return either and not self.takes(user, {**calling, **thinks, "content": ONE}, result)
+        either = [{**calling, "content": ONE}, {**calling, **thinks}]
+        both = {**calling, **thinks, "content": ONE}
+        return all(self.takes(user, one, result) for one in either) and not self.takes(user, both, result)
 
 
-def _exchange(call_id: str) -> list[Message]:
-    function = {"name": CALLED, "arguments": {"path": ARGUMENT}}
+def _exchange(call_id: str, as_json: bool) -> list[Message]:
+    arguments: Any = {"path": ARGUMENT}
+    function = {"name": CALLED, "arguments": json.dumps(arguments) if as_json else arguments}
     calls = [{"id": call_id, "type": "function", "function": function}]
     return [
         _user(ONE),

@@ -1,6 +1,6 @@
 """A turn's sampled tokens, read again: what a client was told of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -25,3 +25,10 @@ def read_turn(
         raise ValueError("there is reasoning among the calls")
     content = "".join(part.text for part in parts if isinstance(part, Said))
     return content, [(part.name, part.arguments) for part in parts if isinstance(part, Called)]
+
+
+def reader_of(
+    tokenizer: TokenizerWrapper,
+) -> Callable[[Sequence[int], list[dict[str, Any]] | None], tuple[str, list[tuple[str, str]]]]:
+    """`read_turn` for one tokenizer."""
+    return lambda tokens, tools: read_turn(tokens, tokenizer, tools)
