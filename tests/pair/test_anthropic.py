@@ -1,0 +1,150 @@
+"""Anthropic's SDK, pointed at the pair with any model name."""
+
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message
+
+from pair import Pair
+
+LOOK = {
+    "name": "look",
+    "description": "Looks out of the window.",
+    "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+}
+BRIEF = "You know ships, and you are brief."
+
+
+@pytest.fixture(scope="module")
+def client(warm_pair: Pair) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=warm_pair.url, api_key="x", max_retries=0)
+
+
+def asking(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "claude-any", "max_tokens": 12, "messages": [{"role": "user", "content": text}], **fields}
+
+
+def without_chance(message: Message) -> dict[str, Any]:
+    """All but its id, and what was reused."""
+    told: Any = message.to_dict()
+    told.pop("id")
+    told["usage"]["input_tokens"] += told["usage"].pop("cache_read_input_tokens")
+    return dict(told)
+
+
+def prompt_tokens(message: Message) -> int:
+    return message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+
+
+def test_streamed_and_not(client: anthropic.Anthropic) -> None:
+    request = asking("Which sails does a ketch have?", system=BRIEF, extra_body={"ignore_eos": True})
+    whole = client.messages.create(**request)
+    with client.messages.stream(**request) as stream:
+        text = "".join(stream.text_stream)
+        streamed = stream.get_final_message()
+    assert without_chance(whole) == without_chance(streamed)
+    assert whole.model == "claude-any" and whole.id.startswith("msg_") and whole.role == "assistant"
+    assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 12
+    assert [block.to_dict() for block in whole.content] == [{"type": "text", "text": text}] and text
+
+
+def test_a_count_is_what_the_prompt_has(client: anthropic.Anthropic, warm_pair: Pair) -> None:
+    request: Any = asking("How many masts has a yawl?", system=[{"type": "text", "text": BRIEF}], tools=[LOOK])
+    asked = len(warm_pair.requests())
+    counted = client.messages.count_tokens(**{name: value for name, value in request.items() if name != "max_tokens"})
+    assert len(warm_pair.requests()) == asked  # it is no generation
+    assert counted.input_tokens == prompt_tokens(client.messages.create(**request))
+
+
+def test_the_next_turn_is_warm_and_shared_with_chat(client: anthropic.Anthropic, warm_pair: Pair) -> None:
+    """Whatever API a conversation goes on in, and however its client writes the blocks."""
+    request = asking("Where does a sloop carry its jib?", system=BRIEF)
+    first = client.messages.create(**request)
+    said = "".join(block.text for block in first.content if block.type == "text")
+    warm_pair.settle()
+    cached = {"cache_control": {"type": "ephemeral"}}
+    talk: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": request["messages"][0]["content"], **cached}]},
+        {"role": "assistant", "content": [block.to_dict() for block in first.content]},
+        {"role": "user", "content": "And a cutter?"},
+    ]
+    second = client.messages.create(**{**request, "messages": talk}, extra_query={"beta": "true"})
+    held = prompt_tokens(first) + first.usage.output_tokens - 1  # the last token has no row yet
+    assert (second.usage.cache_read_input_tokens or 0) >= held - 1
+    warm_pair.settle()
+    chat: list[Any] = [
+        {"role": "system", "content": BRIEF},
+        request["messages"][0],
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "And a cutter?"},
+    ]
+    assert warm_pair.chat(chat, max_tokens=1).cached == prompt_tokens(second) - 1
+
+
+def test_thinking_and_results_are_read_back(client: anthropic.Anthropic) -> None:
+    """A turn with all that an agent sends back, as text to the model: the same however it is asked again."""
+    talk: list[Any] = [
+        {"role": "user", "content": "What ship is that?"},
+        {"role": "system", "content": "The window is clean."},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I should look.", "signature": "d2FybWxpbmU="},
+                {"type": "tool_use", "id": "toolu_0123456789abcdef01234567", "name": "look", "input": {"at": "sea"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_0123456789abcdef01234567", "content": "a brig"},
+                {"type": "text", "text": "Well?"},
+            ],
+        },
+    ]
+    request = asking("", system=BRIEF, tools=[LOOK], thinking={"type": "adaptive"}) | {"messages": talk}
+    answer = client.messages.create(**request)
+    again = client.messages.create(**request)
+    assert without_chance(answer) == without_chance(again)
+    assert again.usage.input_tokens == 1
+
+
+def test_an_answer_goes_on_where_it_was_begun(client: anthropic.Anthropic, warm_pair: Pair) -> None:
+    request = asking("Name the parts of a rig.", max_tokens=8)
+    whole = client.messages.create(**request, stop_sequences=["never"])
+    text = "".join(block.text for block in whole.content if block.type == "text")
+    begun = [*request["messages"], {"role": "assistant", "content": text[:3]}]
+    went_on = client.messages.create(**{**request, "messages": begun})
+    assert prompt_tokens(went_on) > prompt_tokens(whole) and went_on.content[0].type == "text"
+
+
+def test_a_prompt_can_be_read_ahead(client: anthropic.Anthropic, warm_pair: Pair) -> None:
+    request = asking("What is the burgee for?", system=BRIEF)
+    ahead = client.messages.create(**{**request, "max_tokens": 0})
+    assert ahead.content == [] and ahead.usage.output_tokens == 0
+    warm_pair.settle()
+    assert client.messages.create(**request).usage.input_tokens == 1
+
+
+def test_any_name_is_a_model(client: anthropic.Anthropic) -> None:
+    listed = client.models.list()
+    assert [model.type for model in listed.data] == ["model"] and not listed.has_more
+    model = client.models.retrieve("claude/any")
+    assert (model.id, model.display_name) == ("claude/any", listed.data[0].id)
+
+
+def test_what_is_wrong_is_said_in_its_words(client: anthropic.Anthropic, warm_pair: Pair) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r'messages.0.content.0: of type "image"') as refused:
+        image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+        client.messages.create(**asking("") | {"messages": [{"role": "user", "content": [image]}]})
+    assert refused.value.type == "invalid_request_error"
+    with pytest.raises(anthropic.BadRequestError, match="'temperature' must be"):
+        client.messages.create(**asking("x"), extra_body={"temperature": -1})
+    limit = warm_pair.status().context_tokens_max
+    long = asking("x" * limit)
+    with pytest.raises(anthropic.BadRequestError, match=rf"prompt is too long: \d+ tokens > {limit} maximum"):
+        client.messages.create(**long)
+    assert client.messages.count_tokens(model="m", messages=long["messages"]).input_tokens > limit
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.messages.batches.list()
+    assert missing.value.type == "not_found_error"
