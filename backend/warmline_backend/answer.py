@@ -65,7 +65,7 @@ class Answer:
         if self._begun:
             return b""
         self._begun = True
-        return self._writer.role()
+        return self._writer.role() + (self._writer.text(self._prompt.echo) if self._prompt.echo else b"")
 
     def _piece(self, piece: Piece) -> bytes:
         self._sampled.append(piece.token)

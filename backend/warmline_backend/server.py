@@ -162,15 +162,15 @@ class _Routes:
         return _json(self._service.status())
 
     async def models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [self._model()]})
+        return _json({"object": "list", "data": [self._model(self._service.served_name)]})
 
     async def model(self, request: web.Request) -> web.Response:
-        if (wanted := request.match_info["model"]) != self._model()["id"]:
-            return _error(404, f"the model {wanted} is not served here", code="model_not_found")
-        return _json(self._model())
+        return _json(self._model(request.match_info["model"]))
 
-    def _model(self) -> dict[str, object]:
-        return {"id": self._service.served_name, "object": "model", "created": 0, "owned_by": "warmline"}
+    def _model(self, name: str) -> dict[str, object]:
+        """Whatever it is called, one model answers."""
+        root, created = self._service.served_name, self._service.status().model_created
+        return {"id": name, "object": "model", "created": created, "owned_by": "warmline", "root": root}
 
     # ---- kv
 

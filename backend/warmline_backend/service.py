@@ -9,7 +9,7 @@ and what the engine does (ResidentGone, ResidentMismatch, TooLarge).
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from warmline_backend.grammar.guide import Guide
 from warmline_backend.health import Readiness, pulse
 from warmline_backend.model import ServedModel
 from warmline_backend.output.expected import expected_of
+from warmline_backend.output.turns import reader_of
 from warmline_backend.params import parse_params
 from warmline_backend.prompt_store import PromptStore, StoredPrompt
 from warmline_backend.prompts import Renderer
@@ -47,6 +48,7 @@ from warmline_wire.messages import (
     ResidentsReply,
     RestoreReply,
     RestoreRequest,
+    SampledTurn,
     SaveReply,
     SaveRequest,
     Settled,
@@ -117,7 +119,7 @@ class Service:
         self._loaded = Loaded(
             served,
             mark,
-            Renderer(served.tokenizer, served.vocabulary_size, config.template_args),
+            Renderer(served.tokenizer, served.vocabulary_size, config.template_args, reader_of(served.tokenizer)),
             Grammars(served.tokenizer, served.vocabulary_size),
             TokenNames(served.tokenizer),
             Storage(self._home, self._engine, served, mark),
@@ -228,7 +230,7 @@ class Service:
     # ---- prompts and generations
 
     async def prompt(self, request: PromptRequest, body_bytes: int) -> PromptReply:
-        stored = await self.render(request.endpoint, request.body, body_bytes)
+        stored = await self.render(request.endpoint, request.body, body_bytes, request.turns)
         return PromptReply(
             boot=self.boot,
             generation=self._engine.snapshot.generation,
@@ -241,7 +243,9 @@ class Service:
             fingerprint=self.loaded.fingerprint,
         )
 
-    async def render(self, endpoint: str, body: dict[str, Any], body_bytes: int) -> StoredPrompt:
+    async def render(
+        self, endpoint: str, body: dict[str, Any], body_bytes: int, turns: Sequence[SampledTurn] = ()
+    ) -> StoredPrompt:
         """Check, render and tokenize a body, and remember it.  Raises BadRequest, TooLarge, NotReady.
 
         A large one on a thread of its own; for a small one the way there would take longer than the work.
@@ -250,7 +254,7 @@ class Service:
         loaded, budget_bytes = self.loaded, self._engine.scheduler.settings.memory_budget_bytes
 
         def work() -> StoredPrompt:
-            rendered = loaded.renderer.render(endpoint, body)
+            rendered = loaded.renderer.render(endpoint, body, turns)
             expected = expected_of(endpoint, body, rendered, loaded.served.tokenizer)
             params = parse_params(
                 endpoint,

@@ -171,3 +171,11 @@ def test_litellm(litellm: Any, warm_pair: Pair) -> None:
     assert {answer.model for answer in (whole, later, *chunks)} == {"glm-5.2"}  # LiteLLM strips its provider's name
     assert cached_tokens(later) == later.usage.prompt_tokens - 1
     assert [cached_tokens(chunk) for chunk in chunks if getattr(chunk, "usage", None)] == [cached_tokens(later)]
+
+
+def test_litellm_knows_a_prompt_beyond_the_context(litellm: Any, warm_pair: Pair) -> None:
+    messages = asking("x" * warm_pair.status().context_tokens_max)
+    with pytest.raises(litellm.exceptions.ContextWindowExceededError):
+        litellm.completion(
+            model="openai/m", api_base=f"{warm_pair.url}/v1", api_key="x", messages=messages, num_retries=0
+        )
