@@ -139,3 +139,29 @@ async def test_a_newcomer_is_not_hurt_by_who_leaves_in_the_same_moment() -> None
     for each in waiting:
         each.cancel()
     await asyncio.wait(waiting)
+
+
+@on_loop
+async def test_one_more_place_for_a_request_that_is_in_waits_its_turn_and_counts_for_nobody() -> None:
+    gate = admission(1, 1)
+    first = gate.ticket("a")
+    await first.turn()
+    more = [first.another() for _ in range(3)]
+    waiting = [asyncio.create_task(each.turn()) for each in more]
+    await settle()
+    other = Entering(gate, "b0", [])
+    await settle()
+    assert gate.queued == 4, "none was refused, and the queue has room for another request"
+    with pytest.raises(ClientError):
+        gate.ticket("c")
+    first.release()
+    await settle()
+    assert waiting[0].done() and not other.task.done()
+    more[0].release()
+    await settle()
+    assert waiting[1].done() and not other.task.done()
+    for ticket in more[1:]:
+        ticket.release()
+        await settle()
+    await other.task
+    assert gate.running == 1 and gate.queued == 0
