@@ -30,6 +30,7 @@ class Answer:
         self._silent = 0  # tokens since the last that was told of
         self._sampled: list[int] = []
         self._reasoned = 0  # tokens
+        self._stop_word = ""
         self._calls: dict[str, Called] = {}  # by id, as told
         self.finish = ""
         self.error = ""
@@ -70,6 +71,7 @@ class Answer:
     def _piece(self, piece: Piece) -> bytes:
         self._sampled.append(piece.token)
         self._reasoned += piece.reasons
+        self._stop_word = piece.stop_word
         if piece.logprobs is not None:
             detail = piece.logprobs
             self._pending.append(self._names.logprob(detail.token, detail.logprob, detail.top))
@@ -109,7 +111,7 @@ class Answer:
         if self._pending:
             parts.append(self._writer.text("", self._pending))
         called = bool(self._calls) and settled.finish == "stop"
-        parts.append(self._writer.finish("tool_calls" if called else settled.finish))
+        parts.append(self._writer.finish("tool_calls" if called else settled.finish, self._stop_word))
         if self._with_usage:
             decoded = settled.timings.decoded
             parts.append(self._writer.usage(len(self._prompt.tokens), decoded, ended.reused, self._reasoned))

@@ -85,9 +85,10 @@ class ChunkWriter:
         call = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         return self._choice({"tool_calls": [call]}, self._shown(logprobs), None)
 
-    def finish(self, reason: str) -> bytes:
-        """`reason` is OpenAI's: "stop", "length" or "tool_calls"."""
-        return self._choice({} if self._chat else "", None, reason)
+    def finish(self, reason: str, stop_word: str = "") -> bytes:
+        """`reason` is OpenAI's: "stop", "length" or "tool_calls"; `stop_reason` names the stop word that ended it."""
+        word = {"stop_reason": stop_word} if stop_word else {}
+        return self._choice({} if self._chat else "", None, reason, **word)
 
     def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> bytes:
         usage = {
@@ -103,12 +104,13 @@ class ChunkWriter:
         """What ends a stream that failed after it began; no [DONE] may follow."""
         return data_event(encode(ErrorReply(error=ErrorBody(message=message, type=kind, code=code))))
 
-    def _choice(self, content: object, logprobs: dict[str, Any] | None, finish: str | None) -> bytes:
+    def _choice(self, content: object, logprobs: dict[str, Any] | None, finish: str | None, **more: str) -> bytes:
         choice = {
             "index": 0,
             "delta" if self._chat else "text": content,
             "logprobs": logprobs,
             "finish_reason": finish,
+            **more,
         }
         return data_event(msgspec.json.encode({**self._head, "choices": [choice]}))
 

@@ -335,7 +335,7 @@ class Scheduler:
         detail = None
         if params.logprobs and not ends:
             detail = TokenLogprobs(token, *pick_logprobs(logprobs, token, params.top_logprobs))
-        sequence.request.listener(Piece(parts, token, detail, sequence.text.reasons))
+        sequence.request.listener(Piece(parts, token, detail, sequence.text.reasons, sequence.text.stop_word))
         if sequence.first is None:  # after it was told: nobody waits for this
             sequence.note_first(logprobs)
         if ends or sequence.text.stopped:

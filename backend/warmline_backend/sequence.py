@@ -63,6 +63,7 @@ class Piece:
     token: int
     logprobs: TokenLogprobs | None = None
     reasons: bool = False  # it belongs to the reasoning
+    stop_word: str = ""  # that it has completed
 
     @property
     def text(self) -> str:

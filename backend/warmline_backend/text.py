@@ -16,14 +16,19 @@ class StopWords:
     def __init__(self, words: Sequence[str]) -> None:
         self._state = TextStateMachine({_TEXT: [(word, None) for word in words]}).make_state(_TEXT)
         self.stopped = False  # a stop word is complete; it and what follows are not emitted
+        self.word = ""  # which one
 
     def add(self, text: str) -> str:
         """What may be emitted now: nothing that could begin a stop word."""
         if self.stopped:
             return ""
+        read = self._state[3] + text  # what was held back comes first
         self._state, segments = TextStateMachine.split(self._state, text)
         self.stopped = self._state[0] is None
-        return "".join(part for state, part in segments if state == _TEXT)
+        told = "".join(part for state, part in segments if state == _TEXT)
+        if self.stopped:
+            self.word = read[len(told) : len(read) - len(self._state[3])]
+        return told
 
     def release(self) -> str:
         """What was held back, once it can't become a stop word any more."""

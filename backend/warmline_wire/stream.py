@@ -99,6 +99,7 @@ class _Choice:
         self._calls: dict[int, dict[str, Any]] = {}
         self._logprobs: dict[str, list[Any]] = {}
         self._finish: str | None = None
+        self._stopped_by: dict[str, str] = {}  # `stop_reason`, where a stop word ended it
 
     def add(self, choice: dict[str, Any]) -> None:
         delta = choice.get("delta") or {}
@@ -113,6 +114,8 @@ class _Choice:
             if value:
                 self._logprobs.setdefault(key, []).extend(value)
         self._finish = choice.get("finish_reason") or self._finish
+        if choice.get("stop_reason"):
+            self._stopped_by = {"stop_reason": choice["stop_reason"]}
 
     def _add_call(self, call: dict[str, Any]) -> None:
         """A call's id, type and name come once, its arguments in one piece or several."""
@@ -125,7 +128,7 @@ class _Choice:
     def result(self, chat: bool) -> dict[str, Any]:
         text = "".join(self._text)
         content = {"message": self._message(text)} if chat else {"text": text}
-        return {**content, "logprobs": self._logprobs or None, "finish_reason": self._finish}
+        return {**content, "logprobs": self._logprobs or None, "finish_reason": self._finish, **self._stopped_by}
 
     def _message(self, text: str) -> dict[str, Any]:
         extra: dict[str, Any] = {key: "".join(pieces) for key, pieces in self._extra.items()}

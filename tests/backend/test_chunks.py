@@ -56,12 +56,13 @@ def test_a_chat_stream_is_what_the_sdk_expects() -> None:
 def test_a_completion_stream_is_what_the_sdk_expects() -> None:
     writer = ChunkWriter("completion", "r1", "smol", 1234)
     assert writer.role() == b""
-    chunks = payloads(writer.text(" Par"), writer.text("is"), writer.finish("length"), writer.usage(3, 2, 0))
+    chunks = payloads(writer.text(" Par"), writer.text("is"), writer.finish("stop", "END"), writer.usage(3, 2, 0))
     Completion.model_validate(chunks[2], strict=True)
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:3]] == [None, None, "length"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:3]] == [None, None, "stop"]
     assert [chunk["object"] for chunk in chunks] == ["text_completion"] * 4
     answer = Completion.model_validate(folded(chunks), strict=True)
-    assert (answer.id, answer.choices[0].text, answer.choices[0].finish_reason) == ("cmpl-r1", " Paris", "length")
+    assert (answer.id, answer.choices[0].text, answer.choices[0].finish_reason) == ("cmpl-r1", " Paris", "stop")
+    assert answer.choices[0].to_dict()["stop_reason"] == "END"
 
 
 def test_chat_logprobs_have_openais_shape(bpe: TokenizerWrapper) -> None:

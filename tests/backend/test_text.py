@@ -104,13 +104,14 @@ def test_text_ends_before_the_stop_word_that_is_complete_first(
     hits = [(at + len(word), at) for word in words if (at := text.find(word)) >= 0]
     assert stream.stopped == bool(hits)
     assert emitted == (text[: min(hits)[1]] if hits else text)
+    assert stream.stop_word == (text[min(hits)[1] : min(hits)[0]] if hits else "")
 
 
 def test_a_stop_word_may_span_tokens_and_end_inside_one(bpe: TokenizerWrapper) -> None:
     tokens = ids(bpe, "the quick brown fox")
     assert len(tokens) < len("the quick brown fox")
     stream = OutputStream(bpe, ["ck bro"])
-    assert "".join(said(stream, tokens)) == "the qui" and stream.stopped
+    assert "".join(said(stream, tokens)) == "the qui" and stream.stopped and stream.stop_word == "ck bro"
 
 
 def test_a_stop_word_may_be_completed_by_the_rest(bpe: TokenizerWrapper) -> None:

@@ -42,6 +42,11 @@ class OutputStream:
         """A stop word is complete, or the one call that was wanted: nothing more is told."""
         return bool((self._stops and self._stops.stopped) or (self._splitter and self._splitter.done))
 
+    @property
+    def stop_word(self) -> str:
+        """The one that is complete, or ""."""
+        return self._stops.word if self._stops else ""
+
     def add(self, token: int) -> Sequence[Part]:
         """What may be told now: not half a character, and nothing that what follows could still make another thing."""
         if self.stopped:
