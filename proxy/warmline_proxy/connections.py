@@ -17,6 +17,7 @@ from enum import Enum
 from http import HTTPStatus
 
 from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError
 from aiohttp.typedefs import Handler
 
 from warmline_proxy.config import Config
@@ -128,7 +129,7 @@ class Connection(web.RequestHandler):
         if status < 500:
             reason = in_short(message or "")
             log.info("refused what %s sent: %s", request.remote, reason)
-            error = bad_request(f"This is no HTTP request that can be read: {reason}", status=status)
+            error = _unreadable(exc, reason, status)
         else:
             log.error("%s %s failed", request.method, request.path, exc_info=exc)
             error = ClientError(status, error_body("The proxy failed; its log says why.", "server_error"))
@@ -397,3 +398,10 @@ def tune(transport: asyncio.Transport) -> None:
     with suppress(OSError):  # it is gone already
         for level, name, value in options:
             transport.get_extra_info("socket").setsockopt(level, name, value)
+
+
+def _unreadable(exc: BaseException | None, reason: str, status: int) -> ClientError:
+    if isinstance(exc, ContentEncodingError):  # raised by the head alone: a body that is damaged is found later
+        message = "The body is compressed in a way that can't be undone here; send it with gzip or deflate, or plain."
+        return bad_request(message, status=415)
+    return bad_request(f"This is no HTTP request that can be read: {reason}", status=status)
