@@ -1,18 +1,22 @@
 """Anthropic's SDK, pointed at the pair with any model name."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic.types import Message
+from pydantic import BaseModel
 
-from pair import Pair
+from pair import FolderOf, Pair
+from tiny_models import SPECIAL_TOKENS
 
 LOOK = {
     "name": "look",
     "description": "Looks out of the window.",
-    "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+    "input_schema": {"type": "object", "properties": {"at": {"enum": ["sea", "land"]}}, "required": ["at"]},
 }
+CLOSES_REASONING = {"logit_bias": {str(256 + SPECIAL_TOKENS.index("</think>")): 100}}  # at once, where it may
 BRIEF = "You know ships, and you are brief."
 
 
@@ -21,14 +25,24 @@ def client(warm_pair: Pair) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=warm_pair.url, api_key="x", max_retries=0)
 
 
+@pytest.fixture(scope="module")
+def caller(
+    tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[anthropic.Anthropic, Pair]]:
+    """Before a model that reasons and calls tools, as it is made to."""
+    with Pair(tmp_path_factory.mktemp("calling"), tiny_folder("llama", tools=True)) as pair:
+        yield anthropic.Anthropic(base_url=pair.url, api_key="x", max_retries=0), pair
+
+
 def asking(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": "claude-any", "max_tokens": 12, "messages": [{"role": "user", "content": text}], **fields}
 
 
 def without_chance(message: Message) -> dict[str, Any]:
-    """All but its id, and what was reused."""
+    """All but its ids, and what was reused."""
     told: Any = message.to_dict()
-    told.pop("id")
+    for named in (told, *told["content"]):
+        named.pop("id", None)
     told["usage"]["input_tokens"] += told["usage"].pop("cache_read_input_tokens")
     return dict(told)
 
@@ -107,6 +121,58 @@ def test_thinking_and_results_are_read_back(client: anthropic.Anthropic) -> None
     again = client.messages.create(**request)
     assert without_chance(answer) == without_chance(again)
     assert again.usage.input_tokens == 1
+
+
+def test_a_loop_of_calls(caller: tuple[anthropic.Anthropic, Pair]) -> None:
+    """The model is made to call; its call comes back as its client writes it, with what the tool says."""
+    client, pair = caller
+    request: Any = asking("Which ship? " * 20, max_tokens=90, tools=[LOOK], tool_choice={"type": "any"})
+    request["extra_body"] = CLOSES_REASONING
+    first = client.messages.create(**request)
+    with client.messages.stream(**request) as stream:
+        assert without_chance(stream.get_final_message()) == without_chance(first)
+    call = first.content[-1]
+    assert first.stop_reason == "tool_use" and call.type == "tool_use"
+    assert call.name == "look" and call.input["at"] in ("sea", "land") and call.id.startswith("toolu_")
+    pair.settle()
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "a brig"}]}
+    request["messages"] += [
+        {"role": "assistant", "content": [block.to_dict() for block in first.content]},
+        {"role": "user", "content": [result]},
+    ]
+    second = client.messages.create(**request)
+    assert second.stop_reason == "tool_use" and (second.usage.cache_read_input_tokens or 0) >= prompt_tokens(first) - 20
+
+
+def test_thinking_is_a_block_of_its_own(caller: tuple[anthropic.Anthropic, Pair]) -> None:
+    client, _ = caller
+    request: Any = asking("Think of a ship.", thinking={"type": "enabled", "budget_tokens": 1024})
+    whole = client.messages.create(**request)
+    with client.messages.stream(**request) as stream:
+        told = [event.thinking for event in stream if event.type == "thinking"]
+        assert without_chance(stream.get_final_message()) == without_chance(whole)
+    assert [block.type for block in whole.content] == ["thinking"]  # cut off before it said anything
+    assert whole.content[0].to_dict()["thinking"] == "".join(told) != "" and whole.content[0].to_dict()["signature"]
+    assert whole.usage.output_tokens_details and whole.usage.output_tokens_details.thinking_tokens == 12
+
+
+def test_which_stop_word_ended_it(client: anthropic.Anthropic) -> None:
+    request: Any = asking("Say anything at all.", max_tokens=60, extra_body={"ignore_eos": True})
+    words = list("abcdefghijklmnop")
+    whole = client.messages.create(**request, stop_sequences=words)
+    with client.messages.stream(**request, stop_sequences=words) as stream:
+        assert without_chance(stream.get_final_message()) == without_chance(whole)
+    assert whole.stop_reason == "stop_sequence" and whole.stop_sequence in words
+
+
+class Ship(BaseModel):
+    afloat: bool
+
+
+def test_an_answer_of_a_given_form(client: anthropic.Anthropic) -> None:
+    at_once = {"logit_bias": {str(256 + SPECIAL_TOKENS.index("<think>")): -100}}
+    parsed = client.messages.parse(**asking("Is she afloat?", max_tokens=40), output_format=Ship, extra_body=at_once)
+    assert isinstance(parsed.parsed_output, Ship) and parsed.stop_reason == "end_turn"
 
 
 def test_an_answer_goes_on_where_it_was_begun(client: anthropic.Anthropic, warm_pair: Pair) -> None:

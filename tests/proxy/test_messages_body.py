@@ -219,7 +219,7 @@ def test_null_is_absent() -> None:
         ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, {"thinking": {"type": "disabled"}}),
         (
             {"thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "max"}},
-            {"thinking": {"type": "adaptive"}, "reasoning_effort": "xhigh"},
+            {"thinking": {"type": "adaptive"}, "reasoning_effort": "max"},
         ),
         ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
     ],

@@ -31,7 +31,6 @@ PASSED_ON = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "repetition_context_size"}
     | {"presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos", "chat_template_kwargs", "cache_prompt"}
 )
-EFFORTS = {"max": "xhigh"}  # where OpenAI's word is another
 RESULT_ERROR = "Error: "  # before a failed tool's words, unless these say so themselves
 
 
@@ -259,7 +258,7 @@ def _thinking(body: Body) -> Fields:
         fields["thinking"] = msgspec.to_builtins(body.thinking)
     effort = body.output_config.effort if body.output_config else None
     if effort and not (body.thinking and body.thinking.type == "disabled"):
-        fields["reasoning_effort"] = EFFORTS.get(effort, effort)
+        fields["reasoning_effort"] = effort
     return fields
 
 

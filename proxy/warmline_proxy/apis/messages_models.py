@@ -1,10 +1,9 @@
 """What is served, as Anthropic lists models.  Pure."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from warmline_wire.messages import Status
-
-UNKNOWN_DATE = "1970-01-01T00:00:00Z"  # as the API says it of models whose date nobody knows
 
 
 def model_list(status: Status) -> dict[str, Any]:
@@ -18,7 +17,7 @@ def model_info(status: Status, name: str) -> dict[str, Any]:
         "type": "model",
         "id": name,
         "display_name": status.model,
-        "created_at": UNKNOWN_DATE,
+        "created_at": datetime.fromtimestamp(status.model_created, UTC).isoformat(),
         "lifecycle": "active",
         "max_input_tokens": status.context_tokens_max or None,
         "max_tokens": status.context_tokens_max or None,
