@@ -21,6 +21,7 @@ from warmline_proxy.purge import purge
 from warmline_proxy.repair import repair
 from warmline_proxy.replay import Replayer
 from warmline_proxy.rows import PurgeRequest, ReplayRequest, Totals
+from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Upstream, UpstreamError
 from warmline_proxy.watchdog import Watchdog
 from warmline_wire.messages import Resident, Vitals, decode, encode
@@ -62,6 +63,7 @@ class Admin:
         lives: Lives,
         metrics: Metrics,
         persistence: Persistence,
+        turns: Turns,
         replayer: Replayer,
         receive_timeout_s: float,
         connections: Callable[[], int],
@@ -74,6 +76,7 @@ class Admin:
         self._lives = lives
         self._metrics = metrics
         self._persistence = persistence
+        self._turns = turns
         self._replayer = replayer
         self._receive_timeout_s = receive_timeout_s
         self._connections = connections
@@ -132,6 +135,7 @@ class Admin:
         except (msgspec.DecodeError, ValueError) as error:
             raise bad_request(f"Not a purge: {error}") from error
         if not wanted.dry_run:
+            self._turns.forget()
             await self._forget_residents()
         return web.Response(body=encode(reply), content_type="application/json")
 

@@ -36,6 +36,7 @@ from warmline_proxy.replay import Replayer
 from warmline_proxy.response_paths import ResponsePaths
 from warmline_proxy.settle import Settler
 from warmline_proxy.start import Starter
+from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Upstream, UpstreamError
 from warmline_proxy.watchdog import Watchdog
 
@@ -178,7 +179,8 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     admission = Admission(config.running_count_max, config.queue_count_max, lives.retry_after_s)
     persistence = Persistence(metrics)
     persistence.watch(index)
-    settler = Settler(index, upstream, knowledge, metrics, persistence, reuse=config.reuse != "off")
+    turns = Turns(index, tenant)
+    settler = Settler(index, upstream, knowledge, metrics, persistence, turns, reuse=config.reuse != "off")
     recomputer = Recomputer(upstream, index, knowledge.mirror, tenant)
     blame = Blame(index, recomputer)
     condemner = Condemner(index, upstream, knowledge, lives, settler, blame, metrics, background)
@@ -205,6 +207,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         admission=admission,
         starter=Starter(upstream, index, knowledge, watchdog, metrics, config.partial_save_tokens),
         settler=settler,
+        turns=turns,
         ending=ending,
         background=background,
     )
@@ -218,6 +221,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         lives=lives,
         metrics=metrics,
         persistence=persistence,
+        turns=turns,
         replayer=Replayer(index, knowledge, recomputer, condemner, metrics, config.audit_tolerance),
         receive_timeout_s=config.receive_timeout_s,
         connections=lambda: app[CONNECTIONS].count if CONNECTIONS in app else 0,

@@ -6,6 +6,7 @@ from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life, held_after
 from warmline_proxy.plan import on_grid
 from warmline_proxy.settle import Settler
+from warmline_proxy.turns import Turns
 from warmline_wire.messages import Settled
 
 ENDED = ("cancelled", "error")  # without an answer, and not to be dispatched again
@@ -19,11 +20,13 @@ class Hearing:
         life: Life,
         knowledge: Knowledge,
         settler: Settler,
+        turns: Turns,
         background: Background,
         partial_save_tokens: int,
         guard: Guard | None = None,
     ) -> None:
         self._life, self._knowledge, self._settler, self._background = life, knowledge, settler, background
+        self._turns = turns
         self._partial_save_tokens, self._guard = partial_save_tokens, guard
         self._saving = False
         self._tried = 0  # how far the last save was to reach; one that failed is not tried again at once
@@ -51,6 +54,8 @@ class Hearing:
         """Told twice where a cancel met the end."""
         if self._life.trace.settled is None:
             self._life.trace.settled = settled
+            if settled.turn:
+                self._turns.remember(self._life.root, self._life.model, settled.turn)
             if self._life.suspect:
                 self._knowledge.mirror.shun(settled.resident)
             else:

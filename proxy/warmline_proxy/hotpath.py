@@ -32,6 +32,7 @@ from warmline_proxy.relay import Answer, relay
 from warmline_proxy.settle import Settler
 from warmline_proxy.start import Starter
 from warmline_proxy.trace import Trace, read_request_id
+from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Broken, Gone, Leaderless, Unreachable, Upstream, UpstreamError, dispatching
 from warmline_proxy.watchdog import Watchdog
 from warmline_wire.keys import BLOCK_TOKENS, namespace
@@ -62,6 +63,7 @@ class HotPath:
         admission: Admission,
         starter: Starter,
         settler: Settler,
+        turns: Turns,
         ending: Ending,
         background: Background,
     ) -> None:
@@ -77,6 +79,7 @@ class HotPath:
         self._admission = admission
         self._starter = starter
         self._settler = settler
+        self._turns = turns
         self._ending = ending
         self._background = background
         self._heads = Heads()
@@ -235,7 +238,8 @@ class HotPath:
 
     async def _ask_prompt(self, life: Life, body: Fields) -> PromptReply:
         assert life.call is not None
-        request = PromptRequest(request_id=life.trace.id, endpoint=life.call.api.endpoint, body=body)
+        turns = self._turns.recall((await self._knowledge.status()).fingerprint, body.get("messages"))
+        request = PromptRequest(request_id=life.trace.id, endpoint=life.call.api.endpoint, body=body, turns=turns)
         return await self._upstream.prompt(request, life.limits.stall_s or None)
 
     def _check_mode(self, life: Life) -> None:
@@ -313,6 +317,7 @@ class HotPath:
             life,
             self._knowledge,
             self._settler,
+            self._turns,
             self._background,
             self._config.partial_save_tokens,
             Guard() if self._config.garbage_guard == "observe" else None,

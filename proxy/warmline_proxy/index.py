@@ -15,7 +15,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from warmline_proxy import index_files, index_flaws, index_probe, index_save, index_tree, index_verify, index_walk
+from warmline_proxy import (
+    index_files,
+    index_flaws,
+    index_probe,
+    index_save,
+    index_tree,
+    index_turns,
+    index_verify,
+    index_walk,
+)
 from warmline_proxy.index_bookkeeping import Bookkeeping
 from warmline_proxy.index_env import MAP_BYTES, Env
 from warmline_proxy.index_errors import (
@@ -44,6 +53,7 @@ from warmline_proxy.rows import (
     SessionUpdate,
     Snapshot,
     Totals,
+    TurnRow,
     Usage,
 )
 from warmline_wire.home import Home
@@ -123,6 +133,12 @@ class IndexReader:
         with self._env.reading() as tables:
             return [record for _, record in tables.requests()][: -count - 1 : -1]
 
+    def turns(self, root: bytes, call_ids: Iterable[str]) -> list[TurnRow]:
+        """The sampled turns with these calls, each once; those that are not known are left out."""
+        with self._env.reading() as tables:
+            rows = (index_turns.turn_of(tables, root, call_id) for call_id in call_ids)
+            return list({row.calls[0]: row for row in rows if row is not None}.values())
+
     def quarantined(self) -> list[QuarantineRow]:
         with self._env.reading() as tables:
             return tables.quarantined()
@@ -150,8 +166,9 @@ class IndexReader:
 class Index(IndexReader):
     """The proxy's, under `home.lock`.  Methods may be called on any thread.
 
-    Those that write block until it is durable (on an event loop: `asyncio.to_thread`); `note_use`, `record`, `lease`
-    and `release` return at once.  Any write may raise IndexFull: nothing was changed then, and reading goes on.
+    Those that write block until it is durable (on an event loop: `asyncio.to_thread`); `note_use`, `note_turn`,
+    `record`, `lease` and `release` return at once.  Any write may raise IndexFull: nothing was changed then, and
+    reading goes on.
     """
 
     def __init__(self, home: Home, budget_bytes: int, *, map_bytes: int = MAP_BYTES) -> None:
@@ -266,6 +283,11 @@ class Index(IndexReader):
     def note_audit(self, request_id: str, audit: str, guard: str) -> None:
         """Add to a request's record what an audit has found; written within a second."""
         self._bookkeeping.note_audit(request_id, audit, guard)
+
+    def note_turn(self, row: TurnRow) -> None:
+        """Keep an answer that called tools; written within a second."""
+        if self._bookkeeping.note_turn(row):
+            self._submit(self._tick)
 
     def flush(self) -> None:
         """Write the bookkeeping now."""

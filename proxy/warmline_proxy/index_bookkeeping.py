@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 
 from warmline_proxy.index_errors import IndexFailure
 from warmline_proxy.index_tables import REQUESTS_MAX, Tables
-from warmline_proxy.rows import RequestRecord, Usage
+from warmline_proxy.index_turns import put_turn
+from warmline_proxy.rows import RequestRecord, TurnRow, Usage
 
 PENDING_MAX = 256  # of a kind; then they are to be written early
 
@@ -15,10 +16,11 @@ class Bookkeeping:
     """Thread-safe; bounded."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
         self._uses: dict[str, Usage] = {}
         self._records: list[RequestRecord] = []
         self._audited: dict[str, tuple[str, str]] = {}  # by request id: its record's audit and guard
+        self._turns: dict[tuple[bytes, str], TurnRow] = {}  # by namespace and first call
 
     def note_use(self, ids: Iterable[str]) -> bool:
         """Whether there is much to write by now."""
@@ -40,9 +42,15 @@ class Bookkeeping:
         with self._lock:
             self._audited[request_id] = audit, guard
 
+    def note_turn(self, row: TurnRow) -> bool:
+        """As `note_use`."""
+        with self._lock:
+            self._turns[row.root, row.calls[0]] = row
+            return len(self._turns) > PENDING_MAX
+
     def clear(self) -> None:
         with self._lock:
-            self._uses, self._records, self._audited = {}, [], {}
+            self._uses, self._records, self._audited, self._turns = {}, [], {}, {}
 
     def write(self, write: Callable[[Callable[[Tables], None]], None]) -> bool:
         """Whether there was something.  Raises IndexFailure; it is tried again with the next then."""
@@ -50,7 +58,8 @@ class Bookkeeping:
             uses, self._uses = self._uses, {}
             records, self._records = self._records, []
             audited, self._audited = self._audited, {}
-        if not (uses or records or audited):
+            turns, self._turns = self._turns, {}
+        if not (uses or records or audited or turns):
             return False
 
         def change(tables: Tables) -> None:
@@ -62,16 +71,22 @@ class Bookkeeping:
                 tables.append_request(record)
             if audited:
                 tables.note_audits(audited)
+            for turn in turns.values():
+                put_turn(tables, turn)
 
         try:
             write(change)
         except IndexFailure:
-            self._put_back(uses, records, audited)
+            self._put_back(uses, records, audited, turns)
             raise
         return True
 
     def _put_back(
-        self, uses: dict[str, Usage], records: list[RequestRecord], audited: dict[str, tuple[str, str]]
+        self,
+        uses: dict[str, Usage],
+        records: list[RequestRecord],
+        audited: dict[str, tuple[str, str]],
+        turns: dict[tuple[bytes, str], TurnRow],
     ) -> None:
         with self._lock:
             for file_id, use in list(uses.items())[:PENDING_MAX]:
@@ -80,3 +95,4 @@ class Bookkeeping:
                     newer.hits += use.hits
             self._records = [*records, *self._records][-REQUESTS_MAX:]
             self._audited = dict(list({**audited, **self._audited}.items())[-REQUESTS_MAX:])
+            self._turns = dict(list({**turns, **self._turns}.items())[-PENDING_MAX:])

@@ -17,7 +17,7 @@ import msgspec
 from warmline_proxy.index_errors import MADE_ANEW, DamagedIndex, IndexFailure, IndexFull, NoIndex, WrongSchema, failure
 from warmline_proxy.index_files import superseded
 from warmline_proxy.index_gate import Gate, Generation
-from warmline_proxy.index_tables import ANEW_KEY, TABLES, Tables
+from warmline_proxy.index_tables import ANEW_KEY, TABLES, TABLES_ADDED, Tables
 from warmline_wire import disk
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class Env:
                     txn.put(SCHEMA_KEY, str(SCHEMA).encode(), db=handles["meta"])
                     txn.put(ANEW_KEY, b"", db=handles["meta"])
         else:  # not within one transaction: LMDB forgets what was opened in a read transaction when that ends
-            handles = {name: env.open_db(name.encode(), create=False) for name in TABLES}
+            handles = {name: _table(env, name) for name in TABLES}
         with env.begin() as txn:
             found = txn.get(SCHEMA_KEY, db=handles["meta"])
         if found is not None and not found.isdigit():
@@ -363,6 +363,16 @@ def _lengthen(env: Any, path: Path) -> None:
     wanted = (int(env.info()["last_pgno"]) + 1) * int(env.stat()["psize"])
     if (path / "data.mdb").stat().st_size < wanted:
         disk.lengthen(path / "data.mdb", wanted)
+
+
+def _table(env: Any, name: str) -> Any:
+    """To be read; None where an older version wrote the index, which did not have it."""
+    try:
+        return env.open_db(name.encode(), create=False)
+    except lmdb.NotFoundError:
+        if name in TABLES_ADDED:
+            return None
+        raise
 
 
 def _generations(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from warmline_wire.keys import TOKEN_BYTES
 ID_BYTES = 16
 SESSION_ID_BYTES = 12
 NUMBER_BYTES = 8
+CALL_BYTES = 12
 SLOT_BYTES = 1 + ID_BYTES + 4 + TOKEN_BYTES
 
 
@@ -59,6 +60,8 @@ def _fits_key(table: str, key: bytes, row: Any) -> bool:
         return bool(key.hex() == row.id) and (table != "segments" or bool(row.start < row.end))
     if table == "sessions":
         return len(key) == SESSION_ID_BYTES and key == row.id.encode()
+    if table == "turns":
+        return len(key) == NUMBER_BYTES and len(row.tokens) % TOKEN_BYTES == 0
     if table == "saves":
         return key == row.id.encode() and all(map(FILE_ID.fullmatch, row.file_ids))
     return len(key) == (NUMBER_BYTES if table == "requests" else ID_BYTES)
@@ -97,5 +100,6 @@ _SHAPES: dict[str, Callable[[bytes, bytes], bool]] = {
     "places": lambda key, value: len(key) == ID_BYTES + NUMBER_BYTES and len(value) == ID_BYTES,
     "anchors": lambda key, value: len(key) == ID_BYTES + SESSION_ID_BYTES and not value,
     "doomed": lambda key, value: len(key) == ID_BYTES and len(value) == NUMBER_BYTES and value < b"\x40",
+    "calls": lambda key, value: len(key) == ID_BYTES + CALL_BYTES and len(value) == NUMBER_BYTES,
     "gone": lambda key, value: _is_slot(key) and _is_text(value),
 }

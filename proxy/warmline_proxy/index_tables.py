@@ -8,6 +8,7 @@ sessions     id                     SessionRow          anchors   segment, sessi
 usage        id                     Usage               requests  number          RequestRecord
 saves        plan id                SavePlan            doomed    id              bytes: row gone, file not yet
 quarantine   id                     QuarantineRow       gone      as children     why that child is no longer stored
+turns        number                 TurnRow             calls     root, call id   its turn's number
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ from warmline_proxy.rows import (
     SessionRow,
     Snapshot,
     Totals,
+    TurnRow,
     Usage,
 )
 from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES
@@ -45,7 +47,10 @@ TABLES = (
     "doomed",
     "quarantine",
     "gone",
+    "turns",
+    "calls",
 )
+TABLES_ADDED = frozenset({"turns", "calls"})  # an index that an older version wrote lacks them, until a proxy has it
 SUMS_KEY = b"sums"
 ANEW_KEY = b"anew"  # in meta, from when there was no index until all that is stored is in it
 REQUESTS_MAX = 1000
@@ -64,6 +69,8 @@ class Sums(msgspec.Struct, kw_only=True):
     bytes_quarantined: int = 0
     bytes_writing: int = 0
     bytes_doomed: int = 0
+    turns: int = 0
+    bytes_turns: int = 0
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -86,6 +93,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "requests": _request,
     "saves": _save,
     "quarantine": _quarantine,
+    "turns": msgspec.msgpack.Decoder(TurnRow).decode,
 }
 
 
@@ -118,7 +126,9 @@ class Tables:
     # --- plain access ---
 
     def get(self, table: str, key: bytes) -> bytes | None:
-        value: bytes | None = self._txn.get(key, db=self._handles[table])
+        if (handle := self._handles[table]) is None:
+            return None
+        value: bytes | None = self._txn.get(key, db=handle)
         return value
 
     def put(self, table: str, key: bytes, value: bytes) -> None:
@@ -129,7 +139,9 @@ class Tables:
 
     def items(self, table: str, prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """In the order of keys.  Collect them before changing the table."""
-        cursor = self._txn.cursor(db=self._handles[table])
+        if (handle := self._handles[table]) is None:
+            return
+        cursor = self._txn.cursor(db=handle)
         if not cursor.set_range(prefix):
             return
         for key, value in cursor:
@@ -138,7 +150,13 @@ class Tables:
             yield key, value
 
     def count(self, table: str) -> int:
-        return int(self._txn.stat(db=self._handles[table])["entries"])
+        handle = self._handles[table]
+        return 0 if handle is None else int(self._txn.stat(db=handle)["entries"])
+
+    def last(self, table: str) -> bytes:
+        """The last key; b"" where there is none."""
+        cursor = self._txn.cursor(db=self._handles[table])
+        return bytes(cursor.key()) if cursor.last() else b""
 
     # --- sums ---
 
@@ -325,11 +343,9 @@ class Tables:
         return [(key, _request(value)) for key, value in self.items("requests")]
 
     def append_request(self, record: RequestRecord) -> None:
-        cursor = self._txn.cursor(db=self._handles["requests"])
-        last = int.from_bytes(cursor.key(), "big") if cursor.last() else 0
-        self.put("requests", number(last + 1), _encode(record))
-        if self.count("requests") > REQUESTS_MAX and cursor.first():
-            self.delete("requests", cursor.key())
+        self.put("requests", number(int.from_bytes(self.last("requests"), "big") + 1), _encode(record))
+        if self.count("requests") > REQUESTS_MAX and (oldest := next(self.items("requests"), None)):
+            self.delete("requests", oldest[0])
 
     def note_audits(self, audited: dict[str, tuple[str, str]]) -> None:
         """Of those among the last requests."""

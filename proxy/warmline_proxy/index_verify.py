@@ -10,6 +10,7 @@ from warmline_proxy import index_files
 from warmline_proxy.index_flaws import flaws
 from warmline_proxy.index_survey import Surveyed, survey
 from warmline_proxy.index_tables import Sums, Tables, first_token, hook, slot
+from warmline_proxy.index_turns import keys_of, turns
 from warmline_proxy.rows import CheckpointRow, Finding, SegmentRow, SessionRow
 from warmline_wire.home import Home
 from warmline_wire.keys import TOKEN_BYTES, Prefix
@@ -42,6 +43,7 @@ def verify(tables: Tables, home: Home, listing: Listing, deep: bool) -> list[Fin
         *_checkpoints(tables, tree),
         *_sessions(tables, tree),
         *_bookkeeping(tables, tree),
+        *_turns(tables),
         *_standings(tables),
         *_sums(tables),
         *_files(tables, tree, home, deep),
@@ -215,6 +217,19 @@ def _bookkeeping(tables: Tables, tree: _Tree) -> Iterator[Finding]:
             yield _finding("usage", key.hex(), "counted, but not stored")
 
 
+def _turns(tables: Tables) -> Iterator[Finding]:
+    """Each is found under its calls, and nothing else is."""
+    wanted: dict[bytes, bytes] = {}
+    for key, row in turns(tables):
+        for call, call_id in zip(keys_of(row), row.calls, strict=True):
+            if wanted.setdefault(call, key) != key:
+                yield _finding("turn", call_id, "is in two turns")
+    found = dict(tables.items("calls"))
+    for call in wanted.keys() | found.keys():
+        if wanted.get(call) != found.get(call):
+            yield _finding("turn", f"call_{call[16:].hex()}", "is not found under its turn")
+
+
 def _standings(tables: Tables) -> Iterator[Finding]:
     """A file is stored, or being written, or set aside, or about to be deleted; one of these."""
     seen: dict[str, str] = {}
@@ -233,6 +248,7 @@ def _standings(tables: Tables) -> Iterator[Finding]:
 
 def _sums(tables: Tables) -> Iterator[Finding]:
     segments, checkpoints, quarantined = list(tables.segments()), tables.checkpoints(), tables.quarantined()
+    sampled = [row for _, row in turns(tables)]
     counted = Sums(
         segments=len(segments),
         checkpoints=len(checkpoints),
@@ -244,6 +260,8 @@ def _sums(tables: Tables) -> Iterator[Finding]:
         bytes_quarantined=sum(row.bytes_on_disk for row in quarantined),
         bytes_writing=sum(plan.bytes_expected for plan in tables.saves()),
         bytes_doomed=sum(tables.doomed().values()),
+        turns=len(sampled),
+        bytes_turns=sum(len(row.tokens) for row in sampled),
     )
     kept = msgspec.structs.asdict(tables.sums())
     for name, value in msgspec.structs.asdict(counted).items():

@@ -9,7 +9,8 @@ from warmline_proxy.index import Index
 from warmline_proxy.index_save import abort
 from warmline_proxy.index_tables import Tables
 from warmline_proxy.index_tree import drop
-from warmline_proxy.rows import PurgeReply, PurgeRequest, Snapshot
+from warmline_proxy.index_turns import remove_turns, turns
+from warmline_proxy.rows import PurgeReply, PurgeRequest, Snapshot, TurnRow
 
 
 class Selection(msgspec.Struct, kw_only=True):
@@ -66,7 +67,14 @@ def told(selection: Selection, dry_run: bool) -> PurgeReply:
 def _select_and_remove(tables: Tables, request: PurgeRequest) -> Selection:
     selection = select(tables.snapshot(), request, time.time())
     _remove(tables, selection, request.everything)
+    remove_turns(tables, (pair for pair in turns(tables) if _goes(pair[1], selection, request, time.time())))
     return selection
+
+
+def _goes(turn: TurnRow, selection: Selection, request: PurgeRequest, now: float) -> bool:
+    """What a model sampled is gone with its conversation."""
+    old = request.older_than_s is not None and turn.at < now - request.older_than_s
+    return request.everything or old or turn.session in selection.sessions or bool(request.model == turn.model)
 
 
 def _of_model(snapshot: Snapshot, model: str) -> Selection:

@@ -19,6 +19,7 @@ from warmline_proxy.index_draft import Draft
 from warmline_proxy.index_flaws import readable
 from warmline_proxy.index_survey import Surveyed, survey
 from warmline_proxy.index_tables import DECODERS, Tables
+from warmline_proxy.index_turns import insert_turn, keys_of
 from warmline_proxy.regrow import Grown, Tree
 from warmline_proxy.rows import (
     CheckpointRow,
@@ -182,6 +183,10 @@ class _Mending:
                 draft.doom(file_id, size)
         for key, value in readable(self._tables, "requests").items():
             draft.put("requests", key, value)
+        for key, value in readable(self._tables, "turns").items():
+            turn = DECODERS["turns"](value)
+            if not any(draft.get("calls", call) for call in keys_of(turn)):
+                insert_turn(draft, key, turn)
         self._done.strays += [path for file_id, path in self._found.aside if file_id not in self._quarantined]
         if not self._plans:
             self._done.strays += self._found.unnamed

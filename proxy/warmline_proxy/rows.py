@@ -9,6 +9,7 @@ from warmline_wire.messages import CheckpointRef, SegmentRef, SegmentSpec
 FileId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]  # also the file's name
 MaybeFileId = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")]  # "" for none
 Hash = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # xxh3_128
+CallId = Annotated[str, msgspec.Meta(pattern="^call_[0-9a-f]{24}$")]
 Position = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # in tokens
 
 
@@ -71,6 +72,17 @@ class SessionRow(msgspec.Struct, kw_only=True):
     requests: int = 1
     hits: int = 0
     client: str = ""  # what the client called it (X-Session-ID ...); a hint for people, never proof
+
+
+class TurnRow(msgspec.Struct, kw_only=True):
+    """An answer that called tools, as it was sampled."""
+
+    root: Hash  # namespace(fingerprint, tenant)
+    model: str
+    session: str = ""  # the conversation; "" where nothing of it was stored
+    calls: Annotated[list[CallId], msgspec.Meta(min_length=1)]
+    tokens: bytes  # u32le
+    at: float  # Unix seconds
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
@@ -252,6 +264,8 @@ class Totals(msgspec.Struct, kw_only=True):
     bytes_writing: int  # reserved by saves under way
     bytes_doomed: int  # files whose rows are gone, about to be deleted
     bytes_index: int
+    turns: int = 0
+    bytes_turns: int = 0  # within the index
 
     @property
     def bytes_used(self) -> int:

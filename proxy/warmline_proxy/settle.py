@@ -20,6 +20,7 @@ from warmline_proxy.plan import prefill_seconds
 from warmline_proxy.reconcile import reconcile
 from warmline_proxy.rows import SavePlan, SessionUpdate
 from warmline_proxy.trace import perf_line
+from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Gone, NotStored, TimedOut, Upstream, UpstreamError
 from warmline_wire.keys import TOKEN_BYTES
 from warmline_wire.messages import Layout, SaveReply, SaveRequest, Settled
@@ -45,6 +46,7 @@ class Settler:
         knowledge: Knowledge,
         metrics: Metrics,
         persistence: Persistence,
+        turns: Turns,
         reuse: bool,
     ) -> None:
         self._index = index
@@ -52,6 +54,7 @@ class Settler:
         self._knowledge = knowledge
         self._metrics = metrics
         self._persistence = persistence
+        self._turns = turns
         self._reuse = reuse
         self._one_at_a_time = asyncio.Lock()
         self._to_abort: list[SavePlan] = []  # given up, and still in an index that could not be written then
@@ -160,6 +163,8 @@ class Settler:
         )
         saved = await self._save(unsaved)
         trace.session, trace.saved_tokens = saved.session, saved.tokens
+        if settled.turn and saved.session:
+            self._turns.remember(life.root, life.model, settled.turn, saved.session)
 
     async def run(self) -> None:
         """Save what could not be saved, as soon as that works again.  Never returns."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import lmdb
-from index_helpers import ROOT, begin, commit, save
+from index_helpers import ROOT, begin, commit, save, turn
 from test_machine import short_segments
 
 from warmline_proxy.index import Index
@@ -48,6 +48,8 @@ def talk(index: Index) -> None:
         index.quarantine(chain(index, [9] * 100)[0], "checksum")
         index.note_use(chain(index, A[:400]))
         index.record(RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold"))
+        for first in range(3):
+            index.note_turn(turn(2 * first, 2 * first + 1))
         index.flush()
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from segment_files import write_segment_file
 
 from warmline_proxy.index import Index
-from warmline_proxy.rows import SaveCommitted, SavePlan, SessionUpdate
+from warmline_proxy.rows import SaveCommitted, SavePlan, SessionUpdate, TurnRow
 from warmline_wire.home import Home
 from warmline_wire.keys import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
 from warmline_wire.messages import Layout, SavedFile, SaveReply
@@ -27,6 +28,14 @@ LAYOUT = Layout(
     persistent=True,
     families=["KVCache", "ArraysCache"],
 )
+
+
+def turn(*calls: int, root: bytes = ROOT, **fields: Any) -> TurnRow:
+    """A sampled turn whose calls have these numbers."""
+    ids = [f"call_{call:024x}" for call in calls]
+    return TurnRow(
+        **{"root": root, "model": MODEL, "calls": ids, "tokens": pack_tokens(list(calls)), "at": 1.0} | fields
+    )
 
 
 def make_home(path: Path) -> Home:

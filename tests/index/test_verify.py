@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from index_helpers import ROOT, matched, save
+from index_helpers import ROOT, matched, save, turn
 from segment_files import rewrite
 
 from warmline_proxy.index import Index
@@ -28,6 +28,7 @@ def talk(index: Index) -> Index:
     save(index, [9] * 70)
     index.quarantine(index.match(ROOT, pack_tokens([9]), 1).chain[0].id, "checksum")
     index.note_use(ref.id for ref in index.match(ROOT, pack_tokens(WHOLE), 1503).chain)
+    index.note_turn(turn(1, 2))
     index.record(RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold"))
     index.flush()
     return index

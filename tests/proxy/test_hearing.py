@@ -28,7 +28,7 @@ class Saver:
 async def test_a_part_that_could_not_be_saved_is_not_tried_again_at_every_chunk() -> None:
     saver, background, nobody = Saver(), Background(), cast(Any, None)
     life = Life(Trace("chat"), nobody, Limits())
-    hearing = Hearing(life, nobody, cast(Any, saver), background, 512)
+    hearing = Hearing(life, nobody, cast(Any, saver), nobody, background, 512)
     hearing.started()
     life.hearing = hearing
     for tokens in range(0, 2049, 64):
@@ -42,7 +42,7 @@ async def test_a_part_that_could_not_be_saved_is_not_tried_again_at_every_chunk(
 async def test_in_exact_mode_parts_end_on_the_grid() -> None:
     saver, background, nobody = Saver(), Background(), cast(Any, None)
     life = Life(Trace("chat"), nobody, Limits(), layout=layout(grid=64))
-    hearing = Hearing(life, nobody, cast(Any, saver), background, 100)
+    hearing = Hearing(life, nobody, cast(Any, saver), nobody, background, 100)
     hearing.started()
     for tokens in (64, 127, 128, 191, 300):
         hearing.prefilled(tokens)
