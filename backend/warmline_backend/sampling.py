@@ -26,6 +26,7 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 _ALL_TOKENS = 1 << 31
 _SEED_BITS = 64
+LOGPROB_MIN = -9999.0
 
 
 class SamplerFault:
@@ -129,14 +130,15 @@ def _on_generated(inner: LogitsProcessor, prompt_tokens: int) -> LogitsProcessor
 def pick_logprobs(logprobs: mx.array, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
     """The log-probability of `token` and the `count` likeliest tokens with theirs, likeliest first.  Engine thread.
 
-    `logprobs` is one sequence's [vocabulary] row.
+    `logprobs` is one sequence's [vocabulary] row.  What can't be sampled is as unlikely as OpenAI has it: JSON has no
+    infinity.
     """
     count = min(count, logprobs.shape[-1])
-    chosen = logprobs[token].astype(mx.float32).tolist()
+    chosen = max(logprobs[token].astype(mx.float32).tolist(), LOGPROB_MIN)  # type: ignore[type-var]
     assert isinstance(chosen, float)
     if not count:
         return chosen, []
     ids = mx.argsort(-logprobs)[:count]
     ids_list: list[int] = ids.tolist()  # type: ignore[assignment]
     values: list[float] = logprobs[ids].astype(mx.float32).tolist()  # type: ignore[assignment]
-    return chosen, list(zip(ids_list, values, strict=True))
+    return chosen, [(token, max(value, LOGPROB_MIN)) for token, value in zip(ids_list, values, strict=True)]

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from warmline_backend.grammar.asked import Tool
-from warmline_backend.grammar.lark import Lark, optional, quoted
-from warmline_backend.grammar.schemas import Schema
+from warmline_backend.grammar.gemma import Notation, names_in
+from warmline_backend.grammar.lark import Lark, listed, optional, quoted
+from warmline_backend.grammar.schemas import Schema, resolve
 from warmline_backend.grammar.values import (
     Argument,
     arguments_of,
@@ -17,6 +18,7 @@ from warmline_backend.grammar.values import (
     may_be_text,
     sequence_of,
     tagged_value,
+    text_pattern,
 )
 
 
@@ -208,12 +210,14 @@ def _in_section(start: str, tags: _Tags, end: str) -> Style:
 def _minicpm5(lark: Lark, tools: Sequence[Offered], several: bool) -> str:
     def argument(tool: Offered, one: Argument) -> str:
         head, end = f'<param name="{one.name}">', "</param>"
-        if not may_be_text(one.schema if isinstance(one.schema, dict) else {}, tool.parameters):
+        if not may_be_text(resolve(one.schema, tool.parameters) or {}, tool.parameters):
             value = tagged_value(lark, one.schema, tool.parameters, end=end, without=(), lenient=tool.lenient)
             return f"{quoted(head)} {value}"
-        plain = f"/[^<&\\n]*/ {quoted(end)}"
-        quoted_text = f"{quoted('<![CDATA[')} {lark.text_up_to(f']]>{end}', without=(']]>',))}"
-        return f"{quoted(head)} ({plain} | {quoted_text})"
+        pattern = text_pattern(resolve(one.schema, tool.parameters) or {})
+        plain = lark.terminal(f"/[^<&\\n]*/ & /{pattern}/")
+        held = lark.text_up_to(f"]]>{end}", without=("]]>",), pattern=pattern)
+        quoted_text = f"{quoted('<![CDATA[')} {held}"
+        return f"{quoted(head)} ({plain} {quoted(end)} | {quoted_text})"
 
     def call(tool: Offered) -> str:
         given = sequence_of(arguments_of(tool.parameters), lambda one: argument(tool, one))
@@ -244,23 +248,13 @@ def _identifiers(tool: Offered) -> Iterator[Argument]:
             raise CannotWrite(f"its calls can't name the argument {quoted(argument.name)}")
 
 
-def _listed(lark: Lark, arguments: Sequence[tuple[bool, str]], between: str) -> str:
-    """Required and optional items in their order, with commas only between those that are there."""
-    first, later = '""', '""'  # what may follow when nothing, or something, has been written
-    for required, item in reversed(arguments):
-        begun, going_on = f"{item} {later}", f"{quoted(between)} {item} {later}"
-        first = lark.rule(begun if required else f"{begun} | {first}")
-        later = lark.rule(going_on if required else f"{going_on} | {later}")
-    return first
-
-
 def _pythonic(lark: Lark, tools: Sequence[Offered], several: bool) -> str:
     def call(tool: Offered) -> str:
         def item(one: Argument) -> str:
             return f"{quoted(one.name + '=')} {json_value(lark, one.schema, tool.parameters, tool.lenient)}"
 
         items = [(one.required, item(one)) for one in _identifiers(tool)]
-        return f"{quoted(tool.name + '(')} {_listed(lark, items, ', ')} {quoted(')')}"
+        return f"{quoted(tool.name + '(')} {listed(lark, items, ', ')} {quoted(')')}"
 
     if any(not part.isidentifier() for tool in tools for part in tool.name.split(".")):
         raise CannotWrite("its calls name functions as Python does; send names of letters, digits and underscores")
@@ -268,7 +262,25 @@ def _pythonic(lark: Lark, tools: Sequence[Offered], several: bool) -> str:
     return f"{lark.literal('<|tool_call_start|>[')} {calls} {lark.literal(']<|tool_call_end|>')}"
 
 
+def _gemma(start: str, quote: str, end: str, without: tuple[str, ...] = ()) -> Style:
+    """Calls side by side, each between markers of its own."""
+
+    def written(lark: Lark, tools: Sequence[Offered], several: bool) -> str:
+        def call(tool: Offered) -> str:
+            if unnamed := names_in(tool.parameters):
+                raise CannotWrite(f"its calls can't name the argument {quoted(unnamed[0])}")
+            schema = resolve(tool.parameters, tool.parameters) or {}
+            arguments = Notation(lark, tool.parameters, quote, without).object(schema)
+            return f"{lark.literal(f'{start}call:{tool.name}')} {arguments} {lark.literal(end)}"
+
+        return _repeated(_each(lark, tools, call), several)
+
+    return written
+
+
 STYLES: dict[str, Style] = {
+    "gemma4": _gemma("<|tool_call>", '<|"|>', "<tool_call|>"),
+    "function_gemma": _gemma("<start_function_call>", "<escape>", "<end_function_call>", ("}",)),
     "json_tools": _hermes,
     "mistral": _mistral,
     "llama3": _llama3,

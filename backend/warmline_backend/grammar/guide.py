@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 
 from warmline_backend.grammar.plan import Constraint
 
-State = Literal["reasoning", "opening", "start", "free", "grammar"]
+State = Literal["reasoning", "start", "free", "grammar"]
 
 
 class OffGrammar(Exception):
@@ -31,6 +31,7 @@ class Guide:
         self._matcher = matcher.deep_copy() if matcher is not None else None
         self._lately: deque[int] = deque(maxlen=max(len(constraint.think_start), len(constraint.think_end), 1))
         self._opened = 0  # how many of the tokens that open reasoning are there
+        self._fits = True  # the grammar takes what there is of the answer
         self._begun = self._reasoned = False
         self._fixed: dict[str, mx.array] = {}
         self.complete = False  # the answer has its form, and has ended
@@ -67,8 +68,6 @@ class Guide:
             case "reasoning":
                 if self._lately_were(self._constraint.think_end):
                     self.state, self._reasoned = ("free" if self._is_lazy else "start"), True
-            case "opening":
-                self._open(token)
             case "start":
                 self._start(token)
             case "free":
@@ -77,17 +76,23 @@ class Guide:
                 self._consume(token)
 
     def _start(self, token: int) -> None:
-        if self._may_open and token == self._constraint.think_start[0]:
-            self._open(token)
-        elif self._reasoned and token in self._constraint.breaks:
+        """The answer's first tokens: they open the reasoning, or belong to the grammar, or might do either still."""
+        assert self._matcher is not None
+        opens = self._may_open and token == self._constraint.think_start[self._opened]
+        fits = self._fits and self._matcher.validate_tokens([token]) == 1
+        if opens and self._opened + 1 == len(self._constraint.think_start):
+            assert self._prototype is not None
+            self._matcher, self._fits, self.state = self._prototype.deep_copy(), True, "reasoning"
+        elif opens:
+            self._opened += 1
+            self._fits = fits
+            if fits:
+                self._consume(token)
+        elif self._reasoned and not fits and token in self._constraint.breaks:
             self.state = "grammar"
         else:
             self.state = "grammar"
             self._consume(token)
-
-    def _open(self, _: int) -> None:
-        self._opened += 1
-        self.state = "opening" if self._opened < len(self._constraint.think_start) else "reasoning"
 
     def _listen(self, token: int) -> None:
         """Free text: reasoning or a call may begin."""
@@ -121,23 +126,21 @@ class Guide:
 
     def allowed(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """[vocabulary]: which tokens may come next where not all may.  Raises OffGrammar where none may."""
-        if self.state == "opening":
-            return self._only(self._constraint.think_start[self._opened])
+        assert self._matcher is not None
+        allowed = self._by_grammar() if self._fits else np.zeros(self._width, np.bool_)
+        if self.state == "start":
+            if self._may_open:
+                allowed[self._constraint.think_start[self._opened]] = True
+            if self._reasoned:
+                allowed[list(self._constraint.breaks)] = True
+        return allowed
+
+    def _by_grammar(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         assert self._matcher is not None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=self._width, bitorder="little").astype(np.bool_)
         if not allowed.any():
             raise OffGrammar(self._problem())
-        if self.state == "start":
-            if self._may_open:
-                allowed[self._constraint.think_start[0]] = True
-            if self._reasoned:
-                allowed[list(self._constraint.breaks)] = True
-        return allowed
-
-    def _only(self, token: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        allowed = np.zeros(self._width, np.bool_)
-        allowed[token] = True
         return allowed
 
     def _masked(self, name: Literal["forbidden", "unending"], logits: mx.array) -> mx.array:

@@ -5,7 +5,7 @@ Tokens that stand for markers are named by their id (`<[5]>`), everything else i
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from warmline_backend.grammar.schemas import guided
@@ -38,26 +38,35 @@ class Lark:
     def json(self, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
         return self.rule("%json " + json.dumps(guided(schema, lenient=lenient)))
 
-    def text(self, pattern: str = ANY_TEXT) -> str:
-        """Any text of this pattern; a marker ends it."""
-        return self.terminal(f"/{pattern}/")
+    def text(self, pattern: str = ANY_TEXT, without: Iterable[str] = ()) -> str:
+        """Any text of this pattern that none of `without` occurs in; a marker ends it."""
+        return self.terminal(self._plain(pattern, without))
 
     def text_up_to(self, end: str, *, without: Iterable[str] = (), pattern: str = ANY_TEXT) -> str:
-        """Text of this pattern and then, for the first time, `end`; none of `without` occurs in it.
+        """Such text and then, for the first time, `end`.
 
         Where `end` has a marker in it, what stands before that counts as text: the text would swallow it.
         """
         if self._splitter and (found := self._splitter.search(end)):
-            return f"{self.text(pattern)} {self.literal(end[found.start() :])}"
-        banned = [word for word in without if word and word not in self._markers]
-        parts = [f"/{pattern}/", *(f"~/(?s:.*){_in_regex(word)}(?s:.*)/" for word in banned)]
-        return self.rule(" & ".join(parts), f"[suffix={quoted(end)}]")
+            return f"{self.text(pattern, without)} {self.literal(end[found.start() :])}"
+        return self.rule(self._plain(pattern, without), f"[suffix={quoted(end)}]")
+
+    def _plain(self, pattern: str, without: Iterable[str]) -> str:
+        banned = [word for word in without if word not in self._markers]
+        return " & ".join([f"/{pattern}/", *(f"~/(?s:.*){_in_regex(word)}(?s:.*)/" for word in banned)])
 
     def one_of(self, options: Iterable[str]) -> str:
         return self.rule(" | ".join(options))
 
     def rule(self, body: str, attributes: str = "") -> str:
         return self._named(f"r{len(self._rules)}{attributes}", body)
+
+    def reserve(self) -> str:
+        """The name of a rule that is defined later, so that it may speak of itself."""
+        return self._named(f"r{len(self._rules)}", "")
+
+    def define(self, name: str, body: str) -> None:
+        self._rules[name] = body
 
     def terminal(self, body: str) -> str:
         return self._named(f"T{len(self._rules)}", body)
@@ -79,5 +88,15 @@ def optional(expression: str) -> str:
     return f"({expression})?"
 
 
+def listed(lark: Lark, arguments: Sequence[tuple[bool, str]], between: str) -> str:
+    """Required and optional items in their order, with commas only between those that are there."""
+    first, later = '""', '""'  # what may follow when nothing, or something, has been written
+    for required, item in reversed(arguments):
+        begun, going_on = f"{item} {later}", f"{quoted(between)} {item} {later}"
+        first = lark.rule(begun if required else f"{begun} | {first}")
+        later = lark.rule(going_on if required else f"{going_on} | {later}")
+    return first
+
+
 def _in_regex(text: str) -> str:
-    return re.sub(r"([^\w\s])", r"\\\1", text).replace("\n", r"\n")
+    return re.sub(r"([][\\.+*?(){}|^$/])", r"\\\1", text).replace("\n", r"\n")

@@ -130,7 +130,7 @@ class _Writer:
 
     def required(self) -> str:
         """Calls, and nothing else."""
-        return self._checked_calls(self._lark.written(self._around(self._calls(self._asked.several))))
+        return self._checked_calls(self._lark.written(self._calls(self._asked.several)))
 
     def block(self) -> str:
         """What one marker begins: one call, or all."""

@@ -10,7 +10,7 @@ from warmline_backend.grammar.schemas import Schema, resolve
 
 _LENGTH_COUNTED_MAX = 10_000  # a longer limit on text is left to the model
 _ROOT_KEYS = ("$defs", "definitions")
-_ANCHORED = re.compile(r"\^(?!.*(?<!\\)[|^$]).*\$")
+_ANCHORED = re.compile(r"\^((?:\[\^|[^\\|^$]|\\.)*)\$")
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def text_pattern(schema: Schema) -> str:
     if schema.get("type") != "string":
         return ANY_TEXT
     pattern = schema.get("pattern")
-    if isinstance(pattern, str) and _ANCHORED.fullmatch(pattern):
-        return pattern[1:-1].replace("/", r"\/")
+    if isinstance(pattern, str) and (anchored := _ANCHORED.fullmatch(pattern)):
+        return re.sub(r"(?<!\\)/", r"\/", anchored[1])
     low, high = schema.get("minLength", 0), schema.get("maxLength")
     if not isinstance(low, int) or not isinstance(high, int) or not 0 <= low <= high <= _LENGTH_COUNTED_MAX:
         return ANY_TEXT

@@ -1,0 +1,224 @@
+"""Calls that a grammar holds to their family's form are read back as such, with arguments that their schemas allow."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from grammar_cases import EOS, MARKERS, family_tokenizer, grammars_of, takes, tokenizer_with, walk
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from warmline_backend.grammar.compiler import Grammars
+from warmline_backend.output.turns import read_turn
+from warmline_backend.params import BadRequest
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 6, "pattern": "^[a-zöß]{1,6}$"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "exact": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+}
+NESTED = {
+    "type": "object",
+    "properties": {
+        "point": {"$ref": "#/$defs/point"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["tags"],
+    "$defs": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}, "y": {"type": "null"}},
+            "required": ["x", "y"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def function(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+TOOLS = [function("get_weather", WEATHER), function("now"), function("draw", NESTED)]
+FLAT = TOOLS[:2]  # FunctionGemma's notation knows no nesting that can be read back
+THOUGHT = "<|open|>think<|sep|><|close|>think<|sep|>"  # a prompt's end after which nobody begins to reason
+SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}, "draw": NESTED}
+
+
+def tools_for(family: str) -> list[dict[str, Any]]:
+    return FLAT if family == "function_gemma" else TOOLS
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[TokenizerWrapper, Grammars]]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    made = {name: family_tokenizer(name, root / name.replace(" ", "-")) for name in MARKERS}
+    return {name: (tokenizer, grammars_of(tokenizer)) for name, tokenizer in made.items()}
+
+
+@pytest.mark.parametrize("family", MARKERS)
+def test_required_calls_are_read_back_with_valid_arguments(family: str, families: dict[str, Any]) -> None:
+    tokenizer, grammars = families[family]
+    tools = tools_for(family)
+    body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    constraint = grammars.constraint("chat", body, tools, THOUGHT)
+    called = set()
+    for seed in range(12):
+        tokens = walk(grammars.guide(constraint), seed)
+        content, calls = read_turn(tokens, tokenizer, tools)
+        assert not content.strip() and len(calls) == 1, tokenizer.decode(tokens)
+        name, arguments = calls[0]
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+        called.add(name)
+    assert called == {tool["function"]["name"] for tool in tools}
+
+
+@pytest.mark.parametrize("family", sorted(set(MARKERS) - {"llama3"}))
+def test_several_calls_may_follow_each_other_where_that_is_allowed(family: str, families: dict[str, Any]) -> None:
+    tokenizer, grammars = families[family]
+    tools = tools_for(family)
+    constraint = grammars.constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, THOUGHT)
+    counts = set()
+    for seed in range(12):
+        tokens = walk(grammars.guide(constraint), seed, 6000)
+        content, calls = read_turn(tokens, tokenizer, tools)
+        assert not content.strip(), tokenizer.decode(tokens)
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+        counts.add(len(calls))
+    assert max(counts) > 1
+
+
+@pytest.mark.parametrize("family", MARKERS)
+def test_a_named_tool_is_the_one_that_is_called(family: str, families: dict[str, Any]) -> None:
+    tokenizer, grammars = families[family]
+    body = {"tools": FLAT, "tool_choice": {"type": "function", "function": {"name": "now"}}}
+    constraint = grammars.constraint("chat", {**body, "parallel_tool_calls": False}, FLAT, THOUGHT)
+    calls = {tuple(read_turn(walk(grammars.guide(constraint), seed), tokenizer, FLAT)[1]) for seed in range(3)}
+    assert calls == {(("now", "{}"),)}
+
+
+WRITTEN = {
+    "json_tools": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "köln", "days": 2}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nköln\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+    "glm47": "<tool_call>get_weather<arg_key>city</arg_key><arg_value>köln</arg_value>"
+    "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>",
+    "laguna": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>köln</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    "longcat": "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
+    "<longcat_arg_value>köln</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
+    "<longcat_arg_value>2</longcat_arg_value>\n</longcat_tool_call>",
+    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "köln", "days": 2}}]',
+    "mistral headers": '[TOOL_CALLS]get_weather[ARGS]{"city": "köln", "days": 2}',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">köln</parameter>\n'
+    '<parameter name="days">2</parameter>\n</invoke>\n</minimax:tool_call>',
+    "muse_spark": '<atem:function_calls>\n<atem:invoke name="get_weather">\n'
+    '<atem:parameter name="city">köln</atem:parameter>\n<atem:parameter name="days">2</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls>",
+    "minicpm5": '<function name="get_weather"><param name="city">köln</param><param name="days">2</param></function>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "köln", "days": 2}<|tool_call_end|><|tool_calls_section_end|>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>json type="object"<|sep|>'
+    '{"city": "köln", "days": 2}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+    "pythonic": '<|tool_call_start|>[get_weather(city="köln", days=2)]<|tool_call_end|>',
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>köln<|"|>,days:2}<tool_call|>',
+    "function_gemma": "<start_function_call>call:get_weather{city:<escape>köln<escape>,days:2}<end_function_call>",
+}
+
+
+@pytest.mark.parametrize("family", MARKERS)
+def test_calls_may_be_written_as_the_family_writes_them(family: str, families: dict[str, Any]) -> None:
+    tokenizer, grammars = families[family]
+    tokens = tokenizer.encode(WRITTEN[family] + EOS, add_special_tokens=False)
+    strict = [function("get_weather", {**WEATHER, "additionalProperties": False}, strict=True), FLAT[1]]
+    for body in ({"tools": FLAT, "tool_choice": "required"}, {"tools": strict, "tool_choice": "auto"}):
+        try:
+            constraint = grammars.constraint("chat", body, body["tools"], "")
+        except BadRequest as refusal:
+            assert "strict" in refusal.message and family in ("muse_spark", "minicpm5", "kimi_k3")
+            continue
+        guide = grammars.guide(constraint)
+        assert takes(guide, tokens), WRITTEN[family]
+        assert guide.complete or guide.state == "free"
+    (call,) = read_turn(tokens[:-1], tokenizer, FLAT)[1]
+    assert (call[0], json.loads(call[1])) == ("get_weather", {"city": "köln", "days": 2})
+
+
+def test_strict_tools_are_free_until_a_call_begins_and_free_again_after_it(families: dict[str, Any]) -> None:
+    tokenizer, grammars = families["json_tools"]
+    strict = [function("get_weather", {**WEATHER, "additionalProperties": False}, strict=True)]
+    constraint = grammars.constraint("chat", {"tools": strict}, strict, "")
+
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    guide, call = grammars.guide(constraint), WRITTEN["json_tools"]
+    assert takes(guide, tokens("Let me look. " + call + " and " + call)) and guide.state == "free"
+    assert not takes(grammars.guide(constraint), tokens("Well: " + call.replace("city", "town")))
+    assert not takes(grammars.guide(constraint), tokens(call.replace("2", "99")))
+    once = grammars.guide(grammars.constraint("chat", {"tools": strict, "parallel_tool_calls": False}, strict, ""))
+    assert takes(once, tokens("Well. " + call)) and np_count(once) == 1
+
+
+def np_count(guide: Any) -> int:
+    return int(guide.allowed().sum())
+
+
+def test_a_family_without_a_grammar_refuses_what_it_cannot_promise(tmp_path: Path) -> None:
+    grammars = grammars_of(tokenizer_with(tmp_path, ()))
+    strict = [function("f", {"type": "object", "properties": {}}, strict=True)]
+    with pytest.raises(BadRequest, match="way of calling tools has no grammar") as caught:
+        grammars.constraint("chat", {"tools": FLAT, "tool_choice": "required"}, FLAT, "")
+    assert caught.value.param == "tool_choice"
+    with pytest.raises(BadRequest, match="leave 'strict' out"):
+        grammars.constraint("chat", {"tools": strict}, strict, "")
+    assert grammars.constraint("chat", {"tools": FLAT}, FLAT, "") is None
+    assert grammars.constraint("chat", {"tools": FLAT, "tool_choice": "none"}, FLAT, "") is None
+
+
+def test_without_calls_their_first_marker_is_never_sampled(families: dict[str, Any]) -> None:
+    tokenizer, grammars = families["glm47"]
+    constraint = grammars.constraint("chat", {"tools": FLAT, "tool_choice": "none"}, FLAT, "")
+    assert constraint.forbidden == tuple(tokenizer.encode("<tool_call>", add_special_tokens=False))
+    assert not constraint.grammar
+
+
+@pytest.mark.parametrize("family", ["pythonic", "gemma4"])
+def test_names_that_a_family_cannot_write_are_refused(family: str, families: dict[str, Any]) -> None:
+    _, grammars = families[family]
+    tools = [function("f", {"type": "object", "properties": {"a-b": {}}, "required": ["a-b"]})]
+    with pytest.raises(BadRequest, match=r"can't name the argument \"a-b\""):
+        grammars.constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, "")
+
+
+def test_a_schema_that_cannot_be_used_frees_the_arguments_unless_it_is_strict(families: dict[str, Any]) -> None:
+    tokenizer, grammars = families["json_tools"]
+    odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}, "required": ["a"]}
+    tools = [function("f", odd)]
+    body = {"tools": tools, "tool_choice": "required"}
+    written = '<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>' + EOS
+    guide = grammars.guide(grammars.constraint("chat", body, tools, ""))
+    assert takes(guide, tokenizer.encode(written, add_special_tokens=False)) and guide.complete
+    strict = [function("f", odd, strict=True)]
+    with pytest.raises(BadRequest, match=r"'tools\[0\].function.parameters' can't be used") as caught:
+        grammars.constraint("chat", {**body, "tools": strict}, strict, "")
+    assert caught.value.param == "tools[0].function.parameters"
+
+
+def test_where_calls_and_a_form_may_come_either_does(families: dict[str, Any]) -> None:
+    tokenizer, grammars = families["json_tools"]
+    form = {"response_format": {"type": "json_object", "schema": {"const": {"a": 1}}}}
+    either = grammars.constraint("chat", {**form, "tools": FLAT}, FLAT, "")
+    calls = grammars.constraint("chat", {**form, "tools": FLAT, "tool_choice": "required"}, FLAT, "")
+    text = grammars.constraint("chat", {**form, "tools": FLAT, "tool_choice": "none"}, FLAT, "")
+    for constraint, call_fits, form_fits in ((either, True, True), (calls, True, False), (text, False, True)):
+        for written, fits in ((WRITTEN["json_tools"], call_fits), ('{"a": 1}', form_fits)):
+            tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
+            assert takes(grammars.guide(constraint), tokens) == fits, (written, constraint.grammar)
