@@ -226,7 +226,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         receive_timeout_s=config.receive_timeout_s,
         connections=lambda: app[CONNECTIONS].count if CONNECTIONS in app else 0,
     )
-    counter = Counter(config, upstream, knowledge)
+    counter = Counter(config, upstream, knowledge, turns)
     face = Face(
         config=config,
         secret=secret,
