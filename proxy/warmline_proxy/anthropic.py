@@ -4,13 +4,13 @@ from aiohttp import web
 
 from warmline_proxy.apis.messages import Messages
 from warmline_proxy.apis.messages_models import model_info, model_list
+from warmline_proxy.apis.openai_models import MODELS_PATH, is_models_path
 from warmline_proxy.bodies import read_body
 from warmline_proxy.config import Config
 from warmline_proxy.counting import Counter
 from warmline_proxy.errors import bad_request
 from warmline_proxy.knowledge import Knowledge
 
-MODELS_PATH = "/v1/models"
 VERSION_HEADER = "anthropic-version"  # by which its clients are known
 
 
@@ -37,5 +37,4 @@ class Anthropic:
 
 def asks_for_models(request: web.Request, path: str) -> bool:
     """Whether Anthropic's list is meant, where OpenAI's has the same path."""
-    is_there = path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")
-    return is_there and request.method in ("GET", "HEAD") and VERSION_HEADER in request.headers
+    return is_models_path(path) and request.method in ("GET", "HEAD") and VERSION_HEADER in request.headers
