@@ -5,6 +5,7 @@ that JSON lacks, and brackets missing or left over at the end.  Never taken: a v
 """
 
 import json
+import math
 import re
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ _BARE_KEY = re.compile(r"[A-Za-z_$][\w$.-]*(?=\s*:)")
 _PLAIN = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 _CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "/": "/", "\\": "\\", '"': '"', "'": "'"}
+_CODE = re.compile(r"[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|[0-9a-fA-F]{4}")  # of one character
 _FENCE = re.compile(r"\s*```\w*\n(.*?)\n?\s*```\s*", re.DOTALL)
 
 
@@ -32,7 +34,13 @@ def _refuse_constant(name: str) -> NoReturn:
     raise Unreadable(f"{name} is no JSON")
 
 
-_STRICT = json.JSONDecoder(parse_constant=_refuse_constant)
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise Unreadable(f"{text} is too large a number")
+    return number
+
+
+_STRICT = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def read_strictly(text: str, at: int = 0) -> tuple[Any, int]:
@@ -164,21 +172,17 @@ class _Reader:
         self.at += 1
         if char != "u":
             return _ESCAPES.get(char, "\\" + char)
-        match = re.compile(r"(?:[0-9a-fA-F]{4}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2})?)").match(self._text, self.at)
+        match = _CODE.match(self._text, self.at)
         if match is None:
             return "\\u"
-        code = match.group() if match.group()[:1] in "dD" and len(match.group()) > 4 else match.group()[:4]
-        self.at += len(code)
-        return str(json.loads(f'"\\u{code}"'))
+        self.at = match.end()
+        return str(json.loads(f'"\\u{match.group()}"'))
 
     def _scalar(self) -> Any:
         if match := _CONSTANT.match(self._text, self.at):
             self.at = match.end()
             return _CONSTANTS[match.group()]
         if match := _NUMBER.match(self._text, self.at):
-            self.at = match.end()
-            try:
-                return json.loads(match.group())
-            except ValueError:
-                pass
+            value, self.at = read_strictly(self._text, self.at)
+            return value
         self._fail("no value")

@@ -1,7 +1,7 @@
 """The text of calls, as each family writes it, read: `Written` calls, and what is left of the text between them.
 
-Every reader takes the text between a call's markers, and whether the end marker was there.  Raises ValueError where the
-text is no call.
+Every reader takes the text between a call's markers, and whether the answer was cut off there: then nothing that is
+missing may be added.  Raises Unreadable where the text is no call.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from warmline_backend.output.lenient import Unreadable, read_leniently, unfenced
+from warmline_backend.output.lenient import Unreadable, read_leniently, read_strictly, unfenced
 
 _NAME_KEYS = ("name", "function", "tool_name", "tool")
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -27,13 +27,13 @@ Items = list[Written | str]  # text that belongs to no call stays where it stood
 Reader = Callable[[str, bool], Items]
 
 
-def read_json_calls(text: str, whole: bool) -> Items:
+def read_json_calls(text: str, cut: bool) -> Items:
     """One object, several, or a list of them."""
     text = unfenced(text).strip()
     items: Items = []
     at = 0
     while at < len(text):
-        value, at = read_leniently(text, at)
+        value, at = read_value(text, at, cut)
         items += [_call_in(one) for one in (value if isinstance(value, list) else [value])]
         at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n,;"))
         if not text[at:].strip("}] \n"):
@@ -41,6 +41,11 @@ def read_json_calls(text: str, whole: bool) -> Items:
     if not items:
         raise Unreadable("no call")
     return items
+
+
+def read_value(text: str, at: int, cut: bool) -> tuple[Any, int]:
+    """One JSON value, and where it ends."""
+    return read_strictly(text, at) if cut else read_leniently(text, at)
 
 
 def _call_in(value: Any) -> Written:

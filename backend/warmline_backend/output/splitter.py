@@ -1,20 +1,25 @@
 """Marked text told apart as it comes: reasoning, content and calls."""
 
-import json
 from typing import Any, Protocol
 
-from warmline_backend.output.dialect import Dialect
-from warmline_backend.output.parts import Called, Part, Said, Thought
-from warmline_backend.output.reading import Written
-from warmline_backend.output.schema_types import parameters_of, typed
+from warmline_backend.output.dialect import Dialect, scanners_of
+from warmline_backend.output.formats import Opening
+from warmline_backend.output.lenient import Unreadable
+from warmline_backend.output.parts import Called, Part, Said
+from warmline_backend.output.scanner import Scanner
+from warmline_backend.output.teller import Teller
 
-_NEWLINE = "\n"
+Tools = list[dict[str, Any]] | None
+
+ENDS_HELD_MAX = 64  # so many end markers may stand in a call's text
 
 
 class Splitter(Protocol):
     """Parts that come out are final.  Offsets of calls are characters of all that was fed."""
 
-    done: bool  # what follows is not wanted
+    @property
+    def done(self) -> bool:
+        """What follows is not wanted."""
 
     @property
     def thinking(self) -> bool:
@@ -32,178 +37,214 @@ class MarkedSplitter:
 
     `tools` None: nothing is a call.  `thinking`: the prompt has opened the reasoning.  `parallel`: more than one call
     may be told.
-
-    Line breaks next to reasoning's markers belong to the markers.  So does white space before and after calls, but
-    where content stands on both sides.
     """
 
-    def __init__(
-        self, dialect: Dialect, tools: list[dict[str, Any]] | None, *, thinking: bool = False, parallel: bool = True
-    ) -> None:
-        self.done = False
-        self._dialect, self._tools, self._parallel = dialect, tools, parallel
+    def __init__(self, dialect: Dialect, tools: Tools, *, thinking: bool = False, parallel: bool = True) -> None:
         self._format = dialect.calls if tools else None
-        self._in_content, self._in_thought, self._in_call = dialect.scanners(bool(self._format))
+        self._tools = tools if self._format else None
+        self._dialect, self._scanners = dialect, scanners_of(dialect, self._format is not None)
+        self._teller = Teller(self._tools, parallel)
         self._buffer = ""  # what comes after all that was consumed
         self._offset = 0  # of the buffer
-        self._step = self._think if thinking else self._say
-        self._thought_until = -1 if thinking else 0  # where the last reasoning ended
-        self._gap = ""  # white space that is told only once something follows
-        self._strips_newlines = thinking
-        self._said = self._called = False
+        self._held: list[str] = []  # of a call, or of what may be one
+        self._opening: Opening | None = None  # of the call
+        self._call_scanner = Scanner(())
+        self._ends_held = 0  # end markers in `_held`, taken for text of the call
+        self._trial: MarkedSplitter | None = None  # reads what may be calls amid the reasoning
+        self._trial_calls: list[Called] = []
+        bare = self._format is not None and self._format.may_be_bare is not None
+        self._step = self._begin if bare else self._say
+        if thinking:
+            self._step = self._think
+            self._teller.begin_reasoning()
+
+    @property
+    def done(self) -> bool:
+        return self._teller.done
 
     @property
     def thinking(self) -> bool:
-        return self._step == self._think
+        return self._step in (self._think, self._try)
 
     def feed(self, text: str) -> list[Part]:
         self._buffer += text
-        parts: list[Part] = []
-        while not self.done and self._step(parts):
+        while not self._teller.done and self._step():
             pass
-        return parts
+        return self._teller.taken()
 
     def finish(self, natural: bool) -> list[Part]:
-        parts: list[Part] = []
-        if self.done:
-            return parts
-        step, rest = self._step, self._take(len(self._buffer))
-        if step == self._call:
-            self._end_call(rest, "", natural, parts)
-        elif step == self._think:
-            self._tell_thought(rest, parts)
-            if self._gap:
-                parts.append(Thought(self._gap))
+        while not self._teller.done and self._finish_step(natural):
+            pass
+        self._teller.finish()
+        return self._teller.taken()
+
+    def _finish_step(self, natural: bool) -> bool:
+        """Whether there is yet more to do."""
+        if self._step == self._call:
+            return self._finish_call(natural)
+        if self._step == self._try:
+            self._finish_trial(natural)
+        elif self._step == self._think:
+            self._teller.think(self._take(len(self._buffer)))
         else:
-            self._tell(rest, parts)
-        if self._gap and step != self._think and not self._called:
-            parts.append(Said(self._gap))
-        return parts
+            self._teller.say(self._take(len(self._buffer)))
+        return False
 
-    # ---- states: each consumes up to the next marker, and says whether one was there
+    # ---- states: each consumes up to the next marker, and says whether another may go on
 
-    def _say(self, parts: list[Part]) -> bool:
-        safe, marker = self._in_content.find(self._buffer)
-        self._tell(self._take(safe), parts)
-        if not marker:
+    def _begin(self) -> bool:
+        """The answer may be a call that nothing marks."""
+        assert self._format and self._format.may_be_bare
+        is_call = self._format.may_be_bare(self._buffer)
+        if is_call is None:
             return False
-        self._take(len(marker))
-        dialect = self._dialect
-        if marker == dialect.think_start:
-            self._begin_thought()
-        elif marker == dialect.think_end:
-            self._end_thought()
-        elif self._format and marker == self._format.start:
-            self._step = self._call
-        elif not self._after_call:
-            self._tell(marker, parts)
-        return True
-
-    def _think(self, parts: list[Part]) -> bool:
-        safe, marker = self._in_thought.find(self._buffer)
-        self._tell_thought(self._take(safe), parts)
-        if not marker:
-            return False
-        self._take(len(marker))
-        if marker == self._dialect.think_end:
-            self._end_thought()
-        elif not self._strips_newlines:  # a second start at the beginning says nothing
-            self._tell_thought(marker, parts)
-        return True
-
-    def _call(self, parts: list[Part]) -> bool:
-        length, marker = self._in_call.find(self._buffer)
-        if not marker:
-            return False
-        assert self._format
-        text = self._take(length)
-        if marker == self._format.end:
-            self._take(len(marker))
+        if is_call:
+            self._begin_call(self._format)
+        else:
             self._step = self._say
-            self._end_call(text, marker, True, parts)
-        else:  # the next call's start
-            self._end_call(text, "", True, parts)
-            if not self.done:
-                self._take(len(marker))
         return True
 
-    # ---- reasoning
+    def _say(self) -> bool:
+        safe, marker = self._scanners.content.find(self._buffer)
+        self._teller.say(self._take(safe))
+        if not marker:
+            return False
+        self._take(len(marker))
+        if marker == self._dialect.think_start:
+            self._teller.begin_reasoning()
+            self._step = self._think
+        elif marker == self._dialect.think_end:
+            self._end_reasoning()
+        elif opening := self._scanners.openings.get(marker):
+            self._begin_call(opening)
+        elif marker not in self._dialect.noise and not self._teller.after_call:
+            self._teller.say(marker)
+        return True
 
-    def _begin_thought(self) -> None:
-        self._step, self._strips_newlines = self._think, True
-        self._thought_until = -1
+    def _think(self) -> bool:
+        safe, marker = self._scanners.thought.find(self._buffer)
+        self._teller.think(self._take(safe))
+        if not marker:
+            return False
+        if marker == self._dialect.think_end:
+            self._take(len(marker))
+            self._end_reasoning()
+        elif marker == self._dialect.think_start:
+            self._take(len(marker))
+            if not self._teller.reasoning_is_empty:  # else the prompt has opened it already
+                self._teller.think(marker)
+        else:
+            self._trial = MarkedSplitter(self._dialect, self._tools)
+            self._trial_start, self._trial_calls, self._held = self._offset, [], []
+            self._step = self._try
+            self._attempt(self._take(len(marker)))
+        return True
 
-    def _end_thought(self) -> None:
-        self._step, self._strips_newlines = self._say, True
-        self._gap, self._thought_until = "", self._offset
-
-    def _tell_thought(self, text: str, parts: list[Part]) -> None:
-        if self._strips_newlines:
-            text = text.lstrip(_NEWLINE)
-        if not text:
-            return
-        self._strips_newlines = False
-        text = self._gap + text
-        told = text.rstrip(_NEWLINE)
-        self._gap = text[len(told) :]
-        if told:
-            parts.append(Thought(told))
-
-    # ---- content
-
-    @property
-    def _after_call(self) -> bool:
-        return self._called and not self._strips_newlines
-
-    def _tell(self, text: str, parts: list[Part]) -> None:
-        if self._strips_newlines:
-            text = text.lstrip(_NEWLINE)
-        if not text:
-            return
-        self._strips_newlines = False
-        if self._format is None:
-            parts.append(Said(text))
-            return
-        text = self._gap + text
-        told = text.rstrip()
-        self._gap = text[len(told) :]
-        if told:
-            self._said = True
-            parts.append(Said(told))
+    def _end_reasoning(self) -> None:
+        self._teller.end_reasoning(self._offset)
+        bare = self._format is not None and self._format.may_be_bare is not None and self._teller.silent
+        self._step = self._begin if bare else self._say
 
     # ---- calls
 
-    def _end_call(self, text: str, marker: str, natural: bool, parts: list[Part]) -> None:
-        """A call's text is there: tell of what it says, or the text itself where it says nothing."""
-        assert self._format
+    def _begin_call(self, opening: Opening) -> None:
+        self._opening, self._held, self._ends_held = opening, [], 0
+        self._call_scanner = self._scanners.calls[opening.start]
+        self._step = self._call
+
+    def _call(self) -> bool:
+        safe, marker = self._call_scanner.find(self._buffer)
+        self._held.append(self._take(safe))
+        if not marker:
+            return False
+        assert self._opening
+        if marker != self._opening.end:  # the next call's start
+            self._step = self._say
+            self._end_call("", cut=False)
+            return True
+        self._take(len(marker))
+        if not self._end_call(marker, cut=False):
+            self._held.append(marker)
+            self._ends_held += 1
+        return True
+
+    def _end_call(self, marker: str, *, cut: bool) -> bool:
+        """A call's text is there: tell what it says, or the text itself where it says nothing.  False where the marker
+        stands amid a text of the call.
+        """
+        assert self._opening
+        text = "".join(self._held)
         try:
-            if not marker and not natural:
-                raise ValueError("it is cut")
-            items = self._format.read(text, bool(marker), self._tools)
-        except ValueError:
-            self._tell(self._format.start + text + marker, parts)
+            items = self._opening.read(text, cut)
+        except Unreadable as error:
+            if marker and error.cut and self._ends_held < ENDS_HELD_MAX:
+                return False
+            self._teller.say(self._opening.start + text + marker)
+        else:
+            self._teller.tell(items, self._offset)
+        self._step = self._say
+        return True
+
+    def _finish_call(self, natural: bool) -> bool:
+        assert self._opening
+        opening, cut = self._opening, not natural
+        self._held.append(self._take(len(self._buffer)))
+        text = "".join(self._held)
+        try:
+            if cut and opening.end:
+                raise Unreadable("it is cut")
+            items = opening.read(text, cut)
+        except Unreadable:
+            return self._give_up(text)
+        self._teller.tell(items, self._offset)
+        return False
+
+    def _give_up(self, text: str) -> bool:
+        """No call after all.  Where it holds end markers, what follows the first of them is read anew."""
+        assert self._opening
+        first = text.find(self._opening.end) + len(self._opening.end) if self._ends_held > 0 else len(text)
+        self._teller.say(self._opening.start + text[:first])
+        self._buffer = text[first:]
+        self._offset -= len(self._buffer)
+        self._step = self._say
+        if not self._buffer:
+            return False
+        while not self._teller.done and self._step():
+            pass
+        return True
+
+    # ---- what may be calls amid the reasoning: they count where nothing but the end follows them
+
+    def _try(self) -> bool:
+        assert self._trial
+        safe, marker = self._scanners.reasoned.find(self._buffer)
+        if not self._attempt(self._take(safe)) or marker:
+            self._step = self._think
+            self._teller.think("".join(self._held))
+            return True
+        return False
+
+    def _attempt(self, text: str) -> bool:
+        """Whether it may still be nothing but calls."""
+        assert self._trial
+        self._held.append(text)
+        return self._all_calls(self._trial.feed(text))
+
+    def _all_calls(self, parts: list[Part]) -> bool:
+        self._trial_calls += [part for part in parts if isinstance(part, Called)]
+        return not any(isinstance(part, Said) and part.text.strip() for part in parts)
+
+    def _finish_trial(self, natural: bool) -> None:
+        assert self._trial
+        fits = self._attempt(self._take(len(self._buffer)))
+        if not (fits and natural and self._all_calls(self._trial.finish(natural)) and self._trial_calls):
+            self._teller.think("".join(self._held))
             return
-        for item in items:
-            if isinstance(item, str):
-                self._tell(item, parts)
-            elif self._parallel or not self._called:
-                self._tell_call(item, parts)
-        self.done = self._called and not self._parallel
-
-    def _tell_call(self, written: Written, parts: list[Part]) -> None:
-        if not self._said:
-            self._gap = ""
-        self._called = True
-        parts.append(Called(written.name, self._as_json(written), self._thought_until, self._offset))
-
-    def _as_json(self, written: Written) -> str:
-        arguments = typed(written.arguments, parameters_of(self._tools, written.name))
-        text = json.dumps(arguments, ensure_ascii=False)
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # half a surrogate pair, which only an escape can say
-            return json.dumps(arguments)
-        return text
+        self._teller.end_reasoning(self._trial_start)
+        for call in self._trial_calls:
+            if not self._teller.done:
+                start = self._trial_start
+                self._teller.call(Called(call.name, call.arguments, start, start + call.end))
 
     def _take(self, length: int) -> str:
         taken, self._buffer = self._buffer[:length], self._buffer[length:]

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from warmline_backend.output.dialect import dialect_of, opens_reasoning
+from warmline_backend.output.dialect import Dialect, dialect_of, opens_reasoning
 from warmline_backend.output.expected import Expected
+from warmline_backend.output.headed import HeadedSplitter
 from warmline_backend.output.parts import Called, Part, Said
 from warmline_backend.output.splitter import MarkedSplitter, Splitter
 from warmline_backend.text import Decoder, StopWords
@@ -32,10 +33,9 @@ class OutputStream:
         self._ends = array("Q", [0])  # how many characters the first n tokens have
         if expected.marked:
             dialect = dialect_of(tokenizer)
-            thinking = opens_reasoning(dialect, expected.tail)
             self._hidden = dialect.hidden
-            if dialect.think_start or (dialect.calls and expected.tools):
-                self._splitter = MarkedSplitter(dialect, expected.tools, thinking=thinking, parallel=expected.parallel)
+            if dialect.marked:
+                self._splitter = splitter_of(dialect, expected)
 
     @property
     def stopped(self) -> bool:
@@ -103,3 +103,10 @@ class OutputStream:
         if start >= 0 and self._ends[start] != call.start:  # reasoning ended within a token
             start = -1
         return replace(call, start=start, end=bisect_left(self._ends, call.end))
+
+
+def splitter_of(dialect: Dialect, expected: Expected) -> Splitter:
+    tools, tail, parallel = expected.tools, expected.tail, expected.parallel
+    if dialect.headers:
+        return HeadedSplitter(dialect, tools, tail=tail, parallel=parallel)
+    return MarkedSplitter(dialect, tools, thinking=opens_reasoning(dialect, tail), parallel=parallel)

@@ -1,0 +1,140 @@
+"""Answers of messages with headers told apart as they come."""
+
+from warmline_backend.output.dialect import Dialect
+from warmline_backend.output.headers import MESSAGE
+from warmline_backend.output.lenient import Unreadable
+from warmline_backend.output.parts import Part
+from warmline_backend.output.reading import Items, Written, plain_name, read_arguments
+from warmline_backend.output.scanner import Scanner
+from warmline_backend.output.splitter import Tools
+from warmline_backend.output.teller import Teller
+
+
+class HeadedSplitter:
+    """A Splitter.  `tail`: the prompt's end, in which a header has begun."""
+
+    def __init__(self, dialect: Dialect, tools: Tools, *, tail: str = "", parallel: bool = True) -> None:
+        assert dialect.headers
+        self._headers, self._format = dialect.headers, dialect.calls if tools else None
+        self._teller = Teller(tools if self._format else None, parallel)
+        self._in_body = Scanner([*self._headers.ends, "<|start|>"])
+        self._in_header = Scanner([MESSAGE])
+        self._buffer, self._offset = "", 0
+        self._header = ""  # of the message under way, as far as it has come
+        self._held: list[str] = []  # of a call
+        self._recipient = ""  # whom the message calls
+        self._step = self._read_header
+        self._thinks = False
+        if tail:
+            self.feed(tail)
+            self._offset = -len(self._buffer)
+            self._teller = Teller(tools if self._format else None, parallel)
+
+    @property
+    def done(self) -> bool:
+        return self._teller.done
+
+    @property
+    def thinking(self) -> bool:
+        return self._thinks
+
+    def feed(self, text: str) -> list[Part]:
+        self._buffer += text
+        while not self._teller.done and self._step():
+            pass
+        return self._teller.taken()
+
+    def finish(self, natural: bool) -> list[Part]:
+        rest = self._take(len(self._buffer))
+        if self._step == self._read_header:
+            self._header += rest
+            if not self._headers.may_be_header(self._header):
+                self._teller.say(self._header)
+        else:
+            self._body(rest)
+            self._end_message("", natural)
+        self._teller.finish()
+        return self._teller.taken()
+
+    # ---- states
+
+    def _read_header(self) -> bool:
+        safe, marker = self._in_header.find(self._buffer)
+        self._header += self._take(safe)
+        if marker:
+            self._take(len(marker))
+            self._begin_message()
+            return True
+        if self._header and not self._headers.may_be_header(self._header):  # it answers without one
+            text, self._header = self._header, ""
+            self._step = self._read_body
+            self._body(text)
+            return True
+        return False
+
+    def _begin_message(self) -> None:
+        headers, header = self._headers, self._header
+        self._recipient = headers.recipient(header) if self._format else ""
+        self._thinks = not self._recipient and headers.is_reasoning(header)
+        self._step = self._read_body
+        if self._thinks:
+            self._teller.begin_reasoning()
+
+    def _read_body(self) -> bool:
+        safe, marker = self._in_body.find(self._buffer)
+        self._body(self._take(safe))
+        if not marker:
+            return False
+        if marker != "<|start|>":
+            self._take(len(marker))
+        self._end_message(marker if marker in self._headers.ends else "", True)
+        return True
+
+    def _body(self, text: str) -> None:
+        if self._recipient:
+            self._held.append(text)
+        elif self._thinks:
+            self._teller.think(text)
+        else:
+            self._teller.say(text)
+
+    def _end_message(self, marker: str, natural: bool) -> None:
+        if self._recipient:
+            self._end_call(marker, natural)
+        if self._thinks and marker:
+            self._teller.end_reasoning(self._offset)
+        self._header, self._recipient, self._held = "", "", []
+        self._step, self._thinks = self._read_header, False
+
+    def _end_call(self, marker: str, natural: bool) -> None:
+        text = "".join(self._held)
+        try:
+            if not marker and not natural:
+                raise Unreadable("it is cut")
+            items = self._items(text)
+        except Unreadable:
+            self._teller.say(self._header + MESSAGE + text + marker)
+        else:
+            self._teller.tell(items, self._offset - len(marker))
+
+    def _items(self, text: str) -> Items:
+        """Raises Unreadable."""
+        if self._headers.calls_are_json:
+            return [Written(plain_name(self._recipient), read_arguments(text))]
+        assert self._format
+        start, end = self._format.start, self._format.end
+        before, found, body = text.partition(start)
+        body, _, after = body.partition(end)
+        if not found:
+            raise Unreadable("no call")
+        around = [before, after]
+        return [
+            *(t for t in around[:1] if t.strip()),
+            *self._format.read(body, False),
+            *(t for t in around[1:] if t.strip()),
+        ]
+
+    def _take(self, length: int) -> str:
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
+        self._offset += length
+        return taken
