@@ -159,6 +159,14 @@ def test_a_failed_tool_says_so(content: Any, read_as: str) -> None:
     assert joined(messages({"role": "user", "content": [block]})[0]) == read_as
 
 
+def test_what_a_tool_brought_and_nobody_can_read_is_told_of() -> None:
+    """An agent that once looked at a picture must be able to go on."""
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
+    brought = {"type": "tool_result", "tool_use_id": "t", "content": [text("a.png"), IMAGE, pdf]}
+    told = joined(messages({"role": "user", "content": [brought]})[0])
+    assert told == "a.png\n[an image, which this model can't see]\n[a document, which this model can't read]"
+
+
 def test_text_that_is_called_otherwise() -> None:
     blocks = [
         {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a log"}, "title": "t"},
@@ -266,6 +274,7 @@ def test_tools_that_run_at_anthropic_are_left_out() -> None:
     assert "no tool that can be called here" in refusal(tools=[search], tool_choice={"type": "any"})
 
 
+AUDIO = {"type": "audio", "source": {"type": "base64", "data": "UklG"}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
 
 
@@ -287,10 +296,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         (
             {
                 "messages": [
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [AUDIO]}]}
                 ]
             },
-            'messages.0.content.0.content.0: of type "image"',
+            'messages.0.content.0.content.0: of type "audio"',
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},

@@ -13,6 +13,7 @@ Tools that run at Anthropic (web_search ...) are left out: nobody here could run
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -32,6 +33,9 @@ PASSED_ON = frozenset(
     | {"presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos", "chat_template_kwargs", "cache_prompt"}
 )
 RESULT_ERROR = "Error: "  # before a failed tool's words, unless these say so themselves
+NOTHING: Mapping[str, str] = MappingProxyType({})
+# Instead of what tools have brought and the model can't read: they don't know, and the conversation is to go on.
+OMITTED = {"image": "[an image, which this model can't see]", "document": "[a document, which this model can't read]"}
 
 
 class Block(msgspec.Struct):
@@ -196,16 +200,18 @@ def _tool_call(block: Block, where: str) -> dict[str, Any]:
 def _tool_result(block: Block, where: str) -> ChatMessage:
     if not block.tool_use_id:
         raise bad_request(f"{where}.tool_use_id: Field required", param="messages")
-    content = _content(block.content or "", f"{where}.content")
+    content = _content(block.content or "", f"{where}.content", OMITTED)
     if block.is_error and "error" not in str(content)[:100].lower():
         content = RESULT_ERROR + content if isinstance(content, str) else [_part(RESULT_ERROR), *content]
     return {"role": "tool", "tool_call_id": call_id(block.tool_use_id), "content": content}
 
 
-def _content(content: str | Sequence[Block], where: str) -> str | list[dict[str, str]]:
+def _content(
+    content: str | Sequence[Block], where: str, instead: Mapping[str, str] = NOTHING
+) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
-    return _joined(_apart([_text(block, f"{where}.{i}") for i, block in enumerate(content)]))
+    return _joined(_apart([_text(block, f"{where}.{i}", instead) for i, block in enumerate(content)]))
 
 
 def _apart(texts: Sequence[str]) -> list[str]:
@@ -225,8 +231,8 @@ def _part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _text(block: Block, where: str) -> str:
-    """Raises ClientError 400 for what is no text."""
+def _text(block: Block, where: str, instead: Mapping[str, str] = NOTHING) -> str:
+    """Raises ClientError 400 for what is no text, and has none `instead`."""
     if block.type == "text":
         if block.text is None:
             raise bad_request(f"{where}.text: Field required", param="messages")
@@ -237,6 +243,8 @@ def _text(block: Block, where: str) -> str:
         return "".join(_text(each, where) for each in block.content or () if isinstance(each, Block))
     if block.type == "tool_reference":
         return block.tool_name or ""
+    if block.type in instead:
+        return instead[block.type]
     kind = block.type[:40]
     raise bad_request(f'{where}: of type "{kind}"; the model served here reads only text', param="messages")
 
