@@ -142,6 +142,13 @@ def test_outputs_may_have_parts_and_images_in_them_are_named() -> None:
     assert error.param == "input[0].content[1]" and "only text" in error.message
 
 
+def test_what_agents_tell_each_other_is_read() -> None:
+    content = [{"type": "input_text", "text": "Sender: /root\n"}, {"type": "encrypted_content"}]
+    content[1]["encrypted_content"] = "say hello"
+    item = {"type": "agent_message", "author": "/root", "recipient": "/root/child", "content": content}
+    assert messages([item]) == [{"role": "user", "content": "Sender: /root\nsay hello"}]
+
+
 def test_items_of_tools_that_ran_elsewhere_are_skipped() -> None:
     items = [said("user", "Go."), {"type": "web_search_call", "id": "ws_1", "status": "completed"}, said("user", "On.")]
     assert [message["content"] for message in messages(items)] == ["Go.", "On."]

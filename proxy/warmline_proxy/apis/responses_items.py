@@ -77,6 +77,7 @@ class _Reader:
             "custom_tool_call": self._call,
             "function_call_output": self._output,
             "custom_tool_call_output": self._output,
+            "agent_message": self._agent_message,
             "additional_tools": lambda item, where: None,  # read with the request's other tools
         }
 
@@ -110,6 +111,13 @@ class _Reader:
             return self.say(role, text)
         message = self._assistant(item, after=("content", "tool_calls"))
         message["content"] = (message["content"] or "") + text
+
+    def _agent_message(self, item: Object, where: str) -> None:
+        """What one of a client's agents tells another: Codex seals what a model here has written in plain words."""
+        parts = item.get("content") or []
+        if isinstance(parts, list):
+            parts = [_unsealed(part) for part in parts]
+        self.say("user", _text(parts, f"{where}.content", image=""))
 
     def _reasoning(self, item: Object, where: str) -> None:
         text = _reasoning_of(item, where)
@@ -182,6 +190,11 @@ def _part(part: Any, where: str, image: str) -> str:
     if kind == "input_image" and image:
         return image
     raise bad_request(f"'{where}' is of type \"{str(kind)[:40]}\"; this model reads only text parts.", param=where)
+
+
+def _unsealed(part: Any) -> Any:
+    is_sealed = isinstance(part, dict) and part.get("type") == "encrypted_content"
+    return {"type": "text", "text": part.get("encrypted_content")} if is_sealed else part
 
 
 def _string(item: Object, name: str, where: str) -> str:
