@@ -165,6 +165,7 @@ class Settler:
         trace.session, trace.saved_tokens = saved.session, saved.tokens
         if settled.turn and saved.session:
             self._turns.remember(life.root, life.model, settled.turn, saved.session)
+            await _in_thread(self._index.flush)  # without it the next turn could not use all that was saved
 
     async def run(self) -> None:
         """Save what could not be saved, as soon as that works again.  Never returns."""
