@@ -287,6 +287,7 @@ class Sequence:
         if processors:
             processors.insert(0, self._own_row)
         return DecodeBatch(
+            self.request.guide,
             self.served.model,
             [self.request.id],
             mx.array(self.request.prompt[-1:]),
@@ -301,7 +302,29 @@ class Sequence:
 
 
 class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
-    """mlx-lm's batch, which here never finds an end by itself, so nothing is to be extracted when it would."""
+    """mlx-lm's batch, which here never finds an end by itself, so nothing is to be extracted when it would.
+
+    It tells its guides what was sampled last.  They could ask the context that processors are given, but that is
+    computed behind the forward pass, and they are to be done before it is.
+    """
+
+    def __init__(self, guide: Guide | None, model: object, uids: list[str], *rest: object) -> None:
+        self._guides = {uid: guide for uid in uids if guide is not None}
+        super().__init__(model, uids, *rest)
+
+    def extend(self, batch: "DecodeBatch") -> None:
+        self._guides |= batch._guides
+        super().extend(batch)
+
+    def _step(self) -> tuple[list[int], list[mx.array]]:
+        for row, uid in enumerate(self.uids):
+            if (guide := self._guides.get(uid)) is not None:
+                guide.follows(self._next_tokens, row)
+        return super()._step()  # type: ignore[no-any-return]
+
+    def filter(self, keep: list[int]) -> None:
+        super().filter(keep)
+        self._guides = {uid: guide for uid, guide in self._guides.items() if uid in self.uids}
 
     def extract_cache(self, idx: int) -> list[object]:
         return []

@@ -125,6 +125,7 @@ class Service:
             Storage(self._home, self._engine, served, mark),
             int((served.path / "config.json").stat().st_mtime),
         )
+        self._renderers.submit(self._loaded.grammars.prepare)
         asyncio.wrap_future(self._engine.ended).add_done_callback(lambda _: self.generations.end_all(self.failure))
 
     @property

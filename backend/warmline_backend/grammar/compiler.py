@@ -5,14 +5,16 @@ is rendered.  A grammar that reaches a limit only while it is followed fails its
 """
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import xxhash
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
@@ -23,8 +25,13 @@ from warmline_backend.grammar.plan import Constraint, Family, constraint_of, fam
 from warmline_backend.output.formats import tool_format
 from warmline_backend.params import BadRequest
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 COMPILED_KEPT_MAX = 64
+PROBLEMS_KEPT_MAX = 4096
 PROBLEM_CHARS_MAX = 200
+STEPS_TRIED = 8
 NEEDS_FAST = (
     "this model's tokenizer has no fast form, which answers of a given form, required calls and strict tools need"
 )
@@ -49,6 +56,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._made: tuple[LLTokenizer, Family] | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._problems: OrderedDict[bytes, str] = OrderedDict()
 
     def constraint(
         self, endpoint: str, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, tail: str
@@ -61,7 +69,10 @@ class Grammars:
         if asked.anything:
             return None
         _check_continues_nothing(asked, body)
-        made = constraint_of(asked, tail, self._ready()[1], self.problem)
+        try:
+            made = constraint_of(asked, tail, self._ready()[1], self.problem)
+        except UnicodeEncodeError as error:
+            raise BadRequest("a schema, a grammar or a tool has a lone surrogate; it is no valid text") from error
         return made if made is None or endpoint == "chat" else replace(made, reasoning="closed")
 
     def guide(self, constraint: Constraint) -> Guide:
@@ -71,10 +82,16 @@ class Grammars:
 
     def problem(self, grammar: str) -> str:
         """What is wrong with a grammar, in a line; "" where it can be followed."""
-        matcher = self._matcher(grammar)
-        if matcher.is_error():
-            return _told(matcher.get_error())
-        return ""
+        key = xxhash.xxh3_128_digest(grammar.encode())
+        with self._lock:
+            if (known := self._problems.get(key)) is not None:
+                return known
+        matcher = self._compile(grammar)
+        _try_out(matcher)
+        problem = _told(matcher.get_error()) if matcher.is_error() else ""
+        with self._lock:
+            _keep(self._problems, key, problem, PROBLEMS_KEPT_MAX)
+        return problem
 
     def prepare(self) -> None:
         """Convert the tokenizer now, so that no request waits for it; what can't be converted is refused later."""
@@ -93,14 +110,23 @@ class Grammars:
             if (known := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return known
+        matcher = self._compile(grammar)
+        with self._lock:
+            _keep(self._compiled, grammar, matcher, COMPILED_KEPT_MAX)
+        return matcher
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        """With its first mask computed; in error where no token can be the first."""
         matcher = LLMatcher(self._ready()[0], grammar, log_level=0, limits=limits())
         if not matcher.is_error() and not np.frombuffer(matcher.compute_bitmask(), np.uint8).any():
-            matcher.consume_token(0)  # there is none that it takes, and now it says so
-        with self._lock:
-            self._compiled[grammar] = matcher
-            while len(self._compiled) > COMPILED_KEPT_MAX:
-                self._compiled.popitem(last=False)
+            matcher.consume_token(0)  # it takes none, and now says so
         return matcher
+
+
+def _keep(kept: OrderedDict[K, V], key: K, value: V, count_max: int) -> None:
+    kept[key] = value
+    while len(kept) > count_max:
+        kept.popitem(last=False)
 
 
 def _check_continues_nothing(asked: Asked, body: Mapping[str, Any]) -> None:
@@ -154,10 +180,20 @@ def _rename(vocabulary: Any, hidden: Mapping[str, str]) -> None:
             entry[0] = hidden.get(entry[0], entry[0])
 
 
+def _try_out(matcher: LLMatcher) -> None:
+    """Follow a grammar for a few tokens: some limits are met only then."""
+    for _ in range(STEPS_TRIED):
+        if matcher.is_error() or matcher.is_stopped():
+            return
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        matcher.consume_token(int(bits.argmax()))
+
+
 def _told(problem: str) -> str:
-    line = problem.partition("<state>")[0].strip().splitlines()[0] if problem.strip() else "no text can match it"
+    """In one line, without llguidance's inner state."""
+    line = " ".join(re.split("<state>|<non-verbose/>", problem)[0].split())
     if line.startswith("panic"):
         return "it is too large or too complex"
-    if line.startswith("NoExtension") or "doesn't satisfy the grammar" in line:
+    if not line or line.startswith("NoExtension") or "doesn't satisfy the grammar" in line:
         return "no text can match it"
     return line[:PROBLEM_CHARS_MAX]

@@ -3,6 +3,7 @@
 reasoning -> (line break) -> grammar;   free text -> trigger -> grammar -> free text
 """
 
+import re
 from collections import deque
 from typing import Literal
 
@@ -32,6 +33,7 @@ class Guide:
         self._lately: deque[int] = deque(maxlen=max(len(constraint.think_start), len(constraint.think_end), 1))
         self._opened = 0  # how many of the tokens that open reasoning are there
         self._fits = True  # the grammar takes what there is of the answer
+        self._sampled: tuple[mx.array, int] | None = None  # all sequences' last tokens, and which is this one's
         self._begun = self._reasoned = False
         self._fixed: dict[str, mx.array] = {}
         self.complete = False  # the answer has its form, and has ended
@@ -48,12 +50,17 @@ class Guide:
 
     # ---- a step
 
+    def follows(self, sampled: mx.array, row: int) -> None:
+        """What the next step's logits come after: `sampled[row]`, which may not be computed yet."""
+        self._sampled = sampled, row
+
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if self._matcher is None:
             return self._masked("forbidden", logits)
         mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the device goes on while this waits for the last token, and thinks about the next
         if self._begun:
-            self.advance(int(tokens[-1].item()))  # type: ignore[arg-type]
+            sampled, row = self._sampled or (tokens, -1)
+            self.advance(int(sampled.tolist()[row]))  # type: ignore[index, arg-type]
         self._begun = True
         if self.state == "free":
             return logits
@@ -156,5 +163,5 @@ class Guide:
 
     def _problem(self) -> str:
         assert self._matcher is not None
-        detail = self._matcher.get_error().partition("<state>")[0].strip()
+        detail = " ".join(re.split("<state>|<non-verbose/>", self._matcher.get_error())[0].split())
         return f"the answer can't go on in the form asked for: {detail[:200] or 'no token may follow'}"

@@ -10,17 +10,22 @@ from typing import Any
 
 from warmline_backend.grammar.schemas import guided
 
+GRAMMAR_CHARS_MAX = 1 << 21
 ANY_TEXT = "(?s:.*)"
 
 
+class TooLong(Exception):
+    """The grammar has grown beyond GRAMMAR_CHARS_MAX."""
+
+
 class Lark:
-    """One grammar being written.  Methods return an expression to be put into a rule.
+    """One grammar being written.  Methods return an expression to be put into a rule; they raise TooLong.
 
     `markers` are the tokens that no text is ever tokenized to, by what they are written as.
     """
 
     def __init__(self, markers: Mapping[str, int]) -> None:
-        self._markers, self._rules = markers, dict[str, str]()
+        self._markers, self._rules, self._length = markers, dict[str, str](), 0
         words = sorted((re.escape(word) for word in markers if word), key=len, reverse=True)
         self._splitter = re.compile(f"({'|'.join(words)})") if words else None
 
@@ -66,13 +71,16 @@ class Lark:
         return self._named(f"r{len(self._rules)}", "")
 
     def define(self, name: str, body: str) -> None:
+        self._length += len(body)
+        if self._length > GRAMMAR_CHARS_MAX:
+            raise TooLong
         self._rules[name] = body
 
     def terminal(self, body: str) -> str:
         return self._named(f"T{len(self._rules)}", body)
 
     def _named(self, head: str, body: str) -> str:
-        self._rules[head] = body
+        self.define(head, body)
         return head.partition("[")[0]
 
     def written(self, start: str) -> str:

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from warmline_backend.grammar.asked import Asked, Form, Tool
 from warmline_backend.grammar.calls import STYLES, CannotWrite, Offered
-from warmline_backend.grammar.lark import Lark, quoted
+from warmline_backend.grammar.lark import Lark, TooLong, quoted
 from warmline_backend.grammar.schemas import Schema, fitted, guided
 from warmline_backend.params import BadRequest
 
@@ -192,6 +192,8 @@ class _Writer:
             calls = style(self._lark, offered, several)
         except CannotWrite as problem:
             raise BadRequest(f"this model can't be held to calling these tools: {problem}", "tools") from problem
+        except TooLong as problem:
+            raise BadRequest("these tools are too large to be held to their schemas; send fewer", "tools") from problem
         if self._family.channels and self._asked.choice == "required":
             return self._channels(calls, "")
         return calls

@@ -23,6 +23,7 @@ _FORMATS = frozenset(
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _LISTS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
 _SINGLES = frozenset(("items", "additionalProperties", "not", "contains", "propertyNames", "additionalItems"))
+_ROUNDS_MAX = 50
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
 Schema = Mapping[str, Any]
@@ -31,7 +32,7 @@ Schema = Mapping[str, Any]
 def fitted(schema: Schema, field: str) -> dict[str, Any]:
     """The schema for llguidance.  Raises BadRequest where it is too large, or no JSON can be valid and end."""
     _check_bounds(schema, field)
-    if not _ends(schema, schema, frozenset()):
+    if not _ends(schema):
         raise BadRequest(f"'{field}' can't be satisfied: a part of it requires itself without end", field)
     made = _fitted(schema, schema)
     assert isinstance(made, dict)
@@ -158,22 +159,46 @@ def _at(reference: str, root: Schema) -> Any:
 # ---- whether it ends
 
 
-def _ends(schema: Any, root: Schema, within: frozenset[str]) -> bool:
-    """Whether some JSON that ends may be valid.  `within`: references on the way here.
+def _ends(schema: Schema) -> bool:
+    """Whether some JSON that ends may be valid.
 
-    A cheap look at what is required for certain: where it can't tell, it says yes.
+    A cheap look at what is required for certain: where it can't tell, it says yes.  References that can end are found
+    round by round, each built on those before; what is left after the last one only requires itself.
     """
+    ending: set[str] = set()
+    waiting = {reference: _at(reference, schema) for reference in _references(schema)}
+    for _ in range(_ROUNDS_MAX):
+        found = [reference for reference, part in waiting.items() if _ends_by(part, ending)]
+        if not found:
+            return _ends_by(schema, ending)
+        for reference in found:
+            ending.add(reference)
+            del waiting[reference]
+    return True
+
+
+def _references(schema: Schema) -> set[str]:
+    found: set[str] = set()
+    waiting: list[Any] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            if isinstance(reference := part.get("$ref"), str):
+                found.add(reference)
+            waiting.extend(part.values())
+        elif isinstance(part, list):
+            waiting.extend(part)
+    return found
+
+
+def _ends_by(schema: Any, ending: set[str]) -> bool:
+    """Whether it ends where these references do."""
     if not isinstance(schema, Mapping):
         return True
-    if isinstance(reference := schema.get("$ref"), str):
-        if reference in within or len(within) > SCHEMA_DEPTH_MAX:
-            return False
-        if not _ends(_at(reference, root), root, within | {reference}):
-            return False
-    if not all(_ends(part, root, within) for part in _certain(schema)):
+    if isinstance(reference := schema.get("$ref"), str) and reference not in ending:
         return False
-    return all(
-        any(_ends(branch, root, within) for branch in branches)
+    return all(_ends_by(part, ending) for part in _certain(schema)) and all(
+        any(_ends_by(branch, ending) for branch in branches)
         for key in ("anyOf", "oneOf")
         if isinstance(branches := schema.get(key), list) and branches
     )

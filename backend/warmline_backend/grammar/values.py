@@ -9,6 +9,7 @@ from warmline_backend.grammar.lark import ANY_TEXT, Lark, optional
 from warmline_backend.grammar.schemas import Schema, resolve
 
 _LENGTH_COUNTED_MAX = 10_000  # a longer limit on text is left to the model
+_BRANCHES_DEPTH_MAX = 4
 _ROOT_KEYS = ("$defs", "definitions")
 _ANCHORED = re.compile(r"\^((?:\[\^|[^\\|^$]|\\.)*)\$")
 
@@ -54,14 +55,16 @@ def tagged_value(
     return f"{json_value(lark, schema, parameters, lenient)} {lark.literal(end)}"
 
 
-def may_be_text(schema: Schema, parameters: Schema) -> bool:
+def may_be_text(schema: Schema, parameters: Schema, depth: int = 0) -> bool:
     """Whether a string is valid, as far as can be seen: then whatever is written is one."""
+    if depth > _BRANCHES_DEPTH_MAX:
+        return True
     kinds = schema.get("type")
     if isinstance(kinds, str | list):
         return "string" in kinds
     branches = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
     if branches:
-        return any(may_be_text(resolve(branch, parameters) or {}, parameters) for branch in branches[0])
+        return any(may_be_text(resolve(branch, parameters) or {}, parameters, depth + 1) for branch in branches[0])
     return not any(key in schema for key in ("properties", "items", "enum", "const", "allOf"))
 
 

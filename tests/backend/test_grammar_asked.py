@@ -1,0 +1,170 @@
+"""What bodies ask of their answers' form, and what is refused with which words."""
+
+from typing import Any
+
+import pytest
+
+from warmline_backend.grammar.asked import Asked, Form, asks_for_a_form, read_asked
+from warmline_backend.params import BadRequest
+
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "g", "strict": True}},
+]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def asked(tools: list[dict[str, Any]] | None = None, endpoint: str = "chat", **body: Any) -> Asked:
+    return read_asked(endpoint, body, tools)
+
+
+def refusal(tools: list[dict[str, Any]] | None = None, **body: Any) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        asked(tools, **body)
+    assert len(caught.value.message) < 300
+    return caught.value
+
+
+def named(name: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def test_nothing_is_asked_of_most_answers() -> None:
+    nulls = dict.fromkeys(["response_format", "structured_outputs", "guided_json", "tool_choice", "tools"])
+    for body in ({}, nulls, {"response_format": {"type": "text"}}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
+        assert asked(**body).anything
+    assert asked(TOOLS[:1]).anything and asked(TOOLS[:1], tool_choice="auto").anything
+    assert not asks_for_a_form(nulls)
+
+
+@pytest.mark.parametrize(
+    ("body", "form"),
+    [
+        (
+            {"response_format": {"type": "json_object"}},
+            Form("json", {"type": "object"}, "response_format.schema"),
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            Form("json", SCHEMA, "response_format.schema"),
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+                }
+            },
+            Form("json", SCHEMA, "response_format.json_schema.schema"),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, Form("json", SCHEMA, "structured_outputs.json")),
+        (
+            {"structured_outputs": {"json": '{"type": "null"}'}},
+            Form("json", {"type": "null"}, "structured_outputs.json"),
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "regex": None}},
+            Form("json", {"type": "object"}, "structured_outputs.json_object"),
+        ),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Form("choice", ["a", "b"], "structured_outputs.choice")),
+        ({"guided_json": '{"type": "null"}'}, Form("json", {"type": "null"}, "guided_json")),
+        ({"guided_regex": "a+"}, Form("regex", "a+", "guided_regex")),
+        ({"guided_choice": ["yes", "no"]}, Form("choice", ["yes", "no"], "guided_choice")),
+        ({"guided_grammar": 'start: "a"'}, Form("grammar", 'start: "a"', "guided_grammar")),
+    ],
+)
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+def test_forms(endpoint: str, body: dict[str, Any], form: Form) -> None:
+    assert asked(None, endpoint, **body).form == form
+    assert asks_for_a_form(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"response_format": "json_object"}, "response_format", "must be a JSON object"),
+        ({"response_format": {}}, "response_format.type", '"text", "json_object" or "json_schema"'),
+        ({"response_format": {"type": "xml"}}, "response_format.type", 'not "xml"'),
+        ({"response_format": {"type": "json_object", "schema": [1]}}, "response_format.schema", "a JSON schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be a JSON object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "must be a JSON schema (an object), not null",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}}},
+            "response_format.json_schema.name",
+            "must be a string",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}},
+            "response_format.json_schema.strict",
+            "true or false",
+        ),
+        ({"structured_outputs": []}, "structured_outputs", "must be a JSON object"),
+        ({"structured_outputs": {}}, "structured_outputs", "must have one of"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs", "not supported"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "no JSON"),
+        ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs.json", "no JSON"),
+        ({"structured_outputs": {"json": "5"}}, "structured_outputs.json", "a JSON schema"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "list of strings"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice", "list of strings"),
+        ({"guided_choice": ["a"] * 1001}, "guided_choice", "1001 choices"),
+        ({"guided_choice": ["a" * (1 << 18), "b"]}, "guided_choice", "characters long"),
+        ({"guided_regex": 5}, "guided_regex", "must be a string"),
+        ({"guided_regex": ""}, "guided_regex", "must be a string"),
+        ({"guided_grammar": "a" * (1 + (1 << 18))}, "guided_grammar", "characters long"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "both say what the answer must be"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs.regex",
+            "both say",
+        ),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex", "both say"),
+    ],
+)
+def test_wrong_forms_are_refused_by_name(body: dict[str, Any], param: str, words: str) -> None:
+    error = refusal(**body)
+    assert error.param == param and words in error.message, error.message
+
+
+def test_choices_of_tools() -> None:
+    assert [tool.name for tool in asked(TOOLS, tool_choice="required").tools] == ["f", "g"]
+    one = asked(TOOLS, tool_choice=named("g"), parallel_tool_calls=False)
+    assert (one.choice, [tool.name for tool in one.tools], one.several) == ("required", ["g"], False)
+    for mode, anything in (("auto", True), ("required", False)):
+        some = asked(
+            TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named("f")]}}
+        )
+        assert (some.choice, [tool.name for tool in some.tools]) == (mode, ["f"])
+        assert some.anything == anything
+    assert not asked(TOOLS).anything, "one of them is strict"
+    assert not asked(TOOLS, tool_choice="none").anything
+    assert asked(TOOLS, "completion", tool_choice="required").anything
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param", "words"),
+    [
+        (None, "required", "tool_choice", "no 'tools'"),
+        (None, named("f"), "tool_choice", "no 'tools'"),
+        (TOOLS, named("h"), "tool_choice", 'names "h", which is not among'),
+        (TOOLS, named(None), "tool_choice", "must be the name of one of 'tools'"),
+        (TOOLS, {"type": "function"}, "tool_choice", "must be the name of one of 'tools'"),
+        (TOOLS, "sometimes", "tool_choice", 'not "sometimes"'),
+        (TOOLS, {"type": "custom", "name": "f"}, "tool_choice", 'not "custom"'),
+        ([{"type": "function"}], "required", "tools", "with a name"),
+        (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice", "a list of functions"),
+        (
+            TOOLS,
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("h")]}},
+            "tool_choice",
+            'names "h"',
+        ),
+        ([{"function": {"name": "f", "strict": 1}}], "auto", "tools[0]", "true or false"),
+    ],
+)
+def test_wrong_choices_of_tools_are_refused(tools: Any, choice: object, param: str, words: str) -> None:
+    error = refusal(tools, tool_choice=choice)
+    assert error.param == param and words in error.message, error.message

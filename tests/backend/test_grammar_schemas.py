@@ -1,0 +1,110 @@
+"""Schemas made fit for grammars: what is rewritten, and what is refused before anything is compiled."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from warmline_backend.grammar.schemas import SCHEMA_DEPTH_MAX, SCHEMA_NODES_MAX, fitted
+from warmline_backend.params import BadRequest
+
+
+def branch(tag: object, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"kind": {"const": tag}}, "required": ["kind"], **more}
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        [{"type": "string"}, {"type": "integer"}],
+        [{"type": ["string", "null"]}, {"type": "array"}],
+        [branch("a"), branch("b"), branch(1)],
+        [{"$ref": "#/$defs/a"}, branch("b")],
+    ],
+)
+def test_one_of_becomes_any_of_where_branches_exclude_each_other(branches: list[Any]) -> None:
+    made = fitted({"oneOf": branches, "$defs": {"a": branch("a")}}, "x")
+    assert made["anyOf"] == branches and "oneOf" not in made
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        [{"type": "number"}, {"type": "integer"}],
+        [branch("a"), branch("a")],
+        [branch("a"), branch("b", required=[])],
+        [{"type": "string"}, {}],
+        [{"$ref": "#/nowhere"}, {"type": "string"}],
+        [{"type": "string"}, True],
+    ],
+)
+def test_one_of_stays_where_they_may_not(branches: list[Any]) -> None:
+    assert fitted({"oneOf": branches}, "x")["oneOf"] == branches
+
+
+def test_what_nobody_checks_is_left_out_and_names_are_no_keywords() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string", "format": "color", "default": "red"},
+            "default": {"type": "string", "format": "date", "examples": ["x"]},
+            "oneOf": {"enum": [{"format": "color"}]},
+        },
+        "x-guidance": {"whitespace_flexible": True},
+    }
+    assert fitted(schema, "x") == {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string"},
+            "default": {"type": "string", "format": "date"},
+            "oneOf": {"enum": [{"format": "color"}]},
+        },
+    }
+
+
+def nested(levels: int) -> dict[str, Any]:
+    return functools.reduce(lambda inner, _: {"type": "array", "items": inner}, range(levels), {"type": "null"})
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (nested(SCHEMA_DEPTH_MAX), "nests deeper"),
+        ({"enum": list(range(SCHEMA_NODES_MAX))}, "too large"),
+        ({"const": "x" * (1 << 18)}, "too large"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "requires itself"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "requires itself"),
+        ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "requires itself"),
+        ({"type": "array", "minItems": 2, "prefixItems": [{"type": "null"}, {"$ref": "#"}]}, "requires itself"),
+        ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "requires itself"),
+        ({"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]}, "requires itself"),
+    ],
+)
+def test_what_is_too_large_or_never_ends_is_refused(schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRequest, match=words) as caught:
+        fitted(schema, "here.it.is")
+    assert caught.value.param == "here.it.is"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        nested(SCHEMA_DEPTH_MAX - 2),
+        {"type": "object", "properties": {"a": {"$ref": "#"}}},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["a"]},
+        {"$ref": "#/$defs/0", "$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(40)} | {"40": {}}},
+    ],
+)
+def test_what_may_end_is_taken(schema: dict[str, Any]) -> None:
+    assert fitted(schema, "x") == schema
+
+
+def test_a_schema_that_doubles_at_each_reference_is_looked_at_once() -> None:
+    def pair(n: int) -> dict[str, Any]:
+        inner = {"$ref": f"#/$defs/{n + 1}"}
+        return {"type": "object", "properties": {"x": inner, "y": inner}, "required": ["x", "y"]}
+
+    schema = {"$ref": "#/$defs/0", "$defs": {str(n): pair(n) for n in range(100)} | {"100": {"type": "null"}}}
+    assert fitted(schema, "x") == schema
