@@ -25,25 +25,28 @@ class Head:
 def head_of(fields: Mapping[str, Any]) -> Head:
     """The head of a chat body; what is malformed in it is left out, for the backend refuses it anyway."""
     system = []
-    for message in decoded(fields.get("messages")) or ():
-        if not isinstance(message, dict) or message.get("role") not in INSTRUCTING:
+    for message in elements(fields.get("messages")):
+        if (read := decoded(message, dict)) is None or read.get("role") not in INSTRUCTING:
             break
-        system.append("\n".join(texts_of(message.get("content"))))
-    tools = decoded(fields.get("tools")) or ()
+        system.append("\n".join(texts_of(read.get("content"))))
+    tools = decoded(fields.get("tools"), list) or ()
     return Head(
         "\n\n".join(system)[:HEAD_CHARS_MAX],
         tuple(msgspec.json.encode(tool, order="sorted") for tool in tools if isinstance(tool, dict)),
     )
 
 
-def decoded(value: Any) -> Any:
-    """A field's value, or None where it is no JSON; lists alone are of interest here."""
-    if isinstance(value, msgspec.Raw):
-        try:
-            value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, RecursionError):
-            return None
-    return value if isinstance(value, list) else None
+def elements(value: Any) -> list[Any]:
+    """A list's elements, as bytes where it came as bytes: of a transcript only the head is looked into."""
+    return decoded(value, list[msgspec.Raw] if isinstance(value, msgspec.Raw) else list) or []
+
+
+def decoded(value: Any, kind: Any) -> Any:
+    """A value of that kind, or None where it is another, or no JSON."""
+    try:
+        return msgspec.json.decode(value, type=kind) if isinstance(value, msgspec.Raw) else msgspec.convert(value, kind)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
 
 
 def texts_of(content: Any) -> list[str]:

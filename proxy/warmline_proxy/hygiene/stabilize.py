@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from warmline_proxy.apis.api import Fields
-from warmline_proxy.hygiene.heads import INSTRUCTING, decoded
+from warmline_proxy.hygiene.heads import INSTRUCTING, decoded, elements
 from warmline_proxy.hygiene.volatile import BILLING, DATES, IDS, TIMES, steadied
 
 TOOL_ORDER = "tool-order"
@@ -20,7 +20,7 @@ def stabilized(fields: Fields, rules: Collection[str]) -> tuple[Fields, Counter[
     changed: Fields = {}
     if messages := _messages(fields.get("messages"), rules, counts):
         changed["messages"] = messages
-    if TOOL_ORDER in rules and (tools := decoded(fields.get("tools"))):
+    if TOOL_ORDER in rules and (tools := decoded(fields.get("tools"), list)):
         ordered = sorted(tools, key=lambda tool: msgspec.json.encode(tool, order="sorted"))
         if ordered != tools:
             changed["tools"] = ordered
@@ -30,31 +30,15 @@ def stabilized(fields: Fields, rules: Collection[str]) -> tuple[Fields, Counter[
 
 def _messages(messages: Any, rules: Collection[str], counts: Counter[str]) -> list[Any] | None:
     """None where nothing is changed.  Messages after the head stay the bytes that came."""
-    if isinstance(messages, msgspec.Raw):
-        try:
-            messages = msgspec.json.decode(messages, type=list[msgspec.Raw])
-        except (msgspec.DecodeError, RecursionError):
-            return None
-    if not isinstance(messages, list):
-        return None
-    steady, before = list(messages), counts.total()
-    for index, message in enumerate(messages):
-        read = _object(message)
+    steady, before = elements(messages), counts.total()
+    for index, message in enumerate(steady):
+        read = decoded(message, dict)
         if read is None or read.get("role") not in INSTRUCTING:
             break
-        read["content"] = _content(read.get("content"), rules, counts)
+        content = _content(read.get("content"), rules, counts)
         if counts.total() > before:
-            steady[index] = read
+            steady[index] = {**read, "content": content}
     return steady if counts.total() > before else None
-
-
-def _object(message: Any) -> dict[str, Any] | None:
-    if isinstance(message, msgspec.Raw):
-        try:
-            message = msgspec.json.decode(message)
-        except (msgspec.DecodeError, RecursionError):
-            return None
-    return dict(message) if isinstance(message, dict) else None
 
 
 def _content(content: Any, rules: Collection[str], counts: Counter[str]) -> Any:
