@@ -61,7 +61,11 @@ _READERS: dict[str, Reader] = {  # by mlx-lm's names, whose markers are taken
     "gemma4": partial(worded.read_gemma, '<|"|>'),
     "function_gemma": partial(worded.read_gemma, "<escape>"),
 }
+_GLM_WORDS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _WORDS: dict[str, tuple[str, ...]] = {
+    "glm47": _GLM_WORDS,
+    "laguna": _GLM_WORDS,
+    "longcat": tuple(word.replace("arg_", "longcat_arg_") for word in _GLM_WORDS),
     "kimi_k2": _KIMI_WORDS,
     "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
     "mistral": ("[ARGS]", "[CALL_ID]"),
@@ -105,7 +109,7 @@ _OURS: tuple[tuple[str, ToolFormat], ...] = (
 
 @lru_cache(maxsize=8)
 def tool_format(tokenizer: TokenizerWrapper) -> ToolFormat | None:
-    """None where the model has no way to call tools that we know."""
+    """Where nothing says otherwise, what a model is told of whose template knows no tools (`fitting`); None: no chat."""
     if tokenizer.has_tool_calling:
         return _mlx_lms(tokenizer)
     vocabulary = tokenizer.get_vocab()
@@ -114,7 +118,7 @@ def tool_format(tokenizer: TokenizerWrapper) -> ToolFormat | None:
     template = _template(tokenizer)
     if "<|python_tag|>" in vocabulary and '"parameters"' in template:
         return _LLAMA3
-    return next((ours for word, ours in _OURS if word in template), None)
+    return next((ours for word, ours in _OURS if word in template), _OURS[-1][1] if template else None)
 
 
 def is_harmony(vocabulary: dict[str, int]) -> bool:
