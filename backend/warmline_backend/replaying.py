@@ -24,7 +24,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from warmline_backend.conversation import Conversation
 from warmline_backend.fitting import Item, Said
 from warmline_backend.output.formats import ToolFormat, tool_format
-from warmline_wire.keys import unpack_tokens
+from warmline_wire.keys import pack_tokens, unpack_tokens
 from warmline_wire.messages import SampledTurn
 
 Tools = list[dict[str, Any]] | None
@@ -78,8 +78,9 @@ class Replayer:
         faithful = {}
         for index, item in enumerate(_closed(conversation)):
             sampled = by_ids.get(item.said.ids) if item.said.ids else None
-            if sampled and _is_whole(item) and self._says(sampled, item.said, conversation.offered, tools_key):
-                faithful[index] = self._without_end(unpack_tokens(sampled))
+            tokens = self._without_end(unpack_tokens(sampled)) if sampled and _is_whole(item) else []
+            if tokens and self._says(tokens, item.said, conversation.offered, tools_key):
+                faithful[index] = tokens
         return self._mark(conversation, faithful)
 
     def without(self, marked: Marked, original: Conversation, doubtful: set[int]) -> Marked:
@@ -90,7 +91,7 @@ class Replayer:
         """The template writes the end of the answer."""
         return tokens[:-1] if tokens and tokens[-1] in self._wrapper.eos_token_ids else tokens
 
-    def _says(self, sampled: bytes, said: Said, tools: Tools, tools_key: bytes) -> bool:
+    def _says(self, sampled: list[int], said: Said, tools: Tools, tools_key: bytes) -> bool:
         if (read := self._read(sampled, tools, tools_key)) is None:
             return False
         content, calls = read
@@ -102,14 +103,14 @@ class Replayer:
         """Some clients send the reasoning before the content."""
         return content.rpartition(self._think_end)[2] if self._think_end else content
 
-    def _read(self, sampled: bytes, tools: Tools, tools_key: bytes) -> Read | None:
-        key = tools_key + sampled
+    def _read(self, sampled: list[int], tools: Tools, tools_key: bytes) -> Read | None:
+        key = tools_key + pack_tokens(sampled)
         with self._lock:
             if key in self._remembered:
                 self._remembered.move_to_end(key)
                 return self._remembered[key]
         try:
-            read = self._read_turn(unpack_tokens(sampled), tools)
+            read = self._read_turn(sampled, tools)
         except _UNREADABLE:  # tokens of another tokenizer
             read = None
         with self._lock:
@@ -167,7 +168,7 @@ class Replayer:
 
     def _place(self, text: str, after: int, words: list[re.Match[str]], tail: str, tokens: list[int]) -> Place | None:
         at, first, last = int(words[0][2]), words[0], words[-1]
-        end = self._end(text, last, tokens)
+        end = self._end(text, last)
         begins = first.start() if first[1] == "c" else self._call_start(text, after, first.start(), tail)
         if end is None or begins is None or begins < after:
             return None
@@ -206,13 +207,14 @@ class Replayer:
         at = text.rfind(header, after, name) if header else -1
         return at + len(header) if at >= 0 else None
 
-    def _end(self, text: str, last: re.Match[str], tokens: list[int]) -> int | None:
+    def _end(self, text: str, last: re.Match[str]) -> int | None:
         if last[1] == "c":
             return last.end()
+        over = match.start() if (match := self._any_end.search(text, last.end())) else None
         if (marker := self._format.end if self._format else "") and marker not in self._ends:
-            at = text.find(marker, last.end())
-            return at + len(marker) if at >= 0 else None
-        return match.start() if (match := self._any_end.search(text, last.end())) else None
+            at = text.find(marker, last.end(), over)
+            return at + len(marker) if at >= 0 else over
+        return over
 
     def _reads(self, region: str, words: list[re.Match[str]], marked: Marked) -> bool:
         """Whether the region is these words' message, the whole of it, and nothing else."""

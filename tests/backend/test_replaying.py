@@ -19,6 +19,7 @@ ID, OTHER_ID = "call_0123456789abcdef01234567", "call_76543210fedcba9876543210"
 PARAMETERS = {"path": {"type": "string"}, "deep": {"type": "boolean"}, "depth": {"type": "number"}}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": PARAMETERS}}}
 SPECIAL = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
+HEADERS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"]
 
 SAMPLED = '<tool_call>\n{"arguments": {"deep" :true,  "path": "\\u002f"}, "name":"look"}\n</tool_call>'
 ANEW = '<tool_call>\n{"name": "look", "arguments": {"deep": true, "path": "/"}}\n</tool_call>'
@@ -45,6 +46,24 @@ ECHOING = (
     )
     + "{# tool_call.name #}"
 )
+# Each message has a header, calls are named in theirs, and a result says whose it is, in the manner of gpt-oss's.
+HEADED = r"""
+{%- for t in tools or [] %}{{ t | tojson }}{% endfor %}
+{%- set last = namespace(name='') %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.tool_calls %}
+        {%- if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}
+        {%- set c = m.tool_calls[0].function %}{% set last.name = c.name %}
+        {{- '<|start|>assistant to=functions.' + c.name + '<|channel|>commentary json<|message|>' }}
+        {{- c.arguments | tojson + '<|im_end|>' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- m.content + '<|end|>' }}
+    {%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""
 MARKED = TOOL_TEMPLATE.replace("arg_key", "argkey") + "{# tool_call.name #}"  # for mlx-lm to see JSON in it
 
 Make = Callable[[str], Renderer]
@@ -57,7 +76,11 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     def renderer(template: str) -> Renderer:
         if template not in made:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(small_tokenizers, "SPECIAL", [*small_tokenizers.SPECIAL, *SPECIAL])
+                patch.setattr(
+                    small_tokenizers,
+                    "SPECIAL",
+                    [*small_tokenizers.SPECIAL, *(HEADERS if template == HEADED else SPECIAL)],
+                )
                 tokenizer = byte_level(tmp_path_factory.mktemp("model"), template)
             made[template] = Renderer(tokenizer, read_turn=reader_of(tokenizer))
         return made[template]
@@ -210,6 +233,22 @@ def test_a_call_that_ends_with_its_answer(make: Make) -> None:
     assert replays(renderer, talk(), sampled)
     prompt = text(renderer, rendered(renderer, talk(), turn(renderer, sampled + "<|im_end|>")))
     assert f"[/INST]{sampled}<|im_end|>[TOOL_RESULTS]" in prompt, "the answer's own end is not there twice"
+
+
+@pytest.mark.parametrize("opening", ["", "<|start|>assistant"])
+def test_a_call_in_a_message_of_its_own(make: Make, opening: str) -> None:
+    """After the reasoning the model begins another message; without any, the prompt has begun it."""
+    renderer = make(HEADED)
+    sampled = opening + '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"path" : "/"}'
+    reasoning = {"reasoning_content": "hm"} if opening else {}
+    prompt = text(renderer, rendered(renderer, talk('{"path":"/"}', **reasoning), turn(renderer, sampled)))
+    begun = "<|channel|>analysis<|message|>hm<|end|>" if opening else ""
+    assert f"<|start|>assistant{begun}{sampled}<|im_end|><|start|>functions.look to=assistant" in prompt
+
+
+def test_a_call_of_a_model_whose_template_knows_none(make: Make) -> None:
+    renderer = make("{% for m in messages if m.role != 'tool' %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}")
+    assert replays(renderer, talk(), SAMPLED)
 
 
 def test_a_call_whose_end_was_missing_stays_as_it_was(make: Make) -> None:
