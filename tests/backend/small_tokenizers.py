@@ -1,6 +1,7 @@
 """Real tokenizers in miniature: a byte-level BPE with merges, as most models have, and one like SentencePiece's."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
@@ -25,6 +26,17 @@ def byte_level(folder: Path, template: str | None = CHATML) -> TokenizerWrapper:
         TEXT * 4, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     )
     tokenizer.add_special_tokens([AddedToken(text, special=text.startswith("<|")) for text in SPECIAL])
+    return _saved(tokenizer, folder, template, eos="<|im_end|>")
+
+
+def marked(folder: Path, markers: Sequence[str], template: str) -> TokenizerWrapper:
+    """Bytes, and special tokens of its own beside ChatML's end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    single = [marker for marker in markers if marker]
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>", *single)])
     return _saved(tokenizer, folder, template, eos="<|im_end|>")
 
 

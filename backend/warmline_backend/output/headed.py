@@ -38,6 +38,10 @@ class HeadedSplitter:
     def thinking(self) -> bool:
         return self._thinks
 
+    @property
+    def calling(self) -> bool:
+        return bool(self._recipient)
+
     def feed(self, text: str) -> list[Part]:
         self._buffer += text
         while not self._teller.done and self._step():
@@ -111,28 +115,21 @@ class HeadedSplitter:
         try:
             if not marker and not natural:
                 raise Unreadable("it is cut")
-            items = self._items(text)
+            self._teller.tell(self._items(text), self._offset - len(marker))
         except Unreadable:
             self._teller.say(self._header + MESSAGE + text + marker)
-        else:
-            self._teller.tell(items, self._offset - len(marker))
 
     def _items(self, text: str) -> Items:
         """Raises Unreadable."""
         if self._headers.calls_are_json:
             return [Written(plain_name(self._recipient), read_arguments(text))]
         assert self._format
-        start, end = self._format.start, self._format.end
-        before, found, body = text.partition(start)
-        body, _, after = body.partition(end)
+        before, found, rest = text.partition(self._format.start)
+        calls, _, after = rest.partition(self._format.end)
         if not found:
             raise Unreadable("no call")
-        around = [before, after]
-        return [
-            *(t for t in around[:1] if t.strip()),
-            *self._format.read(body, False),
-            *(t for t in around[1:] if t.strip()),
-        ]
+        items = [before, *self._format.read(calls, False), after]
+        return [item for item in items if isinstance(item, Written) or item.strip()]
 
     def _take(self, length: int) -> str:
         taken, self._buffer = self._buffer[:length], self._buffer[length:]

@@ -19,7 +19,6 @@ _PLAIN = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 _CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "/": "/", "\\": "\\", '"': '"', "'": "'"}
 _CODE = re.compile(r"[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|[0-9a-fA-F]{4}")  # of one character
-_FENCE = re.compile(r"\s*```\w*\n(.*?)\n?\s*```\s*", re.DOTALL)
 
 
 class Unreadable(ValueError):
@@ -62,13 +61,18 @@ def read_leniently(text: str, at: int = 0, *, quote: str = "") -> tuple[Any, int
         except Unreadable:
             pass
     reader = _Reader(text, at, quote)
-    return reader.value(), reader.at
+    try:
+        return reader.value(), reader.at
+    except RecursionError as error:
+        raise Unreadable("nested too deeply") from error
 
 
 def unfenced(text: str) -> str:
     """Without the code fence around all of it."""
-    match = _FENCE.fullmatch(text)
-    return match.group(1) if match else text
+    stripped = text.strip()
+    if not (stripped.startswith("```") and stripped.endswith("```") and "\n" in stripped):
+        return text
+    return stripped.partition("\n")[2][:-3]
 
 
 class _Reader:

@@ -11,6 +11,8 @@ from typing import Any
 
 from warmline_backend.output.lenient import Unreadable, read_leniently, read_strictly, unfenced
 
+NAME_CHARS_MAX = 256
+
 _NAME_KEYS = ("name", "function", "tool_name", "tool")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -86,6 +88,6 @@ def read_arguments(text: str, quote: str = "") -> dict[str, Any]:
 def plain_name(name: str) -> str:
     """Raises Unreadable where it can't be a function's."""
     name = name.strip().removeprefix("functions.")
-    if not name or re.search(r"[\s<>{}\"']", name):
+    if not 0 < len(name) <= NAME_CHARS_MAX or re.search(r"[\s<>{}\"']", name):
         raise Unreadable(f"{name[:40]!r} is no function's name")
     return name

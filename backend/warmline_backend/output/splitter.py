@@ -25,6 +25,10 @@ class Splitter(Protocol):
     def thinking(self) -> bool:
         """What follows is reasoning."""
 
+    @property
+    def calling(self) -> bool:
+        """What follows belongs to a call."""
+
     def feed(self, text: str) -> list[Part]:
         """What is certain now."""
 
@@ -65,6 +69,10 @@ class MarkedSplitter:
     @property
     def thinking(self) -> bool:
         return self._step in (self._think, self._try)
+
+    @property
+    def calling(self) -> bool:
+        return self._step in (self._call, self._try)
 
     def feed(self, text: str) -> list[Part]:
         self._buffer += text
@@ -175,13 +183,11 @@ class MarkedSplitter:
         assert self._opening
         text = "".join(self._held)
         try:
-            items = self._opening.read(text, cut)
+            self._teller.tell(self._opening.read(text, cut), self._offset)
         except Unreadable as error:
             if marker and error.cut and self._ends_held < ENDS_HELD_MAX:
                 return False
             self._teller.say(self._opening.start + text + marker)
-        else:
-            self._teller.tell(items, self._offset)
         self._step = self._say
         return True
 
@@ -193,10 +199,9 @@ class MarkedSplitter:
         try:
             if cut and opening.end:
                 raise Unreadable("it is cut")
-            items = opening.read(text, cut)
+            self._teller.tell(opening.read(text, cut), self._offset)
         except Unreadable:
             return self._give_up(text)
-        self._teller.tell(items, self._offset)
         return False
 
     def _give_up(self, text: str) -> bool:

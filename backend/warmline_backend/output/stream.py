@@ -51,7 +51,7 @@ class OutputStream:
         """What may be told now: not half a character, and nothing that what follows could still make another thing."""
         if self.stopped:
             return ()
-        text = "" if token in self._hidden else self._decoder.add(token)
+        text = "" if token in self._hidden and self._is_hidden() else self._decoder.add(token)
         if self._splitter is None:
             return self._content(text)
         self._ends.append(self._ends[-1] + len(text))
@@ -61,6 +61,10 @@ class OutputStream:
         parts = self._told(self._splitter.feed(text))
         self.reasons = self.reasons or self._splitter.thinking
         return parts
+
+    def _is_hidden(self) -> bool:
+        """Special tokens are no text; within a call they may be words of the family's."""
+        return self._splitter is None or not self._splitter.calling
 
     def finish(self, natural: bool = True) -> Sequence[Part]:
         """The rest, once no more tokens come; `stopped` may become true here too.

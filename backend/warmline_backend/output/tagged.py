@@ -155,13 +155,13 @@ def _value(text: str, kind: str | None) -> Any:
 
 def _quoted(group: str) -> str:
     """A name in either kind of quotes, or in none."""
-    return rf"\s*=\s*[\"']?(?P<{group}>[^\"'<>]+?)[\"']?\s*"
+    return rf"\s*=\s*[\"']?(?P<{group}>[^\"'<>]{{1,256}}?)[\"']?\s*"
 
 
 QWEN = Tags(
-    opening=re.compile(r"<function=(?P<name>[^<>\n]+?)\s*>"),
+    opening=re.compile(r"<function=(?P<name>[^<>\n]{1,256}?)\s*>"),
     closing="</function>",
-    argument=re.compile(r"<parameter=(?P<key>[^<>\n]+?)\s*>"),
+    argument=re.compile(r"<parameter=(?P<key>[^<>\n]{1,256}?)\s*>"),
     argument_end="</parameter>",
     framed=True,
     json_too=True,
@@ -173,7 +173,9 @@ def keyed(prefix: str = "") -> Tags:
     return Tags(
         opening=re.compile(r"(?P<name>[^\s<>{}\"']+)\s*(?=<|\{|\Z)"),
         closing="",
-        argument=re.compile(rf"<{prefix}arg_key>(?P<key>.*?)</{prefix}arg_key>(?:\\n|\s)*<{prefix}arg_value>", re.S),
+        argument=re.compile(
+            rf"<{prefix}arg_key>(?P<key>[^<>]{{1,256}})</{prefix}arg_key>(?:\\n|\s)*<{prefix}arg_value>"
+        ),
         argument_end=f"</{prefix}arg_value>",
         json_too=True,
     )
@@ -185,7 +187,7 @@ def invoked(prefix: str = "", kind: str = "") -> Tags:
     return Tags(
         opening=re.compile(rf"<{prefix}invoke\s+name{_quoted('name')}>"),
         closing=f"</{prefix}invoke>",
-        argument=re.compile(rf"<{prefix}parameter\s+name{_quoted('key')}{attribute}[^<>]*>"),
+        argument=re.compile(rf"<{prefix}parameter\s+name{_quoted('key')}{attribute}(?:\s[^<>]*)?>"),
         argument_end=f"</{prefix}parameter>",
     )
 
@@ -197,16 +199,14 @@ MINICPM = Tags(
     argument_end="</param>",
 )
 
-_KIMI_CALL = re.compile(r"<\|open\|>call(?P<attributes>.*?)<\|sep\|>", re.S)
+_KIMI_CALL = re.compile(r"<\|open\|>call(?P<attributes>[^<>]*)<\|sep\|>")
 _KIMI_TOOL = re.compile(r"\btool=\"(?P<name>[^\"]*)\"")
-_KIMI_JSON = re.compile(r"<\|open\|>json.*?<\|sep\|>", re.S)
+_KIMI_JSON = re.compile(r"<\|open\|>json[^<>]*<\|sep\|>")
 _KIMI_JSON_END, _KIMI_CALL_END = "<|close|>json<|sep|>", "<|close|>call<|sep|>"
 _KIMI_ARGUMENTS = Tags(
     opening=_KIMI_CALL,
     closing=_KIMI_CALL_END,
-    argument=re.compile(
-        r"<\|open\|>argument\s+key=\"(?P<key>[^\"]*)\"\s*(?:type=\"(?P<kind>\w+)\"\s*)?<\|sep\|>", re.S
-    ),
+    argument=re.compile(r"<\|open\|>argument\s+key=\"(?P<key>[^\"<>]*)\"\s*(?:type=\"(?P<kind>\w+)\"\s*)?<\|sep\|>"),
     argument_end="<|close|>argument<|sep|>",
 )
 

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from warmline_backend.output.lenient import Unreadable
 from warmline_backend.output.parts import Called, Part, Said, Thought
 from warmline_backend.output.reading import Items, Written
 from warmline_backend.output.schema_types import parameters_of, typed
@@ -85,12 +86,16 @@ class Teller:
             self._parts.append(Said(told))
 
     def tell(self, items: Items, offset: int) -> None:
-        """Calls that end at `offset`, and what stands between them."""
-        for item in items:
+        """Calls that end at `offset`, and what stands between them.  Raises Unreadable, and nothing is told then."""
+        for item in [item if isinstance(item, str) else self._called(item, offset) for item in items]:
             if isinstance(item, str):
                 self.say(item)
             elif not self.done:
-                self.call(Called(item.name, self._as_json(item), self.reasoned_until, offset))
+                self.call(item)
+
+    def _called(self, written: Written, offset: int) -> Called:
+        arguments = typed(written.arguments, parameters_of(self._tools, written.name))
+        return Called(written.name, _as_json(arguments), self.reasoned_until, offset)
 
     def call(self, call: Called) -> None:
         if not self._said:
@@ -99,15 +104,6 @@ class Teller:
         self._after_marker = False
         self._parts.append(call)
 
-    def _as_json(self, written: Written) -> str:
-        arguments = typed(written.arguments, parameters_of(self._tools, written.name))
-        text = json.dumps(arguments, ensure_ascii=False)
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # half a surrogate pair, which only an escape can say
-            return json.dumps(arguments)
-        return text
-
     def finish(self) -> None:
         """Nothing more comes: the white space at the end is told too, but behind calls."""
         if self._breaks:
@@ -115,3 +111,14 @@ class Teller:
         if self._space and not self.called:
             self._parts.append(Said(self._space))
         self._breaks = self._space = ""
+
+
+def _as_json(arguments: dict[str, Any]) -> str:
+    try:
+        text = json.dumps(arguments, ensure_ascii=False)
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can say
+        return json.dumps(arguments)
+    except RecursionError as error:
+        raise Unreadable("nested too deeply") from error
+    return text

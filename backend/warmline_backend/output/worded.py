@@ -7,7 +7,9 @@ from typing import Any
 from warmline_backend.output.lenient import Unreadable, read_leniently
 from warmline_backend.output.reading import Items, Written, plain_name, read_arguments, read_json_calls, read_value
 
-_MISTRAL_HEAD = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+PYTHON_CHARS_MAX = 65_536  # a parser's tree weighs many times its text
+
+_MISTRAL_HEAD = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 _KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _DEEPSEEK_BEGIN, _DEEPSEEK_SEP, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
 _GEMMA_HEAD = re.compile(r"\s*(?:call:)?\s*(?P<name>[\w.-]+)\s*(?=\{)")
@@ -83,6 +85,8 @@ def read_gemma(quote: str, text: str, cut: bool) -> Items:
 def read_pythonic(text: str, cut: bool) -> Items:
     """[name(key=value), ...]: Python, but for JSON's words within containers."""
     text = text.strip()
+    if len(text) > PYTHON_CHARS_MAX:
+        return _read_loosely(text)
     try:
         parsed = ast.parse(text, mode="eval").body
         calls = parsed.elts if isinstance(parsed, ast.List) else [parsed]

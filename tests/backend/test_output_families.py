@@ -1,0 +1,141 @@
+"""Every family's calls, read as they stream: names and arguments are those that were written, in the schema's types."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tool_families import CALLS, FAMILIES, TOOLS, Family
+
+from warmline_backend.output.dialect import dialect_of
+from warmline_backend.output.expected import Expected
+from warmline_backend.output.parts import Called, Part, Said, Thought
+from warmline_backend.output.stream import OutputStream
+from warmline_backend.output.turns import read_turn
+
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
+WITH_REASONING = pytest.mark.parametrize("family", [family for family in FAMILIES if family.think[0]], ids=str)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+def ids(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def parts_of(
+    tokenizer: TokenizerWrapper, text: str, *, natural: bool = True, tail: str = "", **fields: Any
+) -> list[Part]:
+    expected = Expected(marked=True, tail=tail, tools=fields.pop("tools", TOOLS), **fields)
+    stream = OutputStream(tokenizer, expected=expected)
+    parts: list[Part] = []
+    for token in ids(tokenizer, text):
+        if stream.stopped:
+            return parts
+        parts += stream.add(token)
+    return parts if stream.stopped else [*parts, *stream.finish(natural)]
+
+
+def content(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Said))
+
+
+def reasoning(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Thought))
+
+
+def calls(parts: list[Part]) -> list[tuple[str, Any]]:
+    return [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, Called)]
+
+
+@EVERY_FAMILY
+def test_its_format_is_known_by_its_template(family: Family, folder: Path) -> None:
+    known = dialect_of(family.tokenizer(folder))
+    assert known.calls is not None and known.calls.name == family.name
+    assert (known.think_start, known.think_end) == family.think
+
+
+@EVERY_FAMILY
+def test_calls_are_read_in_the_types_that_their_schemas_ask_for(family: Family, folder: Path) -> None:
+    parts = parts_of(family.tokenizer(folder), family.calls)
+    assert calls(parts) == CALLS and not content(parts)
+    assert [list(json.loads(part.arguments)) for part in parts if isinstance(part, Called)] == [
+        list(arguments) for _, arguments in CALLS
+    ], "the model's order"
+    assert "São" in next(part.arguments for part in parts if isinstance(part, Called))
+
+
+@WITH_REASONING
+def test_reasoning_and_text_stand_beside_calls(family: Family, folder: Path) -> None:
+    start, end = family.think
+    text = f"{start}\nHm, 1 < 2.\n{end}\n\nLet me look.\n{family.calls}"
+    parts = parts_of(family.tokenizer(folder), text)
+    assert (reasoning(parts), content(parts), calls(parts)) == ("Hm, 1 < 2.", "Let me look.", CALLS)
+    assert [type(part) for part in parts if isinstance(part, Called)] == [type(part) for part in parts[-2:]]
+
+
+@WITH_REASONING
+def test_reasoning_that_the_prompt_has_opened_needs_no_start(family: Family, folder: Path) -> None:
+    tokenizer, (start, end) = family.tokenizer(folder), family.think
+    assert reasoning(parts_of(tokenizer, f"Hm.\n{end}\n\nYes.", tail=f"<|im_start|>assistant\n{start}\n")) == "Hm."
+    assert content(parts_of(tokenizer, "Yes.", tail=f"<|im_start|>assistant\n{start}\n\n{end}\n\n")) == "Yes."
+    cut = parts_of(tokenizer, "Hm, I", tail=f"{start}\n", natural=False)
+    assert (reasoning(cut), content(cut)) == ("Hm, I", "")
+
+
+@EVERY_FAMILY
+def test_without_tools_text_stays_text(family: Family, folder: Path) -> None:
+    parts = parts_of(family.tokenizer(folder), family.calls, tools=None)
+    assert not calls(parts) and len(content(parts)) > len("get_weather run São Paulo")
+
+
+@EVERY_FAMILY
+def test_a_cut_call_is_text_as_the_model_wrote_it(family: Family, folder: Path) -> None:
+    """Every beginning of the answer: whole calls are told, the rest is content, and no character is lost."""
+    tokenizer = family.tokenizer(folder)
+    text = "So: " + family.calls if family.name != "llama3" else family.calls
+    for length in range(1, len(text), 7):
+        parts = parts_of(tokenizer, text[:length], natural=False)
+        told = calls(parts)
+        assert told == CALLS[: len(told)]
+        if not told:
+            assert content(parts) == text[:length]
+
+
+@EVERY_FAMILY
+def test_one_call_where_one_is_wanted(family: Family, folder: Path) -> None:
+    assert calls(parts_of(family.tokenizer(folder), family.calls + "\n\nDone.", parallel=False)) == CALLS[:1]
+
+
+@EVERY_FAMILY
+def test_a_turn_reads_as_it_was_told(family: Family, folder: Path) -> None:
+    tokenizer, (start, end) = family.tokenizer(folder), family.think
+    text = (f"{start}\nHm.\n{end}\n\nLet me look.\n" if start else "") + family.calls
+    last = next(part for part in reversed(parts_of(tokenizer, text)) if isinstance(part, Called))
+    turn = ids(tokenizer, text)[last.start : last.end]
+    said, read = read_turn(turn, tokenizer, TOOLS)
+    assert said.strip() == ("Let me look." if start else "")
+    assert [(name, json.loads(arguments)) for name, arguments in read] == CALLS
+
+
+@EVERY_FAMILY
+def test_special_tokens_that_mark_nothing_are_no_text(family: Family, folder: Path) -> None:
+    assert content(parts_of(family.tokenizer(folder), "a<|im_start|>b<|im_end|>", tools=None)) == "ab"
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.name != "minicpm5"], ids=str)
+def test_mlx_lms_own_parser_reads_the_same(family: Family, folder: Path) -> None:
+    """So what is read here is what this family writes."""
+    tokenizer = family.tokenizer(folder)
+    if not tokenizer.has_tool_calling:
+        pytest.skip("mlx-lm has none")
+    pieces = family.calls.split(tokenizer.tool_call_start)[1:]
+    texts = [piece.split(tokenizer.tool_call_end)[0] if tokenizer.tool_call_end else piece for piece in pieces]
+    parsed = [tokenizer.tool_parser(text, TOOLS) for text in texts]
+    flat = [call for one in parsed for call in (one if isinstance(one, list) else [one])]
+    assert [call["name"] for call in flat] == [name for name, _ in CALLS]
+    assert flat[0]["arguments"] == CALLS[0][1]
