@@ -11,6 +11,7 @@ SAID_IN_WORDS = {
     "served_name": "the model's own",
     "client_key": "none",
     "adapter_path": "none",
+    "stabilize": "none",
 }
 
 
