@@ -1,6 +1,7 @@
 """A pair that many tests share, for starting one takes seconds."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,4 +12,19 @@ from pair import FolderOf, Pair
 def warm_pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """A llama; what one test asks, another may find cached: begin conversations with words of your own."""
     with Pair(tmp_path_factory.mktemp("warm"), tiny_folder("llama")) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="session")
+def agent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the trained model that calls tools, see tests/agent_model/README.md.  Not to be written to."""
+    from agent_model.agent_folder import build  # here, so that tests without a model don't import mlx
+
+    return build(tmp_path_factory.mktemp("models") / "agent")
+
+
+@pytest.fixture(scope="session")
+def agent_pair(agent_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """A pair that serves the trained model; begin conversations with words of your own, as with `warm_pair`."""
+    with Pair(tmp_path_factory.mktemp("agents"), agent_folder, "--prefill-step-size", "512") as pair:
         yield pair
