@@ -1,4 +1,4 @@
-"""`warmline`: starts the pair, one of the two, or shows the settings in force."""
+"""`warmline`: starts the pair or one of the two, examines models and servers, or shows the settings in force."""
 
 import inspect
 import json
@@ -107,6 +107,42 @@ def doctor(
     options = [word for flag, number in numbers.items() if number for word in (flag, f"{number:g}")]
     options += ["--json"] if as_json else []
     _become(commands.doctor(config, commands.model_to_load(config), options, os.environ))
+
+
+@app.command()
+def gates(
+    url: Annotated[str, typer.Option(metavar="URL", help="default: where the settings say that Warmline serves")] = "",
+    home: Annotated[str | None, typer.Option(metavar="DIR", help="that the server runs from, for `restart`")] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="this gate alone; may be repeated")] = None,
+    names: Annotated[bool, typer.Option("--list", help="list the gates, and run none")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="also end the backend, which interrupts others")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="a gate that can't be run is a failure")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs instead of people")] = False,
+    model: Annotated[str, typer.Option(metavar="NAME", help="default: the first that the server lists")] = "",
+    turns: Annotated[int, typer.Option(min=2, max=1000, help="of the long transcript")] = 12,
+    turn_kb: Annotated[float, typer.Option(min=0.2, max=1000, help="that each of them says")] = 3.0,
+    long_tokens: Annotated[int, typer.Option(min=500, max=1_000_000, help="of the prompt that is cancelled")] = 12_288,
+    tolerance: Annotated[float, typer.Option(min=0, help="nats at which two tokens are tied; 0: by their type")] = 0.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="for one request, and for a model to load")] = 1800.0,
+    seed: Annotated[str, typer.Option(help="at the top of each prompt; default: a new one")] = "",
+) -> None:
+    """Check a running server, from a first token to a long transcript.  The key comes from WARMLINE_CLIENT_KEY."""
+    from warmline_run.gates import command  # here, since no other command needs what these import
+    from warmline_run.gates.gate import Scale
+
+    if names:
+        print(command.listing())
+        return
+    try:
+        target = command.target(resolve({"home": home}, os.environ), url, os.environ)
+        scale = Scale(turns_count=turns, turn_bytes=int(turn_kb * 1000), long_tokens=long_tokens)
+        visit = command.visit(target, scale, model=model, tolerance=tolerance, timeout_s=timeout_s, seed=seed)
+        visit.may_restart = restart
+        wanted = command.Wanted(command.gates_called(only or []), as_json, strict)
+    except ConfigurationError as error:
+        supervise.say(str(error))
+        raise typer.Exit(EXIT_CONFIGURATION) from None
+    raise typer.Exit(command.examine(visit, wanted))
 
 
 @app.command("config")

@@ -1,0 +1,211 @@
+"""What servers answer, read into values.  Pure; raises Malformed where it is no answer of OpenAI's API."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+
+
+class Malformed(Exception):
+    """What is wrong with an answer's form."""
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """One token of an answer.  Tokens are named by their bytes, where the server tells them: two may read alike."""
+
+    token: str
+    logprob: float
+    top: Mapping[str, float]  # log-probabilities of the likeliest tokens there
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One choice of a chat completion, streamed or not."""
+
+    text: str
+    reasoning: str
+    calls: tuple[Mapping[str, Any], ...]
+    finish: str
+    model: str
+    usage: Mapping[str, Any]
+    tokens: tuple[TokenChoice, ...] = ()  # () where the server gives no log-probabilities, or not in OpenAI's shape
+    ended_cleanly: bool = True  # a stream: with [DONE]
+
+    @property
+    def said(self) -> str:
+        """All that it says, in order."""
+        return self.reasoning + self.text
+
+    @property
+    def message(self) -> Message:
+        """As its client sends it back in the next turn."""
+        calls = {"tool_calls": [dict(call) for call in self.calls]} if self.calls else {}
+        return {"role": "assistant", "content": self.text or (None if calls else ""), **calls}
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Raises Malformed where usage lacks it."""
+        return _count(self.usage, "prompt_tokens")
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """None where the server does not say."""
+        details = self.usage.get("prompt_tokens_details")
+        value = details.get("cached_tokens") if isinstance(details, Mapping) else None
+        return value if isinstance(value, int) else None
+
+
+def read_answer(data: Any) -> Answer:
+    """A chat completion's JSON."""
+    choice = _first_choice(data)
+    message = choice.get("message")
+    if not isinstance(message, Mapping):
+        raise Malformed("its first choice has no message")
+    return Answer(
+        text=_text(message, "content"),
+        reasoning=_text(message, "reasoning_content") or _text(message, "reasoning"),
+        calls=tuple(_listed(message, "tool_calls")),
+        finish=_text(choice, "finish_reason"),
+        model=_text(data, "model"),
+        usage=_object(data, "usage"),
+        tokens=tuple(read_tokens(choice.get("logprobs"))),
+    )
+
+
+def read_tokens(logprobs: Any) -> Iterator[TokenChoice]:
+    """Nothing where they are not in OpenAI's shape."""
+    for entry in (logprobs.get("content") or []) if isinstance(logprobs, Mapping) else []:
+        try:
+            top = {_name(other): float(other["logprob"]) for other in entry.get("top_logprobs") or []}
+            yield TokenChoice(_name(entry), float(entry["logprob"]), top)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    raw = entry.get("bytes")
+    return bytes(raw).hex() if isinstance(raw, list) and raw else str(entry["token"])
+
+
+@dataclass
+class StreamFold:
+    """Gathers one answer from the chunks of its stream."""
+
+    done: bool = False
+    models: set[str] = field(default_factory=set)
+    _texts: dict[str, list[str]] = field(default_factory=lambda: {"content": [], "reasoning": []})
+    _calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _tokens: list[TokenChoice] = field(default_factory=list)
+    _finish: str = ""
+    _usage: Mapping[str, Any] = field(default_factory=dict)
+
+    def add(self, data: str) -> bool:
+        """One event's data; whether it said anything of the answer.  Raises Malformed."""
+        if data == "[DONE]":
+            self.done = True
+            return False
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            raise Malformed(f"its stream has an event that is no JSON: {data[:80]!r}") from None
+        if not isinstance(chunk, Mapping):
+            raise Malformed(f"its stream has an event that is no object: {data[:80]!r}")
+        if error := chunk.get("error"):
+            raise Malformed(f"its stream ended in an error: {_error_text(error)}")
+        self.models.add(_text(chunk, "model"))
+        self._usage = _object(chunk, "usage") or self._usage
+        return self._choice(_first_choice(chunk)) if chunk.get("choices") else False
+
+    def answer(self) -> Answer:
+        return Answer(
+            text="".join(self._texts["content"]),
+            reasoning="".join(self._texts["reasoning"]),
+            calls=tuple(call for _, call in sorted(self._calls.items())),
+            finish=self._finish,
+            model=", ".join(sorted(self.models)),
+            usage=self._usage,
+            tokens=tuple(self._tokens),
+            ended_cleanly=self.done,
+        )
+
+    def _choice(self, choice: Mapping[str, Any]) -> bool:
+        delta = _object(choice, "delta")
+        content, reasoning = (
+            _text(delta, "content"),
+            _text(delta, "reasoning_content") or _text(delta, "reasoning"),
+        )
+        self._texts["content"].append(content)
+        self._texts["reasoning"].append(reasoning)
+        calls = _listed(delta, "tool_calls")
+        for call in calls:
+            self._add_call(call)
+        self._tokens += read_tokens(choice.get("logprobs"))
+        self._finish = _text(choice, "finish_reason") or self._finish
+        return bool(content or reasoning or calls)
+
+    def _add_call(self, delta: Mapping[str, Any]) -> None:
+        index, part = delta.get("index"), _object(delta, "function")
+        if not isinstance(index, int):
+            raise Malformed("a tool call in its stream has no index")
+        empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        call = self._calls.setdefault(index, empty)
+        call["id"] = call["id"] or _text(delta, "id")
+        call["function"]["name"] += _text(part, "name")
+        call["function"]["arguments"] += _text(part, "arguments")
+
+
+def error_of(body: bytes) -> str:
+    """What a refusal says, in a line."""
+    try:
+        data = json.loads(body)
+    except ValueError:
+        data = body.decode(errors="replace")
+    return _error_text(data.get("error", data) if isinstance(data, Mapping) else data)
+
+
+def _error_text(error: Any) -> str:
+    message = error.get("message") if isinstance(error, Mapping) else error
+    return " ".join(str(message if message is not None else error).split())[:300]
+
+
+def _first_choice(data: Any) -> Mapping[str, Any]:
+    choices = data.get("choices") if isinstance(data, Mapping) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
+        raise Malformed("it has no choices")
+    return choices[0]
+
+
+def _text(data: Mapping[str, Any], name: str) -> str:
+    """ "" where it is absent or null."""
+    value = data.get(name)
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise Malformed(f"its {name!r} is no text")
+
+
+def _object(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """{} where it is absent or null."""
+    value = data.get(name)
+    if value is None or isinstance(value, Mapping):
+        return value or {}
+    raise Malformed(f"its {name!r} is no object")
+
+
+def _listed(data: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """[] where it is absent or null."""
+    value = data.get(name)
+    if value is None:
+        return []
+    if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+        return value
+    raise Malformed(f"its {name!r} is no list of objects")
+
+
+def _count(usage: Mapping[str, Any], name: str) -> int:
+    value = usage.get(name)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise Malformed(f"its usage has no {name!r}")

@@ -1,0 +1,112 @@
+"""`warmline gates` itself: whom to ask, reaching them, running, reporting; the exit code."""
+
+import asyncio
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from warmline_run.gates import report, running
+from warmline_run.gates.gate import Gate, Outcome, Scale, Visit
+from warmline_run.gates.judging import TOLERANCES_KV_BITS
+from warmline_run.gates.server import Server, Unanswered
+from warmline_run.resolve import Config, ConfigurationError
+from warmline_run.settings import SETTINGS
+from warmline_run.supervise import Address
+
+EXIT_PASSED, EXIT_FAILED, EXIT_UNREACHABLE = 0, 1, 2
+GRID_TOKENS_AUTO = 8192  # where the settings leave the step to be measured: the largest that usually wins
+
+
+@dataclass(frozen=True)
+class Target:
+    """The server, and what the settings say of it: nothing, where it isn't the one that they are of."""
+
+    url: str
+    key: str = ""
+    home: Path | None = None
+    grid_tokens: int = 0
+    tolerance: float = 0.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks of the report."""
+
+    gates: Sequence[Gate]
+    as_json: bool = False
+    strict: bool = False
+
+
+def target(config: Config, url: str, environment: Mapping[str, str]) -> Target:
+    """`url` is "" for the server of these settings.  A key in the home's file goes to no other server."""
+    host, port = str(config["host"]), int(config["port"])
+    home = Path(str(config["home"]))
+    if url and url.rstrip("/") != Address(host, port).url:
+        return Target(url, environment.get(SETTINGS["client_key"].variable, ""), home)
+    own = Address(Address(host, port).probe_host, port).url
+    step = config["prefill_step_size"]
+    grid = (step if isinstance(step, int) else GRID_TOKENS_AUTO) if config["reuse"] == "exact" else 0
+    return Target(own, str(config["client_key"]), home, grid, TOLERANCES_KV_BITS.get(int(config["kv_bits"]), 0.0))
+
+
+def visit(target: Target, scale: Scale, *, model: str, tolerance: float, timeout_s: float, seed: str) -> Visit:
+    server = Server(target.url, target.key, timeout_s, model)
+    return Visit(
+        server=server,
+        seed=seed or secrets.token_hex(4),
+        scale=scale,
+        tolerance=tolerance or target.tolerance,
+        grid_tokens=target.grid_tokens,
+        home=target.home,
+    )
+
+
+def gates_called(names: Sequence[str]) -> Sequence[Gate]:
+    """All, where there are no names.  Raises ConfigurationError."""
+    try:
+        return running.chosen(names)
+    except KeyError as error:
+        known = ", ".join(gate.name for gate in running.GATES)
+        raise ConfigurationError(f"there is no gate {error.args[0]!r}; there are {known}") from None
+
+
+def listing() -> str:
+    return report.listing(running.GATES)
+
+
+def examine(visit: Visit, wanted: Wanted) -> int:
+    """Blocks until all gates are done; prints each as it ends.  Returns the exit code."""
+    return asyncio.run(_examine(visit, wanted))
+
+
+async def _examine(visit: Visit, wanted: Wanted) -> int:
+    async with visit.server:
+        try:
+            await _meet(visit)
+        except Unanswered as error:
+            print(f"warmline: {error}", file=sys.stderr)
+            return EXIT_UNREACHABLE
+        if not wanted.as_json:
+            print(report.header(visit))
+        outcomes: list[Outcome] = []
+        async for outcome in running.run(visit, wanted.gates):
+            outcomes.append(outcome)
+            if not wanted.as_json:
+                print(report.row(outcome), flush=True)
+    good = report.passed(outcomes, wanted.strict)
+    print(report.as_json(visit, outcomes, good) if wanted.as_json else f"\n{report.summary(outcomes)}")
+    return EXIT_PASSED if good else EXIT_FAILED
+
+
+async def _meet(visit: Visit) -> None:
+    """Learn the model's name and context, where the server tells them.  Raises Unanswered where it lets nobody in."""
+    status, listed = await visit.server.get("/models")
+    if status in (401, 403):
+        raise Unanswered(f"{visit.server.url} wants a key ({status}): set WARMLINE_CLIENT_KEY", status)
+    models = listed.get("data") if status == 200 and isinstance(listed, dict) else None
+    first = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+    visit.server.model = visit.server.model or str(first.get("id") or "")
+    context = first.get("max_model_len")
+    visit.context_tokens = context if isinstance(context, int) else 0

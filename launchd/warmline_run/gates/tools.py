@@ -1,0 +1,92 @@
+"""Gates of tool calls: a call that is asked for comes, valid; what becomes of its result."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from warmline_run.gates.answers import Answer, Message
+from warmline_run.gates.gate import Failed, Visit, shown
+from warmline_run.gates.judging import argument_flaw
+
+TOOL = "read_lines"
+# Bounded values: a model that is free to write a string may never end it.
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "enum": ["/etc/hostname", "/etc/os-release"]},
+        "count": {"type": "integer", "minimum": 1, "maximum": 9},
+        "numbered": {"type": "boolean"},
+    },
+    "required": ["path", "count", "numbered"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": TOOL, "description": "Read the first lines of a file.", "parameters": SCHEMA, "strict": True}
+ASKING: dict[str, Any] = {"tools": [{"type": "function", "function": FUNCTION}]}
+CALL_TOKENS_MAX = 256
+TAIL_TOKENS = 64  # at a prompt's end, that open the answer: a template may write them otherwise next turn
+QUESTION = "How is this machine called? Read it from its file. " + "Take your time, and look before you answer. " * 12
+
+
+async def tool_call(visit: Visit) -> str:
+    messages = visit.opening("tool", QUESTION)
+    fields = {"max_tokens": CALL_TOKENS_MAX, "tool_choice": "required", **ASKING}
+    for how, ask in (("", visit.server.ask), (" (streamed)", visit.server.stream)):
+        answer = await ask(messages, **fields)
+        arguments = check_call(answer, how)
+    return f"{TOOL}({json.dumps(arguments)}), streamed and not"
+
+
+def check_call(answer: Answer, how: str = "") -> Mapping[str, Any]:
+    """The arguments of its one call, which must be right in all its parts.  Raises Failed."""
+    if not answer.calls:
+        raise Failed(
+            f"a call is required, and the answer{how} has none: finish_reason {answer.finish!r}, {shown(answer.said)}",
+            "the server ignores tool_choice (mlx_lm.server does), or can't read this model's calls",
+        )
+    for call in answer.calls:
+        function = call.get("function")
+        if not call.get("id") or not isinstance(function, Mapping) or function.get("name") != TOOL:
+            raise Failed(f"not a call{how} of the one tool that there is: {json.dumps(dict(call))[:200]}")
+        try:
+            arguments: Any = json.loads(function.get("arguments", ""))
+        except (TypeError, ValueError):
+            raise Failed(f"its arguments{how} are no JSON: {shown(str(function.get('arguments')))}") from None
+        if flaw := argument_flaw(arguments, SCHEMA):
+            raise Failed(
+                f"its arguments{how} don't follow the schema: {flaw}", "the server does not hold calls to their schema"
+            )
+    if answer.finish != "tool_calls":
+        raise Failed(f"finish_reason{how} is {answer.finish!r}, not 'tool_calls'", "agents would not look for the call")
+    return arguments  # type: ignore[no-any-return]
+
+
+async def tool_result(visit: Visit) -> str:
+    messages = visit.opening("result", QUESTION)
+    asked = await visit.server.ask(messages, max_tokens=CALL_TOKENS_MAX, tool_choice="required", **ASKING)
+    check_call(asked)
+    results: list[Message] = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "harbour-7"} for call in asked.calls
+    ]
+    answer = await visit.server.ask(
+        [*messages, asked.message, *results], max_tokens=visit.scale.answer_tokens, **ASKING
+    )
+    if not answer.said.strip() and not answer.calls:
+        raise Failed(f"the answer to the tool's result is empty (finish_reason {answer.finish!r})")
+    if answer.prompt_tokens <= asked.prompt_tokens:
+        raise Failed(
+            f"with call and result the prompt has {answer.prompt_tokens} tokens, without them {asked.prompt_tokens}",
+            "the model did not see them: look at its chat template with `warmline doctor MODEL`",
+        )
+    return f"answered; {_reuse(visit, asked, answer)}"
+
+
+def _reuse(visit: Visit, asked: Answer, answer: Answer) -> str:
+    cached, wanted = answer.cached_tokens, visit.kept(asked.prompt_tokens, TAIL_TOKENS)
+    if cached is None:
+        raise Failed("usage does not say how much was reused (prompt_tokens_details.cached_tokens)")
+    if cached < wanted:
+        raise Failed(
+            f"{cached} tokens were reused of the {asked.prompt_tokens} before the call",
+            "each step of an agent would prefill anew; the server's log, or `cachectl stats`, says why",
+        )
+    return f"{cached} of its {answer.prompt_tokens} tokens were reused, the call's question had {asked.prompt_tokens}"

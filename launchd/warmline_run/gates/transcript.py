@@ -1,0 +1,75 @@
+"""A terminal agent's conversation, made up: the same for the same seed, of any length.  Pure."""
+
+import random
+from collections.abc import Callable
+
+INSTRUCTION = """You work in a Linux terminal on a task, step by step. Each turn you see what the terminal printed.
+Answer with one JSON object: "analysis" (what you see), "plan" (what to do next), "commands" (a list of
+{"keystrokes", "duration"}), "done".
+
+The task: find out why the build of the project in /srv/app fails, mend it, and run its tests until all of them pass.
+"""
+NAMES = ("alpha", "cargo", "delta", "engine", "filter", "gateway", "handler", "index", "journal", "kernel", "ledger")
+KINDS = ("c", "h", "py", "md", "toml", "log")
+
+
+class Transcript:
+    """What the terminal says, turn by turn."""
+
+    def __init__(self, seed: str, turn_bytes: int) -> None:
+        self._seed, self._turn_bytes = seed, turn_bytes
+
+    def said(self, turn: int) -> str:
+        """The user's message of a turn, counted from 1: about `turn_bytes` long."""
+        draw = random.Random(f"{self._seed} {turn}")
+        head = f"[{self._seed} terminal] {INSTRUCTION}\n" if turn == 1 else ""
+        screen = "Current terminal state:\n" if turn == 1 else "New terminal output:\n"
+        makers: list[Callable[[random.Random], list[str]]] = [_listing, _build, _tests, _history, _dump]
+        lines: list[str] = []
+        while sum(map(len, lines)) + len(lines) < self._turn_bytes - len(head):
+            lines += makers[(turn + len(lines)) % len(makers)](draw)
+        return f"{head}{screen}" + "\n".join(lines) + f"\nroot@build:/srv/app# # step {turn}"
+
+
+def _file(draw: random.Random) -> str:
+    return f"{draw.choice(NAMES)}_{draw.choice(NAMES)}.{draw.choice(KINDS)}"
+
+
+def _listing(draw: random.Random) -> list[str]:
+    rows = [
+        f"-rw-r--r-- 1 root root {draw.randrange(99_999):>6} Mar {draw.randrange(1, 29):>2} {_file(draw)}"
+        for _ in range(6)
+    ]
+    return ["root@build:/srv/app# ls -l src", f"total {draw.randrange(900)}", *rows]
+
+
+def _build(draw: random.Random) -> list[str]:
+    rows = [
+        f"src/{_file(draw)}:{draw.randrange(900)}:{draw.randrange(80)}: warning: '{draw.choice(NAMES)}' is never used"
+        for _ in range(4)
+    ]
+    return [
+        "root@build:/srv/app# make -j4",
+        *rows,
+        f"make: *** [Makefile:{draw.randrange(200)}: {_file(draw)}] Error 1",
+    ]
+
+
+def _tests(draw: random.Random) -> list[str]:
+    rows = [
+        f"tests/test_{draw.choice(NAMES)}.py::test_{draw.choice(NAMES)} {draw.choice(['PASSED', 'FAILED'])} ({row}/6)"
+        for row in range(6)
+    ]
+    return ["root@build:/srv/app# pytest -v", *rows, f"E   assert {draw.randrange(500)} == {draw.randrange(500)}"]
+
+
+def _history(draw: random.Random) -> list[str]:
+    rows = [
+        f"{draw.getrandbits(40):010x} Make the {draw.choice(NAMES)} wait for the {draw.choice(NAMES)}" for _ in range(5)
+    ]
+    return ["root@build:/srv/app# git log --oneline", *rows]
+
+
+def _dump(draw: random.Random) -> list[str]:
+    rows = [f"{16 * row:08x}  " + " ".join(f"{draw.randrange(256):02x}" for _ in range(16)) for row in range(4)]
+    return [f"root@build:/srv/app# hexdump {_file(draw)}", *rows]
