@@ -13,6 +13,7 @@ READY_POLL_S = 1.0
 WITH_LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}  # most servers give as many
 NEW_NAMES = ("openai/gates-a", "any/name at all")
 WORD = "warm-4711"
+FORCED_TOKENS_MAX = 512
 STOP_WORDS = ["\n", "e", "}"]
 LOOK = {
     "type": "function",
@@ -78,8 +79,7 @@ async def exact_answer(visit: Visit) -> str:
             f"asked twice at temperature 0, {flaw}: {shown(first.said)}, then {shown(second.said)}",
             "something is random, or the second answer was computed from a wrong cache",
         )
-    await forced(visit, WORD)
-    return f"twice {shown(first.said, 40)}; held to one value, it gives that value"
+    return f"twice {shown(first.said, 40)}; {await forced(visit, WORD)}"
 
 
 def one_value(word: str) -> dict[str, Any]:
@@ -89,12 +89,14 @@ def one_value(word: str) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "one_value", "strict": True, "schema": schema}}
 
 
-async def forced(visit: Visit, word: str) -> None:
-    """Ask for a value that there is no choice about.  Raises Failed where another answer comes."""
+async def forced(visit: Visit, word: str) -> str:
+    """Ask for a value that there is no choice about; what was seen.  Raises Failed where another answer comes."""
     messages = visit.opening(
         f"exact {word}", 'Answer with the JSON object {"answer": "' + word + '"} and nothing else.'
     )
-    answer = await visit.server.ask(messages, max_tokens=64, response_format=one_value(word))
+    answer = await visit.server.ask(messages, max_tokens=FORCED_TOKENS_MAX, response_format=one_value(word))
+    if only_thought(answer):
+        return f"whether it can be held to one value was not seen, for it thinks for {FORCED_TOKENS_MAX} tokens or more"
     try:
         right = json.loads(answer.text) == {"answer": word}
     except ValueError:
@@ -102,8 +104,14 @@ async def forced(visit: Visit, word: str) -> None:
     if not right:
         raise Failed(
             f"response_format allows nothing but {word!r}, and the answer is {shown(answer.text or answer.reasoning)}",
-            "structured output is ignored here (mlx_lm.server does), or constrains a reasoning that never ends",
+            "structured output is ignored here, as mlx_lm.server does",
         )
+    return "held to one value, it gives that value"
+
+
+def only_thought(answer: Answer) -> bool:
+    """It was cut before it came to the point: some models reason whatever they are told."""
+    return answer.finish == "length" and bool(answer.reasoning) and not answer.text and not answer.calls
 
 
 async def streaming(visit: Visit) -> str:

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from warmline_run.gates.answers import Answer, Message
-from warmline_run.gates.gate import Failed, Visit, shown
+from warmline_run.gates.gate import Failed, NotRun, Visit, shown
 from warmline_run.gates.judging import argument_flaw
+from warmline_run.gates.shallow import only_thought
 
 TOOL = "read_lines"
 # Bounded values: a model that is free to write a string may never end it.
@@ -22,7 +23,7 @@ SCHEMA: dict[str, Any] = {
 }
 FUNCTION = {"name": TOOL, "description": "Read the first lines of a file.", "parameters": SCHEMA, "strict": True}
 ASKING: dict[str, Any] = {"tools": [{"type": "function", "function": FUNCTION}]}
-CALL_TOKENS_MAX = 256
+CALL_TOKENS_MAX = 512
 TAIL_TOKENS = 64  # at a prompt's end, that open the answer: a template may write them otherwise next turn
 QUESTION = "How is this machine called? Read it from its file. " + "Take your time, and look before you answer. " * 12
 
@@ -38,6 +39,8 @@ async def tool_call(visit: Visit) -> str:
 
 def check_call(answer: Answer, how: str = "") -> Mapping[str, Any]:
     """The arguments of its one call, which must be right in all its parts.  Raises Failed."""
+    if only_thought(answer):
+        raise NotRun(f"the model thinks for {CALL_TOKENS_MAX} tokens or more before it calls")
     if not answer.calls:
         raise Failed(
             f"a call is required, and the answer{how} has none: finish_reason {answer.finish!r}, {shown(answer.said)}",
