@@ -94,11 +94,19 @@ def test_what_is_too_large_or_never_ends_is_refused(schema: dict[str, Any], word
         {"type": "array", "items": {"$ref": "#"}},
         {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
         {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["a"]},
+        {"$ref": "#/$defs/M%C3%BC~1r%20", "$defs": {"Mü/r ": {"type": "null"}}},
         {"$ref": "#/$defs/0", "$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(40)} | {"40": {}}},
     ],
 )
 def test_what_may_end_is_taken(schema: dict[str, Any]) -> None:
     assert fitted(schema, "x") == schema
+
+
+def test_references_are_encoded() -> None:
+    schema = {"oneOf": [{"$ref": "#/$defs/Größe"}, {"$ref": "#/$defs/a b"}]}
+    defs = {"Größe": branch("a"), "a b": branch("b")}
+    made = fitted({**schema, "$defs": defs}, "x")
+    assert made == {"anyOf": [{"$ref": "#/$defs/Gr%C3%B6%C3%9Fe"}, {"$ref": "#/$defs/a%20b"}], "$defs": defs}
 
 
 def test_a_schema_that_doubles_at_each_reference_is_looked_at_once() -> None:

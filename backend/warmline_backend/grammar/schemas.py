@@ -7,6 +7,7 @@ branches can't both hold becomes "anyOf".
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote, unquote
 
 from warmline_backend.params import BadRequest
 
@@ -23,6 +24,7 @@ _FORMATS = frozenset(
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _LISTS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
 _SINGLES = frozenset(("items", "additionalProperties", "not", "contains", "propertyNames", "additionalItems"))
+_IN_REFERENCES = "#/~%!$&'()*+,;=:@?-._"  # what stands in one as it is; llguidance wants the rest encoded
 _ROUNDS_MAX = 50
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
@@ -79,6 +81,8 @@ def _fitted(schema: Any, root: Schema) -> Any:
 
 
 def _fitted_under(key: str, value: Any, root: Schema) -> Any:
+    if key == "$ref" and isinstance(value, str):
+        return quote(value, safe=_IN_REFERENCES)
     if key in _MAPS and isinstance(value, Mapping):
         return {name: _fitted(inner, root) for name, inner in value.items()}
     if key in _LISTS and isinstance(value, list):
@@ -152,7 +156,8 @@ def _at(reference: str, root: Schema) -> Any:
     for step in reference[2:].split("/"):
         if not isinstance(found, Mapping):
             return None
-        found = found.get(step.replace("~1", "/").replace("~0", "~"))
+        name = step.replace("~1", "/").replace("~0", "~")
+        found = found[name] if name in found else found.get(unquote(name))
     return found
 
 
