@@ -78,10 +78,11 @@ def listing() -> str:
 
 def examine(visit: Visit, wanted: Wanted) -> int:
     """Blocks until all gates are done; prints each as it ends.  Returns the exit code."""
-    return asyncio.run(_examine(visit, wanted))
+    return asyncio.run(examine_visit(visit, wanted))
 
 
-async def _examine(visit: Visit, wanted: Wanted) -> int:
+async def examine_visit(visit: Visit, wanted: Wanted) -> int:
+    """The same, on a loop that runs already."""
     async with visit.server:
         try:
             await _meet(visit)

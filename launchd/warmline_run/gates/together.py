@@ -18,6 +18,7 @@ T = TypeVar("T")
 WORDS = ("apple", "river", "copper")
 STARTED_SHARE = 0.25  # of the time that the long prompt should take, where no progress is told
 STARTED_S_MIN = 0.05
+AFTERWARDS_S = 0.1  # a small request that is answered so shortly before a long one has waited for it
 MORE = "ask for more with --long-tokens"
 
 
@@ -57,18 +58,29 @@ class _Listening:
 
     def __init__(self, visit: Visit, messages: list[Message]) -> None:
         self.done_tokens = 0  # of the prompt, as far as that is told
-        self.spoke = False  # the prompt is computed whole
         self._started = asyncio.Event()  # a part of it is computed
+        self._spoken = asyncio.Event()  # all of it is
         self._fold = StreamFold()
         self._task = asyncio.create_task(self._read(visit, messages))
 
     async def started(self, timeout_s: float) -> None:
         """Wait for that, or so long.  Raises Unanswered where the stream has failed."""
-        starting = asyncio.create_task(self._started.wait())
-        await asyncio.wait({starting, self._task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        starting.cancel()
+        await self._wait_for(self._started, timeout_s)
+
+    async def spoken(self, timeout_s: float) -> None:
+        """The same, for the first of its answer."""
+        await self._wait_for(self._spoken, timeout_s)
+
+    async def _wait_for(self, event: asyncio.Event, timeout_s: float) -> None:
+        waiting = asyncio.create_task(event.wait())
+        await asyncio.wait({waiting, self._task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
         if self._task.done():
             self._task.result()
+
+    @property
+    def spoke(self) -> bool:
+        return self._spoken.is_set()
 
     async def drop(self) -> None:
         """Closes the connection, as a client does that gave up."""
@@ -86,7 +98,8 @@ class _Listening:
         if (progress := event.progress) and progress[0] < progress[1]:
             self.done_tokens = max(self.done_tokens, progress[0])
         try:
-            self.spoke = bool(event.data and self._fold.add(event.data)) or self.spoke
+            if event.data and self._fold.add(event.data):
+                self._spoken.set()
         except Malformed as error:
             raise Unanswered(f"the stream is none of chat completions: {error}", 200) from None
         if self.spoke or self.done_tokens:
@@ -103,6 +116,7 @@ async def cancel(visit: Visit) -> str:
     try:
         await listening.started(max(STARTED_S_MIN, expected_s * STARTED_SHARE))
         beside_s = await _small(visit, "beside")
+        await listening.spoken(AFTERWARDS_S)
     finally:
         await listening.drop()
     if listening.spoke:

@@ -1,0 +1,130 @@
+"""`warmline gates` against servers that are wrong in one way each: the right gates fail, and say why."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from gate_servers import (
+    BreaksStreams,
+    EmptyCalls,
+    ForgetsTheNewest,
+    Hangs,
+    HonestServer,
+    IgnoresForm,
+    KeepsNothing,
+    Keyed,
+    Leaks,
+    LeaksThoughts,
+    Loading,
+    LooseArguments,
+    Mixes,
+    Moody,
+    NeverCold,
+    NoDone,
+    NoUsage,
+    OneAtATime,
+    OneName,
+    OwnName,
+    RotsQuietly,
+    RotsWithLength,
+    served,
+)
+
+from warmline_run.gates.command import EXIT_FAILED, EXIT_PASSED, EXIT_UNREACHABLE, Wanted, examine_visit
+from warmline_run.gates.gate import FAILED, NOT_RUN, PASSED, Outcome, Scale, Visit
+from warmline_run.gates.running import GATES, chosen, run
+from warmline_run.gates.server import Server
+
+NAMES = [gate.name for gate in GATES]
+SMALL = Scale(turns_count=6, turn_bytes=400, long_tokens=1500, quick_s=0.0)
+TIMEOUT_S = 20.0
+
+
+def outcomes(
+    server: type[HonestServer], names: Sequence[str] = (), *, timeout_s: float = TIMEOUT_S, home: Path | None = None
+) -> dict[str, Outcome]:
+    async def ask() -> dict[str, Outcome]:
+        async with served(server()) as url, Server(url, timeout_s=timeout_s, model="honest-model") as asked:
+            visit = Visit(asked, "seed", SMALL, home=home, may_restart=home is not None)
+            return {outcome.gate.name: outcome async for outcome in run(visit, chosen(names))}
+
+    return asyncio.run(ask())
+
+
+def test_a_right_server_passes_all_and_restart_is_not_run_unasked() -> None:
+    seen = outcomes(HonestServer)
+    assert list(seen) == NAMES
+    assert {name: outcome.detail for name, outcome in seen.items() if outcome.result == FAILED} == {}
+    assert [name for name in NAMES if seen[name].result == NOT_RUN] == ["restart"]
+    assert "--restart" in seen["restart"].detail
+
+
+@pytest.mark.parametrize(
+    ("server", "gate", "said", "others"),
+    [
+        (Leaks, "no-markup", "'<|im_end|>' stands in the content of a short answer", ()),
+        (LeaksThoughts, "no-markup", "'</think>'", ()),
+        (OwnName, "any-name", "calls its model 'honest-model'", ()),
+        (OneName, "any-name", "answered 404: model openai/gates-a not found", ()),
+        (EmptyCalls, "tool-call", "has none: finish_reason 'tool_calls'", ("tool-result",)),
+        (LooseArguments, "tool-call", "'count' is '3'", ("tool-result",)),
+        (IgnoresForm, "exact-answer", "allows nothing but 'warm-4711'", ("three-at-once",)),
+        (Moody, "exact-answer", "asked twice at temperature 0", ("streaming", "three-at-once", "long-transcript")),
+        (RotsWithLength, "long-transcript", "is not the cold one: they part at token 1", ()),
+        (RotsQuietly, "long-transcript", "they part at token 21", ()),
+        (NeverCold, "long-transcript", "asked to compute turn 2 cold", ()),
+        (KeepsNothing, "tool-result", "0 tokens were reused", ("long-transcript", "cancel")),
+        (ForgetsTheNewest, "long-transcript", "the one before it", ()),
+        (NoDone, "streaming", "without [DONE]", ()),
+        (NoUsage, "streaming", "no usage", ("cancel",)),
+        (BreaksStreams, "streaming", "broke in mid-answer", ("tool-call", "any-name", "no-markup", "cancel")),
+        (Mixes, "three-at-once", "beside two others and alone", ()),
+        (OneAtATime, "cancel", "until a long prompt was computed whole", ()),
+    ],
+)
+def test_a_wrong_server_fails_where_it_is_wrong(
+    server: type[HonestServer], gate: str, said: str, others: Sequence[str]
+) -> None:
+    seen = outcomes(server)
+    failed = {name: outcome.detail for name, outcome in seen.items() if outcome.result == FAILED}
+    assert set(failed) == {gate, *others}, failed
+    assert said in failed[gate]
+
+
+@pytest.mark.parametrize("server", [Hangs, Loading])
+def test_a_server_that_never_answers_costs_a_bounded_time(server: type[HonestServer]) -> None:
+    seen = outcomes(server, ["load"], timeout_s=0.3)["load"]
+    assert seen.result == FAILED
+    assert ("no whole answer within 0.3 s" if server is Hangs else "the model is being loaded") in seen.detail
+
+
+def test_restart_leaves_other_homes_alone(tmp_path: Path) -> None:
+    assert "can't be read" in outcomes(HonestServer, ["restart"], home=tmp_path)["restart"].detail
+    (tmp_path / "secret").write_text("other")
+    seen = outcomes(HonestServer, ["restart"], home=tmp_path)["restart"]
+    assert seen.result == NOT_RUN and "does not run from" in seen.detail
+
+
+@pytest.mark.parametrize(
+    ("server", "names", "key", "strict", "code"),
+    [
+        (HonestServer, ["load", "restart"], "", False, EXIT_PASSED),
+        (HonestServer, ["load", "restart"], "", True, EXIT_FAILED),
+        (OwnName, ["any-name"], "", False, EXIT_FAILED),
+        (Keyed, ["load"], "", False, EXIT_UNREACHABLE),
+        (Keyed, ["load"], "open", False, EXIT_PASSED),
+    ],
+)
+def test_exit_codes(server: type[HonestServer], names: list[str], key: str, strict: bool, code: int) -> None:
+    async def ask() -> int:
+        async with served(server()) as url:
+            visit = Visit(Server(url, key, TIMEOUT_S), "seed", SMALL)
+            return await examine_visit(visit, Wanted(chosen(names), strict=strict))
+
+    assert asyncio.run(ask()) == code
+
+
+def test_gates_come_in_their_order_whatever_the_order_asked() -> None:
+    assert [gate.name for gate in chosen(["streaming", "load"])] == ["load", "streaming"]
+    assert {outcome.result for outcome in outcomes(HonestServer, ["streaming", "load"]).values()} == {PASSED}
