@@ -1,4 +1,4 @@
-"""Each family's way to call tools: a tokenizer with its markers, and one answer with two calls as it would write them."""
+"""Each family's way to call tools: a tokenizer with its markers, and two calls as it would write them."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -256,7 +256,8 @@ FAMILIES = [
         "<|START_ACTION|>",
         ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
-        f'{_WEATHER_JSON}}},\n    {{"tool_call_id": "1", "tool_name": "run", "parameters": {_RUN_JSON}}}\n]<|END_ACTION|>',
+        f'{_WEATHER_JSON}}},\n    {{"tool_call_id": "1", "tool_name": "run", "parameters": {_RUN_JSON}}}\n]'
+        "<|END_ACTION|>",
         ("<|START_THINKING|>", "<|END_THINKING|>"),
     ),
     Family(

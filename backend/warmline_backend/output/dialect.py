@@ -56,7 +56,7 @@ def dialect_of(tokenizer: TokenizerWrapper) -> Dialect:
     markers = [start, end, *noise, *(headers.words if headers else ())]
     for opening in (calls, *calls.others) if calls else ():
         markers += [opening.start, opening.end]
-    markers += calls.words if calls else ()
+    markers += (calls and calls.words) or ()
     return Dialect(start, end, calls, noise, headers, _hidden(tokenizer, markers))
 
 

@@ -24,7 +24,7 @@ class Opening:
 @dataclass(frozen=True)
 class ToolFormat(Opening):
     name: str  # as mlx-lm names its parser, or one of ours
-    words: tuple[str, ...] = ()  # special tokens that stand within a call
+    words: tuple[str, ...] | None = ()  # special tokens that stand within a call; None where that is not known
     others: tuple[Opening, ...] = ()  # further ways to begin
     # Where an answer may be a call without any marker: whether one that begins so is; None where more must come first.
     may_be_bare: Callable[[str], bool | None] | None = None
@@ -134,9 +134,11 @@ def _template(tokenizer: TokenizerWrapper) -> str:
 
 def _mlx_lms(tokenizer: TokenizerWrapper) -> ToolFormat:
     name = str(tokenizer.init_kwargs.get("tool_parser_type") or "")
-    read = _READERS.get(name) or partial(_read_as_mlx_lm, tokenizer.tool_parser)
+    read = _READERS.get(name)
+    words = _WORDS.get(name, ()) if read else None
+    read = read or partial(_read_as_mlx_lm, tokenizer.tool_parser)
     start, end = str(tokenizer.tool_call_start), str(tokenizer.tool_call_end)
-    return _made(name, start, end, read, words=_WORDS.get(name, ()), others=_OTHERS.get(name, ()))
+    return _made(name, start, end, read, words=words, others=_OTHERS.get(name, ()))
 
 
 def _read_as_mlx_lm(parse: Callable[[str], Any], text: str, cut: bool) -> Items:

@@ -13,6 +13,7 @@ from warmline_backend.output.lenient import Unreadable, read_leniently, read_str
 
 NAME_CHARS_MAX = 256
 
+_NAME = re.compile(r"[\w.$/:@-]+")
 _NAME_KEYS = ("name", "function", "tool_name", "tool")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -88,6 +89,6 @@ def read_arguments(text: str, quote: str = "") -> dict[str, Any]:
 def plain_name(name: str) -> str:
     """Raises Unreadable where it can't be a function's."""
     name = name.strip().removeprefix("functions.")
-    if not 0 < len(name) <= NAME_CHARS_MAX or re.search(r"[\s<>{}\"']", name):
+    if not 0 < len(name) <= NAME_CHARS_MAX or not _NAME.fullmatch(name):
         raise Unreadable(f"{name[:40]!r} is no function's name")
     return name

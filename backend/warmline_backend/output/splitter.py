@@ -81,15 +81,18 @@ class MarkedSplitter:
         return self._teller.taken()
 
     def finish(self, natural: bool) -> list[Part]:
-        while not self._teller.done and self._finish_step(natural):
-            pass
+        going_on = True
+        while going_on and not self._teller.done:
+            going_on = self._step() or self._finish_step(natural)
         self._teller.finish()
         return self._teller.taken()
 
     def _finish_step(self, natural: bool) -> bool:
-        """Whether there is yet more to do."""
+        """Do away with what is open.  Whether there is yet more to read."""
         if self._step == self._call:
-            return self._finish_call(natural)
+            self._held.append(self._take(len(self._buffer)))
+            self._end_call("", cut=not natural)
+            return bool(self._buffer)
         if self._step == self._try:
             self._finish_trial(natural)
         elif self._step == self._think:
@@ -183,40 +186,23 @@ class MarkedSplitter:
         assert self._opening
         text = "".join(self._held)
         try:
+            if cut and self._opening.end:
+                raise Unreadable("it is cut")
             self._teller.tell(self._opening.read(text, cut), self._offset)
         except Unreadable as error:
             if marker and error.cut and self._ends_held < ENDS_HELD_MAX:
                 return False
-            self._teller.say(self._opening.start + text + marker)
+            self._give_up(text + marker)
         self._step = self._say
         return True
 
-    def _finish_call(self, natural: bool) -> bool:
-        assert self._opening
-        opening, cut = self._opening, not natural
-        self._held.append(self._take(len(self._buffer)))
-        text = "".join(self._held)
-        try:
-            if cut and opening.end:
-                raise Unreadable("it is cut")
-            self._teller.tell(opening.read(text, cut), self._offset)
-        except Unreadable:
-            return self._give_up(text)
-        return False
-
-    def _give_up(self, text: str) -> bool:
+    def _give_up(self, text: str) -> None:
         """No call after all.  Where it holds end markers, what follows the first of them is read anew."""
         assert self._opening
-        first = text.find(self._opening.end) + len(self._opening.end) if self._ends_held > 0 else len(text)
+        first = text.find(self._opening.end) + len(self._opening.end) if self._ends_held else len(text)
         self._teller.say(self._opening.start + text[:first])
-        self._buffer = text[first:]
-        self._offset -= len(self._buffer)
-        self._step = self._say
-        if not self._buffer:
-            return False
-        while not self._teller.done and self._step():
-            pass
-        return True
+        self._buffer = text[first:] + self._buffer
+        self._offset -= len(text) - first
 
     # ---- what may be calls amid the reasoning: they count where nothing but the end follows them
 

@@ -29,11 +29,13 @@ class OutputStream:
         self._stops = StopWords(stop_words) if stop_words else None
         self._splitter: Splitter | None = None
         self._hidden: frozenset[int] = frozenset()
+        self._shows_words = False
         self.reasons = False  # the last token belongs to the reasoning
         self._ends = array("Q", [0])  # how many characters the first n tokens have
         if expected.marked:
             dialect = dialect_of(tokenizer)
             self._hidden = dialect.hidden
+            self._shows_words = dialect.calls is not None and dialect.calls.words is None
             if dialect.marked:
                 self._splitter = splitter_of(dialect, expected)
 
@@ -63,8 +65,8 @@ class OutputStream:
         return parts
 
     def _is_hidden(self) -> bool:
-        """Special tokens are no text; within a call they may be words of the family's."""
-        return self._splitter is None or not self._splitter.calling
+        """Special tokens are no text, but within a call of a family whose words are not known."""
+        return not (self._shows_words and self._splitter and self._splitter.calling)
 
     def finish(self, natural: bool = True) -> Sequence[Part]:
         """The rest, once no more tokens come; `stopped` may become true here too.

@@ -193,8 +193,8 @@ def invoked(prefix: str = "", kind: str = "") -> Tags:
 
 
 MINICPM = Tags(
-    opening=re.compile(r"(?:<function\s+name\s*=\s*)?[\"']?(?P<name>[^\s\"'<>=]+)[\"']?\s*>"),
-    closing="</function>",
+    opening=re.compile(r"[\"']?(?P<name>[^\s\"'<>=]+)[\"']?\s*>"),  # its start marker ends within the tag
+    closing="",
     argument=re.compile(rf"<param\s+name{_quoted('key')}>"),
     argument_end="</param>",
 )

@@ -74,6 +74,8 @@ class Teller:
     def say(self, text: str) -> None:
         if not (text := self._unmarked(text)):
             return
+        if self.called and not self._said:
+            text = text.lstrip()
         if self._tools is None:
             self._said = True
             self._parts.append(Said(text))

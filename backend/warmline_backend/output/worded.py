@@ -12,7 +12,7 @@ PYTHON_CHARS_MAX = 65_536  # a parser's tree weighs many times its text
 _MISTRAL_HEAD = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 _KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _DEEPSEEK_BEGIN, _DEEPSEEK_SEP, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
-_GEMMA_HEAD = re.compile(r"\s*(?:call:)?\s*(?P<name>[\w.-]+)\s*(?=\{)")
+_GEMMA_HEAD = re.compile(r"\s*(?:call:\s*)?(?P<name>[\w.-]+)\s*(?=\{)")
 _PYTHON_HEAD = re.compile(r"\s*(?P<name>[A-Za-z_][\w.]*)\s*\(")
 _PYTHON_KEY = re.compile(r"\s*(?P<key>[A-Za-z_]\w*)\s*=\s*")
 _BUILT_IN = re.compile(r"\s*(?P<name>[\w.]+?)(?:\.call)?\(")
