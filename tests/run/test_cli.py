@@ -80,3 +80,24 @@ def test_a_port_in_use_is_named(tmp_path: Path, flag: str) -> None:
         answer = warmline("serve", "--home", str(tmp_path), "--model", str(tmp_path), *chosen)
     assert answer.returncode == 2
     assert f"port {ports[flag]} ({flag})" in answer.stderr and "in use" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--list"], 0, "long-transcript"),
+        (["--only", "nothing"], 2, "there is no gate 'nothing'; there are load, completion"),
+        (["--turns", "1"], 2, "--turns"),
+        (["--home", ""], 2, "expected a directory"),
+    ],
+)
+def test_gates_are_listed_and_named(arguments: list[str], code: int, said: str) -> None:
+    answer = warmline("gates", *arguments)
+    assert answer.returncode == code
+    assert said in answer.stdout + answer.stderr and "Traceback" not in answer.stderr
+
+
+def test_gates_ask_where_the_settings_say_and_end_with_2_where_nothing_answers(tmp_path: Path) -> None:
+    answer = warmline("gates", "--home", str(tmp_path), WARMLINE_PORT=str(port := free_port()))
+    assert answer.returncode == 2
+    assert f"nothing answers at http://127.0.0.1:{port}/v1/models" in answer.stderr

@@ -1,0 +1,139 @@
+"""What gates judge by, alone."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from warmline_run.gates.answers import Answer, Malformed, StreamFold, TokenChoice, error_of, read_answer
+from warmline_run.gates.events import EventReader
+from warmline_run.gates.judging import argument_flaw, collapsed, difference, disagreement, markup_in, tolerance_of
+from warmline_run.gates.tools import SCHEMA
+from warmline_run.gates.transcript import Transcript
+
+A, B = math.log(0.4), math.log(0.4) - 5e-4  # as near as float32 promises
+
+
+def answer(*tokens: tuple[str, dict[str, float]], finish: str = "length", text: str = "") -> Answer:
+    choices = tuple(TokenChoice(token, top[token], top) for token, top in tokens)
+    said = text or " ".join(token for token, _ in tokens)
+    return Answer(text=said, reasoning="", calls=(), finish=finish, model="m", usage={}, tokens=choices)
+
+
+def test_near_ties_agree_and_others_do_not() -> None:
+    one, other = answer(("x", {"x": A, "y": B})), answer(("y", {"y": A, "x": B}))
+    assert disagreement(one, other) == ""
+    assert "token 1" in disagreement(one, other, tolerance=1e-4)
+    sure = answer(("y", {"y": A, "x": B - 1}))
+    assert disagreement(one, sure).startswith("they part at token 1") and disagreement(one, sure, tolerance=2) == ""
+    assert "nowhere near" in disagreement(answer(("x", {"x": A})), other)
+    assert disagreement(one, answer(("x", {"x": math.nan}), text="else")) == "the same tokens became different text"
+
+
+def test_where_one_ends_the_other_must_have_nearly_ended() -> None:
+    short = answer(("x", {"x": A}), finish="stop")
+    assert disagreement(short, answer(("x", {"x": A}), ("y", {"y": A, "<end>": B}))) == ""
+    assert "token 2" in disagreement(short, answer(("x", {"x": A}), ("y", {"y": A, "z": B - 1})))
+
+
+def test_without_log_probabilities_texts_are_compared() -> None:
+    one, other = (Answer(text, "", (), "stop", "m", {}) for text in ("all is well", "all is bad"))
+    assert "character 7" in disagreement(one, other) and disagreement(one, one) == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "tolerance"), [((-0.5, -1.25), 2.0), ((-0.5, -1.0009765625), 0.125), ((-0.1, -2.3), 1e-3), ((), 1e-3)]
+)
+def test_the_tolerance_is_the_one_of_their_type(values: tuple[float, ...], tolerance: float) -> None:
+    assert tolerance_of(TokenChoice("x", value, {"x": value}) for value in values) == tolerance
+
+
+def test_the_difference_is_that_of_what_both_chose() -> None:
+    one = answer(("x", {"x": -0.5}), ("y", {"y": -1.0}))
+    assert difference(one, answer(("x", {"x": -0.75}), ("z", {"z": -9.0}))) == 0.25
+
+
+def test_a_collapse_is_one_beside_what_is_none() -> None:
+    text = "The build fails since the index is missing; look at the journal first."
+    assert collapsed("!" * 60, text) and not collapsed("!" * 60, "?" * 60) and not collapsed(text, text)
+    assert not collapsed("!!!!", text), "too short to say"
+
+
+@pytest.mark.parametrize(
+    "text", ["a<|im_end|>", "<think>", "</tool_call>", "[TOOL_CALLS]", "<\uff5cUser\uff5c>", "</s>", "<start_of_turn>"]
+)
+def test_markers_are_found(text: str) -> None:
+    assert markup_in(f"Well, {text} yes") and not markup_in("if (a<b || c|d>e) [1] </p> List<String>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flaw"),
+    [
+        ({}, ""),
+        ({"count": 10}, "'count' is 10"),
+        ({"count": True}, "'count' is True"),
+        ({"numbered": "no"}, "'numbered' is 'no'"),
+        ({"path": "/etc/passwd"}, "'path' is"),
+        ({"more": 1}, "'more' is no argument"),
+    ],
+)
+def test_arguments_follow_the_schema(arguments: dict[str, Any], flaw: str) -> None:
+    right = {"path": "/etc/hostname", "count": 9, "numbered": True}
+    said = argument_flaw({**right, **arguments}, SCHEMA)
+    assert (flaw and flaw in said) or said == flaw
+    assert argument_flaw([], SCHEMA) and "missing" in argument_flaw({"count": 1}, SCHEMA)
+
+
+def test_events_are_read_in_whatever_pieces_they_come() -> None:
+    raw = ': prefill 3/9\r\n\r\ndata: {"a": "é\u2028"}\n\ndata: [DONE]\n\n'.encode()
+    for size in (1, 7, len(raw)):
+        reader = EventReader()
+        events = [event for at in range(0, len(raw), size) for event in reader.feed(raw[at : at + size])]
+        assert [event.data for event in events] == ["", '{"a": "é\u2028"}', "[DONE]"]
+        assert events[0].progress == (3, 9) and events[1].progress is None
+
+
+def test_a_stream_is_put_together() -> None:
+    fold = StreamFold()
+    call = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{"}}
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "Hm.", "reasoning": "Hm."},
+        {"content": "Yes"},
+        {"tool_calls": [call]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
+    ]
+    spoke = [fold.add(json.dumps({"model": "m", "choices": [{"delta": delta}]})) for delta in deltas]
+    assert spoke == [False, True, True, True, True]
+    fold.add(json.dumps({"choices": [{"delta": {}, "finish_reason": "tool_calls"}], "usage": None}))
+    fold.add(json.dumps({"choices": [], "usage": {"prompt_tokens": 3}}))
+    assert not fold.answer().ended_cleanly
+    fold.add("[DONE]")
+    whole = fold.answer()
+    assert (whole.text, whole.reasoning, whole.finish, whole.prompt_tokens) == ("Yes", "Hm.", "tool_calls", 3)
+    assert whole.calls[0]["function"] == {"name": "f", "arguments": "{}"} and whole.ended_cleanly
+
+
+@pytest.mark.parametrize("data", ['{"error": {"message": "gone"}}', "nothing", "[]", '{"choices": [7]}'])
+def test_what_is_no_stream_is_malformed(data: str) -> None:
+    with pytest.raises(Malformed):
+        StreamFold().add(data)
+
+
+@pytest.mark.parametrize("data", [None, {}, {"choices": []}, {"choices": [{"message": {"content": 7}}]}])
+def test_what_is_no_answer_is_malformed(data: Any) -> None:
+    with pytest.raises(Malformed):
+        read_answer(data)
+
+
+def test_a_refusal_is_told_in_a_line() -> None:
+    assert error_of(b'{"error": {"message": "too\\nlong"}}') == "too long"
+    assert error_of(b'{"error": "no"}') == "no" and error_of(b"<html>") == "<html>"
+
+
+def test_a_transcript_is_its_seeds() -> None:
+    one, other = Transcript("a", 3000), Transcript("b", 3000)
+    assert one.said(3) == Transcript("a", 3000).said(3) != other.said(3)
+    assert all(2500 < len(one.said(turn)) < 4000 for turn in range(1, 8))
+    assert len({one.said(turn) for turn in range(1, 8)}) == 7
