@@ -268,6 +268,16 @@ class ForgetsTheNewest(HonestServer):
             super().remember(body, tokens)
 
 
+class KeepsOnAGrid(HonestServer):
+    """As exact mode does: what is kept ends at a multiple of its step."""
+
+    STEP_TOKENS = 256
+
+    def reusable(self, body: dict[str, Any]) -> int:
+        tokens = super().reusable(body)
+        return tokens - tokens % self.STEP_TOKENS
+
+
 class Hangs(HonestServer):
     """Takes questions and never answers."""
 

@@ -13,6 +13,7 @@ from gate_servers import (
     HonestServer,
     IgnoresForm,
     KeepsNothing,
+    KeepsOnAGrid,
     Keyed,
     Leaks,
     LeaksThoughts,
@@ -31,10 +32,11 @@ from gate_servers import (
     served,
 )
 
-from warmline_run.gates.command import EXIT_FAILED, EXIT_PASSED, EXIT_UNREACHABLE, Wanted, examine_visit
+from warmline_run.gates.command import EXIT_FAILED, EXIT_PASSED, EXIT_UNREACHABLE, Target, Wanted, examine_visit, target
 from warmline_run.gates.gate import FAILED, NOT_RUN, PASSED, Outcome, Scale, Visit
 from warmline_run.gates.running import GATES, chosen, run
 from warmline_run.gates.server import Server
+from warmline_run.resolve import resolve
 
 NAMES = [gate.name for gate in GATES]
 SMALL = Scale(turns_count=6, turn_bytes=400, long_tokens=1500, quick_s=0.0)
@@ -42,11 +44,16 @@ TIMEOUT_S = 20.0
 
 
 def outcomes(
-    server: type[HonestServer], names: Sequence[str] = (), *, timeout_s: float = TIMEOUT_S, home: Path | None = None
+    server: type[HonestServer],
+    names: Sequence[str] = (),
+    *,
+    timeout_s: float = TIMEOUT_S,
+    home: Path | None = None,
+    grid_tokens: int = 0,
 ) -> dict[str, Outcome]:
     async def ask() -> dict[str, Outcome]:
         async with served(server()) as url, Server(url, timeout_s=timeout_s, model="honest-model") as asked:
-            visit = Visit(asked, "seed", SMALL, home=home, may_restart=home is not None)
+            visit = Visit(asked, "seed", SMALL, grid_tokens=grid_tokens, home=home, may_restart=home is not None)
             return {outcome.gate.name: outcome async for outcome in run(visit, chosen(names))}
 
     return asyncio.run(ask())
@@ -90,6 +97,28 @@ def test_a_wrong_server_fails_where_it_is_wrong(
     failed = {name: outcome.detail for name, outcome in seen.items() if outcome.result == FAILED}
     assert set(failed) == {gate, *others}, failed
     assert said in failed[gate]
+
+
+def test_what_exact_mode_keeps_is_judged_by_its_step() -> None:
+    told = outcomes(KeepsOnAGrid, grid_tokens=KeepsOnAGrid.STEP_TOKENS)
+    assert {name: outcome.detail for name, outcome in told.items() if outcome.result == FAILED} == {}
+    untold = outcomes(KeepsOnAGrid)
+    assert {name for name, outcome in untold.items() if outcome.result == FAILED} == {
+        "tool-result",
+        "long-transcript",
+        "cancel",
+    }
+
+
+def test_settings_speak_of_their_own_server_alone(tmp_path: Path) -> None:
+    lines = ["port = 9000", 'host = "0.0.0.0"', 'client_key = "hush"', "kv_bits = 8", 'reuse = "exact"']
+    (tmp_path / "warmline.toml").write_text("\n".join(lines))
+    config = resolve({"home": str(tmp_path)}, {})
+    own = Target("http://127.0.0.1:9000/v1", "hush", tmp_path, 2048, 0.4)
+    assert target(config, "", {}) == target(config, "http://127.0.0.1:9000/v1/", {}) == own
+    assert target(config, "http://other:9000/v1", {}) == Target("http://other:9000/v1", "", tmp_path)
+    variable = {"WARMLINE_CLIENT_KEY": "mine"}
+    assert target(config, "http://other/v1", variable).key == "mine"
 
 
 @pytest.mark.parametrize("server", [Hangs, Loading])

@@ -41,14 +41,19 @@ class Wanted:
 
 def target(config: Config, url: str, environment: Mapping[str, str]) -> Target:
     """`url` is "" for the server of these settings.  A key in the home's file goes to no other server."""
-    host, port = str(config["host"]), int(config["port"])
-    home = Path(str(config["home"]))
-    if url and url.rstrip("/") != Address(host, port).url:
+    listening = Address(str(config["host"]), int(config["port"]))
+    own, home = Address(listening.probe_host, listening.port).url, Path(str(config["home"]))
+    if url and url.rstrip("/") not in (own, listening.url):
         return Target(url, environment.get(SETTINGS["client_key"].variable, ""), home)
-    own = Address(Address(host, port).probe_host, port).url
     step = config["prefill_step_size"]
     grid = (step if isinstance(step, int) else GRID_TOKENS_AUTO) if config["reuse"] == "exact" else 0
-    return Target(own, str(config["client_key"]), home, grid, TOLERANCES_KV_BITS.get(int(config["kv_bits"]), 0.0))
+    return Target(
+        url.rstrip("/") or own,
+        str(config["client_key"]),
+        home,
+        grid,
+        TOLERANCES_KV_BITS.get(int(config["kv_bits"]), 0.0),
+    )
 
 
 def visit(target: Target, scale: Scale, *, model: str, tolerance: float, timeout_s: float, seed: str) -> Visit:
