@@ -40,7 +40,7 @@ def test_a_random_model_passes_what_needs_no_sense(warm_pair: Pair) -> None:
     assert "as cold in turns 1, 2, 4, 5" in " ".join(done.output.split()) and "4 passed" in done.output
 
 
-def test_a_conversation_goes_on_after_a_restart_and_a_wrong_one_is_caught(tiny_folder: FolderOf, tmp_path: Path) -> None:
+def test_a_restart_goes_well_and_a_wrong_one_is_caught(tiny_folder: FolderOf, tmp_path: Path) -> None:
     """Nothing looks wrong but the answer: restored as long as it was, with HTTP 200."""
     only = ("--only", "restart", "--restart", "--long-tokens", "1500")
     with Planted(restart_delay_s=0.1) as planted:

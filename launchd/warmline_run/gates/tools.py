@@ -66,7 +66,10 @@ def check_call(answer: Answer, how: str = "") -> Mapping[str, Any]:
 async def tool_result(visit: Visit) -> str:
     messages = visit.opening("result", QUESTION)
     asked = await visit.server.ask(messages, max_tokens=CALL_TOKENS_MAX, tool_choice="required", **ASKING)
-    check_call(asked)
+    try:
+        check_call(asked)
+    except Failed:
+        raise NotRun("no right call came that could be answered: see tool-call") from None
     results: list[Message] = [
         {"role": "tool", "tool_call_id": call["id"], "content": "harbour-7"} for call in asked.calls
     ]
