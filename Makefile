@@ -3,6 +3,7 @@
 # make chaos   a storm over the pair for ten minutes: SECONDS=600 SEED=7
 # make soak    warm against cold: any order of steps on pairs of every cache family.  STEPS=2000 FAMILIES=llama,gemma3
 #              MODES=fast,exact SEED=7 ARGS="--replay SCRIPT"
+# make terminal-bench   Terminal-Bench's agent on a pair, in a Python of its own (3.12 or newer: TB_PYTHON=/path/to/it)
 # make setup   only install: .venv with the versions in requirements/
 # make lint    only lint
 # make cuda    install mlx for an NVIDIA GPU (CUDA 13) in place of the CPU's
@@ -10,15 +11,19 @@
 
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+TB_PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 $(wildcard $(HOME)/.pyenv/versions/3.1[234]*/bin/python3); do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
 JOBS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
+TB_STAMP := .venv-tb/.installed
 LOCK := requirements/lock.txt requirements/demo.txt
+TB_LOCK := requirements/terminal-bench.txt requirements/terminal-bench-itself.txt
 
 # Where Python may not keep what it has compiled, each start of a pair takes twice as long, and tests start a hundred.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test chaos soak setup cuda lint lock clean
+.PHONY: run test chaos soak terminal-bench terminal-bench-setup setup cuda lint lock clean
 
 run: setup
 	@$(BIN)/warmline serve $(if $(MODEL),--model "$(MODEL)") $(if $(HOME_DIR),--home "$(HOME_DIR)") \
@@ -35,6 +40,17 @@ chaos: setup
 soak: setup
 	PYTHONPATH=tests:tests/pair $(BIN)/python tests/oracle/soak.py $(if $(STEPS),--steps $(STEPS)) \
 		$(if $(FAMILIES),--families $(FAMILIES)) $(if $(MODES),--modes $(MODES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+terminal-bench: setup terminal-bench-setup
+	WARMLINE_TERMINAL_BENCH_PYTHON=$(abspath .venv-tb/bin/python) $(BIN)/pytest -q tests/clients/test_terminal_bench.py $(ARGS)
+
+terminal-bench-setup: $(TB_STAMP)
+
+$(TB_STAMP): $(TB_LOCK)
+	$(if $(TB_PYTHON),,$(error Terminal-Bench needs Python 3.12 or newer, and none was found; name one with TB_PYTHON=/path/to/python3.12))
+	$(TB_PYTHON) -m venv --clear .venv-tb
+	.venv-tb/bin/python -m pip install --quiet --no-compile --require-hashes --no-deps $(TB_LOCK:%=-r %)
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -58,12 +74,16 @@ cuda: setup
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/cuda.txt
 
 # uv is needed for this alone.  One lock serves macOS and Linux, and Python 3.11 and newer.
-COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --upgrade
+COMPILE_FOR = $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --upgrade --python-version
+COMPILE = $(COMPILE_FOR) 3.11
+TB_COMPILE = $(COMPILE_FOR) 3.12
 lock: setup
 	$(BIN)/python -m pip install --quiet uv
 	$(COMPILE) --extra dev pyproject.toml requirements/build.in -o requirements/lock.txt
 	$(COMPILE) --constraint requirements/lock.txt requirements/cuda.in -o requirements/cuda.txt
 	$(COMPILE) --no-deps requirements/demo.in -o requirements/demo.txt
+	$(TB_COMPILE) --constraint requirements/lock.txt requirements/terminal-bench.in -o requirements/terminal-bench.txt
+	$(TB_COMPILE) --no-deps requirements/terminal-bench-itself.in -o requirements/terminal-bench-itself.txt
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-tb
