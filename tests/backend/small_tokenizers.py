@@ -29,15 +29,15 @@ def byte_level(folder: Path, template: str | None = CHATML) -> TokenizerWrapper:
     return _saved(tokenizer, folder, template, eos="<|im_end|>")
 
 
-def marked(folder: Path, markers: Sequence[str], template: str) -> TokenizerWrapper:
-    """Bytes, and special tokens of its own beside ChatML's end."""
+def marked(folder: Path, markers: Sequence[str], template: str, **defaults: str) -> TokenizerWrapper:
+    """Bytes, and special tokens of its own beside ChatML's end; `defaults` are those of its model."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     single = [marker for marker in markers if marker]
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>", *single)])
-    return _saved(tokenizer, folder, template, eos="<|im_end|>")
+    return _saved(tokenizer, folder, template, eos="<|im_end|>", **defaults)
 
 
 def sentence_piece(folder: Path, template: str | None = CHATML) -> TokenizerWrapper:
@@ -55,7 +55,7 @@ def sentence_piece(folder: Path, template: str | None = CHATML) -> TokenizerWrap
     return _saved(tokenizer, folder, template, eos="</s>")
 
 
-def _saved(tokenizer: Tokenizer, folder: Path, template: str | None, eos: str) -> TokenizerWrapper:
+def _saved(tokenizer: Tokenizer, folder: Path, template: str | None, eos: str, **defaults: str) -> TokenizerWrapper:
     """Through files, as a model's tokenizer comes."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -63,4 +63,4 @@ def _saved(tokenizer: Tokenizer, folder: Path, template: str | None, eos: str) -
     (folder / "tokenizer_config.json").write_text(
         json.dumps(settings | ({"chat_template": template} if template else {}))
     )
-    return load(folder)
+    return load(folder, defaults=defaults)

@@ -109,7 +109,7 @@ _OURS: tuple[tuple[str, ToolFormat], ...] = (
 
 @lru_cache(maxsize=8)
 def tool_format(tokenizer: TokenizerWrapper) -> ToolFormat | None:
-    """Where nothing says otherwise, what a model is told of whose template knows no tools (`fitting`); None: no chat."""
+    """None where there is no chat template.  One without tools has them told by `fitting`, in the plainest way."""
     if tokenizer.has_tool_calling:
         return _mlx_lms(tokenizer)
     vocabulary = tokenizer.get_vocab()

@@ -1,7 +1,7 @@
 """Answers of messages with headers told apart as they come."""
 
 from warmline_backend.output.dialect import Dialect
-from warmline_backend.output.headers import MESSAGE
+from warmline_backend.output.headers import MESSAGE, START
 from warmline_backend.output.lenient import Unreadable
 from warmline_backend.output.parts import Part
 from warmline_backend.output.reading import Items, Written, plain_name, read_arguments
@@ -17,7 +17,7 @@ class HeadedSplitter:
         assert dialect.headers
         self._headers, self._format = dialect.headers, dialect.calls if tools else None
         self._teller = Teller(tools if self._format else None, parallel)
-        self._in_body = Scanner([*self._headers.ends, "<|start|>"])
+        self._in_body = Scanner([*self._headers.ends, START])
         self._in_header = Scanner([MESSAGE])
         self._buffer, self._offset = "", 0
         self._header = ""  # of the message under way, as far as it has come
@@ -25,10 +25,14 @@ class HeadedSplitter:
         self._recipient = ""  # whom the message calls
         self._step = self._read_header
         self._thinks = False
+        self._prompted = ""  # what of the header the prompt has
         if tail:
             self.feed(tail)
             self._offset = -len(self._buffer)
             self._teller = Teller(tools if self._format else None, parallel)
+            if self._thinks:
+                self._teller.begin_reasoning()
+            self._prompted = self._header
 
     @property
     def done(self) -> bool:
@@ -50,13 +54,13 @@ class HeadedSplitter:
 
     def finish(self, natural: bool) -> list[Part]:
         rest = self._take(len(self._buffer))
-        if self._step == self._read_header:
-            self._header += rest
-            if not self._headers.may_be_header(self._header):
-                self._teller.say(self._header)
-        else:
+        if self._step == self._read_body:
             self._body(rest)
             self._end_message("", natural)
+        else:
+            self._header += rest
+            if not any(word in self._written_header for word in self._headers.words):
+                self._teller.say(self._written_header)
         self._teller.finish()
         return self._teller.taken()
 
@@ -65,16 +69,22 @@ class HeadedSplitter:
     def _read_header(self) -> bool:
         safe, marker = self._in_header.find(self._buffer)
         self._header += self._take(safe)
+        if not self._headers.may_be_header(self._header):
+            self._answer_without()
+            return True
         if marker:
             self._take(len(marker))
             self._begin_message()
-            return True
-        if self._header and not self._headers.may_be_header(self._header):  # it answers without one
-            text, self._header = self._header, ""
-            self._step = self._read_body
-            self._body(text)
-            return True
-        return False
+        return bool(marker)
+
+    def _answer_without(self) -> None:
+        """What seemed to be a header is the beginning of an answer that has none."""
+        text, self._header = self._written_header, ""
+        begun = START if text.startswith(START) and not self._prompted else ""  # read as one again, it would not end
+        self._teller.say(begun)
+        self._buffer = text[len(begun) :] + self._buffer
+        self._offset -= len(text) - len(begun)
+        self._step = self._read_body
 
     def _begin_message(self) -> None:
         headers, header = self._headers, self._header
@@ -89,10 +99,14 @@ class HeadedSplitter:
         self._body(self._take(safe))
         if not marker:
             return False
-        if marker != "<|start|>":
+        if marker != START:
             self._take(len(marker))
         self._end_message(marker if marker in self._headers.ends else "", True)
         return True
+
+    @property
+    def _written_header(self) -> str:
+        return self._header.removeprefix(self._prompted)
 
     def _body(self, text: str) -> None:
         if self._recipient:
@@ -107,7 +121,7 @@ class HeadedSplitter:
             self._end_call(marker, natural)
         if self._thinks and marker:
             self._teller.end_reasoning(self._offset)
-        self._header, self._recipient, self._held = "", "", []
+        self._header, self._prompted, self._recipient, self._held = "", "", "", []
         self._step, self._thinks = self._read_header, False
 
     def _end_call(self, marker: str, natural: bool) -> None:
@@ -117,7 +131,7 @@ class HeadedSplitter:
                 raise Unreadable("it is cut")
             self._teller.tell(self._items(text), self._offset - len(marker))
         except Unreadable:
-            self._teller.say(self._header + MESSAGE + text + marker)
+            self._teller.say(self._written_header + MESSAGE + text + marker)
 
     def _items(self, text: str) -> Items:
         """Raises Unreadable."""

@@ -3,7 +3,8 @@
 import re
 from dataclasses import dataclass
 
-MESSAGE = "<|message|>"
+START, MESSAGE = "<|start|>", "<|message|>"
+_ROLE = "assistant"
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 _HEADER_CHARS_MAX = 256
@@ -12,21 +13,26 @@ _HEADER_CHARS_MAX = 256
 @dataclass(frozen=True)
 class Headers:
     ends: tuple[str, ...]  # of a message
-    beginnings: tuple[str, ...]  # of a header
+    fields: tuple[str, ...]  # of a header: what may follow the role
     people: tuple[str, ...]  # recipients of content
     myself: str  # the recipient of reasoning, "" where a channel tells
     calls_are_json: bool  # a call's message is its arguments; else it holds calls between markers
 
     @property
     def words(self) -> tuple[str, ...]:
-        return (*self.ends, *self.beginnings, MESSAGE, "<|constrain|>")
+        return (*self.ends, *self.fields, START, MESSAGE)
 
     def may_be_header(self, text: str) -> bool:
         """Whether text with no message's start in it may yet be a header: a model may also answer without one."""
-        text = text.lstrip()
         if len(text) > _HEADER_CHARS_MAX:
             return False
-        return any(text.startswith(word) or word.startswith(text) for word in self.beginnings)
+        for word in (START, _ROLE):
+            text = text.lstrip()
+            if word.startswith(text):
+                return True
+            text = text.removeprefix(word)
+        text = text.lstrip()
+        return any(text.startswith(field) or field.startswith(text) for field in self.fields)
 
     def recipient(self, header: str) -> str:
         """The function that a message calls; "" where it calls none."""
@@ -43,14 +49,14 @@ class Headers:
 
 HARMONY = Headers(
     ends=("<|end|>", "<|return|>", "<|call|>"),
-    beginnings=("<|start|>", "<|channel|>", "assistant", "to=", "<|constrain|>"),
+    fields=("to=", "<|channel|>", "<|constrain|>"),
     people=("user", "assistant", "all"),
     myself="",
     calls_are_json=True,
 )
 MUSE = Headers(
     ends=("<|eom|>", "<|eot|>"),
-    beginnings=("<|start|>", "assistant", "to="),
+    fields=("to=",),
     people=("user", "commentary"),
     myself="self",
     calls_are_json=False,
