@@ -157,7 +157,7 @@ def fault_in(model: Model, pieces: list[Piece], tokenizer: Tokenizer) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--out", type=Path, default=HERE)
     arguments = parser.parse_args()
