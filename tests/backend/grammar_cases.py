@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tool_families
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -16,25 +17,11 @@ EOS = "<|im_end|>"
 PADDING = 9  # rows of logits that stand for no token
 THINKS = ("<think>", "</think>")
 
-# What a family's tokenizer has besides bytes, by the name of its tool format.
+# Families that tool_families.py has no calls of: what their tokenizers have besides bytes.
 MARKERS: dict[str, tuple[str, ...]] = {
-    "json_tools": ("<tool_call>", "</tool_call>"),
-    "qwen3_coder": ("<tool_call>", "</tool_call>"),
-    "glm47": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "laguna": ("<tool_call>", "</tool_call>"),
-    "longcat": ("<longcat_tool_call>", "</longcat_tool_call>"),
-    "mistral": ("[TOOL_CALLS]",),
-    "mistral headers": ("[TOOL_CALLS]", "[ARGS]"),
-    "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
+    "mistral list": ("[TOOL_CALLS]",),
     "muse_spark": (),
-    "minicpm5": (),
-    "kimi_k2": (
-        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
-        *("<|tool_call_end|>", "<|tool_call_argument_begin|>"),
-    ),
-    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
-    "pythonic": ("<|tool_call_start|>", "<|tool_call_end|>"),
-    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
     "function_gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
 }
 
@@ -59,8 +46,10 @@ def tokenizer_with(
     return load(folder)
 
 
-def family_tokenizer(name: str, folder: Path, *, thinks: bool = False) -> TokenizerWrapper:
-    return tokenizer_with(folder, MARKERS[name], name.partition(" ")[0], thinks=thinks)
+def family_tokenizer(name: str, folder: Path) -> TokenizerWrapper:
+    if (family := tool_families.BY_NAME.get(name)) is not None:
+        return family.tokenizer(folder)
+    return tokenizer_with(folder / name.replace(" ", "-"), MARKERS[name], name.partition(" ")[0])
 
 
 def grammars_of(tokenizer: TokenizerWrapper) -> Grammars:

@@ -8,17 +8,20 @@ import jsonschema
 import pytest
 from grammar_cases import EOS, MARKERS, family_tokenizer, grammars_of, takes, tokenizer_with, walk
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tool_families import BY_NAME, CALLS, HARMONY
+from tool_families import TOOLS as THEIRS
 
 from warmline_backend.grammar.compiler import Grammars
 from warmline_backend.output.turns import read_turn
 from warmline_backend.params import BadRequest
 
+STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in THEIRS]
 WEATHER = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "minLength": 1, "maxLength": 6, "pattern": "^[a-zöß]{1,6}$"},
         "days": {"type": "integer", "minimum": 1, "maximum": 14},
-        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
         "exact": {"type": "boolean"},
     },
     "required": ["city", "days"],
@@ -45,10 +48,15 @@ def function(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
 
 
+NAMES = [*BY_NAME, *MARKERS]
 TOOLS = [function("get_weather", WEATHER), function("now"), function("draw", NESTED)]
 FLAT = TOOLS[:2]  # FunctionGemma's notation knows no nesting that can be read back
-THOUGHT = "<|open|>think<|sep|><|close|>think<|sep|>"  # a prompt's end after which nobody begins to reason
 SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}, "draw": NESTED}
+
+
+def thought(family: str) -> str:
+    """A prompt's end after which nobody begins to reason."""
+    return "".join(BY_NAME[family].think) if family in BY_NAME else ""
 
 
 def tools_for(family: str) -> list[dict[str, Any]]:
@@ -58,16 +66,16 @@ def tools_for(family: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[TokenizerWrapper, Grammars]]:
     root = tmp_path_factory.mktemp("tokenizers")
-    made = {name: family_tokenizer(name, root / name.replace(" ", "-")) for name in MARKERS}
+    made = {name: family_tokenizer(name, root) for name in NAMES}
     return {name: (tokenizer, grammars_of(tokenizer)) for name, tokenizer in made.items()}
 
 
-@pytest.mark.parametrize("family", MARKERS)
+@pytest.mark.parametrize("family", NAMES)
 def test_required_calls_are_read_back_with_valid_arguments(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
     tools = tools_for(family)
     body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
-    constraint = grammars.constraint("chat", body, tools, THOUGHT)
+    constraint = grammars.constraint("chat", body, tools, thought(family))
     called = set()
     for seed in range(12):
         tokens = walk(grammars.guide(constraint), seed)
@@ -79,11 +87,11 @@ def test_required_calls_are_read_back_with_valid_arguments(family: str, families
     assert called == {tool["function"]["name"] for tool in tools}
 
 
-@pytest.mark.parametrize("family", sorted(set(MARKERS) - {"llama3"}))
+@pytest.mark.parametrize("family", NAMES)
 def test_several_calls_may_follow_each_other_where_that_is_allowed(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
     tools = tools_for(family)
-    constraint = grammars.constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, THOUGHT)
+    constraint = grammars.constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, thought(family))
     counts = set()
     for seed in range(12):
         tokens = walk(grammars.guide(constraint), seed, 6000)
@@ -95,60 +103,44 @@ def test_several_calls_may_follow_each_other_where_that_is_allowed(family: str, 
     assert max(counts) > 1
 
 
-@pytest.mark.parametrize("family", MARKERS)
+@pytest.mark.parametrize("family", NAMES)
 def test_a_named_tool_is_the_one_that_is_called(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
     body = {"tools": FLAT, "tool_choice": {"type": "function", "function": {"name": "now"}}}
-    constraint = grammars.constraint("chat", {**body, "parallel_tool_calls": False}, FLAT, THOUGHT)
+    constraint = grammars.constraint("chat", {**body, "parallel_tool_calls": False}, FLAT, thought(family))
     calls = {tuple(read_turn(walk(grammars.guide(constraint), seed), tokenizer, FLAT)[1]) for seed in range(3)}
     assert calls == {(("now", "{}"),)}
 
 
 WRITTEN = {
     "json_tools": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "köln", "days": 2}}\n</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nköln\n</parameter>\n"
-    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
     "glm47": "<tool_call>get_weather<arg_key>city</arg_key><arg_value>köln</arg_value>"
     "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>",
     "laguna": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>köln</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
-    "longcat": "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
-    "<longcat_arg_value>köln</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
-    "<longcat_arg_value>2</longcat_arg_value>\n</longcat_tool_call>",
-    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "köln", "days": 2}}]',
-    "mistral headers": '[TOOL_CALLS]get_weather[ARGS]{"city": "köln", "days": 2}',
-    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">köln</parameter>\n'
-    '<parameter name="days">2</parameter>\n</invoke>\n</minimax:tool_call>',
+    "mistral list": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "köln", "days": 2}}]',
     "muse_spark": '<atem:function_calls>\n<atem:invoke name="get_weather">\n'
     '<atem:parameter name="city">köln</atem:parameter>\n<atem:parameter name="days">2</atem:parameter>\n'
     "</atem:invoke>\n</atem:function_calls>",
-    "minicpm5": '<function name="get_weather"><param name="city">köln</param><param name="days">2</param></function>',
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
-    '{"city": "köln", "days": 2}<|tool_call_end|><|tool_calls_section_end|>',
-    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>json type="object"<|sep|>'
-    '{"city": "köln", "days": 2}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
-    "pythonic": '<|tool_call_start|>[get_weather(city="köln", days=2)]<|tool_call_end|>',
-    "gemma4": '<|tool_call>call:get_weather{city:<|"|>köln<|"|>,days:2}<tool_call|>',
     "function_gemma": "<start_function_call>call:get_weather{city:<escape>köln<escape>,days:2}<end_function_call>",
 }
+MINE = [function("get_weather", {**WEATHER, "additionalProperties": False}, strict=True), FLAT[1]]
 
 
-@pytest.mark.parametrize("family", MARKERS)
+@pytest.mark.parametrize("family", NAMES)
 def test_calls_may_be_written_as_the_family_writes_them(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
-    tokens = tokenizer.encode(WRITTEN[family] + EOS, add_special_tokens=False)
-    strict = [function("get_weather", {**WEATHER, "additionalProperties": False}, strict=True), FLAT[1]]
-    for body in ({"tools": FLAT, "tool_choice": "required"}, {"tools": strict, "tool_choice": "auto"}):
-        try:
-            constraint = grammars.constraint("chat", body, body["tools"], "")
-        except BadRequest as refusal:
-            assert "strict" in refusal.message and family in ("muse_spark", "minicpm5", "kimi_k3")
-            continue
+    theirs = BY_NAME.get(family)
+    written, tools = (WRITTEN[family], MINE) if theirs is None else (theirs.calls, STRICT)
+    tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
+    for choice in ("required", "auto"):
+        constraint = grammars.constraint("chat", {"tools": tools, "tool_choice": choice}, tools, "")
         guide = grammars.guide(constraint)
-        assert takes(guide, tokens), WRITTEN[family]
+        assert takes(guide, tokens), (choice, written)
         assert guide.complete or guide.state == "free"
-    (call,) = read_turn(tokens[:-1], tokenizer, FLAT)[1]
-    assert (call[0], json.loads(call[1])) == ("get_weather", {"city": "köln", "days": 2})
+    if theirs is not None:
+        read = [(name, json.loads(arguments)) for name, arguments in read_turn(tokens[:-1], tokenizer, tools)[1]]
+        assert read == CALLS
 
 
 def test_strict_tools_are_free_until_a_call_begins_and_free_again_after_it(families: dict[str, Any]) -> None:
@@ -169,6 +161,27 @@ def test_strict_tools_are_free_until_a_call_begins_and_free_again_after_it(famil
 
 def np_count(guide: Any) -> int:
     return int(guide.allowed().sum())
+
+
+def test_channels_hold_reasoning_and_one_call(tmp_path: Path) -> None:
+    tokenizer = HARMONY.tokenizer(tmp_path)
+    grammars = grammars_of(tokenizer)
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "köln", "days": 2}'
+    final = "<|channel|>final<|message|>It rains."
+    for choice, tools in (("required", FLAT), ("auto", MINE)):
+        constraint = grammars.constraint("chat", {"tools": tools, "tool_choice": choice}, tools, "<|start|>assistant")
+        for written, fits in (
+            (thought + call, True),
+            (call, True),
+            (call.replace("2", "99"), False),
+            (final, choice == "auto"),
+        ):
+            guide = grammars.guide(constraint)
+            tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
+            assert takes(guide, tokens) == guide.complete == fits, (choice, written)
+    tokens = tokenizer.encode(call, add_special_tokens=False)
+    assert read_turn(tokens, tokenizer, FLAT)[1] == [("get_weather", '{"city": "köln", "days": 2}')]
 
 
 def test_a_family_without_a_grammar_refuses_what_it_cannot_promise(tmp_path: Path) -> None:
@@ -203,7 +216,7 @@ def test_a_schema_that_cannot_be_used_frees_the_arguments_unless_it_is_strict(fa
     odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}, "required": ["a"]}
     tools = [function("f", odd)]
     body = {"tools": tools, "tool_choice": "required"}
-    written = '<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>' + EOS
+    written = '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>' + EOS
     guide = grammars.guide(grammars.constraint("chat", body, tools, ""))
     assert takes(guide, tokenizer.encode(written, add_special_tokens=False)) and guide.complete
     strict = [function("f", odd, strict=True)]

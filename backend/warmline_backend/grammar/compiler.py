@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerFast
 from warmline_backend.grammar.asked import Asked, read_asked
 from warmline_backend.grammar.guide import Guide
 from warmline_backend.grammar.plan import Constraint, Family, constraint_of, family_of
-from warmline_backend.output.formats import tool_format
 from warmline_backend.params import BadRequest
 
 K = TypeVar("K")
@@ -146,8 +145,7 @@ def _converted(tokenizer: TokenizerWrapper) -> tuple[LLTokenizer, Family]:
     backend.no_truncation()
     described = json.loads(backend.to_str())
     markers = _hide_markers(described)
-    calls = tool_format(tokenizer)
-    family = family_of(tokenizer, markers, calls.name if calls else "", calls.start if calls else "")
+    family = family_of(tokenizer, markers)
     made = LLTokenizer(json.dumps(described), n_vocab=len(inner), eos_token=sorted(tokenizer.eos_token_ids))
     return made, family
 

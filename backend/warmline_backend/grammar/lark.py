@@ -21,16 +21,19 @@ class TooLong(Exception):
 class Lark:
     """One grammar being written.  Methods return an expression to be put into a rule; they raise TooLong.
 
-    `markers` are the tokens that no text is ever tokenized to, by what they are written as.
+    `markers` are the tokens that no text is ever tokenized to, by what they are written as.  `begun`: how literals
+    begin that are half there already; they go on from there.
     """
 
-    def __init__(self, markers: Mapping[str, int]) -> None:
+    def __init__(self, markers: Mapping[str, int], begun: str = "") -> None:
+        self._begun = begun
         self._markers, self._rules, self._length = markers, dict[str, str](), 0
         words = sorted((re.escape(word) for word in markers if word), key=len, reverse=True)
         self._splitter = re.compile(f"({'|'.join(words)})") if words else None
 
     def literal(self, text: str) -> str:
         """Exactly this text, with its markers as the tokens that they are."""
+        text = text.removeprefix(self._begun) if self._begun else text
         pieces = self._splitter.split(text) if self._splitter else [text]
         return " ".join(self._piece(piece) for piece in pieces if piece) or quoted("")
 
@@ -40,20 +43,19 @@ class Lark:
     def is_marker(self, text: str) -> bool:
         return text in self._markers
 
-    def json(self, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-        return self.rule("%json " + json.dumps(guided(schema, lenient=lenient)))
+    def json(self, schema: Mapping[str, Any], **options: Any) -> str:
+        """JSON that a schema allows; `options` are llguidance's."""
+        return self.rule("%json " + json.dumps(guided(schema, **options)))
 
     def text(self, pattern: str = ANY_TEXT, without: Iterable[str] = ()) -> str:
         """Any text of this pattern that none of `without` occurs in; a marker ends it."""
         return self.terminal(self._plain(pattern, without))
 
     def text_up_to(self, end: str, *, without: Iterable[str] = (), pattern: str = ANY_TEXT) -> str:
-        """Such text and then, for the first time, `end`.
-
-        Where `end` has a marker in it, what stands before that counts as text: the text would swallow it.
-        """
+        """Such text and then, for the first time, `end`; or where `end` has a marker in it, that."""
         if self._splitter and (found := self._splitter.search(end)):
-            return f"{self.text(pattern, without)} {self.literal(end[found.start() :])}"
+            whole = f"(?:{pattern}){_in_regex(end[: found.start()])}" if found.start() else pattern
+            return f"{self.text(whole, without)} {self.literal(end[found.start() :])}"
         return self.rule(self._plain(pattern, without), f"[suffix={quoted(end)}]")
 
     def _plain(self, pattern: str, without: Iterable[str]) -> str:

@@ -10,9 +10,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from warmline_backend.grammar.asked import Asked, Form, Tool
-from warmline_backend.grammar.calls import STYLES, CannotWrite, Offered
+from warmline_backend.grammar.calls import SECTIONS, STYLES
 from warmline_backend.grammar.lark import Lark, TooLong, quoted
 from warmline_backend.grammar.schemas import Schema, fitted, guided
+from warmline_backend.grammar.style import CannotWrite, Offered
+from warmline_backend.output.dialect import Dialect, dialect_of, opens_reasoning
+from warmline_backend.output.headers import HARMONY
 from warmline_backend.params import BadRequest
 
 Reasoning = Literal["open", "possible", "closed"]
@@ -21,6 +24,7 @@ Reasoning = Literal["open", "possible", "closed"]
 Checked = Callable[[str], str]
 """(grammar) -> what is wrong with it, or "" """
 
+NAMES_MAX = 200
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -29,18 +33,25 @@ class Family:
     """What of a tokenizer matters here."""
 
     markers: Mapping[str, int]  # tokens that are never text
-    style: str = ""  # the name of its tool format; "" where it has none
-    call_start: str = ""
+    dialect: Dialect
     think_start: tuple[int, ...] = ()
     think_end: tuple[int, ...] = ()
-    think_words: tuple[str, str] = ("", "")
     around: tuple[str, ...] = ()  # markers around whatever is said
     breaks: frozenset[int] = frozenset()  # line breaks that may stand between reasoning and answer
 
     @property
+    def style(self) -> str:
+        """The name of its tool format; "" where it has none."""
+        return self.dialect.calls.name if self.dialect.calls else ""
+
+    @property
+    def call_start(self) -> str:
+        return self.dialect.calls.start if self.dialect.calls else ""
+
+    @property
     def channels(self) -> bool:
         """gpt-oss: reasoning and answer are messages of their own."""
-        return all(marker in self.markers for marker in ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"))
+        return self.dialect.headers is HARMONY
 
 
 @dataclass(frozen=True)
@@ -57,39 +68,38 @@ class Constraint:
     breaks: frozenset[int] = field(default_factory=frozenset)
 
 
-def family_of(tokenizer: TokenizerWrapper, markers: Mapping[str, int], style: str, call_start: str) -> Family:
-    start, end = tokenizer.think_start_tokens, tokenizer.think_end_tokens
-    thinks = tokenizer.has_thinking
-    lines = [tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\n\n")]
+def family_of(tokenizer: TokenizerWrapper, markers: Mapping[str, int]) -> Family:
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
+
+    dialect = dialect_of(tokenizer)
     return Family(
         markers=markers,
-        style=style,
-        call_start=call_start,
-        think_start=tuple(start) if thinks else (),
-        think_end=tuple(end) if thinks else (),
-        think_words=(tokenizer.think_start, tokenizer.think_end) if thinks else ("", ""),
-        around=tuple(tokenizer.structural_markers or ()),
-        breaks=frozenset(ids[0] for ids in lines if len(ids) == 1),
+        dialect=dialect,
+        think_start=ids(dialect.think_start),
+        think_end=ids(dialect.think_end),
+        around=tuple(tokenizer.structural_markers),
+        breaks=frozenset(tokens[0] for tokens in (ids("\n"), ids("\n\n")) if len(tokens) == 1),
     )
 
 
-def reasoning_at(tail: str, family: Family) -> Reasoning:
+def reasoning_at(tail: str, dialect: Dialect) -> Reasoning:
     """By the prompt's text from its last message's end on."""
-    start, end = family.think_words
-    if not start or family.channels:
+    if not dialect.think_start:
         return "closed"
-    opened, closed = tail.rfind(start), tail.rfind(end)
-    if opened > closed:
+    if opens_reasoning(dialect, tail):
         return "open"
-    return "closed" if closed >= 0 else "possible"
+    return "closed" if dialect.think_end in tail else "possible"
 
 
 def constraint_of(asked: Asked, tail: str, family: Family, checked: Checked) -> Constraint | None:
     """None where any answer will do.  Raises BadRequest."""
     if asked.anything:
         return None
+    if family.dialect.headers and not family.channels and asked.choice != "none":
+        raise BadRequest("this model's answers are messages with headers; they can't be held to a form", _field(asked))
     base = Constraint(
-        reasoning=reasoning_at(tail, family),
+        reasoning=reasoning_at(tail, family.dialect),
         think_start=family.think_start,
         think_end=family.think_end,
         breaks=family.breaks,
@@ -99,9 +109,19 @@ def constraint_of(asked: Asked, tail: str, family: Family, checked: Checked) -> 
     if asked.form is not None:
         return replace(base, grammar=_Writer(family, asked, checked).answer())
     if asked.choice == "none":
-        start = family.markers.get(family.call_start)
-        return None if start is None else Constraint(forbidden=(start,))
+        return _without_calls(family)
     return _lazy(base, asked, family, checked)
+
+
+def _field(asked: Asked) -> str:
+    return asked.form.field if asked.form else "tool_choice" if asked.choice == "required" else "tools"
+
+
+def _without_calls(family: Family) -> Constraint | None:
+    calls = family.dialect.calls
+    starts = [opening.start for opening in (calls, *calls.others)] if calls else []
+    forbidden = tuple(family.markers[start] for start in starts if start in family.markers)
+    return Constraint(forbidden=forbidden) if forbidden else None
 
 
 def _lazy(base: Constraint, asked: Asked, family: Family, checked: Checked) -> Constraint | None:
@@ -134,20 +154,27 @@ class _Writer:
 
     def block(self) -> str:
         """What one marker begins: one call, or all."""
-        section = self._family.style in ("mistral", "kimi_k2", "minimax_m2", "muse_spark", "kimi_k3", "pythonic")
-        return self._checked_calls(self._lark.written(self._calls(self._asked.several and section)))
+        several = self._asked.several and self._family.style in SECTIONS
+        return self._checked_calls(self._lark.written(self._calls(several)))
 
     def free(self) -> str:
         """Text, and calls in it, for families whose calls begin with text, or are channels."""
-        lark, calls = self._lark, self._calls(self._asked.several)
         if self._family.channels:
-            return self._checked_calls(lark.written(self._channels(calls, lark.text())))
-        if self._family.style == "llama3":
-            other = lark.text("([^{](?s:.*))?")
-            return self._checked_calls(lark.written(f"{calls} | {other}"))
-        raise BadRequest(
-            f"{self.no_calls()} amid text; leave 'strict' out, or send 'tool_choice' \"required\"", "tools"
-        )
+            calls = self._calls(several=False)
+            return self._checked_calls(self._lark.written(self._channels(calls, self._lark.text())))
+        start, several = self._family.call_start, self._asked.several
+        if self._family.around:
+            begin, end, *ends = (self._lark.literal(marker) for marker in self._family.around)
+            said = f"({begin} {self._lark.text()} {end})? ({self._calls(several)})? ({' '.join(ends)})?"
+            return self._checked_calls(self._lark.written(said))
+        if not start:  # only an answer that begins so is a call
+            other = self._lark.text("([^{](?s:.*))?")
+            return self._checked_calls(self._lark.written(f"{self._calls(several)} | {other}"))
+        self._lark = Lark(self._family.markers, begun=start)
+        head = f"{self._lark.text_up_to(start)} {self._calls(several and self._family.style in SECTIONS)}"
+        rest = self._lark.text(without=(start,))
+        whole = f"({head})* {rest}" if several else f"{rest} | {head}"
+        return self._checked_calls(self._lark.written(whole))
 
     def answer(self) -> str:
         """The form; or calls, where there are tools and none or any may be called."""
@@ -199,16 +226,16 @@ class _Writer:
         return calls
 
     def _offered(self, tool: Tool) -> Offered:
-        """Where the schema of a tool that is not strict can't be used, any object is."""
+        """Where the schema of a tool that is not strict can't be used, its arguments' names are."""
         try:
-            parameters = fitted(_parameters(tool), tool.field)
+            parameters: Schema = fitted(_parameters(tool), tool.field)
             problem = self._checked(_listed([{"json_schema": guided(parameters, lenient=not tool.strict)}]))
             if problem:
                 raise BadRequest(f"'{tool.field}' can't be used: {problem}", tool.field)
         except BadRequest:
             if tool.strict:
                 raise
-            parameters = {"type": "object"}
+            parameters = _names_alone(tool.parameters)
         return Offered(tool, parameters)
 
     def _checked_calls(self, grammar: str) -> str:
@@ -235,6 +262,14 @@ def _parameters(tool: Tool) -> Schema:
     if plain and not composed and "additionalProperties" not in parameters:
         return {"type": "object", **parameters, "additionalProperties": False}
     return {"type": "object", **parameters}
+
+
+def _names_alone(parameters: Any) -> Schema:
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if not isinstance(properties, Mapping) or len(properties) > NAMES_MAX:
+        return {"type": "object"}
+    names = [name for name in properties if name in (parameters.get("required") or ())]
+    return {"type": "object", "properties": {name: {} for name in properties}, "required": names}
 
 
 def _grammar_of(form: Form) -> dict[str, Any]:

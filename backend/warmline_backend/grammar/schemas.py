@@ -26,7 +26,7 @@ _LISTS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
 _SINGLES = frozenset(("items", "additionalProperties", "not", "contains", "propertyNames", "additionalItems"))
 _IN_REFERENCES = "#/~%!$&'()*+,;=:@?-._"  # what stands in one as it is; llguidance wants the rest encoded
 _ROUNDS_MAX = 50
-_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
 Schema = Mapping[str, Any]
 
@@ -41,9 +41,9 @@ def fitted(schema: Schema, field: str) -> dict[str, Any]:
     return made
 
 
-def guided(schema: Schema, *, lenient: bool = False) -> dict[str, Any]:
-    """With llguidance's options at its root; `lenient` ignores keywords that it does not know."""
-    return {**schema, "x-guidance": {**SPACING, "lenient": lenient}}
+def guided(schema: Schema, **options: Any) -> dict[str, Any]:
+    """With llguidance's options at its root; with `lenient` it ignores keywords that it does not know."""
+    return {**schema, "x-guidance": {**SPACING, **options}}
 
 
 def _check_bounds(schema: Schema, field: str) -> None:
@@ -116,7 +116,7 @@ def _types(schema: Schema) -> frozenset[str] | None:
     """None where any type is valid.  A number may be an integer: "number" counts as both."""
     named = schema.get("type")
     types = [named] if isinstance(named, str) else named
-    if not isinstance(types, list) or not all(kind in _TYPES for kind in types):
+    if not isinstance(types, list) or not all(kind in JSON_TYPES for kind in types):
         return None
     return frozenset(types) | ({"integer"} if "number" in types else frozenset())
 

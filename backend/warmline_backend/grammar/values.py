@@ -42,13 +42,24 @@ def json_value(lark: Lark, schema: Any, parameters: Schema, lenient: bool) -> st
     return lark.json({**(schema if isinstance(schema, Mapping) else {}), **shared}, lenient=lenient)
 
 
+def is_text(schema: Any, parameters: Schema) -> bool:
+    """Whether a value is written as text, without quotes."""
+    found = resolve(schema, parameters) or {}
+    return words_of(found) is not None or may_be_text(found, parameters)
+
+
+def words_of(schema: Schema) -> list[str] | None:
+    """The strings that are valid, where no others are."""
+    words = [schema["const"]] if "const" in schema else schema.get("enum")
+    return words if isinstance(words, list) and words and all(isinstance(word, str) for word in words) else None
+
+
 def tagged_value(
     lark: Lark, schema: Any, parameters: Schema, *, end: str, without: tuple[str, ...], lenient: bool
 ) -> str:
     """A value between tags, and the tag that ends it: `end`.  `without`: other tags that text may not contain."""
     found = resolve(schema, parameters) or {}
-    words = [found["const"]] if "const" in found else found.get("enum")
-    if isinstance(words, list) and words and all(isinstance(word, str) for word in words):
+    if (words := words_of(found)) is not None:
         return f"({' | '.join(lark.literal(word) for word in words)}) {lark.literal(end)}"
     if may_be_text(found, parameters):
         return lark.text_up_to(end, without=without, pattern=text_pattern(found))
