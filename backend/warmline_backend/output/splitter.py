@@ -11,6 +11,7 @@ from warmline_backend.output.teller import Teller
 
 Tools = list[dict[str, Any]] | None
 
+TRIALS_MAX = 32  # so many times, reasoning is looked at for calls that end it
 ENDS_HELD_MAX = 64  # so many end markers may stand in a call's text
 
 
@@ -56,6 +57,7 @@ class MarkedSplitter:
         self._ends_held = 0  # end markers in `_held`, taken for text of the call
         self._trial: MarkedSplitter | None = None  # reads what may be calls amid the reasoning
         self._trial_calls: list[Called] = []
+        self._trial_marker, self._trial_start, self._trials = "", 0, 0
         bare = self._format is not None and self._format.may_be_bare is not None
         self._step = self._begin if bare else self._say
         if thinking:
@@ -95,7 +97,8 @@ class MarkedSplitter:
             return bool(self._buffer)
         if self._step == self._try:
             self._finish_trial(natural)
-        elif self._step == self._think:
+            return bool(self._buffer)
+        if self._step == self._think:
             self._teller.think(self._take(len(self._buffer)))
         else:
             self._teller.say(self._take(len(self._buffer)))
@@ -145,11 +148,18 @@ class MarkedSplitter:
             if not self._teller.reasoning_is_empty:  # else the prompt has opened it already
                 self._teller.think(marker)
         else:
-            self._trial = MarkedSplitter(self._dialect, self._tools)
-            self._trial_start, self._trial_calls, self._held = self._offset, [], []
-            self._step = self._try
-            self._attempt(self._take(len(marker)))
+            self._begin_trial(marker)
         return True
+
+    def _begin_trial(self, marker: str) -> None:
+        self._trials += 1
+        self._trial_start, self._trial_calls, self._held = self._offset, [], []
+        if self._trials > TRIALS_MAX:
+            self._teller.think(self._take(len(marker)))
+            return
+        self._trial, self._step = MarkedSplitter(self._dialect, self._tools), self._try
+        self._trial_marker = marker
+        self._attempt(self._take(len(marker)))
 
     def _end_reasoning(self) -> None:
         self._teller.end_reasoning(self._offset)
@@ -210,10 +220,17 @@ class MarkedSplitter:
         assert self._trial
         safe, marker = self._scanners.reasoned.find(self._buffer)
         if not self._attempt(self._take(safe)) or marker:
-            self._step = self._think
-            self._teller.think("".join(self._held))
+            self._end_trial()
             return True
         return False
+
+    def _end_trial(self) -> None:
+        """It is reasoning; other calls may begin within it."""
+        text, length = "".join(self._held), len(self._trial_marker)
+        self._teller.think(text[:length])
+        self._buffer = text[length:] + self._buffer
+        self._offset -= len(text) - length
+        self._step = self._think
 
     def _attempt(self, text: str) -> bool:
         """Whether it may still be nothing but calls."""
@@ -229,7 +246,7 @@ class MarkedSplitter:
         assert self._trial
         fits = self._attempt(self._take(len(self._buffer)))
         if not (fits and natural and self._all_calls(self._trial.finish(natural)) and self._trial_calls):
-            self._teller.think("".join(self._held))
+            self._end_trial()
             return
         self._teller.end_reasoning(self._trial_start)
         for call in self._trial_calls:
