@@ -159,6 +159,17 @@ def test_strict_tools_are_free_until_a_call_begins_and_free_again_after_it(famil
     assert takes(once, tokens("Well. " + call)) and np_count(once) == 1
 
 
+def test_only_tools_that_are_allowed_can_be_called(families: dict[str, Any]) -> None:
+    tokenizer, grammars = families["json_tools"]
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    body = {"tools": FLAT, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    constraint = grammars.constraint("chat", body, FLAT, "")
+    for written, fits in ((WRITTEN["json_tools"], False), (WRITTEN["json_tools"].replace("get_weather", "now"), False)):
+        assert takes(grammars.guide(constraint), tokenizer.encode(written, add_special_tokens=False)) == fits
+    now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert takes(grammars.guide(constraint), tokenizer.encode("So: " + now, add_special_tokens=False))
+
+
 def np_count(guide: Any) -> int:
     return int(guide.allowed().sum())
 

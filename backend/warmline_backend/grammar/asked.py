@@ -41,11 +41,12 @@ class Asked:
     choice: str = "auto"  # or "none", or "required"
     tools: tuple[Tool, ...] = ()  # that may be called
     several: bool = True  # calls in one answer
+    narrowed: bool = False  # the model was told of more tools than may be called
 
     @property
     def anything(self) -> bool:
         """Nothing is asked of the answer's form."""
-        free = self.choice == "auto" and not any(tool.strict for tool in self.tools)
+        free = self.choice == "auto" and not self.narrowed and not any(tool.strict for tool in self.tools)
         return self.form is None and (free or (self.choice == "none" and not self.tools))
 
 
@@ -70,7 +71,8 @@ def read_asked(endpoint: str, body: Mapping[str, Any], tools: Sequence[Mapping[s
         raise BadRequest(
             "'tool_choice' asks for a call; each of 'tools' must be of type \"function\" with a name", "tools"
         )
-    return Asked(form, choice, _allowed(body.get("tool_choice"), usable), parallel_tool_calls(fields))
+    allowed = _allowed(body.get("tool_choice"), usable)
+    return Asked(form, choice, allowed, parallel_tool_calls(fields), narrowed=len(allowed) < len(usable))
 
 
 # ---- tools

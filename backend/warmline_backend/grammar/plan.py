@@ -128,8 +128,9 @@ def _lazy(base: Constraint, asked: Asked, family: Family, checked: Checked) -> C
     """Free text, and calls of strict tools as they must be."""
     writer = _Writer(family, asked, checked)
     if family.style not in STYLES:
-        strict = next(tool for tool in asked.tools if tool.strict)
-        raise BadRequest(f"{writer.no_calls()}; leave 'strict' out", strict.field)
+        strict = next((tool.field for tool in asked.tools if tool.strict), "")
+        what = "leave 'strict' out" if strict else "send 'tool_choice' \"auto\""
+        raise BadRequest(f"{writer.no_calls()}; {what}", strict or "tool_choice")
     trigger = family.markers.get(family.call_start)
     if trigger is not None and not family.channels:
         return replace(base, grammar=writer.block(), trigger=trigger, once=not asked.several)
