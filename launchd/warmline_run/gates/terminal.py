@@ -65,7 +65,7 @@ async def against_cold(visit: Visit, turn: Turn) -> float:
     if cold.cached_tokens:
         raise Failed(
             f"asked to compute turn {turn.number} cold (cache_prompt: false), it reused {cold.cached_tokens} tokens",
-            "it takes no notice of it, as mlx_lm.server does not: whether its warm answers are right can't be seen here",
+            "nor does mlx_lm.server take notice of it: whether its warm answers are right can't be seen here",
         )
     where = f"in turn {turn.number}, at {turn.warm.prompt_tokens} tokens"
     texts = f"warm {shown(turn.warm.said)}, cold {shown(cold.said)}"

@@ -1,12 +1,13 @@
 """Gates of tool calls: a call that is asked for comes, valid; what becomes of its result."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from warmline_run.gates.answers import Answer, Message
 from warmline_run.gates.gate import Failed, NotRun, Visit, shown
 from warmline_run.gates.judging import argument_flaw
+from warmline_run.gates.server import Unanswered
 from warmline_run.gates.shallow import only_thought
 
 TOOL = "read_lines"
@@ -22,19 +23,29 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 FUNCTION = {"name": TOOL, "description": "Read the first lines of a file.", "parameters": SCHEMA, "strict": True}
-ASKING: dict[str, Any] = {"tools": [{"type": "function", "function": FUNCTION}]}
+# One call: a small model that may call again and again does so until it is cut.
+ASKING: dict[str, Any] = {"tools": [{"type": "function", "function": FUNCTION}], "parallel_tool_calls": False}
 CALL_TOKENS_MAX = 512
+BAD_REQUEST = 400
 TAIL_TOKENS = 64  # at a prompt's end, that open the answer: a template may write them otherwise next turn
 QUESTION = "How is this machine called? Read it from its file. " + "Take your time, and look before you answer. " * 12
 
 
 async def tool_call(visit: Visit) -> str:
     messages = visit.opening("tool", QUESTION)
-    fields = {"max_tokens": CALL_TOKENS_MAX, "tool_choice": "required", **ASKING}
     for how, ask in (("", visit.server.ask), (" (streamed)", visit.server.stream)):
-        answer = await ask(messages, **fields)
-        arguments = check_call(answer, how)
+        arguments = check_call(await _required(ask, messages), how)
     return f"{TOOL}({json.dumps(arguments)}), streamed and not"
+
+
+async def _required(ask: Callable[..., Awaitable[Answer]], messages: list[Message]) -> Answer:
+    """The answer to a request that must be answered by a call.  Raises NotRun where the server refuses it in words."""
+    try:
+        return await ask(messages, max_tokens=CALL_TOKENS_MAX, tool_choice="required", **ASKING)
+    except Unanswered as error:
+        if error.status != BAD_REQUEST:
+            raise
+        raise NotRun(f"no call can be required of this model here: the server {error}") from None
 
 
 def check_call(answer: Answer, how: str = "") -> Mapping[str, Any]:
@@ -65,7 +76,7 @@ def check_call(answer: Answer, how: str = "") -> Mapping[str, Any]:
 
 async def tool_result(visit: Visit) -> str:
     messages = visit.opening("result", QUESTION)
-    asked = await visit.server.ask(messages, max_tokens=CALL_TOKENS_MAX, tool_choice="required", **ASKING)
+    asked = await _required(visit.server.ask, messages)
     try:
         check_call(asked)
     except Failed:
