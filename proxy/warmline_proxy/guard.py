@@ -54,6 +54,7 @@ class Guard:
 
 class _Delta(msgspec.Struct):
     content: str | None = None
+    reasoning_content: str | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -74,4 +75,4 @@ def text_of(chunk: bytes) -> str:
     if not choices:
         return ""
     delta = choices[0].delta
-    return (delta.content if delta else choices[0].text) or ""
+    return (delta.content or delta.reasoning_content if delta else choices[0].text) or ""

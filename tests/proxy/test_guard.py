@@ -71,6 +71,7 @@ def test_a_run_of_digits_is_as_long_as_its_digits_are(pieces: list[str]) -> None
     [
         (b'{"choices": [{"index": 0, "delta": {"content": " a\\n", "role": "assistant"}, "logprobs": {}}]}', " a\n"),
         (b'{"choices": [{"index": 0, "text": " a", "finish_reason": null}]}', " a"),
+        (b'{"choices": [{"delta": {"reasoning_content": " a", "reasoning": " a"}}]}', " a"),
         (b'{"choices": [{"delta": {"content": null}}]}', ""),
         (b'{"choices": [{"delta": {}}]}', ""),
         (b'{"choices": [], "usage": {}}', ""),

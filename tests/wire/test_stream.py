@@ -123,6 +123,43 @@ def test_other_text_fields_of_a_delta_are_folded_too() -> None:
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "x", "reasoning_content": "hmm"}
 
 
+def test_calls_fold_by_index_in_one_piece_or_several() -> None:
+    def call(index: int, name: str | None, arguments: str, **fields: str) -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments} if name else {"arguments": arguments}
+        return {"tool_calls": [{"index": index, "function": function, **fields}]}
+
+    answer = folded(
+        [
+            chat_chunk({"role": "assistant", "content": ""}),
+            chat_chunk(call(0, "f", '{"a": ', id="call_0", type="function")),
+            chat_chunk(call(1, "g", "{}", id="call_1", type="function")),
+            chat_chunk(call(0, None, "1}")),
+            chat_chunk({}, finish_reason="tool_calls"),
+        ]
+    )
+    (choice,) = ChatCompletion.model_validate(answer, strict=True).choices
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert [call.model_dump() for call in choice.message.tool_calls or ()] == [
+        {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+        {"id": "call_1", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+    ]
+
+
+def test_choices_fold_apart_in_whatever_order_they_come() -> None:
+    chunks = [
+        chat_chunk({"role": "assistant", "content": "B"}, index=1),
+        chat_chunk({"reasoning": "hm", "reasoning_content": "hm"}, index=0),
+        chat_chunk({"content": "b"}, index=1, finish_reason="length"),
+        chat_chunk({"content": "a"}, index=0, finish_reason="stop"),
+    ]
+    answer = folded(chunks)
+    ChatCompletion.model_validate(answer, strict=True)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["message"]["content"] for choice in answer["choices"]] == ["a", "Bb"]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "length"]
+    assert [choice["message"].get("reasoning") for choice in answer["choices"]] == ["hm", None]
+
+
 def test_completion_chunks_fold_into_a_completion() -> None:
     head = {"id": "cmpl-1", "object": "text_completion", "created": 5, "model": "m"}
 
