@@ -2,7 +2,8 @@
 
 Reasoning is shown only after the last message of a user (a tool's result is not one); earlier turns leave it out.  The
 model opens its reasoning by itself, unless `enable_thinking` is false, or `open_thinking` opens it in the prompt.
-System messages stand in one at the top, with the tools, wherever the client put them.
+What instructs at the beginning stands in one message with the tools.  Later instructions stand where they are, but that
+one right after a user's message is shown before it: the model looks at the last lines only.
 
 mlx-lm knows by the words ``<tool_call>`` and ``tool_call.name`` that calls are JSON.
 """
@@ -10,10 +11,12 @@ mlx-lm knows by the words ``<tool_call>`` and ``tool_call.name`` that calls are 
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|pad|>"]
 
 AGENT_TEMPLATE = r"""
-{%- set asked = namespace(at=-1, system='') -%}
+{%- set INSTRUCTING = ('system', 'developer') -%}
+{%- set asked = namespace(at=-1, begun=0, system='') -%}
 {%- for message in messages -%}
     {%- if message.role == 'user' %}{% set asked.at = loop.index0 %}{% endif -%}
-    {%- if message.role in ('system', 'developer') -%}
+    {%- if message.role in INSTRUCTING and loop.index0 == asked.begun -%}
+        {%- set asked.begun = loop.index -%}
         {%- set asked.system = asked.system + ('\n\n' if asked.system else '') + message.content -%}
     {%- endif -%}
 {%- endfor -%}
@@ -45,7 +48,13 @@ AGENT_TEMPLATE = r"""
             {{- tool_call.arguments | tojson }}{{ '}\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\n' }}
-    {%- elif message.role == 'user' %}{{ '<|im_start|>user\n' + message.content + '<|im_end|>\n' }}
+    {%- elif message.role == 'user' %}
+        {%- if loop.nextitem is defined and loop.nextitem.role in INSTRUCTING %}
+            {{- '<|im_start|>system\n' + loop.nextitem.content + '<|im_end|>\n' }}
+        {%- endif %}
+        {{- '<|im_start|>user\n' + message.content + '<|im_end|>\n' }}
+    {%- elif message.role in INSTRUCTING and loop.index0 >= asked.begun and loop.previtem.role != 'user' %}
+        {{- '<|im_start|>system\n' + message.content + '<|im_end|>\n' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
