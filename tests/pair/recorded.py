@@ -1,7 +1,7 @@
 """Requests as clients of agents were seen to send them: tests/fixtures/requests, without what was said in them.
 
-A file has a client's path and headers, the fields that all its requests share (`body`), and its `turns`: the fields that
-each adds, and what is to be answered.  ``CALL_ID`` stands for the id of the call that the model made before.
+A file has a client's path and headers, the fields that all its requests share (`body`), and its `turns`: the fields
+that each adds, and what is to be answered.  ``CALL_ID`` stands for the id of the call that the model made before.
 """
 
 import json
