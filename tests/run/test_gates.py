@@ -116,7 +116,8 @@ def test_settings_speak_of_their_own_server_alone(tmp_path: Path) -> None:
     config = resolve({"home": str(tmp_path)}, {})
     own = Target("http://127.0.0.1:9000/v1", "hush", tmp_path, 2048, 0.4)
     assert target(config, "", {}) == target(config, "http://127.0.0.1:9000/v1/", {}) == own
-    assert target(config, "http://other:9000/v1", {}) == Target("http://other:9000/v1", "", tmp_path)
+    assert target(config, "http://other:9000/v1", {}) == Target("http://other:9000/v1", "", None)
+    assert target(config, "http://[::1]:9001/v1", {}) == Target("http://[::1]:9001/v1", "", tmp_path)
     variable = {"WARMLINE_CLIENT_KEY": "mine"}
     assert target(config, "http://other/v1", variable).key == "mine"
 

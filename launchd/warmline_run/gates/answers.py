@@ -157,6 +157,13 @@ class StreamFold:
         call["function"]["arguments"] += _text(part, "arguments")
 
 
+def read_models(data: Any) -> list[Mapping[str, Any]]:
+    """The entries of a list of models, with an id each; [] where it is none."""
+    entries = data.get("data") if isinstance(data, Mapping) else None
+    listed = entries if isinstance(entries, list) else []
+    return [each for each in listed if isinstance(each, Mapping) and isinstance(each.get("id"), str) and each["id"]]
+
+
 def error_of(body: bytes) -> str:
     """What a refusal says, in a line."""
     try:

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from warmline_run.gates import report, running
+from warmline_run.gates.answers import read_models
 from warmline_run.gates.gate import Gate, Outcome, Scale, Visit
 from warmline_run.gates.judging import TOLERANCES_KV_BITS
 from warmline_run.gates.server import Server, Unanswered
 from warmline_run.resolve import Config, ConfigurationError
-from warmline_run.settings import SETTINGS
+from warmline_run.settings import SETTINGS, is_loopback
 from warmline_run.supervise import Address
 
 EXIT_PASSED, EXIT_FAILED, EXIT_UNREACHABLE = 0, 1, 2
@@ -40,11 +42,15 @@ class Wanted:
 
 
 def target(config: Config, url: str, environment: Mapping[str, str]) -> Target:
-    """`url` is "" for the server of these settings.  A key in the home's file goes to no other server."""
+    """`url` is "" for the server of these settings.
+
+    A key in the home's file goes to no other server, and its owner's secret to none on another machine.
+    """
     listening = Address(str(config["host"]), int(config["port"]))
     own, home = Address(listening.probe_host, listening.port).url, Path(str(config["home"]))
     if url and url.rstrip("/") not in (own, listening.url):
-        return Target(url, environment.get(SETTINGS["client_key"].variable, ""), home)
+        key = environment.get(SETTINGS["client_key"].variable, "")
+        return Target(url, key, home if is_loopback(_host_of(url)) else None)
     step = config["prefill_step_size"]
     grid = (step if isinstance(step, int) else GRID_TOKENS_AUTO) if config["reuse"] == "exact" else 0
     return Target(
@@ -54,6 +60,18 @@ def target(config: Config, url: str, environment: Mapping[str, str]) -> Target:
         grid,
         TOLERANCES_KV_BITS.get(int(config["kv_bits"]), 0.0),
     )
+
+
+def _host_of(url: str) -> str:
+    """Raises ConfigurationError where it is no address of a server."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname if parts.scheme in ("http", "https") else None
+    except ValueError:
+        host = None
+    if not host:
+        raise ConfigurationError(f"--url: expected an address such as http://127.0.0.1:8026/v1, not {url!r}")
+    return host
 
 
 def visit(target: Target, scale: Scale, *, model: str, tolerance: float, timeout_s: float, seed: str) -> Visit:
@@ -111,8 +129,7 @@ async def _meet(visit: Visit) -> None:
     status, listed = await visit.server.get("/models")
     if status in (401, 403):
         raise Unanswered(f"{visit.server.url} wants a key ({status}): set WARMLINE_CLIENT_KEY", status)
-    models = listed.get("data") if status == 200 and isinstance(listed, dict) else None
-    first = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
-    visit.server.model = visit.server.model or str(first.get("id") or "")
+    first = next(iter(read_models(listed)), {})
+    visit.server.model = visit.server.model or first.get("id", "")
     context = first.get("max_model_len")
     visit.context_tokens = context if isinstance(context, int) else 0

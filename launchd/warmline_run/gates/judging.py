@@ -12,6 +12,7 @@ from warmline_run.gates.answers import Answer, TokenChoice
 TOLERANCE_FLOAT32, TOLERANCE_FLOAT16, TOLERANCE_BFLOAT16 = 1e-3, 0.125, 2.0
 TOLERANCES_KV_BITS = {8: 0.4, 4: 6.0}  # quantized KV, which the log-probabilities don't show
 _UNUSED_BITS = ((0xFFFF, TOLERANCE_BFLOAT16), (0x1FFF, TOLERANCE_FLOAT16))  # of a float32 that was widened from it
+LARGEST = 1e30  # and no NaN
 WINDOW_CHARACTERS = 8
 JUDGED_CHARACTERS_MIN = 24
 REPETITIVE, VARIED = 0.7, 0.4  # shares of windows that stood before
@@ -26,7 +27,7 @@ MARKUP = re.compile(
 
 def tolerance_of(tokens: Iterable[TokenChoice]) -> float:
     """How far apart rounding may have two runs, by the bits that these values don't use."""
-    values = [value for token in tokens for value in (token.logprob, *token.top.values()) if math.isfinite(value)]
+    values = [value for token in tokens for value in (token.logprob, *token.top.values()) if abs(value) < LARGEST]
     words = struct.unpack(f"<{len(values)}I", struct.pack(f"<{len(values)}f", *values))
     used = [word for word in words if word]  # 0.0 says nothing
     return next(

@@ -31,7 +31,14 @@ def _row(name: str, result: str, seconds: str, proves: str) -> str:
 
 
 def _indented(text: str) -> list[str]:
-    return textwrap.wrap(text, LINE_WIDTH, initial_indent=INDENT, subsequent_indent=INDENT, break_long_words=False)
+    return textwrap.wrap(
+        text,
+        LINE_WIDTH,
+        initial_indent=INDENT,
+        subsequent_indent=INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

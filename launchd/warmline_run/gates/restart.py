@@ -15,6 +15,7 @@ from warmline_run.gates.terminal import Turn, against_cold
 from warmline_run.gates.transcript import Transcript
 
 POLL_S = 0.1
+PS_TIMEOUT_S = 10.0
 TALK_SHARE = 3  # of the cancelled prompt: a third as long
 
 
@@ -48,7 +49,7 @@ async def restart(visit: Visit) -> str:
 async def _secret(visit: Visit) -> str:
     """The home's, if this very server runs from it: only that takes the home's secret.  Raises NotRun."""
     if visit.home is None:
-        raise NotRun("no home is known that this server runs from: name it with --home")
+        raise NotRun("only a server on this machine can be restarted")
     try:
         secret = (visit.home / "secret").read_text().strip()
     except OSError as error:
@@ -95,10 +96,19 @@ def _backend(file: Path) -> int:
     pid = _pid_in(file)
     if pid is None:
         raise NotRun(f"{file} names no process")
-    shown = subprocess.run(["ps", "-p", str(pid), "-o", "command="], capture_output=True, text=True, check=False)
-    if "warmline_backend" not in shown.stdout:
+    if "warmline_backend" not in _command_line(pid):
         raise NotRun(f"{file} names process {pid}, which is no backend of Warmline")
     return pid
+
+
+def _command_line(pid: int) -> str:
+    """ "" where it can't be known."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")  # no process needed, where there is such a file
+    with suppress(OSError, subprocess.SubprocessError):
+        words = ["ps", "-p", str(pid), "-o", "command="]
+        return subprocess.run(words, capture_output=True, text=True, timeout=PS_TIMEOUT_S, check=False).stdout
+    return ""
 
 
 def _pid_in(file: Path) -> int | None:

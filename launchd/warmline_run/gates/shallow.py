@@ -4,7 +4,7 @@ import asyncio
 import json
 from typing import Any
 
-from warmline_run.gates.answers import Answer, Message
+from warmline_run.gates.answers import Answer, Message, read_models
 from warmline_run.gates.gate import Failed, NotRun, Visit, shown
 from warmline_run.gates.judging import disagreement, markup_in
 from warmline_run.gates.server import Unanswered
@@ -24,7 +24,7 @@ LOOK = {
 async def load(visit: Visit) -> str:
     """Waits for a model that is still loading, as long as one request may take."""
     status, listed = await visit.server.get("/models")
-    names = [each.get("id") for each in (listed or {}).get("data", [])] if status == 200 else []
+    names = [each["id"] for each in read_models(listed)] if status == 200 else []
     if not names:
         raise Failed(
             f"GET /v1/models answered {status} and lists no model",
