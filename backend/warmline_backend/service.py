@@ -30,6 +30,7 @@ from warmline_backend.grammar.compiler import Grammars
 from warmline_backend.grammar.guide import Guide
 from warmline_backend.health import Readiness, pulse
 from warmline_backend.model import ServedModel
+from warmline_backend.output.dialect import dialect_of
 from warmline_backend.output.expected import expected_of
 from warmline_backend.output.turns import reader_of
 from warmline_backend.params import parse_params
@@ -114,6 +115,7 @@ class Service:
         if swept := await asyncio.to_thread(sweep_drafts, self._home.segments):
             log.info("%d drafts of saves that did not end are deleted", swept)
         served = await asyncio.wrap_future(self._engine.loaded)
+        await asyncio.to_thread(dialect_of, served.tokenizer)  # a large vocabulary takes a while, here and only here
         config = self._config
         mark = await asyncio.to_thread(mark_of, served, config, self._home, self._grid)
         self._loaded = Loaded(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from test_output_families import calls, content, parts_of
-from tool_families import BY_NAME, FAMILIES, Family, tool
+from tool_families import BY_NAME, CALLS, FAMILIES, Family, tool
 
 from warmline_backend.output.dialect import dialect_of
 from warmline_backend.output.lenient import Unreadable, read_leniently
@@ -203,6 +203,22 @@ def test_a_broken_call_beside_a_good_one_is_text(folder: Path) -> None:
     text = '<minimax:tool_call>\nHm.\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
     parts = parts_of(tokenizer, text)
     assert (calls(parts), content(parts).strip()) == ([("now", {})], "Hm.")
+
+
+@pytest.mark.parametrize(
+    ("family", "broken"),
+    [
+        ("minimax_m2", '<invoke name="run">\nls\n</invoke>'),
+        ("kimi_k2", "<|tool_call_begin|>functions.run:0<|tool_call_argument_begin|>ls<|tool_call_end|>"),
+    ],
+)
+def test_a_broken_call_in_a_section_leaves_the_others_whole(folder: Path, family: str, broken: str) -> None:
+    known = BY_NAME[family]
+    tokenizer = known.tokenizer(folder)
+    start = tokenizer.tool_call_start
+    text = known.calls.replace(start, start + broken)
+    parts = parts_of(tokenizer, text)
+    assert (calls(parts), content(parts).strip()) == (CALLS, broken)
 
 
 def test_older_mistrals_write_a_list_and_may_go_on(folder: Path) -> None:

@@ -88,7 +88,7 @@ def read_arguments(text: str, quote: str = "") -> dict[str, Any]:
 
 def plain_name(name: str) -> str:
     """Raises Unreadable where it can't be a function's."""
-    name = name.strip().removeprefix("functions.")
+    name = name.strip("\"' \t\r\n").removeprefix("functions.")
     if not 0 < len(name) <= NAME_CHARS_MAX or not _NAME.fullmatch(name):
         raise Unreadable(f"{name[:40]!r} is no function's name")
     return name

@@ -34,11 +34,23 @@ def read_tagged(tags: Tags, text: str, cut: bool) -> Items:
     at = 0
     while opening := tags.opening.search(text, at):
         _keep(text[at : opening.start()], items)
-        arguments, at = _arguments(tags, text, opening.end())
-        items.append(Written(plain_name(opening["name"]), arguments))
-        at = _close(tags, text, at)
+        item, at = _one_of_several(tags, text, opening)
+        items.append(item)
     _keep(text[at:], items)
     return _with_calls(items)
+
+
+def _one_of_several(tags: Tags, text: str, opening: re.Match[str]) -> tuple[Written | str, int]:
+    """The call that begins there, or its text where it is broken, and where the next may begin."""
+    try:
+        arguments, at = _arguments(tags, text, opening.end())
+        return Written(plain_name(opening["name"]), arguments), _close(tags, text, at)
+    except Unreadable as error:
+        if error.cut:
+            raise
+    following = tags.opening.search(text, opening.end())
+    end = following.start() if following else len(text)
+    return text[opening.start() : end], end
 
 
 def _call_alone(tags: Tags, text: str, at: int) -> Written:

@@ -54,20 +54,27 @@ def _sectioned(text: str, begin: str, separator: str, end: str) -> Items:
     between, *calls = text.split(begin)
     items += _rest(between)
     for call in calls:
-        head, found, body = call.partition(separator)
-        if not found:
-            raise Unreadable("a call without arguments")
-        if head.strip() == "function" and "\n" in body and not body.lstrip().startswith("{"):
-            head, _, body = body.lstrip().partition("\n")
-        # The end marker may stand in an argument's text, too.
-        body, closed, after = body.rpartition(end)
-        if not closed:
-            body, after = after, ""
-        items.append(Written(plain_name(re.sub(r":\d+$", "", head.strip())), read_arguments(body)))
-        items += _rest(after)
-    if not calls:
+        try:
+            items += _call_in_section(call, separator, end)
+        except Unreadable as error:
+            if error.cut:
+                raise
+            items.append(begin + call)
+    if not any(isinstance(item, Written) for item in items):
         raise Unreadable("no call")
     return items
+
+
+def _call_in_section(call: str, separator: str, end: str) -> Items:
+    head, found, body = call.partition(separator)
+    if not found:
+        raise Unreadable("a call without arguments")
+    if head.strip() == "function" and "\n" in body and not body.lstrip().startswith("{"):
+        head, _, body = body.lstrip().partition("\n")
+    body, closed, after = body.rpartition(end)  # the last one: arguments may hold others
+    if not closed:
+        body, after = after, ""
+    return [Written(plain_name(re.sub(r":\d+$", "", head.strip())), read_arguments(body)), *_rest(after)]
 
 
 def read_gemma(quote: str, text: str, cut: bool) -> Items:
