@@ -79,8 +79,9 @@ def ask(server: Server, messages: Sequence[Message], answer_tokens: int = ANSWER
     for chunk in events(response):
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices") or ():
-            content = choice.get("delta", {}).get("content") or ""
-            if content and not text:
+            delta = choice.get("delta", {})
+            content = delta.get("content") or ""
+            if math.isnan(first_s) and (content or delta.get("reasoning")):
                 first_s = time.perf_counter() - started
             text += content
             logprobs += [_place(entry) for entry in (choice.get("logprobs") or {}).get("content") or ()]
