@@ -25,7 +25,7 @@ def report(pair: Pair, *words: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_a_trained_model_passes_every_gate(agent_pair: Pair) -> None:
-    code, seen = report(agent_pair, "--long-tokens", "4000")
+    code, seen = report(agent_pair, "--long-tokens", "6000")
     assert {name: gate["detail"] for name, gate in seen.items() if gate["result"] != "passed"} == {
         "restart": "ends the backend, which interrupts others: add --restart"
     }

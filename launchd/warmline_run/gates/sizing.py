@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from warmline_run.gates.gate import Visit
 from warmline_run.gates.transcript import Transcript
 
-SAMPLE_BYTES = 2000  # some of all that transcripts are made of
-MARGIN = 0.9  # of the context that is used: texts differ
+SAMPLE_BYTES = 2500  # some of all that transcripts are made of
+MARGIN = 0.85  # of the context that is used: texts differ
 TURN_TOKENS = 48  # around a message, and around an answer
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from itertools import cycle
 
 INSTRUCTION = """You work in a Linux terminal on a task, step by step. Each turn you see what the terminal printed.
 Answer with one JSON object: "analysis" (what you see), "plan" (what to do next), "commands" (a list of
@@ -26,8 +27,10 @@ class Transcript:
         screen = "Current terminal state:\n" if turn == 1 else "New terminal output:\n"
         makers: list[Callable[[random.Random], list[str]]] = [_listing, _build, _tests, _history, _dump]
         lines: list[str] = []
-        while sum(map(len, lines)) + len(lines) < self._turn_bytes - len(head):
-            lines += makers[(turn + len(lines)) % len(makers)](draw)
+        for make in cycle(makers[turn % len(makers) :] + makers[: turn % len(makers)]):
+            if sum(map(len, lines)) + len(lines) >= self._turn_bytes - len(head):
+                break
+            lines += make(draw)
         return f"{head}{screen}" + "\n".join(lines) + f"\nroot@build:/srv/app# # step {turn}"
 
 
