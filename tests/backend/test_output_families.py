@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tool_families import CALLS, FAMILIES, TOOLS, Family
+from tool_families import BY_NAME, CALLS, FAMILIES, TOOLS, Family
 
 from warmline_backend.output.dialect import dialect_of
 from warmline_backend.output.expected import Expected
@@ -14,6 +14,7 @@ from warmline_backend.output.parts import Called, Part, Said, Thought
 from warmline_backend.output.stream import OutputStream
 from warmline_backend.output.turns import read_turn
 
+OURS = ("deepseek_v32", "deepseek_v3", "llama3", "seed_oss", "command_a", "phi4", "granite")  # unknown to mlx-lm
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
 WITH_REASONING = pytest.mark.parametrize("family", [family for family in FAMILIES if family.think[0]], ids=str)
 
@@ -127,15 +128,23 @@ def test_special_tokens_that_mark_nothing_are_no_text(family: Family, folder: Pa
     assert content(parts_of(family.tokenizer(folder), "a<|im_start|>b<|im_end|>", tools=None)) == "ab"
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family.name != "minicpm5"], ids=str)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.name not in OURS], ids=str)
 def test_mlx_lms_own_parser_reads_the_same(family: Family, folder: Path) -> None:
     """So what is read here is what this family writes."""
     tokenizer = family.tokenizer(folder)
-    if not tokenizer.has_tool_calling:
-        pytest.skip("mlx-lm has none")
     pieces = family.calls.split(tokenizer.tool_call_start)[1:]
     texts = [piece.split(tokenizer.tool_call_end)[0] if tokenizer.tool_call_end else piece for piece in pieces]
     parsed = [tokenizer.tool_parser(text, TOOLS) for text in texts]
     flat = [call for one in parsed for call in (one if isinstance(one, list) else [one])]
     assert [call["name"] for call in flat] == [name for name, _ in CALLS]
     assert flat[0]["arguments"] == CALLS[0][1]
+
+
+def test_a_family_that_only_mlx_lm_knows_is_read_by_its_parser(folder: Path) -> None:
+    tokenizer = BY_NAME["json_tools"].tokenizer(folder / "new")
+    tokenizer.init_kwargs["tool_parser_type"] = "of_tomorrow"
+    known = dialect_of(tokenizer)
+    assert known.calls is not None and known.calls.words is None
+    assert calls(parts_of(tokenizer, BY_NAME["json_tools"].calls)) == CALLS
+    broken = "<tool_call>\nnothing\n</tool_call>"
+    assert content(parts_of(tokenizer, broken)) == broken
