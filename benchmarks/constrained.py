@@ -1,0 +1,203 @@
+"""Tokens per second with a JSON schema and without, in one process: what it costs to hold an answer to a form.
+
+The scheduler is driven as the engine drives it.  Rounds with and without take turns, so that a machine's moods fall on
+both; a round is some sequences decoding together, from the moment when all of them do.  No answer ends by itself: the
+schema asks for more items than there is room for.
+
+Usage: .venv/bin/python benchmarks/constrained.py [--quick | --shape llama | --model DIR] [--rounds N] [--tokens N]
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from rich.console import Console
+from rows import Rows
+from servers import blas_line, environment, tiny_models
+
+from warmline_backend import demo
+from warmline_backend.grammar.compiler import Grammars
+from warmline_backend.grammar.plan import Constraint
+from warmline_backend.model import ServedModel, load
+from warmline_backend.params import GenerationParams
+from warmline_backend.scheduler import Scheduler, SchedulerSettings
+from warmline_backend.sequence import Event, Generation, Piece
+from warmline_wire.home import Home
+
+TOGETHER = (1, 4)
+PROMPT_TOKENS = 64
+MEMORY_BYTES = 4 << 30
+SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 100_000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 30},
+            "age": {"type": "integer", "minimum": 0, "maximum": 130},
+            "kind": {"enum": ["person", "animal", "machine"]},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 3},
+            "alive": {"type": "boolean"},
+        },
+        "required": ["name", "age", "kind", "tags", "alive"],
+        "additionalProperties": False,
+    },
+}
+WIDTHS = {
+    "model": 12,
+    "vocabulary": 0,
+    "together": 0,
+    "free, tokens/s": 0,
+    "with a schema": 0,
+    "ratio: median": 0,
+    "25 % to 75 %": 14,
+    "compiled in": 0,
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    name: str
+    served: ServedModel
+    grammars: Grammars
+    constraint: Constraint
+    compiled_s: float  # the tokenizer converted, and the grammar
+
+    @classmethod
+    def of(cls, name: str, folder: Path) -> "Subject":
+        served = load(str(folder), name)
+        grammars, began = Grammars(served.tokenizer, served.vocabulary_size), time.perf_counter()
+        constraint = grammars.constraint("completion", {"structured_outputs": {"json": SCHEMA}}, None, "")
+        assert constraint is not None
+        return cls(name, served, grammars, constraint, time.perf_counter() - began)
+
+
+def subjects(options: argparse.Namespace, place: Path) -> Iterator[Subject]:
+    if options.model:
+        yield Subject.of(options.model.name, options.model)
+        return
+    if options.shape:
+        import large_models  # which makes arrays on the device as it is imported
+
+        large_models.build(options.shape, place / options.shape)
+        yield Subject.of(options.shape, place / options.shape)
+        return
+    yield Subject.of("tiny", tiny_models.build("bench", place / "tiny"))
+    try:
+        yield Subject.of("demo", demo.prepare(Home(place / "home"), "float32"))
+    except demo.DemoUnavailable as problem:
+        print(f"no demo model: {problem}", file=sys.stderr)
+
+
+def decode_rate(subject: Subject, together: int, tokens: int, *, held: bool) -> float:
+    """Tokens per second of sequences that decode together."""
+    settings = SchedulerSettings(
+        boot="bench",
+        memory_budget_bytes=MEMORY_BYTES,
+        prefill_step_size=2048,
+        running_count_max=together,
+        keeps_residents=False,
+    )
+    scheduler, heard = Scheduler(subject.served, settings), [0] * together
+    for number in range(together):
+        scheduler.submit(_generation(subject, number, tokens, heard, held=held))
+    while not all(heard):
+        _turn(scheduler)
+    began, before = time.perf_counter(), sum(heard)
+    while not scheduler.idle:
+        _turn(scheduler)
+    return (sum(heard) - before) / (time.perf_counter() - began)
+
+
+def _generation(subject: Subject, number: int, tokens: int, heard: list[int], *, held: bool) -> Generation:
+    def listener(event: Event) -> None:
+        heard[number] += isinstance(event, Piece)
+
+    return Generation(
+        id=f"{number}",
+        prompt=[33 + number] * PROMPT_TOKENS,
+        params=GenerationParams(max_tokens=tokens, temperature=0.7, seed=number, ignore_eos=True),
+        listener=listener,
+        guide=subject.grammars.guide(subject.constraint) if held else None,
+        kept=False,
+    )
+
+
+def _turn(scheduler: Scheduler) -> None:
+    for _ in scheduler.turn():
+        pass
+
+
+def measure(subject: Subject, options: argparse.Namespace, rows: Rows) -> None:
+    for together in TOGETHER:
+        pairs = [_pair(subject, together, options.tokens, number) for number in range(options.rounds + 1)][1:]
+        free, held = (statistics.median(side) for side in zip(*pairs, strict=True))
+        ratios = sorted(one_held / one_free for one_free, one_held in pairs)
+        rows.add(
+            subject.name,
+            str(subject.served.vocabulary_size),
+            str(together),
+            f"{free:.1f}",
+            f"{held:.1f}",
+            f"{statistics.median(ratios):.3f}",
+            _quartiles(ratios),
+            f"{subject.compiled_s * 1e3:.0f} ms",
+        )
+
+
+def _pair(subject: Subject, together: int, tokens: int, number: int) -> tuple[float, float]:
+    """Without and with; which goes first alternates."""
+    first = bool(number % 2)
+    rates = {held: decode_rate(subject, together, tokens, held=held) for held in (first, not first)}
+    return rates[False], rates[True]
+
+
+def _quartiles(ratios: Sequence[float]) -> str:
+    if len(ratios) < 2:
+        return ""
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return f"{low:.3f} to {high:.3f}"
+
+
+def have_fast_blas() -> None:
+    """Start this script anew with it where it isn't loaded: it has to be before mlx."""
+    if environment().get("LD_PRELOAD") != os.environ.get("LD_PRELOAD"):
+        os.execve(sys.executable, sys.orig_argv, environment())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two short rounds: shows that it runs, and no more")
+    parser.add_argument(
+        "--shape", default="", help="random bfloat16 weights, see large_models: for a GPU"
+    )
+    parser.add_argument("--model", type=Path, help="a model of your own")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.tokens = 2, 24
+    have_fast_blas()
+    console = Console(width=150)
+    device = mx.device_info().get("device_name") or platform.machine()
+    versions = f"mlx {metadata.version('mlx')}; llguidance {metadata.version('llguidance')}"
+    console.print(f"{device}; {versions}; {blas_line()}")
+    with tempfile.TemporaryDirectory(prefix="warmline-constrained-") as place:
+        rows = Rows(console, "decoding, free and with a schema", WIDTHS)
+        for subject in subjects(options, Path(place)):
+            measure(subject, options, rows)
+            mx.clear_cache()
+
+
+if __name__ == "__main__":
+    main()
