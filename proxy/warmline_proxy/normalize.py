@@ -14,6 +14,8 @@ SESSION_FIELDS = ("session_id", "prompt_cache_key")
 RETRY_COUNT_HEADER = "X-Stainless-Retry-Count"
 SESSION_CHARS_MAX = 128
 
+NESTING_SPARE = 64  # levels that a body may be put below, by the prompt's request and by events that say it again
+
 _NULL = b"null"
 _RETRY_COUNT = re.compile(r"[0-9]{1,6}")
 
@@ -28,6 +30,16 @@ def object_of(body: bytes) -> dict[str, msgspec.Raw]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
     return {name: value for name, value in fields.items() if bytes(value) != _NULL}
+
+
+def check_nesting(value: object) -> None:
+    """Raises ClientError 400 for what could be read, but not written again some levels deeper."""
+    for _ in range(NESTING_SPARE):
+        value = [value]
+    try:
+        msgspec.json.encode(value)
+    except RecursionError:
+        raise bad_request("The JSON body of your request nests too deeply.") from None
 
 
 def optional(fields: Mapping[str, msgspec.Raw], name: str, kind: type) -> Any:

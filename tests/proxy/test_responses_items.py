@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from warmline_proxy.apis.api import Call
@@ -166,6 +167,8 @@ def test_items_of_tools_that_ran_elsewhere_are_skipped() -> None:
         ([{"role": "robot", "content": "Hi."}], "input[0].role", "developer"),
         ([{"role": "user", "content": 5}], "input[0].content", "a list of parts"),
         ([{"role": "user", "content": ["Hi."]}], "input[0].content[0]", "only text"),
+        ([{"role": "user", "content": [{"type": ["input_text"], "text": "Hi."}]}], "input[0].content[0]", "only text"),
+        ([{"type": "reasoning", "summary": [{"type": {}, "text": "Hm."}]}], "input[0].summary[0]", "only text"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text", "a string"),
         ([{"type": "function_call", "name": "a", "arguments": "{}"}], "input[0].call_id", "a string"),
         ([{"type": "function_call", "name": "a", "arguments": {}, "call_id": "c"}], "input[0].arguments", "a string"),
@@ -349,6 +352,28 @@ def test_who_asks_is_known_by_header_or_key() -> None:
 def test_fields_that_can_not_be_served_are_named(fields: dict[str, Any], param: str, word: str) -> None:
     error = refused(**fields)
     assert error.param == param and word in error.message
+
+
+def nested(levels: int) -> bytes:
+    return b'{"a":' * levels + b"1" + b"}" * levels
+
+
+def written_below(frames: int, value: object) -> bytes:
+    return written_below(frames - 1, value) if frames else msgspec.json.encode({"body": {"request": value}})
+
+
+def test_what_is_taken_can_be_written_from_a_deeper_stack() -> None:
+    """Into the prompt's request, and into events."""
+    taken = []
+    for levels in range(700, 1000, 3):
+        try:
+            call = Responses().read(b'{"input": "Hi.", "metadata": ' + nested(levels) + b"}", {})
+        except ClientError as error:
+            assert error.status == 400
+        else:
+            taken.append(levels)
+            assert written_below(30, call.asked.echo)
+    assert 700 in taken and 999 not in taken
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": "\\ud800"}', b'{"input": ' + b"[" * 100_000])

@@ -8,7 +8,7 @@ from warmline_proxy.apis.messages_body import Body, chat_fields, read_body
 from warmline_proxy.apis.messages_errors import error_object
 from warmline_proxy.apis.messages_ids import session_of
 from warmline_proxy.errors import ClientError, bad_request
-from warmline_proxy.normalize import printable, retry_count, session_hint
+from warmline_proxy.normalize import check_nesting, printable, retry_count, session_hint
 from warmline_wire.stream import data_event
 
 
@@ -29,9 +29,11 @@ class Messages:
         return self._call(read_body(body), headers)
 
     def _call(self, body: Body, headers: Mapping[str, str]) -> Call:
+        fields = chat_fields(body)
+        check_nesting(fields)
         return Call(
             api=self,
-            fields=chat_fields(body),
+            fields=fields,
             client_model=body.model,
             stream=body.stream is True,
             session_hint=session_hint(body.others, headers) or printable(session_of(body.user_id)),

@@ -11,7 +11,7 @@ from warmline_proxy.apis.responses_answer import Answering, Asked
 from warmline_proxy.apis.responses_items import read_input
 from warmline_proxy.apis.responses_tools import Object, Toolbox, choose, read_tools
 from warmline_proxy.errors import ClientError, bad_request
-from warmline_proxy.normalize import object_of, retry_count, session_hint
+from warmline_proxy.normalize import check_nesting, object_of, retry_count, session_hint
 from warmline_wire.messages import ErrorBody, ErrorReply, decode, message_in
 from warmline_wire.stream import data_event
 
@@ -35,6 +35,7 @@ class Responses:
     def read(self, body: bytes, headers: Mapping[str, str]) -> Call:
         raw = object_of(body)
         fields = _values(raw)
+        check_nesting(fields)
         _refuse_stored(fields)
         if not isinstance(model := fields.get("model"), str | None):
             raise bad_request("'model' must be a string.", param="model")

@@ -183,7 +183,7 @@ def _text(content: object, where: str, image: str) -> str:
 
 def _part(part: Any, where: str, image: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in TEXT_PARTS:
+    if isinstance(kind, str) and kind in TEXT_PARTS:
         return _string(part, "text", where)
     if kind == "refusal":
         return _string(part, "refusal", where)
