@@ -317,7 +317,7 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
         super().extend(batch)
 
     def _step(self) -> tuple[list[int], list[mx.array]]:
-        for row, uid in enumerate(self.uids):
+        for row, uid in enumerate(self.uids) if self._guides else ():
             if (guide := self._guides.get(uid)) is not None:
                 guide.follows(self._next_tokens, row)
         return super()._step()  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from warmline_backend.grammar.lark import Lark, listed, quoted
-from warmline_backend.grammar.schemas import Schema, resolve
+from warmline_backend.grammar.schemas import Schema, required_in, resolve
 from warmline_backend.grammar.values import text_pattern
 
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -79,8 +79,7 @@ class Values:
 
     def object(self, schema: Schema) -> str:
         """In braces."""
-        properties, required = schema.get("properties"), schema.get("required")
-        names = set(required) if isinstance(required, list) else set[str]()
+        properties, names = schema.get("properties"), required_in(schema)
         if not isinstance(properties, Mapping):
             return self._any_object() if schema.get("additionalProperties", True) is not False else quoted("{}")
         notation = self._notation

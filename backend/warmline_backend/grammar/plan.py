@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from warmline_backend.grammar.asked import Asked, Form, Tool
 from warmline_backend.grammar.calls import SECTIONS, STYLES
 from warmline_backend.grammar.lark import Lark, TooLong, quoted
-from warmline_backend.grammar.schemas import Schema, fitted, guided
+from warmline_backend.grammar.schemas import Schema, fitted, guided, required_in
 from warmline_backend.grammar.style import CannotWrite, Offered
 from warmline_backend.output.dialect import Dialect, dialect_of, opens_reasoning
 from warmline_backend.output.headers import HARMONY
@@ -255,12 +255,10 @@ def _parameters(tool: Tool) -> Schema:
         raise BadRequest(f"'{tool.field}' must be a JSON schema (an object)", tool.field)
     if not parameters:
         return NO_PARAMETERS
-    properties, required = parameters.get("properties"), parameters.get("required") or []
+    properties = parameters.get("properties")
     composed = any(key in parameters for key in ("allOf", "anyOf", "oneOf", "$ref", "patternProperties"))
-    plain = (
-        isinstance(properties, Mapping) and isinstance(required, list) and set(map(str, required)) <= set(properties)
-    )
-    if plain and not composed and "additionalProperties" not in parameters:
+    listed = isinstance(properties, Mapping) and set(required_in(parameters)) <= set(properties)
+    if listed and not composed and "additionalProperties" not in parameters:
         return {"type": "object", **parameters, "additionalProperties": False}
     return {"type": "object", **parameters}
 
@@ -269,8 +267,8 @@ def _names_alone(parameters: Any) -> Schema:
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if not isinstance(properties, Mapping) or len(properties) > NAMES_MAX:
         return {"type": "object"}
-    names = [name for name in properties if name in (parameters.get("required") or ())]
-    return {"type": "object", "properties": {name: {} for name in properties}, "required": names}
+    required = [name for name in required_in(parameters) if name in properties]
+    return {"type": "object", "properties": {name: {} for name in properties}, "required": required}
 
 
 def _grammar_of(form: Form) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def _fitted(schema: Any, root: Schema) -> Any:
     for key, value in schema.items():
         if key in ("x-guidance", "default", "examples", "example"):
             continue
-        if key == "format" and value not in _FORMATS:
+        if key == "format" and isinstance(value, str) and value not in _FORMATS:
             continue
         made[key] = _fitted_under(key, value, root)
     if isinstance(branches := made.get("oneOf"), list) and "anyOf" not in made and _apart(branches, root):
@@ -99,7 +99,7 @@ def _apart(branches: list[Any], root: Schema) -> bool:
         return False
     known = [branch for branch in resolved if branch is not None]
     return _disjoint([_types(branch) for branch in known]) or any(
-        _disjoint([_tags(branch, name, root) for branch in known]) for name in _required(known[0] if known else {})
+        _disjoint([_tags(branch, name, root) for branch in known]) for name in required_in(known[0] if known else {})
     )
 
 
@@ -125,13 +125,14 @@ def _tags(schema: Schema, name: str, root: Schema) -> frozenset[str] | None:
     """The values that a required property of an object may have, as JSON; None where they are not few."""
     properties = schema.get("properties")
     inner = resolve(properties.get(name), root) if isinstance(properties, Mapping) else None
-    if inner is None or name not in _required(schema) or schema.get("type") != "object":
+    if inner is None or name not in required_in(schema) or schema.get("type") != "object":
         return None
     values = [inner["const"]] if "const" in inner else inner.get("enum")
     return frozenset(json.dumps(value, sort_keys=True) for value in values) if isinstance(values, list) else None
 
 
-def _required(schema: Schema) -> list[str]:
+def required_in(schema: Schema) -> list[str]:
+    """The names that an object must have."""
     required = schema.get("required")
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
 
@@ -215,7 +216,7 @@ def _certain(schema: Schema) -> Iterator[Any]:
         yield from parts
     properties = schema.get("properties")
     if schema.get("type") == "object" and isinstance(properties, Mapping):
-        yield from (properties[name] for name in _required(schema) if name in properties)
+        yield from (properties[name] for name in required_in(schema) if name in properties)
     count = schema.get("minItems")
     if schema.get("type") == "array" and isinstance(count, int) and count > 0:
         first = schema.get("prefixItems")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from warmline_backend.grammar.lark import ANY_TEXT, Lark, optional
-from warmline_backend.grammar.schemas import Schema, resolve
+from warmline_backend.grammar.schemas import Schema, required_in, resolve
 
 _LENGTH_COUNTED_MAX = 10_000  # a longer limit on text is left to the model
 _BRANCHES_DEPTH_MAX = 4
@@ -23,9 +23,8 @@ class Argument:
 
 def arguments_of(parameters: Schema) -> Iterator[Argument]:
     """The properties of a tool's parameters, in their order.  Others that the schema may allow are never given."""
-    properties = (resolve(parameters, parameters) or {}).get("properties")
-    required = (resolve(parameters, parameters) or {}).get("required")
-    names = set(required) if isinstance(required, list) else set[str]()
+    found = resolve(parameters, parameters) or {}
+    properties, names = found.get("properties"), required_in(found)
     for name, schema in properties.items() if isinstance(properties, Mapping) else ():
         yield Argument(name, schema, name in names)
 
