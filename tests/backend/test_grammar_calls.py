@@ -184,6 +184,7 @@ def test_channels_hold_reasoning_and_one_call(tmp_path: Path) -> None:
         constraint = grammars.constraint("chat", {"tools": tools, "tool_choice": choice}, tools, "<|start|>assistant")
         for written, fits in (
             (thought + call, True),
+            ("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + call, True),
             (call, True),
             (call.replace("2", "99"), False),
             (final, choice == "auto"),

@@ -75,4 +75,4 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_name(client: OpenAI) -> 
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer", "not": {"const": 1}}}}
     with pytest.raises(BadRequestError, match="Unimplemented keys") as caught:
         client.chat.completions.create(**{**ASKS, "response_format": form})
-    assert caught.value.param == "response_format"
+    assert caught.value.param == "response_format.json_schema.schema"

@@ -55,9 +55,11 @@ class Guide:
         self._sampled = sampled, row
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        self._width = logits.shape[-1]  # which may be more than the tokenizer has tokens
         if self._matcher is None:
             return self._masked("forbidden", logits)
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the device goes on while this waits for the last token, and thinks about the next
+        # The device goes on with this step while this waits for the last token, and thinks about the next.
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
         if self._begun:
             sampled, row = self._sampled or (tokens, -1)
             self.advance(int(sampled.tolist()[row]))  # type: ignore[index, arg-type]

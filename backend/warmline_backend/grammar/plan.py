@@ -183,7 +183,7 @@ class _Writer:
         assert form is not None
         answer = _grammar_of(form)
         if problem := self._checked(_listed([answer])):
-            raise BadRequest(f"'{form.field}' can't be used: {problem}", form.field.partition(".")[0])
+            raise BadRequest(f"'{form.field}' can't be used: {problem}", form.field)
         may_call = asked.choice == "auto" and asked.tools and self._family.style in STYLES
         if not (may_call or self._family.around or self._family.channels):
             return _listed([answer])
@@ -192,7 +192,11 @@ class _Writer:
             start = self._channels(calls, "@answer")
         else:
             start = " | ".join(part for part in (self._around("@answer"), calls) if part)
-        return _listed([{"name": "main", "lark_grammar": self._lark.written(start)}, {**answer, "name": "answer"}])
+        main = {"name": "main", "lark_grammar": self._lark.written(start)}
+        written = _listed([main, {**answer, "name": "answer"}])
+        if problem := self._checked(written):
+            raise BadRequest(f"'{form.field}' and these tools can't be used together: {problem}", form.field)
+        return written
 
     # ---- what stands around
 
@@ -203,8 +207,10 @@ class _Writer:
         return f"({begin})? {inner} ({' '.join([end, *rest])})?"
 
     def _channels(self, calls: str, text: str) -> str:
+        """Reasoning, then calls or text; where no form is asked for, words to the user may precede them."""
         lark = self._lark
-        thought = lark.literal("<|channel|>analysis<|message|>")
+        kinds = '"analysis"' if self._asked.form else '("analysis" | "commentary")'
+        thought = f"{lark.literal('<|channel|>')} {kinds} {lark.literal('<|message|>')}"
         thinks = f"({thought} {lark.text()} {lark.literal('<|end|><|start|>assistant')})*"
         said = f'{lark.literal("<|channel|>final")} (" "? {lark.literal("<|constrain|>json")})?'
         final = f"{said} {lark.literal('<|message|>')} {text}" if text else ""
