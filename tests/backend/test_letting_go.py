@@ -58,10 +58,10 @@ def test_a_generation_that_is_not_submitted_yet(
         rendering, go_on = threading.Event(), threading.Event()
         renderer, real = type(backend.service.loaded.renderer), backend.service.loaded.renderer.render
 
-        def slow(self: object, endpoint: str, body: dict[str, object]) -> object:
+        def slow(self: object, *arguments: object) -> object:
             rendering.set()
             assert go_on.wait(WAIT_S)
-            return real(endpoint, body)
+            return real(*arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(renderer, "render", slow)
         asking = asked(backend, "early", LONG)
