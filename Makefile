@@ -42,7 +42,7 @@ soak: setup
 		$(if $(FAMILIES),--families $(FAMILIES)) $(if $(MODES),--modes $(MODES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 terminal-bench: setup terminal-bench-setup
-	WARMLINE_TERMINAL_BENCH_PYTHON=$(abspath .venv-tb/bin/python) $(BIN)/pytest -q tests/clients/test_terminal_bench.py $(ARGS)
+	WARMLINE_TERMINAL_BENCH_PYTHON=$(abspath .venv-tb/bin/python) $(BIN)/pytest -q tests/tbench/check_terminal_bench.py $(ARGS)
 
 terminal-bench-setup: $(TB_STAMP)
 

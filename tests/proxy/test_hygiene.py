@@ -104,6 +104,7 @@ def test_what_changed_in_tools_is_named() -> None:
     a, b, other_a = tool("a"), tool("b"), tool("a", type="object")
     assert what_changed(head(a, b), head(b, a)) == "the tools come in another order"
     assert what_changed(head(a), head(other_a)) == "tools: a changed"
+    assert what_changed(head(a, b), head(tool("c"), tool("d"), tool("e"))) == "", "another agent's"
     assert what_changed(head(a), head(a, b)) == "tools: b new"
     assert what_changed(head(a, b), head(a)) == "tools: b gone"
     assert what_changed(head(), head(a)) == ""

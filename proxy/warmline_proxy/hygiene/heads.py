@@ -72,6 +72,8 @@ def _tools_changed(old: tuple[bytes, ...], new: tuple[bytes, ...]) -> str:
     if Counter(old) == Counter(new):
         return "the tools come in another order"
     gone, come = _names(Counter(old) - Counter(new)), _names(Counter(new) - Counter(old))
+    if len(gone | come) > len(_names(Counter(old)) & _names(Counter(new))):
+        return ""  # another agent's tools, rather than the same ones changed
     changed = sorted(gone & come)
     told = [("changed", changed), ("new", sorted(come - gone)), ("gone", sorted(gone - come))]
     return "tools: " + "; ".join(f"{', '.join(names)} {what}" for what, names in told if names)

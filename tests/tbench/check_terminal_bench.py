@@ -1,4 +1,7 @@
-"""Terminal-Bench's agent on a real pair, in a Python of its own: `make terminal-bench`."""
+"""Terminal-Bench's agent on a real pair: `make terminal-bench`, which gives it a Python of its own.
+
+Its name keeps it out of `make test`, where that Python may not be.
+"""
 
 import itertools
 import json
@@ -10,22 +13,19 @@ from typing import Any
 
 import pytest
 
+from agent_model.agent_folder import build
 from pair import Pair
 
-PYTHON = os.environ.get("WARMLINE_TERMINAL_BENCH_PYTHON", "")
+PYTHON = os.environ["WARMLINE_TERMINAL_BENCH_PYTHON"]
 AGENT = Path(__file__).with_name("terminal_bench_agent.py")
 KEY = "of-the-client"
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # LiteLLM would fetch prices
 TIMEOUT_S = 80
 QUICK_S = 4  # what Terminal-Bench waits before it tries again
 
-pytestmark = pytest.mark.skipif(not PYTHON, reason="run by `make terminal-bench`")
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    from agent_model.agent_folder import build  # here, so that nothing imports mlx where this is skipped
-
     home, model = tmp_path_factory.mktemp("home"), build(tmp_path_factory.mktemp("models") / "agent")
     with Pair(home, model, environment={**os.environ, "WARMLINE_CLIENT_KEY": KEY}) as pair:
         yield pair
