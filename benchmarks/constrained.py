@@ -1,10 +1,10 @@
 """Tokens per second with a JSON schema and without, in one process: what it costs to hold an answer to a form.
 
-The scheduler is driven as the engine drives it.  Rounds with and without take turns, so that a machine's moods fall on
-both; a round is some sequences decoding together, from the moment when all of them do.  No answer ends by itself: the
-schema asks for more items than there is room for.
+The scheduler is driven as the engine drives it, two of them in turn: some steps of sequences that decode together
+freely, then as many of ones that are held to the schema, and so on, so that a machine's moods fall on both.  No answer
+ends by itself: the schema asks for more items than there is room for.
 
-Usage: .venv/bin/python benchmarks/constrained.py [--quick | --shape llama | --model DIR] [--rounds N] [--tokens N]
+Usage: .venv/bin/python benchmarks/constrained.py [--quick | --shape llama | --model DIR] [--rounds N] [--steps N]
 """
 
 import argparse
@@ -36,6 +36,7 @@ from warmline_wire.home import Home
 
 TOGETHER = (1, 4)
 PROMPT_TOKENS = 64
+WARMED_STEPS = 8
 MEMORY_BYTES = 4 << 30
 SCHEMA: dict[str, Any] = {
     "type": "array",
@@ -99,48 +100,57 @@ def subjects(options: argparse.Namespace, place: Path) -> Iterator[Subject]:
         print(f"no demo model: {problem}", file=sys.stderr)
 
 
-def decode_rate(subject: Subject, together: int, tokens: int, *, held: bool) -> float:
-    """Tokens per second of sequences that decode together."""
-    settings = SchedulerSettings(
-        boot="bench",
-        memory_budget_bytes=MEMORY_BYTES,
-        prefill_step_size=2048,
-        running_count_max=together,
-        keeps_residents=False,
-    )
-    scheduler, heard = Scheduler(subject.served, settings), [0] * together
-    for number in range(together):
-        scheduler.submit(_generation(subject, number, tokens, heard, held=held))
-    while not all(heard):
-        _turn(scheduler)
-    began, before = time.perf_counter(), sum(heard)
-    while not scheduler.idle:
-        _turn(scheduler)
-    return (sum(heard) - before) / (time.perf_counter() - began)
+class Side:
+    """Sequences that decode together, all free or all held to the schema."""
 
+    def __init__(self, subject: Subject, together: int, tokens: int, *, held: bool) -> None:
+        settings = SchedulerSettings(
+            boot="bench",
+            memory_budget_bytes=MEMORY_BYTES,
+            prefill_step_size=2048,
+            running_count_max=together,
+            keeps_residents=False,
+        )
+        self._scheduler, self._heard = Scheduler(subject.served, settings), [0] * together
+        for number in range(together):
+            self._scheduler.submit(self._generation(subject, number, tokens, held=held))
+        self._steps = self._endless()
+        while not all(self._heard):
+            next(self._steps)
 
-def _generation(subject: Subject, number: int, tokens: int, heard: list[int], *, held: bool) -> Generation:
-    def listener(event: Event) -> None:
-        heard[number] += isinstance(event, Piece)
+    def _generation(self, subject: Subject, number: int, tokens: int, *, held: bool) -> Generation:
+        def listener(event: Event) -> None:
+            self._heard[number] += isinstance(event, Piece)
 
-    return Generation(
-        id=f"{number}",
-        prompt=[33 + number] * PROMPT_TOKENS,
-        params=GenerationParams(max_tokens=tokens, temperature=0.7, seed=number, ignore_eos=True),
-        listener=listener,
-        guide=subject.grammars.guide(subject.constraint) if held else None,
-        kept=False,
-    )
+        return Generation(
+            id=f"{number}",
+            prompt=[33 + number] * PROMPT_TOKENS,
+            params=GenerationParams(max_tokens=tokens, temperature=0.7, seed=number, ignore_eos=True),
+            listener=listener,
+            guide=subject.grammars.guide(subject.constraint) if held else None,
+            kept=False,
+        )
 
+    def _endless(self) -> Iterator[None]:
+        while True:
+            yield from self._scheduler.turn()
 
-def _turn(scheduler: Scheduler) -> None:
-    for _ in scheduler.turn():
-        pass
+    def rate(self, steps: int) -> float:
+        """Tokens per second over some steps, the work that they leave on its way included."""
+        began, before = time.perf_counter(), sum(self._heard)
+        for _ in range(steps):
+            next(self._steps)
+        mx.synchronize()
+        return (sum(self._heard) - before) / (time.perf_counter() - began)
 
 
 def measure(subject: Subject, options: argparse.Namespace, rows: Rows) -> None:
     for together in TOGETHER:
-        pairs = [_pair(subject, together, options.tokens, number) for number in range(options.rounds + 1)][1:]
+        tokens = (options.rounds + 2) * options.steps + 2 * WARMED_STEPS
+        sides = [Side(subject, together, tokens, held=held) for held in (False, True)]
+        for side in sides:
+            side.rate(WARMED_STEPS)
+        pairs = [_pair(sides, options.steps, number) for number in range(options.rounds)]
         free, held = (statistics.median(side) for side in zip(*pairs, strict=True))
         ratios = sorted(one_held / one_free for one_free, one_held in pairs)
         rows.add(
@@ -155,11 +165,11 @@ def measure(subject: Subject, options: argparse.Namespace, rows: Rows) -> None:
         )
 
 
-def _pair(subject: Subject, together: int, tokens: int, number: int) -> tuple[float, float]:
+def _pair(sides: Sequence[Side], steps: int, number: int) -> tuple[float, float]:
     """Without and with; which goes first alternates."""
-    first = bool(number % 2)
-    rates = {held: decode_rate(subject, together, tokens, held=held) for held in (first, not first)}
-    return rates[False], rates[True]
+    first = number % 2
+    rates = {place: sides[place].rate(steps) for place in (first, 1 - first)}
+    return rates[0], rates[1]
 
 
 def _quartiles(ratios: Sequence[float]) -> str:
@@ -177,16 +187,14 @@ def have_fast_blas() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two short rounds: shows that it runs, and no more")
-    parser.add_argument(
-        "--shape", default="", help="random bfloat16 weights, see large_models: for a GPU"
-    )
+    parser.add_argument("--quick", action="store_true", help="few short rounds: shows that it runs, and no more")
+    parser.add_argument("--shape", default="", help="random bfloat16 weights, see large_models: for a GPU")
     parser.add_argument("--model", type=Path, help="a model of your own")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=16, help="a round, of either side")
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.tokens = 2, 24
+        options.rounds, options.steps = 4, 8
     have_fast_blas()
     console = Console(width=150)
     device = mx.device_info().get("device_name") or platform.machine()
