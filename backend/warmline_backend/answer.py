@@ -32,6 +32,7 @@ class Answer:
         self._reasoned = 0  # tokens
         self._stop_word = ""
         self._calls: dict[str, Called] = {}  # by id, as told
+        self._spoke = bool(prompt.echo)  # there is content
         self.finish = ""
         self.error = ""
 
@@ -84,6 +85,7 @@ class Answer:
     def _part(self, part: Part) -> bytes:
         logprobs, self._pending = self._pending, []
         if isinstance(part, Said):
+            self._spoke = True
             return self._writer.text(part.text, logprobs)
         if isinstance(part, Thought):
             return self._writer.reasoning(part.text, logprobs)
@@ -109,9 +111,9 @@ class Answer:
             return self._writer.error(self.error, code=settled.finish) + closing
         parts = [self._begin()]
         if self._pending:
-            parts.append(self._writer.text("", self._pending))
-        called = bool(self._calls) and settled.finish == "stop"
-        parts.append(self._writer.finish("tool_calls" if called else settled.finish, self._stop_word))
+            parts.append(self._writer.rest(self._pending))
+        reason = "tool_calls" if self._calls and settled.finish == "stop" else settled.finish
+        parts.append(self._writer.finish(reason, self._stop_word, empty=not (self._spoke or self._calls)))
         if self._with_usage:
             decoded = settled.timings.decoded
             parts.append(self._writer.usage(len(self._prompt.tokens), decoded, ended.reused, self._reasoned))

@@ -69,8 +69,8 @@ class ChunkWriter:
         self._offset = 0
 
     def role(self) -> bytes:
-        """The opening chunk of a chat; nothing for a completion."""
-        return self._choice({"role": "assistant", "content": ""}, None, None) if self._chat else b""
+        """The opening chunk of a chat, before it is known whether there will be content; nothing for a completion."""
+        return self._choice({"role": "assistant"}, None, None) if self._chat else b""
 
     def text(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         """New text, with the log-probabilities of the tokens that were added since the last chunk."""
@@ -85,10 +85,18 @@ class ChunkWriter:
         call = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         return self._choice({"tool_calls": [call]}, self._shown(logprobs), None)
 
-    def finish(self, reason: str, stop_word: str = "") -> bytes:
-        """`reason` is OpenAI's: "stop", "length" or "tool_calls"; `stop_reason` names the stop word that ended it."""
+    def rest(self, logprobs: Sequence[TokenLogprob]) -> bytes:
+        """Of the last tokens, which had no text that is told."""
+        return self._choice({} if self._chat else "", self._shown(logprobs), None)
+
+    def finish(self, reason: str, stop_word: str = "", *, empty: bool = False) -> bytes:
+        """`reason` is OpenAI's: "stop", "length" or "tool_calls"; `stop_reason` names the stop word that ended it.
+
+        `empty`: neither content nor a call was told; the content is "" then, while that beside calls is null.
+        """
         word = {"stop_reason": stop_word} if stop_word else {}
-        return self._choice({} if self._chat else "", None, reason, **word)
+        delta = {"content": ""} if empty else {}
+        return self._choice(delta if self._chat else "", None, reason, **word)
 
     def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> bytes:
         usage = {

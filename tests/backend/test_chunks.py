@@ -41,7 +41,7 @@ def test_a_chat_stream_is_what_the_sdk_expects() -> None:
     chunks = payloads(*stream)
     parsed = [ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in chunks]
     assert {(chunk.id, chunk.model, chunk.created) for chunk in parsed} == {("chatcmpl-r1", "smol", 1234)}
-    assert [chunk.choices[0].delta.content for chunk in parsed[:4]] == ["", "Par", "is", None]
+    assert [chunk.choices[0].delta.content for chunk in parsed[:4]] == [None, "Par", "is", None]
     assert [chunk.choices[0].delta.role for chunk in parsed[:4]] == ["assistant", None, None, None]
     assert [chunk.choices[0].finish_reason for chunk in parsed[:4]] == [None, None, None, "stop"]
     assert parsed[4].choices == [] and parsed[4].usage is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from openai.lib.streaming._deltas import accumulate_delta
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tool_families import BY_NAME, TOOLS
 
@@ -129,7 +130,20 @@ def test_streamed_and_whole_answers_are_the_same_to_the_sdk(tokenizer: Tokenizer
         {"name": "get_weather", "arguments": '{"days": 3, "city": "São Paulo"}'}
     ] * 2
     assert choice.finish_reason == "tool_calls"
-    assert chunks_in(sent)[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks_in(sent)[0]["choices"][0]["delta"] == {"role": "assistant"}
+
+
+@pytest.mark.parametrize(
+    "text", ["Hm.", f"Hm.\n</think>\n\n{CALL}", f"Hm.\n</think>\n\nI look.\n{CALL}", "</think>Yes."]
+)
+def test_content_adds_up_by_the_sdks_rules(tokenizer: TokenizerWrapper, text: str) -> None:
+    """It is null beside calls and "" where nothing else was told, in a stream as well."""
+    sent, whole = answered(tokenizer, events_of(tokenizer, text))
+    message: dict[object, object] = {}
+    for chunk in chunks_in(sent):
+        for choice in chunk["choices"]:
+            message = accumulate_delta(message, choice["delta"])
+    assert message.get("content") == whole["choices"][0]["message"]["content"]
 
 
 def test_calls_alone_have_null_for_content(tokenizer: TokenizerWrapper) -> None:
