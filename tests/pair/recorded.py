@@ -2,6 +2,7 @@
 
 A file has a client's path and headers, the fields that all its requests share (`body`), and its `turns`: the fields
 that each adds, and what is to be answered.  ``CALL_ID`` stands for the id of the call that the model made before.
+Terminal-Bench asks at a temperature of 0.7; here it is 0, for the answers to be the same each time.
 """
 
 import json
