@@ -113,7 +113,7 @@ def openai_sdk(agent_pair: Pair) -> OpenAI:
 def test_chat(case: Case, openai_sdk: OpenAI) -> None:
     request: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": case.ask}], **case.fields}
     whole = openai_sdk.chat.completions.create(**request).model_dump(exclude_unset=True)
-    options = {"stream": True, "stream_options": {"include_usage": True}}
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = [
         chunk.model_dump(exclude_unset=True) for chunk in openai_sdk.chat.completions.create(**request, **options)
     ]
