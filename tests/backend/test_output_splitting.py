@@ -73,6 +73,18 @@ def names_and_texts(parts: list[Part]) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.parametrize("pieces", ["whole", "letters"])
+def test_a_form_may_spell_markers(dialects: dict[str, Dialect], pieces: str) -> None:
+    form = json.dumps({"why": "<think>no</think>", "then": CALL})
+    for before, reasoning in (("", []), ("<think>\nHm.\n</think>\n\n", [("Thought", "Hm.")])):
+        answer = list(before + form) if pieces == "letters" else [before + form]
+        for tools in (None, TOOLS):
+            parts = split(dialects["json_tools"], answer, Expected(marked=True, tools=tools, formed=True), True)
+            assert names_and_texts(parts) == [*reasoning, ("Said", form)]
+    called = split(dialects["json_tools"], [CALL], Expected(marked=True, tools=TOOLS, formed=True), True)
+    assert [part.name for part in called if isinstance(part, Called)] == ["now"]
+
+
 @given(
     family=st.sampled_from(
         [("json_tools", MARKED), ("qwen3_coder", MARKED + QWEN), ("llama3", LLAMA), ("harmony", HEADED)]

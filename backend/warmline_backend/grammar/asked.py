@@ -58,7 +58,7 @@ def asks_for_a_form(body: Mapping[str, Any]) -> bool:
 
 def read_asked(endpoint: str, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> Asked:
     """`tools` are those that the model was told of, as the body has them."""
-    form = _form(body)
+    form = form_of(body)
     if endpoint != "chat":
         return Asked(form=form)
     fields = Fields(body)
@@ -117,7 +117,7 @@ def _named(choice: object, field: str) -> str:
 # ---- forms
 
 
-def _form(body: Mapping[str, Any]) -> Form | None:
+def form_of(body: Mapping[str, Any]) -> Form | None:
     forms = [form for form in (_response_format(body), *_structured(body), *_legacy(body)) if form is not None]
     if len(forms) > 1:
         fields = " and ".join(f"'{form.field}'" for form in forms[:2])

@@ -5,6 +5,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from warmline_backend.grammar.asked import form_of
 from warmline_backend.prompts import Rendered
 
 _TAIL_TOKENS = 8  # of a prompt whose tail is not known: as many as the longest marker and what follows it have
@@ -18,6 +19,7 @@ class Expected:
     tail: str = ""  # the prompt's end, which may have opened the reasoning
     tools: list[dict[str, Any]] | None = None
     parallel: bool = True  # more than one call may be told
+    formed: bool = False  # its content is held to a form, in which markers are text like any other
 
 
 def expected_of(endpoint: str, body: dict[str, Any], rendered: Rendered, tokenizer: TokenizerWrapper) -> Expected:
@@ -29,4 +31,5 @@ def expected_of(endpoint: str, body: dict[str, Any], rendered: Rendered, tokeniz
         tail=rendered.tail or str(tokenizer.decode(rendered.tokens[-_TAIL_TOKENS:])),
         tools=None if body.get("tool_choice") == "none" else rendered.tools,
         parallel=body.get("parallel_tool_calls") is not False,
+        formed=form_of(body) is not None,
     )

@@ -41,14 +41,22 @@ class MarkedSplitter:
     """For models that put markers around reasoning and around calls.
 
     `tools` None: nothing is a call.  `thinking`: the prompt has opened the reasoning.  `parallel`: more than one call
-    may be told.
+    may be told.  `formed`: once it has begun, content goes on to the answer's end, whatever it spells.
     """
 
-    def __init__(self, dialect: Dialect, tools: Tools, *, thinking: bool = False, parallel: bool = True) -> None:
+    def __init__(
+        self,
+        dialect: Dialect,
+        tools: Tools,
+        *,
+        thinking: bool = False,
+        parallel: bool = True,
+        formed: bool = False,
+    ) -> None:
         self._format = dialect.calls if tools else None
         self._tools = tools if self._format else None
         self._dialect, self._scanners = dialect, scanners_of(dialect, self._format is not None)
-        self._teller = Teller(self._tools, parallel)
+        self._teller, self._formed = Teller(self._tools, parallel), formed
         self._buffer = ""  # what comes after all that was consumed
         self._offset = 0  # of the buffer
         self._held: list[str] = []  # of a call, or of what may be one
@@ -119,10 +127,15 @@ class MarkedSplitter:
         return True
 
     def _say(self) -> bool:
+        if self._formed and self._teller.said:
+            self._teller.say(self._take(len(self._buffer)))
+            return False
         safe, marker = self._scanners.content.find(self._buffer)
         self._teller.say(self._take(safe))
         if not marker:
             return False
+        if self._formed and self._teller.said:
+            return True
         self._take(len(marker))
         if marker == self._dialect.think_start:
             self._teller.begin_reasoning()

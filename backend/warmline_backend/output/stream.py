@@ -115,4 +115,5 @@ def splitter_of(dialect: Dialect, expected: Expected) -> Splitter:
     tools, tail, parallel = expected.tools, expected.tail, expected.parallel
     if dialect.headers:
         return HeadedSplitter(dialect, tools, tail=tail, parallel=parallel)
-    return MarkedSplitter(dialect, tools, thinking=opens_reasoning(dialect, tail), parallel=parallel)
+    thinking = opens_reasoning(dialect, tail)
+    return MarkedSplitter(dialect, tools, thinking=thinking, parallel=parallel, formed=expected.formed)

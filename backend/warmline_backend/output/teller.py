@@ -33,6 +33,11 @@ class Teller:
         return self.called and not self._parallel
 
     @property
+    def said(self) -> bool:
+        """There is content."""
+        return self._said
+
+    @property
     def silent(self) -> bool:
         """Nothing was told yet, but reasoning."""
         return not self._said and not self.called
