@@ -1,5 +1,8 @@
 """What a client is told when its request can't be answered: a status and OpenAI's error object."""
 
+from collections.abc import Mapping
+
+import msgspec
 from aiohttp import web
 
 from warmline_proxy.upstream import Refused, Unreachable, UpstreamError
@@ -30,6 +33,16 @@ class ClientError(Exception):
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
     return encode(ErrorReply(error=ErrorBody(message=message, type=kind, code=code, param=param)))
+
+
+def renamed(error: ErrorBody, names: Mapping[str, str]) -> ErrorBody:
+    """With its field called what the client called it: `names` has chat's names and another API's, the longer first."""
+    param = error.param or ""
+    for name, theirs in names.items():
+        if f"{param}.".startswith(f"{name}."):
+            message = error.message.replace(f"'{name}'", f"'{theirs}'").replace(f"'{name}.", f"'{theirs}.")
+            return msgspec.structs.replace(error, message=message, param=theirs + param.removeprefix(name))
+    return error
 
 
 def bad_request(message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> ClientError:

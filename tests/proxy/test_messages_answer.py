@@ -234,6 +234,11 @@ OVERFLOW = (
         (timed_out("x", "c"), "timeout_error", "The request was ended: x.  What was computed is kept."),
         (bad_request("'stop' must be short", param="stop"), "invalid_request_error", "'stop_sequences' must be short"),
         (
+            bad_request("'response_format.json_schema.schema' is odd", param="response_format.json_schema.schema"),
+            "invalid_request_error",
+            "'output_config.format.schema' is odd",
+        ),
+        (
             bad_request(OVERFLOW, code="context_length_exceeded"),
             "invalid_request_error",
             "prompt is too long: 5000 tokens > 4096 maximum",

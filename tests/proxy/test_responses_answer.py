@@ -261,6 +261,21 @@ def test_a_failure_ends_an_answer_that_had_begun() -> None:
     assert events[-1]["response"]["error"] == {"code": "backend_failed", "message": "It broke."}
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("max_completion_tokens", "max_output_tokens"),
+        ("reasoning_effort", "reasoning.effort"),
+        ("response_format.json_schema.schema", "text.format.schema"),
+        ("top_p", "top_p"),
+    ],
+)
+def test_a_refusal_names_the_field_that_was_sent(theirs: str, ours: str) -> None:
+    refusal = json.loads(Responses().refusal(bad_request(f"'{theirs}' must be another", param=theirs)))["error"]
+    assert (refusal["message"], refusal["param"]) == (f"'{ours}' must be another", ours)
+    assert refusal["type"] == "invalid_request_error"
+
+
 def test_a_failure_before_an_answer_is_an_error_event() -> None:
     (event,) = EventParser().feed(Responses().failure(bad_request("Too long.", code="context_length_exceeded")))
     told = json.loads(event.data)

@@ -4,7 +4,7 @@ import re
 
 import msgspec
 
-from warmline_proxy.errors import ClientError
+from warmline_proxy.errors import ClientError, renamed
 from warmline_wire.messages import ErrorBody, ErrorReply, decode, message_in
 
 TYPES = {
@@ -20,7 +20,12 @@ TYPES = {
     529: "overloaded_error",
 }
 # What a backend's refusal calls a field, and what it was in the client's body.
-_FIELDS = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_FIELDS = {
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+}
 _OVERFLOW = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")
 
 
@@ -43,9 +48,7 @@ def _message(error: ClientError) -> str:
     read = _read(error)
     if read.code in ("context_length_exceeded", "kv_memory_exceeded"):
         return f"prompt is too long: {read.message}"
-    if read.param in _FIELDS:
-        return read.message.replace(f"'{read.param}'", f"'{_FIELDS[read.param]}'")
-    return read.message
+    return renamed(read, _FIELDS).message
 
 
 def _read(error: ClientError) -> ErrorBody:

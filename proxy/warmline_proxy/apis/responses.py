@@ -10,7 +10,7 @@ from warmline_proxy.apis.heard import hear
 from warmline_proxy.apis.responses_answer import Answering, Asked
 from warmline_proxy.apis.responses_items import read_input
 from warmline_proxy.apis.responses_tools import Object, Toolbox, choose, read_tools
-from warmline_proxy.errors import ClientError, bad_request
+from warmline_proxy.errors import ClientError, bad_request, renamed
 from warmline_proxy.normalize import check_nesting, object_of, retry_count, session_hint
 from warmline_wire.messages import ErrorBody, ErrorReply, decode, message_in
 from warmline_wire.stream import data_event
@@ -24,6 +24,13 @@ PASSED_EXTRAS = (
 )
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
 SERVER_ERROR = "server_error"
+# What a backend's refusal calls a field, and what it was in the client's body.
+_FIELDS = {
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
 
 
 class Responses:
@@ -57,7 +64,7 @@ class Responses:
         return _Encoder(Answering(call.asked, begun, model), call.stream)
 
     def refusal(self, error: ClientError) -> bytes:
-        return error.body
+        return msgspec.json.encode(ErrorReply(error=_said(error)))
 
     def failure(self, error: ClientError) -> bytes:
         """Told twice: OpenAI's SDK raises for `error`, others read the event's own fields."""
@@ -92,7 +99,7 @@ class _Encoder:
 
 def _said(error: ClientError) -> ErrorBody:
     try:
-        return decode(error.body, ErrorReply).error
+        return renamed(decode(error.body, ErrorReply).error, _FIELDS)
     except msgspec.DecodeError:  # passed on from elsewhere
         return ErrorBody(message=message_in(error.body), type=SERVER_ERROR)
 
