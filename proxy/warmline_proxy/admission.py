@@ -12,6 +12,8 @@ from warmline_proxy.errors import ClientError, bad_request, error_body, queue_fu
 # Names that a web page's own (rebound) domain can't be: a browser sends the page's name as Host.
 LOCAL_NAMES = frozenset({"localhost", "host.docker.internal"})
 
+NO_KEY = "No API key provided: send this server's client key as 'Authorization: Bearer KEY' or as 'X-Api-Key: KEY'."
+
 CLOSED_RETRY_AFTER_S = 5  # by then another proxy may listen
 
 
@@ -42,8 +44,10 @@ def check_host(host: str, client_key: str) -> None:
 
 def check_key(headers: Mapping[str, str], expected: str) -> None:
     """Raises ClientError 401 where a key is expected and another, or none, was shown."""
-    if expected and not same_secret(bearer(headers), expected):
-        raise ClientError(401, error_body("Incorrect API key provided.", "authentication_error", "invalid_api_key"))
+    shown = bearer(headers)
+    if expected and not same_secret(shown, expected):
+        message = "Incorrect API key provided: it is not this server's client key." if shown else NO_KEY
+        raise ClientError(401, error_body(message, "authentication_error", "invalid_api_key"))
 
 
 def tenant_of(client_key: str) -> str:

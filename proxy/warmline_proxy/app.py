@@ -139,8 +139,11 @@ class Face:
 
 def _unknown(path: str) -> ClientError:
     """At once, whatever the backend does: clients probe for other servers' paths and wait for the answer."""
-    served = ", ".join([*APIS, COUNT_PATH, MODELS_PATH])
-    return bad_request(f"Unknown path {path[:200]}; served are {served}.", status=404, code="not_found")
+    served = [*APIS, COUNT_PATH, MODELS_PATH]
+    message = f"Unknown path {path[:200]}; served are {', '.join(served)}."
+    if meant := [known for known in served if path.endswith(known.removeprefix("/v1"))]:
+        message += f"  If {max(meant, key=len)} was meant: the base URL that the client was given doesn't lead there."
+    return bad_request(message, status=404, code="not_found")
 
 
 def _bare(name: str) -> str:

@@ -18,7 +18,8 @@ from warmline_wire.home import Home
 @on_loop
 async def test_a_key_is_asked_for(tmp_path: Path) -> None:
     async with pair(tmp_path, client_key="sesame") as proxy:
-        assert (await proxy.chat()).status == 401
+        refused = await proxy.chat()
+        assert refused.status == 401 and "Authorization: Bearer KEY" in await refused.text()
         for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}, {"X-Api-Key": "é"}):
             async with proxy.client.get(f"{proxy.url}/v1/models", headers=headers) as response:
                 assert response.status == 401
@@ -97,6 +98,20 @@ async def test_probes_for_other_servers_get_a_404_at_once_from_the_proxy_alone(t
                     error = (await response.json())["error"]
                 assert error["code"] == "not_found" and error["type"] == "invalid_request_error"
                 assert path in error["message"] and "/v1/chat/completions, /v1/completions" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/v1/messages/count_tokens", "/v1/messages/count_tokens"),
+    ],
+)
+@on_loop
+async def test_a_base_url_that_leads_astray_is_told_of(tmp_path: Path, path: str, meant: str) -> None:
+    async with pair(tmp_path) as proxy, proxy.client.post(proxy.url + path, json={}) as response:
+        assert response.status == 404 and f"If {meant} was meant" in await response.text()
 
 
 @pytest.mark.parametrize("path", ["/kv/status", "/kv", "/%6bv/status", "//kv/status", "/requests/1", "/warmline/none",
