@@ -93,9 +93,14 @@ class Life:
             request_id=self.trace.id,
             common=other.shares(self),
             tokens=self.prompt_shape().tokens,
-            prefilled=self.prefilled,
+            prefilled=max(self.prefilled, self._started_with),
             started=self.started,
         )
+
+    @property
+    def _started_with(self) -> int:
+        """What it had when it was sent; a follower has nothing before its leader has come so far."""
+        return self.stored if self.trace.plan and not self.trace.plan.follow else 0
 
     def is_retried_by(self, other: "Life") -> bool:
         """The other is the same client's next try: what it says is its session, and its count, leave no doubt."""

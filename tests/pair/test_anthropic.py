@@ -129,7 +129,8 @@ def test_thinking_and_results_are_read_back(client: anthropic.Anthropic) -> None
 def test_a_loop_of_calls(caller: tuple[anthropic.Anthropic, Pair]) -> None:
     """The model is made to call; its call comes back as its client writes it, with what the tool says."""
     client, pair = caller
-    request: Any = asking("Which ship? " * 20, max_tokens=90, tools=[LOOK], tool_choice={"type": "any"})
+    request: Any = asking("Which ship? " * 20, max_tokens=90, tools=[LOOK])
+    request["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
     request["extra_body"] = CLOSES_REASONING
     first = client.messages.create(**request)
     with client.messages.stream(**request) as stream:
