@@ -22,6 +22,8 @@ _RETRY_COUNT = re.compile(r"[0-9]{1,6}")
 
 def object_of(body: bytes) -> dict[str, msgspec.Raw]:
     """A JSON object's fields, without nulls.  Raises ClientError 400."""
+    if not body.strip():
+        raise bad_request("The body is empty; it must be a JSON object.")
     try:
         body.decode()  # Raw values are not checked for UTF-8
         fields = decode(body, dict[str, msgspec.Raw])
