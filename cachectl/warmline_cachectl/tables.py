@@ -133,7 +133,7 @@ def _text(name: str, value: Any) -> str:
     if name.startswith("bytes"):
         return size(value)
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {count}" for key, count in value.items())
+        return "\n".join(f"{key}: {count:,}" for key, count in sorted(value.items(), key=lambda each: -each[1]))
     if isinstance(value, list):
         return ", ".join(str(item["position"]) if isinstance(item, dict) else str(item) for item in value)
     if isinstance(value, float):
