@@ -33,7 +33,7 @@ from warmline_wire.lifeline import end_with_parent
 from warmline_wire.lines import say
 from warmline_wire.lock import Locked, process_lock
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("warmline_backend")  # run as a module, it would be called __main__
 
 LOCK_WAIT_S = 10.0  # for a predecessor that is ending
 SWITCH_S = 0.0005
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         say(f"warmline backend: {error}")
         return 2
     logging.basicConfig(
-        level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+        level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     end_with_parent(config.drain_timeout_s + GRACE_AFTER_DRAIN_S)
     log.info("%d descriptors may be open", raise_descriptor_limit(DESCRIPTORS_WANTED))

@@ -30,6 +30,10 @@ class Reconciled(msgspec.Struct, kw_only=True):
     modes_set: int = 0  # of files and folders that others than their owner could use
     evicted: int = 0  # the budget became smaller meanwhile
 
+    def __str__(self) -> str:
+        done = [f"{name} {count}" for name, count in msgspec.structs.asdict(self).items() if count]
+        return ", ".join(done).replace("_", " ") or "in order"
+
 
 def reconcile(index: Index) -> Reconciled:
     home, counts = index.home, Reconciled()
