@@ -103,4 +103,4 @@ def test_gates_are_listed_and_named(arguments: list[str], code: int, said: str) 
 def test_gates_ask_where_the_settings_say_and_end_with_2_where_nothing_answers(tmp_path: Path) -> None:
     answer = warmline("gates", "--home", str(tmp_path), WARMLINE_PORT=str(port := free_port()))
     assert answer.returncode == 2
-    assert f"nothing answers at http://127.0.0.1:{port}/v1/models" in answer.stderr
+    assert f"nothing answers at http://127.0.0.1:{port}/v1/models" in answer.stderr and "--url" in answer.stderr

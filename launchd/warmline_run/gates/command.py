@@ -12,7 +12,7 @@ from warmline_run.gates import report, running
 from warmline_run.gates.answers import read_models
 from warmline_run.gates.gate import Gate, Outcome, Scale, Visit
 from warmline_run.gates.judging import TOLERANCES_KV_BITS
-from warmline_run.gates.server import Server, Unanswered
+from warmline_run.gates.server import Server, Unanswered, Unreachable
 from warmline_run.resolve import Config, ConfigurationError
 from warmline_run.settings import SETTINGS, is_loopback
 from warmline_run.supervise import Address
@@ -110,7 +110,8 @@ async def examine_visit(visit: Visit, wanted: Wanted) -> int:
         try:
             await _meet(visit)
         except Unanswered as error:
-            print(f"warmline: {error}", file=sys.stderr)
+            elsewhere = "; if the server listens elsewhere, name it with --url" if isinstance(error, Unreachable) else ""
+            print(f"warmline: {error}{elsewhere}", file=sys.stderr)
             return EXIT_UNREACHABLE
         if not wanted.as_json:
             print(report.header(visit))
