@@ -110,7 +110,7 @@ async def examine_visit(visit: Visit, wanted: Wanted) -> int:
         try:
             await _meet(visit)
         except Unanswered as error:
-            elsewhere = "; if the server listens elsewhere, name it with --url" if isinstance(error, Unreachable) else ""
+            elsewhere = "; if it listens elsewhere, name that with --url" if isinstance(error, Unreachable) else ""
             print(f"warmline: {error}{elsewhere}", file=sys.stderr)
             return EXIT_UNREACHABLE
         if not wanted.as_json:
