@@ -43,8 +43,9 @@ PROBE_INTERVAL_S = 0.25
 REST_MAX_S = 0.3  # between two of one client's encounters
 IDLE_MAX_S = 60.0
 POLL_S = 0.1
-# What may be more than at the start: threads of pools that grow as needed, connections kept for the next request.
-SLACK = Vitals(tasks=0, threads=8, descriptors=4, bytes_unaccounted=1 << 20)
+# What may be more than at the start: threads of pools that grow as needed (the backend's: one that writes, 4 that read,
+# 4 that restore, 2 that render, helpers), connections kept for the next request.
+SLACK = Vitals(tasks=0, threads=14, descriptors=4, bytes_unaccounted=1 << 20)
 
 
 @dataclass
