@@ -13,6 +13,7 @@ SESSION_HEADERS = ("X-Session-ID", "X-Claude-Code-Session-Id", "X-Litellm-Sessio
 SESSION_FIELDS = ("session_id", "prompt_cache_key")
 RETRY_COUNT_HEADER = "X-Stainless-Retry-Count"
 SESSION_CHARS_MAX = 128
+MODEL_CHARS_MAX = 1024  # every chunk of an answer, and each record, has it again
 
 NESTING_SPARE = 64  # levels that a body may be put below, by the prompt's request and by events that say it again
 
@@ -54,6 +55,13 @@ def optional(fields: Mapping[str, msgspec.Raw], name: str, kind: type) -> Any:
     except msgspec.DecodeError as error:  # e.g. a lone surrogate, which skipping over a value doesn't see
         raise bad_request(f"We could not parse {name!r}: {error}", param=name) from None
     return value if isinstance(value, kind) else None
+
+
+def model_name(value: object) -> str | None:
+    """What the client calls the model, None where it doesn't.  Raises ClientError 400."""
+    if value is None or (isinstance(value, str) and len(value) <= MODEL_CHARS_MAX):
+        return value
+    raise bad_request(f"'model' must be a string of at most {MODEL_CHARS_MAX} characters.", param="model")
 
 
 def retry_count(headers: Mapping[str, str]) -> int:

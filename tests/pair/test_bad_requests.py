@@ -65,6 +65,7 @@ REFUSED: dict[str, tuple[str, object, str | None, str]] = {
     "stream as text": (CHAT, body(stream="yes"), "stream", "true or false"),
     "stream_options as text": (CHAT, body(stream=True, stream_options="all"), "stream_options", "object"),
     "a model as number": (CHAT, body(model=5), "model", "string"),
+    "a model name without end": (CHAT, body(model="m" * 1025), "model", "at most 1024"),
     "no messages at all": (CHAT, {"model": "m"}, "messages", "list"),
     "an empty list of messages": (CHAT, body(messages=[]), "messages", "at least one"),
     "messages as text": (CHAT, body(messages="hello"), "messages", "list"),

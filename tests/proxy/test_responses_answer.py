@@ -267,6 +267,7 @@ def test_a_failure_ends_an_answer_that_had_begun() -> None:
         ("max_completion_tokens", "max_output_tokens"),
         ("reasoning_effort", "reasoning.effort"),
         ("response_format.json_schema.schema", "text.format.schema"),
+        ("messages", "input"),
         ("top_p", "top_p"),
     ],
 )

@@ -342,6 +342,8 @@ def test_who_asks_is_known_by_header_or_key() -> None:
         ({"prompt": {"id": "p"}}, "prompt", "stored prompt"),
         ({"background": True}, "background", "not stored"),
         ({"model": 5}, "model", "a string"),
+        ({"model": "m" * 1025}, "model", "at most 1024"),
+        ({"stream": "yes"}, "stream", "true or false"),
         ({"instructions": 5}, "instructions", "a string"),
         ({"text": "json"}, "text", "an object"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),

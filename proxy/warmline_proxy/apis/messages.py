@@ -8,7 +8,7 @@ from warmline_proxy.apis.messages_body import Body, chat_fields, read_body
 from warmline_proxy.apis.messages_errors import error_object
 from warmline_proxy.apis.messages_ids import session_of
 from warmline_proxy.errors import ClientError, bad_request
-from warmline_proxy.normalize import check_nesting, printable, retry_count, session_hint
+from warmline_proxy.normalize import check_nesting, model_name, printable, retry_count, session_hint
 from warmline_wire.stream import data_event
 
 
@@ -34,7 +34,7 @@ class Messages:
         return Call(
             api=self,
             fields=fields,
-            client_model=body.model,
+            client_model=model_name(body.model),
             stream=body.stream is True,
             session_hint=session_hint(body.others, headers) or printable(session_of(body.user_id)),
             retry_count=retry_count(headers),

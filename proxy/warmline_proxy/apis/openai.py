@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from warmline_proxy.apis.api import Begun, Call, Chunk
-from warmline_proxy.errors import ClientError, bad_request
-from warmline_proxy.normalize import object_of, optional, retry_count, session_hint
+from warmline_proxy.errors import ClientError
+from warmline_proxy.normalize import model_name, object_of, optional, retry_count, session_hint
 from warmline_wire.messages import decode
 from warmline_wire.stream import DONE, ChunkFold, data_event
 
@@ -21,14 +21,11 @@ class OpenAI:
     def read(self, body: bytes, headers: Mapping[str, str]) -> Call:
         """Wrong types of what only the backend needs are for the backend to refuse."""
         fields = object_of(body)
-        model = optional(fields, "model", object)
-        if model is not None and not isinstance(model, str):
-            raise bad_request("'model' must be a string.", param="model")
         options = optional(fields, "stream_options", dict) or {}
         return Call(
             api=self,
             fields=fields,
-            client_model=model,
+            client_model=model_name(optional(fields, "model", object)),
             stream=optional(fields, "stream", bool) is True,
             include_usage=options.get("include_usage") is True,
             session_hint=session_hint(fields, headers),

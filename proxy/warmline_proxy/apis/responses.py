@@ -11,7 +11,7 @@ from warmline_proxy.apis.responses_answer import Answering, Asked
 from warmline_proxy.apis.responses_items import read_input
 from warmline_proxy.apis.responses_tools import Object, Toolbox, choose, read_tools
 from warmline_proxy.errors import ClientError, bad_request, renamed
-from warmline_proxy.normalize import check_nesting, object_of, retry_count, session_hint
+from warmline_proxy.normalize import check_nesting, model_name, object_of, retry_count, session_hint
 from warmline_wire.messages import ErrorBody, ErrorReply, decode, message_in
 from warmline_wire.stream import data_event
 
@@ -30,6 +30,7 @@ _FIELDS = {
     "reasoning_effort": "reasoning.effort",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
+    "messages": "input",
 }
 
 
@@ -44,16 +45,16 @@ class Responses:
         fields = _values(raw)
         check_nesting(fields)
         _refuse_stored(fields)
-        if not isinstance(model := fields.get("model"), str | None):
-            raise bad_request("'model' must be a string.", param="model")
+        if not isinstance(stream := fields.get("stream", False), bool):
+            raise bad_request("'stream' must be true or false.", param="stream")
         messages = read_input(fields.get("instructions"), fields.get("input"))
         toolbox = read_tools(_all_tools(fields))
         choice, toolbox = choose(fields.get("tool_choice"), toolbox)
         return Call(
             api=self,
             fields={"messages": messages, **_tool_fields(fields, choice, toolbox), **_options(fields)},
-            client_model=model,
-            stream=fields.get("stream") is True,
+            client_model=model_name(fields.get("model")),
+            stream=stream,
             session_hint=session_hint(raw, headers),
             retry_count=retry_count(headers),
             asked=_asked(fields, toolbox),
