@@ -37,7 +37,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(short_help="Show all conversations, or one in detail.")
 def inspect(
     item: Annotated[str, typer.Argument(help="A session, segment or checkpoint id, or its beginning.")] = "",
     home: HomeOption = HOME,
@@ -59,7 +59,7 @@ def inspect(
     _show(view, tables.fields(view), as_json)
 
 
-@app.command()
+@app.command(short_help="Show totals, hits and misses.")
 def stats(home: HomeOption = HOME, as_json: JsonOption = False) -> None:
     """What is on disk, and how the last requests went."""
     with _reading(home) as reader:
@@ -67,7 +67,7 @@ def stats(home: HomeOption = HOME, as_json: JsonOption = False) -> None:
     _show(view, tables.fields(view), as_json)
 
 
-@app.command()
+@app.command(short_help="Check the index and its files, and repair them.")
 def verify(
     session: Annotated[str, typer.Argument(help="With --replay: one conversation, by id or its beginning.")] = "",
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte of every file.")] = False,
@@ -119,7 +119,7 @@ def _replay(session: str, home: Path, as_json: bool) -> None:
         raise typer.Exit(EXIT_FOUND)
 
 
-@app.command()
+@app.command(short_help="Remove conversations.")
 def purge(
     session: Annotated[str, typer.Option(help="One conversation, by id or its beginning.")] = "",
     model: Annotated[str, typer.Option(help="Everything of one model.")] = "",

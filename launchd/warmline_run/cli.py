@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,20 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"warmline {version('warmline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    asked: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None: ...
 
 
 def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
@@ -90,7 +105,7 @@ def backend(config: Config) -> None:
     _become(commands.backend(config, commands.model_to_load(config), os.environ))
 
 
-@app.command()
+@app.command(short_help="Say whether a model can be served, and how.")
 @_with_settings
 def doctor(
     config: Config,
@@ -109,7 +124,7 @@ def doctor(
     _become(commands.doctor(config, commands.model_to_load(config), options, os.environ))
 
 
-@app.command()
+@app.command(short_help="Check a running server.")
 def gates(
     url: Annotated[str, typer.Option(metavar="URL", help="default: where the settings say that Warmline serves")] = "",
     home: Annotated[str | None, typer.Option(metavar="DIR", help="that the server runs from, for `restart`")] = None,

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,8 @@ def test_gates_ask_where_the_settings_say_and_end_with_2_where_nothing_answers(t
     answer = warmline("gates", "--home", str(tmp_path), WARMLINE_PORT=str(port := free_port()))
     assert answer.returncode == 2
     assert f"nothing answers at http://127.0.0.1:{port}/v1/models" in answer.stderr and "--url" in answer.stderr
+
+
+def test_the_version_is_the_installed_one() -> None:
+    answer = warmline("--version")
+    assert (answer.returncode, answer.stdout) == (0, f"warmline {version('warmline')}\n")
