@@ -157,7 +157,7 @@ class Renderer:
 
     def _token_ids(self, prompt: object) -> list[int]:
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-            raise BadRequest("'prompt' must be a non-empty string, a list of token ids, or a list of such prompts", "prompt")
+            raise BadRequest("'prompt' must be a non-empty string, token ids, or a list of such prompts", "prompt")
         if not prompt:
             raise BadRequest("'prompt' is empty", "prompt")
         if min(prompt) < 0 or max(prompt) >= self._vocabulary_size:
