@@ -150,7 +150,13 @@ def check_let_go(pair: Pair) -> None:
     wait_until_let_go(pair)
     proxy = pair.proxy_status()
     assert (proxy["lives"], proxy["running"], proxy["queued"]) == (0, 0, 0)
-    until(lambda: abs(pair.status().vitals.bytes_unaccounted) < (1 << 20), "memory that nobody accounts for")
+    until(lambda: abs(unaccounted_bytes(pair)) < (1 << 20), "memory that nobody accounts for")
+
+
+def unaccounted_bytes(pair: Pair) -> int:
+    """By now: an idle engine weighs what is there only when it is asked for something."""
+    pair.as_owner("PUT", f"{pair.backend_url}/kv/residents/order", b'{"drop_first": []}')
+    return pair.status().vitals.bytes_unaccounted
 
 
 def test_an_exception_while_reading_a_prompt(pair: Pair, planted: Planted, before: Vitals) -> None:
