@@ -312,6 +312,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             {"tools": [{"type": "bash_20250124", "name": "bash"}]},
             "tools.0: bash_20250124 is known to Anthropic's models",
         ),
+        ({"tools": [{"type": "function", "function": {"name": "look"}}]}, "name, description and input_schema"),
         ({"tools": [LOOK], "tool_choice": {"type": "maybe"}}, "tool_choice.type: must be auto, any, tool or none"),
         ({"output_format": {"type": "xml"}}, "output_config.format: must be of type json_schema"),
         ({"stream": "yes"}, "stream: Expected `bool | null`, got `str`"),

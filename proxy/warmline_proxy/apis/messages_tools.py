@@ -42,6 +42,9 @@ def _is_ours(tool: ToolSpec, where: str) -> bool:
     """Whether the model is told of it; False for one that runs at Anthropic, which nobody could answer here."""
     if tool.type in CUSTOM or tool.input_schema is not None:
         return True
+    if tool.type == "function":
+        message = f"{where}: this is a function as OpenAI has them; send its name, description and input_schema alone"
+        raise bad_request(message, param="tools")
     if tool.type.startswith(CLIENT_RUN):
         message = f"{where}: {tool.type} is known to Anthropic's models alone; send it with an input_schema"
         raise bad_request(message, param="tools")
