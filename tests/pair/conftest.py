@@ -1,7 +1,9 @@
-"""A pair that many tests share, for starting one takes seconds."""
+"""What many tests share: pairs, for starting one takes seconds, and a library that is slow to import."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,3 +30,12 @@ def agent_pair(agent_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """A pair that serves the trained model; begin conversations with words of your own, as with `warm_pair`."""
     with Pair(tmp_path_factory.mktemp("agents"), agent_folder, "--prefill-step-size", "512") as pair:
         yield pair
+
+
+@pytest.fixture(scope="session")
+def litellm() -> Any:
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # at import it would fetch prices
+    import litellm as module
+
+    module.telemetry = False
+    return module

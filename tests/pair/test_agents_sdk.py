@@ -1,7 +1,6 @@
 """Agents of a few lines, on real SDKs, before a model that calls tools: ask, run what it calls, tell the result."""
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -30,15 +29,6 @@ class Place(BaseModel):
 @pytest.fixture(scope="module")
 def openai_sdk(agent_pair: Pair) -> OpenAI:
     return OpenAI(base_url=f"{agent_pair.url}/v1", api_key="x", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def litellm() -> Any:
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # at import it would fetch prices
-    import litellm as module
-
-    module.telemetry = False
-    return module
 
 
 Ask = Callable[..., Any]  # of messages and options, as `chat.completions.create` takes them; the whole answer

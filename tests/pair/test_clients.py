@@ -1,7 +1,6 @@
 """The OpenAI SDK and LiteLLM, pointed at the pair with any model name."""
 
 import asyncio
-import os
 from typing import Any
 
 import pytest
@@ -22,15 +21,6 @@ def asking(text: str) -> list[Message]:
 @pytest.fixture(scope="module")
 def client(warm_pair: Pair) -> OpenAI:
     return OpenAI(base_url=f"{warm_pair.url}/v1", api_key="x", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def litellm() -> Any:
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # at import it would fetch prices
-    import litellm as module
-
-    module.telemetry = False
-    return module
 
 
 def streamed_text(chunks: list[Any]) -> str:
