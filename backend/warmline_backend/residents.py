@@ -45,7 +45,7 @@ class Residents:
         self.budget_bytes = budget_bytes
         self.generation = 0
         self._entries: dict[str, _Entry] = {}  # oldest first
-        self._drop_first: list[str] = []
+        self._rank: dict[str, int] = {}  # of those that `order` named: the lowest goes first
         self._left_by: OrderedDict[str, str] = OrderedDict()  # resident by the id of the request that left it
         self._listed: list[Resident] | None = None  # until the table changes
 
@@ -127,7 +127,7 @@ class Residents:
 
     def order(self, drop_first: list[str]) -> None:
         """Which to give up first under pressure; the others go after these, least recently used first."""
-        self._drop_first = drop_first
+        self._rank = {resident_id: rank for rank, resident_id in enumerate(drop_first)}
         for resident_id in drop_first:
             if (entry := self._entries.get(resident_id)) is not None:
                 entry.leased_until = 0.0
@@ -148,7 +148,7 @@ class Residents:
 
     def could_make_room(self, bytes_wanted: int, *, sparing: str = "", only_named: bool = False) -> bool:
         """Whether `make_room` would, or would by dropping only those that `order` named; nothing is dropped."""
-        ids = [each for each in self._droppable(sparing) if not only_named or each in self._drop_first]
+        ids = [each for each in self._droppable(sparing) if not only_named or each in self._rank]
         droppable = sum(self._entries[resident_id].bytes_held for resident_id in ids)
         return self.bytes_held - droppable <= self.budget_bytes - bytes_wanted
 
@@ -174,10 +174,9 @@ class Residents:
         return self._entries.pop(resident_id).bytes_held
 
     def _in_drop_order(self, sparing: str) -> list[str]:
-        rank = {resident_id: n for n, resident_id in enumerate(self._drop_first)}
         return sorted(
             self._droppable(sparing),
-            key=lambda each: (rank.get(each, len(rank)), self._entries[each].last_used),
+            key=lambda each: (self._rank.get(each, len(self._rank)), self._entries[each].last_used),
         )
 
     def listed(self) -> list[Resident]:
