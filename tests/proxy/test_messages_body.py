@@ -308,6 +308,11 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "a tool_use needs an id and a name"),
         ({"system": [IMAGE]}, 'system.0: of type "image"'),
         ({"tools": [{"input_schema": {}}]}, "tools.0.name: Field required"),
+        ({"tools": [LOOK, {"name": "see", "parameters": {}}]}, "tools.1.input_schema: Field required: a JSON schema"),
+        (
+            {"tools": [{"type": "custom", "name": "see", "input_schema": None}]},
+            'input_schema: Field required: a JSON schema of the tool\'s arguments, such as {"type": "object", "prop',
+        ),
         (
             {"tools": [{"type": "bash_20250124", "name": "bash"}]},
             "tools.0: bash_20250124 is known to Anthropic's models",

@@ -11,6 +11,7 @@ from warmline_proxy.errors import ClientError, bad_request
 CUSTOM = (None, "custom")
 # Run by the client, but known by their names alone to Anthropic's own models.
 CLIENT_RUN = ("bash_", "text_editor_", "computer_", "memory_")
+NO_SCHEMA = """Field required: a JSON schema of the tool's arguments, such as {"type": "object", "properties": {}}"""
 
 
 class ToolSpec(msgspec.Struct):
@@ -54,6 +55,8 @@ def _is_ours(tool: ToolSpec, where: str) -> bool:
 def _function(tool: ToolSpec, where: str) -> dict[str, Any]:
     if not tool.name:
         raise bad_request(f"{where}.name: Field required", param="tools")
+    if tool.input_schema is None:  # with an empty one in its place, the model would make arguments up
+        raise bad_request(f"{where}.input_schema: {NO_SCHEMA}", param="tools")
     function: dict[str, Any] = {"name": tool.name}
     if tool.description:
         function["description"] = tool.description
