@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from warmline_proxy.admission import Admission
-from warmline_proxy.bodies import read_body
+from warmline_proxy.bodies import json_answer, read_body
 from warmline_proxy.errors import RETRY_AFTER_S, bad_request
 from warmline_proxy.index import Index
 from warmline_proxy.index_errors import MADE_ANEW, IndexFailure, failure
@@ -24,7 +24,7 @@ from warmline_proxy.rows import PurgeRequest, ReplayRequest, Totals
 from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Upstream, UpstreamError
 from warmline_proxy.watchdog import Watchdog
-from warmline_wire.messages import Resident, Vitals, decode, encode
+from warmline_wire.messages import Resident, Vitals, decode
 from warmline_wire.vitals import take_vitals
 
 log = logging.getLogger(__name__)
@@ -93,11 +93,11 @@ class Admin:
             return _not_ready(self._watchdog.why_down)
         except UpstreamError as error:
             return _not_ready(str(error))
-        return web.json_response({"ready": True, "model": status.model})
+        return json_answer({"ready": True, "model": status.model})
 
     def health(self) -> web.Response:
         """200: we serve, also where nothing can be saved, and say so."""
-        return web.json_response({"status": "ok", "persistence": self._persistence.state})
+        return json_answer({"status": "ok", "persistence": self._persistence.state})
 
     def metrics(self) -> web.Response:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
@@ -125,7 +125,7 @@ class Admin:
             persistence=self._persistence.state,
             unsaved=len(self._knowledge.mirror.not_durable()),
         )
-        return web.Response(body=encode(answer), content_type="application/json")
+        return json_answer(answer)
 
     async def purge(self, request: web.Request) -> web.Response:
         """What was purged from disk leaves memory too; residents that were not meant are restored when needed."""
@@ -137,7 +137,7 @@ class Admin:
         if not wanted.dry_run:
             self._turns.forget()
             await self._forget_residents()
-        return web.Response(body=encode(reply), content_type="application/json")
+        return json_answer(reply)
 
     async def repair(self) -> web.Response:
         """Saves and restores go on meanwhile; what they have under way is left alone."""
@@ -149,7 +149,7 @@ class Admin:
             raise failure("can't be repaired", error) from error
         for each in reply.did:
             log.warning("repair: %s %s: %s", each.what, each.id, each.detail)
-        return web.Response(body=encode(reply), content_type="application/json")
+        return json_answer(reply)
 
     async def replay(self, request: web.Request) -> web.Response:
         """Answers when all is computed, however long that takes; a caller that leaves ends it."""
@@ -158,7 +158,7 @@ class Admin:
             reply = await self._replayer.replay(wanted)
         except (msgspec.DecodeError, ValueError) as error:
             raise bad_request(f"Not a replay: {error}") from error
-        return web.Response(body=encode(reply), content_type="application/json")
+        return json_answer(reply)
 
     async def _forget_residents(self) -> None:
         for resident in self._knowledge.mirror.ids():
@@ -171,4 +171,4 @@ class Admin:
 
 def _not_ready(reason: str) -> web.Response:
     headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return web.json_response({"ready": False, "reason": reason}, status=503, headers=headers)
+    return json_answer({"ready": False, "reason": reason}, status=503, headers=headers)

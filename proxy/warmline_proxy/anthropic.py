@@ -5,7 +5,7 @@ from aiohttp import web
 from warmline_proxy.apis.messages import Messages
 from warmline_proxy.apis.messages_models import model_info, model_list
 from warmline_proxy.apis.openai_models import MODELS_PATH, is_models_path
-from warmline_proxy.bodies import read_body
+from warmline_proxy.bodies import json_answer, read_body
 from warmline_proxy.config import Config
 from warmline_proxy.counting import Counter
 from warmline_proxy.errors import bad_request
@@ -26,13 +26,13 @@ class Anthropic:
             raise bad_request(f"{request.method} is not allowed here; send a POST.", status=405)
         body = await read_body(request, self._config.receive_timeout_s)
         tokens = await self._counter.count(self._api.read_to_count(body, request.headers))
-        return web.json_response({"input_tokens": tokens})
+        return json_answer({"input_tokens": tokens})
 
     async def models(self, path: str) -> web.Response:
         """`path`: of all models, or of one; any name is served.  Raises UpstreamError."""
         status = await self._knowledge.status()
         name = path.removeprefix(MODELS_PATH).strip("/")
-        return web.json_response(model_info(status, name) if name else model_list(status))
+        return json_answer(model_info(status, name) if name else model_list(status))
 
 
 def asks_for_models(request: web.Request, path: str) -> bool:

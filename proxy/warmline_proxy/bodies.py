@@ -4,12 +4,20 @@ Both may take as long as they like while they move: what is limited is how long 
 """
 
 import asyncio
+from collections.abc import Mapping
 
 from aiohttp import web
 
 from warmline_proxy.errors import ClientError, bad_request
+from warmline_wire.messages import encode
 
 BODY_BYTES_MAX = 64 * 1024 * 1024
+SERVER = {"Server": "warmline"}  # aiohttp would tell its version, and Python's
+
+
+def json_answer(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """`value` as JSON without spaces, which is how the backend and the streams write theirs."""
+    return web.Response(status=status, body=encode(value), content_type="application/json", headers=headers)
 
 
 async def read_body(request: web.Request, timeout_s: float) -> bytes:
@@ -34,6 +42,11 @@ async def _next_piece(request: web.Request, timeout_s: float) -> bytes:
         raise bad_request(message, status=408, code="request_timeout") from None
     except web.RequestPayloadError as error:
         raise bad_request(f"The body can't be read: {error}") from error
+
+
+async def signed(_: web.Request, response: web.StreamResponse) -> None:
+    """A signal's handler, for an answer's head that is about to be written."""
+    response.headers.update(SERVER)
 
 
 def _too_large() -> ClientError:

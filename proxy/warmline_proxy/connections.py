@@ -20,6 +20,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import ContentEncodingError
 from aiohttp.typedefs import Handler
 
+from warmline_proxy.bodies import SERVER, signed
 from warmline_proxy.config import Config
 from warmline_proxy.errors import RETRY_AFTER_S, ClientError, bad_request, error_body
 from warmline_wire.descriptors import UNLIMITED
@@ -134,7 +135,7 @@ class Connection(web.RequestHandler):
             log.error("%s %s failed", request.method, request.path, exc_info=exc)
             error = ClientError(status, error_body("The proxy failed; its log says why.", "server_error"))
         # In words, since HTTP/1.0 is what garbage is taken for.
-        response = error.response(error.body, {"Connection": "close"})
+        response = error.response(error.body, {"Connection": "close", **SERVER})
         response.force_close()
         return response
 
@@ -327,6 +328,7 @@ async def listening(
     count_max = room_for(config.connections_max, descriptor_count_max)
     connections = app[CONNECTIONS] = Connections(count_max, config.receive_timeout_s, config.send_timeout_s)
     app.middlewares.insert(0, noticed)
+    app.on_response_prepare.append(signed)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE_S)
     await runner.setup()
     try:

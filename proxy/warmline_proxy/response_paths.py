@@ -6,7 +6,7 @@ from typing import Any
 from aiohttp import web
 
 from warmline_proxy.apis.responses import Responses
-from warmline_proxy.bodies import read_body
+from warmline_proxy.bodies import json_answer, read_body
 from warmline_proxy.config import Config
 from warmline_proxy.counting import Counter
 from warmline_proxy.ending import Ending
@@ -32,16 +32,16 @@ class ResponsePaths:
             raise bad_request("Conversations are not compacted here.", status=404, code="not_found")
         if (request.method, rest) == ("POST", "cancel"):
             life = await self._cancel(name)
-            return web.json_response(_cancelled(life))
+            return json_answer(_cancelled(life))
         if (request.method, rest) == ("DELETE", ""):
             await self._cancel(name)
-            return web.json_response({"id": name, "object": "response", "deleted": True})
+            return json_answer({"id": name, "object": "response", "deleted": True})
         raise _not_stored(name)
 
     async def _count(self, request: web.Request) -> web.Response:
         body = await read_body(request, self._config.receive_timeout_s)
         tokens = await self._counter.count(self._api.read(body, request.headers))
-        return web.json_response({"object": "response.input_tokens", "input_tokens": tokens})
+        return json_answer({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def _cancel(self, name: str) -> Life:
         """Returns when the engine has let go."""

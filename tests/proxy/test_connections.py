@@ -334,6 +334,7 @@ async def test_what_is_no_http_is_a_400_and_nobody_elses_trouble(tmp_path: Path,
         rude.say(head)
         status, headers, body = await rude.answer()
         assert (status, headers["connection"], body["error"]["type"]) == (400, "close", "invalid_request_error")
+        assert headers["server"] == "warmline"
         assert "\n" not in body["error"]["message"]
         assert await rude.is_closed()
         rude.writer.close()
