@@ -53,6 +53,7 @@ PROXY_SETTINGS = (
     "on_disconnect",
     "partial_save_tokens",
     "stabilize",
+    "cors_origins",
     "drain_timeout_s",
     "log_level",
 )

@@ -6,6 +6,7 @@ key ``prefill_step_size`` of ``HOME/warmline.toml``.
 
 import ipaddress
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ REUSE = ("fast", "exact", "off")
 ON_DISCONNECT = ("stop", "finish-prefill")
 GARBAGE_GUARD = ("off", "observe")
 STABILIZE = ("times", "dates", "ids", "billing", "tool-order")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 STEP_AUTO = "auto"
 STEP_TOKENS_MAX = 65536
@@ -135,13 +137,24 @@ def step_size(raw: object) -> Value:
 
 
 def rules(raw: object) -> str:
-    """Names out of `STABILIZE`, separated by commas in text, or as a TOML array; "" for none."""
+    """Names out of `STABILIZE`; "" for none."""
+    return _names(raw, f"expected some of {', '.join(STABILIZE)}, separated by commas", STABILIZE.__contains__)
+
+
+def origins(raw: object) -> str:
+    """What browsers send as a page's Origin, or "*" for any; "" for none."""
+    problem = "expected origins such as https://app.example or http://localhost:3000, separated by commas, or *"
+    return _names(raw, problem, lambda name: name == "*" or bool(ORIGIN.fullmatch(name.lower())))
+
+
+def _names(raw: object, problem: str, fits: Callable[[str], bool]) -> str:
+    """Separated by commas in text, or a TOML array."""
     given = raw.split(",") if isinstance(raw, str) else raw
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise ValueError(f"expected some of {', '.join(STABILIZE)}")
+        raise ValueError(problem)
     names = [name.strip() for name in given if name.strip()]
-    if not set(names) <= set(STABILIZE):
-        raise ValueError(f"expected some of {', '.join(STABILIZE)}, separated by commas")
+    if not all(map(fits, names)):
+        raise ValueError(problem)
     return ",".join(dict.fromkeys(names))
 
 
@@ -198,6 +211,7 @@ SETTINGS: dict[str, Setting] = {
         Setting("port", 8026, port, "PORT", "the port for clients"),
         Setting("backend_port", 8025, port, "PORT", "the backend's port, on loopback only"),
         Setting("client_key", "", text, "KEY", "what clients must send as Bearer token", as_flag=False, secret=True),
+        Setting("cors_origins", "", origins, "ORIGINS", "of web pages that may use /v1 from a browser; *: of all"),
         Setting(
             "reuse",
             "fast",

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -17,10 +17,11 @@ from warmline_proxy.apis.openai_models import MODELS_PATH, is_models_path, model
 from warmline_proxy.audit import Auditor
 from warmline_proxy.background import Background
 from warmline_proxy.blame import Blame
-from warmline_proxy.bodies import BODY_BYTES_MAX
+from warmline_proxy.bodies import BODY_BYTES_MAX, json_answer
 from warmline_proxy.condemn import Condemner
 from warmline_proxy.config import Config
 from warmline_proxy.connections import CONNECTIONS
+from warmline_proxy.cors import cors_headers
 from warmline_proxy.counting import Counter
 from warmline_proxy.ending import Ending
 from warmline_proxy.errors import ClientError, bad_request, from_upstream, index_failed
@@ -108,7 +109,7 @@ class Face:
     async def _models(self, request: web.Request, path: str) -> web.StreamResponse:
         if request.method not in ("GET", "HEAD"):
             raise bad_request(f"{request.method} is not allowed here; send a GET.", status=405)
-        return web.json_response(models_at(path, await self._knowledge.status()))
+        return json_answer(models_at(path, await self._knowledge.status()))
 
     async def _generate(self, request: web.Request, api: Api) -> web.StreamResponse:
         if request.method != "POST":
@@ -121,7 +122,7 @@ class Face:
         if life is None or life.let_go.is_set():
             raise bad_request(f"No request {name!r} is on its way.", status=404, code="unknown_request")
         await self._ending.cancel(life)
-        return web.json_response({"id": life.trace.id, "object": "request", "cancelled": True})
+        return json_answer({"id": life.trace.id, "object": "request", "cancelled": True})
 
     async def _administer(self, request: web.Request, path: str) -> web.StreamResponse:
         if not same_secret(bearer(request.headers), self._secret):
@@ -171,6 +172,15 @@ def _refusal(request: web.Request, error: ClientError) -> web.Response:
     return error.response(api_at(request.path.rstrip("/")).refusal(error))
 
 
+def for_browsers(allowed: Collection[str]) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """A signal's handler, for an answer's head that is about to be written: has pages of these origins read it."""
+
+    async def mark(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(cors_headers(allowed, request.method, request.path, request.headers))
+
+    return mark
+
+
 def build(config: Config, secret: str, index: Index) -> web.Application:
     """The whole proxy, wired together.  The caller owns `index`."""
     background, metrics = Background(), Metrics()
@@ -215,6 +225,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         background=background,
     )
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors_as_answers])
+    app.on_response_prepare.append(for_browsers(config.allowed_origins))
     admin = Admin(
         index=index,
         upstream=upstream,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+from warmline_proxy.cors import origins
 from warmline_proxy.hygiene.stabilize import RULES
 from warmline_wire.flags import GB, gigabytes
 from warmline_wire.home import Home
@@ -55,6 +56,7 @@ class Config:
     running_count_max: int = 16
     log_level: str = "info"
     client_key: str = ""
+    cors_origins: str = ""  # separated by commas, or "*": of the web pages that may read answers
     stabilize: str = ""  # of hygiene.stabilize.RULES, separated by commas: what is evened out at the top of prompts
     # Deadlines; 0: none.  A request may shorten or lengthen its own by header.
     connect_timeout_s: float = 60.0  # how long a request waits for a backend that starts, or is started again
@@ -90,6 +92,10 @@ class Config:
             raise ConfigError(f"--on-disconnect {self.on_disconnect}: expected {' or '.join(ON_DISCONNECT)}")
         if unknown := set(self.stabilize_rules) - set(RULES):
             raise ConfigError(f"--stabilize {', '.join(sorted(unknown))}: expected some of {', '.join(RULES)}")
+        try:
+            origins(self.cors_origins)
+        except ValueError as error:
+            raise ConfigError(f"--cors-origins {error}") from None
         for name in SECONDS:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)}: expected a number of seconds, 0 or more")
@@ -102,6 +108,10 @@ class Config:
     @property
     def stabilize_rules(self) -> tuple[str, ...]:
         return tuple(filter(None, self.stabilize.split(",")))
+
+    @property
+    def allowed_origins(self) -> frozenset[str]:
+        return origins(self.cors_origins)
 
 
 def is_loopback(host: str) -> bool:
@@ -138,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--on-disconnect", choices=ON_DISCONNECT, default=Config.on_disconnect)
     parser.add_argument("--partial-save-tokens", type=int, default=Config.partial_save_tokens)
     parser.add_argument("--connections-max", type=int, default=Config.connections_max)
+    parser.add_argument("--cors-origins", default="")
     parser.add_argument("--stabilize", default="")
     for name in SECONDS:
         parser.add_argument(_flag(name), type=float, default=getattr(Config, name))
@@ -167,6 +178,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         on_disconnect=flags.on_disconnect,
         partial_save_tokens=flags.partial_save_tokens,
         connections_max=flags.connections_max,
+        cors_origins=flags.cors_origins,
         stabilize=flags.stabilize,
         **{name: getattr(flags, name) for name in SECONDS},
         log_level=flags.log_level,

@@ -1,6 +1,7 @@
 """Who may come in, and what of the backend can be reached: keys, hosts, other paths, the owner's paths."""
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,26 @@ async def test_what_is_served_is_listed_under_any_name(tmp_path: Path) -> None:
                 assert response.status == 405
         async with proxy.client.options(f"{proxy.url}/v1/chat/completions") as response:
             assert response.status == 204
+
+
+@on_loop
+async def test_answers_are_compact_and_tell_no_versions(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        asked = [
+            ("GET", "/health", None),
+            ("GET", "/ready", None),
+            ("GET", "/v1/models", None),
+            ("GET", "/props", None),
+        ]
+        asked += [("POST", "/v1/messages/count_tokens", body), ("POST", "/v1/chat/completions", body)]
+        for method, path, given in asked:
+            async with proxy.client.request(method, proxy.url + path, json=given) as response:
+                assert response.headers.getall("Server") == ["warmline"], path
+                text = await response.text()
+                assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False), path
+        streamed = await proxy.chat(stream=True)
+        assert streamed.headers["Server"] == "warmline"
 
 
 PROBES = [

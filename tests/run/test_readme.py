@@ -12,6 +12,7 @@ SAID_IN_WORDS = {
     "client_key": "none",
     "adapter_path": "none",
     "stabilize": "none",
+    "cors_origins": "none",
 }
 
 

@@ -151,6 +151,20 @@ def test_rules_are_names_in_a_list_and_reach_the_proxy(tmp_path: Path) -> None:
             configured(tmp_path, wrong)
 
 
+def test_origins_are_a_list_and_reach_the_proxy(tmp_path: Path) -> None:
+    for config in (
+        configured(tmp_path, cors_origins="http://localhost:3000, https://a.example"),
+        configured(tmp_path, 'cors_origins = ["http://localhost:3000", "https://a.example"]'),
+    ):
+        proxy = parse_proxy(commands.proxy(config, {}).arguments[4:], {})
+        assert proxy.allowed_origins == {"http://localhost:3000", "https://a.example"}
+    assert parse_proxy(commands.proxy(configured(tmp_path, cors_origins="*"), {}).arguments[4:], {}).cors_origins == "*"
+    assert parse_proxy(commands.proxy(configured(tmp_path), {}).arguments[4:], {}).allowed_origins == set()
+    for wrong in ('cors_origins = "a.example"', "cors_origins = true", 'cors_origins = ["https://a.example/"]'):
+        with pytest.raises(ConfigurationError, match=r"cors_origins .*expected origins such as https://app"):
+            configured(tmp_path, wrong)
+
+
 def test_template_arguments_are_json_or_a_table_and_reach_the_backend(tmp_path: Path) -> None:
     expected = {"enable_thinking": False, "reasoning_effort": None, "greeting": "grüß"}
     given = '{"enable_thinking": false, "reasoning_effort": null, "greeting": "grüß"}'
