@@ -132,7 +132,7 @@ async def _run(config: BackendConfig, service: Service, engine: Engine, signals:
     try:
         await unless(signals.stop, service.wait_until_loaded())
     except (ModelProblem, FileNotFoundError, ValueError) as error:
-        say(f"warmline backend: can't serve {config.model}: {error}")
+        say(f"warmline backend: {cannot_serve(config.model, str(error))}")
         return 2
     if not signals.stop.is_set():
         log.info("serving %s at http://%s:%d", config.served_name, config.host, config.port)
@@ -141,6 +141,11 @@ async def _run(config: BackendConfig, service: Service, engine: Engine, signals:
         return 1
     await drain(service, config.drain_timeout_s, signals.hurry)
     return 0
+
+
+def cannot_serve(model: str, why: str) -> str:
+    """Names the model once: most reasons do so themselves."""
+    return f"can't serve: {why}" if model in why else f"can't serve {model}: {why}"
 
 
 def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:

@@ -74,10 +74,7 @@ async def _serve(backend: Command, proxy: Command, address: Address) -> int:
         try:
             done, _ = await asyncio.wait([*kept, asked], return_when=asyncio.FIRST_COMPLETED)
             if asked in done:
-                say(
-                    f"stopping: what runs has {proxy.drain_timeout_s:g} s to finish, then it is let go and kept; "
-                    "once more to end at once"
-                )
+                say("stopping; once more to end at once")  # how long that may take the proxy says, where anything runs
             return next((task.result() for task in kept if task in done), 0)
         finally:
             for task in (announcing, asked, *kept):

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from warmline_proxy.app import build, drain
+from warmline_proxy.app import LIVES, build, drain
 from warmline_proxy.config import Config, ConfigError, parse
 from warmline_proxy.connections import listening
 from warmline_proxy.index import Index, IndexFailure
@@ -85,8 +85,16 @@ async def serve(config: Config, secret: str, index: Index, descriptor_count_max:
             log.info("listening on http://%s:%d, backend %s", config.host, listener.port, config.backend_url)
             log.info("at most %d connections, %d descriptors", listener.connections.count_max, descriptor_count_max)
             await signals.stop.wait()
-            log.info("stopping: what runs has %g s to finish", config.drain_timeout_s)
+            log.info(stopping(app[LIVES].unanswered, config.drain_timeout_s))
             await unless(signals.hurry, drain(app))  # while newcomers still reach us, to be told to come again
+
+
+def stopping(count: int, drain_timeout_s: float) -> str:
+    """`count`: of the requests that clients still wait for."""
+    if not count:
+        return "stopping"
+    what = "1 request has" if count == 1 else f"{count} requests have"
+    return f"stopping: {what} {drain_timeout_s:g} s to finish; what was computed by then is kept"
 
 
 class Signals:

@@ -55,6 +55,12 @@ class Lives:
         return next((life for life in named if life.leaving is None), next(iter(named), None))
 
     @property
+    def unanswered(self) -> int:
+        """Requests whose clients still wait.  Several choices of one are one."""
+        parts = {part.trace.id for life in self for part in life.parts}
+        return sum(not life.answered.is_set() and life.trace.id not in parts for life in self)
+
+    @property
     def settling(self) -> int:
         """Requests that are computed, but not yet on disk."""
         return sum(life.is_settling for life in self)

@@ -58,6 +58,7 @@ def test_it_tells_where_it_listens_and_ends_cleanly(tmp_path: Path, number: sign
     assert process.returncode == 0, errors
     assert not list((tmp_path / "run").iterdir())
     assert "Traceback" not in errors
+    assert [line for line in errors.splitlines() if line.endswith(": stopping")] and "to finish" not in errors
 
 
 def test_a_killed_proxy_leaves_its_home_to_the_next(tmp_path: Path) -> None:
@@ -124,8 +125,9 @@ async def test_a_second_signal_hurries(tmp_path: Path) -> None:
         await backend.holding.wait()
         process.terminate()
         assert process.stderr
-        while "stopping" not in await asyncio.to_thread(process.stderr.readline):
+        while "stopping" not in (line := await asyncio.to_thread(process.stderr.readline)):
             pass
+        assert "stopping: 1 request has 600 s to finish" in line
         process.send_signal(signal.SIGINT)
         assert await asyncio.to_thread(process.wait, START_TIMEOUT_S) == 0
         assert not (tmp_path / "run" / "proxy.pid").exists()

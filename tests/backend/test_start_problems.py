@@ -1,0 +1,16 @@
+"""What a start says that comes to nothing."""
+
+import pytest
+
+from warmline_backend.__main__ import cannot_serve
+
+
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        ("--model /nowhere: there is no such folder", "can't serve: --model /nowhere: there is no such folder"),
+        ("the tokenizer can't be loaded", "can't serve /nowhere: the tokenizer can't be loaded"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_named_once(why: str, said: str) -> None:
+    assert cannot_serve("/nowhere", why) == said
