@@ -126,7 +126,9 @@ def doctor(
 
 @app.command(short_help="Check a running server.")
 def gates(
-    url: Annotated[str, typer.Option(metavar="URL", help="default: where the settings say that Warmline serves")] = "",
+    url: Annotated[
+        str, typer.Option(metavar="URL", help="default: what runs from the home, or the settings' own")
+    ] = "",
     home: Annotated[str | None, typer.Option(metavar="DIR", help="that the server runs from, for `restart`")] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="this gate alone; may be repeated")] = None,
     names: Annotated[bool, typer.Option("--list", help="list the gates, and run none")] = False,

@@ -92,7 +92,7 @@ def test_a_port_in_use_is_named(tmp_path: Path, flag: str) -> None:
         (["--home", ""], 2, "expected a directory"),
         (["--url", "localhost:8026/v1"], 2, "expected an address such as http://127.0.0.1:8026/v1"),
         (["--url", "http://[::1/v1"], 2, "expected an address"),
-        (["--url", "http://127.0.0.1:x/v1"], 2, "is no address"),
+        (["--url", "http://127.0.0.1:x/v1"], 2, "expected an address"),
     ],
 )
 def test_gates_are_listed_and_named(arguments: list[str], code: int, said: str) -> None:

@@ -1,6 +1,9 @@
 """`warmline gates` against servers that are wrong in one way each: the right gates fail, and say why."""
 
 import asyncio
+import json
+import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,11 +35,20 @@ from gate_servers import (
     served,
 )
 
-from warmline_run.gates.command import EXIT_FAILED, EXIT_PASSED, EXIT_UNREACHABLE, Target, Wanted, examine_visit, target
+from warmline_run.gates.command import (
+    EXIT_FAILED,
+    EXIT_PASSED,
+    EXIT_UNREACHABLE,
+    Target,
+    Wanted,
+    base_url,
+    examine_visit,
+    target,
+)
 from warmline_run.gates.gate import FAILED, NOT_RUN, PASSED, Outcome, Scale, Visit
 from warmline_run.gates.running import GATES, chosen, run
 from warmline_run.gates.server import Server
-from warmline_run.resolve import resolve
+from warmline_run.resolve import ConfigurationError, resolve
 
 NAMES = [gate.name for gate in GATES]
 SMALL = Scale(turns_count=6, turn_bytes=400, long_tokens=1500, quick_s=0.0)
@@ -120,6 +132,58 @@ def test_settings_speak_of_their_own_server_alone(tmp_path: Path) -> None:
     assert target(config, "http://[::1]:9001/v1", {}) == Target("http://[::1]:9001/v1", "", tmp_path)
     variable = {"WARMLINE_CLIENT_KEY": "mine"}
     assert target(config, "http://other/v1", variable).key == "mine"
+
+
+def test_the_running_proxy_of_the_home_is_asked_unless_something_else_is_named(tmp_path: Path) -> None:
+    (tmp_path / "warmline.toml").write_text('client_key = "hush"')
+    (tmp_path / "run").mkdir()
+    told = tmp_path / "run" / "proxy.json"
+    config = resolve({"home": str(tmp_path)}, {})
+    told.write_text(json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:9000"}))
+    running, settings = "http://127.0.0.1:9000/v1", "http://127.0.0.1:8026/v1"
+    assert target(config, "", {}) == target(config, running, {}) == Target(running, "hush", tmp_path)
+    assert target(config, settings, {}).url == settings
+    assert target(config, "http://other/v1", {}).url == "http://other/v1"
+    variable = {"WARMLINE_PORT": "9001"}
+    assert target(resolve({"home": str(tmp_path)}, variable), "", variable).url == "http://127.0.0.1:9001/v1"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for stale in (json.dumps({"pid": ended.pid, "url": "http://127.0.0.1:9000"}), "", "[]", '{"pid": 1}'):
+        told.write_text(stale)
+        assert target(config, "", {}).url == settings
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("http://127.0.0.1:8026", "http://127.0.0.1:8026/v1"),
+        ("http://127.0.0.1:8026/", "http://127.0.0.1:8026/v1"),
+        ("http://127.0.0.1:8026/v1/", "http://127.0.0.1:8026/v1"),
+        ("https://[::1]:1/v1/chat/completions", "https://[::1]:1/v1"),
+        ("http://h/chat/completions/", "http://h/v1"),
+        ("https://h/api/paas/v4", "https://h/api/paas/v4"),
+    ],
+)
+def test_an_address_near_the_base_url_is_understood(given: str, meant: str) -> None:
+    assert base_url(given) == meant
+
+
+@pytest.mark.parametrize("wrong", ["h:8026/v1", "ftp://h/v1", "http://h:99999/v1", "http:///v1", "http://h/v1?a=b", ""])
+def test_what_is_no_address_is_refused_with_an_example(wrong: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"expected an address such as http://127\.0\.0\.1:8026/v1"):
+        base_url(wrong)
+
+
+def test_a_url_that_leads_elsewhere_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    async def ask(model: str) -> int:
+        async with served(HonestServer()) as url:
+            visit = Visit(Server(f"{url}/v2", "", TIMEOUT_S, model), "seed", SMALL)
+            return await examine_visit(visit, Wanted(chosen(["load"])))
+
+    assert asyncio.run(ask("")) == EXIT_UNREACHABLE
+    shown = capsys.readouterr()
+    assert not shown.out and "/v2/models is not found (404): give the base URL" in shown.err
+    assert asyncio.run(ask("honest-model")) == EXIT_FAILED
 
 
 @pytest.mark.parametrize("server", [Hangs, Loading])

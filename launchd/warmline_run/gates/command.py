@@ -1,6 +1,8 @@
 """`warmline gates` itself: whom to ask, reaching them, running, reporting; the exit code."""
 
 import asyncio
+import json
+import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,12 +14,13 @@ from warmline_run.gates import report, running
 from warmline_run.gates.answers import read_models
 from warmline_run.gates.gate import Gate, Outcome, Scale, Visit
 from warmline_run.gates.judging import TOLERANCES_KV_BITS
-from warmline_run.gates.server import Server, Unanswered, Unreachable
+from warmline_run.gates.server import CHAT_PATH, Server, Unanswered, Unreachable
 from warmline_run.resolve import Config, ConfigurationError
 from warmline_run.settings import SETTINGS, is_loopback
 from warmline_run.supervise import Address
 
 EXIT_PASSED, EXIT_FAILED, EXIT_UNREACHABLE = 0, 1, 2
+EXAMPLE_URL = "http://127.0.0.1:8026/v1"
 GRID_TOKENS_AUTO = 8192  # where the settings leave the step to be measured: the largest that usually wins
 
 
@@ -42,36 +45,52 @@ class Wanted:
 
 
 def target(config: Config, url: str, environment: Mapping[str, str]) -> Target:
-    """`url` is "" for the server of these settings.
+    """`url` is "" for the server of these settings: the one that runs from their home, wherever a flag has put it.
 
-    A key in the home's file goes to no other server, and its owner's secret to none on another machine.
+    A key in the home's file goes to no other server, and its owner's secret to none on another machine.  Raises
+    ConfigurationError where `url` is no address.
     """
-    listening = Address(str(config["host"]), int(config["port"]))
-    own, home = Address(listening.probe_host, listening.port).url, Path(str(config["home"]))
-    if url and url.rstrip("/") not in (own, listening.url):
+    listening, home = Address(str(config["host"]), int(config["port"])), Path(str(config["home"]))
+    own, running = Address(listening.probe_host, listening.port).url, running_url(home)
+    url = base_url(url) if url else (own if _is_named(config) else running) or own
+    if url not in (own, listening.url, running):
         key = environment.get(SETTINGS["client_key"].variable, "")
-        return Target(url, key, home if is_loopback(_host_of(url)) else None)
+        return Target(url, key, home if is_loopback(urlsplit(url).hostname or "") else None)
     step = config["prefill_step_size"]
     grid = (step if isinstance(step, int) else GRID_TOKENS_AUTO) if config["reuse"] == "exact" else 0
-    return Target(
-        url.rstrip("/") or own,
-        str(config["client_key"]),
-        home,
-        grid,
-        TOLERANCES_KV_BITS.get(int(config["kv_bits"]), 0.0),
-    )
+    return Target(url, str(config["client_key"]), home, grid, TOLERANCES_KV_BITS.get(int(config["kv_bits"]), 0.0))
 
 
-def _host_of(url: str) -> str:
-    """Raises ConfigurationError where it is no address of a server."""
+def _is_named(config: Config) -> bool:
+    """Whether a variable says where to ask.  The home's file only says where its server listens if no flag did."""
+    return any(config.origin[name].source == SETTINGS[name].variable for name in ("host", "port"))
+
+
+def running_url(home: Path) -> str:
+    """The base URL of the proxy that runs from this home; "" where none does, or did and was killed."""
     try:
-        parts = urlsplit(url)
-        host = parts.hostname if parts.scheme in ("http", "https") else None
+        told = json.loads((home / "run" / "proxy.json").read_text())
+        os.kill(int(told["pid"]), 0)
+        return base_url(str(told["url"]))
+    except (OSError, ValueError, KeyError, TypeError, ConfigurationError):
+        return ""
+
+
+def base_url(url: str) -> str:
+    """What clients are given, of an address that may lack its /v1, or lead on to where chats are completed.
+
+    Raises ConfigurationError where it is no address of a server.
+    """
+    try:
+        parts = urlsplit(url.strip())
+        known = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+        _ = parts.port
     except ValueError:
-        host = None
-    if not host:
-        raise ConfigurationError(f"--url: expected an address such as http://127.0.0.1:8026/v1, not {url!r}")
-    return host
+        known = None
+    if not known:
+        raise ConfigurationError(f"--url: expected an address such as {EXAMPLE_URL}, not {url!r}")
+    path = parts.path.rstrip("/").removesuffix(CHAT_PATH)
+    return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
 
 
 def visit(target: Target, scale: Scale, *, model: str, tolerance: float, timeout_s: float, seed: str) -> Visit:
@@ -126,10 +145,19 @@ async def examine_visit(visit: Visit, wanted: Wanted) -> int:
 
 
 async def _meet(visit: Visit) -> None:
-    """Learn the model's name and context, where the server tells them.  Raises Unanswered where it lets nobody in."""
+    """Learn the model's name and context, where the server tells them.
+
+    Raises Unanswered where it lets nobody in, or has its API elsewhere, which each gate would find out anew.
+    """
     status, listed = await visit.server.get("/models")
     if status in (401, 403):
         raise Unanswered(f"{visit.server.url} wants a key ({status}): set WARMLINE_CLIENT_KEY", status)
+    if status == 404 and not visit.server.model:
+        raise Unanswered(
+            f"{visit.server.url}/models is not found (404): give the base URL of the server's OpenAI API, such as "
+            f"--url {EXAMPLE_URL}, or, where it lists no models, --model as well",
+            status,
+        )
     first = next(iter(read_models(listed)), {})
     visit.server.model = visit.server.model or first.get("id", "")
     context = first.get("max_model_len")
