@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from warmline_backend.fitting import Item, Said, fit, reasoning_in
-from warmline_backend.params import BadRequest
+from warmline_backend.params import BadRequest, kind_of, shown
 from warmline_backend.switches import arguments_for, read_switches
 from warmline_backend.traits import REASONING_FIELDS, Message, Traits
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # What SDKs send back of an answer, and no template reads; reasoning goes on under the names that the template knows.
 _UNREAD_FIELDS = frozenset({"annotations", "audio", "function_call", "refusal", *REASONING_FIELDS})
 
@@ -109,10 +109,12 @@ def _item(message: object, at: int) -> Item:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise BadRequest(f"'{where}.role' must be a string such as \"user\"", f"{where}.role")
+    _refuse_functions(role, message, where)
     content = message.get("content")
     refused = message.get("refusal")
+    if content is None and role in ROLES and role != "assistant":
+        raise BadRequest(f"'{where}.content' must be a string or a list of text parts", f"{where}.content")
     given = {key: value for key, value in message.items() if value is not None and key not in _UNREAD_FIELDS}
-    given["role"] = "tool" if role == "function" else role
     given["content"] = _content(
         refused if content is None and isinstance(refused, str) else content, f"{where}.content"
     )
@@ -129,6 +131,16 @@ def _item(message: object, at: int) -> Item:
         arguments=tuple(function["arguments"] for function in functions),
     )
     return Item(message=given, number=at + 1, said=said)
+
+
+def _refuse_functions(role: str, message: dict[str, Any], where: str) -> None:
+    """What tools have taken the place of."""
+    if role == "function":
+        hint = "send the role tool, with the 'tool_call_id' of the call"
+        raise BadRequest(f"'{where}.role' is \"function\", which is not supported: {hint}", f"{where}.role")
+    if message.get("function_call"):
+        field = f"{where}.function_call"
+        raise BadRequest(f"'{field}' is not supported: send 'tool_calls'", field)
 
 
 def _content(content: object, where: str) -> str:
@@ -186,7 +198,25 @@ def _tools(body: dict[str, Any]) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRequest("'tools' must be a list of objects", "tools")
+    for at, tool in enumerate(tools):
+        _check_tool(tool, f"tools[{at}]")
     return tools
+
+
+def _check_tool(tool: dict[str, Any], where: str) -> None:
+    kind, function = tool.get("type"), tool.get("function")
+    if kind not in (None, "function"):
+        raise BadRequest(f"'{where}.type' must be \"function\", not {shown(kind)}", f"{where}.type")
+    if not isinstance(function, dict):
+        what = f"'{where}.function' must be an object with a name, not {kind_of(function)}"
+        raise BadRequest(f"{what}; what describes a function stands in there", f"{where}.function")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not name:
+        field = f"{where}.function.name"
+        raise BadRequest(f"'{field}' must be a string that is not empty, not {shown(name)}", field)
+    if not isinstance(parameters, dict | None):
+        field = f"{where}.function.parameters"
+        raise BadRequest(f"'{field}' must be a JSON schema (an object), not {shown(parameters)}", field)
 
 
 def _template_kwargs(body: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from warmline_backend.conversation import ROLES, Conversation, read_conversation, reasoning_of
 from warmline_backend.params import BadRequest
 from warmline_backend.replaying import ReadTurn, Replayer, spliced
-from warmline_backend.traits import Message, Traits, traits_of
+from warmline_backend.traits import Message, Traits, is_spelled_out, traits_of
 from warmline_wire.messages import MessageEnd, SampledTurn
 
 log = logging.getLogger(__name__)
@@ -114,20 +114,21 @@ class Renderer:
             return ""
 
     def _refuse_hidden(self, conversation: Conversation) -> None:
-        """Roles that nobody knows, where the template says nothing of such a message."""
+        """Roles that only some models know, where the template doesn't speak of them, or leaves such messages out."""
         for item in conversation.items:
-            if item.role not in ROLES and not self._is_shown(item.role):
+            if item.role not in ROLES and not self._is_known(item.role):
                 where = f"messages[{item.number - 1}].role"
                 raise BadRequest(
-                    f"'{where}' is \"{item.role[:ROLE_CHARS_MAX]}\", a role that the model's chat template leaves out; "
-                    "send system, developer, user, assistant or tool",
+                    f"'{where}' is \"{item.role[:ROLE_CHARS_MAX]}\", a role that the model's chat template does not "
+                    f"know; send {', '.join(ROLES[:-1])} or {ROLES[-1]}",
                     where,
                 )
 
-    def _is_shown(self, role: str) -> bool:
+    def _is_known(self, role: str) -> bool:
         if (shown := self._roles_shown.get(role)) is None:
             marker = "warmlinerole"
-            shown = marker in self._probed([{"role": "user", "content": "a"}, {"role": role, "content": marker}], None)
+            told = [{"role": "user", "content": "a"}, {"role": role, "content": marker}]
+            shown = is_spelled_out(role, self._source) and marker in self._probed(told, None)
             if len(self._roles_shown) < ROLES_REMEMBERED_MAX:
                 self._roles_shown[role] = shown
         return shown

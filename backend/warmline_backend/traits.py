@@ -146,6 +146,11 @@ def _arguments(source: str) -> frozenset[str]:
     return frozenset(meta.find_undeclared_variables(tree))
 
 
+def is_spelled_out(word: str, source: str) -> bool:
+    """In quotes, as what a role is compared with."""
+    return f"'{word}'" in source or f'"{word}"' in source
+
+
 def _reads(source: str, field: str) -> bool:
     """As an attribute or a key of something."""
     return re.search(rf"""\.{field}\b|['"]{field}['"]""", source) is not None

@@ -162,15 +162,26 @@ def test_what_sdks_send_back_of_an_answer_is_ignored(make: Any) -> None:
     assert shown(make(PLAIN), {"role": "assistant", "content": part}) == "assistant:no;"
 
 
-@pytest.mark.parametrize("template", [PLAIN, TOOLLESS])
-def test_a_role_that_the_template_hides_is_refused(make: Any, template: str) -> None:
-    poet = {"role": "poet", "content": "a rose"}
-    if template is PLAIN:
-        assert "poet:a rose;" in shown(make(template), USER, poet)
-        return
-    with pytest.raises(BadRequest, match=r"'messages\[1\]\.role' is \"poet\"") as refused:
-        shown(make(template), USER, poet)
+POETIC = LOOP.replace("BEFORE", "{% if m.role == 'poet' %}~{% endif %}")
+HIDING = TOOLLESS + "{# 'poet' #}"
+
+
+@pytest.mark.parametrize("template", [PLAIN, TOOLLESS, HIDING])
+def test_a_role_that_the_template_does_not_know_or_hides_is_refused(make: Any, template: str) -> None:
+    with pytest.raises(
+        BadRequest, match=r"'messages\[1\]\.role' is \"poet\".*system, developer, .* or tool"
+    ) as refused:
+        shown(make(template), USER, {"role": "poet", "content": "a rose"})
     assert refused.value.param == "messages[1].role"
+
+
+def test_a_role_that_the_template_knows_is_taken(make: Any) -> None:
+    assert shown(make(POETIC), USER, {"role": "poet", "content": "a rose"}) == "user:hello;~poet:a rose;"
+    assert shown(make(POETIC), USER, {"role": "poet"}) == "user:hello;~poet:;"
+
+
+def test_an_assistant_may_say_nothing(make: Any) -> None:
+    assert shown(make(PLAIN), USER, {"role": "assistant"}) == "user:hello;assistant:;"
 
 
 @pytest.mark.parametrize("function", [None, "look", {}, {"name": 5}])
