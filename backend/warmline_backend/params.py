@@ -2,7 +2,7 @@
 
     BadRequest    what is wrong with the body; becomes a 400 in OpenAI's error shape
 
-A null field means absent.  Unknown fields are ignored; known ones that are not supported are refused, never ignored.
+A null field means absent.  Unknown fields are ignored; those of `known_fields` that are not supported are refused.
 Defaults are mlx_lm.server's (greedy unless a temperature is given), not OpenAI's, unless settings say otherwise.
 """
 
@@ -12,9 +12,11 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from warmline_backend.known_fields import refused_in
 from warmline_wire.messages import ErrorBody, ErrorReply, encode
 
 STOP_WORDS_MAX = 16
+STOP_TOKENS_MAX = 256
 TOP_LOGPROBS_MAX = 20
 TOKENS_UNBOUNDED = 1 << 30  # where neither the request, nor a setting, nor the model sets a limit
 TEMPERATURE_GREEDY = 1e-5  # below it, sampling and argmax can't be told apart
@@ -43,6 +45,9 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0  # 0: off
     seed: int | None = None  # None: an unpredictable one
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # the answer ends before one of these, also with ignore_eos
+    min_tokens: int = 0  # nothing but a form that is complete ends the answer before; at most max_tokens
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else is sampled; (): anything may be
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0  # 1: off
@@ -82,14 +87,18 @@ def parse_params(
     _refuse_unsupported(endpoint, fields)
     logprobs, top_logprobs = _logprobs(endpoint, fields)
     echo = endpoint == "completion" and _echo(fields, logprobs)
+    max_tokens = _max_tokens(fields, context_tokens_max, prompt_tokens, default_max_tokens, low=0 if echo else 1)
     return GenerationParams(
-        max_tokens=_max_tokens(fields, context_tokens_max, prompt_tokens, default_max_tokens, low=0 if echo else 1),
+        max_tokens=max_tokens,
         temperature=fields.number("temperature", default_temperature, low=0.0),
         top_p=fields.number("top_p", default_top_p, low=0.0, high=1.0),
         top_k=_top_k(fields),
         min_p=fields.number("min_p", 0.0, low=0.0, high=1.0),
         seed=fields.optional_integer("seed", low=-_INT64, high=_INT64 - 1),
         stop=_stop(fields),
+        stop_token_ids=_token_ids(fields, "stop_token_ids", vocabulary_size, STOP_TOKENS_MAX),
+        min_tokens=min(_min_tokens(fields), max_tokens),
+        allowed_token_ids=_allowed_token_ids(fields, vocabulary_size),
         presence_penalty=fields.number("presence_penalty", 0.0, low=-2.0, high=2.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0, low=-2.0, high=2.0),
         repetition_penalty=_repetition_penalty(fields),
@@ -113,10 +122,10 @@ class Fields:
         if not isinstance(body, Mapping):
             what = f"'{within}'" if within else "the body"
             raise BadRequest(f"{what} must be a JSON object, not {kind_of(body)}", within or None)
-        self._body, self._prefix = body, f"{within}." if within else ""
+        self.body, self._prefix = body, f"{within}." if within else ""
 
     def get(self, name: str) -> Any:
-        return self._body.get(name)
+        return self.body.get(name)
 
     def refuse(self, name: str, expected: str, value: object) -> BadRequest:
         return BadRequest(f"'{self._prefix}{name}' must be {expected}, not {shown(value)}", self._prefix + name)
@@ -175,9 +184,12 @@ def shown(value: object) -> str:
     return text if isinstance(value, str | int | float) and len(text) <= 40 else kind_of(value)
 
 
+def _limit_name(fields: Fields) -> str:
+    return "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
+
+
 def _max_tokens(fields: Fields, context: int, prompt: int, default: int, low: int) -> int:
-    name = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
-    asked = fields.optional_integer(name, low=low)
+    asked = fields.optional_integer(_limit_name(fields), low=low)
     room = context - prompt if context else TOKENS_UNBOUNDED
     if room < 1:
         raise BadRequest(
@@ -187,6 +199,14 @@ def _max_tokens(fields: Fields, context: int, prompt: int, default: int, low: in
             code="context_length_exceeded",
         )
     return min(default or room if asked is None else asked, room)
+
+
+def _min_tokens(fields: Fields) -> int:
+    """A limit that the context has cut is no contradiction; one that was asked for is."""
+    least, most = fields.integer("min_tokens", 0, low=0), fields.get(_limit_name(fields))
+    if most is not None and least > most:
+        raise BadRequest(f"'min_tokens' is {least}, which is more than '{_limit_name(fields)}', {most}", "min_tokens")
+    return least
 
 
 def _top_k(fields: Fields) -> int:
@@ -212,6 +232,24 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     ):
         raise fields.refuse("stop", f"a string or a list of up to {STOP_WORDS_MAX} strings, none empty", value)
     return tuple(words)
+
+
+def _token_ids(fields: Fields, name: str, vocabulary_size: int, count_max: int) -> tuple[int, ...]:
+    value = fields.get(name)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > count_max:
+        raise fields.refuse(name, f"a list of up to {count_max} token ids", value)
+    if not all(_is_integer(token) and 0 <= token < vocabulary_size for token in value):
+        raise BadRequest(f"'{name}' must be token ids from 0 to {vocabulary_size - 1}", name)
+    return tuple(value)
+
+
+def _allowed_token_ids(fields: Fields, vocabulary_size: int) -> tuple[int, ...]:
+    allowed = _token_ids(fields, "allowed_token_ids", vocabulary_size, vocabulary_size)
+    if fields.get("allowed_token_ids") == []:
+        raise BadRequest("'allowed_token_ids' is empty, so no token could follow; leave it out", "allowed_token_ids")
+    return allowed
 
 
 def _logit_bias(fields: Fields, vocabulary_size: int) -> dict[int, float]:
@@ -260,18 +298,9 @@ def _include_usage(fields: Fields) -> bool:
 def _refuse_unsupported(endpoint: str, fields: Fields) -> None:
     if fields.integer("n", 1, low=1) != 1:
         raise BadRequest(f"'n' is {fields.get('n')}; the backend computes one choice a request: ask the proxy", "n")
-    if endpoint == "completion":
-        _refuse_legacy(fields)
-    else:
-        _refuse_functions(fields)
-        _refuse_media(fields)
-
-
-def _refuse_legacy(fields: Fields) -> None:
-    if fields.integer("best_of", 1, low=1) != 1:
-        raise BadRequest("'best_of' is not supported; leave it out or send 1", "best_of")
-    if fields.get("suffix"):
-        raise BadRequest("'suffix' is not supported; leave it out", "suffix")
+    if refused := refused_in(endpoint, fields.body):
+        name, instead = refused
+        raise BadRequest(f"'{name}' is not supported here: {instead}", name)
 
 
 def tool_choice_mode(fields: Fields) -> str:
@@ -297,17 +326,3 @@ def tool_choice_mode(fields: Fields) -> str:
 def parallel_tool_calls(fields: Fields) -> bool:
     """Whether one answer may have several calls; it may where nothing is said."""
     return fields.get("parallel_tool_calls") is None or fields.boolean("parallel_tool_calls")
-
-
-def _refuse_functions(fields: Fields) -> None:
-    if fields.get("functions"):
-        raise BadRequest("'functions' is not supported; send 'tools'", "functions")
-    if fields.get("function_call") not in (None, "none", "auto"):
-        raise BadRequest("'function_call' is not supported; send 'tools' and 'tool_choice'", "function_call")
-
-
-def _refuse_media(fields: Fields) -> None:
-    if fields.get("modalities") not in (None, [], ["text"]):
-        raise BadRequest("'modalities' other than [\"text\"] are not supported: answers are text", "modalities")
-    if fields.get("audio") is not None:
-        raise BadRequest("'audio' is not supported: answers are text; leave it out", "audio")

@@ -6,9 +6,10 @@ that steps (the engine's): a lazy array can't be evaluated on another.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.sample_utils import (
     apply_min_p,
     apply_top_k,
@@ -101,8 +102,10 @@ class _Seeded:
         return drawn
 
 
-def make_processors(params: GenerationParams, prompt_tokens: int, fault: SamplerFault) -> list[LogitsProcessor]:
-    """Processors of (all tokens so far, [1, vocabulary] logits).
+def make_processors(
+    params: GenerationParams, prompt_tokens: int, fault: SamplerFault, eos: Collection[int] = ()
+) -> list[LogitsProcessor]:
+    """Processors of (all tokens so far, [1, vocabulary] logits); `eos` are the tokens with which a model ends.
 
     Presence and frequency count what was generated, as OpenAI and vLLM do; mlx-lm's would count the last 20 tokens, the
     prompt's among them.  Repetition looks at the last `repetition_context_size` tokens, as mlx-lm does.
@@ -117,7 +120,50 @@ def make_processors(params: GenerationParams, prompt_tokens: int, fault: Sampler
         processors.append(_on_generated(make_presence_penalty(params.presence_penalty, _ALL_TOKENS), prompt_tokens))
     if params.frequency_penalty:
         processors.append(_on_generated(make_frequency_penalty(params.frequency_penalty, _ALL_TOKENS), prompt_tokens))
+    if params.allowed_token_ids:
+        processors.append(_Only(params.allowed_token_ids))
+    if ends := {*params.stop_token_ids, *(() if params.ignore_eos else eos)} if params.min_tokens else ():
+        processors.append(_NotYet(ends, prompt_tokens + params.min_tokens))
     return [fault.processor(processor) for processor in processors]
+
+
+class _Only:
+    """Nothing but these tokens is sampled."""
+
+    def __init__(self, allowed: Collection[int]) -> None:
+        self._allowed = list(allowed)
+        self._mask: mx.array | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._mask is None:
+            self._mask = _mask(self._allowed, logits)
+        return mx.where(self._mask, logits, mx.array(-mx.inf, logits.dtype))
+
+
+class _NotYet:
+    """These tokens are sampled only where nothing else may be, until there are `length` tokens.
+
+    So they are as unlikely as a number can say, rather than impossible: a form that is complete leaves nothing but an
+    end, and then it wins.
+    """
+
+    def __init__(self, ends: Collection[int], length: int) -> None:
+        self._ends, self._length = list(ends), length
+        self._mask: mx.array | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.shape[-1] >= self._length:
+            return logits
+        if self._mask is None:
+            self._mask = _mask(self._ends, logits)
+        return mx.where(self._mask, mx.array(mx.finfo(logits.dtype).min, logits.dtype), logits)
+
+
+def _mask(tokens: list[int], logits: mx.array) -> mx.array:
+    """[vocabulary]: true for these tokens."""
+    mask = np.zeros(logits.shape[-1], np.bool_)
+    mask[tokens] = True
+    return mx.array(mask)
 
 
 def _on_generated(inner: LogitsProcessor, prompt_tokens: int) -> LogitsProcessor:

@@ -124,11 +124,12 @@ class Sequence:
     def __post_init__(self) -> None:
         self._set_grid_end()
         self.fault = SamplerFault()
-        self.text = OutputStream(self.served.tokenizer, self.request.params.stop, self.request.expected)
+        params = self.request.params
+        self.text = OutputStream(self.served.tokenizer, params.stop, self.request.expected, params.min_tokens)
         self.reused = self.kv.length
         self._own_row = OwnRow()
         self._meetings: set[int] = set()  # where a chunk ends only for those who follow, and no longer than they do
-        self.answer_tokens_max = self.request.params.max_tokens  # or what the memory budget leaves
+        self.answer_tokens_max = params.max_tokens  # or what the memory budget leaves
 
     def _set_grid_end(self) -> None:
         """Where its last full chunk ends; what comes after that is not kept in exact mode."""
@@ -156,6 +157,8 @@ class Sequence:
 
     def ends_at(self, token: int) -> bool:
         """Whether the model ends its answer here, or has nothing left to say in the form that was asked for."""
+        if token in self.request.params.stop_token_ids:
+            return True
         if token not in self.served.tokenizer.eos_token_ids:
             return False
         guide = self.request.guide
@@ -281,7 +284,8 @@ class Sequence:
         self._keep_place()
         params, self._prefill = self.request.params, None
         sampler = make_sampler(params, self.fault)
-        processors = make_processors(params, len(self.request.prompt), self.fault)
+        eos = self.served.tokenizer.eos_token_ids
+        processors = make_processors(params, len(self.request.prompt), self.fault, eos)
         if self.request.guide is not None:  # last: nothing that comes after may allow what it does not
             processors.append(self.fault.processor(self.request.guide))
         if processors:

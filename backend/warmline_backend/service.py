@@ -29,6 +29,7 @@ from warmline_backend.grammar.asked import asks_for_a_form
 from warmline_backend.grammar.compiler import Grammars
 from warmline_backend.grammar.guide import Guide
 from warmline_backend.health import Readiness, pulse
+from warmline_backend.known_fields import Slips
 from warmline_backend.model import ServedModel
 from warmline_backend.output.dialect import dialect_of
 from warmline_backend.output.expected import expected_of
@@ -105,6 +106,7 @@ class Service:
         self._shutting_down = False
         self._readiness = Readiness(engine)
         self._renderers = ThreadPoolExecutor(RENDERERS, "renderer")
+        self._slips = Slips()
         self.prompts = PromptStore()
         self.generations = Generations(engine, boot)
 
@@ -255,6 +257,7 @@ class Service:
         """
         self.check_takes_new_work()
         loaded, budget_bytes = self.loaded, self._engine.scheduler.settings.memory_budget_bytes
+        self._slips.tell(body)
 
         def work() -> StoredPrompt:
             rendered = loaded.renderer.render(endpoint, body, turns)

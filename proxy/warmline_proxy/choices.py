@@ -35,7 +35,7 @@ def split(endpoint: str, fields: Fields) -> list[Choice]:
 
     What else may be wrong with prompts and seeds is found where each is rendered: by the backend.
     """
-    count = _count(endpoint, fields)
+    count = _count(fields)
     prompts = _prompts(fields) if endpoint == "completion" else []
     if count == 1 and len(prompts) < 2:
         return [Choice(_without(fields, "n", "best_of"), 0, 0)]
@@ -47,11 +47,11 @@ def split(endpoint: str, fields: Fields) -> list[Choice]:
     ]
 
 
-def _count(endpoint: str, fields: Fields) -> int:
+def _count(fields: Fields) -> int:
     count = _value(fields, "n", 1)
     if type(count) is not int or not 1 <= count <= CHOICES_MAX:
         raise bad_request(f"'n' must be an integer from 1 to {CHOICES_MAX}.", param="n")
-    if endpoint == "completion" and _value(fields, "best_of", count) != count:
+    if _value(fields, "best_of", count) not in (count, 0):
         message = "'best_of' other than 'n' is not supported: leave it out; every choice that is computed is returned."
         raise bad_request(message, param="best_of")
     return count

@@ -71,6 +71,9 @@ def test_nothing_is_asked_of_most_answers() -> None:
         ({"guided_regex": "a+"}, Form("regex", "a+", "guided_regex")),
         ({"guided_choice": ["yes", "no"]}, Form("choice", ["yes", "no"], "guided_choice")),
         ({"guided_grammar": 'start: "a"'}, Form("grammar", 'start: "a"', "guided_grammar")),
+        ({"grammar": 'root ::= "a"'}, Form("grammar", 'root ::= "a"', "grammar")),
+        ({"grammar": "", "json_schema": SCHEMA}, Form("json", SCHEMA, "json_schema")),
+        ({"json_schema": '{"type": "null"}'}, Form("json", {"type": "null"}, "json_schema")),
     ],
 )
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
@@ -115,6 +118,10 @@ def test_forms(endpoint: str, body: dict[str, Any], form: Form) -> None:
         ({"guided_regex": 5}, "guided_regex", "must be a string"),
         ({"guided_regex": ""}, "guided_regex", "must be a string"),
         ({"guided_grammar": "a" * (1 + (1 << 18))}, "guided_grammar", "characters long"),
+        ({"json_schema": 5}, "json_schema", "a JSON schema"),
+        ({"grammar": 5}, "grammar", "must be a string"),
+        ({"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema", "both say"),
+        ({"guided_regex": "a", "json_schema": {}}, "json_schema", "both say"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "both say what the answer must be"),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
@@ -154,7 +161,6 @@ def test_choices_of_tools() -> None:
         (TOOLS, {"type": "function"}, "tool_choice", "must be the name of one of 'tools'"),
         (TOOLS, "sometimes", "tool_choice", 'not "sometimes"'),
         (TOOLS, {"type": "custom", "name": "f"}, "tool_choice", 'not "custom"'),
-        ([{"type": "function"}], "required", "tools", "with a name"),
         (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice", "a list of functions"),
         (
             TOOLS,

@@ -1,6 +1,7 @@
 """Guided sequences among others: batches, seeds, cuts, faults, warm starts, and the way through the service."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import tiny_models
 from warmline_backend.grammar.compiler import Grammars
 from warmline_backend.grammar.guide import Guide, OffGrammar
 from warmline_backend.model import ServedModel, load
-from warmline_backend.params import GenerationParams
+from warmline_backend.params import BadRequest, GenerationParams
 from warmline_backend.sampling import LOGPROB_MIN
 from warmline_backend.sequence import Generation, Piece
 from warmline_wire.messages import PromptRequest
@@ -107,6 +108,48 @@ def test_a_finished_form_ends_the_answer_even_where_the_end_is_to_be_ignored(
 ) -> None:
     ended = alone(served, guide(grammars, FIXED), ignore_eos=True)
     assert ended.settled.finish == "stop" and json.loads(ended.text) == FIXED["const"]
+
+
+def test_a_finished_form_goes_before_the_least_tokens(served: ServedModel, grammars: Grammars) -> None:
+    ended = alone(served, guide(grammars, FIXED), min_tokens=150, stop_token_ids=(5,))
+    assert ended.settled.finish == "stop" and json.loads(ended.text) == FIXED["const"]
+
+
+def test_nothing_ends_an_answer_before_the_least_tokens(served: ServedModel) -> None:
+    eos = min(served.tokenizer.eos_token_ids)
+    wants_to_end = {"logit_bias": {eos: 100.0}, "max_tokens": 20}
+    assert alone(served, None, **wants_to_end).generated == [eos]
+    for sampling in ({}, {"temperature": 1.0, "seed": 4}):
+        held = alone(served, None, min_tokens=6, **wants_to_end, **sampling)
+        assert held.settled.finish == "stop" and len(held.generated) == 7
+        assert held.generated.index(eos) == 6
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_told(served: ServedModel) -> None:
+    whole = alone(served, None, max_tokens=20, ignore_eos=True)
+    stop = whole.generated[4]
+    at = whole.generated.index(stop)
+    cut = alone(served, None, max_tokens=20, ignore_eos=True, stop_token_ids=(stop,))
+    assert (cut.settled.finish, cut.generated, cut.text) == ("stop", whole.generated[: at + 1], whole.text[:at])
+    late = alone(served, None, max_tokens=20, ignore_eos=True, stop_token_ids=(stop,), min_tokens=10)
+    assert stop not in late.generated[:10]
+
+
+def test_only_allowed_tokens_are_generated(served: ServedModel) -> None:
+    heard = alone(served, None, max_tokens=12, temperature=1.0, seed=1, allowed_token_ids=(65, 66))
+    assert set(heard.generated) == {65, 66} and heard.settled.finish == "length"
+
+
+def test_allowed_tokens_and_a_form_are_refused(grammars: Grammars) -> None:
+    with pytest.raises(BadRequest, match="can't be combined") as refused:
+        grammars.constraint("completion", {"grammar": 'root ::= "a"', "allowed_token_ids": [65]}, None, "")
+    assert refused.value.param == "allowed_token_ids"
+
+
+def test_llama_cpps_grammars_are_forms(served: ServedModel, grammars: Grammars) -> None:
+    constraint = grammars.constraint("completion", {"grammar": 'root ::= "ab" [0-9] "c"'}, None, "")
+    assert constraint is not None
+    assert re.fullmatch("ab[0-9]c", alone(served, grammars.guide(constraint)).text)
 
 
 def test_logprobs_have_no_infinity(served: ServedModel, grammars: Grammars) -> None:

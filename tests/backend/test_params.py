@@ -41,7 +41,7 @@ NULLS = [
     *("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_context_size", "logprobs", "n"),
     *("top_logprobs", "stream", "stream_options", "ignore_eos", "response_format", "tool_choice", "functions"),
-    *("best_of", "echo", "suffix"),
+    *("best_of", "echo", "suffix", "min_tokens", "stop_token_ids", "allowed_token_ids"),
 ]
 
 
@@ -62,6 +62,9 @@ def test_all_that_was_asked_for_is_kept() -> None:
         min_p=0.1,
         seed=-7,
         stop=["a", "b"],
+        stop_token_ids=[7, 0],
+        min_tokens=3,
+        allowed_token_ids=[5, 999],
         presence_penalty=1.5,
         frequency_penalty=-2,
         repetition_penalty=1.1,
@@ -81,6 +84,9 @@ def test_all_that_was_asked_for_is_kept() -> None:
         min_p=0.1,
         seed=-7,
         stop=("a", "b"),
+        stop_token_ids=(7, 0),
+        min_tokens=3,
+        allowed_token_ids=(5, 999),
         presence_penalty=1.5,
         frequency_penalty=-2.0,
         repetition_penalty=1.1,
@@ -107,6 +113,15 @@ def test_all_that_was_asked_for_is_kept() -> None:
 )
 def test_max_tokens(body: dict[str, Any], expected: int) -> None:
     assert parse(**body).max_tokens == expected
+
+
+def test_the_least_tokens_can_not_be_more_than_the_most() -> None:
+    assert parse(min_tokens=90).min_tokens == 90
+    assert parse(min_tokens=500).min_tokens == 90, "what the context leaves"
+    assert parse(min_tokens=5, max_tokens=5).min_tokens == 5
+    for name in ("max_tokens", "max_completion_tokens"):
+        error = refusal(min_tokens=6, **{name: 5})
+        assert error.param == "min_tokens" and f"more than '{name}', 5" in error.message
 
 
 def test_the_default_limit_holds_where_none_is_asked_for() -> None:
@@ -165,6 +180,10 @@ def test_max_tokens_must_be_positive_integers(name: str, value: object) -> None:
             "logit_bias",
             [[], "x", {"5": 101}, {"5": "x"}, {"5": True}, {"1000": 1}, {"-1": 1}, {"x": 1}, {"²": 1}, {"": 1}],
         ),
+        ("stop_token_ids", [5, "5", [-1], [1000], [1.0], ["5"], [True], [1] * 257, {}]),
+        ("allowed_token_ids", [5, [], [-1], [1000], [True], {}]),
+        ("min_tokens", [-1, 1.5, "5", True]),
+        ("use_beam_search", [True]),
         ("stop", [5, [5], [""], "", ["a", None], {}, True, ["x"] * 17]),
         ("logprobs", [1, "yes", {}]),
         ("top_logprobs", [-1, 21, True, 1.5, 5]),  # 5 without logprobs
@@ -216,6 +235,9 @@ def test_logprobs_of_the_older_endpoint_are_a_count() -> None:
         {"parallel_tool_calls": False},
         {"n": 1},
         {"stop": []},
+        {"stop_token_ids": []},
+        {"best_of": 1},
+        {"use_beam_search": False, "extra_body": {}, "bad_words": [], "prompt_logprobs": None},
         {"repetition_penalty": 0},
         {"tools": [{"type": "function"}]},
         {"functions": []},

@@ -125,6 +125,34 @@ def test_presence_and_frequency_count_all_that_was_generated_and_nothing_of_the_
     assert processed([5, 5], 2, presence_penalty=0.5, frequency_penalty=0.5) == [1] * 6
 
 
+LEAST = round(float(mx.finfo(mx.float32).min), 4)
+
+
+def test_ends_are_the_last_choice_until_there_are_enough_tokens() -> None:
+    def held(tokens: int, **fields: Any) -> list[float]:
+        asked, logits = params(min_tokens=3, **fields), mx.ones((1, 4))
+        for processor in make_processors(asked, 2, SamplerFault(), {3}):
+            logits = processor(mx.array([1] * (2 + tokens)), logits)
+        return [round(value, 4) for value in np.array(logits)[0].tolist()]
+
+    assert [held(count) for count in (0, 2, 3)] == [[1, 1, 1, LEAST], [1, 1, 1, LEAST], [1] * 4]
+    assert held(0, stop_token_ids=(0,)) == [LEAST, 1, 1, LEAST]
+    assert held(0, stop_token_ids=(0,), ignore_eos=True) == [LEAST, 1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_an_end_comes_early_where_nothing_else_may(dtype: mx.Dtype) -> None:
+    (hold,) = make_processors(params(min_tokens=3), 0, SamplerFault(), {3})
+    logits = mx.where(mx.array([False, False, False, True]), hold(mx.array([0]), mx.ones((1, 4), dtype)), -mx.inf)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    assert int(sampler(seed=1)(logprobs).item()) == int(mx.argmax(logprobs).item()) == 3
+
+
+def test_only_what_is_allowed_is_sampled() -> None:
+    assert processed([5], 1, allowed_token_ids=(4, 1)) == [-np.inf, 1, -np.inf, -np.inf, 1, -np.inf]
+    assert processed([5], 1, allowed_token_ids=(4,), logit_bias={2: 100.0})[2] == -np.inf
+
+
 def test_repetition_counts_the_last_tokens_of_prompt_and_answer() -> None:
     assert processed([0, 1, 2], 3, repetition_penalty=2.0) == [0.5, 0.5, 0.5, 1, 1, 1]
     assert processed([0, 1, 2], 3, repetition_penalty=2.0, repetition_context_size=2) == [1, 0.5, 0.5, 1, 1, 1]

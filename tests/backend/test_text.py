@@ -107,6 +107,13 @@ def test_text_ends_before_the_stop_word_that_is_complete_first(
     assert stream.stop_word == (text[min(hits)[1] : min(hits)[0]] if hits else "")
 
 
+def test_stop_words_count_only_from_the_least_tokens_on(bpe: TokenizerWrapper) -> None:
+    letters = [ids(bpe, letter)[0] for letter in "abcabcab"]
+    for least, told in ((2, "a"), (3, "abca"), (5, "abca"), (6, "abcabca"), (8, "abcabca"), (9, "abcabcab")):
+        stream = OutputStream(bpe, ["b"], min_tokens=least)
+        assert "".join(said(stream, letters)) == told and stream.stopped == (least < 9), least
+
+
 def test_a_stop_word_may_span_tokens_and_end_inside_one(bpe: TokenizerWrapper) -> None:
     tokens = ids(bpe, "the quick brown fox")
     assert len(tokens) < len("the quick brown fox")

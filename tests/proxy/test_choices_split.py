@@ -72,8 +72,9 @@ def test_each_prompt_has_its_choices() -> None:
     ],
 )
 def test_what_is_too_much(body: dict[str, Any], param: str, words: str) -> None:
-    with pytest.raises(ClientError) as refused:
-        split("completion", fields_of(**body))
+    for endpoint in ("completion",) if "prompt" in body else ("chat", "completion"):
+        with pytest.raises(ClientError) as refused:
+            split(endpoint, fields_of(**body))
     error = json.loads(refused.value.body)["error"]
     assert refused.value.status == 400 and error["param"] == param and words in error["message"]
 

@@ -1,4 +1,4 @@
-"""What a body asks of the answer's form: response_format, structured_outputs, tool_choice.  Pure.
+"""What a body asks of the answer's form: response_format, structured_outputs, json_schema, tool_choice ...  Pure.
 
 Every function raises BadRequest, which names the field, what was wrong with it and what is taken.
 """
@@ -13,7 +13,8 @@ from warmline_backend.params import BadRequest, Fields, parallel_tool_calls, sho
 CHOICES_MAX = 1000
 FORM_BYTES_MAX = 1 << 18  # of a schema, a regular expression, a grammar
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar")
-LEGACY_FIELDS = {f"guided_{kind}": kind for kind in STRUCTURED_KINDS}
+# What says it by itself: vLLM's older fields, and llama.cpp's, of which an empty grammar is none.
+LONE_FIELDS = {f"guided_{kind}": kind for kind in STRUCTURED_KINDS} | {"grammar": "grammar", "json_schema": "json"}
 
 
 @dataclass(frozen=True)
@@ -52,42 +53,33 @@ class Asked:
 
 def asks_for_a_form(body: Mapping[str, Any]) -> bool:
     """Whether to look closer: cheap, and true too often rather than too seldom."""
-    names = ("response_format", "structured_outputs", "tool_choice", "tools", *LEGACY_FIELDS)
+    names = ("response_format", "structured_outputs", "tool_choice", "tools", *LONE_FIELDS)
     return any(body.get(name) is not None for name in names)
 
 
 def read_asked(endpoint: str, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> Asked:
-    """`tools` are those that the model was told of, as the body has them."""
+    """`tools` are those that the model was told of, as the body has them: functions, as `conversation` checks."""
     form = form_of(body)
     if endpoint != "chat":
         return Asked(form=form)
     fields = Fields(body)
     choice = tool_choice_mode(fields)
-    told = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools or ())]
-    usable = tuple(tool for tool in told if tool is not None)
-    if choice == "required" and not tools:
+    told = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools or ()))
+    if choice == "required" and not told:
         raise BadRequest("'tool_choice' asks for a call, but there are no 'tools' to call; send some", "tool_choice")
-    if choice == "required" and len(usable) < len(told):
-        raise BadRequest(
-            "'tool_choice' asks for a call; each of 'tools' must be of type \"function\" with a name", "tools"
-        )
-    allowed = _allowed(body.get("tool_choice"), usable)
-    return Asked(form, choice, allowed, parallel_tool_calls(fields), narrowed=len(allowed) < len(usable))
+    allowed = _allowed(body.get("tool_choice"), told)
+    return Asked(form, choice, allowed, parallel_tool_calls(fields), narrowed=len(allowed) < len(told))
 
 
 # ---- tools
 
 
-def _tool(tool: Mapping[str, Any], field: str) -> Tool | None:
-    """None where it has no name to be called by: templates may know more kinds of tools than we do."""
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-        return None
+def _tool(tool: Mapping[str, Any], field: str) -> Tool:
+    function = tool["function"]
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise BadRequest(f"'{field}.function.strict' must be true or false, not {shown(strict)}", field)
-    return Tool(name, function.get("parameters"), bool(strict), f"{field}.function.parameters")
+    return Tool(function["name"], function.get("parameters"), bool(strict), f"{field}.function.parameters")
 
 
 def _allowed(choice: object, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
@@ -118,7 +110,7 @@ def _named(choice: object, field: str) -> str:
 
 
 def form_of(body: Mapping[str, Any]) -> Form | None:
-    forms = [form for form in (_response_format(body), *_structured(body), *_legacy(body)) if form is not None]
+    forms = [form for form in (_response_format(body), *_structured(body), *_lone(body)) if form is not None]
     if len(forms) > 1:
         fields = " and ".join(f"'{form.field}'" for form in forms[:2])
         raise BadRequest(f"{fields} both say what the answer must be; send one of them", forms[1].field)
@@ -167,8 +159,10 @@ def _structured(body: Mapping[str, Any]) -> list[Form | None]:
     return forms
 
 
-def _legacy(body: Mapping[str, Any]) -> list[Form | None]:
-    return [_of_kind(kind, body.get(field), field) for field, kind in LEGACY_FIELDS.items()]
+def _lone(body: Mapping[str, Any]) -> list[Form | None]:
+    asked = {field: body.get(field) for field in LONE_FIELDS}
+    asked["grammar"] = asked["grammar"] or None
+    return [_of_kind(LONE_FIELDS[field], value, field) for field, value in asked.items()]
 
 
 def _of_kind(kind: str, value: object, field: str) -> Form | None:

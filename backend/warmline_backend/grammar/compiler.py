@@ -72,6 +72,7 @@ class Grammars:
             made = constraint_of(asked, tail, self._ready()[1], self.problem)
         except UnicodeEncodeError as error:
             raise BadRequest("a schema, a grammar or a tool has a lone surrogate; it is no valid text") from error
+        _check_leaves_tokens_free(made, body)
         return made if made is None or endpoint == "chat" else replace(made, reasoning="closed")
 
     def guide(self, constraint: Constraint) -> Guide:
@@ -133,6 +134,15 @@ def _check_continues_nothing(asked: Asked, body: Mapping[str, Any]) -> None:
         raise BadRequest(
             "'continue_final_message' can't be combined with a form that the whole answer must have",
             "continue_final_message",
+        )
+
+
+def _check_leaves_tokens_free(made: Constraint | None, body: Mapping[str, Any]) -> None:
+    """Both together may leave no token at all."""
+    if made is not None and body.get("allowed_token_ids") is not None:
+        raise BadRequest(
+            "'allowed_token_ids' can't be combined with a form, 'tool_choice' or strict tools; send one of them",
+            "allowed_token_ids",
         )
 
 

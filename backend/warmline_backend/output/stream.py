@@ -18,15 +18,21 @@ from warmline_backend.text import Decoder, StopWords
 class OutputStream:
     """One answer.  Not thread-safe; one a request.
 
-    End-of-sequence tokens have no text: a caller that ends on one does not `add` it.
+    End-of-sequence tokens have no text: a caller that ends on one does not `add` it.  Stop words count from the token
+    on with which the answer has `min_tokens`.
     """
 
     def __init__(
-        self, tokenizer: TokenizerWrapper, stop_words: Sequence[str] = (), expected: Expected | None = None
+        self,
+        tokenizer: TokenizerWrapper,
+        stop_words: Sequence[str] = (),
+        expected: Expected | None = None,
+        min_tokens: int = 0,
     ) -> None:
         expected = expected or Expected()
         self._decoder = Decoder(tokenizer)
         self._stops = StopWords(stop_words) if stop_words else None
+        self._unstoppable = min_tokens  # how many tokens are still to come before a stop word counts
         self._splitter: Splitter | None = None
         self._hidden: frozenset[int] = frozenset()
         self._shows_words = False
@@ -53,6 +59,7 @@ class OutputStream:
         """What may be told now: not half a character, and nothing that what follows could still make another thing."""
         if self.stopped:
             return ()
+        self._unstoppable -= 1
         text = "" if token in self._hidden and self._is_hidden() else self._decoder.add(token)
         if self._splitter is None:
             return self._content(text)
@@ -82,7 +89,7 @@ class OutputStream:
         return parts if self._stops and self._stops.stopped else [*parts, *self._held()]
 
     def _content(self, text: str) -> Sequence[Part]:
-        if self._stops is not None:
+        if self._stops is not None and self._unstoppable <= 0:
             text = self._stops.add(text)
         return (Said(text),) if text else ()
 

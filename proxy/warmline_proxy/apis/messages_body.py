@@ -31,6 +31,7 @@ ChatMessage = dict[str, Any]
 PASSED_ON = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "repetition_context_size"}
     | {"presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos", "chat_template_kwargs", "cache_prompt"}
+    | {"min_tokens", "stop_token_ids", "allowed_token_ids"}
 )
 RESULT_ERROR = "Error: "  # before a failed tool's words, unless these say so themselves
 NOTHING: Mapping[str, str] = MappingProxyType({})

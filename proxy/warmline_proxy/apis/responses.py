@@ -21,6 +21,7 @@ PASSED = ("temperature", "top_p")
 PASSED_EXTRAS = (
     *("top_k", "min_p", "seed", "stop", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("repetition_context_size", "ignore_eos", "chat_template_kwargs", "thinking", "cache_prompt"),
+    *("min_tokens", "stop_token_ids", "allowed_token_ids"),
 )
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
 SERVER_ERROR = "server_error"

@@ -1,0 +1,108 @@
+"""Fields of other servers: refused with what to send instead, unless they are off; misspelt ones are told of once."""
+
+import logging
+
+import pytest
+
+from warmline_backend import known_fields
+from warmline_backend.known_fields import FOREIGN, FOREIGN_IN, SERVED, UNHEARD, Slips, meant_by, refused_in
+
+CASES = [
+    (endpoint, name) for endpoint in ("chat", "completion") for name in sorted(FOREIGN.keys() | FOREIGN_IN[endpoint])
+]
+ON: dict[str, object] = {"add_special_tokens": None, "skip_special_tokens": False}  # None: by the endpoint
+ELSEWHERE = {"prompt", "messages", "tools", "echo", "top_logprobs"}  # served by the other endpoint
+
+
+@pytest.mark.parametrize(("endpoint", "name"), CASES)
+def test_what_would_change_an_answer_is_refused_with_what_to_send(endpoint: str, name: str) -> None:
+    on = ON.get(name, 5)
+    on = endpoint == "chat" if on is None else on
+    refused = refused_in(endpoint, {"temperature": 1, name: on})
+    assert refused is not None and refused[0] == name
+    assert "send" in refused[1] or "leave it out" in refused[1] or "belong into the body" in refused[1]
+
+
+OFF = {
+    "think": [None],
+    "add_special_tokens": [None],
+    "skip_special_tokens": [None, True],
+    "modalities": [None, [], ["text"]],
+    "function_call": [None, "none", "auto"],
+    "best_of": [None, 1],
+    "repeat_penalty": [None, 0, 1, 1.0],
+    "typical_p": [None, 1.0],
+    "n_predict": [None, -1],
+    "top_n_sigma": [None, -1],
+}
+FALSY = [None, False, 0, 0.0]
+
+
+@pytest.mark.parametrize(("endpoint", "name"), CASES)
+def test_what_is_off_changes_nothing(endpoint: str, name: str) -> None:
+    for value in OFF.get(name, FALSY):
+        assert refused_in(endpoint, {name: value}) is None, value
+
+
+@pytest.mark.parametrize("name", ["options", "extra_body", "suffix", "bad_words", "lora", "functions"])
+@pytest.mark.parametrize("empty", ["", [], {}])
+def test_what_is_empty_changes_nothing(name: str, empty: object) -> None:
+    assert refused_in("chat", {name: empty}) is None
+
+
+def test_a_switch_is_no_one() -> None:
+    assert refused_in("chat", {"best_of": True}) is not None
+    assert refused_in("chat", {"best_of": 2}) == ("best_of", FOREIGN["best_of"].instead)
+
+
+def test_a_name_is_of_one_kind() -> None:
+    foreign = FOREIGN.keys() | FOREIGN_IN["chat"].keys() | FOREIGN_IN["completion"].keys()
+    assert not SERVED & UNHEARD and not foreign & UNHEARD
+    assert foreign & SERVED == ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("max_token", "max_tokens"),
+        ("maxTokens", "max_tokens"),
+        ("top-p", "top_p"),
+        ("frequencyPenalty", "frequency_penalty"),
+        ("response_fromat", "response_format"),
+        ("tool_choices", "tool_choice"),
+        ("stops", "stop"),
+        ("temperature", None),
+        ("verbosity", None),
+        ("reasoning_format", None),
+        ("n_predict", None),
+        ("num_ctx", None),
+        ("client_metadata", None),
+        ("max_tool_calls", None),
+        ("", None),
+        ("temp\nrature", None),
+        ("тemperature", None),
+    ],
+)
+def test_near_misses(name: str, meant: str | None) -> None:
+    assert meant_by(name) == meant
+
+
+def test_a_slip_is_told_of_once_and_without_its_value(caplog: pytest.LogCaptureFixture) -> None:
+    slips = Slips()
+    with caplog.at_level(logging.WARNING, known_fields.__name__):
+        for _ in range(2):
+            slips.tell({"messages": [], "temprature": "secret", "max_token": 5, "agent": 1, "t" * 41: 1})
+    assert [record.getMessage() for record in caplog.records] == [
+        "request field 'max_token' is not known and has no effect; did you mean 'max_tokens'?",
+        "request field 'temprature' is not known and has no effect; did you mean 'temperature'?",
+    ]
+
+
+def test_names_are_remembered_within_bounds(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_fields, "NAMES_MAX", 3)
+    slips = Slips()
+    with caplog.at_level(logging.WARNING, known_fields.__name__):
+        slips.tell({f"temperatur{letter}": 1 for letter in "abcd"})
+        slips.tell({"temprature": 1})
+    assert len(caplog.records) == 3
