@@ -223,13 +223,13 @@ ASKS = {
 }
 
 
-def test_forms_and_required_calls_through_the_service(tmp_path: Path) -> None:
+def test_forms_and_required_calls_through_the_service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_models.build("llama", tmp_path / "model", stops=True, tools=True)
 
     async def work(live: Live) -> None:
         bodies = [
             {**ASKS, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
-            {**ASKS, "structured_outputs": {"regex": "ab{3}"}},
+            {**ASKS, "structured_outputs": {"regex": "ab{3}"}, "temprature": 0.1},
         ]
         for body in bodies:
             prompt = await live.prompt(body)
@@ -239,6 +239,11 @@ def test_forms_and_required_calls_through_the_service(tmp_path: Path) -> None:
                 assert '"finish_reason":"tool_calls"' in text and '"name":"add"' in text
             else:
                 assert '"finish_reason":"stop"' in text
+        async with live.generation("c", await live.prompt({**bodies[0], "max_tokens": 12})) as response:
+            cut = (await response.read()).decode()
+        assert '"finish_reason":"length"' in cut and '"tool_calls"' not in cut and '"content":"' in cut
+        slips = [record.getMessage() for record in caplog.records if "did you mean" in record.getMessage()]
+        assert len(slips) == 1 and "'temprature'" in slips[0] and "0.1" not in slips[0]
         wrong = PromptRequest(request_id="p", endpoint="chat", body={**ASKS, "guided_regex": "("})
         status, reply = await live.json("POST", "/kv/prompts", wrong)
         assert status == 400 and "'guided_regex' can't be used" in reply["error"]["message"]
