@@ -208,6 +208,15 @@ class IgnoresForm(HonestServer):
         return None
 
 
+class RefusesForm(HonestServer):
+    """Can't hold answers to a form, and says so."""
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        if "response_format" in await request.json():
+            return web.json_response({"error": {"message": "no forms here"}}, status=400)
+        return await super().chat(request)
+
+
 class Moody(HonestServer):
     """Never says the same again."""
 

@@ -30,6 +30,7 @@ from gate_servers import (
     OneAtATime,
     OneName,
     OwnName,
+    RefusesForm,
     RotsQuietly,
     RotsWithLength,
     served,
@@ -109,6 +110,12 @@ def test_a_wrong_server_fails_where_it_is_wrong(
     failed = {name: outcome.detail for name, outcome in seen.items() if outcome.result == FAILED}
     assert set(failed) == {gate, *others}, failed
     assert said in failed[gate]
+
+
+def test_what_a_server_refuses_in_words_is_not_its_failure() -> None:
+    seen = outcomes(RefusesForm, ["exact-answer", "three-at-once"])
+    assert seen["exact-answer"].result == NOT_RUN and "no forms here" in seen["exact-answer"].detail
+    assert seen["three-at-once"].result == PASSED and "none can be held to a value" in seen["three-at-once"].detail
 
 
 def test_what_exact_mode_keeps_is_judged_by_its_step() -> None:

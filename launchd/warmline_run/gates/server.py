@@ -12,6 +12,7 @@ from warmline_run.gates.answers import Answer, Malformed, Message, StreamFold, e
 from warmline_run.gates.events import Event, EventReader
 
 CHAT_PATH = "/chat/completions"
+BAD_REQUEST = 400  # what a server says that can't do what is asked, and knows it
 # A reasoning model would spend what a gate gives it on thoughts.  Servers that don't know it ignore it.
 NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
 

@@ -7,7 +7,7 @@ from typing import Any
 from warmline_run.gates.answers import Answer, Message, read_models
 from warmline_run.gates.gate import Failed, NotRun, Visit, shown
 from warmline_run.gates.judging import disagreement, markup_in
-from warmline_run.gates.server import Unanswered
+from warmline_run.gates.server import BAD_REQUEST, Unanswered
 
 READY_POLL_S = 1.0
 WITH_LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}  # most servers give as many
@@ -90,11 +90,19 @@ def one_value(word: str) -> dict[str, Any]:
 
 
 async def forced(visit: Visit, word: str) -> str:
-    """Ask for a value that there is no choice about; what was seen.  Raises Failed where another answer comes."""
+    """Ask for a value that there is no choice about; what was seen.
+
+    Raises Failed where another answer comes, NotRun where the server refuses in words.
+    """
     messages = visit.opening(
         f"exact {word}", 'Answer with the JSON object {"answer": "' + word + '"} and nothing else.'
     )
-    answer = await visit.server.ask(messages, max_tokens=FORCED_TOKENS_MAX, response_format=one_value(word))
+    try:
+        answer = await visit.server.ask(messages, max_tokens=FORCED_TOKENS_MAX, response_format=one_value(word))
+    except Unanswered as error:
+        if error.status != BAD_REQUEST:
+            raise
+        raise NotRun(f"no answer can be held to a form here: the server {error}") from None
     if only_thought(answer):
         return f"whether it can be held to one value was not seen, for it thinks for {FORCED_TOKENS_MAX} tokens or more"
     try:

@@ -40,10 +40,10 @@ async def three_at_once(visit: Visit) -> str:
 
 
 async def _forced_at_once(visit: Visit) -> str:
-    """What was seen.  A server that can't be held to a value at all has its failure elsewhere."""
+    """What was seen.  That a server can't be held to a value at all is `exact_answer`'s to say."""
     try:
         await forced(visit, WORDS[0])
-    except Failed:
+    except (Failed, NotRun):
         return "none can be held to a value"
     notes = await _gathered([forced(visit, word) for word in WORDS])
     return notes[0]

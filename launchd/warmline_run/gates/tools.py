@@ -7,7 +7,7 @@ from typing import Any
 from warmline_run.gates.answers import Answer, Message
 from warmline_run.gates.gate import Failed, NotRun, Visit, shown
 from warmline_run.gates.judging import argument_flaw
-from warmline_run.gates.server import Unanswered
+from warmline_run.gates.server import BAD_REQUEST, Unanswered
 from warmline_run.gates.shallow import only_thought
 
 TOOL = "read_lines"
@@ -26,7 +26,6 @@ FUNCTION = {"name": TOOL, "description": "Read the first lines of a file.", "par
 # One call: a small model that may call again and again does so until it is cut.
 ASKING: dict[str, Any] = {"tools": [{"type": "function", "function": FUNCTION}], "parallel_tool_calls": False}
 CALL_TOKENS_MAX = 512
-BAD_REQUEST = 400
 TAIL_TOKENS = 64  # at a prompt's end, that open the answer: a template may write them otherwise next turn
 QUESTION = "How is this machine called? Read it from its file. " + "Take your time, and look before you answer. " * 12
 
