@@ -20,8 +20,7 @@ PYTHON = os.environ["WARMLINE_TERMINAL_BENCH_PYTHON"]
 AGENT = Path(__file__).with_name("terminal_bench_agent.py")
 KEY = "of-the-client"
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # LiteLLM would fetch prices
-TIMEOUT_S = 80
-QUICK_S = 4  # what Terminal-Bench waits before it tries again
+TIMEOUT_S = 50  # it takes ten seconds; .ci/run gives all of this a minute
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +36,7 @@ def seen(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("work")
     done = subprocess.run(
         [PYTHON, str(AGENT), f"{pair.url}/v1", str(folder)],
-        env={
-            "HOME": str(folder),
-            "PATH": os.environ["PATH"],
-            "OPENAI_API_KEY": KEY,
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        },
+        env={"HOME": str(folder), "PATH": os.environ["PATH"], "OPENAI_API_KEY": KEY, **OFFLINE},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -85,15 +79,15 @@ def test_an_answer_has_the_form_that_was_asked_for(seen: Any) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_known_for_that_at_once(pair: Pair, seen: Any) -> None:
-    assert seen["too-long"]["raised"] == "ContextLengthExceededError"
+    assert seen["too-long"] == {"raised": "ContextLengthExceededError", "tries": 1}
     assert len(requests(pair, "too-long")) <= 1  # never sent again
 
 
 def test_an_answer_that_is_cut_says_so(pair: Pair, seen: Any) -> None:
-    assert seen["cut"]["raised"] == "OutputLengthExceededError"
+    assert seen["cut"] == {"raised": "OutputLengthExceededError", "tries": 1}
     assert len(requests(pair, "cut")) == 1
 
 
 def test_a_wrong_key_is_not_tried_again(pair: Pair, seen: Any) -> None:
-    assert seen["wrong-key"]["raised"] == "AuthenticationError" and seen["wrong-key"]["seconds"] < QUICK_S
+    assert seen["wrong-key"] == {"raised": "AuthenticationError", "tries": 1}
     assert requests(pair, "wrong-key") == []

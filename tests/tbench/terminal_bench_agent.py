@@ -12,7 +12,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -89,16 +88,15 @@ def structured(url: str) -> Any:
 
 
 def failure(model: str, url: str, prompt: str, **options: object) -> Any:
-    """What the LLM class raises, how long that took, and the text that came before."""
+    """What the LLM class raises, and how often it tried."""
     base, litellm = importlib.import_module("terminal_bench.llms.base_llm"), importlib.import_module("litellm")
     expected = base.ContextLengthExceededError, base.OutputLengthExceededError, litellm.AuthenticationError
     talk = llms.Chat(llms.LiteLLM(f"openai/{model}", temperature=0.0, api_base=url))
-    began = time.monotonic()
     try:
         answer = talk.chat(prompt, **options)
     except expected as error:
-        truncated = getattr(error, "truncated_response", None)
-        return {"raised": type(error).__name__, "truncated": truncated, "seconds": time.monotonic() - began}
+        tries = llms.LiteLLM.call.statistics["attempt_number"]  # tenacity counts them
+        return {"raised": type(error).__name__, "tries": tries}
     return {"raised": None, "answer": answer}
 
 
