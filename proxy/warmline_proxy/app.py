@@ -252,7 +252,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         anthropic=Anthropic(MESSAGES, config, counter, knowledge),
         response_paths=ResponsePaths(RESPONSES, config, counter, lives, ending),
     )
-    app.router.add_route("*", "/{path:.*}", face.handle)
+    app.router.add_route("*", r"/{path:[\s\S]*}", face.handle)
 
     async def adopt() -> None:
         """What an earlier proxy left in the backend's memory may be nowhere else."""

@@ -51,7 +51,7 @@ class Lives:
 
     def find(self, name: str) -> Life | None:
         """By its id, or the one that its client gave; of several tries under one name, the one that is wanted."""
-        named = [life for life in self if name in (life.trace.id, life.trace.given_id)]
+        named = [life for life in self if name and name in (life.trace.id, life.trace.given_id)]
         return next((life for life in named if life.leaving is None), next(iter(named), None))
 
     @property

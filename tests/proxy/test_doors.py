@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yarl
 from harness import on_loop, pair
 
 from warmline_proxy.admission import tenant_of
@@ -43,8 +44,6 @@ async def test_a_rebound_name_is_refused(tmp_path: Path, host: str, status: int)
 
 @on_loop
 async def test_what_is_served_is_listed_under_any_name(tmp_path: Path) -> None:
-    import yarl
-
     async with pair(tmp_path) as proxy:
 
         async def got(path: str) -> Any:
@@ -135,12 +134,16 @@ async def test_a_base_url_that_leads_astray_is_told_of(tmp_path: Path, path: str
         assert response.status == 404 and f"If {meant} was meant" in await response.text()
 
 
+@on_loop
+async def test_a_path_of_any_letters_is_answered_by_the_proxy(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy, proxy.client.get(yarl.URL(f"{proxy.url}/x%0ay", encoded=True)) as response:
+        assert response.status == 404 and (await response.json())["error"]["code"] == "not_found"
+
+
 @pytest.mark.parametrize("path", ["/kv/status", "/kv", "/%6bv/status", "//kv/status", "/requests/1", "/warmline/none",
                                   "/x/%2e%2e/kv/status"])  # fmt: skip
 @on_loop
 async def test_the_backends_own_paths_are_out_of_reach(tmp_path: Path, path: str) -> None:
-    import yarl
-
     async with pair(tmp_path) as proxy, proxy.client.get(yarl.URL(proxy.url + path, encoded=True)) as response:
         assert response.status in (401, 404)
         assert not proxy.backend.calls

@@ -37,6 +37,19 @@ async def test_delete_answers_when_the_engine_has_let_go(tmp_path: Path, name: s
 
 
 @on_loop
+async def test_no_name_is_nobodys(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.create_task(proxy.chat())
+        await proxy.backend.holding.wait()
+        for path in ("requests/", "requests/chatcmpl-", "requests/resp_", "responses/resp_"):
+            response = await proxy.client.delete(f"{proxy.url}/v1/{path}")
+            assert response.status == 404, path
+        proxy.backend.let_go.set()
+        assert (await asking).status == 200
+
+
+@on_loop
 async def test_delete_in_a_stream_is_an_error_event(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
