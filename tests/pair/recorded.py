@@ -1,4 +1,4 @@
-"""Requests as clients of agents were seen to send them: tests/fixtures/requests, without what was said in them.
+"""Requests as agents and SDKs were seen to send them: tests/fixtures/requests, without what was said in them.
 
 A file has a client's path and headers, the fields that all its requests share (`body`), and its `turns`: the fields
 that each adds, and what is to be answered.  ``CALL_ID`` stands for the id of the call that the model made before.
@@ -87,7 +87,7 @@ def of_messages(events: list[Any]) -> Told:
 
 
 def of_responses(events: list[Any]) -> Told:
-    response, told = events[-1]["response"], Told()
+    response, told = events[-1].get("response", events[-1]), Told()  # the last event has it; without a stream it is all
     for item in response["output"]:
         if item["type"] == "function_call":
             told.calls.append((item["name"], json.loads(item["arguments"])))
