@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from warmline_proxy.hygiene.heads import Head, Heads, head_of, what_changed
+from warmline_proxy.hygiene.heads import TOOLS_BYTES_MAX, Head, Heads, head_of, what_changed
 from warmline_proxy.hygiene.stabilize import RULES, TOOL_ORDER, stabilized
-from warmline_proxy.hygiene.volatile import BILLING, DATES, IDS, TIMES, steadied, volatile_spans
+from warmline_proxy.hygiene.volatile import BILLING, DATES, IDS, TEXT_CHARS_MAX, TIMES, steadied, volatile_spans
 
 UUID = "3f2b8c1e-9a4d-4c7e-8f10-2b6d5e7a9c33"
 
@@ -95,6 +95,21 @@ def test_a_head_is_what_stands_before_the_talk_and_tools() -> None:
 )
 def test_what_changed_in_a_system_text_is_named_where_it_means_nothing(old: str, new: str, why: str) -> None:
     assert what_changed(Head(old, ()), Head(new, ())) == why
+
+
+def test_what_changed_is_found_deep_in_a_long_text() -> None:
+    before = "Be brief, id 12.\n" * 10_000 + "x" * 10_000
+    old, new = (Head(f"{before} It is 14:2{minute}.", ()) for minute in (2, 3))
+    assert what_changed(old, new) == "a time of day in line 10001 of the system text is new"
+
+
+def test_of_what_is_too_long_nothing_is_kept() -> None:
+    system, tools = "x" * (TEXT_CHARS_MAX + 1), [tool("a", text="x" * TOOLS_BYTES_MAX)]
+    body = {"messages": [{"role": "system", "content": system}], "tools": tools}
+    raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()}
+    assert head_of(body) == head_of(raw) == Head(system[:-1], ())
+    late = system + " It is 14:22."
+    assert steadied(f"It is 14:22. {late}", RULES) == (f"It is [time]. {late}", {TIMES: 1})
 
 
 def test_what_changed_in_tools_is_named() -> None:

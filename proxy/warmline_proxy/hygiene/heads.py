@@ -7,16 +7,17 @@ from typing import Any
 
 import msgspec
 
-from warmline_proxy.hygiene.volatile import volatile_spans
+from warmline_proxy.hygiene.volatile import TEXT_CHARS_MAX, Span, volatile_spans
 
 HEADS_KEPT_MAX = 64
-HEAD_CHARS_MAX = 1 << 20  # a longer one is not looked into
+TOOLS_BYTES_MAX = 1 << 20  # of all of them as JSON; more are not looked into
+NEAR_CHARS = 4096  # how far around the place where two texts part is looked for what it is in
 INSTRUCTING = ("system", "developer")
 
 
 @dataclass(frozen=True)
 class Head:
-    """System texts, joined by blank lines, and tools as canonical JSON, in their order."""
+    """System texts, joined by blank lines and cut where they are long; tools as canonical JSON, in their order."""
 
     system: str
     tools: tuple[bytes, ...]
@@ -29,11 +30,15 @@ def head_of(fields: Mapping[str, Any]) -> Head:
         if (read := decoded(message, dict)) is None or read.get("role") not in INSTRUCTING:
             break
         system.append("\n".join(texts_of(read.get("content"))))
-    tools = decoded(fields.get("tools"), list) or ()
-    return Head(
-        "\n\n".join(system)[:HEAD_CHARS_MAX],
-        tuple(msgspec.json.encode(tool, order="sorted") for tool in tools if isinstance(tool, dict)),
-    )
+    return Head("\n\n".join(system)[:TEXT_CHARS_MAX], _tools_of(fields.get("tools")))
+
+
+def _tools_of(value: Any) -> tuple[bytes, ...]:
+    if isinstance(value, msgspec.Raw) and len(memoryview(value)) > TOOLS_BYTES_MAX:
+        return ()
+    tools = decoded(value, list) or ()
+    known = tuple(msgspec.json.encode(tool, order="sorted") for tool in tools if isinstance(tool, dict))
+    return known if sum(map(len, known)) <= TOOLS_BYTES_MAX else ()
 
 
 def elements(value: Any) -> list[Any]:
@@ -93,12 +98,18 @@ def _system_changed(old: str, new: str) -> str:
     at = common_chars(old, new)
     if at == len(old) == len(new):
         return ""
-    spans = (span for span in volatile_spans(new) if span.start <= at <= span.end)
-    before = [(span.start, span.rule) for span in volatile_spans(old) if span.start <= at <= span.end]
-    span = next((span for span in spans if (span.start, span.rule) in before), None)
+    before = [(span.start, span.rule) for span in _spans_at(old, at)]
+    span = next((span for span in _spans_at(new, at) if (span.start, span.rule) in before), None)
     if span is None:
         return ""
     return f"{span.what} in line {new.count(chr(10), 0, span.start) + 1} of the system text is new"
+
+
+def _spans_at(text: str, at: int) -> list[Span]:
+    """Those that the place is in, or at the edge of."""
+    far = max(0, at - NEAR_CHARS)
+    start = text.rfind("\n", far, at) + 1 or far
+    return [span for span in volatile_spans(text, start, at + NEAR_CHARS) if span.start <= at <= span.end]
 
 
 def common_chars(a: str, b: str) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 TIMES, DATES, IDS, BILLING = "times", "dates", "ids", "billing"
+TEXT_CHARS_MAX = 1 << 18  # of a text that is looked into
 ID_CHARS_MIN = 16  # of digits and letters mixed: shorter ones are versions, model names, colours
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
@@ -62,15 +63,18 @@ class Span:
     steady: str  # what a rule puts in its place
 
 
-def volatile_spans(text: str) -> Iterator[Span]:
-    """Ascending, without overlaps."""
-    for match in _PATTERN.finditer(text):
+def volatile_spans(text: str, start: int = 0, end: int = TEXT_CHARS_MAX) -> Iterator[Span]:
+    """Those in text[start:end], ascending, without overlaps."""
+    for match in _PATTERN.finditer(text, start, end):
         rule, what = _KINDS[_group_of(match)]
         yield Span(match.start(), match.end(), rule, what, _steady(rule, match))
 
 
 def steadied(text: str, rules: Collection[str]) -> tuple[str, Counter[str]]:
-    """The text with what these rules are for replaced, and how often each replaced something."""
+    """The text with what these rules are for replaced, and how often each replaced something.
+
+    What is beyond TEXT_CHARS_MAX stays as it is.
+    """
     parts, at, counts = [], 0, Counter[str]()
     for span in volatile_spans(text):
         if span.rule in rules:
