@@ -54,6 +54,7 @@ class Part:
         self.ended = True
 
     async def whole(self, body: bytes) -> None:
+        self._chorus.fold(self.index)
         self.ended = True
 
     async def fail(self, error: ClientError) -> None:
@@ -72,7 +73,7 @@ class Chorus:
         self.parts = [Part(self, index, choice, call) for index, choice in enumerate(choices)]
         self._call, self._request_id = call, request_id
         self._merger = Merger(request_id, choices)
-        self._unfolded: list[list[Chunk]] = [[] for _ in choices]  # of a JSON answer: of each choice's last try
+        self._unfolded: list[list[Chunk]] = [[] for _ in choices]  # of a JSON answer: what each choice's try has said so far
         self._places = asyncio.Semaphore(min(together, TOGETHER_MAX))
 
     async def sing(
@@ -130,10 +131,13 @@ class Chorus:
             return b""
         return self._encoded(merged)
 
+    def fold(self, index: int) -> None:
+        """Of a JSON answer: this choice is complete, and not tried again."""
+        for chunk in self._unfolded[index]:
+            self._encoded(chunk)
+        self._unfolded[index].clear()
+
     async def _end(self) -> None:
-        for chunks in self._unfolded:
-            for chunk in chunks:
-                self._encoded(chunk)
         last, encoder = self._encoded(self._merger.usage()), self.answer.encoder
         assert encoder is not None
         if self._call.stream:
