@@ -116,3 +116,11 @@ def test_a_schema_that_doubles_at_each_reference_is_looked_at_once() -> None:
 
     schema = {"$ref": "#/$defs/0", "$defs": {str(n): pair(n) for n in range(100)} | {"100": {"type": "null"}}}
     assert fitted(schema, "x") == schema
+
+
+def test_branches_are_compared_no_further_than_they_are_alike() -> None:
+    """All names of the first branch with all branches would be millions of looks."""
+    names = [f"n{n}" for n in range(SCHEMA_NODES_MAX // 4)]
+    open_branches = [{"type": "object"} for _ in range(SCHEMA_NODES_MAX // 4)]
+    schema = {"oneOf": [{"type": "object", "required": names}, *open_branches]}
+    assert fitted(schema, "x") == schema

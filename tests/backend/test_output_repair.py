@@ -320,6 +320,15 @@ def test_schemas_that_refer_to_themselves_end() -> None:
     assert typed({"x": {"x": "1"}}, schema(x=loop)) == {"x": {"x": "1"}}
     tree = {"type": "object", "properties": {"n": {"type": "integer"}, "next": {"$ref": "#"}}}
     assert typed({"n": "1", "next": {"n": "2"}}, tree) == {"n": 1, "next": {"n": 2}}
+    assert typed({"x": "1"}, schema(x={"$ref": "#an-anchor"})) == {"x": "1"}
+
+
+def test_unions_that_double_at_each_reference_are_looked_at_once() -> None:
+    """The engine waits meanwhile: gone through branch by branch, these would take it years."""
+    defs = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(30)} | {"30": {"type": "integer"}}
+    circle = {"anyOf": [{"$ref": "#/$defs/circle"}] * 2}
+    parameters = {"properties": {"x": {"$ref": "#/$defs/0"}, "y": circle}, "$defs": {**defs, "circle": circle}}
+    assert typed({"x": "5", "y": "5"}, parameters) == {"x": 5, "y": "5"}
 
 
 @pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True, "é\n"]}, [], "x", {"k": {}}])

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 from warmline_backend.grammar.lark import Lark, listed, optional, quoted
 from warmline_backend.grammar.notation import PYTHON, Values, gemma, unwritable_names
-from warmline_backend.grammar.schemas import resolve
 from warmline_backend.grammar.style import CannotWrite, Offered, Style, arguments_json, each, repeated
 from warmline_backend.grammar.tagged_calls import TAGGED
 from warmline_backend.grammar.values import Argument, arguments_of
+from warmline_backend.schema_references import resolve
 
 # ---- JSON
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from warmline_backend.grammar.lark import Lark, listed, quoted
-from warmline_backend.grammar.schemas import Schema, required_in, resolve
+from warmline_backend.grammar.schemas import required_in
 from warmline_backend.grammar.values import text_pattern
+from warmline_backend.schema_references import Schema, resolve
 
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ITEMS_COUNTED_MAX = 1000

@@ -12,11 +12,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from warmline_backend.grammar.asked import Asked, Form, Tool
 from warmline_backend.grammar.calls import SECTIONS, STYLES
 from warmline_backend.grammar.lark import Lark, TooLong, quoted
-from warmline_backend.grammar.schemas import Schema, fitted, guided, required_in
+from warmline_backend.grammar.schemas import fitted, guided, required_in
 from warmline_backend.grammar.style import CannotWrite, Offered
 from warmline_backend.output.dialect import Dialect, dialect_of, opens_reasoning
 from warmline_backend.output.headers import HARMONY
 from warmline_backend.params import BadRequest
+from warmline_backend.schema_references import Schema
 
 Reasoning = Literal["open", "possible", "closed"]
 """Where the answer starts: within reasoning; where the model may open it; after it, or where there is none."""

@@ -5,11 +5,12 @@ branches can't both hold becomes "anyOf".
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from warmline_backend.params import BadRequest
+from warmline_backend.schema_references import Schema, place_of, resolve
 
 SCHEMA_BYTES_MAX = 1 << 18
 SCHEMA_NODES_MAX = 10_000
@@ -27,8 +28,6 @@ _SINGLES = frozenset(("items", "additionalProperties", "not", "contains", "prope
 _IN_REFERENCES = "#/~%!$&'()*+,;=:@?-._"  # what stands in one as it is; llguidance wants the rest encoded
 _ROUNDS_MAX = 50
 JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-
-Schema = Mapping[str, Any]
 
 
 def fitted(schema: Schema, field: str) -> dict[str, Any]:
@@ -98,12 +97,13 @@ def _apart(branches: list[Any], root: Schema) -> bool:
     if any(branch is None for branch in resolved):
         return False
     known = [branch for branch in resolved if branch is not None]
-    return _disjoint([_types(branch) for branch in known]) or any(
-        _disjoint([_tags(branch, name, root) for branch in known]) for name in required_in(known[0] if known else {})
+    return _disjoint(map(_types, known)) or any(
+        _disjoint(_tags(branch, name, root) for branch in known) for name in required_in(known[0] if known else {})
     )
 
 
-def _disjoint(sets: list[frozenset[str] | None]) -> bool:
+def _disjoint(sets: Iterable[frozenset[str] | None]) -> bool:
+    """Looks no further than the first that is not."""
     seen: set[str] = set()
     for values in sets:
         if not values or seen & values:
@@ -137,31 +137,6 @@ def required_in(schema: Schema) -> list[str]:
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
 
 
-def resolve(schema: Any, root: Schema) -> Schema | None:
-    """What a chain of local references leads to; None where it leads nowhere, or is no object."""
-    for _ in range(SCHEMA_DEPTH_MAX):
-        if not isinstance(schema, Mapping):
-            return None
-        if not isinstance(reference := schema.get("$ref"), str):
-            return schema
-        schema = _at(reference, root)
-    return None
-
-
-def _at(reference: str, root: Schema) -> Any:
-    if reference == "#":
-        return root
-    if not reference.startswith("#/"):
-        return None
-    found: Any = root
-    for step in reference[2:].split("/"):
-        if not isinstance(found, Mapping):
-            return None
-        name = step.replace("~1", "/").replace("~0", "~")
-        found = found[name] if name in found else found.get(unquote(name))
-    return found
-
-
 # ---- whether it ends
 
 
@@ -172,7 +147,7 @@ def _ends(schema: Schema) -> bool:
     round by round, each built on those before; what is left after the last one only requires itself.
     """
     ending: set[str] = set()
-    waiting = {reference: _at(reference, schema) for reference in _references(schema)}
+    waiting = {reference: place_of(reference, schema) for reference in _references(schema)}
     for _ in range(_ROUNDS_MAX):
         found = [reference for reference, part in waiting.items() if _ends_by(part, ending)]
         if not found:

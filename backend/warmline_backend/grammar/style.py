@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from warmline_backend.grammar.asked import Tool
 from warmline_backend.grammar.lark import Lark
-from warmline_backend.grammar.schemas import Schema
+from warmline_backend.schema_references import Schema
 
 
 class CannotWrite(Exception):

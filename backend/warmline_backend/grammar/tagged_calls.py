@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from warmline_backend.grammar.lark import Lark, optional, quoted
-from warmline_backend.grammar.schemas import JSON_TYPES, resolve
+from warmline_backend.grammar.schemas import JSON_TYPES
 from warmline_backend.grammar.style import Offered, Style, each, repeated
 from warmline_backend.grammar.values import (
     Argument,
@@ -17,6 +17,7 @@ from warmline_backend.grammar.values import (
     text_pattern,
     words_of,
 )
+from warmline_backend.schema_references import resolve
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from warmline_backend.grammar.lark import ANY_TEXT, Lark, optional
-from warmline_backend.grammar.schemas import Schema, required_in, resolve
+from warmline_backend.grammar.schemas import required_in
+from warmline_backend.schema_references import Schema, resolve
 
 _LENGTH_COUNTED_MAX = 10_000  # a longer limit on text is left to the model
 _BRANCHES_DEPTH_MAX = 4

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from warmline_backend.output.lenient import Unreadable, read_leniently
+from warmline_backend.schema_references import Schema, resolve
 
 DEPTH_MAX = 32
 _PYTHON_TYPES: dict[type, str] = {
@@ -22,6 +23,7 @@ _PYTHON_TYPES: dict[type, str] = {
 _ALL = frozenset({*_PYTHON_TYPES.values()})
 _LITERALS: dict[str, Any] = {"true": True, "false": False, "True": True, "False": False, "None": None, "null": None}
 _NOTHING = object()
+_UNKNOWN: Schema = {}
 
 
 class Bare(str):
@@ -40,44 +42,90 @@ def parameters_of(tools: list[dict[str, Any]] | None, name: str) -> Any:
 
 def typed(arguments: dict[str, Any], schema: Any) -> dict[str, Any]:
     """The same arguments, in their order, as the schema has them."""
-    fitted = _fit(arguments, schema, schema, 0)
+    fitted = _Types(schema).fit(arguments, schema, 0)
     assert isinstance(fitted, dict)
     return fitted
 
 
-def _fit(value: Any, schema: Any, root: Any, depth: int) -> Any:
-    if depth > DEPTH_MAX:
+class _Types:
+    """One schema's.  Each part of it is looked at once, by its identity: unions may refer to each other in any way."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._known: dict[int, frozenset[str]] = {}
+        self._branches: dict[tuple[int, str], Schema] = {}
+
+    def fit(self, value: Any, schema: Any, depth: int) -> Any:
+        if depth > DEPTH_MAX:
+            return value
+        schema = self._resolved(schema)
+        types = self._possible(schema, 0)
+        if isinstance(value, Bare):
+            value = _meant(str(value), types)
+        elif isinstance(value, str) and "string" not in types:
+            value = _parsed(value, types)
+        elif types == {"string"} and isinstance(value, int):
+            value = json.dumps(value)
+        elif isinstance(value, float) and "number" not in types and "integer" in types and value.is_integer():
+            value = int(value)
+        if isinstance(value, dict):
+            return self._fit_object(value, self._only_branch(schema, "object"), depth)
+        if isinstance(value, list):
+            return self._fit_array(value, self._only_branch(schema, "array"), depth)
         return value
-    schema = _resolved(schema, root)
-    types = _types(schema, root, depth)
-    if isinstance(value, Bare):
-        value = _meant(str(value), types)
-    elif isinstance(value, str) and "string" not in types:
-        value = _parsed(value, types)
-    elif types == {"string"} and isinstance(value, int):
-        value = json.dumps(value)
-    elif isinstance(value, float) and "number" not in types and "integer" in types and value.is_integer():
-        value = int(value)
-    if isinstance(value, dict):
-        return _fit_object(value, _only_branch(schema, root, "object"), root, depth)
-    if isinstance(value, list):
-        return _fit_array(value, _only_branch(schema, root, "array"), root, depth)
-    return value
 
+    def _fit_object(self, value: dict[str, Any], schema: Schema, depth: int) -> dict[str, Any]:
+        known = schema.get("properties")
+        known = known if isinstance(known, dict) else {}
+        others = schema.get("additionalProperties")
+        return {key: self.fit(item, known.get(key, others), depth + 1) for key, item in value.items()}
 
-def _fit_object(value: dict[str, Any], schema: dict[str, Any], root: Any, depth: int) -> dict[str, Any]:
-    known = schema.get("properties")
-    known = known if isinstance(known, dict) else {}
-    others = schema.get("additionalProperties")
-    return {key: _fit(item, known.get(key, others), root, depth + 1) for key, item in value.items()}
+    def _fit_array(self, value: list[Any], schema: Schema, depth: int) -> list[Any]:
+        first = schema.get("prefixItems")
+        first = first if isinstance(first, list) else []
+        others = schema.get("items")
+        schemas = [first[i] if i < len(first) else others for i in range(len(value))]
+        return [self.fit(item, of, depth + 1) for item, of in zip(value, schemas, strict=True)]
 
+    def _resolved(self, schema: Any) -> Schema:
+        return resolve(schema, self._root) or _UNKNOWN
 
-def _fit_array(value: list[Any], schema: dict[str, Any], root: Any, depth: int) -> list[Any]:
-    first = schema.get("prefixItems")
-    first = first if isinstance(first, list) else []
-    others = schema.get("items")
-    schemas = [first[i] if i < len(first) else others for i in range(len(value))]
-    return [_fit(item, of, root, depth + 1) for item, of in zip(value, schemas, strict=True)]
+    def _possible(self, schema: Schema, depth: int) -> frozenset[str]:
+        """Which types may stand there; all where the schema does not say."""
+        if (known := self._known.get(id(schema))) is None:
+            self._known[id(schema)] = _ALL  # what refers to itself says nothing
+            known = self._known[id(schema)] = self._stated(schema, depth)
+        return known
+
+    def _stated(self, schema: Schema, depth: int) -> frozenset[str]:
+        types = _ALL
+        if isinstance(stated := schema.get("type"), str | list):
+            named = {str(kind).lower() for kind in ([stated] if isinstance(stated, str) else stated)}
+            types &= named | ({"integer"} if "number" in named else frozenset())
+        if isinstance(choices := schema.get("enum"), list):
+            types &= {_PYTHON_TYPES.get(type(choice), "string") for choice in choices}
+        if "const" in schema:
+            types &= {_PYTHON_TYPES.get(type(schema["const"]), "string")}
+        for key in ("anyOf", "oneOf", "allOf"):
+            if isinstance(branches := schema.get(key), list) and branches and depth < DEPTH_MAX:
+                each = [self._possible(self._resolved(branch), depth + 1) for branch in branches]
+                types &= frozenset.intersection(*each) if key == "allOf" else frozenset.union(*each)
+        return types or _ALL
+
+    def _only_branch(self, schema: Schema, kind: str) -> Schema:
+        """The schema that an object or array must follow: its own, or that of the one branch of a union that allows
+        it.
+        """
+        if (key := (id(schema), kind)) not in self._branches:
+            self._branches[key] = self._chosen_branch(schema, kind)
+        return self._branches[key]
+
+    def _chosen_branch(self, schema: Schema, kind: str) -> Schema:
+        for name in ("anyOf", "oneOf", "allOf"):
+            if isinstance(branches := schema.get(name), list):
+                fitting = [b for b in map(self._resolved, branches) if kind in self._possible(b, 0)]
+                return fitting[0] if len(fitting) == 1 else _UNKNOWN
+        return schema
 
 
 def _meant(text: str, types: frozenset[str]) -> Any:
@@ -113,53 +161,3 @@ def _value_in(text: str) -> Any:
     except Unreadable:
         return _NOTHING
     return value if end == len(text) else _NOTHING
-
-
-def _resolved(schema: Any, root: Any) -> dict[str, Any]:
-    """Without references to other places of the same schema; empty where nothing is known."""
-    for _ in range(DEPTH_MAX):
-        if not isinstance(schema, dict):
-            return {}
-        reference = schema.get("$ref")
-        if not isinstance(reference, str):
-            return schema
-        schema = _at(root, reference)
-    return {}
-
-
-def _at(root: Any, reference: str) -> Any:
-    place = root
-    if not reference.startswith("#"):
-        return None
-    for step in reference[1:].split("/")[1:]:
-        key = step.replace("~1", "/").replace("~0", "~")
-        place = place.get(key) if isinstance(place, dict) else None
-    return place
-
-
-def _types(schema: dict[str, Any], root: Any, depth: int) -> frozenset[str]:
-    """Which types may stand there; all where the schema does not say."""
-    types = _ALL
-    if isinstance(stated := schema.get("type"), str | list):
-        named = {str(kind).lower() for kind in ([stated] if isinstance(stated, str) else stated)}
-        types &= named | ({"integer"} if "number" in named else frozenset())
-    if isinstance(choices := schema.get("enum"), list):
-        types &= {_PYTHON_TYPES.get(type(choice), "string") for choice in choices}
-    if "const" in schema:
-        types &= {_PYTHON_TYPES.get(type(schema["const"]), "string")}
-    for branches in (schema.get("anyOf"), schema.get("oneOf")):
-        if isinstance(branches, list) and branches and depth < DEPTH_MAX:
-            types &= frozenset().union(*(_types(_resolved(b, root), root, depth + 1) for b in branches))
-    for branch in schema.get("allOf") or () if isinstance(schema.get("allOf"), list) else ():
-        if depth < DEPTH_MAX:
-            types &= _types(_resolved(branch, root), root, depth + 1)
-    return types or _ALL
-
-
-def _only_branch(schema: dict[str, Any], root: Any, kind: str) -> dict[str, Any]:
-    """The schema that an object or array must follow: its own, or that of the one branch of a union that allows it."""
-    for name in ("anyOf", "oneOf", "allOf"):
-        if isinstance(branches := schema.get(name), list):
-            fitting = [b for b in (_resolved(b, root) for b in branches) if kind in _types(b, root, DEPTH_MAX)]
-            return fitting[0] if len(fitting) == 1 else {}
-    return schema

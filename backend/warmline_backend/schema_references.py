@@ -1,0 +1,35 @@
+"""Where the references within a JSON schema lead.  Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+Schema = Mapping[str, Any]
+
+CHAIN_MAX = 100  # references that lead to references
+
+
+def resolve(schema: Any, root: Any) -> Schema | None:
+    """What a chain of local references leads to; None where it leads nowhere, or is no object."""
+    for _ in range(CHAIN_MAX):
+        if not isinstance(schema, Mapping):
+            return None
+        if not isinstance(reference := schema.get("$ref"), str):
+            return schema
+        schema = place_of(reference, root)
+    return None
+
+
+def place_of(reference: str, root: Any) -> Any:
+    """The part of `root` that a reference names; None where there is none, or it is in another document."""
+    if reference == "#":
+        return root
+    if not reference.startswith("#/"):
+        return None
+    found = root
+    for step in reference[2:].split("/"):
+        if not isinstance(found, Mapping):
+            return None
+        name = step.replace("~1", "/").replace("~0", "~")
+        found = found[name] if name in found else found.get(unquote(name))
+    return found
