@@ -7,9 +7,9 @@ from warmline_proxy.apis.messages_models import model_info, model_list
 from warmline_proxy.apis.openai_models import MODELS_PATH, is_models_path
 from warmline_proxy.bodies import json_answer, read_body
 from warmline_proxy.config import Config
-from warmline_proxy.counting import Counter
-from warmline_proxy.errors import bad_request
+from warmline_proxy.errors import not_allowed
 from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.rendering import Renderer
 
 VERSION_HEADER = "anthropic-version"  # by which its clients are known
 
@@ -17,15 +17,15 @@ VERSION_HEADER = "anthropic-version"  # by which its clients are known
 class Anthropic:
     """Takes no place in the queue and leaves nothing behind.  Event loop thread."""
 
-    def __init__(self, api: Messages, config: Config, counter: Counter, knowledge: Knowledge) -> None:
-        self._api, self._config, self._counter, self._knowledge = api, config, counter, knowledge
+    def __init__(self, api: Messages, config: Config, renderer: Renderer, knowledge: Knowledge) -> None:
+        self._api, self._config, self._renderer, self._knowledge = api, config, renderer, knowledge
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """Raises ClientError and UpstreamError."""
         if request.method != "POST":
-            raise bad_request(f"{request.method} is not allowed here; send a POST.", status=405)
+            raise not_allowed(request.method, "POST")
         body = await read_body(request, self._config.receive_timeout_s)
-        tokens = await self._counter.count(self._api.read_to_count(body, request.headers))
+        tokens = await self._renderer.count(self._api.read_to_count(body, request.headers))
         return json_answer({"input_tokens": tokens})
 
     async def models(self, path: str) -> web.Response:

@@ -22,9 +22,8 @@ from warmline_proxy.condemn import Condemner
 from warmline_proxy.config import Config
 from warmline_proxy.connections import CONNECTIONS
 from warmline_proxy.cors import cors_headers
-from warmline_proxy.counting import Counter
 from warmline_proxy.ending import Ending
-from warmline_proxy.errors import ClientError, bad_request, from_upstream, index_failed
+from warmline_proxy.errors import ClientError, bad_request, from_upstream, index_failed, not_allowed
 from warmline_proxy.hotpath import HotPath
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
@@ -33,6 +32,7 @@ from warmline_proxy.metrics import Metrics
 from warmline_proxy.overseer import Overseer
 from warmline_proxy.persistence import Persistence
 from warmline_proxy.recompute import Recomputer
+from warmline_proxy.rendering import Renderer
 from warmline_proxy.replay import Replayer
 from warmline_proxy.response_paths import ResponsePaths
 from warmline_proxy.settle import Settler
@@ -108,12 +108,12 @@ class Face:
 
     async def _models(self, request: web.Request, path: str) -> web.StreamResponse:
         if request.method not in ("GET", "HEAD"):
-            raise bad_request(f"{request.method} is not allowed here; send a GET.", status=405)
+            raise not_allowed(request.method, "GET")
         return json_answer(models_at(path, await self._knowledge.status()))
 
     async def _generate(self, request: web.Request, api: Api) -> web.StreamResponse:
         if request.method != "POST":
-            raise bad_request(f"{request.method} is not allowed here; send a POST.", status=405)
+            raise not_allowed(request.method, "POST")
         return await self._hot_path.answer(request, api)
 
     async def _cancel(self, name: str) -> web.StreamResponse:
@@ -193,6 +193,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     persistence = Persistence(metrics)
     persistence.watch(index)
     turns = Turns(index, tenant)
+    renderer = Renderer(config, upstream, knowledge, turns)
     settler = Settler(index, upstream, knowledge, metrics, persistence, turns, reuse=config.reuse != "off")
     recomputer = Recomputer(upstream, index, knowledge.mirror, tenant)
     blame = Blame(index, recomputer)
@@ -217,6 +218,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         upstream=upstream,
         watchdog=watchdog,
         knowledge=knowledge,
+        renderer=renderer,
         admission=admission,
         starter=Starter(upstream, index, knowledge, watchdog, metrics, config.partial_save_tokens),
         settler=settler,
@@ -240,7 +242,6 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         receive_timeout_s=config.receive_timeout_s,
         connections=lambda: app[CONNECTIONS].count if CONNECTIONS in app else 0,
     )
-    counter = Counter(config, upstream, knowledge, turns)
     face = Face(
         config=config,
         secret=secret,
@@ -249,8 +250,8 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         lives=lives,
         ending=ending,
         admin=admin,
-        anthropic=Anthropic(MESSAGES, config, counter, knowledge),
-        response_paths=ResponsePaths(RESPONSES, config, counter, lives, ending),
+        anthropic=Anthropic(MESSAGES, config, renderer, knowledge),
+        response_paths=ResponsePaths(RESPONSES, config, renderer, lives, ending),
     )
     app.router.add_route("*", r"/{path:[\s\S]*}", face.handle)
 

@@ -73,7 +73,7 @@ class Chorus:
         self.parts = [Part(self, index, choice, call) for index, choice in enumerate(choices)]
         self._call, self._request_id = call, request_id
         self._merger = Merger(request_id, choices)
-        self._unfolded: list[list[Chunk]] = [[] for _ in choices]  # of a JSON answer: what each choice's try has said so far
+        self._unfolded: list[list[Chunk]] = [[] for _ in choices]  # of a JSON answer: of each choice's present try
         self._places = asyncio.Semaphore(min(together, TOGETHER_MAX))
 
     async def sing(

@@ -1,14 +1,16 @@
 """What a client is told when its request can't be answered: a status and OpenAI's error object."""
 
+import re
 from collections.abc import Mapping
 
 import msgspec
 from aiohttp import web
 
 from warmline_proxy.upstream import Refused, Unreachable, UpstreamError
-from warmline_wire.messages import ErrorBody, ErrorReply, encode, message_in
+from warmline_wire.messages import ErrorBody, ErrorReply, decode, encode, message_in
 
 RETRY_AFTER_S = 2
+_OVERFLOW = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")  # the backend's words
 CLIENT_CLOSED = 499  # nginx's word for a request that was ended before its answer
 
 
@@ -35,6 +37,22 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
     return encode(ErrorReply(error=ErrorBody(message=message, type=kind, code=code, param=param)))
 
 
+def read_error(error: ClientError) -> ErrorBody:
+    """Its error object; where a backend has sent something else, that in one."""
+    try:
+        return decode(error.body, ErrorReply).error
+    except msgspec.DecodeError:
+        return ErrorBody(message=message_in(error.body), type="server_error")
+
+
+def overflow(error: ClientError) -> tuple[int, int] | None:
+    """Of a prompt that is longer than the context: its tokens, and how many there may be.  None for other errors."""
+    read = read_error(error)
+    if read.code != "context_length_exceeded" or not (found := _OVERFLOW.search(read.message)):
+        return None
+    return int(found[2]), int(found[1])
+
+
 def renamed(error: ErrorBody, names: Mapping[str, str]) -> ErrorBody:
     """With its field called what the client called it: `names` has chat's names and another API's, the longer first."""
     param = error.param or ""
@@ -43,6 +61,10 @@ def renamed(error: ErrorBody, names: Mapping[str, str]) -> ErrorBody:
             message = error.message.replace(f"'{name}'", f"'{theirs}'").replace(f"'{name}.", f"'{theirs}.")
             return msgspec.structs.replace(error, message=message, param=theirs + param.removeprefix(name))
     return error
+
+
+def not_allowed(method: str, instead: str) -> ClientError:
+    return bad_request(f"{method} is not allowed here; send a {instead}.", status=405)
 
 
 def bad_request(message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> ClientError:

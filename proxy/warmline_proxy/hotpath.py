@@ -10,7 +10,7 @@ from dataclasses import replace
 from aiohttp import web
 
 from warmline_proxy.admission import Admission, caller_of
-from warmline_proxy.apis.api import Api, Begun, Call, Fields
+from warmline_proxy.apis.api import Api, Begun, Call
 from warmline_proxy.background import Background, wait_for_events
 from warmline_proxy.bodies import read_body
 from warmline_proxy.choices import Choice, split
@@ -23,12 +23,12 @@ from warmline_proxy.generation import Generation
 from warmline_proxy.guard import Guard
 from warmline_proxy.hearing import Hearing
 from warmline_proxy.hygiene.heads import Heads, head_of
-from warmline_proxy.hygiene.stabilize import stabilized
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
 from warmline_proxy.plan import COLD, Plan, Running, on_grid
 from warmline_proxy.relay import Answer, relay
+from warmline_proxy.rendering import Renderer
 from warmline_proxy.settle import Settler
 from warmline_proxy.start import Starter
 from warmline_proxy.trace import Trace, read_request_id
@@ -36,7 +36,7 @@ from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Broken, Gone, Leaderless, Unreachable, Upstream, UpstreamError, dispatching
 from warmline_proxy.watchdog import Watchdog
 from warmline_wire.keys import BLOCK_TOKENS, namespace
-from warmline_wire.messages import HEADER_CACHE, HEADER_REQUEST, HEADER_STABILIZED, PromptReply, PromptRequest
+from warmline_wire.messages import HEADER_CACHE, HEADER_REQUEST, HEADER_STABILIZED, PromptReply
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class HotPath:
         upstream: Upstream,
         watchdog: Watchdog,
         knowledge: Knowledge,
+        renderer: Renderer,
         admission: Admission,
         starter: Starter,
         settler: Settler,
@@ -76,6 +77,7 @@ class HotPath:
         self._upstream = upstream
         self._watchdog = watchdog
         self._knowledge = knowledge
+        self._renderer = renderer
         self._admission = admission
         self._starter = starter
         self._settler = settler
@@ -130,16 +132,15 @@ class HotPath:
 
     def _normalize(self, request: web.Request, api: Api, life: Life, body: bytes) -> list[Choice]:
         life.call = life.answer.call = api.read(body, request.headers)
-        if self._config.stabilize:
-            self._stabilize(life, life.call)
+        self._stabilize(life, life.call)
         life.trace.client_model = life.call.client_model or ""
         life.trace.session_hint = life.call.session_hint
         return split(api.endpoint, life.call.fields)
 
     def _stabilize(self, life: Life, call: Call) -> None:
         """Rules that somebody asked for; what they did is told to everybody."""
-        fields, counts = stabilized(call.fields, self._config.stabilize_rules)
-        life.call = life.answer.call = replace(call, fields=fields)
+        life.call, counts = self._renderer.stabilize(call)
+        life.answer.call = life.call
         life.trace.stabilized = ", ".join(f"{rule}={count}" for rule, count in sorted(counts.items()))
         if counts:
             log.info("request %s: evened out at the top of its prompt: %s", life.trace.id, life.trace.stabilized)
@@ -164,9 +165,8 @@ class HotPath:
         if len(prompts) < 2 or life.call is None:
             return
         await self._connect(life)
-        model = (await self._knowledge.status()).model
         for fields in prompts.values():
-            await self._ask_prompt(life, replace(life.call, fields=fields).prompt_body(model))
+            await self._ask_prompt(life, replace(life.call, fields=fields))
 
     def _join(self, life: Life, part: Part) -> Life:
         """A life for one of its choices; the first has its place."""
@@ -227,8 +227,7 @@ class HotPath:
 
     async def _render(self, life: Life) -> None:
         assert life.call is not None
-        body = life.call.prompt_body((await self._knowledge.status()).model)
-        life.prompt = await self._ask_prompt(life, body)
+        life.prompt = await self._ask_prompt(life, life.call)
         await self._knowledge.catch_up(life.prompt)
         status = await self._knowledge.status()
         life.model, life.layout = status.model, status.layout
@@ -236,11 +235,8 @@ class HotPath:
         life.root = namespace(life.prompt.fingerprint, self._tenant)
         life.trace.prompt_tokens = life.prompt_shape().tokens
 
-    async def _ask_prompt(self, life: Life, body: Fields) -> PromptReply:
-        assert life.call is not None
-        turns = self._turns.recall((await self._knowledge.status()).fingerprint, body.get("messages"))
-        request = PromptRequest(request_id=life.trace.id, endpoint=life.call.api.endpoint, body=body, turns=turns)
-        return await self._upstream.prompt(request, life.limits.stall_s or None)
+    async def _ask_prompt(self, life: Life, call: Call) -> PromptReply:
+        return await self._renderer.render(call, life.trace.id, life.limits.stall_s or None)
 
     def _check_mode(self, life: Life) -> None:
         """Each process is told its mode on its own."""

@@ -1,6 +1,5 @@
 """What OpenAI's clients ask of responses besides making them.  Nothing is stored, so most of it is not to be had."""
 
-import time
 from typing import Any
 
 from aiohttp import web
@@ -8,11 +7,11 @@ from aiohttp import web
 from warmline_proxy.apis.responses import Responses
 from warmline_proxy.bodies import json_answer, read_body
 from warmline_proxy.config import Config
-from warmline_proxy.counting import Counter
 from warmline_proxy.ending import Ending
 from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
+from warmline_proxy.rendering import Renderer
 
 ID_PREFIX = "resp_"
 
@@ -20,8 +19,8 @@ ID_PREFIX = "resp_"
 class ResponsePaths:
     """POST input_tokens; DELETE {id} and POST {id}/cancel of a response that is on its way.  Event loop thread."""
 
-    def __init__(self, api: Responses, config: Config, counter: Counter, lives: Lives, ending: Ending) -> None:
-        self._api, self._config, self._counter, self._lives, self._ending = api, config, counter, lives, ending
+    def __init__(self, api: Responses, config: Config, renderer: Renderer, lives: Lives, ending: Ending) -> None:
+        self._api, self._config, self._renderer, self._lives, self._ending = api, config, renderer, lives, ending
 
     async def answer(self, request: web.Request, path: str) -> web.Response:
         """`path`: what follows /v1/responses/.  Raises ClientError and UpstreamError."""
@@ -40,7 +39,7 @@ class ResponsePaths:
 
     async def _count(self, request: web.Request) -> web.Response:
         body = await read_body(request, self._config.receive_timeout_s)
-        tokens = await self._counter.count(self._api.read(body, request.headers))
+        tokens = await self._renderer.count(self._api.read(body, request.headers))
         return json_answer({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def _cancel(self, name: str) -> Life:
@@ -62,7 +61,7 @@ def _cancelled(life: Life) -> dict[str, Any]:
     return {
         "id": f"{ID_PREFIX}{life.trace.id}",
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": int(life.trace.at),
         "status": "cancelled",
         "model": life.trace.client_model or life.model,
         "output": [],

@@ -11,6 +11,14 @@ from warmline_proxy.errors import ClientError
 Fields = dict[str, Any]  # JSON values; what we don't look into stays msgspec.Raw, the bytes that came
 Chunk = dict[str, msgspec.Raw]
 
+# Chat's parameters that APIs with a body of their own have under the same names, and ours beyond theirs.  What is wrong
+# with them is the backend's to say.
+PASSED_ON = frozenset(
+    {"temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "repetition_context_size"}
+    | {"presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos", "chat_template_kwargs", "cache_prompt"}
+    | {"min_tokens", "stop_token_ids", "allowed_token_ids"}
+)
+
 
 @dataclass(frozen=True)
 class Call:

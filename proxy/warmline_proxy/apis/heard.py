@@ -33,7 +33,6 @@ class HeardDelta(msgspec.Struct, frozen=True):
 
 
 class HeardChoice(msgspec.Struct, frozen=True):
-    index: int = 0
     delta: HeardDelta = HeardDelta()
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None  # "stop", "length" or "tool_calls"

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from warmline_proxy.apis.api import Fields
+from warmline_proxy.apis.api import PASSED_ON, Fields
 from warmline_proxy.apis.messages_ids import call_id
 from warmline_proxy.apis.messages_tools import ToolChoice, ToolSpec, tool_fields
 from warmline_proxy.errors import ClientError, bad_request
@@ -27,12 +27,6 @@ from warmline_wire.messages import decode
 
 ChatMessage = dict[str, Any]
 
-# Given to the backend as they came: parameters that mean the same in both APIs, and our own beyond Anthropic's.
-PASSED_ON = frozenset(
-    {"temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "repetition_context_size"}
-    | {"presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos", "chat_template_kwargs", "cache_prompt"}
-    | {"min_tokens", "stop_token_ids", "allowed_token_ids"}
-)
 RESULT_ERROR = "Error: "  # before a failed tool's words, unless these say so themselves
 NOTHING: Mapping[str, str] = MappingProxyType({})
 # Instead of what tools have brought and the model can't read: they don't know, and the conversation is to go on.

@@ -1,11 +1,8 @@
 """Errors in Anthropic's words.  Pure."""
 
-import re
-
 import msgspec
 
-from warmline_proxy.errors import ClientError, renamed
-from warmline_wire.messages import ErrorBody, ErrorReply, decode, message_in
+from warmline_proxy.errors import ClientError, overflow, read_error, renamed
 
 TYPES = {
     400: "invalid_request_error",
@@ -26,7 +23,6 @@ _FIELDS = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
 }
-_OVERFLOW = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")
 
 
 def error_object(error: ClientError) -> bytes:
@@ -35,24 +31,10 @@ def error_object(error: ClientError) -> bytes:
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": _message(error)}})
 
 
-def overflow(error: ClientError) -> tuple[int, int] | None:
-    """Of a prompt that is longer than the context: its tokens, and how many there may be.  None for other errors."""
-    if _read(error).code != "context_length_exceeded" or not (found := _OVERFLOW.search(message_in(error.body))):
-        return None
-    return int(found[2]), int(found[1])
-
-
 def _message(error: ClientError) -> str:
     if numbers := overflow(error):
         return f"prompt is too long: {numbers[0]} tokens > {numbers[1]} maximum"  # by these words clients compact
-    read = _read(error)
+    read = read_error(error)
     if read.code in ("context_length_exceeded", "kv_memory_exceeded"):
         return f"prompt is too long: {read.message}"
     return renamed(read, _FIELDS).message
-
-
-def _read(error: ClientError) -> ErrorBody:
-    try:
-        return decode(error.body, ErrorReply).error
-    except msgspec.DecodeError:
-        return ErrorBody(message=message_in(error.body))

@@ -5,24 +5,17 @@ from typing import Any
 
 import msgspec
 
-from warmline_proxy.apis.api import Begun, Call, Chunk, Fields
+from warmline_proxy.apis.api import PASSED_ON, Begun, Call, Chunk, Fields
 from warmline_proxy.apis.heard import hear
 from warmline_proxy.apis.responses_answer import Answering, Asked
 from warmline_proxy.apis.responses_items import read_input
 from warmline_proxy.apis.responses_tools import Object, Toolbox, choose, read_tools
-from warmline_proxy.errors import ClientError, bad_request, renamed
+from warmline_proxy.errors import ClientError, bad_request, read_error, renamed
 from warmline_proxy.normalize import check_nesting, model_name, object_of, retry_count, session_hint
-from warmline_wire.messages import ErrorBody, ErrorReply, decode, message_in
+from warmline_wire.messages import ErrorBody, ErrorReply
 from warmline_wire.stream import data_event
 
-# Chat's fields that mean the same here; what is wrong with them is the backend's to say.
-PASSED = ("temperature", "top_p")
-# And those that OpenAI's Responses doesn't have, but whoever writes to a server like this one may want.
-PASSED_EXTRAS = (
-    *("top_k", "min_p", "seed", "stop", "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("repetition_context_size", "ignore_eos", "chat_template_kwargs", "thinking", "cache_prompt"),
-    *("min_tokens", "stop_token_ids", "allowed_token_ids"),
-)
+PASSED = PASSED_ON | {"stop", "thinking"}  # to the backend as they came
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
 SERVER_ERROR = "server_error"
 # What a backend's refusal calls a field, and what it was in the client's body.
@@ -100,10 +93,7 @@ class _Encoder:
 
 
 def _said(error: ClientError) -> ErrorBody:
-    try:
-        return renamed(decode(error.body, ErrorReply).error, _FIELDS)
-    except msgspec.DecodeError:  # passed on from elsewhere
-        return ErrorBody(message=message_in(error.body), type=SERVER_ERROR)
+    return renamed(read_error(error), _FIELDS)
 
 
 def _unheard(events: Iterable[Object]) -> bytes:
@@ -166,7 +156,7 @@ def _tool_fields(fields: Fields, choice: Any, toolbox: Toolbox) -> Fields:
 
 
 def _options(fields: Fields) -> Fields:
-    options = {name: fields[name] for name in (*PASSED, *PASSED_EXTRAS) if name in fields}
+    options = {name: value for name, value in fields.items() if name in PASSED}
     if "max_output_tokens" in fields:
         options["max_completion_tokens"] = fields["max_output_tokens"]
     if (effort := _object(fields, "reasoning").get("effort")) is not None:

@@ -1,0 +1,50 @@
+"""A call's prompt, as the backend renders it: to be answered from, or to be counted."""
+
+from collections import Counter
+from dataclasses import replace
+
+from warmline_proxy.apis.api import Call
+from warmline_proxy.config import Config
+from warmline_proxy.errors import from_upstream, overflow
+from warmline_proxy.hygiene.stabilize import stabilized
+from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.trace import new_request_id
+from warmline_proxy.turns import Turns
+from warmline_proxy.upstream import Refused, Upstream
+from warmline_wire.keys import TOKEN_BYTES
+from warmline_wire.messages import PromptReply, PromptRequest
+
+
+class Renderer:
+    """Takes no place in the queue and leaves nothing behind.  Event loop thread."""
+
+    def __init__(self, config: Config, upstream: Upstream, knowledge: Knowledge, turns: Turns) -> None:
+        self._rules, self._upstream, self._knowledge, self._turns = config.stabilize_rules, upstream, knowledge, turns
+
+    def stabilize(self, call: Call) -> tuple[Call, Counter[str]]:
+        """By the rules that somebody asked for, and how often each had to act."""
+        if not self._rules:
+            return call, Counter()
+        fields, counts = stabilized(call.fields, self._rules)
+        return replace(call, fields=fields), counts
+
+    async def render(self, call: Call, request_id: str, timeout_s: float | None = None) -> PromptReply:
+        """With what is remembered of its calls.  Raises UpstreamError: Refused for what is wrong with it."""
+        status = await self._knowledge.status()
+        body = call.prompt_body(status.model)
+        turns = self._turns.recall(status.fingerprint, body.get("messages"))
+        request = PromptRequest(request_id=request_id, endpoint=call.api.endpoint, body=body, turns=turns)
+        return await self._upstream.prompt(request, timeout_s)
+
+    async def count(self, call: Call) -> int:
+        """The tokens of the very prompt that it would be answered from; one that is too long has a length, too.
+
+        Raises UpstreamError.
+        """
+        call, _ = self.stabilize(call)
+        try:
+            return len((await self.render(call, new_request_id())).tokens) // TOKEN_BYTES
+        except Refused as error:
+            if numbers := overflow(from_upstream(error)):
+                return numbers[0]
+            raise
