@@ -19,7 +19,7 @@ def test_recorded_turns_are_answered_rightly_and_warm(client: str, agent_pair: P
         assert answer.calls == [tuple(call) for call in turn.get("calls", [])]
         if told:
             kept = kept_of(told, turn["goes_on_from"])
-            assert answer.cached_tokens >= kept, f"{answer.cached_tokens} of {kept}: {agent_pair.requests()[0]}"
+            assert answer.cached_tokens >= kept, f"{answer.cached_tokens} of {kept}: {agent_pair.requests()[:1]}"
         told.append(answer)
         agent_pair.settle()
 
