@@ -1,7 +1,7 @@
 """Purging: what a request means (pure), and doing it, by the proxy's handler or by a cachectl under `home.lock`."""
 
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 
 import msgspec
 
@@ -65,16 +65,19 @@ def told(selection: Selection, dry_run: bool) -> PurgeReply:
 
 
 def _select_and_remove(tables: Tables, request: PurgeRequest) -> Selection:
-    selection = select(tables.snapshot(), request, time.time())
+    snapshot, now = tables.snapshot(), time.time()
+    selection = select(snapshot, request, now)
     _remove(tables, selection, request.everything)
-    remove_turns(tables, (pair for pair in turns(tables) if _goes(pair[1], selection, request, time.time())))
+    kept = snapshot.sessions.keys() - selection.sessions
+    remove_turns(tables, (pair for pair in turns(tables) if _goes(pair[1], kept, selection, request, now)))
     return selection
 
 
-def _goes(turn: TurnRow, selection: Selection, request: PurgeRequest, now: float) -> bool:
-    """What a model sampled is gone with its conversation."""
-    old = request.older_than_s is not None and turn.at < now - request.older_than_s
-    return request.everything or old or turn.session in selection.sessions or bool(request.model == turn.model)
+def _goes(turn: TurnRow, kept: Collection[str], selection: Selection, request: PurgeRequest, now: float) -> bool:
+    """What a model sampled is gone with its conversation: the first turn of one that goes on is not old."""
+    if request.older_than_s is not None and turn.at < now - request.older_than_s:
+        return turn.session not in kept
+    return request.everything or turn.session in selection.sessions or request.model == turn.model != ""
 
 
 def _of_model(snapshot: Snapshot, model: str) -> Selection:

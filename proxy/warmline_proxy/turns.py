@@ -38,10 +38,10 @@ class Turns:
 
     def remember(self, root: bytes, model: str, turn: SampledTurn, session: str = "") -> None:
         """`root`: the namespace of model and tenant.  Told again once it is known to which conversation it belongs."""
-        row = TurnRow(root=root, model=model, session=session, calls=turn.calls, tokens=turn.tokens, at=time.time())
         if not turn.calls or len(turn.tokens) > TURN_TOKEN_BYTES_MAX or not all(map(CALL_ID.fullmatch, turn.calls)):
             return
         self._keep(root, turn)
+        row = TurnRow(root=root, model=model, session=session, calls=turn.calls, tokens=turn.tokens, at=time.time())
         self._index.note_turn(row)
 
     def recall(self, fingerprint: str, messages: Any) -> list[SampledTurn]:

@@ -86,6 +86,15 @@ def test_purged_turns_are_gone(index: Index, request_: PurgeRequest, left: list[
     assert index.verify(deep=True) == []
 
 
+def test_an_old_turn_stays_with_its_conversation(index: Index) -> None:
+    """Without it the rest of the conversation would be rendered otherwise, and computed anew."""
+    save(index, range(100))
+    (session,) = index.sessions()
+    note(index, turn(1, session=session.id), turn(2, session="evicted"))
+    purge(index, PurgeRequest(older_than_s=60.0))
+    assert [row.calls for row in rows(index)] == [call_ids(1)]
+
+
 def test_a_purged_conversation_takes_its_turns_along_and_leaves_no_bytes(home: Home) -> None:
     secret = pack_tokens(list(range(70_000, 70_040)))
     with Index(home, BUDGET) as index:
