@@ -188,6 +188,11 @@ def test_an_answer_without_words() -> None:
     assert (message["content"], message["stop_reason"]) == ([], "end_turn")
 
 
+def test_an_answer_without_a_chunk_is_a_message_still() -> None:
+    message = both([])
+    assert (message["role"], message["content"], message["usage"]["input_tokens"]) == ("assistant", [], 4)
+
+
 def test_a_prompt_that_is_only_to_be_read() -> None:
     """max_tokens: 0 fills the cache."""
     message = both(

@@ -71,14 +71,13 @@ class MessageEvents:
         self._usage: HeardUsage | None = None
 
     def hear(self, heard: Heard) -> Iterator[Event]:
-        if not self._started:
-            self._started = True
-            yield {"type": "message_start", "message": self._message()}
+        yield from self._start()
         self._usage = heard.usage or self._usage
         for choice in heard.choices if not self._mute else ():
             yield from self._choice(choice)
 
     def end(self) -> Iterator[Event]:
+        yield from self._start()
         yield from self._close()
         reason, sequence = self._stop
         yield {
@@ -87,6 +86,11 @@ class MessageEvents:
             "usage": self._usage_now(),
         }
         yield {"type": "message_stop"}
+
+    def _start(self) -> Iterator[Event]:
+        if not self._started:
+            self._started = True
+            yield {"type": "message_start", "message": self._message()}
 
     def _message(self) -> dict[str, Any]:
         return {
