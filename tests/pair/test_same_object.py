@@ -285,6 +285,7 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "echo": {"echo": True},
     "logprobs": {"logprobs": 2},
     "two choices": {"n": 2},
+    "choice": {"extra_body": {"structured_outputs": {"choice": ["one two three four", "five"]}}},
 }
 
 
@@ -292,13 +293,16 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
 def test_completions(fields: dict[str, Any], openai_sdk: OpenAI) -> None:
     request: dict[str, Any] = {"model": "m", "prompt": ASKED_AS_TEXT, **fields}
     whole = openai_sdk.completions.create(**request)
-    chunks = list(openai_sdk.completions.create(**request, stream=True))
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(openai_sdk.completions.create(**request, **options))
     for choice in whole.choices:
         pieces = [piece for chunk in chunks for piece in chunk.choices if piece.index == choice.index]
         assert choice.text == "".join(piece.text for piece in pieces)
-        assert choice.finish_reason == [piece.finish_reason for piece in pieces if piece.finish_reason][-1]
-        if choice.logprobs:
-            tokens = [token for piece in pieces if piece.logprobs for token in piece.logprobs.tokens or ()]
-            assert tokens == choice.logprobs.tokens
+        assert [choice.finish_reason] == [piece.finish_reason for piece in pieces if piece.finish_reason]
+        told = [piece.logprobs.model_dump() for piece in pieces if piece.logprobs]
+        streamed = {name: [value for one in told for value in one[name]] for name in told[0]} if told else None
+        assert streamed == (choice.logprobs and choice.logprobs.model_dump())
+    (usage,) = (chunk.usage for chunk in chunks if chunk.usage)
+    assert whole.usage and spent(usage.model_dump()) == spent(whole.usage.model_dump())
     assert whole.choices[0].text in ("one two three four", "one two ", "one two", ASKED_AS_TEXT + "one two three four")
-    assert len(whole.choices) == fields.get("n", 1)
+    assert bool(whole.choices[0].logprobs) == ("logprobs" in fields) and len(whole.choices) == fields.get("n", 1)
