@@ -146,6 +146,14 @@ def test_blocks_of_a_user_keep_their_order() -> None:
     assert [(message["role"], joined(message)) for message in told] == [("user", "a"), ("tool", ""), ("user", "b c")]
 
 
+def test_no_words_beside_a_tools_answer_are_no_message() -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "a"}
+    told = messages({"role": "user", "content": [text(""), result, text("")]})
+    assert [message["role"] for message in told] == ["tool"]
+    for empty in ([], [text("")], ""):
+        assert messages({"role": "user", "content": empty}) == [{"role": "user", "content": ""}]
+
+
 @pytest.mark.parametrize(
     ("content", "read_as"),
     [

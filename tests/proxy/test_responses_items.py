@@ -57,6 +57,7 @@ def chat_call(name: str, arguments: str = "{}", call_id: str = "call_1") -> dict
 
 
 def test_a_string_is_a_users_message_and_instructions_come_first() -> None:
+    assert messages("Hi.", instructions="") == messages("Hi.", instructions=[]) == messages("Hi.")
     assert messages("Hi.", instructions="Be brief.") == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi."},

@@ -153,17 +153,17 @@ def _message(message: MessageIn, where: str) -> Iterator[ChatMessage]:
 
 
 def _user(blocks: Sequence[Block], where: str) -> Iterator[ChatMessage]:
-    """What is said and what tools have answered, in their order."""
-    said: list[str] = []
+    """What is said and what tools have answered, in their order; beside an answer, no words are no message."""
+    said, answered = list[str](), False
     for i, block in enumerate(blocks):
         if block.type != "tool_result":
             said.append(_text(block, f"{where}.{i}"))
             continue
-        if said:
+        if any(said):
             yield {"role": "user", "content": _joined(_apart(said))}
-        said = []
+        said, answered = [], True
         yield _tool_result(block, f"{where}.{i}")
-    if said or not blocks:
+    if any(said) or not answered:
         yield {"role": "user", "content": _joined(_apart(said))}
 
 

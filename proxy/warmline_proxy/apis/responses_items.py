@@ -50,7 +50,7 @@ def unseal(text: object) -> str:
 def read_input(instructions: object, value: object) -> list[Object]:
     """`instructions` and `input` as messages.  Raises ClientError 400."""
     reader = _Reader()
-    if instructions is not None:
+    if instructions not in (None, ""):
         reader.add_instructions(instructions)
     if isinstance(value, str):
         reader.say("user", value)
