@@ -78,6 +78,15 @@ CHAT = [
     Case("no reasoning", FRANCE, "stop", text="Paris.", **THINKS_NOT),
     Case("cut reasoning", FRANCE, "length", thought="An easy", max_tokens=4),
     Case("stop word", "Say: one two three four", "stop", text="one two ", stop=["three"], **THINKS_NOT),
+    Case(
+        "stop words elsewhere",
+        TWICE,
+        "stop",
+        text="Both ",
+        thought="I should look.",
+        stop=["should", "at"],
+        tools=TOOLS,
+    ),
     Case("logprobs", FRANCE, "stop", text="Paris.", thought="An easy one.", logprobs=True, top_logprobs=2),
     Case("two choices", FRANCE, "stop", text="Paris.", n=2, **THINKS_NOT),
     Case("call", LS, "tool_calls", calls=[CALLED], thought="I should look.", tools=TOOLS),
@@ -94,7 +103,9 @@ CHAT = [
     ),
     Case("types mended", ASKED_WEATHER, "tool_calls", calls=[("get_weather", {"city": "7", "days": 3})], **WITH_TOOLS),
     Case("bracket mended", "Use bash badly.", "tool_calls", calls=[("bash", {"command": "ls"})], **WITH_TOOLS),
+    Case("written loosely", "Use bash loosely: ls", "tool_calls", calls=[("bash", {"command": "ls"})], **WITH_TOOLS),
     Case("no call", WRONG, "stop", text=NOT_JSON, **WITH_TOOLS),
+    Case("no tools", WRONG, "stop", text=NOT_JSON, **THINKS_NOT),
     Case("half a call", CUT, "stop", text='<tool_call>\n{"name": "bash", "arguments": {"command": "ls -', **WITH_TOOLS),
     Case("cut call", LS, "length", text='<tool_call>\n{"name": ', max_tokens=8, **WITH_TOOLS),
     Case("call required", FRANCE, "tool_calls", calls=[CALLED], tool_choice="required", **WITH_TOOLS),
@@ -130,11 +141,12 @@ def folded(chunks: list[Any]) -> dict[str, Any]:
     for chunk in chunks:
         for piece in chunk["choices"]:
             choice = choices.setdefault(
-                piece["index"], {"message": {}, "logprobs": {"content": []}, "finish_reason": None}
+                piece["index"], {"message": {}, "logprobs": {"content": []}, "finish_reason": None, "stop_reason": None}
             )
             choice["message"] = accumulate_delta(choice["message"], piece["delta"])
             choice["logprobs"]["content"] += (piece.get("logprobs") or {}).get("content") or []
-            choice["finish_reason"] = piece.get("finish_reason") or choice["finish_reason"]
+            for name in ("finish_reason", "stop_reason"):
+                choice[name] = piece.get(name) or choice[name]
     (usage,) = (chunk["usage"] for chunk in chunks if chunk.get("usage"))
     return {"choices": [bare_choice(choices[number]) for number in sorted(choices)], "usage": spent(usage)}
 
@@ -145,7 +157,8 @@ def bare_choice(choice: Any) -> dict[str, Any]:
     calls = [{"type": call["type"], "function": call["function"]} for call in message.pop("tool_calls", [])]
     assert all(call["id"].startswith("call_") for call in choice["message"].get("tool_calls", []))
     logprobs = (choice.get("logprobs") or {}).get("content") or []
-    return {"message": message, "calls": calls, "logprobs": logprobs, "finish_reason": choice["finish_reason"]}
+    end = choice["finish_reason"], choice.get("stop_reason")
+    return {"message": message, "calls": calls, "logprobs": logprobs, "end": end}
 
 
 def spent(usage: Any) -> dict[str, Any]:
