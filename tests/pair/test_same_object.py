@@ -92,15 +92,7 @@ CHAT = [
     Case("call", LS, "tool_calls", calls=[CALLED], thought="I should look.", tools=TOOLS),
     Case("call with logprobs", LS, "tool_calls", calls=[CALLED], logprobs=True, **WITH_TOOLS),
     Case("two calls", TWICE, "tool_calls", text="Both at once.", calls=BOTH, **WITH_TOOLS),
-    Case(
-        "one at a time",
-        TWICE,
-        "tool_calls",
-        text="Both at once.",
-        calls=[CALLED],
-        parallel_tool_calls=False,
-        **WITH_TOOLS,
-    ),
+    Case("one at a time", TWICE, "tool_calls", text="Both at once.", calls=[CALLED], **ALONE, **WITH_TOOLS),
     Case("types mended", ASKED_WEATHER, "tool_calls", calls=[("get_weather", {"city": "7", "days": 3})], **WITH_TOOLS),
     Case("bracket mended", "Use bash badly.", "tool_calls", calls=[("bash", {"command": "ls"})], **WITH_TOOLS),
     Case("written loosely", "Use bash loosely: ls", "tool_calls", calls=[("bash", {"command": "ls"})], **WITH_TOOLS),
@@ -196,9 +188,7 @@ MESSAGES = [
     Case("one at a time", TWICE, "tool_use", text="Both at once.", calls=[CALLED], tool_choice=ONE_ONLY, **USING),
     Case("no call", WRONG, "end_turn", text=NOT_JSON, **USING),
     Case("any tool", FRANCE, "tool_use", calls=[CALLED], tool_choice={"type": "any"}, **USING),
-    Case(
-        "this tool", FRANCE, "tool_use", calls=[FORECAST], tool_choice={"type": "tool", "name": "get_weather"}, **USING
-    ),
+    Case("this tool", FRANCE, "tool_use", calls=[FORECAST], tool_choice=THIS_ONE, **USING),
     Case("no tool", FRANCE, "end_turn", text="Paris.", tool_choice={"type": "none"}, **USING),
 ]
 
