@@ -8,6 +8,8 @@ from warmline_backend.output.lenient import Unreadable, read_leniently
 from warmline_backend.output.reading import Items, Written, plain_name, read_arguments, read_json_calls
 from warmline_backend.output.schema_types import Bare
 
+BROKEN_MAX = 32  # calls of one text: each is looked for to the text's end
+
 _NO_SPACE = re.compile(r"\S")
 
 
@@ -24,18 +26,21 @@ class Tags:
 
 
 def read_tagged(tags: Tags, text: str, cut: bool) -> Items:
-    """Every call in `text`.  Raises Unreadable where there is none."""
+    """Every call in `text`.  Raises Unreadable where there is none, or too many are broken."""
     at = _skip(text, 0)
     if tags.json_too and text[at : at + 1] in ("{", "["):
         return read_json_calls(text, cut)
     if not tags.closing:
         return [_call_alone(tags, text, at)]
     items: Items = []
-    at = 0
+    at = broken = 0
     while opening := tags.opening.search(text, at):
         _keep(text[at : opening.start()], items)
         item, at = _one_of_several(tags, text, opening)
         items.append(item)
+        broken += isinstance(item, str)
+        if broken > BROKEN_MAX:
+            raise Unreadable("broken calls")
     _keep(text[at:], items)
     return _with_calls(items)
 
@@ -166,8 +171,8 @@ def _value(text: str, kind: str | None) -> Any:
 
 
 def _quoted(group: str) -> str:
-    """A name in either kind of quotes, or in none."""
-    return rf"\s*=\s*[\"']?(?P<{group}>[^\"'<>]{{1,256}}?)[\"']?\s*"
+    """A name in either kind of quotes, or in none; the last one may lack."""
+    return rf"\s*=\s*(?P<quote>[\"']?)(?P<{group}>[^\"'<>]{{1,256}}?)(?:(?P=quote)|(?=\s*>))\s*"
 
 
 QWEN = Tags(
