@@ -33,3 +33,30 @@ def place_of(reference: str, root: Any) -> Any:
         name = step.replace("~1", "/").replace("~0", "~")
         found = found[name] if name in found else found.get(unquote(name))
     return found
+
+
+def references_in(schema: Any) -> set[str]:
+    """All of them, at any depth, as they are written."""
+    found: set[str] = set()
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            if isinstance(reference := part.get("$ref"), str):
+                found.add(reference)
+            waiting.extend(part.values())
+        elif isinstance(part, list):
+            waiting.extend(part)
+    return found
+
+
+def moved(schema: Any, to: str) -> Any:
+    """The same with its references into a document in which their own stands at `to`, as in "#/$defs/whole"."""
+    if isinstance(schema, list):
+        return [moved(part, to) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {key: moved(part, to) for key, part in schema.items()}
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        made["$ref"] = to + reference[1:]
+    return made

@@ -112,6 +112,45 @@ def test_a_named_tool_is_the_one_that_is_called(family: str, families: dict[str,
     assert calls == {(("now", "{}"),)}
 
 
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+POINT = {"type": "object", "properties": {"x": DIGIT}, "required": ["x"], "additionalProperties": False}
+
+
+def exactly(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+AWKWARD = {
+    "references into properties": exactly(a=POINT, b={"$ref": "#/properties/a"}, c={"enum": [7]}),
+    "a reference to all of it": {**exactly(v=DIGIT), "properties": {"v": DIGIT, "next": {"$ref": "#"}}},
+    "one branch of all": {**exactly(a={"allOf": [{"$ref": "#/definitions/p"}]}), "definitions": {"p": POINT}},
+    "all of two": exactly(a={"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 6}]}),
+    "or null": exactly(
+        a={"anyOf": [DIGIT, {"type": "null"}]},
+        b={"anyOf": [{"type": "string", "enum": ["x", "null "]}, {"type": "null"}], "title": "B"},
+        c={"type": ["string", "null"], "pattern": "^[a-c]{2}$"},
+        d={"type": ["string", "null"], "enum": ["z", None]},
+    ),
+    "words and numbers": exactly(a={"enum": [1, 2.5, "x", None, True]}, b={"anyOf": [{"const": "q"}, DIGIT]}),
+    "one item at most": exactly(a={"type": "array", "items": DIGIT, "maxItems": 1}),
+    "a tuple": exactly(a={"type": "array", "prefixItems": [DIGIT, {"const": "s"}], "items": False, "minItems": 1}),
+}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_schemas_that_are_not_plain_are_followed_as_well(family: str, families: dict[str, Any]) -> None:
+    tokenizer, grammars = families[family]
+    for name, schema in AWKWARD.items():
+        tools = [function("f", schema, strict=True)]
+        body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+        constraint = grammars.constraint("chat", body, tools, thought(family))
+        for seed in range(4):
+            tokens = walk(grammars.guide(constraint), seed)
+            calls = read_turn(tokens, tokenizer, tools)[1]
+            assert [called for called, _ in calls] == ["f"], (name, tokenizer.decode(tokens))
+            jsonschema.validate(json.loads(calls[0][1]), schema)
+
+
 WRITTEN = {
     "json_tools": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "köln", "days": 2}}\n</tool_call>',
     "glm47": "<tool_call>get_weather<arg_key>city</arg_key><arg_value>köln</arg_value>"

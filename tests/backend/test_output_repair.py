@@ -13,6 +13,7 @@ from tool_families import BY_NAME, CALLS, FAMILIES, Family, tool
 from warmline_backend.output.dialect import dialect_of
 from warmline_backend.output.lenient import Unreadable, read_leniently
 from warmline_backend.output.schema_types import Bare, typed
+from warmline_backend.output.tagged import BROKEN_MAX
 
 F = tool("f", a={"type": "string"}, n={"type": "integer"})
 
@@ -221,6 +222,15 @@ def test_a_broken_call_in_a_section_leaves_the_others_whole(folder: Path, family
     assert (calls(parts), content(parts).strip()) == (CALLS, broken)
 
 
+def test_names_may_have_spaces_and_lack_their_last_quote(folder: Path) -> None:
+    tokenizer = BY_NAME["minimax_m2"].tokenizer(folder)
+    spaced = tool("f", **{"a b": {"type": "integer"}})
+    for name in ('"a b"', "'a b'", '"a b'):
+        call = f'<invoke name="f"><parameter name={name}>1</parameter></invoke>'
+        parts = parts_of(tokenizer, f"<minimax:tool_call>{call}</minimax:tool_call>", tools=[spaced])
+        assert calls(parts) == [("f", {"a b": 1})]
+
+
 def test_older_mistrals_write_a_list_and_may_go_on(folder: Path) -> None:
     text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}] Done.'
     parts = parts_of(BY_NAME["mistral"].tokenizer(folder), text)
@@ -303,6 +313,13 @@ def schema(**properties: Any) -> dict[str, Any]:
         ({"type": ["string", "null"]}, Bare("null"), None),
         ({"type": ["string", "integer"]}, Bare("5"), "5"),
         ({"type": ["string", "array"]}, Bare('["a"]'), ["a"]),
+        ({"enum": [1, "x", None]}, Bare("1"), 1),
+        ({"enum": [1, "x", "1"]}, Bare("1"), "1"),
+        ({"enum": ["x", " null"]}, Bare(" null"), " null"),
+        ({"anyOf": [{"const": "q"}, {"type": "integer"}]}, Bare("5"), 5),
+        ({"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, Bare("null"), None),
+        ({"anyOf": [{"enum": ["a"]}, {"type": "string"}, {"type": "integer"}]}, Bare("5"), "5"),
+        ({"allOf": [{"enum": ["a", "5"]}, {"type": ["string", "integer"]}]}, Bare("5"), "5"),
         ({"type": "integer"}, Bare(" 5 "), 5),
         ({"type": "boolean"}, Bare("True"), True),
         ({"type": "object"}, Bare("{'a': None}"), {"a": None}),
@@ -377,3 +394,11 @@ def test_no_text_takes_time_that_grows_with_its_square(family: Family, folder: P
         for before in ("", '"', "```\n", "f", '{"name": "f", "arguments": {"a": "'):
             with suppress(Unreadable):
                 calls_of.read(before + piece * 20_000, True)
+
+
+def test_of_many_broken_calls_none_is_looked_for(folder: Path) -> None:
+    read = dialect_of(BY_NAME["qwen3_coder"].tokenizer(folder)).calls
+    broken, good = "<function=a><parameter=x>v</parameter>junk", "<function=a><parameter=x>v</parameter></function>"
+    assert read and len(read.read(broken * BROKEN_MAX + good, False)) == BROKEN_MAX + 1
+    with pytest.raises(Unreadable):
+        read.read(broken * 5_000 + good, False)

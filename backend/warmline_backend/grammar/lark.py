@@ -54,13 +54,13 @@ class Lark:
     def text_up_to(self, end: str, *, without: Iterable[str] = (), pattern: str = ANY_TEXT) -> str:
         """Such text and then, for the first time, `end`; or where `end` has a marker in it, that."""
         if self._splitter and (found := self._splitter.search(end)):
-            whole = f"(?:{pattern}){_in_regex(end[: found.start()])}" if found.start() else pattern
+            whole = f"(?:{pattern}){in_regex(end[: found.start()])}" if found.start() else pattern
             return f"{self.text(whole, without)} {self.literal(end[found.start() :])}"
         return self.rule(self._plain(pattern, without), f"[suffix={quoted(end)}]")
 
     def _plain(self, pattern: str, without: Iterable[str]) -> str:
         banned = [word for word in without if word not in self._markers]
-        return " & ".join([f"/{pattern}/", *(f"~/(?s:.*){_in_regex(word)}(?s:.*)/" for word in banned)])
+        return " & ".join([f"/{pattern}/", *(f"~/(?s:.*){in_regex(word)}(?s:.*)/" for word in banned)])
 
     def one_of(self, options: Iterable[str]) -> str:
         return self.rule(" | ".join(options))
@@ -108,5 +108,6 @@ def listed(lark: Lark, arguments: Sequence[tuple[bool, str]], between: str) -> s
     return first
 
 
-def _in_regex(text: str) -> str:
+def in_regex(text: str) -> str:
+    """A pattern of exactly this text."""
     return re.sub(r"([][\\.+*?(){}|^$/])", r"\\\1", text).replace("\n", r"\n")

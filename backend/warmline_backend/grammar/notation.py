@@ -75,14 +75,15 @@ class Values:
 
     def __init__(self, lark: Lark, notation: Notation, root: Schema) -> None:
         self._lark, self._notation, self._root = lark, notation, root
-        self._referred: dict[str, str] = {}
+        self._written: dict[str | int, str] = {}
         self._anything = ""
 
     def object(self, schema: Schema) -> str:
         """In braces."""
         properties, names = schema.get("properties"), required_in(schema)
         if not isinstance(properties, Mapping):
-            return self._any_object() if schema.get("additionalProperties", True) is not False else quoted("{}")
+            others = schema.get("additionalProperties", True)
+            return quoted("{}") if others is False else self._any_object(self.value(others))
         notation = self._notation
         items = [
             (name in names, f"{quoted(notation.key(name) + notation.colon)} {self.value(inner)}")
@@ -95,13 +96,15 @@ class Values:
         if not isinstance(schema, Mapping):
             return self.anything()
         if isinstance(reference := schema.get("$ref"), str):
-            return self._reference(reference, schema)
+            return self._once(reference, resolve(schema, self._root))
         words = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(words, list) and words:
             return self._lark.one_of(self._constant(word) for word in words)
         for key in ("anyOf", "oneOf"):
             if isinstance(branches := schema.get(key), list) and branches:
                 return self._lark.one_of(self.value(branch) for branch in branches)
+        if isinstance(parts := schema.get("allOf"), list) and parts:
+            return self._once(id(schema), self._whole(schema, parts))
         kinds = schema.get("type")
         if isinstance(kinds, list) and kinds:
             return self._lark.one_of(self._of_type(kind, schema) for kind in kinds)
@@ -114,15 +117,26 @@ class Values:
             comma = quoted(self._notation.comma)
             items = f"({self._anything} ({comma} {self._anything})*)?"
             scalars = [self._of_type(kind, {"type": kind}) for kind in ("number", "boolean", "null", "string")]
-            parts = [*scalars, self._any_object(), f"{quoted('[')} {items} {quoted(']')}"]
+            parts = [*scalars, self._any_object(self._anything), f"{quoted('[')} {items} {quoted(']')}"]
             self._lark.define(self._anything, " | ".join(parts))
         return self._anything
 
-    def _reference(self, reference: str, schema: Schema) -> str:
-        if reference not in self._referred:
-            self._referred[reference] = name = self._lark.reserve()
-            self._lark.define(name, self.value(resolve(schema, self._root)))
-        return self._referred[reference]
+    def _once(self, key: str | int, schema: Any) -> str:
+        """A rule of its own, by a reference or a schema's identity: it may lead to itself."""
+        if key not in self._written:
+            self._written[key] = name = self._lark.reserve()
+            self._lark.define(name, self.value(schema))
+        return self._written[key]
+
+    def _whole(self, schema: Schema, parts: Sequence[Any]) -> Schema:
+        """Its parts, all of which hold, as one; where two say something of the same thing, the last one counts."""
+        said = [resolve(part, self._root) or {} for part in (*parts, {k: v for k, v in schema.items() if k != "allOf"})]
+        whole: dict[str, Any] = {key: value for one in said for key, value in one.items() if key != "allOf"}
+        named = [one["properties"] for one in said if isinstance(one.get("properties"), Mapping)]
+        if named:
+            whole["properties"] = {name: inner for properties in named for name, inner in properties.items()}
+            whole["required"] = [name for one in said for name in required_in(one)]
+        return whole
 
     def _constant(self, word: Any) -> str:
         notation = self._notation
@@ -160,17 +174,30 @@ class Values:
 
     def _array(self, schema: Schema) -> str:
         low, high = (_count(schema.get(key)) for key in ("minItems", "maxItems"))
-        item = self.value(schema.get("items"))
+        if isinstance(first := schema.get("prefixItems"), list) and first:
+            return self._tuple(first, schema.get("items"), low or 0)
+        item, comma = self.value(schema.get("items")), quoted(self._notation.comma)
         if high == 0:
             return quoted("[]")
-        most = "" if high is None else high - 1
-        more = f"({quoted(self._notation.comma)} {item}){{{max((low or 1) - 1, 0)},{most}}}"
-        given = f"{item} {more}"
+        given = item
+        if high is None or high > 1:
+            given += f" ({comma} {item}){{{max((low or 1) - 1, 0)},{'' if high is None else high - 1}}}"
         return f"{quoted('[')} {given if low else f'({given})?'} {quoted(']')}"
 
-    def _any_object(self) -> str:
+    def _tuple(self, first: Sequence[Any], others: Any, low: int) -> str:
+        """Items with a schema each, the last of which may lack, and then any number of others."""
+        comma, going_on = quoted(self._notation.comma), ""
+        if others is not False:
+            going_on = f"({comma} {self.value(others)}){{{max(low - len(first), 0)},}}"
+        for place in range(len(first) - 1, 0, -1):
+            going_on = f"{comma} {self.value(first[place])} {going_on}"
+            going_on = going_on if place < low else f"({going_on})?"
+        given = f"{self.value(first[0])} {going_on}"
+        return f"{quoted('[')} {given if low else f'({given})?'} {quoted(']')}"
+
+    def _any_object(self, value: str) -> str:
         comma, colon = quoted(self._notation.comma), quoted(self._notation.colon)
-        pair = f"{self._notation.any_key} {colon} {self.anything()}"
+        pair = f"{self._notation.any_key} {colon} {value}"
         return f"{quoted('{')} ({pair} ({comma} {pair})*)? {quoted('}')}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from warmline_backend.params import BadRequest
-from warmline_backend.schema_references import Schema, place_of, resolve
+from warmline_backend.schema_references import Schema, place_of, references_in, resolve
 
 SCHEMA_BYTES_MAX = 1 << 18
 SCHEMA_NODES_MAX = 10_000
@@ -147,7 +147,7 @@ def _ends(schema: Schema) -> bool:
     round by round, each built on those before; what is left after the last one only requires itself.
     """
     ending: set[str] = set()
-    waiting = {reference: place_of(reference, schema) for reference in _references(schema)}
+    waiting = {reference: place_of(reference, schema) for reference in references_in(schema)}
     for _ in range(_ROUNDS_MAX):
         found = [reference for reference, part in waiting.items() if _ends_by(part, ending)]
         if not found:
@@ -156,20 +156,6 @@ def _ends(schema: Schema) -> bool:
             ending.add(reference)
             del waiting[reference]
     return True
-
-
-def _references(schema: Schema) -> set[str]:
-    found: set[str] = set()
-    waiting: list[Any] = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            if isinstance(reference := part.get("$ref"), str):
-                found.add(reference)
-            waiting.extend(part.values())
-        elif isinstance(part, list):
-            waiting.extend(part)
-    return found
 
 
 def _ends_by(schema: Any, ending: set[str]) -> bool:

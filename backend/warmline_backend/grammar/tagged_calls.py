@@ -1,23 +1,23 @@
 """Calls whose arguments stand one by one, between tags.  Pure."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from warmline_backend.grammar.lark import Lark, optional, quoted
-from warmline_backend.grammar.schemas import JSON_TYPES
 from warmline_backend.grammar.style import Offered, Style, each, repeated
 from warmline_backend.grammar.values import (
     Argument,
+    Value,
     arguments_of,
-    is_text,
-    may_be_text,
+    json_value,
+    json_values,
     sequence_of,
+    string_value,
     tagged_value,
-    text_pattern,
-    words_of,
+    value_of,
 )
-from warmline_backend.schema_references import resolve
+from warmline_backend.output.schema_types import possible_types
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,22 @@ def _dsml(lark: Lark, tools: Sequence[Offered], several: bool) -> str:
     mark = "｜DSML｜"  # noqa: RUF001
     banned = (f"</{mark}invoke>",)
 
+    def head(one: Argument, is_string: str) -> str:
+        return lark.literal(f'<{mark}parameter name="{one.name}" string="{is_string}">')
+
     def argument(tool: Offered, one: Argument) -> str:
-        text = is_text(one.schema, tool.parameters)
-        end = f"</{mark}parameter>"
-        value = tagged_value(lark, one.schema, tool.parameters, end=end, without=banned, lenient=tool.lenient)
-        head = lark.literal(f'<{mark}parameter name="{one.name}" string="{str(text).lower()}">')
-        return f"{head} {value} {quoted(chr(10))}"
+        end, value = f"</{mark}parameter>", value_of(one.schema, tool.parameters)
+        string = string_value(lark, value, end, banned)
+        others = json_values(lark, value, tool.parameters, tool.lenient)
+        options = [f"{head(one, 'true')} {string}"] if string else []
+        if others:
+            options.append(f"{head(one, 'false')} {lark.one_of(others)} {lark.literal(end)}")
+        return f"{lark.one_of(options)} {quoted(chr(10))}"
 
     def call(tool: Offered) -> str:
         given = sequence_of(arguments_of(tool.parameters), lambda one: argument(tool, one))
-        head, end = f'<{mark}invoke name="{tool.name}">\n', f"</{mark}invoke>\n"
-        return f"{lark.literal(head)} {given} {lark.literal(end)}"
+        start, end = f'<{mark}invoke name="{tool.name}">\n', f"</{mark}invoke>\n"
+        return f"{lark.literal(start)} {given} {lark.literal(end)}"
 
     calls = repeated(each(lark, tools, call), several)
     start, end = f"<{mark}function_calls>\n", f"</{mark}function_calls>"
@@ -145,13 +150,12 @@ def _in_section(start: str, tags: _Tags, end: str) -> Style:
 def _minicpm5(lark: Lark, tools: Sequence[Offered], several: bool) -> str:
     def argument(tool: Offered, one: Argument) -> str:
         head, end = f'<param name="{one.name}">', "</param>"
-        found = resolve(one.schema, tool.parameters) or {}
-        if words_of(found) is not None or not may_be_text(found, tool.parameters):
-            value = tagged_value(lark, one.schema, tool.parameters, end=end, without=(), lenient=tool.lenient)
-            return f"{quoted(head)} {value}"
-        pattern = text_pattern(found)
-        plain = lark.terminal(f"/[^<&\\n]*/ & /{pattern}/")
-        held = lark.text_up_to(f"]]>{end}", without=("]]>",), pattern=pattern)
+        value = value_of(one.schema, tool.parameters)
+        if not value.patterns:
+            written = tagged_value(lark, one.schema, tool.parameters, end=end, without=(), lenient=tool.lenient)
+            return f"{quoted(head)} {written}"
+        plain = lark.terminal(f"/[^<&\\n]*/ & /{value.text}/")
+        held = lark.text_up_to(f"]]>{end}", without=("]]>",), pattern=value.string)
         quoted_text = f"{quoted('<![CDATA[')} {held}"
         return f"{quoted(head)} ({plain} {quoted(end)} | {quoted_text})"
 
@@ -167,27 +171,39 @@ def _kimi_k3(lark: Lark, tools: Sequence[Offered], several: bool) -> str:
     """Each argument says of what type it is."""
     end = "<|close|>argument<|sep|>"
 
-    def typed(tool: Offered, one: Argument, kind: str, schema: Any) -> str:
-        head = f'<|open|>argument key="{one.name}" type="{"number" if kind == "integer" else kind}"<|sep|>'
-        value = tagged_value(lark, schema, tool.parameters, end=end, without=(), lenient=tool.lenient)
-        return f"{lark.literal(head)} {value}"
+    def head(one: Argument, kind: str) -> str:
+        return lark.literal(f'<|open|>argument key="{one.name}" type="{kind}"<|sep|>')
 
     def argument(tool: Offered, one: Argument) -> str:
-        found = resolve(one.schema, tool.parameters) or {}
-        kinds = found.get("type")
-        if is_text(one.schema, tool.parameters) and not isinstance(kinds, list):
-            return typed(tool, one, "string", one.schema)
-        kinds = [kinds] if isinstance(kinds, str) else kinds or JSON_TYPES
-        return lark.one_of(typed(tool, one, kind, {**found, "type": kind}) for kind in kinds)
+        value = value_of(one.schema, tool.parameters)
+        kinds = {"string": string_value(lark, value, end)} | {
+            kind: f"{lark.one_of(options)} {lark.literal(end)}" for kind, options in _by_kind(lark, value, tool).items()
+        }
+        return lark.one_of(f"{head(one, kind)} {written}" for kind, written in kinds.items() if written)
 
     def call(tool: Offered) -> str:
-        head, middle = f'<|open|>call tool="{tool.name}" index="', '"<|sep|>'
+        start, middle = f'<|open|>call tool="{tool.name}" index="', '"<|sep|>'
         given = sequence_of(arguments_of(tool.parameters), lambda one: argument(tool, one))
-        begun = f"{lark.literal(head)} /[1-9][0-9]{{0,2}}/ {lark.literal(middle)}"
+        begun = f"{lark.literal(start)} /[1-9][0-9]{{0,2}}/ {lark.literal(middle)}"
         return f"{begun} {given} {lark.literal('<|close|>call<|sep|>')}"
 
     calls = repeated(each(lark, tools, call), several)
     return f"{lark.literal('<|open|>tools<|sep|>')} {calls} {lark.literal('<|close|>tools<|sep|>')}"
+
+
+def _by_kind(lark: Lark, value: Value, tool: Offered) -> dict[str, list[str]]:
+    """What is no string as JSON, by its type; an integer is a number."""
+    written: dict[str, list[str]] = {}
+    for word in value.words:
+        if not isinstance(word, str):
+            kind = "null" if word is None else "boolean" if isinstance(word, bool) else "number"
+            written.setdefault(kind, []).append(quoted(json.dumps(word)))
+    for schema in value.others:
+        types = possible_types(schema, tool.parameters) - {"string"}
+        for kind in sorted(types - ({"integer"} if "number" in types else set())):
+            one = json_value(lark, {**schema, "type": kind}, tool.parameters, tool.lenient)
+            written.setdefault("number" if kind == "integer" else kind, []).append(one)
+    return written
 
 
 TAGGED: dict[str, Style] = {

@@ -5,6 +5,8 @@ stand means 5.  What fits its schema, and what could mean several things, is lef
 """
 
 import json
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from warmline_backend.output.lenient import Unreadable, read_leniently
@@ -24,6 +26,34 @@ _ALL = frozenset({*_PYTHON_TYPES.values()})
 _LITERALS: dict[str, Any] = {"true": True, "false": False, "True": True, "False": False, "None": None, "null": None}
 _NOTHING = object()
 _UNKNOWN: Schema = {}
+
+
+@dataclass(frozen=True)
+class _Allowed:
+    """What may stand in one place."""
+
+    types: frozenset[str]
+    words: frozenset[str] | None = None  # the strings; None where they are not listed
+
+
+_ANYTHING = _Allowed(_ALL)
+
+
+def _both(one: _Allowed, other: _Allowed) -> _Allowed:
+    words = [allowed.words for allowed in (one, other) if allowed.words is not None]
+    return _Allowed(one.types & other.types, frozenset.intersection(*words) if words else None)
+
+
+def _either(allowed: list[_Allowed]) -> _Allowed:
+    words = [one.words for one in allowed if "string" in one.types]
+    listed = [one for one in words if one is not None]
+    types = frozenset[str]().union(*(one.types for one in allowed))
+    return _Allowed(types, frozenset[str]().union(*listed) if len(listed) == len(words) else None)
+
+
+def _listed(values: list[Any]) -> _Allowed:
+    types = frozenset(_PYTHON_TYPES.get(type(value), "string") for value in values)
+    return _Allowed(types, frozenset(value for value in values if isinstance(value, str)))
 
 
 class Bare(str):
@@ -47,21 +77,27 @@ def typed(arguments: dict[str, Any], schema: Any) -> dict[str, Any]:
     return fitted
 
 
+def possible_types(schema: Any, root: Any) -> frozenset[str]:
+    """By their names in JSON schemas; all where the schema, which is a part of `root`, does not say."""
+    return _Types(root).allowed(resolve(schema, root) or _UNKNOWN, 0).types
+
+
 class _Types:
     """One schema's.  Each part of it is looked at once, by its identity: unions may refer to each other in any way."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._known: dict[int, frozenset[str]] = {}
+        self._known: dict[int, _Allowed] = {}
         self._branches: dict[tuple[int, str], Schema] = {}
 
     def fit(self, value: Any, schema: Any, depth: int) -> Any:
         if depth > DEPTH_MAX:
             return value
         schema = self._resolved(schema)
-        types = self._possible(schema, 0)
+        allowed = self.allowed(schema, 0)
+        types = allowed.types
         if isinstance(value, Bare):
-            value = _meant(str(value), types)
+            value = _meant(str(value), allowed)
         elif isinstance(value, str) and "string" not in types:
             value = _parsed(value, types)
         elif types == {"string"} and isinstance(value, int):
@@ -90,27 +126,28 @@ class _Types:
     def _resolved(self, schema: Any) -> Schema:
         return resolve(schema, self._root) or _UNKNOWN
 
-    def _possible(self, schema: Schema, depth: int) -> frozenset[str]:
-        """Which types may stand there; all where the schema does not say."""
+    def allowed(self, schema: Schema, depth: int) -> _Allowed:
+        """What may stand there; anything where the schema does not say."""
         if (known := self._known.get(id(schema))) is None:
-            self._known[id(schema)] = _ALL  # what refers to itself says nothing
+            self._known[id(schema)] = _ANYTHING  # what refers to itself says nothing
             known = self._known[id(schema)] = self._stated(schema, depth)
         return known
 
-    def _stated(self, schema: Schema, depth: int) -> frozenset[str]:
-        types = _ALL
+    def _stated(self, schema: Schema, depth: int) -> _Allowed:
+        said = []
         if isinstance(stated := schema.get("type"), str | list):
             named = {str(kind).lower() for kind in ([stated] if isinstance(stated, str) else stated)}
-            types &= named | ({"integer"} if "number" in named else frozenset())
+            said.append(_Allowed(frozenset(named | ({"integer"} if "number" in named else set()))))
         if isinstance(choices := schema.get("enum"), list):
-            types &= {_PYTHON_TYPES.get(type(choice), "string") for choice in choices}
+            said.append(_listed(choices))
         if "const" in schema:
-            types &= {_PYTHON_TYPES.get(type(schema["const"]), "string")}
+            said.append(_listed([schema["const"]]))
         for key in ("anyOf", "oneOf", "allOf"):
             if isinstance(branches := schema.get(key), list) and branches and depth < DEPTH_MAX:
-                each = [self._possible(self._resolved(branch), depth + 1) for branch in branches]
-                types &= frozenset.intersection(*each) if key == "allOf" else frozenset.union(*each)
-        return types or _ALL
+                each = [self.allowed(self._resolved(branch), depth + 1) for branch in branches]
+                said += each if key == "allOf" else [_either(each)]
+        allowed = reduce(_both, said, _ANYTHING)
+        return allowed if allowed.types else _ANYTHING
 
     def _only_branch(self, schema: Schema, kind: str) -> Schema:
         """The schema that an object or array must follow: its own, or that of the one branch of a union that allows
@@ -123,18 +160,21 @@ class _Types:
     def _chosen_branch(self, schema: Schema, kind: str) -> Schema:
         for name in ("anyOf", "oneOf", "allOf"):
             if isinstance(branches := schema.get(name), list):
-                fitting = [b for b in map(self._resolved, branches) if kind in self._possible(b, 0)]
+                fitting = [b for b in map(self._resolved, branches) if kind in self.allowed(b, 0).types]
                 return fitting[0] if len(fitting) == 1 else _UNKNOWN
         return schema
 
 
-def _meant(text: str, types: frozenset[str]) -> Any:
+def _meant(text: str, allowed: _Allowed) -> Any:
     """What bare text stands for.  Where it may be a string it is one, unless it reads as a container or null that may
-    stand there too, or nothing is known of it.
+    stand there too, or nothing is known of it, or it is none of the strings that are listed.
     """
+    types, words = allowed.types, allowed.words
     if "string" not in types:
         return _parsed(text.strip(), types)
-    if types == _ALL:
+    if words is not None and (word := next((word for word in (text, text.strip()) if word in words), None)) is not None:
+        return word
+    if types == _ALL or words is not None:
         return _parsed(text.strip(), types - {"string"}, otherwise=text)
     return _parsed(text.strip(), types & {"null", "array", "object"}, otherwise=text)
 
