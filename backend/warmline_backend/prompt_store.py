@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 from warmline_backend.grammar.plan import Constraint
 from warmline_backend.output.expected import Expected
@@ -11,6 +10,7 @@ from warmline_wire.messages import MessageEnd
 
 PROMPTS_KEPT_MAX = 4096
 PROMPT_TOKENS_KEPT_MAX = 8_000_000
+CHARS_PER_TOKEN = 4  # of a grammar, to weigh it
 
 
 class UnknownPrompt(Exception):
@@ -26,11 +26,14 @@ class StoredPrompt:
     boundaries: list[int]
     turn_end: int
     messages: list[MessageEnd]
-    tail: str = ""  # as in Rendered
-    tools: list[dict[str, Any]] | None = None
     echo: str = ""  # what the answer begins with
     constraint: Constraint | None = None  # what its answer must be
     expected: Expected = Expected()  # noqa: RUF009  frozen
+
+    @property
+    def weight(self) -> int:
+        """In tokens: a constraint's grammar may be longer than its prompt."""
+        return len(self.tokens) + (len(self.constraint.grammar) // CHARS_PER_TOKEN if self.constraint else 0)
 
 
 class PromptStore:
@@ -42,11 +45,11 @@ class PromptStore:
 
     def add(self, prompt: StoredPrompt) -> None:
         self._prompts[prompt.id] = prompt
-        self.tokens_kept += len(prompt.tokens)
+        self.tokens_kept += prompt.weight
         while len(self._prompts) > 1 and (
             len(self._prompts) > PROMPTS_KEPT_MAX or self.tokens_kept > PROMPT_TOKENS_KEPT_MAX
         ):
-            self.tokens_kept -= len(self._prompts.popitem(last=False)[1].tokens)
+            self.tokens_kept -= self._prompts.popitem(last=False)[1].weight
 
     def get(self, prompt_id: str) -> StoredPrompt:
         """Raises UnknownPrompt."""

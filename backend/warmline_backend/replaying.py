@@ -33,7 +33,8 @@ ReadTurn = Callable[[Sequence[int], Tools], Read]  # tokens as an answer of a mo
 Tokenized = tuple[list[int], Callable[[int], int]]  # ids, and how many of them lie wholly before a character
 
 SHAPES_MAX = 1024
-READ_MAX = 4096  # turns that were read, remembered
+READ_MAX = 4096  # turns that were read, remembered,
+READ_BYTES_MAX = 1 << 26  # and what they and their tokens may weigh
 HEAD_TOKENS = 16  # as many as the header of an assistant's message may have
 
 _UNREADABLE = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
@@ -67,6 +68,7 @@ class Replayer:
         self._any_end = re.compile("|".join(map(re.escape, filter(None, self._ends))) or r"\Z")
         self._shapes: set[str] = set()  # of regions that read as they should
         self._remembered: OrderedDict[bytes, Read | None] = OrderedDict()
+        self._remembered_bytes = 0
         self._lock = threading.Lock()
 
     # ---- which
@@ -113,11 +115,17 @@ class Replayer:
             read = self._read_turn(sampled, tools)
         except _UNREADABLE:  # tokens of another tokenizer
             read = None
-        with self._lock:
-            self._remembered[key] = read
-            while len(self._remembered) > READ_MAX:
-                self._remembered.popitem(last=False)
+        self._remember(key, read)
         return read
+
+    def _remember(self, key: bytes, read: Read | None) -> None:
+        with self._lock:
+            if key in self._remembered:  # by another thread meanwhile
+                return
+            self._remembered[key] = read
+            self._remembered_bytes += _weight(key, read)
+            while len(self._remembered) > READ_MAX or self._remembered_bytes > READ_BYTES_MAX:
+                self._remembered_bytes -= _weight(*self._remembered.popitem(last=False))
 
     # ---- where
 
@@ -236,6 +244,11 @@ class Replayer:
         if reads and len(self._shapes) < SHAPES_MAX:
             self._shapes.add(shape)
         return reads
+
+
+def _weight(key: bytes, read: Read | None) -> int:
+    content, calls = read or ("", [])
+    return len(key) + len(content) + sum(len(name) + len(arguments) for name, arguments in calls)
 
 
 def _closed(conversation: Conversation) -> list[Item]:

@@ -281,8 +281,6 @@ class Service:
                 boundaries=rendered.boundaries,
                 turn_end=rendered.turn_end,
                 messages=rendered.messages,
-                tail=rendered.tail,
-                tools=rendered.tools,
                 echo=echoed(body, rendered.tokens, loaded.served.tokenizer) if params.echo else "",
                 constraint=loaded.grammars.constraint(endpoint, body, rendered.tools, expected.tail),
                 expected=expected,

@@ -10,6 +10,7 @@ import small_tokenizers
 from small_tokenizers import CHATML, byte_level, sentence_piece
 
 from tool_templates import TOOL_TEMPLATE
+from warmline_backend import replaying
 from warmline_backend.output.turns import reader_of
 from warmline_backend.prompts import Rendered, Renderer
 from warmline_wire.keys import pack_tokens, unpack_tokens
@@ -273,6 +274,16 @@ def test_tokens_of_another_tokenizer_are_left_alone(make: Make) -> None:
     renderer = make(ECHOING)
     foreign = SampledTurn(calls=[ID], tokens=pack_tokens([0, 5, 4_000_000_000, 7]))
     assert rendered(renderer, talk(), foreign) == rendered(renderer, talk())
+
+
+def test_what_was_read_is_remembered_within_its_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = make(ECHOING)
+    monkeypatch.setattr(replaying, "READ_BYTES_MAX", 1000)
+    for depth in range(20):
+        sampled = f'<tool_call>{{"arguments":{{"depth":{depth}}},"name":"look"}}</tool_call>'
+        assert replays(renderer, talk(f'{{"depth": {depth}}}'), sampled)
+    replayer = renderer._replayer
+    assert replayer and 0 < len(replayer._remembered) < 20 and replayer._remembered_bytes <= 1000
 
 
 def test_a_message_that_is_to_go_on_is_not_replayed(make: Make) -> None:

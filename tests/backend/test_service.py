@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from warmline_backend import prompt_store, rates, storage
 from warmline_backend.config import ConfigError, parse_config
 from warmline_backend.engine import Engine
 from warmline_backend.generations import UnknownRequest
+from warmline_backend.grammar.plan import Constraint
 from warmline_backend.model import load
 from warmline_backend.prompt_store import UnknownPrompt
 from warmline_backend.scheduler import Scheduler, SchedulerSettings
@@ -160,6 +162,8 @@ def test_prompts_are_kept_within_their_limits(tmp_path: Path, monkeypatch: pytes
         assert service.prompts.get(latest.id) and service.prompts.tokens_kept == len(latest.tokens)
         with pytest.raises(UnknownPrompt):
             service.prompts.get(last.id)
+        held = replace(latest, constraint=Constraint(grammar="x" * 100 * prompt_store.CHARS_PER_TOKEN))
+        assert held.weight == latest.weight + 100, "a form may be longer than its prompt"
 
     in_service(tmp_path, work)
 
