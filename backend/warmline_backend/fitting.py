@@ -55,18 +55,6 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     def changed(self, **fields: Any) -> "Item":
         return msgspec.structs.replace(self, message={**self.message, **fields})
 
-    def before(self, other: "Item") -> "Item":
-        """Both as one, the other's text after this one's."""
-        calls = [*self.message.get("tool_calls", ()), *other.message.get("tool_calls", ())]
-        thoughts = [item.message["reasoning_content"] for item in (self, other) if "reasoning_content" in item.message]
-        fields = {"content": _joined(self.message["content"], other.message["content"])}
-        both = self.changed(
-            **fields,
-            **({"tool_calls": calls} if calls else {}),
-            **({"reasoning_content": _joined(*thoughts)} if thoughts else {}),
-        )
-        return msgspec.structs.replace(both, number=other.number, said=Said())
-
 
 def fit(
     items: list[Item], tools: list[dict[str, Any]] | None, traits: Traits
@@ -83,9 +71,10 @@ def fit(
         items, tools = _told_of(items, tools), None
     items = _instructed(items, traits)
     if traits.alternates:
-        items = _merged(items, lambda last, item: last.role == item.role in ("user", "assistant") and not _calls(last))
+        turns = ("user", "assistant")
+        items = _merged(items, lambda run, item: run[0].role == item.role in turns and not _calls(run[-1]))
     if not traits.user_after_results:
-        items = _merged(items, lambda last, item: (last.role, item.role) == ("tool", "user"))
+        items = _merged(items, lambda run, item: (run[0].role, item.role) == ("tool", "user"))
     if traits.json_arguments:
         items = [_with_json_arguments(item) for item in items]
     if traits.ids != "any":
@@ -157,10 +146,10 @@ def _instructed(items: list[Item], traits: Traits) -> list[Item]:
     if not traits.late_system:
         later = [_told_late(item) if item.instructs else item for item in later]
     if traits.systems != "any":
-        first = _merged(first, lambda last, item: True)
+        first = _merged(first, lambda run, item: True)
     if traits.systems == "none" and first:
         told = first[0].changed(role="user")
-        return [told.before(later[0]), *later[1:]] if later and later[0].role == "user" else [told, *later]
+        return [_as_one([told, later[0]]), *later[1:]] if later and later[0].role == "user" else [told, *later]
     return [*first, *later]
 
 
@@ -168,14 +157,27 @@ def _told_late(item: Item) -> Item:
     return item.changed(role="user", content=TOLD_LATE.format(item.message["content"]))
 
 
-def _merged(items: Iterable[Item], belong: Callable[[Item, Item], bool]) -> list[Item]:
-    merged: list[Item] = []
+def _merged(items: Iterable[Item], belong: Callable[[list[Item], Item], bool]) -> list[Item]:
+    """Each run of items that belong together as one."""
+    runs: list[list[Item]] = []
     for item in items:
-        if merged and belong(merged[-1], item):
-            merged[-1] = merged[-1].before(item)
+        if runs and belong(runs[-1], item):
+            runs[-1].append(item)
         else:
-            merged.append(item)
-    return merged
+            runs.append([item])
+    return [_as_one(run) if len(run) > 1 else run[0] for run in runs]
+
+
+def _as_one(run: list[Item]) -> Item:
+    """The first one, with the text, the calls and the reasoning of all."""
+    calls = [call for item in run for call in _calls(item)]
+    thoughts = [item.message["reasoning_content"] for item in run if "reasoning_content" in item.message]
+    whole = run[0].changed(
+        content=_joined(*(item.message["content"] for item in run)),
+        **({"tool_calls": calls} if calls else {}),
+        **({"reasoning_content": _joined(*thoughts)} if thoughts else {}),
+    )
+    return msgspec.structs.replace(whole, number=run[-1].number, said=Said())
 
 
 # ---- calls
