@@ -41,6 +41,11 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         return [item.message for item in self.items]
 
     @property
+    def closed(self) -> list[Item]:
+        """All but one that the model is to go on with."""
+        return self.items[:-1] if self.continue_final else self.items
+
+    @property
     def turns(self) -> list[int]:
         """Where its users speak: indices of their messages."""
         return [index for index, item in enumerate(self.items) if item.role == "user"]

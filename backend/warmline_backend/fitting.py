@@ -107,7 +107,7 @@ def _named_results(items: Iterable[Item]) -> list[Item]:
 
 def _told_of(items: list[Item], tools: list[dict[str, Any]]) -> list[Item]:
     at = _leading(items)
-    lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     told = Item(message={"role": "system", "content": TOOLS_TEXT.format(lines)}, number=at)
     return [*items[:at], told, *items[at:]]
 

@@ -1,9 +1,7 @@
 """Bodies to token ids: rendered and tokenized once, with the offsets at which a later prompt may part ways.
 
-A boundary is a token offset: so many tokens lie wholly inside the text up to the end of a message.  The text of a
-message's end is found by rendering the conversation up to there, and counts only where the whole prompt begins with it
-(templates that rewrite earlier turns give fewer boundaries, never wrong ones).  Where such a message ends is told
-nevertheless, for people: to explain a difference.
+A boundary is a token offset: so many tokens lie wholly inside the text up to the end of a message (`boundaries`).
+Where a message ends that the template has rewritten since is told nevertheless, for people: to explain a difference.
 """
 
 import inspect
@@ -12,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
+from warmline_backend.boundaries import Boundaries
 from warmline_backend.conversation import ROLES, Conversation, read_conversation, reasoning_of
 from warmline_backend.params import BadRequest
 from warmline_backend.replaying import ReadTurn, Replayer, spliced
@@ -27,9 +27,6 @@ from warmline_wire.messages import MessageEnd, SampledTurn
 
 log = logging.getLogger(__name__)
 
-MESSAGES_ALL_MAX = 16  # up to so many, every message's end is looked for; beyond, only the last ones'
-MESSAGES_LAST = 8
-TURNS_LAST = 2  # and the answers to as many users' messages: from there on templates leave out reasoning
 REPLAYS_TRIED_MAX = 3  # each without the messages of which the last one was in doubt
 ROLES_REMEMBERED_MAX = 64  # that clients invented
 ROLE_CHARS_MAX = 16  # a client may call itself anything; this much is told of it
@@ -176,10 +173,11 @@ class Renderer:
         else:
             text = self._prompt_text(conversation)
             tokens, token_at = self._tokenize(text, add_special_tokens=False)
-            turn_end = self._turn_end(conversation, text)
-        ends = self._message_ends(conversation, text)
+            turn_end = self._boundaries(conversation, text).turn_end()
+        found = self._boundaries(conversation, text)
+        ends = found.message_ends()
         boundaries = {token_at(end) for end in (*ends.values(), turn_end)}
-        ends = self._rewritten_ends(conversation, text, ends) | ends | {len(_closed(conversation)): turn_end}
+        ends = found.rewritten_ends(ends) | ends | {len(conversation.closed): turn_end}
         return Rendered(
             tokens=tokens,
             boundaries=sorted(boundaries - {0}),
@@ -202,7 +200,7 @@ class Renderer:
                 break
             conversation = marked.conversation
             text = self._prompt_text(conversation)
-            turn_end = self._turn_end(conversation, text)
+            turn_end = self._boundaries(conversation, text).turn_end()
             places, doubtful = self._replayer.places(marked, text, text[turn_end:] if turn_end else "")
             doubtful |= {place.message for place in places if not self._splits_at(text, place.end)}
             if not doubtful:
@@ -254,45 +252,8 @@ class Renderer:
         except _TEMPLATE_FAULTS:
             return ""
 
-    def _turn_end(self, conversation: Conversation, text: str) -> int:
-        """Where the prompt leaves what is the same without a generation prompt (or without the message to continue)."""
-        closed = _closed(conversation)
-        return _common_prefix(self._prefix(conversation, closed), text) if closed else 0
-
-    def _message_ends(self, conversation: Conversation, text: str) -> dict[int, int]:
-        """Character offsets of the other boundaries, by how many messages end there."""
-        messages, system, ends = conversation.messages, conversation.system_messages, {}
-        if system or conversation.tools:
-            ends[system] = self._system_end(conversation, text)
-        for count in _wanted_ends(conversation):
-            prefix = self._prefix(conversation, messages[:count])
-            if text.startswith(prefix):
-                ends[count] = len(prefix)
-        return ends
-
-    def _rewritten_ends(self, conversation: Conversation, text: str, known: dict[int, int]) -> dict[int, int]:
-        """Where messages end that read differently now that a user has spoken after them: as rendered before a user's
-        message, whose own length is known from one that stands behind the first message.
-        """
-        messages, first = conversation.messages, conversation.system_messages + 1
-        last_turn = max(conversation.turns, default=0)
-        wanted = _wanted_ends(conversation, last=0)
-        rewritten = [count for count in wanted if count <= last_turn and count not in known]
-        if not rewritten:
-            return {}
-        start, followed = self._prefix(conversation, messages[:first]), self._before_a_user(conversation, first)
-        if not start or not followed.startswith(start):
-            return {}
-        ends = {}
-        for count in rewritten:
-            followed_here = self._before_a_user(conversation, count)
-            end = len(followed_here) - (len(followed) - len(start))
-            if end > 0 and text.startswith(followed_here[:end]):
-                ends[count] = end
-        return ends
-
-    def _before_a_user(self, conversation: Conversation, count: int) -> str:
-        return self._prefix(conversation, [*conversation.messages[:count], {"role": "user", "content": "a"}])
+    def _boundaries(self, conversation: Conversation, text: str) -> Boundaries:
+        return Boundaries(conversation, text, partial(self._prefix, conversation))
 
     def _told(
         self, conversation: Conversation, text: str, ends: dict[int, int], token_at: Callable[[int], int]
@@ -312,20 +273,6 @@ class Renderer:
         if reasoning := reasoning_of(message, self._wrapper.think_start, self._wrapper.think_end):
             return "" if reasoning in rendered else "the template leaves out its reasoning"
         return "it came without reasoning" if conversation.kwargs.get("enable_thinking", True) else ""
-
-    def _system_end(self, conversation: Conversation, text: str) -> int:
-        """The end of system messages and tools.
-
-        Some templates refuse a conversation without a user, or move the system text into the user's message; then it is
-        where two conversations that differ in the user's first word part ways.
-        """
-        system = conversation.messages[: conversation.system_messages]
-        plain = self._prefix(conversation, system) if system else ""
-        if plain and _shows(conversation, plain) and text.startswith(plain):
-            return len(plain)
-        one, other = (self._prefix(conversation, [*system, {"role": "user", "content": word}]) for word in ("a", "b"))
-        shared = one[: _common_prefix(one, other)]
-        return len(shared) if text.startswith(shared) else 0
 
     def _tokenize(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], Callable[[int], int]]:
         """Token ids, and a function from a character offset to the number of tokens wholly before it."""
@@ -371,41 +318,6 @@ def _shown(kwargs: dict[str, Any]) -> str:
     if not kwargs:
         return ""
     return f" with the arguments {json.dumps(kwargs, ensure_ascii=False)[:_ERROR_CHARS_MAX]}"
-
-
-def _shows(conversation: Conversation, text: str) -> bool:
-    """Whether the system messages and the tools are in the text at all."""
-    needles = [str(m["content"]).strip() for m in conversation.messages[: conversation.system_messages]]
-    for tool in conversation.offered or ():
-        function = tool.get("function")
-        needles.append(str(function.get("name", "")) if isinstance(function, dict) else "")
-    return all(needle in text for needle in needles)
-
-
-def _closed(conversation: Conversation) -> list[Message]:
-    """All messages but one that the model is to go on with."""
-    return conversation.messages[:-1] if conversation.continue_final else conversation.messages
-
-
-def _wanted_ends(conversation: Conversation, last: int = MESSAGES_LAST) -> list[int]:
-    """How many messages to look for the end of, ascending; of a long conversation the `last`, and around turns."""
-    ends = range(conversation.system_messages + 1, len(conversation.messages))
-    if len(conversation.messages) <= MESSAGES_ALL_MAX:
-        return list(ends)
-    turns = {index + after for index in conversation.turns[-TURNS_LAST:] for after in (1, 2)}
-    return sorted(turns.intersection(ends).union(ends[len(ends) - last :]))
-
-
-def _common_prefix(a: str, b: str) -> int:
-    """How many leading characters two strings share, by halves: `startswith` compares at memory speed."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a.startswith(b[low:middle], low):
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _require_unicode(text: str, param: str) -> None:

@@ -78,7 +78,7 @@ class Replayer:
         by_ids = {tuple(turn.calls): turn.tokens for turn in turns}
         tools_key = xxhash.xxh3_128_digest(json.dumps(conversation.offered).encode()) if by_ids else b""
         faithful = {}
-        for index, item in enumerate(_closed(conversation)):
+        for index, item in enumerate(conversation.closed):
             sampled = by_ids.get(item.said.ids) if item.said.ids else None
             tokens = self._without_end(unpack_tokens(sampled)) if sampled and _is_whole(item) else []
             if tokens and self._says(tokens, item.said, conversation.offered, tools_key):
@@ -249,10 +249,6 @@ class Replayer:
 def _weight(key: bytes, read: Read | None) -> int:
     content, calls = read or ("", [])
     return len(key) + len(content) + sum(len(name) + len(arguments) for name, arguments in calls)
-
-
-def _closed(conversation: Conversation) -> list[Item]:
-    return conversation.items[:-1] if conversation.continue_final else conversation.items
 
 
 def _is_whole(item: Item) -> bool:

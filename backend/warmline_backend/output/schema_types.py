@@ -62,12 +62,8 @@ class Bare(str):
 
 def parameters_of(tools: list[dict[str, Any]] | None, name: str) -> Any:
     """The schema of a tool's arguments; None where there is none."""
-    for tool in tools or ():
-        function = tool.get("function")
-        function = function if isinstance(function, dict) else tool
-        if function.get("name") == name:
-            return function.get("parameters")
-    return None
+    functions = (tool["function"] for tool in tools or ())
+    return next((function.get("parameters") for function in functions if function["name"] == name), None)
 
 
 def typed(arguments: dict[str, Any], schema: Any) -> dict[str, Any]:
