@@ -33,6 +33,7 @@ from warmline_wire.messages import (
     RestoreRefused,
     RestoreReply,
     RestoreRequest,
+    SampledTurn,
     SavedFile,
     SaveReply,
     SaveRequest,
@@ -90,6 +91,7 @@ class FakeBackend:
         self.moving = False  # each look at it finds one more step done
         self.layout = layout()
         self.answer = ["Par", "is."]
+        self.turn: SampledTurn | None = None  # what each answer has called, as sampled
         self.logprob = -0.25  # of every request's first token
         self.cold_logprobs: list[float] = []  # one a generation in the background that is right; then as above
         self.right_until = 0  # a generation in the background is right where it starts from no more than that
@@ -221,6 +223,9 @@ class FakeBackend:
     async def _prompts(self, request: web.Request) -> web.Response:
         asked = decode(await request.read(), PromptRequest)
         self._note("prompts", asked.body)
+        self._note("turns", asked.turns)
+        if asked.body.get("prompt") == "bad":
+            return self._error(400, "'prompt' is bad")
         if "stop" in asked.body and not isinstance(asked.body["stop"], str):
             return self._error(400, "'stop' must be a string")
         text, ends = rendered(asked.body)
@@ -422,6 +427,7 @@ class FakeBackend:
             positions=self.checkpoints[resident],
             timings=Timings(prefill_s=0.1, decode_s=0.1, prefilled=len(prompt) - reuse, decoded=len(generated)),
             first=first_logits(logprob) if generated else None,
+            turn=self.turn,
         )
 
 

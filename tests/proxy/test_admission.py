@@ -165,3 +165,15 @@ async def test_one_more_place_for_a_request_that_is_in_waits_its_turn_and_counts
         await settle()
     await other.task
     assert gate.running == 1 and gate.queued == 0
+
+
+@on_loop
+async def test_one_more_place_is_waited_for_where_nobody_may_queue() -> None:
+    gate = admission(1, 0)
+    first = gate.ticket("a")
+    await first.turn()
+    waiting = asyncio.create_task((more := first.another()).turn())
+    await settle()
+    first.release()
+    await waiting
+    assert more.runs

@@ -10,6 +10,8 @@ import aiohttp
 import pytest
 from harness import Pair, on_loop, pair
 
+from warmline_proxy.app import LIVES
+
 QUESTION = "A long question. " * 20
 
 
@@ -85,7 +87,7 @@ async def test_prompts_in_one_request(tmp_path: Path) -> None:
         assert answer["usage"]["prompt_tokens"] == len("one" + "three" + "ids")
         assert answer["usage"]["completion_tokens"] == 36
         proxy.backend.calls.clear()
-        refused = await complete(proxy, prompt=["good", "bad"], stop=5, stream=True)
+        refused = await complete(proxy, prompt=["good", "bad"], stream=True)
         assert refused.status == 400 and not proxy.backend.calls["generate"]
 
 
@@ -166,6 +168,19 @@ async def test_few_places_are_enough(tmp_path: Path) -> None:
         answers = await asyncio.gather(*(proxy.chat(f"{number} {QUESTION}", n=4) for number in range(3)))
         assert [len((await each.json())["choices"]) for each in answers] == [4, 4, 4]
         assert not (await proxy.status())["running"]
+
+
+@on_loop
+async def test_only_as_many_as_have_a_place_are_under_way(tmp_path: Path) -> None:
+    async with pair(tmp_path, running_count_max=2, queue_count_max=1) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.create_task(proxy.chat(QUESTION, n=4))
+        await proxy.backend.called("generate", 2)
+        status = await proxy.status()
+        assert (status["running"], status["queued"], status["lives"]) == (2, 0, 3), "the request itself is one"
+        assert proxy.app[LIVES].unanswered == 1
+        proxy.backend.let_go.set()
+        assert (await asking).status == 200 and len(asked(proxy)) == 4
 
 
 @on_loop

@@ -342,6 +342,13 @@ def test_what_is_no_json_object(body: bytes) -> None:
     assert caught.value.status == 400
 
 
+def test_what_nests_too_deeply_to_be_written_again_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(900):
+        schema = {"a": schema}
+    assert "nests too deeply" in refusal(tools=[{"name": "t", "input_schema": schema}])
+
+
 def test_a_count_needs_no_limit() -> None:
     body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
     assert Messages().read_to_count(body, {}).fields == {"messages": [{"role": "user", "content": "hi"}]}

@@ -66,6 +66,18 @@ async def test_a_count_takes_no_place(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_a_count_is_of_the_prompt_that_would_be_answered(tmp_path: Path) -> None:
+    async with pair(tmp_path, stabilize="times") as proxy:
+        sent = body(system="It is 14:22.")
+        counted = (await (await post(proxy, COUNT, sent)).json())["input_tokens"]
+        response = await post(proxy, PATH, sent)
+        usage = (await response.json())["usage"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+        assert response.headers["X-Warmline-Stabilized"] == "times=1"
+        assert proxy.backend.calls["prompts"][0]["messages"] == proxy.backend.calls["prompts"][1]["messages"]
+
+
+@on_loop
 async def test_the_model_that_any_name_means(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.client.headers["anthropic-version"] = "2023-06-01"

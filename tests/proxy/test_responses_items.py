@@ -95,6 +95,8 @@ def test_items_of_two_answers_are_two_messages() -> None:
     told = messages([*first, output("1"), *second, output("2", "call_2")])
     assert [message["role"] for message in told] == ["assistant", "tool", "assistant", "tool"]
     assert [message.get("reasoning_content") for message in told] == ["A.", None, "B.", None]
+    told = messages([call("a"), output("1"), call("b", call_id="call_2")])
+    assert [message["role"] for message in told] == ["assistant", "tool", "assistant"]
     assert messages([said("assistant", "One."), said("assistant", "Two.")]) == [
         {"role": "assistant", "content": "One."},
         {"role": "assistant", "content": "Two."},
