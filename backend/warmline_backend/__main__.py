@@ -20,11 +20,12 @@ from warmline_backend import prefill_step
 from warmline_backend.config import BackendConfig, ConfigError, parse_config
 from warmline_backend.drain import StopSignals, drain, unless
 from warmline_backend.engine import Engine
+from warmline_backend.loaded import mark_of
 from warmline_backend.loading import ModelProblem
 from warmline_backend.model import load, memory_budget
 from warmline_backend.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.server import make_app
-from warmline_backend.service import Service, mark_of
+from warmline_backend.service import Service
 from warmline_backend.warm_up import warm_up
 from warmline_wire import disk
 from warmline_wire.descriptors import raise_descriptor_limit

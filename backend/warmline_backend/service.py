@@ -8,33 +8,26 @@ and what the engine does (ResidentGone, ResidentMismatch, TooLarge).
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
 from warmline_backend.chunks import TokenNames
 from warmline_backend.config import BackendConfig
-from warmline_backend.echo import echoed
 from warmline_backend.engine import Engine, EngineStopped
-from warmline_backend.fingerprint import fingerprint
-from warmline_backend.fits import check_fits
 from warmline_backend.generations import Call, Generations
 from warmline_backend.grammar.asked import asks_for_a_form
 from warmline_backend.grammar.compiler import Grammars
 from warmline_backend.grammar.guide import Guide
 from warmline_backend.health import Readiness, pulse
 from warmline_backend.known_fields import Slips
-from warmline_backend.model import ServedModel
+from warmline_backend.loaded import Loaded, mark_of
 from warmline_backend.output.dialect import dialect_of
-from warmline_backend.output.expected import expected_of
 from warmline_backend.output.turns import reader_of
-from warmline_backend.params import parse_params
 from warmline_backend.prompt_store import PromptStore, StoredPrompt
 from warmline_backend.prompts import Renderer
 from warmline_backend.scheduler import Scheduler
@@ -69,32 +62,6 @@ SHUTTING_DOWN = "shutting down"
 
 class NotReady(Exception):
     pass
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """All that exists once the model does."""
-
-    served: ServedModel
-    fingerprint: str
-    renderer: Renderer
-    grammars: Grammars
-    names: TokenNames
-    storage: Storage
-    created: int  # when the model's config was last written, in Unix seconds
-
-
-def mark_of(served: ServedModel, config: BackendConfig, home: Home, grid: int = 0) -> str:
-    """The fingerprint of what is served.  Raises OSError, ValueError; may read all weights."""
-    return fingerprint(
-        served.path,
-        Path(config.adapter_path) if config.adapter_path else None,
-        config.kv_bits,
-        config.kv_group_size,
-        served.dtype,
-        home.models,
-        grid=grid,
-    )
 
 
 class Service:
@@ -256,36 +223,9 @@ class Service:
         A large one on a thread of its own; for a small one the way there would take longer than the work.
         """
         self.check_takes_new_work()
-        loaded, budget_bytes = self.loaded, self._engine.scheduler.settings.memory_budget_bytes
         self._slips.tell(body)
-
-        def work() -> StoredPrompt:
-            rendered = loaded.renderer.render(endpoint, body, turns)
-            expected = expected_of(endpoint, body, rendered, loaded.served.tokenizer)
-            params = parse_params(
-                endpoint,
-                body,
-                context_tokens_max=loaded.served.context_tokens_max,
-                prompt_tokens=len(rendered.tokens),
-                vocabulary_size=loaded.served.vocabulary_size,
-                default_max_tokens=self._config.max_tokens,
-                default_temperature=self._config.temperature,
-                default_top_p=self._config.top_p,
-            )
-            check_fits(loaded.served, len(rendered.tokens), params.max_tokens, budget_bytes)
-            return StoredPrompt(
-                id=secrets.token_hex(8),
-                endpoint=endpoint,
-                tokens=rendered.tokens,
-                params=params,
-                boundaries=rendered.boundaries,
-                turn_end=rendered.turn_end,
-                messages=rendered.messages,
-                echo=echoed(body, rendered.tokens, loaded.served.tokenizer) if params.echo else "",
-                constraint=loaded.grammars.constraint(endpoint, body, rendered.tools, expected.tail),
-                expected=expected,
-            )
-
+        budget_bytes = self._engine.scheduler.settings.memory_budget_bytes
+        work = partial(self.loaded.prompt_of, endpoint, body, turns, self._config, budget_bytes)
         if body_bytes <= RENDERED_INLINE_BYTES_MAX and not asks_for_a_form(body):
             stored = work()
         else:
