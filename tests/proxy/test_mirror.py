@@ -1,6 +1,13 @@
 """What the proxy knows of the backend's memory."""
 
+from pathlib import Path
+
+from fake_backend import layout
+from harness import on_loop, pair
+
+from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.mirror import Held, Mirror
+from warmline_proxy.upstream import Upstream
 from warmline_wire.keys import pack_tokens
 
 ROOT, OTHER = b"r" * 16, b"o" * 16
@@ -38,3 +45,15 @@ def test_a_conversation_is_told_from_another_past_the_end_of_its_resident() -> N
     assert common([*range(20)]) == 12, "its own next turn"
     assert common([*range(10), 99]) == 10, "one that only begins as it does"
     assert common([*range(5), 99]) == 5
+
+
+@on_loop
+async def test_what_a_backend_says_while_it_loads_is_asked_again(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        upstream = Upstream(proxy.backend_url, proxy.home.secret())
+        knowledge = Knowledge(upstream, "")
+        proxy.backend.layout = None  # type: ignore[assignment]
+        assert (await knowledge.status()).layout is None
+        proxy.backend.layout = layout()
+        assert (await knowledge.status()).layout == layout()
+        await upstream.close()
