@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from warmline_backend.fitting import Item, Said, fit, reasoning_in
-from warmline_backend.params import BadRequest, kind_of, shown
+from warmline_backend.params import BadRequest, Fields, kind_of, shown
 from warmline_backend.switches import arguments_for, read_switches
 from warmline_backend.traits import REASONING_FIELDS, Message, Traits
 
@@ -78,8 +78,9 @@ def read_conversation(
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("'messages' must be a list of at least one message", "messages")
-    continue_final = _switch(body, "continue_final_message", False)
-    generation_prompt = _switch(body, "add_generation_prompt", True)
+    fields = Fields(body)
+    continue_final = fields.boolean("continue_final_message")
+    generation_prompt = fields.optional_boolean("add_generation_prompt") is not False
     if continue_final and generation_prompt:
         raise BadRequest(
             "'continue_final_message' needs 'add_generation_prompt' to be false; they can't both be on",
@@ -87,7 +88,7 @@ def read_conversation(
         )
     offered = _tools(body)
     items, tools = fit([_item(message, at) for at, message in enumerate(messages)], offered, traits)
-    asked = arguments_for(read_switches(body), traits.arguments, source)
+    asked = arguments_for(read_switches(fields), traits.arguments, source)
     return Conversation(
         items=items,
         tools=tools,
@@ -96,15 +97,6 @@ def read_conversation(
         generation_prompt=generation_prompt,
         continue_final=continue_final,
     )
-
-
-def _switch(body: dict[str, Any], name: str, default: bool) -> bool:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise BadRequest(f"'{name}' must be true or false", name)
-    return value
 
 
 def _item(message: object, at: int) -> Item:

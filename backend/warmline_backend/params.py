@@ -130,11 +130,14 @@ class Fields:
     def refuse(self, name: str, expected: str, value: object) -> BadRequest:
         return BadRequest(f"'{self._prefix}{name}' must be {expected}, not {shown(value)}", self._prefix + name)
 
-    def boolean(self, name: str) -> bool:
+    def optional_boolean(self, name: str) -> bool | None:
         value = self.get(name)
         if value is None or isinstance(value, bool):
-            return bool(value)
+            return value
         raise self.refuse(name, "true or false", value)
+
+    def boolean(self, name: str) -> bool:
+        return bool(self.optional_boolean(name))
 
     def number(self, name: str, default: float, *, low: float, high: float = math.inf) -> float:
         value = self.get(name)
@@ -325,4 +328,4 @@ def tool_choice_mode(fields: Fields) -> str:
 
 def parallel_tool_calls(fields: Fields) -> bool:
     """Whether one answer may have several calls; it may where nothing is said."""
-    return fields.get("parallel_tool_calls") is None or fields.boolean("parallel_tool_calls")
+    return fields.optional_boolean("parallel_tool_calls") is not False

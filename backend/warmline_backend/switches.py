@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from warmline_backend.params import BadRequest
+from warmline_backend.params import Fields
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 EFFORTS_USUAL = ("low", "medium", "high")  # what a template that knows efforts at all was written for
@@ -35,12 +35,11 @@ class Switches(msgspec.Struct, frozen=True, kw_only=True):
         return self.on if self.on is not None or self.effort is None else self.effort != "none"
 
 
-def read_switches(body: dict[str, Any]) -> Switches:
+def read_switches(fields: Fields) -> Switches:
     """Raises BadRequest where a value is not known."""
-    reasoning = _object(body, "reasoning")
-    on = (_thinking(body), _boolean(body, "enable_thinking"), _boolean(reasoning, "enabled", "reasoning."))
-    efforts = (_effort(body, EFFORT), _effort(reasoning, "effort", "reasoning."))
-    return Switches(on=_first(on), effort=_first(efforts))
+    reasoning = Fields({} if (given := fields.get("reasoning")) is None else given, "reasoning")
+    on = (_thinking(fields), fields.optional_boolean("enable_thinking"), reasoning.optional_boolean("enabled"))
+    return Switches(on=_first(on), effort=_first((_effort(fields, EFFORT), _effort(reasoning, "effort"))))
 
 
 def arguments_for(switches: Switches, known: frozenset[str], source: str) -> dict[str, Any]:
@@ -66,34 +65,19 @@ def _first(values: tuple[Any, ...]) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _object(body: dict[str, Any], name: str) -> dict[str, Any]:
-    value = body.get(name)
-    if value is None or isinstance(value, dict):
-        return value or {}
-    raise BadRequest(f"'{name}' must be an object", name)
-
-
-def _boolean(fields: dict[str, Any], name: str, within: str = "") -> bool | None:
-    value = fields.get(name)
-    if value is None or isinstance(value, bool):
-        return value
-    raise BadRequest(f"'{within}{name}' must be true or false", within + name)
-
-
-def _effort(fields: dict[str, Any], name: str, within: str = "") -> str | None:
+def _effort(fields: Fields, name: str) -> str | None:
     value = fields.get(name)
     if value is None or (isinstance(value, str) and value in EFFORTS):
         return value
-    raise BadRequest(f"'{within}{name}' must be one of {', '.join(EFFORTS)}", within + name)
+    raise fields.refuse(name, f"one of {', '.join(EFFORTS)}", value)
 
 
-def _thinking(body: dict[str, Any]) -> bool | None:
-    value = body.get("thinking")
+def _thinking(fields: Fields) -> bool | None:
+    value = fields.get("thinking")
     if value is None or isinstance(value, bool):
         return value
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind in _TYPES:
         return _TYPES[kind]
-    raise BadRequest(
-        '\'thinking\' must be true, false, or an object whose type is "enabled", "disabled" or "adaptive"', "thinking"
-    )
+    expected = 'true, false, or an object whose type is "enabled", "disabled" or "adaptive"'
+    raise fields.refuse("thinking", expected, value)

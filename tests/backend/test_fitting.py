@@ -250,7 +250,7 @@ def test_reasoning_is_asked_for_in_every_clients_words(
         ({"thinking": {"type": "sometimes"}}, "thinking", "adaptive"),
         ({"thinking": {}}, "thinking", "type"),
         ({"enable_thinking": "no"}, "enable_thinking", "true or false"),
-        ({"reasoning": "high"}, "reasoning", "an object"),
+        ({"reasoning": "high"}, "reasoning", "a JSON object"),
         ({"reasoning": {"effort": "very"}}, "reasoning.effort", "one of"),
     ],
 )
