@@ -167,13 +167,13 @@ HANGING = """
 import logging
 import sys
 import threading
-from warmline_backend import __main__, service
+from warmline_backend import __main__, loaded
 
 def hang(*arguments, **options):
     logging.warning("the disk does not answer")
     threading.Event().wait()
 
-service.fingerprint = hang
+loaded.fingerprint = hang
 __main__.THREADS_END_S = 0.1
 sys.exit(__main__.main(sys.argv[1:]))
 """

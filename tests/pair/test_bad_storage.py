@@ -1,5 +1,6 @@
 """Disks that are full, failing, read-only or tampered with: serving goes on, says so, and recovers."""
 
+import json
 import subprocess
 import time
 import urllib.request
@@ -76,7 +77,8 @@ def get(pair: Pair, path: str) -> str:
 def persistence(pair: Pair) -> str:
     """What /health and the status say, which is the same."""
     state = str(pair.proxy_status()["persistence"])
-    assert f'"status": "ok", "persistence": "{state}"' in get(pair, "/health")
+    health = json.loads(get(pair, "/health"))
+    assert (health["status"], health["persistence"]) == ("ok", state)
     assert f"warmline_persistent {float(state == 'ok')}" in get(pair, "/metrics")
     return state
 
