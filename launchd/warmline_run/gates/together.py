@@ -154,7 +154,7 @@ def _judge_beside(visit: Visit, beside_s: float) -> None:
     if beside_s > visit.scale.quick_s:
         raise Failed(
             f"a small request waited {beside_s:.1f} s, until a long prompt was computed whole",
-            "other clients time out behind every long prompt",
+            f"other clients time out behind every long prompt; if this one fits one prefill step, {MORE}",
         )
     raise NotRun(f"the long prompt was computed before its connection could be dropped: {MORE}")
 
