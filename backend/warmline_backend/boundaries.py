@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from warmline_backend.conversation import Conversation
 from warmline_backend.traits import Message
+from warmline_wire.keys import common_chars
 
 MESSAGES_ALL_MAX = 16  # up to so many, every message's end is looked for; beyond, only the last ones'
 MESSAGES_LAST = 8
@@ -23,7 +24,7 @@ class Boundaries:
     def turn_end(self) -> int:
         """Where the prompt leaves what is the same without a generation prompt (or without the message to continue)."""
         closed = [item.message for item in self._conversation.closed]
-        return _common_prefix(self._prefix(closed), self._text) if closed else 0
+        return common_chars(self._prefix(closed), self._text) if closed else 0
 
     def message_ends(self) -> dict[int, int]:
         """Character offsets of the other boundaries, by how many messages end there."""
@@ -71,7 +72,7 @@ class Boundaries:
         if plain and _shows(self._conversation, plain) and self._text.startswith(plain):
             return len(plain)
         one, other = (self._prefix([*system, {"role": "user", "content": word}]) for word in ("a", "b"))
-        shared = one[: _common_prefix(one, other)]
+        shared = one[: common_chars(one, other)]
         return len(shared) if self._text.startswith(shared) else 0
 
 
@@ -89,15 +90,3 @@ def _wanted_ends(conversation: Conversation, last: int = MESSAGES_LAST) -> list[
         return list(ends)
     turns = {index + after for index in conversation.turns[-TURNS_LAST:] for after in (1, 2)}
     return sorted(turns.intersection(ends).union(ends[len(ends) - last :]))
-
-
-def _common_prefix(a: str, b: str) -> int:
-    """How many leading characters two strings share, by halves: `startswith` compares at memory speed."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a.startswith(b[low:middle], low):
-            low = middle
-        else:
-            high = middle - 1
-    return low

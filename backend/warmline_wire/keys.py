@@ -115,3 +115,15 @@ def common_prefix(a: bytes, b: bytes) -> int:
             first = ((difference & -difference).bit_length() - 1) // 8  # the lowest bit set lies in the first byte
             return (start + first) // TOKEN_BYTES
     return size // TOKEN_BYTES
+
+
+def common_chars(a: str, b: str) -> int:
+    """How many leading characters two strings share, by halves: `startswith` compares at memory speed."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a.startswith(b[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -11,6 +11,7 @@ from warmline_wire.keys import (
     BLOCK_TOKENS,
     Prefix,
     chain_hashes,
+    common_chars,
     common_prefix,
     namespace,
     pack_tokens,
@@ -85,3 +86,10 @@ def test_common_prefix_counts_whole_tokens(shared: list[int], a: list[int], b: l
     one, other = shared + a, shared + b
     expected = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
     assert common_prefix(pack_tokens(one), pack_tokens(other)) == expected
+
+
+@given(st.text(), st.text(), st.text())
+def test_common_chars_counts_what_two_texts_begin_with(shared: str, a: str, b: str) -> None:
+    one, other = shared + a, shared + b
+    expected = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    assert common_chars(one, other) == expected

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from warmline_proxy.hygiene.volatile import TEXT_CHARS_MAX, Span, volatile_spans
+from warmline_wire.keys import common_chars
 
 HEADS_KEPT_MAX = 64
 TOOLS_BYTES_MAX = 1 << 20  # of all of them as JSON; more are not looked into
@@ -110,18 +111,6 @@ def _spans_at(text: str, at: int) -> list[Span]:
     far = max(0, at - NEAR_CHARS)
     start = text.rfind("\n", far, at) + 1 or far
     return [span for span in volatile_spans(text, start, at + NEAR_CHARS) if span.start <= at <= span.end]
-
-
-def common_chars(a: str, b: str) -> int:
-    """How many leading characters two strings share, by halves: slices compare at memory speed."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class Heads:
