@@ -273,9 +273,9 @@ class HotPath:
     def _with_cause(self, life: Life, plan: Plan) -> Plan:
         """Where a prompt parts from all others in its head, what of that its client changes for nothing."""
         assert life.call is not None and life.prompt is not None
-        head, head_tokens = head_of(life.call.fields), next(iter(life.prompt.boundaries), 0)
-        cause = self._heads.why_new(head) if plan.parts_at is not None and plan.parts_at < head_tokens else ""
-        self._heads.add(head)
+        if plan.parts_at is None or plan.parts_at >= next(iter(life.prompt.boundaries), 0):
+            return plan
+        cause = self._heads.why_new(head_of(life.call.fields))
         return replace(plan, why_not_warmer=f"{plan.why_not_warmer}: {cause}") if cause else plan
 
     async def _supersede(self, life: Life) -> None:
@@ -326,6 +326,7 @@ class HotPath:
             await self._knowledge.refresh()
             return False
         life.generation = Generation(stream, request_id, self._background, life.hearing)
+        self._heads.add(head_of(life.call.fields))  # now that the engine has something to do
         return True
 
 
