@@ -12,6 +12,7 @@ import msgspec
 
 from warmline_proxy.apis.api import Chunk, Fields
 from warmline_proxy.errors import bad_request
+from warmline_proxy.normalize import value_of
 from warmline_wire.messages import decode
 
 CHOICES_MAX = 16  # of one prompt
@@ -48,10 +49,10 @@ def split(endpoint: str, fields: Fields) -> list[Choice]:
 
 
 def _count(fields: Fields) -> int:
-    count = _value(fields, "n", 1)
+    count = 1 if (given := value_of(fields, "n")) is None else given
     if type(count) is not int or not 1 <= count <= CHOICES_MAX:
         raise bad_request(f"'n' must be an integer from 1 to {CHOICES_MAX}.", param="n")
-    if _value(fields, "best_of", count) not in (count, 0):
+    if value_of(fields, "best_of") not in (None, count, 0):
         message = "'best_of' other than 'n' is not supported: leave it out; every choice that is computed is returned."
         raise bad_request(message, param="best_of")
     return count
@@ -72,19 +73,10 @@ def _prompts(fields: Fields) -> list[Fields]:
 
 
 def _seed(fields: Fields, number: int) -> Fields:
-    seed = _value(fields, "seed", None)
+    seed = value_of(fields, "seed")
     if type(seed) is not int or not number:
         return {}
     return {"seed": (seed + number + _INT64) % (2 * _INT64) - _INT64}
-
-
-def _value(fields: Fields, name: str, default: Any) -> Any:
-    """Raises ClientError 400 where it is no JSON."""
-    value = fields.get(name, default)
-    try:
-        return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
-    except msgspec.DecodeError as error:
-        raise bad_request(f"We could not parse {name!r}: {error}", param=name) from None
 
 
 def _without(fields: Fields, *names: str) -> Fields:

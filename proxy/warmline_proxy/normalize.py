@@ -45,15 +45,18 @@ def check_nesting(value: object) -> None:
         raise bad_request("The JSON body of your request nests too deeply.") from None
 
 
-def optional(fields: Mapping[str, msgspec.Raw], name: str, kind: type) -> Any:
-    """A field's value where it has that type, else None.  Raises ClientError 400 where it is no JSON."""
-    raw = fields.get(name)
-    if raw is None:
-        return None
+def value_of(fields: Mapping[str, Any], name: str) -> Any:
+    """A field's value, whether it was looked into before or not; None where absent.  Raises ClientError 400."""
+    value = fields.get(name)
     try:
-        value = msgspec.json.decode(raw)
+        return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
     except msgspec.DecodeError as error:  # e.g. a lone surrogate, which skipping over a value doesn't see
         raise bad_request(f"We could not parse {name!r}: {error}", param=name) from None
+
+
+def optional(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    """The same where it has that type, else None."""
+    value = value_of(fields, name)
     return value if isinstance(value, kind) else None
 
 
