@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from warmline_proxy.compare import TOLERANCES
+from warmline_run.gates import judging
 from warmline_run.gates.answers import Answer, Malformed, StreamFold, TokenChoice, error_of, read_answer
 from warmline_run.gates.events import EventReader
 from warmline_run.gates.judging import argument_flaw, collapsed, difference, disagreement, markup_in, tolerance_of
@@ -47,6 +49,16 @@ def test_without_log_probabilities_texts_are_compared() -> None:
 )
 def test_the_tolerance_is_the_one_of_their_type(values: tuple[float, ...], tolerance: float) -> None:
     assert tolerance_of(TokenChoice("x", value, {"x": value}) for value in values) == tolerance
+
+
+def test_the_tolerances_are_those_of_audits() -> None:
+    """The gates import nothing of the proxy, so both have a table."""
+    floats = {
+        "float32": judging.TOLERANCE_FLOAT32,
+        "float16": judging.TOLERANCE_FLOAT16,
+        "bfloat16": judging.TOLERANCE_BFLOAT16,
+    }
+    assert floats | {f"q{bits}": nats for bits, nats in judging.TOLERANCES_KV_BITS.items()} == TOLERANCES
 
 
 def test_the_difference_is_that_of_what_both_chose() -> None:

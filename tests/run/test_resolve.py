@@ -7,9 +7,10 @@ import pytest
 
 from warmline_backend.config import parse_config as parse_backend
 from warmline_proxy.config import parse as parse_proxy
+from warmline_proxy.hygiene.stabilize import RULES
 from warmline_run import commands, openblas
 from warmline_run.resolve import Config, ConfigurationError, misspelt, resolve
-from warmline_run.settings import SETTINGS
+from warmline_run.settings import SETTINGS, STABILIZE
 
 
 def configured(home: Path, toml: str = "", environment: dict[str, str] | None = None, **flags: object) -> Config:
@@ -139,6 +140,7 @@ def test_each_process_takes_the_flags_that_it_is_given(tmp_path: Path) -> None:
 
 
 def test_rules_are_names_in_a_list_and_reach_the_proxy(tmp_path: Path) -> None:
+    assert STABILIZE == RULES
     for config in (
         configured(tmp_path, stabilize=" times, tool-order,times"),
         configured(tmp_path, 'stabilize = ["times", "tool-order"]'),
