@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 
+from warmline_backend.sampling import LOGPROB_MIN
 from warmline_wire.messages import ErrorBody, ErrorReply, encode
 from warmline_wire.stream import data_event
 
@@ -152,4 +153,4 @@ def _named(entry: TokenLogprob) -> dict[str, Any]:
 
 def _finite(logprob: float) -> float:
     """JSON has no infinity; OpenAI writes -9999 for a token that could not be drawn."""
-    return max(logprob, -9999.0)
+    return max(logprob, LOGPROB_MIN)

@@ -27,7 +27,7 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 _ALL_TOKENS = 1 << 31
 _SEED_BITS = 64
-LOGPROB_MIN = -9999.0
+LOGPROB_MIN = -9999.0  # what OpenAI writes for a token that could not be drawn
 
 
 class SamplerFault:
