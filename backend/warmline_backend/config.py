@@ -42,6 +42,8 @@ class BackendConfig:
     adapter_path: str
     trust_remote_code: bool
     log_level: str
+    log_format: str  # "text" or "json"
+    log_files: bool  # into HOME/logs, rotated, instead of stderr
 
 
 def parse_config(arguments: list[str]) -> BackendConfig:
@@ -68,6 +70,8 @@ def parse_config(arguments: list[str]) -> BackendConfig:
         adapter_path=given.adapter_path,
         trust_remote_code=given.trust_remote_code,
         log_level=given.log_level.upper(),
+        log_format=given.log_format,
+        log_files=given.log_files,
     )
     _check(config)
     return config
@@ -95,6 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--adapter-path", default="")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.add_argument("--log-format", default="text", choices=("text", "json"))
+    parser.add_argument("--log-files", action="store_true")
     return parser
 
 

@@ -29,6 +29,8 @@ BACKEND_SETTINGS = (
     "running_count_max",
     "drain_timeout_s",
     "log_level",
+    "log_format",
+    "log_files",
 )
 PROXY_SETTINGS = (
     "home",
@@ -54,8 +56,13 @@ PROXY_SETTINGS = (
     "partial_save_tokens",
     "stabilize",
     "cors_origins",
+    "lan",
+    "allowed_hosts",
+    "share_cache",
     "drain_timeout_s",
     "log_level",
+    "log_format",
+    "log_files",
 )
 DOCTOR_SETTINGS = (
     "prefill_step_size",

@@ -18,8 +18,10 @@ REUSE = ("fast", "exact", "off")
 ON_DISCONNECT = ("stop", "finish-prefill")
 GARBAGE_GUARD = ("off", "observe")
 STABILIZE = ("times", "dates", "ids", "billing", "tool-order")
+HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 STEP_AUTO = "auto"
 STEP_TOKENS_MAX = 65536
 TEMPLATE_ARGS_BYTES_MAX = 65536  # an argument of a command may have twice as many
@@ -147,6 +149,12 @@ def origins(raw: object) -> str:
     return _names(raw, problem, lambda name: name == "*" or bool(ORIGIN.fullmatch(name.lower())))
 
 
+def hosts(raw: object) -> str:
+    """Host names or addresses without a port, or "*"; "" for none."""
+    problem = "expected host names such as studio.example, separated by commas, or *"
+    return _names(raw, problem, lambda name: name == "*" or bool(HOST_NAME.fullmatch(name.lower()))).lower()
+
+
 def _names(raw: object, problem: str, fits: Callable[[str], bool]) -> str:
     """Separated by commas in text, or a TOML array."""
     given = raw.split(",") if isinstance(raw, str) else raw
@@ -208,6 +216,27 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("served_name", "", text, "NAME", "the name that /v1/models shows (default: the model's own)"),
         Setting("host", "127.0.0.1", text, "HOST", "where clients connect; other than loopback needs client_key"),
+        Setting(
+            "lan",
+            False,
+            yes_or_no,
+            "",
+            "let other machines connect: bind all interfaces, with a client key that is made where there is none",
+        ),
+        Setting(
+            "allowed_hosts",
+            "",
+            hosts,
+            "NAMES",
+            "further names that clients reach this machine by; *: any name",
+        ),
+        Setting(
+            "share_cache",
+            False,
+            yes_or_no,
+            "",
+            "let the holders of all client keys reuse what any of them has had computed",
+        ),
         Setting("port", 8026, port, "PORT", "the port for clients"),
         Setting("backend_port", 8025, port, "PORT", "the backend's port, on loopback only"),
         Setting("client_key", "", text, "KEY", "what clients must send as Bearer token", as_flag=False, secret=True),
@@ -335,5 +364,7 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("drain_timeout_s", 30.0, seconds, "S", "what running requests get to finish at a stop"),
         Setting("log_level", "info", one_of(*LOG_LEVELS), "LEVEL", "debug, info, warning or error"),
+        Setting("log_format", "text", one_of(*LOG_FORMATS), "FORMAT", "text: lines for people; json: an object a line"),
+        Setting("log_files", False, yes_or_no, "", "log to HOME/logs, in files that are rotated, and not to stderr"),
     )
 }

@@ -8,8 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from warmline_proxy.admin import Admin
-from warmline_proxy.admission import Admission, bearer, check_host, check_key, same_secret, tenant_of
+from warmline_proxy.admin.access import check_owner
+from warmline_proxy.admin.health import Health
+from warmline_proxy.admin.looking import Looking
+from warmline_proxy.admin.paths import PREFIX, OwnerPaths
+from warmline_proxy.admin.status import StatusPath
+from warmline_proxy.admin.upkeep import Upkeep
+from warmline_proxy.admission import Admission, check_host, check_key, tenant_of
 from warmline_proxy.anthropic import Anthropic, asks_for_models
 from warmline_proxy.apis import APIS, COUNT_PATH, MESSAGES, RESPONSES, RESPONSES_PATH, api_at
 from warmline_proxy.apis.api import Api
@@ -62,7 +67,8 @@ class Face:
         hot_path: HotPath,
         lives: Lives,
         ending: Ending,
-        admin: Admin,
+        health: Health,
+        owner_paths: OwnerPaths,
         anthropic: Anthropic,
         response_paths: ResponsePaths,
     ) -> None:
@@ -72,7 +78,8 @@ class Face:
         self._hot_path = hot_path
         self._lives = lives
         self._ending = ending
-        self._admin = admin
+        self._health = health
+        self._owner_paths = owner_paths
         self._anthropic = anthropic
         self._response_paths = response_paths
 
@@ -81,14 +88,15 @@ class Face:
         check_host(request.host, self._config.client_key)
         path = request.path.rstrip("/") or "/"
         if request.method in ("GET", "HEAD") and path == "/health":
-            return self._admin.health()
+            return self._health.health()
         if request.method in ("GET", "HEAD") and path == "/ready":
-            return await self._admin.ready()
+            return await self._health.ready()
         if request.method in ("GET", "HEAD") and path == "/metrics":
             check_key(request.headers, self._config.client_key)
-            return self._admin.metrics()
-        if path.startswith("/warmline/"):
-            return await self._administer(request, path)
+            return self._health.metrics()
+        if path.startswith(PREFIX):
+            check_owner(request, self._secret)
+            return await self._owner_paths.answer(request, path)
         if request.method == "OPTIONS":
             return web.Response(status=204, headers={"Allow": "GET, HEAD, POST, DELETE, OPTIONS"})
         check_key(request.headers, self._config.client_key)
@@ -123,19 +131,6 @@ class Face:
             raise bad_request(f"No request {name!r} is on its way.", status=404, code="unknown_request")
         await self._ending.cancel(life)
         return json_answer({"id": life.trace.id, "object": "request", "cancelled": True})
-
-    async def _administer(self, request: web.Request, path: str) -> web.StreamResponse:
-        if not same_secret(bearer(request.headers), self._secret):
-            raise bad_request("This path is for the owner of the home directory.", status=401, code="invalid_api_key")
-        if (request.method, path) == ("GET", "/warmline/status"):
-            return await self._admin.status()
-        if (request.method, path) == ("POST", "/warmline/purge"):
-            return await self._admin.purge(request)
-        if (request.method, path) == ("POST", "/warmline/repair"):
-            return await self._admin.repair()
-        if (request.method, path) == ("POST", "/warmline/replay"):
-            return await self._admin.replay(request)
-        raise _unknown(path)
 
 
 def _unknown(path: str) -> ClientError:
@@ -228,19 +223,23 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     )
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors_as_answers])
     app.on_response_prepare.append(for_browsers(config.allowed_origins))
-    admin = Admin(
+    status = StatusPath(
         index=index,
         upstream=upstream,
         watchdog=watchdog,
         knowledge=knowledge,
         admission=admission,
         lives=lives,
-        metrics=metrics,
         persistence=persistence,
+        connections=lambda: app[CONNECTIONS].count if CONNECTIONS in app else 0,
+    )
+    upkeep = Upkeep(
+        index=index,
+        upstream=upstream,
+        knowledge=knowledge,
         turns=turns,
         replayer=Replayer(index, knowledge, recomputer, condemner, metrics, config.audit_tolerance),
         receive_timeout_s=config.receive_timeout_s,
-        connections=lambda: app[CONNECTIONS].count if CONNECTIONS in app else 0,
     )
     face = Face(
         config=config,
@@ -249,7 +248,8 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         hot_path=hot_path,
         lives=lives,
         ending=ending,
-        admin=admin,
+        health=Health(upstream, watchdog, knowledge, admission, metrics, persistence),
+        owner_paths=OwnerPaths(status.paths, upkeep.paths, Looking(index).paths),
         anthropic=Anthropic(MESSAGES, config, renderer, knowledge),
         response_paths=ResponsePaths(RESPONSES, config, renderer, lives, ending),
     )

@@ -16,6 +16,7 @@ from warmline_wire.home import Home
 from warmline_wire.lines import say
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 CLIENT_KEY_VARIABLE = "WARMLINE_CLIENT_KEY"
 
 REUSE = ("fast", "exact", "off")
@@ -55,7 +56,12 @@ class Config:
     queue_count_max: int = 64
     running_count_max: int = 16
     log_level: str = "info"
+    log_format: str = "text"  # or "json"
+    log_files: bool = False  # into HOME/logs, rotated, instead of stderr
     client_key: str = ""
+    lan: bool = False  # other machines may connect; a client key is made where there is none
+    allowed_hosts: str = ""  # separated by commas, or "*": further names that Host may have
+    share_cache: bool = False  # all client keys are one tenant
     cors_origins: str = ""  # separated by commas, or "*": of the web pages that may read answers
     stabilize: str = ""  # of hygiene.stabilize.RULES, separated by commas: what is evened out at the top of prompts
     # Deadlines; 0: none.  A request may shorten or lengthen its own by header.
@@ -153,6 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     for name in SECONDS:
         parser.add_argument(_flag(name), type=float, default=getattr(Config, name))
     parser.add_argument("--log-level", choices=LOG_LEVELS, default=Config.log_level)
+    parser.add_argument("--log-format", choices=LOG_FORMATS, default=Config.log_format)
+    parser.add_argument("--log-files", action="store_true")
+    parser.add_argument("--lan", action="store_true")
+    parser.add_argument("--allowed-hosts", default="")
+    parser.add_argument("--share-cache", action="store_true")
     return parser
 
 
@@ -182,5 +193,10 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         stabilize=flags.stabilize,
         **{name: getattr(flags, name) for name in SECONDS},
         log_level=flags.log_level,
+        log_format=flags.log_format,
+        log_files=flags.log_files,
+        lan=flags.lan,
+        allowed_hosts=flags.allowed_hosts,
+        share_cache=flags.share_cache,
         client_key=environment.get(CLIENT_KEY_VARIABLE, ""),
     )

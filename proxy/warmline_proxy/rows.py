@@ -85,6 +85,24 @@ class TurnRow(msgspec.Struct, kw_only=True):
     at: float  # Unix seconds
 
 
+class Parting(msgspec.Struct, kw_only=True):
+    """Where a prompt left the longest that was known of it, with what stands there on both sides.
+
+    As private as the prompts themselves: every purge forgets all of them.
+    """
+
+    at: Position  # the first token that differs
+    begins: Position  # both windows begin here, somewhat before
+    stored: bytes  # u32le: what is known from there on
+    prompt: bytes  # u32le: what came instead
+    stored_text: str = ""  # the same as text; "" where nobody could say
+    prompt_text: str = ""
+    segment: MaybeFileId = ""  # in which the known tokens are stored; "" where they were in memory alone
+    message: int = 0  # of the prompt, from 1; 0 for tools, or where that is not known
+    role: str = ""
+    cause: str = ""  # the likeliest one, as `causes` names them
+
+
 class RequestRecord(msgspec.Struct, kw_only=True):
     """What happened to one request; the last N are kept."""
 
@@ -106,8 +124,13 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     restore_s: float = 0.0
     prefill_s: float = 0.0
     ttft_s: float = 0.0
+    decode_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     total_s: float = 0.0
+    expected_ttft_s: float = 0.0  # as planned, without waiting for a turn; 0.0: nothing was planned
+    key: str = ""  # name of the client key that it showed; "" without one
+    root: bytes = b""  # namespace of its prompt; b"" where it had none
+    parting: Parting | None = None  # where it differs from what was known
     error: str = ""
     dispatches: int = 1  # more than one where the backend was lost under it
     audit: str = ""  # computed again, cold: "equal", "within", "differs", "unstable" or "abandoned"; "": it was not

@@ -108,6 +108,7 @@ class Trace:
             restore_s=self.restore_s,
             prefill_s=timings.prefill_s if timings else 0.0,
             ttft_s=self.ttft_s,
+            decode_s=timings.decode_s if timings else 0.0,
             decode_tokens_per_s=timings.decoded / timings.decode_s if timings and timings.decode_s > 0 else 0.0,
             total_s=self.total_s or self.elapsed_s(),
             error=self.error,

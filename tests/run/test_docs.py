@@ -17,6 +17,7 @@ SAID_IN_WORDS = {
     "adapter_path": "none",
     "stabilize": "none",
     "cors_origins": "none",
+    "allowed_hosts": "none",
 }
 
 

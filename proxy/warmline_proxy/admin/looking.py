@@ -1,0 +1,43 @@
+"""What the owner may look at of what is stored and what was answered.  Reads the index, on threads."""
+
+import asyncio
+
+import msgspec
+from aiohttp import web
+
+from warmline_proxy.admin.paths import Paths
+from warmline_proxy.bodies import json_answer
+from warmline_proxy.errors import bad_request
+from warmline_proxy.index import Index
+from warmline_proxy.rows import RequestRecord
+
+RECORDS_MAX = 1000
+
+
+class RequestsReply(msgspec.Struct, kw_only=True):
+    """GET /warmline/requests?count=N."""
+
+    requests: list[RequestRecord]  # newest first
+
+
+class Looking:
+    """Handlers."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    @property
+    def paths(self) -> Paths:
+        return {("GET", "/warmline/requests"): self.requests}
+
+    async def requests(self, request: web.Request) -> web.Response:
+        count = _number(request, "count", RECORDS_MAX, RECORDS_MAX)
+        return json_answer(RequestsReply(requests=await asyncio.to_thread(self._index.requests, count)))
+
+
+def _number(request: web.Request, name: str, default: int, most: int) -> int:
+    """Raises ClientError 400."""
+    text = request.query.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) <= most):
+        raise bad_request(f"{name} must be a whole number from 0 to {most}, not {text[:40]!r}.", param=name)
+    return int(text)

@@ -1,0 +1,94 @@
+"""What the owner has done to what is stored: purge, repair, replay."""
+
+import asyncio
+import logging
+
+import msgspec
+from aiohttp import web
+
+from warmline_proxy.admin.paths import Paths
+from warmline_proxy.bodies import json_answer, read_body
+from warmline_proxy.errors import bad_request
+from warmline_proxy.index import Index
+from warmline_proxy.index_errors import MADE_ANEW, IndexFailure, failure
+from warmline_proxy.index_probe import is_readable
+from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.purge import purge
+from warmline_proxy.repair import repair
+from warmline_proxy.replay import Replayer
+from warmline_proxy.rows import PurgeRequest, ReplayRequest
+from warmline_proxy.turns import Turns
+from warmline_proxy.upstream import Upstream, UpstreamError
+from warmline_wire.messages import decode
+
+log = logging.getLogger(__name__)
+
+
+class Upkeep:
+    """Handlers for what cachectl and the dashboard ask to be done; one at a time is up to who asks."""
+
+    def __init__(
+        self,
+        *,
+        index: Index,
+        upstream: Upstream,
+        knowledge: Knowledge,
+        turns: Turns,
+        replayer: Replayer,
+        receive_timeout_s: float,
+    ) -> None:
+        self._index = index
+        self._upstream = upstream
+        self._knowledge = knowledge
+        self._turns = turns
+        self._replayer = replayer
+        self._receive_timeout_s = receive_timeout_s
+
+    @property
+    def paths(self) -> Paths:
+        return {
+            ("POST", "/warmline/purge"): self.purge,
+            ("POST", "/warmline/repair"): self.repair,
+            ("POST", "/warmline/replay"): self.replay,
+        }
+
+    async def purge(self, request: web.Request) -> web.Response:
+        """What was purged from disk leaves memory too; residents that were not meant are restored when needed."""
+        try:
+            wanted = decode(await read_body(request, self._receive_timeout_s), PurgeRequest)
+            reply = await asyncio.to_thread(purge, self._index, wanted)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise bad_request(f"Not a purge: {error}") from error
+        if not wanted.dry_run:
+            self._turns.forget()
+            await self._forget_residents()
+        return json_answer(reply)
+
+    async def repair(self, _: web.Request) -> web.Response:
+        """Saves and restores go on meanwhile; what they have under way is left alone."""
+        if not await asyncio.to_thread(is_readable, self._index.home.index):
+            raise IndexFailure(f"it has pages that end the process which reads them; {MADE_ANEW}")
+        try:
+            reply = await asyncio.to_thread(repair, self._index, deep=True, saving=True)
+        except OSError as error:
+            raise failure("can't be repaired", error) from error
+        for each in reply.did:
+            log.warning("repair: %s %s: %s", each.what, each.id, each.detail)
+        return json_answer(reply)
+
+    async def replay(self, request: web.Request) -> web.Response:
+        """Answers when all is computed, however long that takes; a caller that leaves ends it."""
+        try:
+            wanted = decode(await read_body(request, self._receive_timeout_s), ReplayRequest)
+            reply = await self._replayer.replay(wanted)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise bad_request(f"Not a replay: {error}") from error
+        return json_answer(reply)
+
+    async def _forget_residents(self) -> None:
+        for resident in self._knowledge.mirror.ids():
+            self._knowledge.mirror.drop(resident)
+            try:
+                await self._upstream.drop_resident(resident)
+            except UpstreamError as error:
+                log.warning("resident %s was purged, but may still be in memory: %s", resident, error)
