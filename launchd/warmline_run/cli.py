@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from warmline_run import commands, openblas, supervise
+from warmline_run.reference import plain
 from warmline_run.resolve import EXIT_CONFIGURATION, Config, ConfigurationError, Effective, misspelt, resolve
 from warmline_run.settings import SETTINGS, Setting
 
@@ -62,7 +63,7 @@ def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(setting: Setting) -> inspect.Parameter:
     """Flags arrive as text and are parsed by the table, so that all sources are checked by the same rule."""
-    shown = setting.help + (f" (default: {setting.default})" if setting.default else "")
+    shown = plain(setting.help) + (f" (default: {setting.default})" if setting.default else "")
     annotation: Any
     if isinstance(setting.default, bool):
         annotation = Annotated[bool | None, typer.Option(setting.flag + "/--no-" + setting.flag[2:], help=shown)]

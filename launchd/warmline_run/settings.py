@@ -30,7 +30,10 @@ TEMPLATE_ARGS_EXAMPLE = '{"enable_thinking": false}'
 
 @dataclass(frozen=True)
 class Setting:
-    """`parse` takes what a flag, a variable or TOML gave and returns the value, or raises ValueError saying why."""
+    """`help` is a line of Markdown, for the reference and, without its backticks, for --help.
+
+    `parse` takes what a flag, a variable or TOML gave and returns the value, or raises ValueError saying why.
+    """
 
     name: str
     default: Value
@@ -40,6 +43,7 @@ class Setting:
     in_toml: bool = True
     as_flag: bool = True
     secret: bool = False
+    unset: str = "none"  # what "" means as a default, for people
     omit_zero: bool = False  # 0 leaves the choice to the process, which then isn't given the flag
 
     @property
@@ -208,14 +212,18 @@ SETTINGS: dict[str, Setting] = {
             str(Path.home() / ".warmline"),
             home_path,
             "DIR",
-            "where everything is kept: index, segments, models, logs",
+            "where everything is kept: index, segments, models, logs; not in the file, which lies there",
             in_toml=False,  # the file lies in the home
         ),
         Setting(
-            "model", DEMO_MODEL, model_name, "MODEL", "a folder or repository that mlx-lm loads; demo: SmolLM2-135M"
+            "model",
+            DEMO_MODEL,
+            model_name,
+            "MODEL",
+            "a folder or repository that mlx-lm loads; `demo`: SmolLM2-135M, out of a package",
         ),
-        Setting("served_name", "", text, "NAME", "the name that /v1/models shows (default: the model's own)"),
-        Setting("host", "127.0.0.1", text, "HOST", "where clients connect; other than loopback needs client_key"),
+        Setting("served_name", "", text, "NAME", "the name that `/v1/models` shows", unset="the model's own"),
+        Setting("host", "127.0.0.1", text, "HOST", "where clients connect; other than loopback needs `client_key`"),
         Setting(
             "lan",
             False,
@@ -228,7 +236,7 @@ SETTINGS: dict[str, Setting] = {
             "",
             hosts,
             "NAMES",
-            "further names that clients reach this machine by; *: any name",
+            "further names that clients reach this machine by, separated by commas, or `*` for any name",
         ),
         Setting(
             "share_cache",
@@ -239,42 +247,56 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("port", 8026, port, "PORT", "the port for clients"),
         Setting("backend_port", 8025, port, "PORT", "the backend's port, on loopback only"),
-        Setting("client_key", "", text, "KEY", "what clients must send as Bearer token", as_flag=False, secret=True),
-        Setting("cors_origins", "", origins, "ORIGINS", "of web pages that may use /v1 from a browser; *: of all"),
+        Setting(
+            "client_key",
+            "",
+            text,
+            "KEY",
+            "what clients must send as their key; never a flag, since command lines are visible to all users",
+            as_flag=False,
+            secret=True,
+        ),
+        Setting(
+            "cors_origins",
+            "",
+            origins,
+            "ORIGINS",
+            "origins of web pages that may use `/v1` from a browser, separated by commas, or `*` for any page",
+        ),
         Setting(
             "reuse",
             "fast",
             one_of(*REUSE),
             "MODE",
-            "fast: reuse all that is kept; exact: only what gives a cold run's very bits; off: nothing",
+            "`fast` reuses all that is kept, `exact` only what gives a cold run's very bits, `off` nothing",
         ),
         Setting(
             "audit_fraction",
             0.01,
             share,
             "SHARE",
-            "of the warm requests, computed again cold when the engine is idle; 0: none, 1: all",
+            "share of the warm requests that are computed again, cold, when the engine is idle; 0: none",
         ),
         Setting(
             "audit_tolerance",
             0.0,
             amount("nats", 0, 1e6),
             "NATS",
-            "how far log-probabilities may differ from a cold run's; 0: as the KV's type allows",
+            "how far log-probabilities may differ from a cold run's, in nats; 0: as the KV's type allows",
         ),
         Setting(
             "garbage_guard",
             "observe",
             one_of(*GARBAGE_GUARD),
             "WHAT",
-            "observe: audit a warm answer that collapses into repetition before all others; off",
+            "`observe` has a warm answer that collapses into repetition audited before all others; `off`",
         ),
         Setting(
             "prefill_step_size",
             2048,
             step_size,
             "TOKENS",
-            "tokens that prefill computes at a time; auto: measured at the first start with a model",
+            "tokens that prefill computes at a time; `auto`: measured at the first start with a model, and remembered",
         ),
         Setting(
             "memory_budget_gb",
@@ -290,10 +312,10 @@ SETTINGS: dict[str, Setting] = {
             0,
             one_of(0, 4, 8),
             "BITS",
-            "quantize KV to this many bits; 0: keep it as computed",
+            "quantize the KV cache to 4 or 8 bits; 0: keep it as computed",
             omit_zero=True,
         ),
-        Setting("kv_group_size", 64, one_of(32, 64, 128), "N", "values quantized together, with kv_bits"),
+        Setting("kv_group_size", 64, one_of(32, 64, 128), "N", "values quantized together: 32, 64 or 128"),
         Setting(
             "max_tokens",
             0,
@@ -302,14 +324,15 @@ SETTINGS: dict[str, Setting] = {
             "answer length where a request sets none; 0: no limit",
             omit_zero=True,
         ),
-        Setting("temp", 0.0, temperature, "T", "temperature where a request names none; 0: the likeliest token"),
-        Setting("top_p", 1.0, share, "SHARE", "nucleus sampling where a request names none; 1: off"),
+        Setting("temp", 0.0, temperature, "T", "temperature where a request sets none; 0: the likeliest token"),
+        Setting("top_p", 1.0, share, "SHARE", "nucleus sampling where a request sets none; 1: off"),
         Setting(
             "chat_template_args",
             "{}",
             json_object,
             "JSON",
-            f"arguments for the chat template, such as {TEMPLATE_ARGS_EXAMPLE}; a request's own go first",
+            "a JSON object (in the file also a table) of arguments for the chat template, such as "
+            '`{"enable_thinking": false}`; a request\'s `chat_template_kwargs` go first, key by key',
         ),
         Setting("adapter_path", "", path, "DIR", "a LoRA adapter for the model"),
         Setting("trust_remote_code", False, yes_or_no, "", "let code that comes with a model run"),
@@ -318,21 +341,48 @@ SETTINGS: dict[str, Setting] = {
             0.0,
             seconds,
             "S",
-            "compute a token whenever the engine has been idle for so long, so that the GPU stays awake; 0: never",
+            "seconds of idleness after which the engine computes a token, again and again, so "
+            "that the GPU stays awake; 0: never",
         ),
-        Setting("queue_count_max", 64, whole(0, 100_000), "N", "requests that may wait; more get 429"),
+        Setting("queue_count_max", 64, whole(0, 100_000), "N", "requests that may wait; more are answered 429"),
         Setting("running_count_max", 16, whole(1, 10_000), "N", "requests computed at once"),
-        Setting("connections_max", 2048, whole(1, 1_000_000), "N", "connections that clients may have open"),
         Setting(
-            "connect_timeout_s", 60.0, seconds, "S", "how long a request waits for a backend that starts; 0: no limit"
+            "connections_max",
+            2048,
+            whole(1, 1_000_000),
+            "N",
+            "connections that clients may have open; beyond, idle ones are closed, then newcomers get 503",
+        ),
+        Setting(
+            "connect_timeout_s",
+            60.0,
+            seconds,
+            "S",
+            "how long a request waits for a backend that starts, or is started again; 0: no limit",
         ),
         Setting("queue_timeout_s", 0.0, seconds, "S", "how long a request may wait for its turn; 0: no limit"),
-        Setting("stall_timeout_s", 300.0, seconds, "S", "how long a request may make no progress at all; 0: no limit"),
+        Setting(
+            "stall_timeout_s",
+            300.0,
+            seconds,
+            "S",
+            "how long a request may make no progress at all, not a chunk, not a token; 0: no limit",
+        ),
         Setting("total_timeout_s", 0.0, seconds, "S", "how long a request may take in all; 0: no limit"),
         Setting(
-            "wedge_timeout_s", 120.0, some_seconds, "S", "how long a step may take until the backend is started again"
+            "wedge_timeout_s",
+            120.0,
+            some_seconds,
+            "S",
+            "how long the engine may be busy with one step before the backend is started again",
         ),
-        Setting("receive_timeout_s", 60.0, some_seconds, "S", "for the head, and each next piece, of a request"),
+        Setting(
+            "receive_timeout_s",
+            60.0,
+            some_seconds,
+            "S",
+            "for the whole head of a request, and for each next piece of its body",
+        ),
         Setting("send_timeout_s", 300.0, some_seconds, "S", "for a client to take the next piece of its answer"),
         Setting(
             "heartbeat_after_s",
@@ -346,25 +396,28 @@ SETTINGS: dict[str, Setting] = {
             "stop",
             one_of(*ON_DISCONNECT),
             "WHAT",
-            "for a client that leaves: stop, or finish-prefill when the engine is idle",
+            "for a client that leaves: `stop`, or `finish-prefill` when nobody else needs the engine",
         ),
         Setting(
             "partial_save_tokens",
             8192,
             whole(0, 10_000_000),
             "TOKENS",
-            "save a running prefill every so many tokens; 0: only at its end",
+            "a running prefill is saved every so many tokens; 0: only at its end",
         ),
         Setting(
             "stabilize",
             "",
             rules,
             "RULES",
-            f"replace what changes at the top of prompts and means nothing: some of {', '.join(STABILIZE)}",
+            "replace what changes at the top of prompts and means nothing: some of `times`, "
+            "`dates`, `ids`, `billing`, `tool-order`",
         ),
-        Setting("drain_timeout_s", 30.0, seconds, "S", "what running requests get to finish at a stop"),
-        Setting("log_level", "info", one_of(*LOG_LEVELS), "LEVEL", "debug, info, warning or error"),
-        Setting("log_format", "text", one_of(*LOG_FORMATS), "FORMAT", "text: lines for people; json: an object a line"),
-        Setting("log_files", False, yes_or_no, "", "log to HOME/logs, in files that are rotated, and not to stderr"),
+        Setting("drain_timeout_s", 30.0, seconds, "S", "what running requests get to finish when Warmline is stopped"),
+        Setting("log_level", "info", one_of(*LOG_LEVELS), "LEVEL", "`debug`, `info`, `warning` or `error`"),
+        Setting(
+            "log_format", "text", one_of(*LOG_FORMATS), "FORMAT", "`text`: lines for people; `json`: an object a line"
+        ),
+        Setting("log_files", False, yes_or_no, "", "log to `HOME/logs`, in files that are rotated, and not to stderr"),
     )
 }

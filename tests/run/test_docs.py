@@ -6,25 +6,24 @@ from pathlib import Path
 import pytest
 
 from warmline_run.gates.running import GATES
+from warmline_run.reference import BEGIN, END, renewed
 from warmline_run.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-SAID_IN_WORDS = {
-    "home": "`~/.warmline`",
-    "served_name": "the model's own",
-    "client_key": "none",
-    "adapter_path": "none",
-    "stabilize": "none",
-    "cors_origins": "none",
-    "allowed_hosts": "none",
-}
 
 
-def test_the_settings_table_is_complete_and_right() -> None:
-    told = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \| .+ \|$", text_of("settings.md"), flags=re.MULTILINE))
-    shown = {name: str(setting.default).lower().removesuffix(".0") for name, setting in SETTINGS.items()}
-    assert told == {name: SAID_IN_WORDS.get(name, f"`{default}`") for name, default in shown.items()}
+def test_the_settings_reference_is_what_the_code_makes() -> None:
+    """`make reference` writes it anew."""
+    text = text_of("settings.md")
+    assert renewed(text) == text
+    made = text[text.index(BEGIN) : text.index(END)]
+    assert re.findall(r"^\| `(\w+)` \|", made, flags=re.MULTILINE) == list(SETTINGS)
+
+
+def test_a_document_without_marks_is_not_touched() -> None:
+    with pytest.raises(ValueError, match=r"the marks .* are missing"):
+        renewed("# Settings")
 
 
 def test_the_gates_stand_there_in_their_order() -> None:
