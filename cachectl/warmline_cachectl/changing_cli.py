@@ -1,0 +1,80 @@
+"""The verbs that change what is stored: through the proxy where one runs, else under the home's lock."""
+
+import re
+import sys
+import time
+from typing import Annotated
+
+import msgspec
+import typer
+
+from warmline_cachectl import client, tables
+from warmline_cachectl.options import (
+    CHANGING,
+    EXIT_FOUND,
+    EXIT_OK,
+    EXIT_USAGE,
+    HOME,
+    HomeOption,
+    JsonOption,
+    fail,
+    failing,
+    home_at,
+    reading,
+    session_id,
+)
+from warmline_cachectl.showing import show
+from warmline_proxy.purge import select, told
+from warmline_proxy.rows import PurgeReply, PurgeRequest, Snapshot
+
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+app = typer.Typer()
+
+
+@app.command(short_help="Remove conversations.", rich_help_panel=CHANGING)
+def purge(
+    session: Annotated[str, typer.Option(help="One conversation, by id or its beginning.")] = "",
+    model: Annotated[str, typer.Option(help="Everything of one model.")] = "",
+    older_than: Annotated[str, typer.Option(help="What was last used before: 90s, 30m, 12h, 7d, 2w.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+    home: HomeOption = HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove conversations from disk, and every trace of them from the index."""
+    if sum(map(bool, (session, model, older_than, everything))) != 1:
+        fail("name exactly one of --session, --model, --older-than, --all", EXIT_USAGE)
+    if not (dry_run or yes or sys.stdin.isatty()):
+        fail("purge asks before it removes anything; without a terminal, say --yes or --dry-run", EXIT_USAGE)
+    older_than_s = _seconds(older_than)
+    with reading(home) as reader:
+        snapshot = reader.snapshot()
+    request = PurgeRequest(
+        session=session_id(snapshot, session), model=model, older_than_s=older_than_s, everything=everything
+    )
+    reply = _preview(snapshot, request)
+    if not dry_run:
+        if not (yes or typer.confirm(f"{tables.purged(reply).removeprefix('would ')}?", err=True)):
+            fail("nothing was purged", EXIT_OK)
+        with failing():
+            reply = client.purge(home_at(home), request)
+    show(msgspec.structs.asdict(reply), [tables.purged(reply)], as_json)
+
+
+def _preview(snapshot: Snapshot, request: PurgeRequest) -> PurgeReply:
+    """What would go; ends with exit code 1 where that is nothing."""
+    selection = select(snapshot, request, time.time())
+    if not (selection.sessions or selection.segments or selection.quarantined or request.everything):
+        fail("nothing matches", EXIT_FOUND)
+    return told(selection, dry_run=True)
+
+
+def _seconds(text: str) -> float | None:
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
+    if found is None:
+        fail(f"{text!r} is no age; say 90s, 30m, 12h, 7d or 2w", EXIT_USAGE)
+    return float(found[1]) * UNITS_S[found[2]]

@@ -1,0 +1,78 @@
+"""The verbs that check what is stored, and mend it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from warmline_cachectl import client, tables, views
+from warmline_cachectl.options import (
+    CHECKING,
+    EXIT_FOUND,
+    EXIT_USAGE,
+    HOME,
+    HomeOption,
+    JsonOption,
+    fail,
+    failing,
+    home_at,
+    reading,
+    session_id,
+)
+from warmline_cachectl.showing import show
+from warmline_proxy.rows import Finding, ReplayRequest
+
+app = typer.Typer()
+
+
+@app.command(short_help="Check the index and its files, and repair them.", rich_help_panel=CHECKING)
+def verify(
+    session: Annotated[str, typer.Argument(help="With --replay: one conversation, by id or its beginning.")] = "",
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte of every file.")] = False,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Have the running pair compute what is stored again, cold, and compare.")
+    ] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Mend what can be mended, say what was done, then check all (--deep).")
+    ] = False,
+    home: HomeOption = HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the index and its files; exit code 1 where something is (or is left) wrong."""
+    if replay and repair:
+        fail("one at a time: --repair, then --replay", EXIT_USAGE)
+    if replay:
+        return _replay(session, home, as_json)
+    if session:
+        fail("one conversation alone can only be replayed: add --replay", EXIT_USAGE)
+    did: list[Finding] = []
+    if repair:
+        with failing():
+            did, deep = client.repair(home_at(home)).did, True
+    with reading(home) as reader:
+        client.check_readable(reader.home)
+        found, totals = reader.verify(deep), reader.totals()
+    summary = f"{totals.segments} segments and {totals.checkpoints} checkpoints checked: {len(found)} findings"
+    view = {
+        "findings": [msgspec.structs.asdict(finding) for finding in found],
+        "segments": totals.segments,
+        "checkpoints": totals.checkpoints,
+        "deep": deep,
+    }
+    if repair:
+        view["did"] = [msgspec.structs.asdict(each) for each in did]
+    show(view, [*(tables.repaired(did) if repair else ()), *tables.findings(found, summary)], as_json)
+    if found:
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _replay(session: str, home: Path, as_json: bool) -> None:
+    with reading(home) as reader:
+        wanted = session_id(reader.snapshot(), session)
+    with failing():
+        reply = client.replay(home_at(home), ReplayRequest(session=wanted))
+    view = {"replays": [msgspec.structs.asdict(each) for each in reply.replays]}
+    show(view, tables.replays(reply.replays), as_json)
+    if any(each.outcome in views.REPLAYED_WRONG for each in reply.replays):
+        raise typer.Exit(EXIT_FOUND)
