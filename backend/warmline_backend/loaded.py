@@ -14,12 +14,16 @@ from warmline_backend.fits import check_fits
 from warmline_backend.grammar.compiler import Grammars
 from warmline_backend.model import ServedModel
 from warmline_backend.output.expected import expected_of
-from warmline_backend.params import parse_params
+from warmline_backend.params import BadRequest, parse_params
 from warmline_backend.prompt_store import StoredPrompt
 from warmline_backend.prompts import Renderer
 from warmline_backend.storage import Storage
+from warmline_backend.text import text_of
 from warmline_wire.home import Home
+from warmline_wire.keys import TOKEN_BYTES, unpack_tokens
 from warmline_wire.messages import SampledTurn
+
+TEXTS_TOKENS_MAX = 65_536  # that are read for one question
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,21 @@ class Loaded:
     names: TokenNames
     storage: Storage
     created: int  # when the model's config was last written, in Unix seconds
+
+    def texts_of(self, sequences: Sequence[bytes]) -> list[str]:
+        """What packed token sequences say.  Raises BadRequest."""
+        if sum(map(len, sequences)) > TEXTS_TOKENS_MAX * TOKEN_BYTES:
+            raise BadRequest(f"the sequences have more than {TEXTS_TOKENS_MAX} tokens in all; send fewer", "sequences")
+        return [text_of(self.served.tokenizer, self._ids(sequence)) for sequence in sequences]
+
+    def _ids(self, sequence: bytes) -> list[int]:
+        if len(sequence) % TOKEN_BYTES:
+            raise BadRequest(f"a sequence has {len(sequence)} bytes; a token has {TOKEN_BYTES}", "sequences")
+        ids = unpack_tokens(sequence)
+        if ids and max(ids) >= self.served.vocabulary_size:
+            known = self.served.vocabulary_size - 1
+            raise BadRequest(f"token {max(ids)} is none of this model's, which end at {known}", "sequences")
+        return ids
 
     def prompt_of(
         self,

@@ -44,6 +44,8 @@ from warmline_wire.messages import (
     RestoreRefused,
     RestoreRequest,
     SaveRequest,
+    TextsReply,
+    TextsRequest,
     decode,
     encode,
 )
@@ -74,6 +76,7 @@ def make_app(service: Service, secret: str) -> web.Application:
             web.post("/v1/chat/completions", routes.chat),
             web.post("/v1/completions", routes.completion),
             web.post("/kv/prompts", routes.prompts),
+            web.post("/kv/texts", routes.texts),
             web.post("/kv/restore", routes.restore),
             web.post("/kv/save", routes.save),
             web.get("/kv/status", routes.status),
@@ -177,6 +180,10 @@ class _Routes:
     async def prompts(self, request: web.Request) -> web.Response:
         raw = await request.read()
         return _json(await self._service.prompt(decode(raw, PromptRequest), len(raw)))
+
+    async def texts(self, request: web.Request) -> web.Response:
+        wanted = await _body(request, TextsRequest)
+        return _json(TextsReply(texts=await self._service.texts(wanted.sequences)))
 
     async def restore(self, request: web.Request) -> web.Response:
         try:

@@ -215,6 +215,11 @@ class Service:
             fingerprint=self.loaded.fingerprint,
         )
 
+    async def texts(self, sequences: Sequence[bytes]) -> list[str]:
+        """What packed tokens say.  Raises BadRequest, NotReady."""
+        loaded = self.loaded
+        return await asyncio.get_running_loop().run_in_executor(self._renderers, loaded.texts_of, sequences)
+
     async def render(
         self, endpoint: str, body: dict[str, Any], body_bytes: int, turns: Sequence[SampledTurn] = ()
     ) -> StoredPrompt:

@@ -10,6 +10,11 @@ _PENDING_TOKENS_MAX = 16  # no character needs as many; more is noise that never
 _TEXT = "text"
 
 
+def text_of(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> str:
+    """All that these tokens say, special ones included.  Any thread."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
 class StopWords:
     """Content up to the first stop word that is complete.  Not thread-safe; one a request."""
 

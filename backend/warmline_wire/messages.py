@@ -85,6 +85,16 @@ class PromptReply(Reply, kw_only=True):
     fingerprint: str
 
 
+class TextsRequest(msgspec.Struct, kw_only=True):
+    """POST /kv/texts: what token sequences say, special tokens included; for people."""
+
+    sequences: list[bytes]  # u32le ids
+
+
+class TextsReply(msgspec.Struct, kw_only=True):
+    texts: list[str]  # one a sequence; a character that one of its ends cuts is U+FFFD
+
+
 class SegmentRef(msgspec.Struct, kw_only=True):
     """One link of a restorable chain: the rows [start, upto) of a segment whose file holds [start, end)."""
 

@@ -16,7 +16,7 @@ Errors are translated here, once.  Nothing is sent twice unless sending it twice
 dispatched again by `dispatching`, on whose word the caller goes.
 """
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -47,6 +47,8 @@ from warmline_wire.messages import (
     SaveRequest,
     Settled,
     Status,
+    TextsReply,
+    TextsRequest,
     decode,
     encode,
     message_in,
@@ -202,6 +204,14 @@ class Upstream:
     async def save(self, request: SaveRequest, timeout_s: float) -> SaveReply:
         """Returns once all files are durable.  Raises Gone where the resident is no longer there, TimedOut."""
         return _decoded(await self._call("POST", "/kv/save", encode(request), timeout_s=timeout_s), SaveReply)
+
+    async def texts(self, sequences: Sequence[bytes]) -> list[str]:
+        """What packed tokens of the model that it serves say, one text a sequence."""
+        body = encode(TextsRequest(sequences=list(sequences)))
+        reply = await self._call("POST", "/kv/texts", body, repeatable=True, timeout_s=PROBE_TIMEOUT_S)
+        if len(texts := _decoded(reply, TextsReply).texts) != len(sequences):
+            raise Garbled(f"the backend gave {len(texts)} texts for {len(sequences)} sequences")
+        return texts
 
     async def residents(self, ids: bool) -> ResidentsReply:
         path = "/kv/residents?ids=1" if ids else "/kv/residents"
