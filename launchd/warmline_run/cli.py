@@ -1,20 +1,19 @@
 """`warmline`: starts the pair or one of the two, examines models and servers, or shows the settings in force."""
 
-import inspect
 import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 
 from warmline_run import commands, openblas, supervise
-from warmline_run.reference import plain
-from warmline_run.resolve import EXIT_CONFIGURATION, Config, ConfigurationError, Effective, misspelt, resolve
-from warmline_run.settings import SETTINGS, Setting
+from warmline_run.options import with_settings
+from warmline_run.resolve import EXIT_CONFIGURATION, Config, ConfigurationError, Effective, resolve
+from warmline_run.settings import SETTINGS
 
 app = typer.Typer(
     help="A caching proxy in front of an MLX model: what was prefilled once is never prefilled again.",
@@ -39,41 +38,8 @@ def _main(
 ) -> None: ...
 
 
-def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that takes `config` a flag for each setting instead, resolved once."""
-
-    def command(**given: Any) -> None:
-        flags = {name: given.pop(name) for name in list(given) if name in SETTINGS}
-        for line in misspelt(os.environ):
-            supervise.say(line)
-        try:
-            function(resolve(flags, os.environ), **given)
-        except ConfigurationError as error:
-            supervise.say(str(error))
-            raise typer.Exit(EXIT_CONFIGURATION) from None
-
-    own = list(inspect.signature(function).parameters.values())[1:]
-    flags = [_parameter(setting) for setting in SETTINGS.values() if setting.as_flag]
-    parameters = [*(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), *flags]
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return command
-
-
-def _parameter(setting: Setting) -> inspect.Parameter:
-    """Flags arrive as text and are parsed by the table, so that all sources are checked by the same rule."""
-    shown = plain(setting.help) + (f" (default: {setting.default})" if setting.default else "")
-    annotation: Any
-    if isinstance(setting.default, bool):
-        annotation = Annotated[bool | None, typer.Option(setting.flag + "/--no-" + setting.flag[2:], help=shown)]
-    else:
-        annotation = Annotated[str | None, typer.Option(setting.flag, metavar=setting.metavar, help=shown)]
-    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
 @app.command()
-@_with_settings
+@with_settings
 def serve(config: Config) -> None:
     """Run proxy and backend together; restart what dies."""
     _check_ports_free(config)
@@ -92,14 +58,14 @@ def serve(config: Config) -> None:
 
 
 @app.command()
-@_with_settings
+@with_settings
 def proxy(config: Config) -> None:
     """Run the proxy alone, in this process."""
     _become(commands.proxy(config, os.environ))
 
 
 @app.command()
-@_with_settings
+@with_settings
 def backend(config: Config) -> None:
     """Run the backend alone, in this process."""
     _advise(os.environ)
@@ -107,7 +73,7 @@ def backend(config: Config) -> None:
 
 
 @app.command(short_help="Say whether a model can be served, and how.")
-@_with_settings
+@with_settings
 def doctor(
     config: Config,
     examined: Annotated[str, typer.Argument(metavar="MODEL", help="instead of the setting", show_default=False)] = "",
@@ -164,7 +130,7 @@ def gates(
 
 
 @app.command("config")
-@_with_settings
+@with_settings
 def show_config(
     config: Config, as_json: Annotated[bool, typer.Option("--json", help="for programs instead of people")] = False
 ) -> None:

@@ -51,6 +51,11 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def off_flag(self) -> str:
+        """Of a switch."""
+        return "--no-" + self.name.replace("_", "-")
+
+    @property
     def variable(self) -> str:
         return "WARMLINE_" + self.name.upper()
 
