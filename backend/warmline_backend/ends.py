@@ -71,7 +71,8 @@ class Ends:
         self._residents.make_room(self._lineup.bytes_held + kv.nbytes)
         # Kept even without: it takes no more than it took, and what is lost before it is saved is computed again.
         lease_s = 0.0 if self._served.layout.problem else UNSAVED_S
-        return self._residents.add(kv, lease_s=lease_s, left_by=sequence.request.id)
+        request = sequence.request
+        return self._residents.add(kv, lease_s=lease_s, left_by=request.id, root=request.root)
 
     def _tell(self, sequence: Sequence, finish: str, resident: str, error: str) -> Settled:
         """What it leaves, and that it has ended, are told; so is the end of all that waited for its rows."""

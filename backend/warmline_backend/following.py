@@ -31,6 +31,8 @@ class Followers:
         while leader.leader is not None and wanted <= leader.meeting:
             leader = leader.leader  # a follower starts where they meet: what lies before is its own leader's to give
         name = leader.request.id
+        if leader.request.root != request.root:
+            raise ResidentMismatch(f"request {name} is of another tenant")
         if not 0 < request.reuse < len(request.prompt) or leader.tokens_known[:wanted] != request.prompt[:wanted]:
             raise ResidentMismatch(f"request {name} does not compute the prompt's first {wanted} tokens")
         if leader.kv.layout.problem or not wanted or not (meeting := leader.meeting_for(wanted)):

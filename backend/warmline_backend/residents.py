@@ -27,6 +27,7 @@ class _Entry:
     kv: KV
     packed: bytes  # its tokens, u32le
     bytes_held: int
+    root: bytes = b""
     leased_until: float = 0.0  # time.monotonic()
     last_used: float = field(default_factory=time.time)
 
@@ -67,14 +68,14 @@ class Residents:
         """The resident that an ended request left, even if it is gone by now; "" where none is known."""
         return self._left_by.get(request_id, "")
 
-    def add(self, kv: KV, *, lease_s: float, left_by: str = "") -> str:
+    def add(self, kv: KV, *, lease_s: float, left_by: str = "", root: bytes = b"") -> str:
         """Keep `kv`; the caller has seen to the room (`make_room`).  Returns the new resident's id.
 
-        For `lease_s` nothing pushes it out; the lease ends sooner when it is taken, saved, or named in `order`.
+        `root` says whose it is: no other's request can take it.  For `lease_s` nothing pushes it out; the lease ends sooner when it is taken, saved, or named in `order`.
         """
         resident_id = secrets.token_hex(8)
         until = time.monotonic() + lease_s
-        self._entries[resident_id] = _Entry(kv, pack_tokens(kv.tokens), kv.nbytes, until)
+        self._entries[resident_id] = _Entry(kv, pack_tokens(kv.tokens), kv.nbytes, root, until)
         self._listed = None
         if left_by:
             self._note_left_by(left_by, resident_id)
@@ -99,7 +100,7 @@ class Residents:
                 entry.leased_until = 0.0
             self._listed = None
 
-    def take(self, resident_id: str, prompt: list[int], reuse: int, keep: bool) -> KV:
+    def take(self, resident_id: str, prompt: list[int], reuse: int, keep: bool, root: bytes = b"") -> KV:
         """A KV of exactly `prompt[:reuse]` for a new owner.  Raises ResidentGone, ResidentMismatch.
 
         The resident itself is moved, and what it holds beyond `reuse` given up; or, to `keep` it, copied.
@@ -108,6 +109,8 @@ class Residents:
         if entry is None:
             raise ResidentGone(resident_id)
         kv = entry.kv
+        if entry.root != root:
+            raise ResidentMismatch(f"resident {resident_id} is of another model or tenant")
         if not 0 < reuse < len(prompt) or not kv.can_continue_at(reuse):
             raise ResidentMismatch(f"resident {resident_id} of {kv.length} tokens can't be continued at {reuse}")
         if kv.tokens[:reuse] != prompt[:reuse]:
@@ -190,6 +193,7 @@ class Residents:
                     bytes_held=entry.bytes_held,
                     last_used=entry.last_used,
                     ids=entry.packed,
+                    root=entry.root,
                 )
                 for resident_id, entry in self._entries.items()
             ]

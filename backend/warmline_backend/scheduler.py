@@ -98,7 +98,7 @@ class Scheduler:
         return sequence
 
     def _kv_of_resident(self, request: Generation) -> KV:
-        kv = self.residents.take(request.resident, request.prompt, request.reuse, request.keep)
+        kv = self.residents.take(request.resident, request.prompt, request.reuse, request.keep, request.root)
         if not request.keep:
             return kv
         # Apart, or while it waits it would hold the whole of a longer resident that is dropped meanwhile.
@@ -156,10 +156,10 @@ class Scheduler:
         """Give a reservation back, or no longer wait for it; no harm where there is none."""
         self._admission.release(request_id)
 
-    def install(self, request_id: str, kv: KV) -> str:
-        """Make a restored KV a resident, leased for the request that it is for; its reservation ends."""
+    def install(self, request_id: str, kv: KV, root: bytes = b"") -> str:
+        """Make a restored KV a resident of this `root`, leased for the request that it is for; its reservation ends."""
         kv.grid, kv.grid_end = self.settings.grid, kv.length
-        resident = self.residents.add(kv, lease_s=LEASE_S)
+        resident = self.residents.add(kv, lease_s=LEASE_S, root=root)
         self.release(request_id)  # after it, or what it takes would be given to whoever waits
         return resident
 

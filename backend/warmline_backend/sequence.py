@@ -97,6 +97,7 @@ class Generation:
     reuse: int = 0
     keep: bool = False  # copy the resident and leave it for others, rather than take it over
     kept: bool = True  # what it has computed becomes a resident
+    root: bytes = b""  # namespace of fingerprint and tenant: it starts from nobody else's rows
     background: bool = False  # computed only while nobody else is; it makes way for whoever wants its memory
     checkpoints: tuple[int, ...] = ()  # ascending positions in the prompt at which to keep recurrent state
     expected: Expected = Expected()  # noqa: RUF009  frozen

@@ -11,6 +11,7 @@ import asyncio
 import errno
 import hmac
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from warmline_wire.messages import (
     HEADER_REQUEST,
     HEADER_RESIDENT,
     HEADER_REUSE,
+    HEADER_ROOT,
     ErrorBody,
     ErrorReply,
     KeepOrder,
@@ -255,6 +257,7 @@ class _Routes:
                 # Whoever gives no name to its request has no use for a resident.
                 kept=HEADER_REQUEST in headers and not background,
                 background=background,
+                root=_root(headers),
                 checkpoints=_positions(headers),
             )
             streamed = bool(prompt_id) or prompt.params.stream
@@ -294,6 +297,13 @@ def _number(headers: Any, name: str) -> int:
     if not text.isdecimal():
         raise BadRequest(f"the header {name} must be a number of tokens, not {text!r}")
     return int(text)
+
+
+def _root(headers: Any) -> bytes:
+    text = headers.get(HEADER_ROOT, "")
+    if not re.fullmatch(r"(?:[0-9a-f]{32})?", text):
+        raise BadRequest(f"the header {HEADER_ROOT} must be 32 hexadecimal digits")
+    return bytes.fromhex(text)
 
 
 def _positions(headers: Any) -> tuple[int, ...]:

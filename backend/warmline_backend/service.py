@@ -256,6 +256,7 @@ class Service:
         keep: bool = False,
         kept: bool = True,
         background: bool = False,
+        root: bytes = b"",
         checkpoints: tuple[int, ...] = (),
     ) -> None:
         """Submit a generation; what it says arrives in the call's events.  One of no tokens is over at once."""
@@ -274,6 +275,7 @@ class Service:
             keep=keep,
             kept=kept,
             background=background,
+            root=root,
             checkpoints=checkpoints,
             expected=prompt.expected,
         )

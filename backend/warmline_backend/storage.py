@@ -154,7 +154,7 @@ class Storage:
         read_s = time.monotonic() - began  # what comes next waits for the engine's present step, as a prefill would
 
         def install(scheduler: Scheduler) -> tuple[str, int, float]:
-            resident = scheduler.install(name, read.build(self._served.layout))
+            resident = scheduler.install(name, read.build(self._served.layout), request.root)
             scheduler.rates.restored(read.bytes_read, read_s)
             return resident, read.bytes_read, time.monotonic() - began
 

@@ -19,6 +19,7 @@ HEADER_REUSE = "X-Warmline-Reuse"  # tokens of it to reuse; 1 <= reuse < prompt 
 HEADER_KEEP = "X-Warmline-Keep"  # "1": the resident is copied and stays; without it the request takes it over
 HEADER_FOLLOW = "X-Warmline-Follow"  # request id of a generation that is computing the prompt's first `reuse` tokens
 HEADER_CHECKPOINTS = "X-Warmline-Checkpoints"  # "120,800": positions at which recurrent state is to be kept
+HEADER_ROOT = "X-Warmline-Root"  # namespace(fingerprint, tenant) in hex: whose the prompt is, and what it leaves
 HEADER_BACKGROUND = "X-Warmline-Background"  # "1": computed only while nobody else wants the engine; leaves nothing
 # Response headers, from the proxy to its client.
 HEADER_CACHE = "X-Warmline-Cache"  # "resident 812", "restored 812", "shared 812" or "cold 0"
@@ -180,6 +181,7 @@ class Resident(msgspec.Struct, kw_only=True):
     bytes_held: int
     last_used: float  # Unix seconds
     ids: bytes | None = None  # u32le; only on GET /kv/residents?ids=1
+    root: bytes = b""  # whose it is: the `HEADER_ROOT` of the request that left it, or the root of its restore
 
 
 class ResidentsReply(Reply, kw_only=True):

@@ -182,7 +182,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     upstream = Upstream(config.backend_url, secret)
     watchdog = Watchdog(upstream, config.wedge_timeout_s, config.home.pid_file("backend"))
     tenant = tenant_of(config.client_key)
-    knowledge = Knowledge(upstream, tenant)
+    knowledge = Knowledge(upstream)
     lives = Lives(knowledge)
     admission = Admission(config.running_count_max, config.queue_count_max, lives.retry_after_s)
     persistence = Persistence(metrics)

@@ -320,7 +320,9 @@ class HotPath:
         )
         life.clock.waits()
         try:
-            stream = await self._upstream.generate(life.call.api.endpoint, request_id, life.prompt.prompt_id, plan)
+            stream = await self._upstream.generate(
+                life.call.api.endpoint, request_id, life.prompt.prompt_id, plan, root=life.root
+            )
         except Gone as error:
             log.info("request %s is planned again: %s", request_id, error)
             await self._knowledge.refresh()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from warmline_proxy.mirror import Mirror
 from warmline_proxy.plan import Candidate, Costs
 from warmline_proxy.upstream import Upstream
-from warmline_wire.keys import TOKEN_BYTES, common_prefix, namespace
+from warmline_wire.keys import TOKEN_BYTES, common_prefix
 from warmline_wire.messages import Reply, Status
 
 MEASURE_INTERVAL_S = 1.0
@@ -26,10 +26,9 @@ class Suspicion:
 class Knowledge:
     """What is known of the backend.  Refreshes are made one at a time; the rest reads."""
 
-    def __init__(self, upstream: Upstream, tenant: str) -> None:
+    def __init__(self, upstream: Upstream) -> None:
         self.mirror = Mirror()
         self._upstream = upstream
-        self._tenant = tenant
         self._status: Status | None = None
         self._measured_at = 0.0  # time.monotonic()
         self._refreshing = asyncio.Lock()
@@ -80,7 +79,7 @@ class Knowledge:
         self._status = status = await self._upstream.status()
         self.mirror.note(listing)
         self.mirror.keep_only(listing.residents, known)
-        self.mirror.add_listed(listing.residents, namespace(status.fingerprint, self._tenant))
+        self.mirror.add_listed(listing.residents)
         return status
 
     async def _prune(self) -> None:

@@ -57,14 +57,11 @@ class Mirror:
         if resident and len(held):
             self._held[resident] = held
 
-    def add_listed(self, residents: Iterable[Resident], root: bytes) -> None:
-        """Adopt what a listing with ids shows and the mirror didn't know.
-
-        A listing doesn't tell whose tokens these are; the proxy serves one tenant, whose namespace `root` is.
-        """
+    def add_listed(self, residents: Iterable[Resident]) -> None:
+        """Adopt what a listing with ids shows and the mirror didn't know.  What doesn't say whose it is, is nobody's."""
         for each in residents:
-            if each.ids is not None and each.id not in self._held and each.id not in self._shunned:
-                self.add(each.id, Held(root, each.ids, tuple(each.positions), turn_end=each.tokens))
+            if each.root and each.ids is not None and each.id not in self._held and each.id not in self._shunned:
+                self.add(each.id, Held(each.root, each.ids, tuple(each.positions), turn_end=each.tokens))
 
     def drop(self, resident: str) -> None:
         self._held.pop(resident, None)

@@ -60,7 +60,9 @@ class Recomputer:
         prompt = await self._upstream.prompt(PromptRequest(request_id=request_id, endpoint="completion", body=body))
         if namespace(prompt.fingerprint, self._tenant) != root:
             raise OtherModel("the backend now serves another model, or serves it otherwise")
-        stream = await self._upstream.generate("completion", request_id, prompt.prompt_id, plan, background=True)
+        stream = await self._upstream.generate(
+            "completion", request_id, prompt.prompt_id, plan, root=root, background=True
+        )
         settled = await _settled(stream)
         return settled.first if settled and settled.finish in ANSWERED else None
 

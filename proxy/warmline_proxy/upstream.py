@@ -34,6 +34,7 @@ from warmline_wire.messages import (
     HEADER_REQUEST,
     HEADER_RESIDENT,
     HEADER_REUSE,
+    HEADER_ROOT,
     ErrorReply,
     KeepOrder,
     PromptReply,
@@ -249,15 +250,16 @@ class Upstream:
         return _decoded(body, Settled) if body != b"{}" else None
 
     async def generate(
-        self, endpoint: str, request_id: str, prompt_id: str, plan: Plan, *, background: bool = False
+        self, endpoint: str, request_id: str, prompt_id: str, plan: Plan, *, root: bytes, background: bool = False
     ) -> ByteStream:
         """Starts a generation of a rendered prompt: always a stream with usage, and no body, for the backend has it.
 
+        `root` says whose it is: the backend has it start from nobody else's rows, and what it leaves bears it.
         In the `background` it is computed while nobody else wants the engine, and nothing of it is kept.
 
         Raises Gone where `plan`'s resident, its leader or the prompt is no longer there.
         """
-        headers = {HEADER_REQUEST: request_id, HEADER_PROMPT: prompt_id}
+        headers = {HEADER_REQUEST: request_id, HEADER_PROMPT: prompt_id, HEADER_ROOT: root.hex()}
         if plan.follow:
             headers |= {HEADER_FOLLOW: plan.follow, HEADER_REUSE: str(plan.reuse)}
         elif plan.reuse:

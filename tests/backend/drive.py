@@ -93,6 +93,7 @@ class Drive:
         reuse: int = 0,
         keep: bool = False,
         background: bool = False,
+        root: bytes = b"",
         checkpoints: tuple[int, ...] = (),
         **params: object,
     ) -> tuple[str, Heard]:
@@ -110,6 +111,7 @@ class Drive:
             keep=keep,
             kept=not background,
             background=background,
+            root=root,
             checkpoints=checkpoints,
         )
         self.scheduler.submit(generation)

@@ -17,6 +17,7 @@ from warmline_wire.messages import (
     HEADER_REQUEST,
     HEADER_RESIDENT,
     HEADER_REUSE,
+    HEADER_ROOT,
     SETTLED_EVENT,
     ErrorBody,
     ErrorReply,
@@ -101,6 +102,7 @@ class FakeBackend:
         self.background_allowed = asyncio.Event()
         self.background_allowed.set()
         self.held: dict[str, bytes] = {}  # residents: packed tokens
+        self.roots: dict[str, bytes] = {}  # whose they are
         self.checkpoints: dict[str, list[int]] = {}
         self.calls: defaultdict[str, list[Any]] = defaultdict(list)
         self.raw: list[bytes] | None = None  # a stream's bytes instead of the usual ones
@@ -265,7 +267,7 @@ class FakeBackend:
                 409,
             )
         resident = self._id("restored")
-        self.held[resident] = asked.tokens
+        self.held[resident], self.roots[resident] = asked.tokens, asked.root
         return self._reply(
             RestoreReply(**self._now, resident=resident, position=len(asked.tokens) // 4, bytes_read=1, seconds=0.01)
         )
@@ -307,6 +309,7 @@ class FakeBackend:
                         bytes_held=1,
                         last_used=0.0,
                         ids=ids if with_ids else None,
+                        root=self.roots.get(name, b""),
                     )
                     for name, ids in self.held.items()
                 ],
@@ -414,6 +417,7 @@ class FakeBackend:
         logprob = self.cold_logprobs.pop(0) if right and self.cold_logprobs else self.logprob
         if resident:
             self.held[resident] = packed(prompt + generated)
+            self.roots[resident] = bytes.fromhex(headers[HEADER_ROOT])
         at = [int(position) for position in headers.get(HEADER_CHECKPOINTS, "").split(",") if position]
         self.checkpoints[resident] = [*at, len(prompt + generated)] if self.layout.has_states else []
         return Settled(

@@ -9,6 +9,7 @@ from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.mirror import Held, Mirror
 from warmline_proxy.upstream import Upstream
 from warmline_wire.keys import pack_tokens
+from warmline_wire.messages import Resident
 
 ROOT, OTHER = b"r" * 16, b"o" * 16
 
@@ -35,6 +36,18 @@ def test_tokens_decide_and_never_another_namespace() -> None:
     assert [(each.resident, each.common, each.positions) for each in found] == [("mine", 8, (4, 10))]
 
 
+def test_only_what_says_whose_it_is_is_adopted() -> None:
+    mirror, tokens = Mirror(), pack_tokens(range(10))
+    said, unsaid = (
+        Resident(id=name, tokens=10, positions=[], bytes_held=1, last_used=0.0, ids=tokens, root=root)
+        for name, root in (("said", OTHER), ("unsaid", b""))
+    )
+    mirror.add_listed([said, unsaid])
+    assert mirror.ids() == {"said"}
+    assert [each.resident for each in mirror.candidates(OTHER, tokens)] == ["said"]
+    assert not mirror.candidates(ROOT, tokens) and not mirror.candidates(b"", tokens)
+
+
 def test_a_conversation_is_told_from_another_past_the_end_of_its_resident() -> None:
     mirror = Mirror()
     mirror.add("mine", Held(ROOT, pack_tokens(range(8)), turn_end=12, beyond=pack_tokens(range(8, 12))))
@@ -51,7 +64,7 @@ def test_a_conversation_is_told_from_another_past_the_end_of_its_resident() -> N
 async def test_what_a_backend_says_while_it_loads_is_asked_again(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         upstream = Upstream(proxy.backend_url, proxy.home.secret())
-        knowledge = Knowledge(upstream, "")
+        knowledge = Knowledge(upstream)
         proxy.backend.layout = None  # type: ignore[assignment]
         assert (await knowledge.status()).layout is None
         proxy.backend.layout = layout()

@@ -69,6 +69,8 @@ async def test_what_the_budget_can_not_hold_is_not_kept_in_memory_for_a_save(tmp
 @on_loop
 async def test_what_the_budget_can_not_hold_keeps_nothing_else_from_being_saved(tmp_path: Path) -> None:
     async with pair(tmp_path, disk_budget_bytes=200_000) as proxy:
+        root = namespace("f" * 64)
+        proxy.backend.roots |= {"large": root, "small": root}
         proxy.backend.held["large"] = bytes(4 * 4000)
         proxy.backend.held["small"] = b"".join(number.to_bytes(4, "little") for number in range(200))
         while not (rows := proxy.index.segments()):
