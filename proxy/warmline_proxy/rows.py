@@ -72,6 +72,7 @@ class SessionRow(msgspec.Struct, kw_only=True):
     requests: int = 1
     hits: int = 0
     client: str = ""  # what the client called it (X-Session-ID ...); a hint for people, never proof
+    pinned: bool = False  # what was stored of it when it was pinned is not evicted
 
 
 class TurnRow(msgspec.Struct, kw_only=True):
@@ -241,6 +242,45 @@ class PurgeReply(msgspec.Struct, kw_only=True):
     quarantined: list[str]
     bytes_freed: int
     dry_run: bool
+
+
+class PinRequest(msgspec.Struct, kw_only=True):
+    """POST /warmline/pin of the proxy."""
+
+    session: str
+    off: bool = False  # let it be evicted again
+
+
+class PinReply(msgspec.Struct, kw_only=True):
+    session: str
+    pinned: bool
+    segments: list[str]  # that are now, or no longer are
+    bytes_pinned: int  # of all that is pinned now
+    bytes_pinned_max: int
+
+
+class GcRequest(msgspec.Struct, kw_only=True):
+    """POST /warmline/gc of the proxy."""
+
+    to_bytes: int | None = None  # evict until no more are used; None: what the budget wants
+
+
+class GcReply(msgspec.Struct, kw_only=True):
+    """What went, by number, and what is used on disk."""
+
+    evicted: list[str] = []  # segments, checkpoints and quarantined files
+    orphans: int = 0  # files that nobody claimed
+    drafts: int = 0  # of saves and compactions that were killed
+    bytes_strays: int = 0  # of these two
+    doomed: int = 0  # files whose rows were gone already
+    records: int = 0  # of requests, too old
+    turns: int = 0  # sampled, too old, of what is not stored
+    notes: int = 0  # on why something is no longer stored
+    bytes_before: int = 0
+    bytes_after: int = 0
+    bytes_wanted: int = 0  # more than these are only left where what is pinned or in use needs them
+    bytes_index_before: int = 0
+    bytes_index_after: int = 0
 
 
 class RepairReply(msgspec.Struct, kw_only=True):

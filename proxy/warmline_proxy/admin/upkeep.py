@@ -1,4 +1,4 @@
-"""What the owner has done to what is stored: purge, repair, replay."""
+"""What the owner has done to what is stored: purge, pin, gc, repair, replay."""
 
 import asyncio
 import logging
@@ -9,14 +9,16 @@ from aiohttp import web
 from warmline_proxy.admin.paths import Paths
 from warmline_proxy.bodies import json_answer, read_body
 from warmline_proxy.errors import bad_request
+from warmline_proxy.gc import collect
 from warmline_proxy.index import Index
 from warmline_proxy.index_errors import MADE_ANEW, IndexFailure, failure
 from warmline_proxy.index_probe import is_readable
 from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.pin import NotStored, TooMuchPinned, pin
 from warmline_proxy.purge import purge
 from warmline_proxy.repair import repair
 from warmline_proxy.replay import Replayer
-from warmline_proxy.rows import PurgeRequest, ReplayRequest
+from warmline_proxy.rows import GcRequest, PinRequest, PurgeRequest, ReplayRequest
 from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Upstream, UpstreamError
 from warmline_wire.messages import decode
@@ -48,6 +50,8 @@ class Upkeep:
     def paths(self) -> Paths:
         return {
             ("POST", "/warmline/purge"): self.purge,
+            ("POST", "/warmline/pin"): self.pin,
+            ("POST", "/warmline/gc"): self.gc,
             ("POST", "/warmline/repair"): self.repair,
             ("POST", "/warmline/replay"): self.replay,
         }
@@ -63,6 +67,28 @@ class Upkeep:
             self._turns.forget()
             await self._forget_residents()
         return json_answer(reply)
+
+    async def pin(self, request: web.Request) -> web.Response:
+        """404 where no such conversation is stored; 409 where the budget has no room for it."""
+        try:
+            wanted = decode(await read_body(request, self._receive_timeout_s), PinRequest)
+            return json_answer(await asyncio.to_thread(pin, self._index, wanted))
+        except NotStored as error:
+            raise bad_request(str(error), status=404, code="not_found") from error
+        except TooMuchPinned as error:
+            raise bad_request(str(error), status=409, code="too_much_pinned") from error
+        except (msgspec.DecodeError, ValueError) as error:
+            raise bad_request(f"Not a pin: {error}") from error
+
+    async def gc(self, request: web.Request) -> web.Response:
+        """Saves and restores go on meanwhile; what they have under way is left alone."""
+        try:
+            wanted = decode(await read_body(request, self._receive_timeout_s), GcRequest)
+            return json_answer(await asyncio.to_thread(collect, self._index, wanted, saving=True))
+        except (msgspec.DecodeError, ValueError) as error:
+            raise bad_request(f"Not a gc: {error}") from error
+        except OSError as error:
+            raise failure("can't be tidied", error) from error
 
     async def repair(self, _: web.Request) -> web.Response:
         """Saves and restores go on meanwhile; what they have under way is left alone."""

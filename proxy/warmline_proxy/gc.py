@@ -1,0 +1,92 @@
+"""Collecting garbage: what nobody needs goes, and the budget is brought down to where it is wanted."""
+
+import time
+from pathlib import Path
+
+from warmline_proxy import index_files
+from warmline_proxy.index import Index
+from warmline_proxy.index_tables import GONE_MAX, Tables
+from warmline_proxy.index_turns import remove_turns, turns
+from warmline_proxy.rows import GcReply, GcRequest
+from warmline_wire import disk
+
+RECORD_AGE_MAX_S = 30 * 86400.0
+STRAY_AGE_MIN_S = 600.0  # of a file that nobody claims, while a backend may be writing it
+
+
+def collect(index: Index, request: GcRequest, *, saving: bool) -> GcReply:
+    """Blocks.  Raises ValueError, IndexFailure, OSError.
+
+    `saving`: a proxy runs, so that what its saves are writing must be left alone.
+    """
+    if request.to_bytes is not None and request.to_bytes < 0:
+        raise ValueError(f"to_bytes must be 0 or more, not {request.to_bytes}")
+    index.flush()
+    before, now = index.totals(), time.time()
+    reply = GcReply(bytes_before=before.bytes_used, bytes_index_before=before.bytes_index)
+    reply.doomed = index.sweep()
+    _delete_strays(index, now - STRAY_AGE_MIN_S if saving else now, reply)
+    reply.drafts += len(index.tidy())
+    index.change(lambda tables: _expire(tables, now, reply))
+    index.compact()
+    reply.evicted = _evict(index, request)
+    if reply.evicted:
+        index.compact()
+    after = index.totals()
+    reply.bytes_after, reply.bytes_index_after = after.bytes_used, after.bytes_index
+    reply.bytes_wanted = index.budget_bytes if request.to_bytes is None else request.to_bytes
+    return reply
+
+
+def _evict(index: Index, request: GcRequest) -> list[str]:
+    if request.to_bytes is None:
+        return index.make_room()
+    used = index.totals().bytes_used
+    return index.free(used - request.to_bytes) if used > request.to_bytes else []
+
+
+def _delete_strays(index: Index, before: float, reply: GcReply) -> None:
+    """Files that nobody claims, last written before then.
+
+    What is saved meanwhile stands in the index before its file is there; so the files are listed first.
+    """
+    listed = [*index_files.stored(index.home), *index_files.aside(index.home)]
+    claimed = index.change(_claimed)
+    for file_id, path in listed:
+        if file_id in claimed or not _is_older(path, before):
+            continue
+        reply.bytes_strays += path.stat().st_size
+        disk.delete(path)
+        if file_id:
+            reply.orphans += 1
+        else:
+            reply.drafts += 1
+
+
+def _claimed(tables: Tables) -> set[str]:
+    """The ids of all files that are stored, set aside, being written, or about to be deleted."""
+    keys = (key for table in ("segments", "checkpoints", "quarantine", "doomed") for key, _ in tables.items(table))
+    return {key.hex() for key in keys} | {file_id for plan in tables.saves() for file_id in plan.file_ids}
+
+
+def _is_older(path: Path, before: float) -> bool:
+    try:
+        return path.stat().st_mtime <= before
+    except FileNotFoundError:
+        return False
+
+
+def _expire(tables: Tables, now: float, reply: GcReply) -> None:
+    """Old records, old sampled turns of what is not stored, and notes on what went where no more fit."""
+    for key, record in tables.requests():
+        if record.at < now - RECORD_AGE_MAX_S:
+            tables.delete("requests", key)
+            reply.records += 1
+    stored = {row.id for row in tables.sessions()}
+    old = [pair for pair in turns(tables) if pair[1].at < now - RECORD_AGE_MAX_S and pair[1].session not in stored]
+    remove_turns(tables, old)
+    reply.turns = len(old)
+    if (notes := tables.count("gone")) >= GONE_MAX:
+        for key, _ in list(tables.items("gone")):
+            tables.delete("gone", key)
+        reply.notes = notes
