@@ -9,8 +9,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from warmline_proxy.admin.access import check_owner
+from warmline_proxy.admin.browsing import Browsing
 from warmline_proxy.admin.health import Health
 from warmline_proxy.admin.looking import Looking
+from warmline_proxy.admin.pages import Pages, is_page
 from warmline_proxy.admin.paths import PREFIX, OwnerPaths
 from warmline_proxy.admin.status import StatusPath
 from warmline_proxy.admin.upkeep import Upkeep
@@ -69,6 +71,7 @@ class Face:
         ending: Ending,
         health: Health,
         owner_paths: OwnerPaths,
+        pages: Pages,
         anthropic: Anthropic,
         response_paths: ResponsePaths,
     ) -> None:
@@ -80,6 +83,7 @@ class Face:
         self._ending = ending
         self._health = health
         self._owner_paths = owner_paths
+        self._pages = pages
         self._anthropic = anthropic
         self._response_paths = response_paths
 
@@ -97,6 +101,9 @@ class Face:
         if path.startswith(PREFIX):
             check_owner(request, self._secret)
             return await self._owner_paths.answer(request, path)
+        if is_page(path):
+            check_owner(request, self._secret)
+            return self._pages.answer(request, path)
         if request.method == "OPTIONS":
             return web.Response(status=204, headers={"Allow": "GET, HEAD, POST, DELETE, OPTIONS"})
         check_key(request.headers, self._config.client_key)
@@ -249,7 +256,8 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         lives=lives,
         ending=ending,
         health=Health(upstream, watchdog, knowledge, admission, metrics, persistence),
-        owner_paths=OwnerPaths(status.paths, upkeep.paths, Looking(index).paths),
+        owner_paths=OwnerPaths(status.paths, upkeep.paths, Looking(index).paths, Browsing(index).paths),
+        pages=Pages(),
         anthropic=Anthropic(MESSAGES, config, renderer, knowledge),
         response_paths=ResponsePaths(RESPONSES, config, renderer, lives, ending),
     )

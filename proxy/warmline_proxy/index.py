@@ -177,6 +177,8 @@ class Index(IndexReader):
         self.read_only = ""  # why nothing can be written, while what is stored can be read
         self.read_only_code = ""  # as code_of
         self.on_records: Callable[[IndexFailure | None], object] = _warn
+        self.changes = 0  # how often something was written, but for bookkeeping: who keeps what it read compares
+        self.bookkept = 0  # how often bookkeeping was
         try:
             self._env = Env(home.index, writable=True, map_bytes=map_bytes)
             self._env.reader_check()
@@ -416,7 +418,13 @@ class Index(IndexReader):
             error = ReadOnlyIndex(self.read_only)
             error.code = self.read_only_code
             raise error
-        return self._submit(lambda: self._env.write(change)).result()
+        return self._submit(lambda: self._write_now(change)).result()
+
+    def _write_now(self, change: Callable[[Tables], T]) -> T:
+        """On the writer thread."""
+        result = self._env.write(change)
+        self.changes += 1
+        return result
 
     def _tick(self) -> None:
         """On the writer thread, every second and at the end.  What can't be written is tried again at the next."""
@@ -424,6 +432,7 @@ class Index(IndexReader):
             if self.read_only:
                 self._bookkeeping.clear()
             elif self._bookkeeping.write(self._env.write):
+                self.bookkept += 1
                 self.on_records(None)
             if time.monotonic() >= self._reader_check_due:
                 self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S

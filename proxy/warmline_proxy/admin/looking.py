@@ -5,9 +5,9 @@ import asyncio
 import msgspec
 from aiohttp import web
 
+from warmline_proxy.admin.asked import number
 from warmline_proxy.admin.paths import Paths
 from warmline_proxy.bodies import json_answer
-from warmline_proxy.errors import bad_request
 from warmline_proxy.index import Index
 from warmline_proxy.rows import RequestRecord
 
@@ -31,13 +31,5 @@ class Looking:
         return {("GET", "/warmline/requests"): self.requests}
 
     async def requests(self, request: web.Request) -> web.Response:
-        count = _number(request, "count", RECORDS_MAX, RECORDS_MAX)
+        count = number(request, "count", RECORDS_MAX, RECORDS_MAX)
         return json_answer(RequestsReply(requests=await asyncio.to_thread(self._index.requests, count)))
-
-
-def _number(request: web.Request, name: str, default: int, most: int) -> int:
-    """Raises ClientError 400."""
-    text = request.query.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) <= most):
-        raise bad_request(f"{name} must be a whole number from 0 to {most}, not {text[:40]!r}.", param=name)
-    return int(text)

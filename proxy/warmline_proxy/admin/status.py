@@ -44,6 +44,7 @@ class ProxyStatus(msgspec.Struct, kw_only=True):
     """The answer."""
 
     at: float  # Unix seconds
+    uptime_s: float
     running: int
     queued: int
     settling: int  # answered, but not yet on disk
@@ -84,6 +85,7 @@ class StatusPath:
         self._lives = lives
         self._persistence = persistence
         self._connections = connections
+        self._began = time.monotonic()
 
     @property
     def paths(self) -> Paths:
@@ -101,6 +103,7 @@ class StatusPath:
             backend = str(error)
         answer = ProxyStatus(
             at=time.time(),
+            uptime_s=time.monotonic() - self._began,
             running=self._admission.running,
             queued=self._admission.queued,
             settling=self._lives.settling,
