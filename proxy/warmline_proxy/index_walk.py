@@ -7,6 +7,9 @@ from warmline_proxy.rows import Match, SegmentRow
 from warmline_wire.keys import TOKEN_BYTES, chain_hashes, common_prefix
 from warmline_wire.messages import CheckpointRef, SegmentRef
 
+BESIDE_TOKENS = 96  # of what is stored in the place of a prompt's tokens: enough to see what it is
+BRANCHES_MAX = 32  # in one place that are looked at
+
 
 @dataclass
 class Step:
@@ -54,13 +57,27 @@ def match(tables: Tables, root: bytes, tokens: bytes, limit: int) -> Match:
         if row.position <= step.upto
     ]
     why, differs = _why(tables, root, tokens, limit, found)
+    beside_in, beside = _beside(tables, root, found) if differs else ("", b"")
     return Match(
         tokens=found.matched,
         chain=[SegmentRef(id=s.row.id, start=s.row.start, end=s.row.end, upto=s.upto) for s in steps],
         checkpoints=checkpoints,
         why=why,
         differs=differs,
+        beside=beside,
+        beside_in=beside_in,
     )
+
+
+def tokens_from(tables: Tables, segment_id: str, at: int, count: int) -> bytes:
+    """Packed, from `at` in this segment on, and below it along the youngest branch; at most `count`."""
+    parts, row = list[bytes](), tables.segment(segment_id)
+    while row is not None and count > 0 and at < row.end:
+        part = tables.tokens(row.id)[(at - row.start) * TOKEN_BYTES :][: count * TOKEN_BYTES]
+        parts.append(part)
+        at, count = row.end, count - len(part) // TOKEN_BYTES
+        row = _youngest(tables, row.root, row.id, at)
+    return b"".join(parts)
 
 
 def path(tables: Tables, segment_id: str) -> list[SegmentRow]:
@@ -82,6 +99,22 @@ def tokens_to(tables: Tables, segment_id: str) -> bytes:
     return b"".join(
         tables.tokens(row.id)[: (until - row.start) * TOKEN_BYTES] for row, until in zip(rows, leaves_at, strict=True)
     )
+
+
+def _beside(tables: Tables, root: bytes, found: Walk) -> tuple[str, bytes]:
+    """What is stored where a prompt differs: the segment and its tokens from there on."""
+    at = found.matched
+    branches = [_youngest(tables, root, found.leaf, at)]
+    if found.steps and at < found.steps[-1].row.end:
+        branches.append(found.steps[-1].row)
+    row = max(filter(None, branches), key=lambda each: each.created, default=None)
+    return (row.id, tokens_from(tables, row.id, at, BESIDE_TOKENS)) if row else ("", b"")
+
+
+def _youngest(tables: Tables, root: bytes, parent: str, at: int) -> SegmentRow | None:
+    """Of the children that leave there; of very many, of some."""
+    rows = (tables.segment(child) for child in tables.children(root, parent, at)[:BRANCHES_MAX])
+    return max(filter(None, rows), key=lambda row: row.created, default=None)
 
 
 def _deepest(tables: Tables, root: bytes, tokens: bytes, limit: int) -> str:

@@ -23,6 +23,7 @@ RESTORE_OVERHEAD_S = 0.01  # opening files and one more call
 
 RESIDENT, RESTORED, SHARED, COLD = "resident", "restored", "shared", "cold"
 SHARED_TOKENS_MIN = BLOCK_TOKENS  # less is not worth waiting for another request
+TOOLS = "tools"  # the role of what stands before all messages
 NOTE_TOKENS = 32  # a message's header and what opens its reasoning are shorter
 LEADER_TOKENS_MAX = 1.25  # times one's own prompt: nobody waits for a much longer one that has not begun
 
@@ -89,6 +90,7 @@ class Plan:
     checkpoint: CheckpointRef | None = None
     checkpoints: tuple[int, ...] = ()  # where to keep recurrent state while prefilling
     parts_at: int | None = None  # the token from which on the prompt differs from all that is known
+    parts_with: str = ""  # the resident that it differs from there; "" where it is what is stored
 
     @property
     def files(self) -> list[str]:
@@ -128,6 +130,7 @@ def decide(
         checkpoint=start.checkpoint,
         checkpoints=_checkpoints(prompt, start.reuse, layout, checkpoint_gap_max),
         parts_at=known.until if known.differs else None,
+        parts_with=known.resident if known.differs else "",
     )
 
 
@@ -340,12 +343,14 @@ class _Known:
     until: int
     why: str
     differs: bool = False
+    resident: str = ""  # in which they are
 
 
 def _known(start: _Start, prompt: Prompt, residents: Sequence[Candidate], match: Match) -> _Known:
-    """What reaches furthest; of the same, what differs there, then what is in memory where the start is."""
-
-    stored, in_memory = _stored(match, prompt), [_in_memory(each, prompt) for each in residents]
+    """What reaches furthest; of the same, what differs there, then what is in memory where the start is, the youngest
+    first.
+    """
+    stored, in_memory = _stored(match, prompt), [_in_memory(each, prompt) for each in reversed(residents)]
     known = [*in_memory, stored] if start.source == RESIDENT else [stored, *in_memory]
     return max(known, key=lambda each: (each.until, each.differs))
 
@@ -353,28 +358,50 @@ def _known(start: _Start, prompt: Prompt, residents: Sequence[Candidate], match:
 def _stored(match: Match, prompt: Prompt) -> _Known:
     if match.tokens >= prompt.tokens - 1:
         return _Known(prompt.tokens - 1, "all of it is stored")
-    where = place(prompt.messages, match.tokens) if match.differs else ""
+    where = place(prompt.messages, match.tokens).told if match.differs else ""
     return _Known(match.tokens, match.why + where, match.differs)
 
 
 def _in_memory(resident: Candidate, prompt: Prompt) -> _Known:
     until = min(resident.common, resident.tokens, prompt.tokens - 1)
     if until < min(resident.tokens, prompt.tokens - 1):
-        where = place(prompt.messages, until)
-        return _Known(until, f"differs from what is in memory at token {until}{where}", differs=True)
+        where = place(prompt.messages, until).told
+        return _Known(until, f"differs from what is in memory at token {until}{where}", True, resident.resident)
     return _Known(until, f"in memory up to token {until}")
 
 
-def place(messages: Sequence[MessageEnd], at: int) -> str:
-    """Where token `at` lies, for people: ", in message 4 (assistant): ..."; "" where that is not known."""
+@dataclass(frozen=True)
+class Place:
+    """Where a token lies: in one of messages `first` to `last`, or in the tools, or after all; or nobody knows."""
+
+    first: int = 0
+    last: int = 0
+    role: str = ""  # "tools" in the tools; "" where it may be one of several messages
+    note: str = ""
+    after_all: bool = False
+
+    @property
+    def told(self) -> str:
+        """For people: ", in message 4 (assistant): ..."; "" where nobody knows."""
+        if self.after_all:
+            return ", after the last message"
+        if self.role == TOOLS:
+            return ", in the tools"
+        if self.first < self.last:
+            return f", in messages {self.first} to {self.last}"
+        return f", in message {self.last} ({self.role})" + (f": {self.note}" if self.note else "") if self.last else ""
+
+
+def place(messages: Sequence[MessageEnd], at: int) -> Place:
+    """Where token `at` lies."""
     after = next((index for index, message in enumerate(messages) if message.end > at), None)
     if after is None:
-        return ", after the last message" if messages else ""
+        return Place(after_all=bool(messages))
     start, first = (messages[after - 1].end, messages[after - 1].number + 1) if after else (0, 1)
     last = messages[after]
     if not last.number:
-        return ", in the tools"
+        return Place(role=TOOLS)
     if first < last.number:
-        return f", in messages {first} to {last.number}"
+        return Place(first, last.number)
     note = last.note if at - start < NOTE_TOKENS else ""  # reasoning comes first: what differs later is something else
-    return f", in message {last.number} ({last.role})" + (f": {note}" if note else "")
+    return Place(last.number, last.number, last.role, note)

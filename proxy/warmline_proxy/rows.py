@@ -100,7 +100,10 @@ class Parting(msgspec.Struct, kw_only=True):
     prompt_text: str = ""
     segment: MaybeFileId = ""  # in which the known tokens are stored; "" where they were in memory alone
     message: int = 0  # of the prompt, from 1; 0 for tools, or where that is not known
-    role: str = ""
+    message_last: int = 0  # more than `message` where it is one of several
+    role: str = ""  # "tools" for tools; "" where that is not known
+    messages: int = 0  # of the prompt in all, as far as is known
+    comes_later: bool = False  # what came instead stands further on in what is known
     cause: str = ""  # the likeliest one, as `causes` names them
 
 
@@ -146,6 +149,8 @@ class Match(msgspec.Struct, kw_only=True):
     checkpoints: list[CheckpointRef]  # on this path at positions <= tokens, ascending
     why: str  # why it is not longer: "nothing stored", "stored up to token 812", "evicted", "all of it" ...
     differs: bool = False  # other tokens are stored there
+    beside: bytes = b""  # u32le: the first of these, of the youngest branch
+    beside_in: MaybeFileId = ""  # the segment that they begin in
 
 
 class SavePlan(msgspec.Struct, kw_only=True):
