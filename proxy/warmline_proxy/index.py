@@ -114,6 +114,11 @@ class IndexReader:
         with self._env.reading() as tables:
             return index_walk.tokens_to(tables, segment_id)
 
+    def tokens_from(self, segment_id: str, at: int, count: int) -> bytes:
+        """Packed: at most `count` that are stored from `at` in this segment on, along the youngest branch below it."""
+        with self._env.reading() as tables:
+            return index_walk.tokens_from(tables, segment_id, at, count)
+
     def path(self, segment_id: str) -> list[SegmentRow]:
         """From the root to this segment."""
         with self._env.reading() as tables:
