@@ -2,11 +2,13 @@
 
 CannotDo       the reason is for people
 ├── NoHome     no such home, or nothing was ever stored in it
+├── NoProxy    none runs on this home
 └── Refused    the proxy said no, or another process holds the home
 """
 
 import json
-import sys
+from collections.abc import Callable
+from contextlib import suppress
 from http.client import HTTPException
 from typing import TypeVar
 from urllib.error import HTTPError, URLError
@@ -14,17 +16,30 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
 
+from warmline_cachectl import configured
+from warmline_proxy.gc import collect
 from warmline_proxy.index import Index, IndexFailure, IndexReader, NoIndex
 from warmline_proxy.index_probe import is_readable
 from warmline_proxy.lock import HomeLocked, home_lock
+from warmline_proxy.pin import pin as pin_in
 from warmline_proxy.purge import purge as purge_index
 from warmline_proxy.repair import repair as repair_index
-from warmline_proxy.rows import PurgeReply, PurgeRequest, RepairReply, ReplayReply, ReplayRequest
+from warmline_proxy.rows import (
+    GcReply,
+    GcRequest,
+    PinReply,
+    PinRequest,
+    PurgeReply,
+    PurgeRequest,
+    RepairReply,
+    ReplayReply,
+    ReplayRequest,
+)
 from warmline_wire.home import Home
 from warmline_wire.messages import decode, encode, message_in
 
 REPAIR_TIMEOUT_S = 24 * 3600.0  # every byte that is stored is read
-PURGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
+CHANGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
 REPLAY_TIMEOUT_S = 24 * 3600.0  # it waits for others, and computes long prompts from their first token
 
 T = TypeVar("T")
@@ -38,13 +53,17 @@ class NoHome(CannotDo):
     pass
 
 
+class NoProxy(CannotDo):
+    pass
+
+
 class Refused(CannotDo):
     pass
 
 
 def open_reader(home: Home) -> IndexReader:
     """Works whether a proxy runs or not.  Raises CannotDo."""
-    _check_home(home)
+    check_home(home)
     try:
         return IndexReader(home)
     except NoIndex as error:
@@ -62,54 +81,83 @@ def check_readable(home: Home) -> None:
 
 
 def purge(home: Home, request: PurgeRequest) -> PurgeReply:
-    """By the proxy where one runs, else here, under the lock that it would hold.  Raises Refused."""
-    if url := _proxy_url(home):
-        try:
-            return _ask_proxy(url, home.secret(), "/warmline/purge", request, PurgeReply, PURGE_TIMEOUT_S)
-        except ConnectionRefusedError:
-            pass  # it was killed, and left its address behind
-    try:
-        with home_lock(home), Index(home, sys.maxsize) as index:
-            return purge_index(index, request)
-    except (HomeLocked, IndexFailure) as error:
-        raise Refused(str(error)) from error
+    """Raises CannotDo."""
+    return changed(
+        home, "/warmline/purge", request, PurgeReply, CHANGE_TIMEOUT_S, lambda index: purge_index(index, request)
+    )
+
+
+def pin(home: Home, request: PinRequest) -> PinReply:
+    """Raises CannotDo."""
+    return changed(home, "/warmline/pin", request, PinReply, CHANGE_TIMEOUT_S, lambda index: pin_in(index, request))
+
+
+def gc(home: Home, request: GcRequest) -> GcReply:
+    """Raises CannotDo."""
+    return changed(
+        home, "/warmline/gc", request, GcReply, CHANGE_TIMEOUT_S, lambda index: collect(index, request, saving=False)
+    )
 
 
 def repair(home: Home) -> RepairReply:
-    """By the proxy where one runs, else here.  Raises CannotDo."""
-    _check_home(home)
+    """Raises CannotDo."""
+    check_home(home)
     if not (home.index.is_dir() or home.segments.is_dir()):
         raise NoHome(f"no index in {home.index} (nothing was ever stored there)")
-    if url := _proxy_url(home):
-        try:
-            return _ask_proxy(url, home.secret(), "/warmline/repair", {}, RepairReply, REPAIR_TIMEOUT_S)
-        except ConnectionRefusedError:
-            pass  # it was killed, and left its address behind
-    try:
-        with home_lock(home), Index(home, sys.maxsize) as index:
-            index.is_damaged(probed=True)
-            return repair_index(index, deep=True, saving=False)
-    except (HomeLocked, IndexFailure) as error:
-        raise Refused(str(error)) from error
+
+    def here(index: Index) -> RepairReply:
+        index.is_damaged(probed=True)
+        return repair_index(index, deep=True, saving=False)
+
+    return changed(home, "/warmline/repair", {}, RepairReply, REPAIR_TIMEOUT_S, here)
 
 
 def replay(home: Home, request: ReplayRequest) -> ReplayReply:
     """By the proxy alone: it takes a model.  Raises CannotDo."""
-    needed = "a replay computes: it needs the pair, which does not run on this home (start `warmline serve`)"
-    if not (url := _proxy_url(home)):
-        raise Refused(needed)
     try:
-        return _ask_proxy(url, home.secret(), "/warmline/replay", request, ReplayReply, REPLAY_TIMEOUT_S)
-    except ConnectionRefusedError as error:
-        raise Refused(needed) from error
+        return ask(home, "/warmline/replay", ReplayReply, REPLAY_TIMEOUT_S, request)
+    except NoProxy as error:
+        raise Refused(
+            "a replay computes: it needs the pair, which does not run on this home (start `warmline serve`)"
+        ) from error
 
 
-def _check_home(home: Home) -> None:
+def changed(home: Home, path: str, request: object, kind: type[T], timeout_s: float, here: Callable[[Index], T]) -> T:
+    """What the proxy answers where one runs, else what `here` does, under the lock that it would hold.
+
+    Raises CannotDo.
+    """
+    with suppress(NoProxy):
+        return ask(home, path, kind, timeout_s, request)
+    try:
+        with home_lock(home), Index(home, configured.disk_budget_bytes(home)) as index:
+            return here(index)
+    except (HomeLocked, IndexFailure, ValueError, LookupError) as error:
+        raise Refused(str(error)) from error
+
+
+def ask(home: Home, path: str, kind: type[T], timeout_s: float, request: object = None) -> T:
+    """What the running proxy answers: to a POST with a request, else to a GET.
+
+    Raises NoProxy where none runs, Refused where it says no.
+    """
+    url = proxy_url(home)
+    if not url:
+        raise NoProxy(f"no proxy runs on {home.root} (start `warmline serve`)")
+    try:
+        return _ask_proxy(url, home.secret(), path, request, kind, timeout_s)
+    except ConnectionRefusedError as error:  # it was killed, and left its address behind
+        raise NoProxy(f"no proxy answers at {url}, though {home.run / 'proxy.json'} names it") from error
+
+
+def check_home(home: Home) -> None:
+    """Raises NoHome."""
     if not home.root.is_dir():
         raise NoHome(f"no home at {home.root} (name one with --home or WARMLINE_HOME)")
 
 
-def _proxy_url(home: Home) -> str:
+def proxy_url(home: Home) -> str:
+    """Where a proxy of this home said that it listens; "" where none did."""
     try:
         return str(json.loads((home.run / "proxy.json").read_text())["url"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -118,7 +166,8 @@ def _proxy_url(home: Home) -> str:
 
 def _ask_proxy(url: str, secret: str, path: str, request: object, kind: type[T], timeout_s: float) -> T:
     headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
-    call = Request(url + path, data=encode(request), headers=headers, method="POST")
+    data = None if request is None else encode(request)
+    call = Request(url + path, data=data, headers=headers, method="GET" if data is None else "POST")
     direct = build_opener(ProxyHandler({}))  # it is on this machine, whatever http_proxy says
     try:
         with direct.open(call, timeout=timeout_s) as answer:

@@ -148,11 +148,14 @@ class IndexReader:
         with self._env.reading() as tables:
             return tables.quarantined()
 
-    def verify(self, deep: bool = False) -> list[Finding]:
-        """Every structural invariant, and every file's header, tokens and place; `deep` reads all their bytes."""
+    def verify(self, deep: bool = False, progress: Callable[[int], object] = lambda _: None) -> list[Finding]:
+        """Every structural invariant, and every file's header, tokens and place; `deep` reads all their bytes.
+
+        `progress` hears each file's bytes once it was looked at.
+        """
         listing = index_verify.Listing.of(self.home)
         with self._env.reading() as tables:
-            findings = index_verify.verify(tables, self.home, listing, deep)
+            findings = index_verify.verify(tables, self.home, listing, deep, progress)
         with self._env.reading() as tables:
             return index_verify.still_stored(tables, findings)
 

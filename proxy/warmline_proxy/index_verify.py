@@ -1,6 +1,6 @@
 """What must hold of the index and its files, checked in one snapshot."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +31,13 @@ class Listing:
         return cls(list(index_files.stored(home)), list(index_files.aside(home)), list(home.index.iterdir()))
 
 
-def verify(tables: Tables, home: Home, listing: Listing, deep: bool) -> list[Finding]:
-    """Where an entry can't be read, what could be said of the others means little: only that is told then."""
+def verify(
+    tables: Tables, home: Home, listing: Listing, deep: bool, progress: Callable[[int], object]
+) -> list[Finding]:
+    """Where an entry can't be read, what could be said of the others means little: only that is told then.
+
+    `progress` hears each file's bytes once it was looked at.
+    """
     if unreadable := list(flaws(tables)):
         return unreadable
     tree = _Tree.of(tables)
@@ -46,7 +51,7 @@ def verify(tables: Tables, home: Home, listing: Listing, deep: bool) -> list[Fin
         *_turns(tables),
         *_standings(tables),
         *_sums(tables),
-        *_files(tables, tree, home, deep),
+        *_files(tables, tree, home, deep, progress),
         *_quarantine(tables, home),
         *_orphans(tables, home, listing),
         *_modes(home),
@@ -272,7 +277,7 @@ def _sums(tables: Tables) -> Iterator[Finding]:
 # --- files ---
 
 
-def _files(tables: Tables, tree: _Tree, home: Home, deep: bool) -> Iterator[Finding]:
+def _files(tables: Tables, tree: _Tree, home: Home, deep: bool, progress: Callable[[int], object]) -> Iterator[Finding]:
     for row in tables.files():
         file = survey(home, row.id, deep=deep)
         if file.reason:
@@ -281,6 +286,7 @@ def _files(tables: Tables, tree: _Tree, home: Home, deep: bool) -> Iterator[Find
             yield _finding("file", row.id, detail)
         elif detail := _place(tables, tree, row, file):
             yield _finding("place", row.id, detail)
+        progress(row.bytes_on_disk)
 
 
 def _against_row(tables: Tables, row: SegmentRow | CheckpointRow, file: Surveyed) -> str:

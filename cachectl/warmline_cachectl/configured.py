@@ -1,0 +1,36 @@
+"""What a home's settings say, as far as they can be read here: `warmline.toml` and WARMLINE_* variables.
+
+Flags that a running proxy was given are known to it alone: what it says of itself goes first.
+"""
+
+import os
+import tomllib
+from typing import Any
+
+from warmline_wire.flags import GB
+from warmline_wire.home import Home
+
+DISK_BUDGET_GB = 50.0  # as in the table of settings
+
+
+def setting(home: Home, name: str, default: Any) -> Any:
+    """A variable goes before the file; text is read as a number or a switch where the default is one."""
+    given = os.environ.get(f"WARMLINE_{name.upper()}", "") or _from_file(home).get(name, default)
+    try:
+        if isinstance(default, bool):
+            return given if isinstance(given, bool) else str(given).lower() in ("1", "true", "yes", "on")
+        return type(default)(given)
+    except (TypeError, ValueError):
+        return default
+
+
+def disk_budget_bytes(home: Home) -> int:
+    return int(setting(home, "disk_budget_gb", DISK_BUDGET_GB) * GB)
+
+
+def _from_file(home: Home) -> dict[str, Any]:
+    """Empty where it can't be read: the processes that need it say what is wrong with it."""
+    try:
+        return tomllib.loads((home.root / "warmline.toml").read_text())
+    except (OSError, ValueError):
+        return {}
