@@ -5,7 +5,7 @@ touches no more; loaders fill arrays that they make and evaluate themselves, for
 a file is `warmline_wire.segment_file`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
-import msgspec
 
 from warmline_backend.codecs import CacheLayout, Kind
 from warmline_backend.kv import KV, Named, fields_of
@@ -23,13 +22,13 @@ from warmline_wire.keys import TOKEN_BYTES, common_prefix, prefix_digests, unpac
 from warmline_wire.messages import CheckpointRef, SavedFile, SegmentRef
 from warmline_wire.segment_file import (
     CHECKSUMS,
-    METADATA_KEY,
     TOKENS,
     FileMeta,
     SegmentFileError,
     SegmentHeader,
     TensorPlace,
     file_checksum,
+    frame,
     header_checksum,
     read_header,
     tensor_checksum,
@@ -56,7 +55,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Python's buffer protocol has no bfloat16, so bytes are always reached through an unsigned type of the same width.
 CARRIERS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 ROOM_TOKENS = 256  # a restored buffer ends on a multiple of this, as mlx-lm's own do
-HEADER_ALIGN = 8
 READ_BYTES_MAX = 64 << 20  # one read call; some systems refuse 2 GiB and more
 
 
@@ -102,24 +100,12 @@ def write_file(path: Path, meta: FileMeta, tensors: dict[str, Tensor], tokens: b
         tensors = {**tensors, TOKENS: Tensor("U32", (len(tokens) // TOKEN_BYTES,), memoryview(tokens))}
     names = sorted(tensors)
     checksums = [tensor_checksum(name, *meta.span, [tensors[name].data]) for name in names]
-    checksums.append(header_checksum(meta, {name: (tensors[name].dtype, tensors[name].shape) for name in names}))
+    shapes: dict[str, tuple[str, Sequence[int]]] = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
+    checksums.append(header_checksum(meta, shapes))
     packed = b"".join(value.to_bytes(8, "little") for value in checksums)
-    ordered = {name: tensors[name] for name in names}
-    ordered[CHECKSUMS] = Tensor("U64", (len(checksums),), memoryview(packed))
-    written = disk.write_whole(path, [_header(meta, ordered), *(tensor.data for tensor in ordered.values())])
+    head = frame(meta, shapes | {CHECKSUMS: ("U64", (len(checksums),))})
+    written = disk.write_whole(path, [head, *(tensors[name].data for name in names), packed])
     return SavedFile(id=meta.id, bytes_written=written, checksum=file_checksum(checksums))
-
-
-def _header(meta: FileMeta, tensors: dict[str, Tensor]) -> bytes:
-    fields: dict[str, object] = {"__metadata__": {METADATA_KEY: meta.to_json()}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.data.nbytes
-        fields[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (offset, end)}
-        offset = end
-    text = msgspec.json.encode(fields)
-    text += b" " * (-len(text) % HEADER_ALIGN)
-    return len(text).to_bytes(8, "little") + text
 
 
 def sweep_drafts(folder: Path) -> int:

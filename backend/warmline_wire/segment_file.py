@@ -32,9 +32,11 @@ METADATA_KEY = "warmline"
 TOKENS = "tokens"
 CHECKSUMS = "checksums"
 HEADER_BYTES_MAX = 16 << 20
+HEADER_ALIGN = 8
 READ_BYTES = 4 << 20
 DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4}
 DTYPE_BYTES |= {"U64": 8, "I64": 8, "F64": 8, "C64": 8}
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the last: brackets within brackets
 
 
 class SegmentFileError(Exception):
@@ -112,10 +114,15 @@ class _Tensor(msgspec.Struct):
 
 def tensor_checksum(name: str, start: int, end: int, parts: Iterable[bytes | bytearray | memoryview]) -> int:
     """xxh3_64 of a tensor's name, place and bytes; `parts` are its raw bytes in order, cut anywhere."""
-    hasher = xxhash.xxh3_64(name.encode() + start.to_bytes(8, "little") + end.to_bytes(8, "little"))
+    hasher = tensor_hasher(name, start, end)
     for part in parts:
         hasher.update(part)
     return hasher.intdigest()
+
+
+def tensor_hasher(name: str, start: int, end: int) -> xxhash.xxh3_64:
+    """To be fed a tensor's bytes: its `intdigest` is `tensor_checksum`."""
+    return xxhash.xxh3_64(name.encode() + start.to_bytes(8, "little") + end.to_bytes(8, "little"))
 
 
 def header_checksum(meta: FileMeta, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> int:
@@ -129,31 +136,55 @@ def file_checksum(checksums: Iterable[int]) -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(value.to_bytes(8, "little") for value in checksums))
 
 
+def frame(meta: FileMeta, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
+    """The bytes before the tensors: what a file begins with whose tensors (dtype and shape) follow in this order."""
+    fields: dict[str, object] = {"__metadata__": {METADATA_KEY: meta.to_json()}}
+    offset = 0
+    for name, (dtype, shape) in shapes.items():
+        end = offset + math.prod(shape) * DTYPE_BYTES[dtype]
+        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, end)}
+        offset = end
+    text = msgspec.json.encode(fields)
+    text += b" " * (-len(text) % HEADER_ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
 def read_header(path: Path) -> SegmentHeader:
     """The header alone; checks that the frame is whole and the file as long as it says, but no content."""
     with _opened(path) as file:
-        return _header(file)
+        return header_in(file)
 
 
 def read_checksums(path: Path) -> list[int]:
     """One a tensor, in the order of `SegmentHeader.checksummed`, and the header's; not compared with anything."""
     with _opened(path) as file:
-        return _checksums(file, _header(file))
+        return checksums_in(file, header_in(file))
 
 
 def read_tokens(path: Path) -> bytes:
     """The packed ids of a segment, their checksum verified."""
     with _opened(path) as file:
-        header = _header(file)
-        _verify(file, header, [TOKENS])
-        return b"".join(_parts(file, header.tensors[TOKENS]))
+        return tokens_in(file, header_in(file))
 
 
 def verify_file(path: Path) -> None:
     """Read the whole file and compare the header and every tensor with its checksum."""
     with _opened(path) as file:
-        header = _header(file)
-        _verify(file, header, header.checksummed())
+        verify_in(file, header_in(file))
+
+
+# ---- the same of an open file, which may lie within another one
+
+
+def tokens_in(file: BinaryIO, header: SegmentHeader) -> bytes:
+    """As `read_tokens`."""
+    _verify(file, header, [TOKENS])
+    return b"".join(bytes_in(file, header.tensors[TOKENS]))
+
+
+def verify_in(file: BinaryIO, header: SegmentHeader) -> None:
+    """As `verify_file`."""
+    _verify(file, header, header.checksummed())
 
 
 @contextmanager
@@ -167,7 +198,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise SegmentFileError("io", f"{path.name}: {error}") from error
 
 
-def _header(file: BinaryIO) -> SegmentHeader:
+def header_in(file: BinaryIO) -> SegmentHeader:
+    """As `read_header`; the file ends where it can be read no further."""
     file_bytes = file.seek(0, 2)
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
@@ -186,7 +218,7 @@ def _header(file: BinaryIO) -> SegmentHeader:
 def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
     try:
         return decode(raw, dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise SegmentFileError("checksum", f"header does not parse: {error}") from error
 
 
@@ -194,7 +226,7 @@ def _meta(raw: msgspec.Raw | None) -> FileMeta:
     try:
         texts = decode(raw or b"{}", dict[str, str])
         meta = decode(texts.get(METADATA_KEY, "").encode(), FileMeta)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise SegmentFileError("foreign", f"not a file of ours: {error}") from error
     if meta.format != SEGMENT_FORMAT:
         raise SegmentFileError("foreign", f"segment format {meta.format}, this version reads {SEGMENT_FORMAT}")
@@ -204,7 +236,7 @@ def _meta(raw: msgspec.Raw | None) -> FileMeta:
 def _place(name: str, raw: msgspec.Raw, data_start: int, file_bytes: int) -> TensorPlace:
     try:
         tensor = decode(raw, _Tensor)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise SegmentFileError("checksum", f"header of {name} does not parse: {error}") from error
     begin, end = tensor.data_offsets
     if begin < 0 or min(tensor.shape, default=0) < 0 or tensor.dtype not in DTYPE_BYTES:
@@ -231,24 +263,26 @@ def _check_frame(header: SegmentHeader) -> None:
 
 
 def _verify(file: BinaryIO, header: SegmentHeader, names: list[str]) -> None:
-    checksums = _checksums(file, header)
+    checksums = checksums_in(file, header)
     header.verify(checksums)
     wanted = dict(zip(header.checksummed(), checksums[:-1], strict=True))
     for name in names:
         if name not in wanted:
             raise SegmentFileError("tokens", f"no tensor {name}")
-        if tensor_checksum(name, *header.meta.span, _parts(file, header.tensors[name])) != wanted[name]:
+        if tensor_checksum(name, *header.meta.span, bytes_in(file, header.tensors[name])) != wanted[name]:
             raise SegmentFileError("checksum", f"{name} of [{header.meta.start}, {header.meta.end})")
 
 
-def _checksums(file: BinaryIO, header: SegmentHeader) -> list[int]:
-    values = array("Q", b"".join(_parts(file, header.tensors[CHECKSUMS])))
+def checksums_in(file: BinaryIO, header: SegmentHeader) -> list[int]:
+    """As `read_checksums`."""
+    values = array("Q", b"".join(bytes_in(file, header.tensors[CHECKSUMS])))
     if byteorder == "big":
         values.byteswap()
     return values.tolist()
 
 
-def _parts(file: BinaryIO, place: TensorPlace) -> Iterator[bytes]:
+def bytes_in(file: BinaryIO, place: TensorPlace) -> Iterator[bytes]:
+    """A tensor's bytes, a few MB at a time.  Raises SegmentFileError where the file ends before."""
     file.seek(place.offset)
     left = place.bytes_count
     while left:
