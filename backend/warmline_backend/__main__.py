@@ -1,7 +1,7 @@
 """`python -m warmline_backend`: one model behind loopback HTTP.
 
 Exit codes: 0 after a clean stop, 2 where the configuration or the model is at fault (starting again would not help),
-1 otherwise.
+1 otherwise.  Who keeps us running may be told another one: see `warmline_wire.kept`.
 """
 
 import asyncio
@@ -27,12 +27,13 @@ from warmline_backend.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.server import make_app
 from warmline_backend.service import Service
 from warmline_backend.warm_up import warm_up
-from warmline_wire import disk
+from warmline_wire import disk, kept
 from warmline_wire.descriptors import raise_descriptor_limit
 from warmline_wire.home import Home, unusable
 from warmline_wire.lifeline import end_with_parent
 from warmline_wire.lines import say
 from warmline_wire.lock import Locked, process_lock
+from warmline_wire.logs import start_logging, tell_of_loop
 
 log = logging.getLogger("warmline_backend")  # run as a module, it would be called __main__
 
@@ -51,13 +52,11 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         say(f"warmline backend: {error}")
         return 2
-    logging.basicConfig(
-        level=config.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    home = Home(config.home)
+    start_logging("backend", config.log_level, config.log_format, config.log_files, home)
     end_with_parent(config.drain_timeout_s + GRACE_AFTER_DRAIN_S)
     log.info("%d descriptors may be open", raise_descriptor_limit(DESCRIPTORS_WANTED))
     sys.setswitchinterval(SWITCH_S)
-    home = Home(config.home)
     try:
         home.prepare()
         secret = home.secret()
@@ -69,13 +68,14 @@ def main(arguments: list[str]) -> int:
             return asyncio.run(_serve(config, home, secret))
     except Locked as error:
         say(f"warmline backend: {home.root} is {error}, another backend; use another --home")
-        return 2
+        return kept.code_of_held()
 
 
 async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
     at_rest = set(threading.enumerate())
     helpers = ThreadPoolExecutor(thread_name_prefix="helper")
     asyncio.get_running_loop().set_default_executor(helpers)
+    asyncio.get_running_loop().set_exception_handler(tell_of_loop)
     boot = secrets.token_hex(8)
     engine = Engine(lambda: _make_scheduler(config, home, boot), config.gpu_keepalive_s)
     service = Service(config, home, engine, boot)
@@ -94,7 +94,7 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
     try:
         code = await _run(config, service, engine, signals)
     except Exception:
-        log.exception("the process ends")
+        log.critical("the process ends", exc_info=True)
     finally:
         await runner.cleanup()
         service.close()
@@ -106,7 +106,7 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
         if busy := _others(at_rest):  # in a step, or at a disk, that may never answer: Python would wait for them
             log.warning("%s: still at work; the process ends without waiting", ", ".join(busy))
             logging.shutdown()
-            os._exit(code)
+            os._exit(kept.exit_code(code))
     return code
 
 
@@ -175,4 +175,4 @@ def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    kept.end(lambda: main(sys.argv[1:]))

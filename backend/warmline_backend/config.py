@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from warmline_backend.conversation import RESERVED_KWARGS
 from warmline_wire.flags import GB, gigabytes
+from warmline_wire.lines import say
 
 STEP_AUTO = "auto"
 STEP_DIGITS_MAX = 9
@@ -77,8 +78,16 @@ def parse_config(arguments: list[str]) -> BackendConfig:
     return config
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse, but bad flags cost one line instead of a page."""
+
+    def error(self, message: str) -> NoReturn:
+        say(f"warmline backend: {message}")
+        raise SystemExit(2)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="warmline_backend", description="Serves one MLX model on loopback.")
+    parser = _Parser(prog="warmline_backend", description="Serves one MLX model on loopback.")
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--model", required=True, help="folder or repo id that mlx-lm loads")
     parser.add_argument("--served-name", default="")

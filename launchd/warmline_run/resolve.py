@@ -11,7 +11,7 @@ from warmline_run.settings import SETTINGS, Setting, Value, is_loopback
 
 FILE_NAME = "warmline.toml"
 PREFIX = "WARMLINE_"
-OTHER_VARIABLES = ("WARMLINE_PARENT_PIPE",)  # ours, but no setting: see supervise
+OTHER_VARIABLES = ("WARMLINE_PARENT_PIPE", "WARMLINE_AGENT")  # ours, but no settings: see supervise, agents.kept
 
 
 class ConfigurationError(Exception):

@@ -16,11 +16,12 @@ from warmline_proxy.connections import listening
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.reconcile import reconcile
-from warmline_wire import disk
+from warmline_wire import disk, kept
 from warmline_wire.descriptors import raise_descriptor_limit
 from warmline_wire.home import unusable
 from warmline_wire.lifeline import end_with_parent
 from warmline_wire.lines import say
+from warmline_wire.logs import start_logging, tell_of_loop
 
 log = logging.getLogger("warmline_proxy")
 
@@ -30,16 +31,16 @@ DESCRIPTORS_WANTED = 8_192  # a non-login macOS shell gives 256
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: 0 after a signal, 2 for bad settings or a home that another proxy holds, 1 for other failures."""
+    """The exit code: 0 after a signal, 2 for bad settings or a home that another proxy holds, 1 for other failures.
+
+    Who keeps us running may be told another one: see `kept`.
+    """
     try:
         config = parse(arguments)
     except ConfigError as error:
         say(f"warmline_proxy: {error}")
         return 2
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line a call says nothing that PERF doesn't
+    start_logging("proxy", config.log_level, config.log_format, config.log_files, config.home)
     end_with_parent(config.drain_timeout_s + STOP_MARGIN_S)
     try:
         config.home.prepare()
@@ -49,9 +50,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         run(config, secret)
-    except HomeLocked as error:  # starting again would not help
+    except HomeLocked as error:
         say(f"warmline_proxy: {error}")
-        return 2
+        return kept.code_of_held()
     except (IndexFailure, OSError) as error:
         say(f"warmline_proxy: {error}")
         return 1
@@ -78,6 +79,7 @@ def put_in_order(index: Index) -> None:
 
 
 async def serve(config: Config, secret: str, index: Index, descriptor_count_max: int) -> None:
+    asyncio.get_running_loop().set_exception_handler(tell_of_loop)
     signals = Signals()
     app = build(config, secret, index)
     async with listening(app, config, descriptor_count_max) as listener:
@@ -153,4 +155,4 @@ def remove(files: Sequence[Path]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    kept.end(lambda: main(sys.argv[1:]))

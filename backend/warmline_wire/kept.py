@@ -1,0 +1,33 @@
+"""Ending under who keeps a process running: `warmline serve`, or launchd or systemd, who each start again what fails.
+
+`warmline launchd` and `warmline service` name the keeper in ``WARMLINE_AGENT``; `warmline serve` does not.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+KEEPER = "WARMLINE_AGENT"
+LAUNCHD = "launchd"
+EXIT_FAILURE = 1
+EXIT_CONFIGURATION = 2  # starting again would not help
+
+
+def end(main: Callable[[], int]) -> NoReturn:
+    """Run a process's `main`, and exit as its keeper understands it; what argparse ends included."""
+    try:
+        code: object = main()
+    except SystemExit as ended:
+        code = ended.code
+    sys.exit(exit_code(code) if isinstance(code, int) else code)
+
+
+def exit_code(code: int) -> int:
+    """launchd starts again what ends with anything but 0; systemd and serve know what 2 means."""
+    return 0 if code == EXIT_CONFIGURATION and os.environ.get(KEEPER) == LAUNCHD else code
+
+
+def code_of_held() -> int:
+    """For a home that another process holds: it may let go, and who keeps us for good tries again then."""
+    return EXIT_FAILURE if os.environ.get(KEEPER) else EXIT_CONFIGURATION
