@@ -1,11 +1,24 @@
 """What a process says to people, besides what it logs."""
 
 import sys
+from collections.abc import Callable
+
+_log: Callable[[str], None] | None = None
+_log_alone = False
 
 
 def say(line: str) -> None:
     """Write a line to stderr, at once and whole: under `warmline serve` several processes write there, and any may be
     killed at any moment.  print() writes a line's end by itself where output is unbuffered.
     """
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    if _log is not None:
+        _log(line)
+    if not _log_alone:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
+def have_logged(log: Callable[[str], None], *, alone: bool) -> None:
+    """From now on what is said is logged too: nobody may look at stderr.  `alone`: the log is there, and no text."""
+    global _log, _log_alone
+    _log, _log_alone = log, alone

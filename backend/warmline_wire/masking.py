@@ -1,0 +1,59 @@
+"""Texts for logs, without what a client sent.  Pure.
+
+Our messages have names of fields in single quotes, and what a client sent in double ones.  So a name may be told as
+long as it looks like one, and of anything else in quotes nobody may read more than that it was there.
+"""
+
+import re
+from collections.abc import Callable
+
+HIDDEN = "…"
+CHARS_MAX = 500  # of a message
+NAME_CHARS_MAX = 40
+
+_NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_$.\[\]-]*")
+_QUOTED = re.compile(r"(?<!\w)b?'(.*?)'(?!\w)", re.DOTALL)  # not an apostrophe
+_PLACE = re.compile(
+    r"\$[\w.\[\]-]*|(?:str|int|float|bool|array|object|null|bytes)(?: \| \w+)*"
+)  # as msgspec names them
+_LONG_NUMBER = re.compile(r"\d{13,}")
+_PATH_WORD = re.compile(r"[a-z][a-z0-9_.-]{0,23}")
+PATH_WORDS_MAX = 8
+
+
+def is_name(text: str) -> bool:
+    """Whether it looks like the name of a field, `messages[0].content`, and like nothing else."""
+    return len(text) <= NAME_CHARS_MAX and _NAME.fullmatch(text) is not None
+
+
+def masked(text: str, *, names: bool = True) -> str:
+    """A message without values; without `names`, too, where nobody knows what a library quotes."""
+    text = " ".join(text[:CHARS_MAX].split())
+    text = _without(text, '"', lambda _: False)
+    text = _without(text, "`", lambda inner: _PLACE.fullmatch(inner) is not None)
+    return _LONG_NUMBER.sub(HIDDEN, _without_single(text, names))
+
+
+def shown_path(path: str) -> str:
+    """Of a URL's path the words that an API's are made of: others may be anything, a key or an id too."""
+    words = path.split("/")
+    told = [word if not word or _PATH_WORD.fullmatch(word) else HIDDEN for word in words[: PATH_WORDS_MAX + 1]]
+    return "/".join(told) + ("/" + HIDDEN if len(words) > PATH_WORDS_MAX + 1 else "")
+
+
+def _without(text: str, mark: str, harmless: Callable[[str], bool]) -> str:
+    """From the first mark to the last, since what is between may have some itself; unless all of it is harmless."""
+    first, last = text.find(mark), text.rfind(mark)
+    if first < 0:
+        return text
+    parts = text.split(mark)
+    if len(parts) % 2 and all(harmless(inner) for inner in parts[1::2]):
+        return text
+    return f"{text[:first]}{mark}{HIDDEN}{mark}{text[last + 1 :] if last > first else ''}"
+
+
+def _without_single(text: str, names: bool) -> str:
+    for span in _QUOTED.finditer(text):
+        if not (names and is_name(span[1])):
+            return f"{text[: span.start()]}'{HIDDEN}'{text[text.rfind(chr(39)) + 1 :]}"
+    return text
