@@ -34,7 +34,6 @@ from warmline_wire.lifeline import end_with_parent
 from warmline_wire.lines import say
 from warmline_wire.lock import Locked, process_lock
 from warmline_wire.logs import start_logging, tell_of_loop
-from warmline_wire.logs import start_logging, tell_of_loop
 
 log = logging.getLogger("warmline_backend")  # run as a module, it would be called __main__
 
@@ -76,7 +75,6 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
     at_rest = set(threading.enumerate())
     helpers = ThreadPoolExecutor(thread_name_prefix="helper")
     asyncio.get_running_loop().set_default_executor(helpers)
-    asyncio.get_running_loop().set_exception_handler(tell_of_loop)
     asyncio.get_running_loop().set_exception_handler(tell_of_loop)
     boot = secrets.token_hex(8)
     engine = Engine(lambda: _make_scheduler(config, home, boot), config.gpu_keepalive_s)

@@ -22,7 +22,6 @@ from warmline_wire.home import unusable
 from warmline_wire.lifeline import end_with_parent
 from warmline_wire.lines import say
 from warmline_wire.logs import start_logging, tell_of_loop
-from warmline_wire.logs import start_logging, tell_of_loop
 
 log = logging.getLogger("warmline_proxy")
 
