@@ -14,6 +14,7 @@ from warmline_proxy.admin.health import Health
 from warmline_proxy.admin.looking import Looking
 from warmline_proxy.admin.pages import Pages, is_page
 from warmline_proxy.admin.paths import PREFIX, OwnerPaths
+from warmline_proxy.admin.scraping import Scraping
 from warmline_proxy.admin.status import StatusPath
 from warmline_proxy.admin.upkeep import Upkeep
 from warmline_proxy.admission import Admission, check_host, check_key, tenant_of
@@ -31,11 +32,12 @@ from warmline_proxy.connections import CONNECTIONS
 from warmline_proxy.cors import cors_headers
 from warmline_proxy.ending import Ending
 from warmline_proxy.errors import ClientError, bad_request, from_upstream, index_failed, not_allowed
+from warmline_proxy.gauges import Gauges
 from warmline_proxy.hotpath import HotPath
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.lives import Lives
-from warmline_proxy.metrics import Metrics
+from warmline_proxy.metrics import METRICS, Metrics
 from warmline_proxy.overseer import Overseer
 from warmline_proxy.persistence import Persistence
 from warmline_proxy.recompute import Recomputer
@@ -70,6 +72,7 @@ class Face:
         lives: Lives,
         ending: Ending,
         health: Health,
+        scraping: Scraping,
         owner_paths: OwnerPaths,
         pages: Pages,
         anthropic: Anthropic,
@@ -82,6 +85,7 @@ class Face:
         self._lives = lives
         self._ending = ending
         self._health = health
+        self._scraping = scraping
         self._owner_paths = owner_paths
         self._pages = pages
         self._anthropic = anthropic
@@ -97,7 +101,7 @@ class Face:
             return await self._health.ready()
         if request.method in ("GET", "HEAD") and path == "/metrics":
             check_key(request.headers, self._config.client_key)
-            return self._health.metrics()
+            return await self._scraping.metrics(request)
         if path.startswith(PREFIX):
             check_owner(request, self._secret)
             return await self._owner_paths.answer(request, path)
@@ -171,6 +175,7 @@ async def errors_as_answers(request: web.Request, handler: Handler) -> web.Strea
 
 
 def _refusal(request: web.Request, error: ClientError) -> web.Response:
+    request.app[METRICS].refused(error)
     return error.response(api_at(request.path.rstrip("/")).refusal(error))
 
 
@@ -227,9 +232,24 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         turns=turns,
         ending=ending,
         background=background,
+        metrics=metrics,
     )
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors_as_answers])
     app.on_response_prepare.append(for_browsers(config.allowed_origins))
+
+    def connections() -> int:
+        return app[CONNECTIONS].count if CONNECTIONS in app else 0
+
+    gauges = Gauges(
+        index=index,
+        admission=admission,
+        lives=lives,
+        watchdog=watchdog,
+        knowledge=knowledge,
+        connections=connections,
+    )
+    metrics.add(gauges)
+    index.on_evicted = metrics.evicted
     status = StatusPath(
         index=index,
         upstream=upstream,
@@ -238,7 +258,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         admission=admission,
         lives=lives,
         persistence=persistence,
-        connections=lambda: app[CONNECTIONS].count if CONNECTIONS in app else 0,
+        connections=connections,
     )
     upkeep = Upkeep(
         index=index,
@@ -255,7 +275,8 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         hot_path=hot_path,
         lives=lives,
         ending=ending,
-        health=Health(upstream, watchdog, knowledge, admission, metrics, persistence),
+        health=Health(upstream, watchdog, knowledge, admission, persistence),
+        scraping=Scraping(metrics, gauges),
         owner_paths=OwnerPaths(status.paths, upkeep.paths, Looking(index).paths, Browsing(index).paths),
         pages=Pages(),
         anthropic=Anthropic(MESSAGES, config, renderer, knowledge),
@@ -287,7 +308,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         await asyncio.wait(watching)
         await upstream.close()
 
-    app[LIVES], app[DRAIN] = lives, drain_all
+    app[LIVES], app[DRAIN], app[METRICS] = lives, drain_all, metrics
     app.cleanup_ctx.append(live)
     return app
 

@@ -88,7 +88,8 @@ class Chorus:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             failed = next((error for task in tasks if task.done() and (error := task.exception())), None)
-            reason = None if isinstance(failed, ConnectionResetError) else cancelled("Another choice has failed.")
+            told = cancelled("Another choice has failed.", by="choice")
+            reason = None if isinstance(failed, ConnectionResetError) else told
         except asyncio.CancelledError:
             reason = why_ended()
             raise

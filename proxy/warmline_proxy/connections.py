@@ -11,7 +11,7 @@ import logging
 import socket
 import sys
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from enum import Enum
 from http import HTTPStatus
@@ -23,6 +23,7 @@ from aiohttp.typedefs import Handler
 from warmline_proxy.bodies import SERVER, signed
 from warmline_proxy.config import Config
 from warmline_proxy.errors import RETRY_AFTER_S, ClientError, bad_request, error_body
+from warmline_proxy.metrics import METRICS
 from warmline_wire.descriptors import UNLIMITED
 
 log = logging.getLogger(__name__)
@@ -134,6 +135,7 @@ class Connection(web.RequestHandler):
         else:
             log.error("%s %s failed", request.method, request.path, exc_info=exc)
             error = ClientError(status, error_body("The proxy failed; its log says why.", "server_error"))
+        self._connections.refused(error)
         # In words, since HTTP/1.0 is what garbage is taken for.
         response = error.response(error.body, {"Connection": "close", **SERVER})
         response.force_close()
@@ -173,6 +175,7 @@ class Connection(web.RequestHandler):
         """Answer where there is no request to answer, and end."""
         self._enter(Phase.LAST)
         if self._wire and not self._wire.is_closing():
+            self._connections.refused(error)
             self._wire.write(last_answer(error))
         self.force_close()
 
@@ -209,7 +212,8 @@ class Refusal(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._wire and not self._told:  # an answer before the question would confuse some clients
             self._told = True
-            self._wire.write(last_answer(no_room()))
+            self._connections.refused(error := no_room())
+            self._wire.write(last_answer(error))
             self._wire.write_eof()
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -219,7 +223,15 @@ class Refusal(asyncio.Protocol):
 class Connections:
     """All connections of one listener, at most `count_max`."""
 
-    def __init__(self, count_max: int, receive_timeout_s: float, send_timeout_s: float) -> None:
+    def __init__(
+        self,
+        count_max: int,
+        receive_timeout_s: float,
+        send_timeout_s: float,
+        refused: Callable[[ClientError], object] = str,
+    ) -> None:
+        """`refused` hears of each error that a client is told where no handler is."""
+        self.refused = refused
         self.count_max = count_max
         self.receive_timeout_s = receive_timeout_s
         self.send_timeout_s = send_timeout_s
@@ -326,7 +338,9 @@ async def listening(
     Raises OSError where it can't listen.
     """
     count_max = room_for(config.connections_max, descriptor_count_max)
-    connections = app[CONNECTIONS] = Connections(count_max, config.receive_timeout_s, config.send_timeout_s)
+    connections = app[CONNECTIONS] = Connections(
+        count_max, config.receive_timeout_s, config.send_timeout_s, app[METRICS].refused if METRICS in app else str
+    )
     app.middlewares.insert(0, noticed)
     app.on_response_prepare.append(signed)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE_S)

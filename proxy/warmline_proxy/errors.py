@@ -15,13 +15,16 @@ CLIENT_CLOSED = 499  # nginx's word for a request that was ended before its answ
 
 
 class ClientError(Exception):
-    """Ends a request.  `body` is OpenAI's error object as JSON; `retry_after_s` becomes a Retry-After header."""
+    """Ends a request.  `body` is OpenAI's error object as JSON; `retry_after_s` becomes a Retry-After header; `by` says
+    who wanted it ended, where its code doesn't.
+    """
 
-    def __init__(self, status: int, body: bytes, retry_after_s: int | None = None) -> None:
+    def __init__(self, status: int, body: bytes, retry_after_s: int | None = None, *, by: str = "") -> None:
         super().__init__(f"{status}: {message_in(body)}")
         self.status = status
         self.body = body
         self.retry_after_s = retry_after_s
+        self.by = by
 
     def response(self, body: bytes, headers: dict[str, str] | None = None) -> web.Response:
         """`body` is what `apis.Api.refusal` makes of this one's."""
@@ -86,9 +89,9 @@ def timed_out(what: str, code: str) -> ClientError:
     return ClientError(504, error_body(f"The request was ended: {what}.  What was computed is kept.", "timeout", code))
 
 
-def cancelled(message: str) -> ClientError:
+def cancelled(message: str, by: str = "delete") -> ClientError:
     """Somebody wanted it ended."""
-    return ClientError(CLIENT_CLOSED, error_body(message, "cancelled", "cancelled"))
+    return ClientError(CLIENT_CLOSED, error_body(message, "cancelled", "cancelled"), by=by)
 
 
 def bad_gateway(message: str) -> ClientError:

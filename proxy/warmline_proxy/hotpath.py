@@ -26,6 +26,7 @@ from warmline_proxy.hygiene.heads import Heads, head_of
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
+from warmline_proxy.metrics import Metrics, ended_by
 from warmline_proxy.plan import COLD, Plan, Running, on_grid
 from warmline_proxy.relay import Answer, relay
 from warmline_proxy.rendering import Renderer
@@ -67,6 +68,7 @@ class HotPath:
         turns: Turns,
         ending: Ending,
         background: Background,
+        metrics: Metrics,
     ) -> None:
         self._config = config
         self._tenant = tenant
@@ -84,6 +86,7 @@ class HotPath:
         self._turns = turns
         self._ending = ending
         self._background = background
+        self._metrics = metrics
         self._heads = Heads()
 
     async def answer(self, request: web.Request, api: Api) -> web.StreamResponse:
@@ -106,21 +109,30 @@ class HotPath:
                 yield
             life.trace.answered()
         except (ClientError, UpstreamError) as error:
+            if life.alarm.reason:
+                self._note_end(life, ended_by(life.alarm.reason))
             life.trace.failed(error)
             self._ending.let_go(life)  # first: a client that reads nothing hears nothing, for a while
             await life.answer.fail(from_upstream(error))
         except (asyncio.CancelledError, ConnectionResetError):
+            if not life.trace.outcome:
+                self._note_end(life, "client")
             life.trace.left()
             raise
         finally:
             life.trace.total_s = life.trace.elapsed_s()
             self._ending.begin(life)  # 7. settle, 8. record
 
+    def _note_end(self, life: Life, by: str) -> None:
+        """Somebody or something has ended it; of several choices, each has its own end."""
+        if not life.parts:
+            self._metrics.cancelled(life.stage, by)
+
     def _begin(self, request: web.Request, api: Api) -> tuple[Life, Answer]:
         """Raises ClientError where its headers are wrong."""
         given_id = request.headers.get(HEADER_REQUEST)
         trace = Trace(api.name, read_request_id(given_id), given_id or "")
-        answer = Answer(request, api, lambda: headers_of(life), self._config.send_timeout_s)
+        answer = Answer(request, api, lambda: headers_of(life), self._config.send_timeout_s, self._metrics.refused)
         life = self._lives.add(Life(trace, answer, self._limits.overridden(request.headers)))
         return life, answer
 
@@ -256,7 +268,7 @@ class HotPath:
 
     async def _start(self, life: Life, running: Sequence[Running], warm: bool) -> Plan:
         if self._config.reuse == "off":
-            plan = Plan(COLD, 0, "reuse is off")
+            plan = replace(self._starter.cold(life, "reuse is off"), checkpoints=())
         elif life.prompt and not life.prompt.tokens_max:
             plan = Plan(COLD, 0, "nothing is to be computed")
         elif life.call and not life.call.reuse:
@@ -285,7 +297,7 @@ class HotPath:
         """
         earlier = [each for each in self._lives if each.leaving is None and each.is_retried_by(life)]
         if len(earlier) == 1:
-            earlier[0].ring(cancelled("The client has sent this request again; this try is given up."))
+            earlier[0].ring(cancelled("The client has sent this request again; this try is given up.", by="superseded"))
             await earlier[0].let_go.wait()
 
     async def _await_leavers(self, life: Life) -> None:

@@ -185,6 +185,8 @@ class Index(IndexReader):
         self.read_only = ""  # why nothing can be written, while what is stored can be read
         self.read_only_code = ""  # as code_of
         self.on_records: Callable[[IndexFailure | None], object] = _warn
+        # Any thread: why ("budget" or "disk_full"), how many files, their bytes.
+        self.on_evicted: Callable[[str, int, int], object] = _unheard
         self.changes = 0  # how often something was written, but for bookkeeping: who keeps what it read compares
         self.bookkept = 0  # how often bookkeeping was
         try:
@@ -240,13 +242,15 @@ class Index(IndexReader):
         )
         leased = self._leased()
 
-        def change(tables: Tables) -> SavePlan | None:
+        def change(tables: Tables) -> tuple[SavePlan | None, dict[str, int]]:
             plan = index_save.begin(tables, wish, leased)
-            if plan is not None:
-                index_save.room(tables, self.budget_bytes, 0, self._env.bytes_used(), leased, must=True)
-            return plan
+            if plan is None:
+                return None, {}
+            room = index_save.room(tables, self.budget_bytes, 0, self._env.bytes_used(), leased, must=True)
+            return plan, _weighed(tables, room)
 
-        plan = self._write(change)
+        plan, evicted = self._write(change)
+        self._note_evicted("budget", evicted)
         self.sweep()
         return plan
 
@@ -321,20 +325,27 @@ class Index(IndexReader):
         The ids that went.  Raises NoRoom, except for 0 bytes: then what may go goes.
         """
         leased = self._leased()
-        removed = self._write(
-            lambda tables: index_save.room(
-                tables, self.budget_bytes, bytes_needed, self._env.bytes_used(), leased, must=bytes_needed > 0
-            )
-        )
+
+        def change(tables: Tables) -> dict[str, int]:
+            used, must = self._env.bytes_used(), bytes_needed > 0
+            return _weighed(tables, index_save.room(tables, self.budget_bytes, bytes_needed, used, leased, must=must))
+
+        evicted = self._write(change)
+        self._note_evicted("budget", evicted)
         self.sweep()
-        return removed
+        return list(evicted)
 
     def free(self, bytes_wanted: int) -> list[str]:
         """Evict (and delete) though the budget holds, as the disk is full; the ids that went."""
         leased = self._leased()
-        removed = self._write(lambda tables: index_save.free(tables, bytes_wanted, leased))
+        evicted = self._write(lambda tables: _weighed(tables, index_save.free(tables, bytes_wanted, leased)))
+        self._note_evicted("disk_full", evicted)
         self.sweep()
-        return removed
+        return list(evicted)
+
+    def _note_evicted(self, why: str, evicted: dict[str, int]) -> None:
+        if evicted:
+            self.on_evicted(why, len(evicted), sum(evicted.values()))
 
     def quarantine(self, file_id: str, reason: str) -> list[str]:
         """Take a damaged, foreign or suspect file out of the tree, a segment with all that builds on it; their ids.
@@ -447,6 +458,16 @@ class Index(IndexReader):
                 self._env.reader_check()
         except IndexFailure as error:
             self.on_records(error)
+
+
+def _weighed(tables: Tables, evicted: list[str]) -> dict[str, int]:
+    """The bytes of each file that was just doomed."""
+    doomed = tables.doomed() if evicted else {}
+    return {file_id: doomed.get(file_id, 0) for file_id in evicted}
+
+
+def _unheard(why: str, files: int, bytes_count: int) -> None:
+    """Nobody counts."""
 
 
 def _warn(error: IndexFailure | None) -> None:

@@ -65,6 +65,17 @@ class Life:
             self.alarm.ring(reason)
 
     @property
+    def stage(self) -> str:
+        """How far it has come, before its end: "arriving", "waiting", "restoring", "prefilling" or "answering"."""
+        if self.trace.ttft_s:
+            return "answering"
+        if self.generation is not None:
+            return "prefilling" if self.started else "waiting"
+        if self.restoring is not None:
+            return "restoring"
+        return "waiting" if self.prompt is not None else "arriving"
+
+    @property
     def is_settling(self) -> bool:
         """Computed, but not yet on disk."""
         return self.answered.is_set() or (self.generation is not None and self.generation.is_over)

@@ -1,36 +1,185 @@
-"""What the proxy counts, for Prometheus.  Any thread may count; each proxy has a registry of its own."""
+"""What the proxy counts, for Prometheus.  Any thread may count; each proxy has a registry of its own.
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
+Names and labels are a promise to whoever scrapes them, and stand in docs/metrics.md.  Labels are words of ours: nothing
+that a client has sent (a model's name, an id, a key) is ever one.  What can be read at any time is in `gauges`.
+"""
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+import re
+import threading
+
+from aiohttp import web
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from warmline_proxy.errors import ClientError, read_error
+from warmline_proxy.rows import RequestRecord
+from warmline_wire.version import version
+
+# A prefill may take hours, a warm answer's first token milliseconds.
+SECONDS = (
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+    *(60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0, 7200.0),
+)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+
+COMPUTED = "computed"  # of a prompt's tokens: neither resident nor restored nor shared
+OTHER = "other"
+CODES_MAX = 64  # that errors are told apart by; the backend's are among them
+_CODE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
+
+PHASES = {"prefilling": "prefill", "answering": "decode"}  # as the field calls what Life.stage says
+# Who ends a request, by the code of what its client is told.
+ENDED_BY = {
+    "deadline_exceeded": "total_timeout",
+    "queue_timeout": "queue_timeout",
+    "stalled": "stall_timeout",
+    "client_too_slow": "slow_reader",
+    "shutting_down": "shutdown",
+}
 
 
 class Metrics:
-    """Counters and gauges by what they are about; names and labels are a promise to whoever scrapes them."""
+    """Counters and histograms by what they are about."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # each would be a metric of its own in plain text
         self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "warmline_requests", "Requests that were answered or ended", ["outcome", "source"], registry=registry
+        self._codes: set[str] = set()
+        self._lock = threading.Lock()
+        ProcessCollector(registry=registry)  # of Linux
+        Info("warmline_build", "Which Warmline this is.", registry=registry).info({"version": version()})
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"warmline_{name}", about, labels, registry=registry)
+
+        def seconds(name: str, about: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            return Histogram(f"warmline_{name}_seconds", about, labels, buckets=buckets, registry=registry)
+
+        self._requests = counter(
+            "requests", "Requests that were let in, and have ended.", "api", "outcome", "source", "status"
         )
-        self.persistent = Gauge(
-            "warmline_persistent", "1 while what is computed can be saved, 0 while it can't", registry=registry
-        )
-        self.save_failures = Counter("warmline_save_failures", "Saves that failed", ["reason"], registry=registry)
-        self.quarantined = Counter(
-            "warmline_quarantined",
-            "Files taken out of use, without those that build on them",
-            ["reason"],
+        self._errors = counter("errors", "Errors that clients were told.", "status", "code")
+        self.unauthorized = counter("unauthorized", "Requests without a key, or with a wrong one.", "door")
+        self._cancels = counter("cancels", "Requests that were ended before their answer was whole.", "phase", "by")
+        self._dispatched_again = counter("dispatched_again", "Times that a lost backend made a request be sent again.")
+
+        self._total = seconds("request", "From a request's arrival to the end of its answer.")
+        self._queue = seconds("queue", "What requests waited for their turn, here and at the backend.")
+        self._ttft = seconds("ttft", "From a request's arrival to its first token.", "source")
+        self._restore = seconds("restore", "What requests spent restoring from disk, where they did.")
+        self._prefill = seconds("prefill", "What computing the rest of prompts took.")
+        self._decode = seconds("decode", "From the first token of answers to the last.")
+        self._per_token = seconds("time_per_output_token", "Mean of an answer's tokens.", buckets=TOKEN_SECONDS)
+        self._estimate = Histogram(
+            "warmline_ttft_estimate_ratio",
+            "Time to the first token without waiting, over what was planned.",
+            ["source"],
+            buckets=RATIOS,
             registry=registry,
         )
-        self.audits = Counter(
-            "warmline_audits", "Warm requests that were computed again, cold", ["why", "outcome"], registry=registry
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts by where their KV came from.", "source")
+        self._generated = counter("generated_tokens", "Tokens of answers.")
+
+        self._saves = counter("saves", "Saves that are in the index.")
+        self._saved_tokens = counter("saved_tokens", "Tokens whose KV was saved.")
+        self._saved_bytes = counter("saved_bytes", "Bytes of the files that were saved.")
+        self.persistent = Gauge(
+            "warmline_persistent", "1 while what is computed can be saved, 0 while it can't.", registry=registry
         )
+        self.save_failures = counter("save_failures", "Saves that failed.", "reason")
+        self.restores = counter("restores", "Restores that requests have asked for.", "outcome")
+        self._evictions = counter("evictions", "Files that were evicted.", "why")
+        self._evicted_bytes = counter("evicted_bytes", "Bytes of files that were evicted.", "why")
+        self.quarantined = counter("quarantined", "Files taken out of use, without those that build on them.", "reason")
+        self.audits = counter("audits", "Warm requests that were computed again, cold.", "why", "outcome")
         self.audits_waiting = Gauge(
-            "warmline_audits_waiting", "Warm requests that wait for a quiet moment to be audited", registry=registry
+            "warmline_audits_waiting", "Warm requests that wait for a quiet moment to be audited.", registry=registry
         )
         self.persistent.set(1)
 
-    def exposition(self) -> bytes:
-        """The text that GET /metrics answers with."""
-        return generate_latest(self._registry)
+    def add(self, collector: Collector) -> None:
+        """Have it collected at each scrape, too."""
+        self._registry.register(collector)
+
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """What GET /metrics answers with, and its Content-Type: OpenMetrics where `accept` asks for it, or text."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def recorded(self, record: RequestRecord, status: str) -> None:
+        """A request that was let in has ended; `status`: the class of what its client was told, "none" for nothing."""
+        source = record.source
+        self._requests.labels(api=record.endpoint, outcome=record.outcome, source=source, status=status).inc()
+        self._dispatched_again.inc(max(0, record.dispatches - 1))
+        self._total.observe(record.total_s)
+        self._queue.observe(record.queue_s)
+        if record.restore_s:
+            self._restore.observe(record.restore_s)
+        self._count_prompt(record)
+        self._count_answer(record)
+
+    def _count_prompt(self, record: RequestRecord) -> None:
+        """Nothing of one of which nothing was computed: what it was to reuse came to nothing."""
+        if not record.prefilled_tokens:
+            return
+        self._prefill.observe(record.prefill_s)
+        self._prompt_tokens.labels(source=COMPUTED).inc(record.prefilled_tokens)
+        if record.cached_tokens:
+            self._prompt_tokens.labels(source=record.source).inc(record.cached_tokens)
+
+    def _count_answer(self, record: RequestRecord) -> None:
+        if record.generated_tokens:
+            self._generated.inc(record.generated_tokens)
+            self._decode.observe(record.decode_s)
+            self._per_token.observe(record.decode_s / record.generated_tokens)
+        if record.ttft_s:
+            self._ttft.labels(source=record.source).observe(record.ttft_s)
+        if record.ttft_s and record.expected_ttft_s and record.dispatches == 1:
+            actual_s = max(0.0, record.ttft_s - record.queue_s)
+            self._estimate.labels(source=record.source).observe(actual_s / record.expected_ttft_s)
+
+    def cancelled(self, stage: str, by: str) -> None:
+        """A request was ended; `stage` as Life's, `by` as `ended_by` says."""
+        self._cancels.labels(phase=PHASES.get(stage, stage), by=by).inc()
+
+    def refused(self, error: ClientError) -> None:
+        """A client was told of an error."""
+        told = read_error(error)
+        self._errors.labels(status=str(error.status), code=self._known(told.code or told.type)).inc()
+
+    def saved(self, tokens: int, bytes_written: int) -> None:
+        self._saves.inc()
+        self._saved_tokens.inc(tokens)
+        self._saved_bytes.inc(bytes_written)
+
+    def evicted(self, why: str, files: int, bytes_count: int) -> None:
+        self._evictions.labels(why=why).inc(files)
+        self._evicted_bytes.labels(why=why).inc(bytes_count)
+
+    def _known(self, code: str) -> str:
+        """The code as a label; there are never more of these than CODES_MAX."""
+        if not _CODE.fullmatch(code):
+            return OTHER
+        with self._lock:
+            if code not in self._codes and len(self._codes) >= CODES_MAX:
+                return OTHER
+            self._codes.add(code)
+        return code
+
+
+METRICS = web.AppKey("metrics", Metrics)
+
+
+def ended_by(reason: ClientError) -> str:
+    """Who, or which limit, has ended a request for this reason."""
+    return reason.by or ENDED_BY.get(read_error(reason).code or "", OTHER)

@@ -64,6 +64,9 @@ class Costs:
     restore_bytes_per_s: float = 0.0
 
 
+UNMEASURED = Costs()
+
+
 @dataclass(frozen=True)
 class Prompt:
     """What of a PromptReply a plan depends on."""
@@ -89,6 +92,7 @@ class Plan:
     chain: tuple[SegmentRef, ...] = ()
     checkpoint: CheckpointRef | None = None
     checkpoints: tuple[int, ...] = ()  # where to keep recurrent state while prefilling
+    seconds: float = 0.0  # to the first token, as estimated, without waiting for a turn; 0.0: nobody has
     parts_at: int | None = None  # the token from which on the prompt differs from all that is known
     parts_with: str = ""  # the resident that it differs from there; "" where it is what is stored
 
@@ -115,9 +119,10 @@ def decide(
     limit, grid = prompt.tokens - 1, _grid(layout)
     starts = [_cold(), _best_resident(residents, limit, grid), _restorable(match, limit, layout)]
     timed = [(_seconds(start, prompt.tokens, layout, costs), start) for start in starts if start]
-    _, start = min(timed, key=lambda pair: (pair[0], -pair[1].reuse))
+    seconds, start = min(timed, key=lambda pair: (pair[0], -pair[1].reuse))
     if leader := _leader(running, start.reuse, limit, grid, costs):
         start = _Start(SHARED, _reach(leader, limit, grid), follow=leader.request_id)
+        seconds = prefill_seconds(min(leader.prefilled, start.reuse), prompt.tokens, costs.prefill)
     known = _known(start, prompt, residents, match)
     return Plan(
         source=start.source,
@@ -129,15 +134,22 @@ def decide(
         chain=start.chain,
         checkpoint=start.checkpoint,
         checkpoints=_checkpoints(prompt, start.reuse, layout, checkpoint_gap_max),
+        seconds=seconds,
         parts_at=known.until if known.differs else None,
         parts_with=known.resident if known.differs else "",
     )
 
 
-def cold_plan(prompt: Prompt, layout: Layout | None, why: str, checkpoint_gap_max: int = 0) -> Plan:
+def cold_plan(
+    prompt: Prompt, layout: Layout | None, why: str, checkpoint_gap_max: int = 0, *, costs: Costs = UNMEASURED
+) -> Plan:
     """Compute everything, whatever is stored."""
     return Plan(
-        source=COLD, reuse=0, why_not_warmer=why, checkpoints=_checkpoints(prompt, 0, layout, checkpoint_gap_max)
+        source=COLD,
+        reuse=0,
+        why_not_warmer=why,
+        checkpoints=_checkpoints(prompt, 0, layout, checkpoint_gap_max),
+        seconds=prefill_seconds(0, prompt.tokens, costs.prefill),
     )
 
 

@@ -66,9 +66,15 @@ class Answer:
     """
 
     def __init__(
-        self, request: web.Request, api: Api, headers: Callable[[], Mapping[str, str]], send_timeout_s: float
+        self,
+        request: web.Request,
+        api: Api,
+        headers: Callable[[], Mapping[str, str]],
+        send_timeout_s: float,
+        refused: Callable[[ClientError], object],
     ) -> None:
-        self._api = api
+        """`refused` hears of the error that the client is told."""
+        self._api, self._refused = api, refused
         self.call: Call | None = None  # before that is known, nothing is sent
         self.encoder: Encoder | None = None  # once content may come
         self.spoken = False
@@ -131,6 +137,7 @@ class Answer:
 
     async def fail(self, error: ClientError) -> None:
         """Raises ConnectionResetError once the connection is aborted: half an answer must not look whole."""
+        self._refused(error)
         await self._no_more_beats()
         if not self.begun and not self.ended:
             self.response = error.response(self._api.refusal(error), dict(self._headers()))

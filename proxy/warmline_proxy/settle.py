@@ -245,6 +245,8 @@ class Settler:
                 self._index.commit_save, save, reply, prefill_s=cost_s, session=unsaved.session
             )
             self._persistence.worked(INDEX)
+            written = sum(file.bytes_written for file in (*reply.segments, *reply.checkpoints))
+            self._metrics.saved(committed.tokens_saved, written)
         finally:
             if committed is None:  # whatever went wrong, also where the proxy is shutting down
                 self._to_abort.append(save)
@@ -320,7 +322,7 @@ class Settler:
     def _record(self, life: Life) -> None:
         record = life.trace.record()
         log.info(perf_line(record, life.trace.session_hint))
-        self._metrics.requests.labels(outcome=record.outcome, source=record.source).inc()
+        self._metrics.recorded(record, life.trace.status)
         try:
             self._index.record(record)
         except IndexFailure as error:

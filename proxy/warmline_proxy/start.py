@@ -62,7 +62,8 @@ class Starter:
         return self._decide(life, (), NOTHING if life.prompt is None else self._match(life)).reuse
 
     def cold(self, life: Life, why: str) -> Plan:
-        return cold_plan(life.prompt_shape(), life.layout, why, self._checkpoint_gap_max)
+        costs = self._knowledge.costs()
+        return cold_plan(life.prompt_shape(), life.layout, why, self._checkpoint_gap_max, costs=costs)
 
     async def start(self, life: Life, running: Sequence[Running]) -> Plan:
         """A plan whose resident, where it has one, was there a moment ago.  Raises Unreachable, Broken."""
@@ -73,6 +74,7 @@ class Starter:
                 self._note_use(plan)
                 return plan
             restored = await self._restored(life, plan)
+            self._metrics.restores.labels(outcome="ok" if restored.resident else "failed").inc()
             if restored.resident:
                 self._note_use(plan)
                 return replace(plan, resident=restored.resident)

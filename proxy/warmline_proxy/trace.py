@@ -6,9 +6,10 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request
+from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request, from_upstream
 from warmline_proxy.plan import COLD, RESTORED, Plan
 from warmline_proxy.rows import RequestRecord
+from warmline_proxy.upstream import UpstreamError
 from warmline_wire.messages import HEADER_REQUEST, Settled
 
 OK, ERROR, CANCELLED = "ok", "error", "cancelled"
@@ -44,6 +45,7 @@ class Trace:
     stabilized: str = ""  # "times=2, ids=1": what was evened out at the top of its prompt
     session: str = ""
     outcome: str = ""
+    status: str = "none"  # the class of HTTP statuses that what its client was told belongs to, as "2xx"
     error: str = ""
     dispatches: int = 0  # how often it was sent to a backend; more than once where that was lost
     plan: Plan | None = None
@@ -65,12 +67,14 @@ class Trace:
 
     def answered(self) -> None:
         """The client has all of its answer; a failure in the midst of it stays one."""
-        self.outcome = self.outcome or OK
+        if not self.outcome:
+            self.outcome, self.status = OK, "2xx"
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: ClientError | UpstreamError) -> None:
         """A 499 is nobody's failure: somebody wanted it ended."""
         wanted = isinstance(error, ClientError) and error.status == CLIENT_CLOSED
         self.outcome, self.error = CANCELLED if wanted else ERROR, str(error)
+        self.status = f"{from_upstream(error).status // 100}xx"
 
     def left(self) -> None:
         """The client went before its answer was whole; what failed before that stays a failure."""
@@ -109,6 +113,7 @@ class Trace:
             prefill_s=timings.prefill_s if timings else 0.0,
             ttft_s=self.ttft_s,
             decode_s=timings.decode_s if timings else 0.0,
+            expected_ttft_s=plan.seconds if plan else 0.0,
             decode_tokens_per_s=timings.decoded / timings.decode_s if timings and timings.decode_s > 0 else 0.0,
             total_s=self.total_s or self.elapsed_s(),
             error=self.error,
@@ -121,7 +126,8 @@ def perf_line(record: RequestRecord, session_hint: str = "") -> str:
     """One line, `key=value`; texts that others chose are quoted."""
     numbers = (
         f"queue={record.queue_s:.3f}s restore={record.restore_s:.3f}s prefill={record.prefill_s:.3f}s"
-        f" ttft={record.ttft_s:.3f}s total={record.total_s:.3f}s decode={record.decode_tokens_per_s:.1f}tok/s"
+        f" ttft={record.ttft_s:.3f}s expected={record.expected_ttft_s:.3f}s total={record.total_s:.3f}s"
+        f" decode={record.decode_tokens_per_s:.1f}tok/s"
         f" prompt={record.prompt_tokens} cached={record.cached_tokens} restored={record.restored_tokens}"
         f" prefilled={record.prefilled_tokens} generated={record.generated_tokens} saved={record.saved_tokens}"
     )

@@ -92,6 +92,8 @@ class Watchdog:
         self.why_down = "the backend has not been heard of yet"
         self.moved_at = 0.0  # time.monotonic() at which the engine was last seen to have done a step
         self.kills = 0
+        self.boots = 0  # backend processes that were heard of
+        self._boot = ""
         self._upstream, self._wedge_timeout_s, self._pid_file = upstream, wedge_timeout_s, pid_file
         self._standstill = Standstill()
         self._looked_at = time.monotonic()
@@ -173,6 +175,8 @@ class Watchdog:
 
     def _hear(self, pulse: Pulse) -> None:
         self.pulse = pulse
+        if pulse.boot != self._boot:
+            self._boot, self.boots = pulse.boot, self.boots + 1
         if self._standstill.heard(pulse, self._gap_s()):
             self.moved_at = time.monotonic()
         if pulse.ready:

@@ -69,7 +69,7 @@ def test_the_newest_goes_where_too_many_wait_and_who_collapsed_comes_first(tmp_p
     found.consider(life("collapsed too", collapse="digits"))
     assert waiting(found)[:3] == ["collapsed", "collapsed too", "0"] and len(waiting(found)) == WAITING_MAX
     assert [name for name, *_ in noted] == ["late", str(WAITING_MAX - 1), str(WAITING_MAX - 2)]
-    assert f"warmline_audits_waiting {WAITING_MAX}" in found._metrics.exposition().decode()
+    assert f"warmline_audits_waiting {WAITING_MAX}" in found._metrics.exposition()[0].decode()
 
 
 def test_what_waits_is_bounded_in_bytes_too(tmp_path: Path) -> None:

@@ -38,13 +38,13 @@ def test_a_failure_is_said_once_and_so_is_its_end(
     for _ in range(3):
         persistence.failed(FILES, "ENOSPC", "writing failed")
     assert persistence.state == "segments/: No space left on device (ENOSPC)"
-    exposed = metrics.exposition()
+    exposed, _ = metrics.exposition()
     assert b"warmline_persistent 0.0" in exposed
     assert b'warmline_save_failures_total{reason="ENOSPC"} 3.0' in exposed
     clock.now_s += 60
     persistence.worked(FILES)
     persistence.worked(FILES)
-    assert persistence.state == "ok" and b"warmline_persistent 1.0" in metrics.exposition()
+    assert persistence.state == "ok" and b"warmline_persistent 1.0" in metrics.exposition()[0]
     assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.WARNING]
     assert "No space left on device" in caplog.messages[0] and "after 60 s" in caplog.messages[1]
 

@@ -1,4 +1,4 @@
-"""Whether requests would be served, and what was counted."""
+"""Whether requests would be served."""
 
 from aiohttp import web
 
@@ -6,7 +6,6 @@ from warmline_proxy.admission import Admission
 from warmline_proxy.bodies import json_answer
 from warmline_proxy.errors import RETRY_AFTER_S
 from warmline_proxy.knowledge import Knowledge
-from warmline_proxy.metrics import CONTENT_TYPE, Metrics
 from warmline_proxy.persistence import Persistence
 from warmline_proxy.upstream import Upstream, UpstreamError
 from warmline_proxy.watchdog import Watchdog
@@ -15,7 +14,7 @@ LOOK_TIMEOUT_S = 1.0
 
 
 class Health:
-    """Handlers that everybody may call, but for `metrics`."""
+    """Handlers that everybody may call."""
 
     def __init__(
         self,
@@ -23,14 +22,12 @@ class Health:
         watchdog: Watchdog,
         knowledge: Knowledge,
         admission: Admission,
-        metrics: Metrics,
         persistence: Persistence,
     ) -> None:
         self._upstream = upstream
         self._watchdog = watchdog
         self._knowledge = knowledge
         self._admission = admission
-        self._metrics = metrics
         self._persistence = persistence
 
     async def ready(self) -> web.Response:
@@ -50,9 +47,6 @@ class Health:
     def health(self) -> web.Response:
         """200: we serve, also where nothing can be saved, and say so."""
         return json_answer({"status": "ok", "persistence": self._persistence.state})
-
-    def metrics(self) -> web.Response:
-        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _not_ready(reason: str) -> web.Response:

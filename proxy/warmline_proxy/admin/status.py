@@ -145,10 +145,4 @@ def live_request(life: Life) -> LiveRequest:
 def _phase(life: Life) -> str:
     if life.answered.is_set():
         return "settling" if life.let_go.is_set() else "ending"
-    if life.trace.ttft_s:
-        return "answering"
-    if life.generation is not None:
-        return "prefilling" if life.started else "waiting"
-    if life.restoring is not None:
-        return "restoring"
-    return "waiting" if life.prompt is not None else "arriving"
+    return life.stage
