@@ -17,7 +17,7 @@ EXIT_CONFIGURATION = 2  # starting again would not help
 def end(main: Callable[[], int]) -> NoReturn:
     """Run a process's `main`, and exit as its keeper understands it; what argparse ends included."""
     try:
-        code: object = main()
+        code: int | str | None = main()
     except SystemExit as ended:
         code = ended.code
     sys.exit(exit_code(code) if isinstance(code, int) else code)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -10,7 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from warmline_run import commands, openblas, supervise
+from warmline_run import commands, openblas, ports, supervise
+from warmline_run.agents import kept
+from warmline_run.agents.cli import group
+from warmline_run.agents.manager import ServiceManager
 from warmline_run.options import with_settings
 from warmline_run.resolve import EXIT_CONFIGURATION, Config, ConfigurationError, Effective, resolve
 from warmline_run.settings import SETTINGS
@@ -170,18 +172,38 @@ def _become(command: commands.Command) -> None:
 
 def _check_ports_free(config: Config) -> None:
     """Fail early and by name; the children bind for themselves a moment later."""
-    for name, host in (("port", str(config["host"])), ("backend_port", "127.0.0.1")):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, int(config[name])))
-            except OSError as error:
-                reason = error.strerror or str(error)
-                raise ConfigurationError(
-                    f"can't listen on {host} port {config[name]} ({SETTINGS[name].flag}): {reason}"
-                ) from None
+    if problem := ports.occupied(config):
+        raise ConfigurationError(problem)
+
+
+def _launchd() -> ServiceManager:
+    from warmline_run.agents.launchctl import Launchd  # here, since no other command needs what this imports
+
+    return Launchd()
+
+
+def _systemd() -> ServiceManager:
+    from warmline_run.agents.systemctl import Systemd
+
+    return Systemd()
+
+
+app.add_typer(
+    group(_launchd, "launch agents (macOS)"), name="launchd", short_help="Have launchd keep the pair (macOS)."
+)
+app.add_typer(
+    group(_systemd, "user services (Linux)"), name="service", short_help="Have systemd keep the pair (Linux)."
+)
+
+
+def main() -> None:
+    """`app`, in a process that launchd or systemd may keep."""
+    kept.bound_output()
+    try:
+        app()
+    except SystemExit as ended:
+        sys.exit(kept.exit_code(ended.code) if isinstance(ended.code, int) else ended.code)
 
 
 if __name__ == "__main__":
-    app()
+    main()

@@ -1,0 +1,76 @@
+"""Who listens where, and who holds a home: what a start would meet."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from warmline_run.resolve import Config
+from warmline_run.settings import SETTINGS
+
+LISTENERS = ("port", "backend_port")
+LOCKS = ("home.lock", "run/backend.lock")
+
+
+def occupied(config: Config, own_ports: Collection[int] = ()) -> str:
+    """One line about the first port that can't be listened on, `own_ports` aside; "" where all are free."""
+    hosts = {"port": str(config["host"]), "backend_port": "127.0.0.1"}
+    for name in LISTENERS:
+        number = int(config[name])
+        reason = "" if number in own_ports else _why_not(hosts[name], number)
+        if reason:
+            who = _who(Path(str(config["home"]))) if reason == os.strerror(errno.EADDRINUSE) else ""
+            return f"can't listen on {hosts[name]} port {number} ({SETTINGS[name].flag}): {reason}{who}"
+    return ""
+
+
+def _why_not(host: str, number: int) -> str:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, number))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def _who(home: Path) -> str:
+    """A pair that runs from the same home says where it listens."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        running = json.loads((home / "run" / "proxy.json").read_text())
+        os.kill(int(running["pid"]), 0)
+        what = f"process {running['pid']} serves {home} at {running['url']}"
+        return f" ({what}; where `warmline serve` or an agent runs, stop it first, or use other ports and another home)"
+    return ""
+
+
+def held(home: Path, own: Collection[int] = ()) -> str:
+    """One line about who holds the home, processes of `own` aside; "" where nobody does."""
+    for name in LOCKS:
+        holder = _holder(home / name)
+        if holder and not (holder.isdecimal() and int(holder) in own):
+            return (
+                f"{home} is in use by process {holder} ({name}): `warmline serve`, an agent or cachectl; "
+                "end that first, or use another --home"
+            )
+    return ""
+
+
+def _holder(lock: Path) -> str:
+    """The pid, as text, of the process that has locked the file; "?" where it does not say, "" where none has."""
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # never held, or not ours to read: who starts there says so
+        return ""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "?"
+    finally:
+        os.close(descriptor)
+    return ""
