@@ -39,6 +39,7 @@ from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.lives import Lives
 from warmline_proxy.metrics import METRICS, Metrics
 from warmline_proxy.overseer import Overseer
+from warmline_proxy.partings import Partings
 from warmline_proxy.persistence import Persistence
 from warmline_proxy.recompute import Recomputer
 from warmline_proxy.rendering import Renderer
@@ -201,7 +202,8 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     persistence.watch(index)
     turns = Turns(index, tenant)
     renderer = Renderer(config, upstream, knowledge, turns)
-    settler = Settler(index, upstream, knowledge, metrics, persistence, turns, reuse=config.reuse != "off")
+    partings = Partings(upstream, index, knowledge.mirror, background)
+    settler = Settler(index, upstream, knowledge, metrics, persistence, turns, partings, reuse=config.reuse != "off")
     recomputer = Recomputer(upstream, index, knowledge.mirror, tenant)
     blame = Blame(index, recomputer)
     condemner = Condemner(index, upstream, knowledge, lives, settler, blame, metrics, background)
@@ -227,7 +229,8 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         knowledge=knowledge,
         renderer=renderer,
         admission=admission,
-        starter=Starter(upstream, index, knowledge, watchdog, metrics, config.partial_save_tokens),
+        starter=Starter(upstream, index, knowledge, watchdog, metrics, partings, config.partial_save_tokens),
+        partings=partings,
         settler=settler,
         turns=turns,
         ending=ending,

@@ -27,6 +27,7 @@ from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
 from warmline_proxy.metrics import Metrics, ended_by
+from warmline_proxy.partings import Partings
 from warmline_proxy.plan import COLD, Plan, Running, on_grid
 from warmline_proxy.relay import Answer, relay
 from warmline_proxy.rendering import Renderer
@@ -64,6 +65,7 @@ class HotPath:
         renderer: Renderer,
         admission: Admission,
         starter: Starter,
+        partings: Partings,
         settler: Settler,
         turns: Turns,
         ending: Ending,
@@ -82,6 +84,7 @@ class HotPath:
         self._renderer = renderer
         self._admission = admission
         self._starter = starter
+        self._partings = partings
         self._settler = settler
         self._turns = turns
         self._ending = ending
@@ -244,7 +247,7 @@ class HotPath:
         status = await self._knowledge.status()
         life.model, life.layout = status.model, status.layout
         self._check_mode(life)
-        life.root = namespace(life.prompt.fingerprint, self._tenant)
+        life.root = life.trace.root = namespace(life.prompt.fingerprint, self._tenant)
         life.trace.prompt_tokens = life.prompt_shape().tokens
 
     async def _ask_prompt(self, life: Life, call: Call) -> PromptReply:
@@ -341,6 +344,7 @@ class HotPath:
             return False
         life.generation = Generation(stream, request_id, self._background, life.hearing)
         self._heads.add(head_of(life.call.fields))  # now that the engine has something to do
+        self._partings.look_into(life)
         return True
 
 

@@ -40,6 +40,8 @@ class Life:
     stored: int = 0  # of these, what needs no saving while it runs: reused, or saved on the way
     generation: Generation | None = None
     hearing: Listener | None = None  # of the generation
+    parted_from: bytes = b""  # packed tokens of the resident that its prompt differs from, from there on
+    looking: asyncio.Task[None] | None = None  # into its trace's parting
     suspect: bool = False  # it may have started from what was found wrong since: nothing of it is kept
     answered: asyncio.Event = field(default_factory=asyncio.Event)  # the client has its answer, or has left
     leaving: asyncio.Task[None] | None = None  # has the engine let go; nothing more is wanted of it
@@ -54,7 +56,8 @@ class Life:
         self.generation = self.hearing = self.restoring = None
         self.let_go = asyncio.Event() if self.let_go.is_set() else self.let_go
         self.suspect = False
-        self.trace.settled = None
+        self.trace.settled = self.trace.parting = None
+        self.parted_from, self.looking = b"", None
         self.trace.collapse = ""
         self.trace.ttft_s = 0.0
         self.clock.rests()

@@ -63,6 +63,9 @@ class Mirror:
             if each.root and each.ids is not None and each.id not in self._held and each.id not in self._shunned:
                 self.add(each.id, Held(each.root, each.ids, tuple(each.positions), turn_end=each.tokens))
 
+    def held(self, resident: str) -> Held | None:
+        return self._held.get(resident)
+
     def drop(self, resident: str) -> None:
         self._held.pop(resident, None)
 

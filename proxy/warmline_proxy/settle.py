@@ -15,6 +15,7 @@ from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life, held_after
 from warmline_proxy.metrics import Metrics
 from warmline_proxy.mirror import Held
+from warmline_proxy.partings import Partings
 from warmline_proxy.persistence import FILES, INDEX, NO_SPACE, Persistence
 from warmline_proxy.plan import prefill_seconds
 from warmline_proxy.reconcile import reconcile
@@ -47,6 +48,7 @@ class Settler:
         metrics: Metrics,
         persistence: Persistence,
         turns: Turns,
+        partings: Partings,
         reuse: bool,
     ) -> None:
         self._index = index
@@ -55,6 +57,7 @@ class Settler:
         self._metrics = metrics
         self._persistence = persistence
         self._turns = turns
+        self._partings = partings
         self._reuse = reuse
         self._one_at_a_time = asyncio.Lock()
         self._to_abort: list[SavePlan] = []  # given up, and still in an index that could not be written then
@@ -63,6 +66,13 @@ class Settler:
 
     async def settle(self, life: Life) -> None:
         """Returns when the request's tail is durable, or isn't going to be."""
+        try:
+            await self._settle(life)
+            await self._partings.known(life)
+        finally:
+            self._record(life)
+
+    async def _settle(self, life: Life) -> None:
         settled = life.trace.settled
         try:
             if settled and settled.resident:
@@ -75,8 +85,6 @@ class Settler:
             pass  # it is saved once that works again
         except (UpstreamError, IndexFailure, OSError) as error:
             log.warning("what request %s has computed could not be saved: %s", life.trace.id, error)
-        finally:
-            self._record(life)
 
     async def _keep_up(self, settled: Settled) -> None:
         """What the request pushed out is no longer in memory, and the rates may have been measured anew."""

@@ -13,6 +13,7 @@ from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life, held_at
 from warmline_proxy.metrics import Metrics
+from warmline_proxy.partings import Partings
 from warmline_proxy.plan import RESTORED, Plan, Running, cold_plan, decide
 from warmline_proxy.rows import Match
 from warmline_proxy.upstream import Broken, RestoreFailed, Unreachable, Upstream, UpstreamError
@@ -47,6 +48,7 @@ class Starter:
         knowledge: Knowledge,
         watchdog: Watchdog,
         metrics: Metrics,
+        partings: Partings,
         checkpoint_gap_max: int,
     ) -> None:
         self._upstream = upstream
@@ -54,6 +56,7 @@ class Starter:
         self._knowledge = knowledge
         self._watchdog = watchdog
         self._metrics = metrics
+        self._partings = partings
         self._checkpoint_gap_max = checkpoint_gap_max
         self._unreadable: Counter[str] = Counter()
 
@@ -62,6 +65,7 @@ class Starter:
         return self._decide(life, (), NOTHING if life.prompt is None else self._match(life)).reuse
 
     def cold(self, life: Life, why: str) -> Plan:
+        self._partings.forget(life)
         costs = self._knowledge.costs()
         return cold_plan(life.prompt_shape(), life.layout, why, self._checkpoint_gap_max, costs=costs)
 
@@ -104,7 +108,9 @@ class Starter:
         return restoring.result()
 
     def _plan(self, life: Life, misses: list[str], running: Sequence[Running], stored: bool = True) -> Plan:
-        plan = self._decide(life, running, self._match(life) if stored else NOTHING)
+        match = self._match(life) if stored else NOTHING
+        plan = self._decide(life, running, match)
+        self._partings.note(life, plan, match)
         return replace(plan, why_not_warmer="; ".join(filter(None, [*misses, plan.why_not_warmer])))
 
     def _decide(self, life: Life, running: Sequence[Running], match: Match) -> Plan:

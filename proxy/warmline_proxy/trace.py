@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request, from_upstream
 from warmline_proxy.plan import COLD, RESTORED, Plan
-from warmline_proxy.rows import RequestRecord
+from warmline_proxy.rows import Parting, RequestRecord
 from warmline_proxy.upstream import UpstreamError
 from warmline_wire.messages import HEADER_REQUEST, Settled
 
@@ -57,6 +57,8 @@ class Trace:
     ttft_s: float = 0.0
     total_s: float = 0.0
     settled: Settled | None = None
+    root: bytes = b""  # namespace of its prompt
+    parting: Parting | None = None  # where that differs from what was known
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.began
@@ -116,6 +118,8 @@ class Trace:
             expected_ttft_s=plan.seconds if plan else 0.0,
             decode_tokens_per_s=timings.decoded / timings.decode_s if timings and timings.decode_s > 0 else 0.0,
             total_s=self.total_s or self.elapsed_s(),
+            root=self.root,
+            parting=self.parting,
             error=self.error,
             dispatches=self.dispatches,
             guard=self.collapse,

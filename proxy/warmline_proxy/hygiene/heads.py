@@ -7,12 +7,11 @@ from typing import Any
 
 import msgspec
 
-from warmline_proxy.hygiene.volatile import TEXT_CHARS_MAX, Span, volatile_spans
+from warmline_proxy.hygiene.volatile import TEXT_CHARS_MAX, replaced_at
 from warmline_wire.keys import common_chars
 
 HEADS_KEPT_MAX = 64
 TOOLS_BYTES_MAX = 1 << 20  # of all of them as JSON; more are not looked into
-NEAR_CHARS = 4096  # how far around the place where two texts part is looked for what it is in
 INSTRUCTING = ("system", "developer")
 
 
@@ -99,18 +98,10 @@ def _system_changed(old: str, new: str) -> str:
     at = common_chars(old, new)
     if at == len(old) == len(new):
         return ""
-    before = [(span.start, span.rule) for span in _spans_at(old, at)]
-    span = next((span for span in _spans_at(new, at) if (span.start, span.rule) in before), None)
+    span = replaced_at(old, new, at)
     if span is None:
         return ""
     return f"{span.what} in line {new.count(chr(10), 0, span.start) + 1} of the system text is new"
-
-
-def _spans_at(text: str, at: int) -> list[Span]:
-    """Those that the place is in, or at the edge of."""
-    far = max(0, at - NEAR_CHARS)
-    start = text.rfind("\n", far, at) + 1 or far
-    return [span for span in volatile_spans(text, start, at + NEAR_CHARS) if span.start <= at <= span.end]
 
 
 class Heads:

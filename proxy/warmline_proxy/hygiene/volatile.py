@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 TIMES, DATES, IDS, BILLING = "times", "dates", "ids", "billing"
 TEXT_CHARS_MAX = 1 << 18  # of a text that is looked into
+NEAR_CHARS = 4096  # how far around the place where two texts part is looked for what it is in
 ID_CHARS_MIN = 16  # of digits and letters mixed: shorter ones are versions, model names, colours
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
@@ -68,6 +69,19 @@ def volatile_spans(text: str, start: int = 0, end: int = TEXT_CHARS_MAX) -> Iter
     for match in _PATTERN.finditer(text, start, end):
         rule, what = _KINDS[_group_of(match)]
         yield Span(match.start(), match.end(), rule, what, _steady(rule, match))
+
+
+def replaced_at(old: str, new: str, at: int) -> Span | None:
+    """What of the new text stands where two texts part, at character `at`, and where the old one has its like."""
+    before = {(span.start, span.rule) for span in _spans_at(old, at)}
+    return next((span for span in _spans_at(new, at) if (span.start, span.rule) in before), None)
+
+
+def _spans_at(text: str, at: int) -> list[Span]:
+    """Those that the place is in, or at the edge of."""
+    far = max(0, at - NEAR_CHARS)
+    start = text.rfind("\n", far, at) + 1 or far
+    return [span for span in volatile_spans(text, start, at + NEAR_CHARS) if span.start <= at <= span.end]
 
 
 def steadied(text: str, rules: Collection[str]) -> tuple[str, Counter[str]]:
