@@ -56,6 +56,11 @@ class SegmentCopy:
         tensors = sum(math.prod(shape) * DTYPE_BYTES[dtype] for dtype, shape in self._shapes.values())
         return len(self._frame) + tensors + 8 * (len(self._shapes) + 1)
 
+    @property
+    def tensor_count(self) -> int:
+        """Without tokens and checksums."""
+        return len(self._header.content())
+
     def parts(self) -> Iterator[bytes]:
         """The copy's bytes in order.  Only once all were taken is what came before known to be sound."""
         yield self._frame

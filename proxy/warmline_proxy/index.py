@@ -40,6 +40,7 @@ from warmline_proxy.index_errors import (
 )
 from warmline_proxy.index_tables import Tables
 from warmline_proxy.index_writer import Writer
+from warmline_proxy.moving.gather import Conversation, gather
 from warmline_proxy.rows import (
     CheckpointRow,
     Finding,
@@ -128,6 +129,11 @@ class IndexReader:
         """Those of one segment by position, or all."""
         with self._env.reading() as tables:
             return tables.checkpoints(segment_id)
+
+    def conversation(self, session_id: str) -> Conversation | None:
+        """All that is stored of one, at one moment; None where that is nothing."""
+        with self._env.reading() as tables:
+            return gather(tables, session_id)
 
     def usage(self, file_id: str) -> Usage:
         with self._env.reading() as tables:
@@ -230,15 +236,23 @@ class Index(IndexReader):
         checkpoints: Sequence[int],
         layout: Layout,
         may_replace: bool = True,
+        ends: Sequence[int] = (),
     ) -> SavePlan | None:
         """What of `tokens` (all of them with rows in memory) is to be written; None where all is stored.
 
         `checkpoints`: positions whose state is in memory.  `may_replace`: the backend still has the rows of a small
-        parent, so that the first segment may swallow it.  Evicts what the budget needs, and deletes those files, before
-        it returns; what the plan builds on stays.  Raises NoRoom.
+        parent, so that the first segment may swallow it.  `ends`: where segments are to end.  Evicts
+        what the budget needs, and deletes those files, before it returns; what the plan builds on stays.  Raises
+        NoRoom.
         """
         wish = index_save.Wish(
-            root=root, model=model, tokens=tokens, checkpoints=checkpoints, layout=layout, may_replace=may_replace
+            root=root,
+            model=model,
+            tokens=tokens,
+            checkpoints=checkpoints,
+            layout=layout,
+            may_replace=may_replace,
+            ends=ends,
         )
         leased = self._leased()
 

@@ -32,6 +32,7 @@ class Wish:
     checkpoints: Sequence[int]
     layout: Layout
     may_replace: bool
+    ends: Sequence[int] = ()  # where segments are to end, the last at the end of all tokens; else as large as may be
 
 
 def begin(tables: Tables, wish: Wish, leased: Container[str]) -> SavePlan | None:
@@ -40,7 +41,7 @@ def begin(tables: Tables, wish: Wish, leased: Container[str]) -> SavePlan | None
     found = walk(tables, wish.root, wish.tokens, count)
     small = _swallowable(tables, found, leased) if wish.may_replace and found.matched < count else None
     start, parent = (small.start, small.parent) if small else (found.matched, found.leaf)
-    segments = _cut(start, count, parent) if found.matched < count else []
+    segments = _cut(start, count, parent, wish.ends) if found.matched < count else []
     checkpoints = _missing_checkpoints(tables, found, wish.checkpoints, count) if wish.layout.has_states else []
     if not segments and not checkpoints:
         return None
@@ -77,10 +78,11 @@ def _parents(plan: SavePlan) -> list[str]:
     return [spec.parent for spec in plan.segments[:1]]
 
 
-def _cut(start: int, end: int, parent: str) -> list[SegmentSpec]:
+def _cut(start: int, end: int, parent: str, ends: Sequence[int]) -> list[SegmentSpec]:
+    cuts = [cut for cut in ends if start < cut] or [*range(start + SEGMENT_TOKENS_MAX, end, SEGMENT_TOKENS_MAX), end]
     specs: list[SegmentSpec] = []
-    for at in range(start, end, SEGMENT_TOKENS_MAX):
-        specs.append(SegmentSpec(id=new_id(), start=at, end=min(end, at + SEGMENT_TOKENS_MAX), parent=parent))
+    for at, cut in zip([start, *cuts], cuts, strict=False):
+        specs.append(SegmentSpec(id=new_id(), start=at, end=cut, parent=parent))
         parent = specs[-1].id
     return specs
 

@@ -1,0 +1,101 @@
+"""The frame of an archive: a tar file (GNU's dialect) of plain files alone, in a known order.
+
+Written and read header by header.  A name that is read is compared with the one that is due and used for nothing else;
+there are no links, no folders, no extended headers and no holes, so that nothing but bytes can come out of it.
+
+    ArchiveError    it is not to be used, and why, for people
+"""
+
+import tarfile
+from dataclasses import dataclass
+from io import SEEK_END, SEEK_SET, RawIOBase
+from typing import Any, BinaryIO
+
+BLOCK_BYTES = 512
+END_BYTES = 2 * BLOCK_BYTES  # of zeros, behind the last file
+PADDING_BYTES_MAX = 1 << 20  # of zeros behind the end: tar programs fill their last record
+ENCODING = "ascii"
+
+
+class ArchiveError(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file within an archive: `offset` counts from the archive's first byte."""
+
+    name: str
+    offset: int
+    bytes_count: int
+
+    @property
+    def end(self) -> int:
+        """Where the next header begins."""
+        return self.offset + self.bytes_count + padding(self.bytes_count)
+
+
+def padding(bytes_count: int) -> int:
+    """How many zeros follow so many bytes of a file."""
+    return -bytes_count % BLOCK_BYTES
+
+
+def header(name: str, bytes_count: int, made: float) -> bytes:
+    """What stands before a file; `made` in Unix seconds."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime, info.mode = bytes_count, int(made), 0o600
+    return info.tobuf(tarfile.GNU_FORMAT, ENCODING, "strict")
+
+
+def read_member(file: BinaryIO, offset: int, expected: str) -> Member:
+    """The file whose header lies there.  Raises ArchiveError unless it is a plain one of the expected name."""
+    file.seek(offset)
+    block = file.read(BLOCK_BYTES)
+    if len(block) < BLOCK_BYTES:
+        raise ArchiveError(f"it ends before {expected}: it is not whole")
+    try:
+        info = tarfile.TarInfo.frombuf(block, ENCODING, "surrogateescape")
+    except (tarfile.HeaderError, ValueError, OverflowError) as error:
+        raise ArchiveError(f"no tar header where {expected} should begin ({error})") from error
+    if info.type != tarfile.REGTYPE or info.name != expected:
+        raise ArchiveError(f"{info.name[:80]!r} (type {info.type!r}) stands where the file {expected} should")
+    if info.size < 0:
+        raise ArchiveError(f"{expected} has a size that makes no sense")
+    return Member(expected, offset + BLOCK_BYTES, info.size)
+
+
+def check_end(file: BinaryIO, offset: int) -> None:
+    """Raises ArchiveError unless nothing but zeros follows, as many as end an archive."""
+    length = file.seek(0, SEEK_END) - offset
+    if not END_BYTES <= length <= END_BYTES + PADDING_BYTES_MAX:
+        raise ArchiveError("it is not whole" if length < END_BYTES else f"it goes on behind its end, at byte {offset}")
+    file.seek(offset)
+    if any(file.read(length)):
+        raise ArchiveError(f"something stands behind its end, at byte {offset}")
+
+
+class Window(RawIOBase):
+    """A member as a file of its own, read-only and seekable.  Windows of one archive are used on one thread."""
+
+    def __init__(self, file: BinaryIO, member: Member) -> None:
+        super().__init__()
+        self._file, self._member, self._at = file, member, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        origin = {SEEK_SET: 0, SEEK_END: self._member.bytes_count}.get(whence, self._at)
+        self._at = max(0, origin + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        self._file.seek(self._member.offset + self._at)
+        data = self._file.read(min(len(view), max(0, self._member.bytes_count - self._at)))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
