@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from warmline_cachectl import client, tables
+from warmline_cachectl.completing import session_ids
 from warmline_cachectl.options import (
     CHANGING,
     EXIT_FOUND,
@@ -17,33 +18,47 @@ from warmline_cachectl.options import (
     HOME,
     HomeOption,
     JsonOption,
+    QuietOption,
+    examples,
     fail,
     failing,
     home_at,
     reading,
     session_id,
 )
-from warmline_cachectl.showing import show
+from warmline_cachectl.showing import show, waiting
 from warmline_proxy.purge import select, told
-from warmline_proxy.rows import PurgeReply, PurgeRequest, Snapshot
+from warmline_proxy.rows import GcRequest, PinRequest, PurgeReply, PurgeRequest, Snapshot
+from warmline_wire.flags import GB
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 app = typer.Typer()
 
 
-@app.command(short_help="Remove conversations.", rich_help_panel=CHANGING)
+@app.command(
+    short_help="Remove conversations.",
+    rich_help_panel=CHANGING,
+    epilog=examples(
+        "cachectl purge --session SESSION --dry-run  # only say what would go",
+        "cachectl purge --older-than 30d --yes",
+        "cachectl purge --all --yes",
+    ),
+)
 def purge(
-    session: Annotated[str, typer.Option(help="One conversation, by id or its beginning.")] = "",
+    session: Annotated[
+        str, typer.Option(help="One conversation, by id or its beginning.", autocompletion=session_ids)
+    ] = "",
     model: Annotated[str, typer.Option(help="Everything of one model.")] = "",
     older_than: Annotated[str, typer.Option(help="What was last used before: 90s, 30m, 12h, 7d, 2w.")] = "",
     everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+    quiet: QuietOption = False,
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove conversations from disk, and every trace of them from the index."""
+    """Remove conversations from disk, and every trace of them from the index; pinned ones too."""
     if sum(map(bool, (session, model, older_than, everything))) != 1:
         fail("name exactly one of --session, --model, --older-than, --all", EXIT_USAGE)
     if not (dry_run or yes or sys.stdin.isatty()):
@@ -58,9 +73,55 @@ def purge(
     if not dry_run:
         if not (yes or typer.confirm(f"{tables.purged(reply).removeprefix('would ')}?", err=True)):
             fail("nothing was purged", EXIT_OK)
-        with failing():
+        with failing(), waiting("removing", quiet):
             reply = client.purge(home_at(home), request)
     show(msgspec.structs.asdict(reply), [tables.purged(reply)], as_json)
+
+
+@app.command(
+    short_help="Keep a conversation from being evicted.",
+    rich_help_panel=CHANGING,
+    epilog=examples("cachectl pin SESSION", "cachectl pin SESSION --off"),
+)
+def pin(
+    session: Annotated[str, typer.Argument(help="A conversation's id, or its beginning.", autocompletion=session_ids)],
+    off: Annotated[bool, typer.Option("--off", help="Let it be evicted again.")] = False,
+    home: HomeOption = HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep what is stored of a conversation, however long it is not used; at most four fifths of the budget.
+
+    What it gains later is pinned once you pin it again. A purge removes it all the same.
+    """
+    with reading(home) as reader:
+        wanted = session_id(reader.snapshot(), session)
+    with failing():
+        reply = client.pin(home_at(home), PinRequest(session=wanted, off=off))
+    show(msgspec.structs.asdict(reply), [tables.pinned(reply)], as_json)
+
+
+@app.command(
+    short_help="Delete what nobody needs, and evict to the budget.",
+    rich_help_panel=CHANGING,
+    epilog=examples("cachectl gc", "cachectl gc --to-gb 20  # evict until no more is used"),
+)
+def gc(
+    to_gb: Annotated[
+        float | None, typer.Option("--to-gb", min=0, help="Evict until no more is used; default: the budget.")
+    ] = None,
+    quiet: QuietOption = False,
+    home: HomeOption = HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete files and drafts that nobody claims and records older than 30 days, compact the index, evict.
+
+    What is pinned, in use or being written stays.
+    """
+    with reading(home):
+        pass  # where nothing was ever stored there is nothing to collect, and no index to be made
+    with failing(), waiting("collecting", quiet):
+        reply = client.gc(home_at(home), GcRequest(to_bytes=None if to_gb is None else int(to_gb * GB)))
+    show(msgspec.structs.asdict(reply), tables.collected(reply), as_json)
 
 
 def _preview(snapshot: Snapshot, request: PurgeRequest) -> PurgeReply:

@@ -7,6 +7,7 @@ import msgspec
 import typer
 
 from warmline_cachectl import client, tables, views
+from warmline_cachectl.completing import session_ids
 from warmline_cachectl.options import (
     CHECKING,
     EXIT_FOUND,
@@ -14,21 +15,35 @@ from warmline_cachectl.options import (
     HOME,
     HomeOption,
     JsonOption,
+    QuietOption,
+    examples,
     fail,
     failing,
     home_at,
     reading,
     session_id,
 )
-from warmline_cachectl.showing import show
+from warmline_cachectl.showing import counting, show, waiting
+from warmline_cachectl.tables import count
 from warmline_proxy.rows import Finding, ReplayRequest
 
 app = typer.Typer()
 
 
-@app.command(short_help="Check the index and its files, and repair them.", rich_help_panel=CHECKING)
+@app.command(
+    short_help="Check the index and its files, and repair them.",
+    rich_help_panel=CHECKING,
+    epilog=examples("cachectl verify", "cachectl verify --deep", "cachectl verify --repair"),
+)
 def verify(
-    session: Annotated[str, typer.Argument(help="With --replay: one conversation, by id or its beginning.")] = "",
+    session: Annotated[
+        str,
+        typer.Argument(
+            help="With --replay: one conversation, by id or its beginning.",
+            autocompletion=session_ids,
+            show_default=False,
+        ),
+    ] = "",
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte of every file.")] = False,
     replay: Annotated[
         bool, typer.Option("--replay", help="Have the running pair compute what is stored again, cold, and compare.")
@@ -36,6 +51,7 @@ def verify(
     repair: Annotated[
         bool, typer.Option("--repair", help="Mend what can be mended, say what was done, then check all (--deep).")
     ] = False,
+    quiet: QuietOption = False,
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
@@ -43,17 +59,20 @@ def verify(
     if replay and repair:
         fail("one at a time: --repair, then --replay", EXIT_USAGE)
     if replay:
-        return _replay(session, home, as_json)
+        return _replay(session, home, as_json, quiet)
     if session:
         fail("one conversation alone can only be replayed: add --replay", EXIT_USAGE)
     did: list[Finding] = []
     if repair:
-        with failing():
+        with failing(), waiting("mending", quiet):
             did, deep = client.repair(home_at(home)).did, True
     with reading(home) as reader:
         client.check_readable(reader.home)
-        found, totals = reader.verify(deep), reader.totals()
-    summary = f"{totals.segments} segments and {totals.checkpoints} checkpoints checked: {len(found)} findings"
+        totals = reader.totals()
+        with counting("checking", totals.bytes_segments + totals.bytes_checkpoints, quiet or not deep) as progress:
+            found = reader.verify(deep, progress)
+    checked = f"{count(totals.segments, 'segment')} and {count(totals.checkpoints, 'checkpoint')} checked"
+    summary = f"{checked}: {count(len(found), 'finding')}"
     view = {
         "findings": [msgspec.structs.asdict(finding) for finding in found],
         "segments": totals.segments,
@@ -67,10 +86,10 @@ def verify(
         raise typer.Exit(EXIT_FOUND)
 
 
-def _replay(session: str, home: Path, as_json: bool) -> None:
+def _replay(session: str, home: Path, as_json: bool, quiet: bool) -> None:
     with reading(home) as reader:
         wanted = session_id(reader.snapshot(), session)
-    with failing():
+    with failing(), waiting("computing again", quiet):
         reply = client.replay(home_at(home), ReplayRequest(session=wanted))
     view = {"replays": [msgspec.structs.asdict(each) for each in reply.replays]}
     show(view, tables.replays(reply.replays), as_json)

@@ -65,7 +65,7 @@ def resolved(snapshot: Snapshot, typed: str) -> tuple[str, str]:
     except views.Ambiguous as error:
         fail(str(error), EXIT_USAGE)
     if not kind:
-        fail(f"nothing stored is called {typed}", EXIT_FOUND)
+        fail(views.unknown(snapshot, typed), EXIT_USAGE if len(typed) < views.ID_PREFIX_MIN else EXIT_FOUND)
     return kind, row_id
 
 

@@ -3,16 +3,20 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
+from difflib import get_close_matches
 from statistics import median
 from typing import Any
 
 import msgspec
 
-from warmline_proxy.rows import CheckpointRow, RequestRecord, SegmentRow, SessionRow, Snapshot, Totals
+from warmline_cachectl.forest import Forest
+from warmline_proxy.pin import weigh
+from warmline_proxy.rows import RequestRecord, SegmentRow, SessionRow, Snapshot, Totals
 
 View = dict[str, Any]
 REPLAYED_WRONG = ("differs", "unstable", "damaged")
 ID_PREFIX_MIN = 4
+NEAR_COUNT_MAX = 3
 
 
 class Ambiguous(Exception):
@@ -21,12 +25,7 @@ class Ambiguous(Exception):
 
 def resolve(snapshot: Snapshot, typed: str) -> tuple[str, str]:
     """(kind, full id) of what an id or a unique beginning of one names; ("", "") where there is none."""
-    kinds: dict[str, Mapping[str, object]] = {
-        "session": snapshot.sessions,
-        "segment": snapshot.segments,
-        "checkpoint": snapshot.checkpoints,
-        "quarantined": snapshot.quarantined,
-    }
+    kinds = _kinds(snapshot)
     exact = [(kind, typed) for kind, rows in kinds.items() if typed in rows]
     if exact or len(typed) < ID_PREFIX_MIN:
         return exact[0] if exact else ("", "")
@@ -36,33 +35,52 @@ def resolve(snapshot: Snapshot, typed: str) -> tuple[str, str]:
     return found[0] if found else ("", "")
 
 
-def conversations(snapshot: Snapshot, now: float) -> View:
+def unknown(snapshot: Snapshot, typed: str) -> str:
+    """Why `typed` names nothing, and what may have been meant."""
+    if len(typed) < ID_PREFIX_MIN:
+        return f"{typed!r} is too short: say an id, or at least its first {ID_PREFIX_MIN} characters"
+    called = [row.id for row in snapshot.sessions.values() if typed.lower() in row.client.lower()]
+    beginnings = {row_id[: len(typed)]: row_id for rows in _kinds(snapshot).values() for row_id in rows}
+    near = called or [beginnings[each] for each in get_close_matches(typed, beginnings, NEAR_COUNT_MAX)]
+    meant = f"; near it: {', '.join(near[:NEAR_COUNT_MAX])}" if near else ""
+    return f"nothing stored is called {typed}{meant} (`cachectl ls` lists the conversations)"
+
+
+def _kinds(snapshot: Snapshot) -> dict[str, Mapping[str, object]]:
+    return {
+        "session": snapshot.sessions,
+        "segment": snapshot.segments,
+        "checkpoint": snapshot.checkpoints,
+        "quarantined": snapshot.quarantined,
+    }
+
+
+def conversations(forest: Forest, now: float) -> View:
     """All of them, last used first, and what is in quarantine."""
-    users = Counter(link.id for row in snapshot.sessions.values() for link in snapshot.path(row.leaf))
-    rows = sorted(snapshot.sessions.values(), key=lambda row: -row.last_used)
+    rows = sorted(forest.snapshot.sessions.values(), key=lambda row: -row.last_used)
     return {
-        "sessions": [_session(snapshot, row, users, now) for row in rows],
-        "quarantined": [msgspec.to_builtins(row) for row in snapshot.quarantined.values()],
+        "sessions": [_session(forest, row, now) for row in rows],
+        "quarantined": [msgspec.to_builtins(row) for row in forest.snapshot.quarantined.values()],
     }
 
 
-def conversation(snapshot: Snapshot, session_id: str, now: float) -> View:
+def conversation(forest: Forest, session_id: str, now: float) -> View:
     """One with its path, root first."""
-    row = snapshot.sessions[session_id]
-    users = Counter(link.id for other in snapshot.sessions.values() for link in snapshot.path(other.leaf))
-    links = snapshot.path(row.leaf)
+    row = forest.snapshot.sessions[session_id]
+    links = forest.snapshot.path(row.leaf)
     return {
-        "session": _session(snapshot, row, users, now),
-        "path": [_segment(snapshot, link) | {"shared": users[link.id] > 1} for link in links],
+        "session": _session(forest, row, now),
+        "path": [_segment(forest, link) | {"shared": forest.users[link.id] > 1} for link in links],
     }
 
 
-def segment(snapshot: Snapshot, segment_id: str) -> View:
+def segment(forest: Forest, segment_id: str) -> View:
+    snapshot = forest.snapshot
     row = snapshot.segments[segment_id]
     return {
-        "segment": _segment(snapshot, row)
+        "segment": _segment(forest, row)
         | {
-            "children": sorted(other.id for other in snapshot.segments.values() if other.parent == segment_id),
+            "children": sorted(child.id for child in forest.children.get(segment_id, ())),
             "sessions": sorted(
                 session.id
                 for session in snapshot.sessions.values()
@@ -72,25 +90,56 @@ def segment(snapshot: Snapshot, segment_id: str) -> View:
     }
 
 
-def checkpoint(snapshot: Snapshot, checkpoint_id: str) -> View:
-    return {"checkpoint": _plain(snapshot.checkpoints[checkpoint_id])}
+def checkpoint(forest: Forest, checkpoint_id: str) -> View:
+    return {"checkpoint": _plain(forest.snapshot.checkpoints[checkpoint_id])}
 
 
-def quarantined(snapshot: Snapshot, file_id: str) -> View:
-    return {"quarantined": _plain(snapshot.quarantined[file_id])}
+def quarantined(forest: Forest, file_id: str) -> View:
+    return {"quarantined": _plain(forest.snapshot.quarantined[file_id])}
 
 
-def stats(totals: Totals, requests: list[RequestRecord]) -> View:
+def listing(forest: Forest, now: float) -> View:
+    """The conversations, shortly, last used first."""
+    names = ("id", "model", "tokens", "bytes", "pinned", "last_used", "idle_s", "client")
+    return {
+        "sessions": [
+            {name: row[name] for name in names if name in row} for row in conversations(forest, now)["sessions"]
+        ]
+    }
+
+
+def segments_of(forest: Forest, session_id: str) -> View:
+    """One conversation's segments, shortly, root first."""
+    links = forest.snapshot.path(forest.snapshot.sessions[session_id].leaf)
+    return {
+        "session": session_id,
+        "segments": [
+            {
+                "id": link.id,
+                "start": link.start,
+                "end": link.end,
+                "bytes": forest.bytes_of(link),
+                "checkpoints": len(forest.states.get(link.id, ())),
+                "shared": forest.users[link.id] > 1,
+                "pinned": link.pinned,
+            }
+            for link in links
+        ],
+    }
+
+
+def stats(totals: Totals, requests: list[RequestRecord], snapshot: Snapshot) -> View:
     """What is on disk, and how the last requests went."""
     answered = [record for record in requests if record.outcome != "error"]
     prompt = sum(record.prompt_tokens for record in requests)
     cached = sum(record.cached_tokens for record in requests)
+    pinned = {row.id for row in snapshot.segments.values() if row.pinned}
     return {
-        "stored": _plain(totals) | {"bytes_used": totals.bytes_used},
+        "stored": _plain(totals) | {"bytes_used": totals.bytes_used, "bytes_pinned": weigh(snapshot, pinned)},
         "requests": {
             "count": len(requests),
-            "outcomes": dict(Counter(record.outcome for record in requests)),
-            "sources": dict(Counter(record.source for record in answered)),
+            "outcomes": _counted(record.outcome for record in requests),
+            "sources": _counted(record.source for record in answered),
             "prompt_tokens": prompt,
             "cached_tokens": cached,
             "prefilled_tokens": sum(record.prefilled_tokens for record in requests),
@@ -98,26 +147,33 @@ def stats(totals: Totals, requests: list[RequestRecord]) -> View:
             "saved_tokens": sum(record.saved_tokens for record in requests),
             "cached_share": cached / prompt if prompt else 0.0,
             "ttft_median_s": median(record.ttft_s for record in answered) if answered else 0.0,
-            "audits": dict(Counter(record.audit for record in requests if record.audit)),
-            "collapsed_answers": dict(Counter(record.guard for record in requests if record.guard)),
-            "why_not_warmer": dict(Counter(_reason(record) for record in requests if record.why_not_warmer)),
+            "audits": _counted(record.audit for record in requests if record.audit),
+            "collapsed_answers": _counted(record.guard for record in requests if record.guard),
+            "why_not_warmer": _counted(reason(record) for record in requests if record.why_not_warmer),
         },
     }
 
 
-def _session(snapshot: Snapshot, row: SessionRow, users: Counter[str], now: float) -> View:
-    links = snapshot.path(row.leaf)
-    states = {link.id: _checkpoints(snapshot, link) for link in links}
-    weights = {link.id: link.bytes_on_disk + sum(state.bytes_on_disk for state in states[link.id]) for link in links}
+def _counted(words: Any) -> dict[str, int]:
+    """The commonest first."""
+    return dict(Counter(words).most_common())
+
+
+def _session(forest: Forest, row: SessionRow, now: float) -> View:
+    links = forest.snapshot.path(row.leaf)
+    weights = {link.id: forest.bytes_of(link) for link in links}
+    left_at = zip(links, [link.start for link in links[1:]] + [link.end for link in links[-1:]], strict=True)
+    passed = [state.id for link, upto in left_at for state in forest.states.get(link.id, ()) if state.position <= upto]
     return {
         "id": row.id,
         "model": row.model,
         "client": row.client,
         "tokens": row.tokens,
         "bytes": sum(weights.values()),
-        "bytes_alone": sum(size for link, size in weights.items() if users[link] == 1),  # what no other one shares
+        # what no other one shares
+        "bytes_alone": sum(size for link, size in weights.items() if forest.users[link] == 1),
         "segments": len(links),
-        "checkpoints": sum(state.position <= upto for link, upto in _left_at(links) for state in states[link.id]),
+        "checkpoints": len(passed),
         "requests": row.requests,
         "hits": row.hits,
         "created": row.created,
@@ -125,25 +181,16 @@ def _session(snapshot: Snapshot, row: SessionRow, users: Counter[str], now: floa
         "age_s": max(0.0, now - row.created),
         "idle_s": max(0.0, now - row.last_used),
         "leaf": row.leaf,
+        "pinned": row.pinned,
     }
 
 
-def _left_at(links: list[SegmentRow]) -> list[tuple[SegmentRow, int]]:
-    """Each with where the next one leaves it."""
-    return list(zip(links, [link.start for link in links[1:]] + [link.end for link in links[-1:]], strict=True))
-
-
-def _checkpoints(snapshot: Snapshot, row: SegmentRow) -> list[CheckpointRow]:
-    found = (state for state in snapshot.checkpoints.values() if state.segment == row.id)
-    return sorted(found, key=lambda state: state.position)
-
-
-def _segment(snapshot: Snapshot, row: SegmentRow) -> View:
-    usage = snapshot.usage[row.id]
+def _segment(forest: Forest, row: SegmentRow) -> View:
+    usage = forest.snapshot.usage[row.id]
     return _plain(row) | {
         "hits": usage.hits,
         "last_used": max(row.created, usage.last_used),
-        "checkpoints": [_plain(state) for state in _checkpoints(snapshot, row)],
+        "checkpoints": [_plain(state) for state in forest.states.get(row.id, ())],
     }
 
 
@@ -153,7 +200,7 @@ def _plain(row: msgspec.Struct) -> View:
     }
 
 
-def _reason(record: RequestRecord) -> str:
-    """With N for every number and ID for every file, so that reasons can be counted."""
+def reason(record: RequestRecord) -> str:
+    """Why it was not warmer, with N for every number and ID for every file, so that reasons can be counted."""
     without_ids = re.sub(r"\b[0-9a-f]{8}([0-9a-f]{24})?\b", "ID", record.why_not_warmer)
     return re.sub(r"\b\d+\b", "N", without_ids)

@@ -109,7 +109,7 @@ def test_stats_sum_up(home: Home) -> None:
     assert view["requests"]["sources"] == {"cold": 1, "restored": 1}
     assert view["requests"]["cached_share"] == 0.25
     assert view["requests"]["why_not_warmer"] == {"checksum in ID: N.N.keys of segment ID; nothing after token N": 2}
-    assert "bytes used" in run(home, "stats").stdout
+    assert "used on disk" in run(home, "stats").stdout
 
 
 def test_verify_finds_damage(home: Home) -> None:

@@ -1,0 +1,72 @@
+"""Tables that fit a terminal: columns are left out, the least important first, before any cell wraps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+ID_CHARS = 12  # of a file's id, where there is no room for 32; as many as resolve it in practice
+TEXT_CHARS_MIN = 8  # of a text that may be cut
+PADDING = 3  # a column's two spaces and its line
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`rank`: those with the highest go first; 0 always stays.  `kind`: "id" and "text" may be cut, numbers never."""
+
+    name: str
+    rank: int = 0
+    kind: str = "number"
+
+
+def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, title: str = "") -> list[Table | str]:
+    """The table, and where columns are missing a line that says so."""
+    widths = [max([len(column.name), *(_longest_line(row[at]) for row in rows)]) for at, column in enumerate(columns)]
+    shown, widths = _choose(columns, widths, width)
+    table = Table(title=title or None, title_justify="left", pad_edge=True)
+    for at in shown:
+        column = columns[at]
+        number = column.kind == "number"
+        table.add_column(
+            column.name, justify="right" if number else "left", no_wrap=True, overflow="ellipsis", width=widths[at]
+        )
+    for row in rows:
+        table.add_row(*(_cut(printable(row[at]), widths[at], columns[at].kind) for at in shown))
+    missing = [column.name for at, column in enumerate(columns) if at not in shown]
+    return [table, *([f"(no room for {', '.join(missing)}; --json has all)"] if missing else [])]
+
+
+def printable(text: str) -> str:
+    """Without what would steer a terminal: some texts are clients'."""
+    return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+def _longest_line(text: str) -> int:
+    return max(map(len, text.split("\n")))
+
+
+def _choose(columns: Sequence[Column], natural: list[int], width: int) -> tuple[list[int], list[int]]:
+    """Which are shown and how wide they are: ids are cut first, then columns go, then texts are cut."""
+    shown, widths = list(range(len(columns))), list(natural)
+
+    def excess() -> int:
+        return sum(widths[at] + PADDING for at in shown) + 1 - width
+
+    for at in shown:
+        if columns[at].kind == "id" and excess() > 0:
+            widths[at] = max(len(columns[at].name), min(widths[at], ID_CHARS))
+    least = {at: min(widths[at], TEXT_CHARS_MIN) if columns[at].kind == "text" else widths[at] for at in shown}
+    while sum(least[at] + PADDING for at in shown) + 1 > width:
+        spare = [at for at in shown if columns[at].rank]
+        if not spare:
+            break
+        shown.remove(max(spare, key=lambda at: columns[at].rank))
+    for at in sorted(shown, key=lambda at: -widths[at]):
+        if columns[at].kind == "text" and excess() > 0:
+            widths[at] = max(least[at], widths[at] - excess())
+    return shown, widths
+
+
+def _cut(text: str, width: int, kind: str) -> str:
+    """An id's beginning is an id too; an ellipsis would not be."""
+    return text[:width] if kind == "id" else text

@@ -1,0 +1,51 @@
+"""What a shell may complete: ids from the index, read directly.  Quick, and silent where nothing can be read."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from warmline_proxy.index import IndexFailure, IndexReader
+from warmline_proxy.rows import SessionRow
+from warmline_wire.home import Home
+
+SEGMENTS_MAX = 200  # more than that nobody reads
+
+
+def session_ids(ctx: Any, incomplete: str) -> list[tuple[str, str]]:
+    """Conversations that begin so, last used first, each with what tells it from others."""
+    return [(row.id, _told(row)) for row in _sessions(ctx) if row.id.startswith(incomplete)]
+
+
+def any_ids(ctx: Any, incomplete: str) -> list[tuple[str, str]]:
+    """The same, and segments once something is typed."""
+    found = session_ids(ctx, incomplete)
+    if incomplete:
+        segments = (row_id for row_id in _segments(ctx) if row_id.startswith(incomplete))
+        found += [(row_id, "a segment") for row_id, _ in zip(segments, range(SEGMENTS_MAX), strict=False)]
+    return found
+
+
+def _told(row: SessionRow) -> str:
+    return f"{row.tokens:,} tokens {row.client}".strip()
+
+
+def _sessions(ctx: Any) -> list[SessionRow]:
+    try:
+        with IndexReader(_home(ctx)) as reader:
+            return reader.sessions()
+    except (IndexFailure, OSError):
+        return []
+
+
+def _segments(ctx: Any) -> Iterable[str]:
+    try:
+        with IndexReader(_home(ctx)) as reader:
+            return [row.id for row in reader.segments()]
+    except (IndexFailure, OSError):
+        return []
+
+
+def _home(ctx: Any) -> Home:
+    given = ctx.params.get("home") or os.environ.get("WARMLINE_HOME") or "~/.warmline"
+    return Home(Path(given).expanduser().absolute())
