@@ -176,7 +176,7 @@ class SessionUpdate(msgspec.Struct, kw_only=True):
 
     turn_end: int  # PromptReply.turn_end
     client: str = ""
-    hit: bool = False  # the request reused something
+    hit: bool = False  # the request reused a block or more
     requests: int = 1  # 0 where a part of a request is saved
 
 

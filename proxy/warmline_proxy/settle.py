@@ -23,7 +23,7 @@ from warmline_proxy.rows import SavePlan, SessionUpdate
 from warmline_proxy.trace import perf_line
 from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Gone, NotStored, TimedOut, Upstream, UpstreamError
-from warmline_wire.keys import TOKEN_BYTES
+from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES
 from warmline_wire.messages import Layout, SaveReply, SaveRequest, Settled
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class Settler:
             session=SessionUpdate(
                 turn_end=life.prompt.turn_end,
                 client=trace.session_hint,
-                hit=bool(trace.plan and trace.plan.reuse),
+                hit=bool(trace.plan and trace.plan.reuse >= BLOCK_TOKENS),  # fewer begin alike by chance
             ),
         )
         saved = await self._save(unsaved)
