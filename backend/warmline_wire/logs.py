@@ -59,6 +59,11 @@ def about(request_id: str) -> Iterator[None]:
         _request.reset(token)
 
 
+def name_request(request_id: str) -> None:
+    """The same from here on to the task's end, or to the end of the `about` that this is in."""
+    _request.set(request_id)
+
+
 # ---- start
 
 

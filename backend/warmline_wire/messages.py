@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from warmline_wire.masking import masked
+
 # Request headers of a generation call, set by the proxy.
 HEADER_REQUEST = "X-Warmline-Request"  # request id; asks for the closing `Settled` event
 HEADER_PROMPT = "X-Warmline-Prompt"  # id from POST /kv/prompts; no body is read then, a stream with usage comes
@@ -307,6 +309,8 @@ class ErrorBody(msgspec.Struct, kw_only=True):
     type: str = "invalid_request_error"
     param: str | None = None
     code: str | None = None
+    # What a log may have of it, where that can't be told from the message; between our processes alone.
+    logged: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorReply(msgspec.Struct, kw_only=True):
@@ -331,3 +335,23 @@ def message_in(body: bytes) -> str:
         return decode(body, ErrorReply).error.message
     except msgspec.DecodeError:
         return body[:200].decode(errors="replace")
+
+
+def logged_in(body: bytes) -> str:
+    """The same without what a client sent: for logs."""
+    try:
+        error = decode(body, ErrorReply).error
+    except msgspec.DecodeError:
+        return "it is no error object of ours"
+    return error.logged or masked(error.message)
+
+
+def for_client(body: bytes) -> bytes:
+    """An error object as its client gets it."""
+    if b'"logged"' not in body:
+        return body
+    try:
+        reply = decode(body, ErrorReply)
+    except msgspec.DecodeError:
+        return body
+    return encode(ErrorReply(error=msgspec.structs.replace(reply.error, logged=msgspec.UNSET)))

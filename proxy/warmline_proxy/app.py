@@ -44,12 +44,14 @@ from warmline_proxy.persistence import Persistence
 from warmline_proxy.recompute import Recomputer
 from warmline_proxy.rendering import Renderer
 from warmline_proxy.replay import Replayer
+from warmline_proxy.request_ids import marked, named
 from warmline_proxy.response_paths import ResponsePaths
 from warmline_proxy.settle import Settler
 from warmline_proxy.start import Starter
 from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Upstream, UpstreamError
 from warmline_proxy.watchdog import Watchdog
+from warmline_wire.masking import shown_path
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +142,7 @@ class Face:
         """Answers when the engine has let go.  `name`: the request's id, or the id of its answer, which ends in it."""
         life = self._lives.find(name) or self._lives.find(_bare(name))
         if life is None or life.let_go.is_set():
-            raise bad_request(f"No request {name!r} is on its way.", status=404, code="unknown_request")
+            raise bad_request(f'No request "{name[:80]}" is on its way.', status=404, code="unknown_request")
         await self._ending.cancel(life)
         return json_answer({"id": life.trace.id, "object": "request", "cancelled": True})
 
@@ -169,7 +171,7 @@ async def errors_as_answers(request: web.Request, handler: Handler) -> web.Strea
     except (ClientError, UpstreamError) as error:
         return _refusal(request, from_upstream(error))
     except IndexFailure as error:
-        log.error("%s %s: %s", request.method, request.path, error)
+        log.error("%s %s: %s", request.method, shown_path(request.path), error)
         return _refusal(request, index_failed(str(error)))
     except ConnectionResetError:
         return web.Response(status=499, reason="Client Closed Request")
@@ -237,7 +239,8 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         background=background,
         metrics=metrics,
     )
-    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors_as_answers])
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[named, errors_as_answers])
+    app.on_response_prepare.append(marked)
     app.on_response_prepare.append(for_browsers(config.allowed_origins))
 
     def connections() -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from warmline_proxy.errors import ClientError, bad_request
+from warmline_wire.masking import masked
 from warmline_wire.messages import encode
 
 BODY_BYTES_MAX = 64 * 1024 * 1024
@@ -41,7 +42,7 @@ async def _next_piece(request: web.Request, timeout_s: float) -> bytes:
         message = f"No more of the body came for {timeout_s:g} s."
         raise bad_request(message, status=408, code="request_timeout") from None
     except web.RequestPayloadError as error:
-        raise bad_request(f"The body can't be read: {error}") from error
+        raise bad_request(f"The body can't be read: {masked(str(error))}") from error
 
 
 async def signed(_: web.Request, response: web.StreamResponse) -> None:

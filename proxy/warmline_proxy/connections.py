@@ -24,7 +24,11 @@ from warmline_proxy.bodies import SERVER, signed
 from warmline_proxy.config import Config
 from warmline_proxy.errors import RETRY_AFTER_S, ClientError, bad_request, error_body
 from warmline_proxy.metrics import METRICS
+from warmline_proxy.request_ids import id_headers, id_of
+from warmline_proxy.trace import new_request_id
 from warmline_wire.descriptors import UNLIMITED
+from warmline_wire.logs import about
+from warmline_wire.masking import masked, shown_path
 
 log = logging.getLogger(__name__)
 
@@ -130,14 +134,16 @@ class Connection(web.RequestHandler):
             raise ConnectionResetError("an answer that has begun can't become an error")
         if status < 500:
             reason = in_short(message or "")
-            log.info("refused what %s sent: %s", request.remote, reason)
+            with about(id_of(request)):
+                log.info("refused what %s sent: %s", request.remote, reason)
             error = _unreadable(exc, reason, status)
         else:
-            log.error("%s %s failed", request.method, request.path, exc_info=exc)
+            with about(id_of(request)):
+                log.error("%s %s failed", request.method[:16], shown_path(request.path), exc_info=exc)
             error = ClientError(status, error_body("The proxy failed; its log says why.", "server_error"))
         self._connections.refused(error)
         # In words, since HTTP/1.0 is what garbage is taken for.
-        response = error.response(error.body, {"Connection": "close", **SERVER})
+        response = error.response(error.body, {"Connection": "close", **SERVER, **id_headers(id_of(request))})
         response.force_close()
         return response
 
@@ -377,7 +383,7 @@ def room_for(connections_max: int, descriptor_count_max: int) -> int:
 def in_short(message: str) -> str:
     """What a parser says, without what it quotes: that may be a prompt, which belongs in no log."""
     words = " ".join(message.split()).partition(": b'")[0].partition(': b"')[0]
-    return words[:REASON_CHARS_MAX]
+    return (masked(words, names=False) if "'" in words or '"' in words else words)[:REASON_CHARS_MAX]
 
 
 def slow_head(timeout_s: float) -> ClientError:
@@ -391,11 +397,14 @@ def no_room() -> ClientError:
 
 def last_answer(error: ClientError) -> bytes:
     """An error as HTTP, for where there is no request to answer."""
+    with about(request_id := new_request_id()):
+        log.info("refused: %s", error)
     lines = [
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
         "Content-Type: application/json",
         f"Content-Length: {len(error.body)}",
         "Connection: close",
+        *(f"{name}: {value}" for name, value in id_headers(request_id).items()),
     ]
     if error.retry_after_s is not None:
         lines.append(f"Retry-After: {error.retry_after_s}")

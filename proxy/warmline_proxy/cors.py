@@ -16,7 +16,7 @@ HEADERS = frozenset(
     | {"x-claude-code-session-id", "x-litellm-session-id", "x-session-id"}
 )
 HEADER_PREFIXES = ("anthropic-", "openai-", "x-stainless-", "x-warmline-")
-EXPOSED = "Retry-After, X-Warmline-Cache, X-Warmline-Request, X-Warmline-Stabilized"
+EXPOSED = "Request-Id, Retry-After, X-Request-Id, X-Warmline-Cache, X-Warmline-Request, X-Warmline-Stabilized"
 MAX_AGE_S = 3600  # for which a browser need not ask again
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+")
 

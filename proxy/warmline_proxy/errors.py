@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 
 from warmline_proxy.upstream import Refused, Unreachable, UpstreamError
-from warmline_wire.messages import ErrorBody, ErrorReply, decode, encode, message_in
+from warmline_wire.messages import ErrorBody, ErrorReply, decode, encode, for_client, logged_in, message_in
 
 RETRY_AFTER_S = 2
 _OVERFLOW = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")  # the backend's words
@@ -20,9 +20,9 @@ class ClientError(Exception):
     """
 
     def __init__(self, status: int, body: bytes, retry_after_s: int | None = None, *, by: str = "") -> None:
-        super().__init__(f"{status}: {message_in(body)}")
+        super().__init__(f"{status}: {logged_in(body)}")
         self.status = status
-        self.body = body
+        self.body = for_client(body)
         self.retry_after_s = retry_after_s
         self.by = by
 
@@ -33,7 +33,12 @@ class ClientError(Exception):
             all_headers["Retry-After"] = str(self.retry_after_s)
         if self.status == 401:
             all_headers["WWW-Authenticate"] = "Bearer"
-        return web.Response(status=self.status, body=body, content_type="application/json", headers=all_headers)
+        response = web.Response(status=self.status, body=body, content_type="application/json", headers=all_headers)
+        response[REFUSAL] = self
+        return response
+
+
+REFUSAL = web.ResponseKey("refusal", ClientError)  # what an answer tells
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:

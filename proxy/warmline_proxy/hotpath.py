@@ -31,13 +31,15 @@ from warmline_proxy.partings import Partings
 from warmline_proxy.plan import COLD, Plan, Running, on_grid
 from warmline_proxy.relay import Answer, relay
 from warmline_proxy.rendering import Renderer
+from warmline_proxy.request_ids import checked_id_of
 from warmline_proxy.settle import Settler
 from warmline_proxy.start import Starter
-from warmline_proxy.trace import Trace, read_request_id
+from warmline_proxy.trace import Trace
 from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Broken, Gone, Leaderless, Unreachable, Upstream, UpstreamError, dispatching
 from warmline_proxy.watchdog import Watchdog
 from warmline_wire.keys import BLOCK_TOKENS, namespace
+from warmline_wire.logs import name_request
 from warmline_wire.messages import HEADER_CACHE, HEADER_REQUEST, HEADER_STABILIZED, PromptReply
 
 log = logging.getLogger(__name__)
@@ -134,9 +136,10 @@ class HotPath:
     def _begin(self, request: web.Request, api: Api) -> tuple[Life, Answer]:
         """Raises ClientError where its headers are wrong."""
         given_id = request.headers.get(HEADER_REQUEST)
-        trace = Trace(api.name, read_request_id(given_id), given_id or "")
+        trace = Trace(api.name, checked_id_of(request), given_id or "")
         answer = Answer(request, api, lambda: headers_of(life), self._config.send_timeout_s, self._metrics.refused)
         life = self._lives.add(Life(trace, answer, self._limits.overridden(request.headers)))
+        name_request(life.trace.id)
         return life, answer
 
     async def _admit(self, request: web.Request, life: Life) -> bytes:
@@ -189,6 +192,7 @@ class HotPath:
             life.trace, id=f"{life.trace.id}.{part.index}", given_id="", at=time.time(), began=time.monotonic()
         )
         one = self._lives.add(Life(trace, part, life.limits, caller=life.caller, call=part.call))
+        name_request(one.trace.id)
         first = life.parts[0].ticket if life.parts else None
         one.ticket, life.ticket = first.another() if first else life.ticket, None
         life.parts.append(one)
@@ -283,6 +287,7 @@ class HotPath:
             await self._await_savers(life)
             plan = await self._starter.start(life, running)
         life.trace.plan = plan = self._with_cause(life, plan)
+        log.debug("%s", told(plan, life.trace.prompt_tokens))
         return plan
 
     def _with_cause(self, life: Life, plan: Plan) -> Plan:
@@ -346,6 +351,13 @@ class HotPath:
         self._heads.add(head_of(life.call.fields))  # now that the engine has something to do
         self._partings.look_into(life)
         return True
+
+
+def told(plan: Plan, prompt_tokens: int) -> str:
+    """A plan in numbers, for the log."""
+    how = f"resident {plan.resident}{' kept' * plan.keep}" if plan.resident else f"follows {plan.follow or 'nobody'}"
+    files = f"{len(plan.chain)} segments, checkpoints at {', '.join(map(str, plan.checkpoints)) or 'no position'}"
+    return f"planned: {plan.source} {plan.reuse} of {prompt_tokens} tokens, {how}, {files}; {plan.why_not_warmer}"
 
 
 def _begun(life: Life, plan: Plan) -> Begun:

@@ -25,6 +25,8 @@ import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from warmline_proxy.plan import Plan
+from warmline_wire.logs import current_request
+from warmline_wire.masking import masked
 from warmline_wire.messages import (
     HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
@@ -52,6 +54,7 @@ from warmline_wire.messages import (
     TextsRequest,
     decode,
     encode,
+    logged_in,
     message_in,
 )
 
@@ -97,7 +100,7 @@ class Refused(UpstreamError):
     """An HTTP status of 400 or more."""
 
     def __init__(self, status: int, body: bytes, retry_after: str = "") -> None:
-        super().__init__(f"{status}: {message_in(body)}")
+        super().__init__(f"{status}: {logged_in(body)}")
         self.status = status
         self.body = body
         self.retry_after = retry_after
@@ -299,6 +302,8 @@ class Upstream:
         """Generations, restores and saves take as long as they take; only connecting always has a limit."""
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S).as_dict()
         everything = {**headers, **self._authorization}
+        if request_id := current_request():  # which the backend's log has then, too
+            everything.setdefault(HEADER_REQUEST, request_id)
         return httpx.Request(
             method,
             self._base_url + path,
@@ -344,4 +349,4 @@ def _decoded(body: bytes, kind: type[T]) -> T:
     try:
         return decode(body, kind)
     except msgspec.DecodeError as error:
-        raise Garbled(f"the backend's {kind.__name__} is not readable: {error}") from error
+        raise Garbled(f"the backend's {kind.__name__} is not readable: {masked(str(error))}") from error
