@@ -104,9 +104,7 @@ class _Counted:
         return alone and above.id not in self.ending
 
 
-def _run_for(
-    row: SegmentRow, counted: _Counted, run_of: dict[str, Run], roots: dict[str, Run], runs: list[Run]
-) -> Run:
+def _run_for(row: SegmentRow, counted: _Counted, run_of: dict[str, Run], roots: dict[str, Run], runs: list[Run]) -> Run:
     above = counted.snapshot.segments.get(row.parent)
     if above is not None and counted.goes_on(above, row):
         return run_of[above.id]

@@ -40,7 +40,6 @@ class RequestLine(msgspec.Struct, kw_only=True):
     outcome: str
     source: str
     why_not_warmer: str
-    cause: str  # the likeliest one, where that is known
     prompt_tokens: int
     cached_tokens: int
     prefilled_tokens: int
@@ -57,6 +56,7 @@ class RequestLine(msgspec.Struct, kw_only=True):
     dispatches: int
     audit: str
     guard: str
+    cause: str = ""  # of the miss: the likeliest one, where that is known
 
 
 class ActivityReply(msgspec.Struct, kw_only=True):
@@ -238,8 +238,9 @@ def _page(request: web.Request) -> tuple[int, int]:
 
 
 def _request_line(record: RequestRecord) -> RequestLine:
-    values = {name: getattr(record, name, "") for name in RequestLine.__struct_fields__}
-    return RequestLine(**values | {"cause": record.parting.cause if record.parting else ""})
+    line = msgspec.convert(record, RequestLine, from_attributes=True)
+    line.cause = record.parting.cause if record.parting else ""
+    return line
 
 
 def _sessions(kept: _Kept, offset: int, count: int, sort: str, wanted: str) -> SessionsReply:

@@ -1,4 +1,4 @@
-"""The dashboard's files under /admin, as they lie in static/.  They hold no data: the page asks the owner's paths for it.
+"""The dashboard's files under /admin, as they lie in static/.  They hold no data: the page asks the owner's paths.
 
 Nothing is built and nothing is fetched from elsewhere; the policy has the browser hold the page to that.
 """

@@ -1,0 +1,61 @@
+// Asking the owner's paths of the proxy.
+
+import { say } from "./dom.js";
+
+const TIMEOUT_MS = 20_000;
+
+/** The proxy did not answer at all. */
+export class Unreachable extends Error {}
+
+/** It refused. */
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** GET /warmline/`path`. */
+export const get = (path, parameters = {}) => ask("GET", `${path}?${new URLSearchParams(parameters)}`);
+
+/** POST /warmline/`path`; takes as long as it takes. */
+export const post = (path, body) => ask("POST", path, body);
+
+/** An event's handler that says what went wrong in asking. */
+export function tried(act) {
+  return async (...given) => {
+    try {
+      await act(...given);
+    } catch (error) {
+      if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+      say(`That did not work: ${error.message}`);
+    }
+  };
+}
+
+async function ask(method, path, body) {
+  const options = { method, cache: "no-store", redirect: "error" };
+  if (method === "GET") options.signal = AbortSignal.timeout(TIMEOUT_MS);
+  else {
+    options.headers = { "Content-Type": "application/json", "X-Warmline-Admin": "1" };
+    options.body = JSON.stringify(body);
+  }
+  let response;
+  let text;
+  try {
+    response = await fetch(`/warmline/${path}`, options);
+    text = await response.text();
+  } catch (error) {
+    throw new Unreachable(error.message);
+  }
+  if (response.ok) return JSON.parse(text);
+  throw new Refused(response.status, messageIn(text) || `status ${response.status}`);
+}
+
+function messageIn(text) {
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return text.slice(0, 200);
+  }
+}

@@ -1,0 +1,78 @@
+// Starts the page and asks for what it shows, every two seconds while somebody can see it.
+
+import { Refused, Unreachable, get } from "./api.js";
+import { showHistory } from "./chart.js";
+import { byId, setText } from "./dom.js";
+import { clock } from "./format.js";
+import { bytesUsed, showStatus } from "./overview.js";
+import { requestsWanted, showRequests, startRequests } from "./requests.js";
+import { refreshSessions, startSessions } from "./sessions.js";
+import { highlight, refreshTree, startTree } from "./tree.js";
+
+const REST_MS = 2000;
+const STORED_REST_MS = 10_000; // how long what is stored is not asked for again, where its sums don't change
+const state = { timer: 0, asking: false, lostAt: 0, stored: "", storedAt: 0 };
+
+async function tick() {
+  clearTimeout(state.timer);
+  if (state.asking || document.visibilityState !== "visible") return;
+  state.asking = true;
+  try {
+    await ask();
+    found();
+  } catch (error) {
+    lost(error);
+  } finally {
+    state.asking = false;
+    state.timer = setTimeout(tick, REST_MS);
+  }
+}
+
+async function ask() {
+  const [status, activity] = await Promise.all([get("status"), get("activity", requestsWanted())]);
+  showStatus(status);
+  showHistory(activity.history);
+  showRequests(activity);
+  byId("empty").hidden = activity.total > 0 || status.totals.sessions > 0;
+  await askForStored(status);
+}
+
+async function askForStored({ at, totals }) {
+  const { segments, sessions, tokens } = totals;
+  const sums = [segments, sessions, tokens, bytesUsed(totals)].join();
+  if (sums === state.stored && performance.now() - state.storedAt < STORED_REST_MS) return;
+  await Promise.all([refreshSessions(at), refreshTree(totals)]);
+  Object.assign(state, { stored: sums, storedAt: performance.now() });
+}
+
+function changed() {
+  state.stored = "";
+  tick();
+}
+
+function found() {
+  state.lostAt = 0;
+  byId("banner").hidden = true;
+  document.documentElement.dataset.asked = String(Number(document.documentElement.dataset.asked ?? 0) + 1);
+}
+
+/** What is shown stays, and what is wrong stands above it. */
+function lost(error) {
+  if (!(error instanceof Unreachable || error instanceof Refused)) throw error;
+  state.lostAt ||= Date.now() / 1000;
+  const what = error instanceof Refused ? `The proxy refuses: ${error.message}` : "Proxy unreachable";
+  setText(byId("banner"), `${what} (since ${clock(state.lostAt)}; it is asked again every 2 s)`);
+  byId("banner").hidden = false;
+}
+
+function curl() {
+  const body = '{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}';
+  return `curl ${location.origin}/v1/chat/completions -H "Content-Type: application/json" \\\n  -d '${body}'`;
+}
+
+setText(byId("curl"), curl());
+startRequests((request) => highlight(request.session, request.cached_tokens));
+startSessions(changed, (session) => highlight(session));
+startTree();
+document.addEventListener("visibilitychange", tick);
+tick();

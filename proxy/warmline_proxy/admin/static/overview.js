@@ -1,0 +1,118 @@
+// The header, and what runs now: all from GET /warmline/status.
+
+import { byId, describe, keep, make, setAttribute, setText } from "./dom.js";
+import { bytes, count, many, seconds, share, short } from "./format.js";
+
+const PHASES = {
+  arriving: "arriving",
+  waiting: "waiting for its turn",
+  restoring: "restoring from disk",
+  prefilling: "prefilling",
+  answering: "answering",
+  ending: "ending",
+  settling: "saving",
+};
+
+/** What counts against the disk budget. */
+export function bytesUsed(totals) {
+  const parts = ["segments", "checkpoints", "quarantined", "writing", "doomed", "index"];
+  return parts.reduce((sum, part) => sum + totals[`bytes_${part}`], 0);
+}
+
+export function showStatus(status) {
+  const { word, text, why } = stateOf(status);
+  const state = byId("state");
+  setAttribute(state, "data-state", word);
+  setText(state, text);
+  setText(byId("model"), status.engine?.model ?? "");
+  setText(byId("why"), why);
+  byId("why").hidden = !why;
+  describe(byId("facts"), facts(status));
+  showMeters(status);
+  showLive(status);
+}
+
+function stateOf({ engine, backend, persistence }) {
+  const unsaved = persistence === "ok" ? "" : `What is computed can't be saved: ${persistence}.`;
+  if (backend) return { word: "down", text: "Backend down", why: sentence(backend) };
+  if (!engine) return { word: "down", text: "Backend unknown", why: "" };
+  if (engine.failure) return { word: "down", text: "Failed", why: sentence(engine.failure) };
+  if (!engine.ready) return { word: "loading", text: "Loading the model", why: "" };
+  return { word: unsaved ? "warning" : "ready", text: unsaved ? "Ready, not saving" : "Ready", why: unsaved };
+}
+
+const sentence = (text) => (/[.!?]$/.test(text) ? text : `${text}.`);
+
+function facts({ engine, uptime_s, persistence, totals, connections, backend_kills }) {
+  const prefill = engine?.prefill_rates?.length ? engine.prefill_rates.at(-1).tokens_per_s : 0;
+  const rate = (number) => (number > 0 ? `${short(Math.round(number))} tokens/s` : "–");
+  const pairs = [
+    ["persistence", persistence === "ok" ? "on" : "off", persistence],
+    ["prefill", rate(prefill), "the last measured speed, at the longest context"],
+    ["decode", rate(engine?.decode_tokens_per_s ?? 0)],
+    ["stored", `${short(totals.tokens)} tokens`, `${count(totals.tokens)} tokens`],
+    ["connections", count(connections)],
+    ["up", seconds(uptime_s)],
+  ];
+  if (backend_kills) pairs.push(["backend restarts", count(backend_kills), "it hung, and was ended"]);
+  return pairs;
+}
+
+function showMeters({ engine, residents, totals, disk_budget_bytes }) {
+  const used = bytesUsed(totals);
+  const held = engine ? engine.resident_bytes + engine.running_bytes : 0;
+  const meters = [
+    ["Memory", held, engine?.memory_budget_bytes ?? 0, `${many(residents.length, "conversation")} warm`],
+    ["Disk", used, disk_budget_bytes, `${many(totals.segments, "segment")}`],
+  ];
+  keep(byId("meters"), meters, ([name]) => name, createMeter, updateMeter);
+}
+
+function createMeter([name]) {
+  const bar = make("div", "bar", make("i"));
+  bar.setAttribute("role", "meter");
+  bar.setAttribute("aria-label", name);
+  bar.setAttribute("aria-valuemin", "0");
+  return make("div", "meter", make("b", "", name), bar, make("span", "amount"), make("span", "more"));
+}
+
+function updateMeter(element, [, value, most, more]) {
+  const [, bar, amount, extra] = element.children;
+  const text = most ? `${bytes(value)} of ${bytes(most)}` : bytes(value);
+  setAttribute(bar, "aria-valuemax", Math.max(most, value, 1));
+  setAttribute(bar, "aria-valuenow", value);
+  setAttribute(bar, "aria-valuetext", most ? `${text}, ${share(value, most)}` : text);
+  bar.firstChild.style.width = `${most ? Math.min(100, (100 * value) / most) : 0}%`;
+  setText(amount, text);
+  setText(extra, more);
+}
+
+function showLive({ live, running, queued, settling }) {
+  setText(byId("live-count"), live.length ? `${running} computing, ${queued} queued, ${settling} saving` : "");
+  keep(byId("live"), live.length ? live : [null], (each) => each?.id ?? "none", createLive, updateLive);
+}
+
+function createLive(request) {
+  if (!request) return make("li", "none", "Nothing is running.");
+  const bar = make("div", "bar", make("i"));
+  bar.setAttribute("role", "progressbar");
+  bar.setAttribute("aria-label", "prompt tokens with rows");
+  bar.setAttribute("aria-valuemin", "0");
+  return make("li", "", make("span", "who"), make("span", "phase"), bar, make("span", "amount"));
+}
+
+function updateLive(element, request) {
+  if (!request) return;
+  const [who, phase, bar, amount] = element.children;
+  const name = request.client_session || request.client_model || request.endpoint;
+  setText(who, name);
+  setAttribute(who, "title", `${request.id} ${request.client_model} ${request.client_session}`);
+  setText(phase, `${PHASES[request.phase] ?? request.phase}, ${seconds(request.age_s)}`);
+  setAttribute(bar, "aria-valuemax", Math.max(1, request.prompt_tokens));
+  setAttribute(bar, "aria-valuenow", request.prefilled_tokens);
+  const done = request.prompt_tokens ? (100 * request.prefilled_tokens) / request.prompt_tokens : 0;
+  bar.firstChild.style.width = `${Math.min(100, done)}%`;
+  const reused = request.reused_tokens ? `, ${short(request.reused_tokens)} ${request.source}` : "";
+  const prompt = request.prompt_tokens ? `${short(request.prefilled_tokens)} of ${short(request.prompt_tokens)} tokens` : "";
+  setText(amount, prompt + reused);
+}

@@ -1,0 +1,118 @@
+// The timeline: a request a row, its time as a bar, its explanation opened in place.
+
+import { get, tried } from "./api.js";
+import { byId, button, keep, make, setAttribute, setText } from "./dom.js";
+import { explain } from "./explain.js";
+import { clock, count, many, seconds, short } from "./format.js";
+
+export const PAGE = 25;
+const PARTS = ["queue", "restore", "prefill", "decode"];
+const view = { offset: 0, newest: "", open: "", shown: [], total: 0, showPath: () => {} };
+
+/** `showPath(request)` shows in the tree where a request landed. */
+export function startRequests(showPath) {
+  view.showPath = showPath;
+  byId("requests-back").addEventListener("click", () => turn(-PAGE));
+  byId("requests-on").addEventListener("click", () => turn(PAGE));
+  byId("newer").addEventListener("click", () => {
+    close();
+    turn(-view.offset);
+    byId("requests").focus();
+  });
+}
+
+export const requestsWanted = () => ({ offset: view.offset, count: PAGE });
+
+/** What came meanwhile waits where somebody reads: rows must not move under a finger. */
+export function showRequests(reply) {
+  if (reply.offset !== view.offset) return; // asked for before the page was turned
+  const { requests, total } = reply;
+  setText(byId("requests-count"), total ? `${count(total)} kept` : "");
+  const held = view.open || byId("timeline").contains(document.activeElement);
+  const place = held ? requests.findIndex((each) => each.id === view.shown[0]?.id) : 0;
+  if (place) tellOfNewer(place);
+  else show(requests, total);
+}
+
+function tellOfNewer(place) {
+  byId("newer").hidden = false;
+  setText(byId("newer"), place > 0 ? `Show ${count(place)} newer` : "Show newer ones");
+}
+
+function show(requests, total) {
+  view.shown = requests;
+  view.total = total;
+  byId("newer").hidden = view.offset === 0;
+  if (view.offset) setText(byId("newer"), "Show the newest");
+  const longest = Math.max(0.001, ...requests.map(time));
+  keep(byId("timeline"), requests, (each) => each.id, createRow, (row, each) => updateRow(row, each, longest));
+  byId("requests-back").disabled = view.offset === 0;
+  byId("requests-on").disabled = view.offset + requests.length >= total;
+}
+
+const turn = tried(async (by) => {
+  close();
+  view.offset = Math.max(0, view.offset + by);
+  showRequests(await get("activity", requestsWanted()));
+});
+
+/** The parts lie one after the other; where a request is sent again, what it waited before is left out. */
+const time = (each) => PARTS.reduce((sum, part) => sum + each[`${part}_s`], 0);
+
+function createRow(request) {
+  const row = button("", "row", () => toggle(request.id));
+  row.id = `request-${request.id}`;
+  row.setAttribute("aria-expanded", "false");
+  const bar = make("span", "bar", ...PARTS.map((part) => make("i", part)));
+  bar.setAttribute("aria-hidden", "true");
+  const spoken = make("span", "spoken");
+  row.append(
+    make("span", "at"), make("span", "who"), make("span", "source"), bar, spoken, make("span", "tokens"),
+    make("span", "ttft"), make("span", "reason"),
+  );
+  const panel = make("div", "panel");
+  panel.id = `explanation-${request.id}`;
+  panel.hidden = true;
+  row.setAttribute("aria-controls", panel.id);
+  return make("li", "", row, panel);
+}
+
+function updateRow(item, request, longest) {
+  const [at, who, source, bar, spoken, tokens, ttft, reason] = item.firstChild.children;
+  setText(at, clock(request.at));
+  setText(who, request.client_model || request.endpoint);
+  setAttribute(who, "title", `${request.endpoint} ${request.client_model} ${request.id}`);
+  setText(source, request.outcome === "ok" ? request.source : request.outcome);
+  setAttribute(source, "data-source", request.outcome === "ok" ? request.source : "failed");
+  PARTS.forEach((part, place) => {
+    bar.children[place].style.width = `${(100 * request[`${part}_s`]) / longest}%`;
+  });
+  setText(spoken, PARTS.map((part) => `${part} ${seconds(request[`${part}_s`])}`).join(", "));
+  setText(tokens, `${short(request.cached_tokens)} / ${short(request.prompt_tokens)}`);
+  setAttribute(tokens, "title", `${count(request.cached_tokens)} of ${many(request.prompt_tokens, "prompt token")} reused`);
+  setText(ttft, request.ttft_s ? seconds(request.ttft_s) : "–");
+  setAttribute(ttft, "title", "time to the first token");
+  setText(reason, request.error || request.why_not_warmer);
+}
+
+function close() {
+  if (view.open) toggle(view.open);
+}
+
+async function toggle(id) {
+  const opens = view.open !== id;
+  const before = view.open;
+  view.open = opens ? id : "";
+  for (const each of [before, id]) setOpen(each, each === view.open);
+  if (!opens) return;
+  const request = view.shown.find((each) => each.id === id);
+  await explain(byId(`explanation-${id}`), request, () => view.showPath(request));
+}
+
+function setOpen(id, open) {
+  const row = byId(`request-${id}`);
+  if (!row) return;
+  setAttribute(row, "aria-expanded", open);
+  row.nextElementSibling.hidden = !open;
+  if (!open) row.nextElementSibling.replaceChildren();
+}
