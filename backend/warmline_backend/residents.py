@@ -71,7 +71,8 @@ class Residents:
     def add(self, kv: KV, *, lease_s: float, left_by: str = "", root: bytes = b"") -> str:
         """Keep `kv`; the caller has seen to the room (`make_room`).  Returns the new resident's id.
 
-        `root` says whose it is: no other's request can take it.  For `lease_s` nothing pushes it out; the lease ends sooner when it is taken, saved, or named in `order`.
+        `root` says whose it is: no other's request can take it.  For `lease_s` nothing pushes it out; the lease ends
+        sooner when it is taken, saved, or named in `order`.
         """
         resident_id = secrets.token_hex(8)
         until = time.monotonic() + lease_s

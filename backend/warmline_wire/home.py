@@ -44,6 +44,16 @@ class Home:
         return self.root / "home.lock"
 
     @property
+    def keys(self) -> Path:
+        """Clients' keys and the admin key."""
+        return self.root / "keys.json"
+
+    @property
+    def keys_lock(self) -> Path:
+        """Held by whoever changes them."""
+        return self.run / "keys.lock"
+
+    @property
     def backend_lock(self) -> Path:
         """Held by the backend: two would write and sweep each other's files."""
         return self.run / "backend.lock"

@@ -59,6 +59,7 @@ PROXY_SETTINGS = (
     "lan",
     "allowed_hosts",
     "share_cache",
+    "admin_needs_key",
     "drain_timeout_s",
     "log_level",
     "log_format",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warmline_run.settings import SETTINGS, Setting, Value, is_loopback
+from warmline_run.settings import SETTINGS, Setting, Value
 
 FILE_NAME = "warmline.toml"
 PREFIX = "WARMLINE_"
@@ -119,11 +119,5 @@ def _nearest(key: str, known: list[str]) -> str:
 
 
 def _check(config: Config) -> None:
-    host = str(config["host"])
-    if not is_loopback(host) and not config["client_key"]:
-        raise ConfigurationError(
-            f"host {host} is reachable by others: set a client key first, in WARMLINE_CLIENT_KEY or as client_key in "
-            f"{FILE_NAME}, or use 127.0.0.1"
-        )
     if config["port"] == config["backend_port"]:
         raise ConfigurationError(f"port and backend_port are both {config['port']}; they must differ")

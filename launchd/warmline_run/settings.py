@@ -228,7 +228,7 @@ SETTINGS: dict[str, Setting] = {
             "a folder or repository that mlx-lm loads; `demo`: SmolLM2-135M, out of a package",
         ),
         Setting("served_name", "", text, "NAME", "the name that `/v1/models` shows", unset="the model's own"),
-        Setting("host", "127.0.0.1", text, "HOST", "where clients connect; other than loopback needs `client_key`"),
+        Setting("host", "127.0.0.1", text, "HOST", "where clients connect; other than loopback needs a client key"),
         Setting(
             "lan",
             False,
@@ -250,6 +250,13 @@ SETTINGS: dict[str, Setting] = {
             "",
             "let the holders of all client keys reuse what any of them has had computed",
         ),
+        Setting(
+            "admin_needs_key",
+            False,
+            yes_or_no,
+            "",
+            "ask for the admin key on this machine, too, for `/admin` and `/warmline`: others have accounts here",
+        ),
         Setting("port", 8026, port, "PORT", "the port for clients"),
         Setting("backend_port", 8025, port, "PORT", "the backend's port, on loopback only"),
         Setting(
@@ -257,7 +264,7 @@ SETTINGS: dict[str, Setting] = {
             "",
             text,
             "KEY",
-            "what clients must send as their key; never a flag, since command lines are visible to all users",
+            "a key for clients besides those of `cachectl key`; never a flag, since command lines are visible to all users",
             as_flag=False,
             secret=True,
         ),

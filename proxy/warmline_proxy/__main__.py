@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from warmline_proxy.app import LIVES, build, drain
+from warmline_proxy.client_keys import prepare_keys
 from warmline_proxy.config import Config, ConfigError, parse
 from warmline_proxy.connections import listening
 from warmline_proxy.index import Index, IndexFailure
@@ -21,6 +22,7 @@ from warmline_wire.descriptors import raise_descriptor_limit
 from warmline_wire.home import unusable
 from warmline_wire.lifeline import end_with_parent
 from warmline_wire.lines import say
+from warmline_wire.modes import tighten
 from warmline_wire.logs import start_logging, tell_of_loop
 
 log = logging.getLogger("warmline_proxy")
@@ -45,8 +47,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config.home.prepare()
         secret = config.home.secret()
+        if tightened := str(tighten(config.home)):
+            log.warning("the home: %s", tightened)
+        prepare_keys(config)
     except OSError as error:
         say(f"warmline_proxy: {unusable(config.home, error)}")
+        return 2
+    except ConfigError as error:
+        say(f"warmline_proxy: {error}")
         return 2
     try:
         run(config, secret)
@@ -84,7 +92,7 @@ async def serve(config: Config, secret: str, index: Index, descriptor_count_max:
     app = build(config, secret, index)
     async with listening(app, config, descriptor_count_max) as listener:
         with announced(config, listener.port):
-            log.info("listening on http://%s:%d, backend %s", config.host, listener.port, config.backend_url)
+            log.info("listening on http://%s:%d, backend %s", config.bind_host, listener.port, config.backend_url)
             log.info("at most %d connections, %d descriptors", listener.connections.count_max, descriptor_count_max)
             await signals.stop.wait()
             log.info(stopping(app[LIVES].unanswered, config.drain_timeout_s))
@@ -129,7 +137,7 @@ def announced(config: Config, port: int) -> Iterator[None]:
     """While the proxy listens, its pid and address can be read from the run directory."""
     files = (config.home.pid_file("proxy"), config.home.run / "proxy.json")
     try:
-        disk.write_small(files[1], json.dumps({"pid": os.getpid(), "url": local_url(config.host, port)}))
+        disk.write_small(files[1], json.dumps({"pid": os.getpid(), "url": local_url(config.bind_host, port)}))
         disk.write_small(files[0], f"{os.getpid()}\n")
     except OSError as error:
         log.warning("cachectl will not find this proxy: %s", error)

@@ -1,75 +1,21 @@
-"""Who may come in, and how many at once.  All state belongs to the event loop."""
+"""How many may be in at once, and who is next.  All state belongs to the event loop."""
 
 import asyncio
-import hashlib
-import hmac
-import ipaddress
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from warmline_proxy.errors import ClientError, bad_request, error_body, queue_full, unavailable
-
-# Names that a web page's own (rebound) domain can't be: a browser sends the page's name as Host.
-LOCAL_NAMES = frozenset({"localhost", "host.docker.internal"})
-
-NO_KEY = "No API key provided: send this server's client key as 'Authorization: Bearer KEY' or as 'X-Api-Key: KEY'."
+from warmline_proxy.client_keys import Client, bearer, digest
+from warmline_proxy.errors import ClientError, queue_full, unavailable
 
 CLOSED_RETRY_AFTER_S = 5  # by then another proxy may listen
 
 
-def bearer(headers: Mapping[str, str]) -> str:
-    """The key that a client shows, as OpenAI's or as Anthropic's clients send it; "" where there is none."""
-    scheme, _, key = headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("X-Api-Key", "")
+def caller_of(client: Client, headers: Mapping[str, str], remote: str | None) -> str:
+    """Whom a request counts for: the key's holder; without keys the key that it shows all the same, or its machine.
 
-
-def same_secret(shown: str, expected: str) -> bool:
-    """Constant-time comparison; an empty `expected` equals nothing."""
-    return bool(expected) and hmac.compare_digest(_bytes(shown), _bytes(expected))
-
-
-def check_host(host: str, client_key: str) -> None:
-    """Refuse foreign Host names where no key protects the port.  Raises ClientError 403.
-
-    A page in a browser on this machine can point its own domain at 127.0.0.1 (DNS rebinding); it can't forge Host.
+    A digest: such keys are kept nowhere.
     """
-    if client_key or not host:
-        return
-    name = host.rsplit(":", 1)[0] if host.count(":") == 1 else host.partition("]")[0].lstrip("[")
-    name = name.lower().rstrip(".")
-    if name in LOCAL_NAMES or name.endswith(".localhost") or _is_address(name):
-        return
-    raise bad_request(f"Host {name!r} is not local; set a client key to serve other names.", status=403)
-
-
-def check_key(headers: Mapping[str, str], expected: str) -> None:
-    """Raises ClientError 401 where a key is expected and another, or none, was shown."""
-    shown = bearer(headers)
-    if expected and not same_secret(shown, expected):
-        message = "Incorrect API key provided: it is not this server's client key." if shown else NO_KEY
-        raise ClientError(401, error_body(message, "authentication_error", "invalid_api_key"))
-
-
-def tenant_of(client_key: str) -> str:
-    """Whose KV a request may meet: one tenant without keys, else one a key (a stable hash, never the key)."""
-    return hashlib.sha256(client_key.encode()).hexdigest()[:16] if client_key else ""
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode(errors="surrogateescape")  # header bytes that are no UTF-8 arrive as lone surrogates
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def caller_of(headers: Mapping[str, str], remote: str | None) -> str:
-    """Whom a request counts for: the key that it shows, or else its machine.  A digest: keys are kept nowhere."""
-    return hashlib.sha256(_bytes(bearer(headers) or f"at {remote}")).hexdigest()[:16]
+    return digest(f"key {client.name}" if client.name else bearer(headers) or f"at {remote}").hex()[:16]
 
 
 class Ticket:

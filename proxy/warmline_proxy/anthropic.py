@@ -6,6 +6,7 @@ from warmline_proxy.apis.messages import Messages
 from warmline_proxy.apis.messages_models import model_info, model_list
 from warmline_proxy.apis.openai_models import MODELS_PATH, is_models_path
 from warmline_proxy.bodies import json_answer, read_body
+from warmline_proxy.client_keys import Client
 from warmline_proxy.config import Config
 from warmline_proxy.errors import not_allowed
 from warmline_proxy.knowledge import Knowledge
@@ -20,12 +21,12 @@ class Anthropic:
     def __init__(self, api: Messages, config: Config, renderer: Renderer, knowledge: Knowledge) -> None:
         self._api, self._config, self._renderer, self._knowledge = api, config, renderer, knowledge
 
-    async def count_tokens(self, request: web.Request) -> web.Response:
+    async def count_tokens(self, request: web.Request, client: Client) -> web.Response:
         """Raises ClientError and UpstreamError."""
         if request.method != "POST":
             raise not_allowed(request.method, "POST")
         body = await read_body(request, self._config.receive_timeout_s)
-        tokens = await self._renderer.count(self._api.read_to_count(body, request.headers))
+        tokens = await self._renderer.count(self._api.read_to_count(body, request.headers), client.tenant)
         return json_answer({"input_tokens": tokens})
 
     async def models(self, path: str) -> web.Response:

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from warmline_proxy.admin.access import check_owner
 from warmline_proxy.admin.browsing import Browsing
 from warmline_proxy.admin.health import Health
 from warmline_proxy.admin.looking import Looking
@@ -17,7 +16,7 @@ from warmline_proxy.admin.paths import PREFIX, OwnerPaths
 from warmline_proxy.admin.scraping import Scraping
 from warmline_proxy.admin.status import StatusPath
 from warmline_proxy.admin.upkeep import Upkeep
-from warmline_proxy.admission import Admission, check_host, check_key, tenant_of
+from warmline_proxy.admission import Admission
 from warmline_proxy.anthropic import Anthropic, asks_for_models
 from warmline_proxy.apis import APIS, COUNT_PATH, MESSAGES, RESPONSES, RESPONSES_PATH, api_at
 from warmline_proxy.apis.api import Api
@@ -26,10 +25,12 @@ from warmline_proxy.audit import Auditor
 from warmline_proxy.background import Background
 from warmline_proxy.blame import Blame
 from warmline_proxy.bodies import BODY_BYTES_MAX, json_answer
+from warmline_proxy.client_keys import Client, ClientKeys
 from warmline_proxy.condemn import Condemner
 from warmline_proxy.config import Config
 from warmline_proxy.connections import CONNECTIONS
 from warmline_proxy.cors import cors_headers
+from warmline_proxy.doors import Doors
 from warmline_proxy.ending import Ending
 from warmline_proxy.errors import ClientError, bad_request, from_upstream, index_failed, not_allowed
 from warmline_proxy.gauges import Gauges
@@ -68,8 +69,7 @@ class Face:
     def __init__(
         self,
         *,
-        config: Config,
-        secret: str,
+        doors: Doors,
         knowledge: Knowledge,
         hot_path: HotPath,
         lives: Lives,
@@ -81,8 +81,7 @@ class Face:
         anthropic: Anthropic,
         response_paths: ResponsePaths,
     ) -> None:
-        self._config = config
-        self._secret = secret
+        self._doors = doors
         self._knowledge = knowledge
         self._hot_path = hot_path
         self._lives = lives
@@ -96,36 +95,36 @@ class Face:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Raises ClientError and UpstreamError."""
-        check_host(request.host, self._config.client_key)
+        self._doors.check_host(request)
         path = request.path.rstrip("/") or "/"
         if request.method in ("GET", "HEAD") and path == "/health":
             return self._health.health()
         if request.method in ("GET", "HEAD") and path == "/ready":
             return await self._health.ready()
         if request.method in ("GET", "HEAD") and path == "/metrics":
-            check_key(request.headers, self._config.client_key)
+            self._doors.check_client_or_owner(request)
             return await self._scraping.metrics(request)
         if path.startswith(PREFIX):
-            check_owner(request, self._secret)
+            self._doors.check_owner(request)
             return await self._owner_paths.answer(request, path)
         if is_page(path):
-            check_owner(request, self._secret)
+            self._doors.check_owner(request, page=True)
             return self._pages.answer(request, path)
         if request.method == "OPTIONS":
             return web.Response(status=204, headers={"Allow": "GET, HEAD, POST, DELETE, OPTIONS"})
-        check_key(request.headers, self._config.client_key)
+        client = self._doors.client(request)
         if api := APIS.get(path):
-            return await self._generate(request, api)
+            return await self._generate(request, api, client)
         if path == COUNT_PATH:
-            return await self._anthropic.count_tokens(request)
+            return await self._anthropic.count_tokens(request, client)
         if asks_for_models(request, path):
             return await self._anthropic.models(path)
         if path.startswith(f"{RESPONSES_PATH}/"):
-            return await self._response_paths.answer(request, path.removeprefix(f"{RESPONSES_PATH}/"))
+            return await self._response_paths.answer(request, path.removeprefix(f"{RESPONSES_PATH}/"), client)
         if is_models_path(path):
             return await self._models(request, path)
         if path.startswith(CANCEL_PATH) and request.method == "DELETE":
-            return await self._cancel(path.removeprefix(CANCEL_PATH))
+            return await self._cancel(path.removeprefix(CANCEL_PATH), client)
         raise _unknown(request.path)
 
     async def _models(self, request: web.Request, path: str) -> web.StreamResponse:
@@ -133,14 +132,17 @@ class Face:
             raise not_allowed(request.method, "GET")
         return json_answer(models_at(path, await self._knowledge.status()))
 
-    async def _generate(self, request: web.Request, api: Api) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, api: Api, client: Client) -> web.StreamResponse:
         if request.method != "POST":
             raise not_allowed(request.method, "POST")
-        return await self._hot_path.answer(request, api)
+        return await self._hot_path.answer(request, api, client)
 
-    async def _cancel(self, name: str) -> web.StreamResponse:
-        """Answers when the engine has let go.  `name`: the request's id, or the id of its answer, which ends in it."""
-        life = self._lives.find(name) or self._lives.find(_bare(name))
+    async def _cancel(self, name: str, client: Client) -> web.StreamResponse:
+        """Answers when the engine has let go.  `name`: the request's id, or the id of its answer, which ends in it.
+
+        For others than its own client there is no such request.
+        """
+        life = self._lives.find(name, client) or self._lives.find(_bare(name), client)
         if life is None or life.let_go.is_set():
             raise bad_request(f'No request "{name[:80]}" is on its way.', status=404, code="unknown_request")
         await self._ending.cancel(life)
@@ -196,17 +198,17 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     background, metrics = Background(), Metrics()
     upstream = Upstream(config.backend_url, secret)
     watchdog = Watchdog(upstream, config.wedge_timeout_s, config.home.pid_file("backend"))
-    tenant = tenant_of(config.client_key)
+    keys = ClientKeys(config)
     knowledge = Knowledge(upstream)
     lives = Lives(knowledge)
     admission = Admission(config.running_count_max, config.queue_count_max, lives.retry_after_s)
     persistence = Persistence(metrics)
     persistence.watch(index)
-    turns = Turns(index, tenant)
+    turns = Turns(index)
     renderer = Renderer(config, upstream, knowledge, turns)
     partings = Partings(upstream, index, knowledge.mirror, background)
     settler = Settler(index, upstream, knowledge, metrics, persistence, turns, partings, reuse=config.reuse != "off")
-    recomputer = Recomputer(upstream, index, knowledge.mirror, tenant)
+    recomputer = Recomputer(upstream, index, knowledge.mirror, lambda: keys.tenants)
     blame = Blame(index, recomputer)
     condemner = Condemner(index, upstream, knowledge, lives, settler, blame, metrics, background)
     auditor = Auditor(
@@ -224,7 +226,6 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     overseer = Overseer(lives, watchdog, background, config.heartbeat_after_s)
     hot_path = HotPath(
         config=config,
-        tenant=tenant,
         lives=lives,
         upstream=upstream,
         watchdog=watchdog,
@@ -275,8 +276,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         receive_timeout_s=config.receive_timeout_s,
     )
     face = Face(
-        config=config,
-        secret=secret,
+        doors=Doors(config, secret, keys, metrics),
         knowledge=knowledge,
         hot_path=hot_path,
         lives=lives,

@@ -10,6 +10,7 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from warmline_proxy.cors import origins
+from warmline_proxy.hosts import allowed_names
 from warmline_proxy.hygiene.stabilize import RULES
 from warmline_wire.flags import GB, gigabytes
 from warmline_wire.home import Home
@@ -18,6 +19,7 @@ from warmline_wire.lines import say
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 CLIENT_KEY_VARIABLE = "WARMLINE_CLIENT_KEY"
+ANY_ADDRESS = "0.0.0.0"
 
 REUSE = ("fast", "exact", "off")
 GARBAGE_GUARD = ("off", "observe")
@@ -62,6 +64,7 @@ class Config:
     lan: bool = False  # other machines may connect; a client key is made where there is none
     allowed_hosts: str = ""  # separated by commas, or "*": further names that Host may have
     share_cache: bool = False  # all client keys are one tenant
+    admin_needs_key: bool = False  # for the owner's paths it is not enough to be on this machine
     cors_origins: str = ""  # separated by commas, or "*": of the web pages that may read answers
     stabilize: str = ""  # of hygiene.stabilize.RULES, separated by commas: what is evened out at the top of prompts
     # Deadlines; 0: none.  A request may shorten or lengthen its own by header.
@@ -79,8 +82,6 @@ class Config:
     connections_max: int = 2048
 
     def __post_init__(self) -> None:
-        if not is_loopback(self.host) and not self.client_key:
-            raise ConfigError(f"binding {self.host} opens the proxy to others: set {CLIENT_KEY_VARIABLE} first")
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port {self.port} is not between 0 and 65535")
         backend = urlsplit(self.backend_url)
@@ -102,6 +103,10 @@ class Config:
             origins(self.cors_origins)
         except ValueError as error:
             raise ConfigError(f"--cors-origins {error}") from None
+        try:
+            allowed_names(self.allowed_hosts)
+        except ValueError as error:
+            raise ConfigError(f"--allowed-hosts {error}") from None
         for name in SECONDS:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)}: expected a number of seconds, 0 or more")
@@ -114,6 +119,20 @@ class Config:
     @property
     def stabilize_rules(self) -> tuple[str, ...]:
         return tuple(filter(None, self.stabilize.split(",")))
+
+    @property
+    def bind_host(self) -> str:
+        """Where to listen.  `lan` is IPv4 alone: an IPv6 address can often be reached from anywhere."""
+        return ANY_ADDRESS if self.lan and is_loopback(self.host) else self.host
+
+    @property
+    def open_to_others(self) -> bool:
+        """Whether other machines may connect; `client_keys.prepare_keys` sees to it that a key is asked for then."""
+        return not is_loopback(self.bind_host)
+
+    @property
+    def allowed_names(self) -> frozenset[str]:
+        return allowed_names(self.allowed_hosts)
 
     @property
     def allowed_origins(self) -> frozenset[str]:
@@ -164,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lan", action="store_true")
     parser.add_argument("--allowed-hosts", default="")
     parser.add_argument("--share-cache", action="store_true")
+    parser.add_argument("--admin-needs-key", action="store_true")
     return parser
 
 
@@ -198,5 +218,6 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         lan=flags.lan,
         allowed_hosts=flags.allowed_hosts,
         share_cache=flags.share_cache,
+        admin_needs_key=flags.admin_needs_key,
         client_key=environment.get(CLIENT_KEY_VARIABLE, ""),
     )

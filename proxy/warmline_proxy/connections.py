@@ -339,7 +339,7 @@ class Listener:
 async def listening(
     app: web.Application, config: Config, descriptor_count_max: int = UNLIMITED
 ) -> AsyncIterator[Listener]:
-    """`app` behind `config.host` and `config.port`, with no more connections than this process has descriptors for.
+    """`app` behind `config.bind_host` and `config.port`, with no more connections than this process has descriptors for.
 
     Raises OSError where it can't listen.
     """
@@ -355,7 +355,7 @@ async def listening(
         http = runner.server
         assert http is not None
         server = await asyncio.get_running_loop().create_server(
-            lambda: connections.admit(http), config.host, config.port, backlog=BACKLOG_COUNT
+            lambda: connections.admit(http), config.bind_host, config.port, backlog=BACKLOG_COUNT
         )
     except BaseException:
         await runner.cleanup()

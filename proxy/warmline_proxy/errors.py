@@ -16,8 +16,10 @@ CLIENT_CLOSED = 499  # nginx's word for a request that was ended before its answ
 
 class ClientError(Exception):
     """Ends a request.  `body` is OpenAI's error object as JSON; `retry_after_s` becomes a Retry-After header; `by` says
-    who wanted it ended, where its code doesn't.
+    who wanted it ended, where its code doesn't; `challenge` how to show a key where one is missing.
     """
+
+    challenge = "Bearer"
 
     def __init__(self, status: int, body: bytes, retry_after_s: int | None = None, *, by: str = "") -> None:
         super().__init__(f"{status}: {logged_in(body)}")
@@ -32,7 +34,7 @@ class ClientError(Exception):
         if self.retry_after_s is not None:
             all_headers["Retry-After"] = str(self.retry_after_s)
         if self.status == 401:
-            all_headers["WWW-Authenticate"] = "Bearer"
+            all_headers["WWW-Authenticate"] = self.challenge
         response = web.Response(status=self.status, body=body, content_type="application/json", headers=all_headers)
         response[REFUSAL] = self
         return response

@@ -15,6 +15,7 @@ from warmline_proxy.background import Background, wait_for_events
 from warmline_proxy.bodies import read_body
 from warmline_proxy.choices import Choice, split
 from warmline_proxy.chorus import Chorus, Part
+from warmline_proxy.client_keys import Client
 from warmline_proxy.config import Config
 from warmline_proxy.deadlines import Limits
 from warmline_proxy.ending import Ending
@@ -59,7 +60,6 @@ class HotPath:
         self,
         *,
         config: Config,
-        tenant: str,
         lives: Lives,
         upstream: Upstream,
         watchdog: Watchdog,
@@ -75,7 +75,6 @@ class HotPath:
         metrics: Metrics,
     ) -> None:
         self._config = config
-        self._tenant = tenant
         self._limits = Limits(
             config.connect_timeout_s, config.queue_timeout_s, config.stall_timeout_s, config.total_timeout_s
         )
@@ -94,8 +93,8 @@ class HotPath:
         self._metrics = metrics
         self._heads = Heads()
 
-    async def answer(self, request: web.Request, api: Api) -> web.StreamResponse:
-        life, answer = self._begin(request, api)
+    async def answer(self, request: web.Request, api: Api, client: Client) -> web.StreamResponse:
+        life, answer = self._begin(request, api, client)
         async with self._living(life):
             body = await self._admit(request, life)  # 1. a bounded queue
             choices = self._normalize(request, api, life, body)  # 2. any model name, null is absent
@@ -133,18 +132,18 @@ class HotPath:
         if not life.parts:
             self._metrics.cancelled(life.stage, by)
 
-    def _begin(self, request: web.Request, api: Api) -> tuple[Life, Answer]:
+    def _begin(self, request: web.Request, api: Api, client: Client) -> tuple[Life, Answer]:
         """Raises ClientError where its headers are wrong."""
         given_id = request.headers.get(HEADER_REQUEST)
-        trace = Trace(api.name, checked_id_of(request), given_id or "")
+        trace = Trace(api.name, checked_id_of(request), given_id or "", client.name)
         answer = Answer(request, api, lambda: headers_of(life), self._config.send_timeout_s, self._metrics.refused)
-        life = self._lives.add(Life(trace, answer, self._limits.overridden(request.headers)))
+        life = self._lives.add(Life(trace, answer, self._limits.overridden(request.headers), client=client))
         name_request(life.trace.id)
         return life, answer
 
     async def _admit(self, request: web.Request, life: Life) -> bytes:
         """The place is asked for before the body is read: a full queue should cost no memory."""
-        life.caller = caller_of(request.headers, request.remote)
+        life.caller = caller_of(life.client, request.headers, request.remote)
         life.ticket = self._admission.ticket(life.caller)
         return await read_body(request, self._config.receive_timeout_s)
 
@@ -191,7 +190,7 @@ class HotPath:
         trace = replace(
             life.trace, id=f"{life.trace.id}.{part.index}", given_id="", at=time.time(), began=time.monotonic()
         )
-        one = self._lives.add(Life(trace, part, life.limits, caller=life.caller, call=part.call))
+        one = self._lives.add(Life(trace, part, life.limits, client=life.client, caller=life.caller, call=part.call))
         name_request(one.trace.id)
         first = life.parts[0].ticket if life.parts else None
         one.ticket, life.ticket = first.another() if first else life.ticket, None
@@ -251,11 +250,11 @@ class HotPath:
         status = await self._knowledge.status()
         life.model, life.layout = status.model, status.layout
         self._check_mode(life)
-        life.root = life.trace.root = namespace(life.prompt.fingerprint, self._tenant)
+        life.root = life.trace.root = namespace(life.prompt.fingerprint, life.client.tenant)
         life.trace.prompt_tokens = life.prompt_shape().tokens
 
     async def _ask_prompt(self, life: Life, call: Call) -> PromptReply:
-        return await self._renderer.render(call, life.trace.id, life.limits.stall_s or None)
+        return await self._renderer.render(call, life.client.tenant, life.trace.id, life.limits.stall_s or None)
 
     def _check_mode(self, life: Life) -> None:
         """Each process is told its mode on its own."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from warmline_proxy.admission import Ticket
 from warmline_proxy.apis.api import Call
+from warmline_proxy.client_keys import EVERYBODY, Client
 from warmline_proxy.deadlines import Alarm, Clock, Limits
 from warmline_proxy.errors import ClientError
 from warmline_proxy.generation import Generation, Listener
@@ -25,6 +26,7 @@ class Life:
     limits: Limits
     clock: Clock = field(default_factory=Clock)
     alarm: Alarm = field(default_factory=Alarm)
+    client: Client = EVERYBODY  # whose it is
     caller: str = ""  # whom it counts for
     ticket: Ticket | None = None  # its place; a request of several choices has given it to the first of them
     parts: list["Life"] = field(default_factory=list)  # its choices that have begun, where it has several

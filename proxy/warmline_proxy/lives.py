@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterator
 
+from warmline_proxy.client_keys import Client
 from warmline_proxy.errors import bad_request
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
@@ -34,11 +35,11 @@ class Lives:
         """Raises ClientError 409 where its client gave it a name that another one has.
 
         One that its client has left, and now tries again, may still be ending under that name: the next try gets a
-        longer one.
+        longer one.  So does one whose name another client has chosen, too: nobody is told of others' requests.
         """
         name = life.trace.id
         while (other := self._lives.get(life.trace.id)) is not None:
-            if other.leaving is None:
+            if other.leaving is None and other.client.name == life.client.name:
                 raise bad_request(f"A request named {name!r} is still on its way.", status=409, code="name_taken")
             life.trace.id = f"{name}.{secrets.token_hex(2)}"
         self._lives[life.trace.id] = life
@@ -49,9 +50,10 @@ class Lives:
         if (settled := life.trace.settled) and settled.finish in ("stop", "length"):
             self._answer_tokens += SMOOTHING * (settled.timings.decoded - self._answer_tokens)
 
-    def find(self, name: str) -> Life | None:
-        """By its id, or the one that its client gave; of several tries under one name, the one that is wanted."""
-        named = [life for life in self if name and name in (life.trace.id, life.trace.given_id)]
+    def find(self, name: str, client: Client) -> Life | None:
+        """Of this client's: by its id, or the one that was given; of several tries under one name, the one wanted."""
+        own = (life for life in self if life.client.name == client.name)
+        named = [life for life in own if name and name in (life.trace.id, life.trace.given_id)]
         return next((life for life in named if life.leaving is None), next(iter(named), None))
 
     @property

@@ -58,7 +58,7 @@ class Mirror:
             self._held[resident] = held
 
     def add_listed(self, residents: Iterable[Resident]) -> None:
-        """Adopt what a listing with ids shows and the mirror didn't know.  What doesn't say whose it is, is nobody's."""
+        """Adopt what a listing with ids shows and the mirror didn't know; what doesn't say whose it is, is nobody's."""
         for each in residents:
             if each.root and each.ids is not None and each.id not in self._held and each.id not in self._shunned:
                 self.add(each.id, Held(each.root, each.ids, tuple(each.positions), turn_end=each.tokens))

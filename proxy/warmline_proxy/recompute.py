@@ -4,6 +4,7 @@ What the backend can't do, or gives up because others want its memory, is None: 
 """
 
 import secrets
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import msgspec
@@ -26,8 +27,11 @@ class OtherModel(Exception):
 class Recomputer:
     """Every method raises UpstreamError where the backend fails, and OtherModel."""
 
-    def __init__(self, upstream: Upstream, index: Index, mirror: Mirror, tenant: str) -> None:
-        self._upstream, self._index, self._mirror, self._tenant = upstream, index, mirror, tenant
+    def __init__(
+        self, upstream: Upstream, index: Index, mirror: Mirror, tenants: Callable[[], Iterable[str]]
+    ) -> None:
+        """`tenants`: all that there are, to tell whose a root is."""
+        self._upstream, self._index, self._mirror, self._tenants = upstream, index, mirror, tenants
 
     async def cold(self, root: bytes, tokens: bytes, *, cut: int = 0) -> FirstLogits | None:
         """Of a prompt's packed tokens under its namespace `root`; one chunk ends at `cut`, which rounds otherwise."""
@@ -58,8 +62,8 @@ class Recomputer:
     async def _first(self, root: bytes, tokens: bytes, plan: Plan, request_id: str) -> FirstLogits | None:
         body = {"prompt": unpack_tokens(tokens), "max_tokens": 1}
         prompt = await self._upstream.prompt(PromptRequest(request_id=request_id, endpoint="completion", body=body))
-        if namespace(prompt.fingerprint, self._tenant) != root:
-            raise OtherModel("the backend now serves another model, or serves it otherwise")
+        if root not in {namespace(prompt.fingerprint, tenant) for tenant in self._tenants()}:
+            raise OtherModel("the backend serves another model, or serves it otherwise; or the client's key is gone")
         stream = await self._upstream.generate(
             "completion", request_id, prompt.prompt_id, plan, root=root, background=True
         )

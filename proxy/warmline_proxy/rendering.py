@@ -11,7 +11,7 @@ from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.trace import new_request_id
 from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Refused, Upstream
-from warmline_wire.keys import TOKEN_BYTES
+from warmline_wire.keys import TOKEN_BYTES, namespace
 from warmline_wire.messages import PromptReply, PromptRequest
 
 
@@ -28,22 +28,24 @@ class Renderer:
         fields, counts = stabilized(call.fields, self._rules)
         return replace(call, fields=fields), counts
 
-    async def render(self, call: Call, request_id: str, timeout_s: float | None = None) -> PromptReply:
-        """With what is remembered of its calls.  Raises UpstreamError: Refused for what is wrong with it."""
+    async def render(
+        self, call: Call, tenant: str, request_id: str, timeout_s: float | None = None
+    ) -> PromptReply:
+        """With what is remembered of this tenant's calls.  Raises UpstreamError: Refused for what is wrong with it."""
         status = await self._knowledge.status()
         body = call.prompt_body(status.model)
-        turns = self._turns.recall(status.fingerprint, body.get("messages"))
+        turns = self._turns.recall(namespace(status.fingerprint, tenant), body.get("messages"))
         request = PromptRequest(request_id=request_id, endpoint=call.api.endpoint, body=body, turns=turns)
         return await self._upstream.prompt(request, timeout_s)
 
-    async def count(self, call: Call) -> int:
+    async def count(self, call: Call, tenant: str) -> int:
         """The tokens of the very prompt that it would be answered from; one that is too long has a length, too.
 
         Raises UpstreamError.
         """
         call, _ = self.stabilize(call)
         try:
-            return len((await self.render(call, new_request_id())).tokens) // TOKEN_BYTES
+            return len((await self.render(call, tenant, new_request_id())).tokens) // TOKEN_BYTES
         except Refused as error:
             if numbers := overflow(from_upstream(error)):
                 return numbers[0]

@@ -6,6 +6,7 @@ from aiohttp import web
 
 from warmline_proxy.apis.responses import Responses
 from warmline_proxy.bodies import json_answer, read_body
+from warmline_proxy.client_keys import Client
 from warmline_proxy.config import Config
 from warmline_proxy.ending import Ending
 from warmline_proxy.errors import ClientError, bad_request
@@ -22,29 +23,29 @@ class ResponsePaths:
     def __init__(self, api: Responses, config: Config, renderer: Renderer, lives: Lives, ending: Ending) -> None:
         self._api, self._config, self._renderer, self._lives, self._ending = api, config, renderer, lives, ending
 
-    async def answer(self, request: web.Request, path: str) -> web.Response:
+    async def answer(self, request: web.Request, path: str, client: Client) -> web.Response:
         """`path`: what follows /v1/responses/.  Raises ClientError and UpstreamError."""
         name, _, rest = path.partition("/")
         if (request.method, path) == ("POST", "input_tokens"):
-            return await self._count(request)
+            return await self._count(request, client)
         if (request.method, path) == ("POST", "compact"):
             raise bad_request("Conversations are not compacted here.", status=404, code="not_found")
         if (request.method, rest) == ("POST", "cancel"):
-            life = await self._cancel(name)
+            life = await self._cancel(name, client)
             return json_answer(_cancelled(life))
         if (request.method, rest) == ("DELETE", ""):
-            await self._cancel(name)
+            await self._cancel(name, client)
             return json_answer({"id": name, "object": "response", "deleted": True})
         raise _not_stored(name)
 
-    async def _count(self, request: web.Request) -> web.Response:
+    async def _count(self, request: web.Request, client: Client) -> web.Response:
         body = await read_body(request, self._config.receive_timeout_s)
-        tokens = await self._renderer.count(self._api.read(body, request.headers))
+        tokens = await self._renderer.count(self._api.read(body, request.headers), client.tenant)
         return json_answer({"object": "response.input_tokens", "input_tokens": tokens})
 
-    async def _cancel(self, name: str) -> Life:
+    async def _cancel(self, name: str, client: Client) -> Life:
         """Returns when the engine has let go."""
-        life = self._lives.find(name.removeprefix(ID_PREFIX))
+        life = self._lives.find(name.removeprefix(ID_PREFIX), client)
         if life is None or life.let_go.is_set():
             raise _not_stored(name)
         await self._ending.cancel(life)

@@ -38,6 +38,7 @@ class Trace:
     endpoint: str
     id: str = field(default_factory=new_request_id)
     given_id: str = ""  # as its client named it
+    key: str = ""  # name of the key that its client showed
     at: float = field(default_factory=time.time)
     began: float = field(default_factory=time.monotonic)
     client_model: str = ""
@@ -118,6 +119,7 @@ class Trace:
             expected_ttft_s=plan.seconds if plan else 0.0,
             decode_tokens_per_s=timings.decoded / timings.decode_s if timings and timings.decode_s > 0 else 0.0,
             total_s=self.total_s or self.elapsed_s(),
+            key=self.key,
             root=self.root,
             parting=self.parting,
             error=self.error,

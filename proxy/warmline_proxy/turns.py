@@ -15,7 +15,6 @@ import msgspec
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.index_turns import CALL_ID
 from warmline_proxy.rows import TurnRow
-from warmline_wire.keys import namespace
 from warmline_wire.messages import SampledTurn
 
 log = logging.getLogger(__name__)
@@ -28,10 +27,10 @@ _CALL_ID = re.compile(CALL_ID.pattern.encode())
 
 
 class Turns:
-    """`tenant` names whose they are, as in `namespace`."""
+    """Of all tenants; each is found under its own namespace alone."""
 
-    def __init__(self, index: Index, tenant: str) -> None:
-        self._index, self._tenant = index, tenant
+    def __init__(self, index: Index) -> None:
+        self._index = index
         self._kept: OrderedDict[tuple[bytes, str], SampledTurn] = OrderedDict()  # by namespace and first call
         self._firsts: dict[tuple[bytes, str], str] = {}  # each call's turn, by its first call
         self._bytes = 0
@@ -44,9 +43,8 @@ class Turns:
         row = TurnRow(root=root, model=model, session=session, calls=turn.calls, tokens=turn.tokens, at=time.time())
         self._index.note_turn(row)
 
-    def recall(self, fingerprint: str, messages: Any) -> list[SampledTurn]:
+    def recall(self, root: bytes, messages: Any) -> list[SampledTurn]:
         """The turns whose calls are in these messages (JSON as it came, or its value), as far as they are known."""
-        root = namespace(fingerprint, self._tenant)
         wanted = list(dict.fromkeys(id_.decode() for id_ in _CALL_ID.findall(_as_json(messages))))[-CALL_IDS_MAX:]
         found: dict[str, SampledTurn] = {}
         unknown = []

@@ -164,33 +164,33 @@ def messages(*calls: int) -> list[dict[str, object]]:
 def test_a_turn_is_recalled_at_once_and_after_a_restart(home: Home) -> None:
     root = namespace(FINGERPRINT, TENANT)
     with Index(home, BUDGET) as index:
-        memory = Turns(index, TENANT)
+        memory = Turns(index)
         memory.remember(root, MODEL, sampled(1, 2))
-        assert memory.recall(FINGERPRINT, messages(2, 1, 7)) == [sampled(1, 2)]
+        assert memory.recall(root, messages(2, 1, 7)) == [sampled(1, 2)]
     with Index(home, BUDGET) as index:
-        memory = Turns(index, TENANT)
-        assert memory.recall(FINGERPRINT, messages(1)) == [sampled(1, 2)]
-        assert memory.recall("another model", messages(1)) == []
-        assert Turns(index, "somebody else").recall(FINGERPRINT, messages(1)) == []
+        memory = Turns(index)
+        assert memory.recall(root, messages(1)) == [sampled(1, 2)]
+        assert memory.recall(namespace("another model", TENANT), messages(1)) == []
+        assert memory.recall(namespace(FINGERPRINT, "somebody else"), messages(1)) == []
         purge(index, PurgeRequest(everything=True))
         memory.forget()
-        assert memory.recall(FINGERPRINT, messages(1)) == []
+        assert memory.recall(root, messages(1)) == []
 
 
 def test_what_is_too_long_or_oddly_named_is_not_remembered(index: Index) -> None:
-    memory, root = Turns(index, TENANT), namespace(FINGERPRINT, TENANT)
+    memory, root = Turns(index), namespace(FINGERPRINT, TENANT)
     memory.remember(root, MODEL, SampledTurn(calls=call_ids(1), tokens=bytes(2 << 20)))
     memory.remember(root, MODEL, SampledTurn(calls=["functions.look:0"], tokens=b""))
     memory.remember(root, MODEL, SampledTurn(calls=[], tokens=b""))
-    assert memory.recall(FINGERPRINT, messages(1)) == [] and memory.recall(FINGERPRINT, None) == []
+    assert memory.recall(root, messages(1)) == [] and memory.recall(root, None) == []
 
 
 def test_memory_is_bounded_and_the_index_has_the_rest(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warmline_proxy.turns.KEPT_MAX", 2)
-    memory, root = Turns(index, TENANT), namespace(FINGERPRINT, TENANT)
+    memory, root = Turns(index), namespace(FINGERPRINT, TENANT)
     for call in range(4):
         memory.remember(root, MODEL, sampled(call))
-    assert memory.recall(FINGERPRINT, messages(0, 1, 2, 3)) == [sampled(2), sampled(3)], "nothing is written yet"
+    assert memory.recall(root, messages(0, 1, 2, 3)) == [sampled(2), sampled(3)], "nothing is written yet"
     index.flush()
-    recalled = memory.recall(FINGERPRINT, messages(0, 1, 2, 3))
+    recalled = memory.recall(root, messages(0, 1, 2, 3))
     assert sorted(turn.calls for turn in recalled) == [call_ids(call) for call in range(4)]

@@ -10,7 +10,8 @@ import pytest
 import yarl
 from harness import on_loop, pair
 
-from warmline_proxy.admission import tenant_of
+from warmline_proxy import keys_file
+from warmline_proxy.client_keys import prepare_keys, tenant_of
 from warmline_proxy.config import Config, ConfigError, parse
 from warmline_proxy.index import IndexFailure
 from warmline_wire import disk
@@ -151,7 +152,7 @@ async def test_the_backends_own_paths_are_out_of_reach(tmp_path: Path, path: str
 
 @on_loop
 async def test_the_owners_paths_want_the_homes_secret(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
+    async with pair(tmp_path, admin_needs_key=True) as proxy:
         await proxy.chat("x " * 50)
         for method, path in (("GET", "/warmline/status"), ("POST", "/warmline/purge"), ("POST", "/warmline/repair")):
             async with proxy.client.request(method, proxy.url + path) as response:
@@ -190,13 +191,35 @@ def full(_: Path) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_others_are_let_in_only_with_a_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="WARMLINE_CLIENT_KEY"):
-        parse(["--home", str(tmp_path), "--host", "0.0.0.0"], {})
-    assert parse(["--home", str(tmp_path), "--host", "0.0.0.0"], {"WARMLINE_CLIENT_KEY": "k"}).client_key == "k"
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "some.name"])
+def test_others_are_let_in_only_with_a_key(tmp_path: Path, host: str) -> None:
+    home = Home(tmp_path)
+    with pytest.raises(ConfigError, match=r"--lan, .*cachectl key add NAME, or WARMLINE_CLIENT_KEY"):
+        prepare_keys(parse(["--home", str(tmp_path), "--host", host], {}))
+    prepare_keys(parse(["--home", str(tmp_path), "--host", host], {"WARMLINE_CLIENT_KEY": "k"}))
+    assert not home.keys.exists()
+    keys_file.add(home, "me")
+    prepare_keys(parse(["--home", str(tmp_path), "--host", host], {}))
 
 
-@pytest.mark.parametrize("bad", [{"port": 70_000}, {"backend_url": "https://x"}, {"running_count_max": 0}])
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_this_machine_needs_no_key(tmp_path: Path, host: str) -> None:
+    prepare_keys(parse(["--home", str(tmp_path), "--host", host], {}))
+
+
+def test_the_lan_is_opened_with_keys_that_are_made_once(tmp_path: Path) -> None:
+    config, home = parse(["--home", str(tmp_path), "--lan"], {}), Home(tmp_path)
+    assert config.bind_host == "0.0.0.0" and config.open_to_others
+    prepare_keys(config)
+    made = keys_file.read(home)
+    assert [(each.name, each.kind) for each in made] == [("admin", "admin"), ("default", "client")]
+    prepare_keys(config)
+    assert keys_file.read(home) == made
+    assert parse(["--home", str(tmp_path), "--lan", "--host", "10.0.0.7"], {}).bind_host == "10.0.0.7"
+
+
+@pytest.mark.parametrize("bad", [{"port": 70_000}, {"backend_url": "https://x"}, {"running_count_max": 0},
+                                 {"allowed_hosts": "https://x"}])  # fmt: skip
 def test_bad_settings_are_one_clear_line(tmp_path: Path, bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Config(home=Home(tmp_path), **bad)  # type: ignore[arg-type]

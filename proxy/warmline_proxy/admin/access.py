@@ -1,12 +1,116 @@
-"""Who may administer a home (pure)."""
+"""Who may administer a home (pure).
 
-from aiohttp import web
+The owner shows the home's secret (as cachectl does) or the admin key, or is on this machine.  That one is told by its
+address only where nothing stands in between: a reverse proxy on this machine makes the whole world look local.
 
-from warmline_proxy.admission import bearer, same_secret
-from warmline_proxy.errors import bad_request
+Browsers send what they know of their own accord, so pages of others must not be able to have them do it: a request
+without the secret that changes something needs a header which such pages can't send, and none may come from them.
+"""
+
+import base64
+import binascii
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from warmline_proxy.client_keys import bearer
+from warmline_proxy.errors import ClientError, bad_request
+from warmline_proxy.hosts import host_name, is_loopback_name
+
+ADMIN_HEADER = "X-Warmline-Admin"
+REALM = 'Basic realm="Warmline", charset="UTF-8"'
+SECRET, ADMIN, WRONG, NOTHING = "secret", "admin", "wrong", "nothing"  # what was shown
+
+# Sent by whoever passes on what others ask.
+FORWARDED = frozenset({"forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "x-original-host"})
+FORWARDED_PREFIXES = ("x-forwarded-", "cf-", "tailscale-", "ngrok-", "x-envoy-", "x-amzn-", "fly-")
+READING = ("GET", "HEAD")
 
 
-def check_owner(request: web.Request, secret: str) -> None:
-    """Raises ClientError 401 unless the request shows the home's secret."""
-    if not same_secret(bearer(request.headers), secret):
-        raise bad_request("This path is for the owner of the home directory.", status=401, code="invalid_api_key")
+@dataclass(frozen=True)
+class Asked:
+    """What of a request decides."""
+
+    method: str
+    peer: str  # address
+    hosts: Sequence[str]  # its Host headers
+    headers: Mapping[str, str]  # by names in any case
+    page: bool = False  # for people: a browser is to ask for the key, and links to it may stand anywhere
+
+
+def shown_key(headers: Mapping[str, str]) -> str:
+    """As clients show theirs, or as the password by which a browser asks for it."""
+    scheme, _, encoded = headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "basic":
+        return bearer(headers)
+    try:
+        decoded = base64.b64decode(encoded.strip(), validate=True).decode(errors="surrogateescape")
+    except (binascii.Error, ValueError):
+        return encoded
+    return decoded.partition(":")[2]
+
+
+def check_owner(asked: Asked, shown: str, needs_key: bool) -> None:
+    """`shown`: one of SECRET, ADMIN, WRONG, NOTHING; `needs_key`: being on this machine is not enough.
+
+    Raises ClientError 401, 403.
+    """
+    if shown == SECRET:
+        return
+    if shown == WRONG or (shown == NOTHING and (needs_key or not is_local(asked))):
+        raise _not_the_owner(asked)
+    if is_foreign(asked):
+        raise bad_request("This path is not for other web pages.", status=403, code="foreign_page")
+    if asked.method not in READING and asked.headers.get(ADMIN_HEADER) != "1":
+        message = f"What changes something here needs the header '{ADMIN_HEADER}: 1', or the home's secret."
+        raise bad_request(message, status=403, code="admin_header_missing")
+
+
+def is_local(asked: Asked) -> bool:
+    """From this machine, to a name that means this machine, and passed on by nobody."""
+    if not _is_loopback(asked.peer) or len(asked.hosts) != 1 or not is_loopback_name(host_name(asked.hosts[0])):
+        return False
+    return not any(_tells_of_another(name.lower()) for name in asked.headers)
+
+
+def is_foreign(asked: Asked) -> bool:
+    """Whether a browser says that another site's page is behind it."""
+    headers, site = asked.headers, asked.headers.get("Sec-Fetch-Site", "none")
+    if (origin := headers.get("Origin")) is not None and not _is_own(origin, asked.hosts):
+        return True
+    if asked.method not in READING:
+        return site not in ("same-origin", "none")
+    is_visit = (
+        asked.page and headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
+    )
+    return site == "cross-site" and not is_visit
+
+
+def _is_own(origin: str, hosts: Sequence[str]) -> bool:
+    parts = urlsplit(origin)
+    return parts.scheme in ("http", "https") and [parts.netloc.lower()] == [host.lower() for host in hosts]
+
+
+def _is_loopback(peer: str) -> bool:
+    try:
+        address = ipaddress.ip_address(peer)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _tells_of_another(header: str) -> bool:
+    return header in FORWARDED or header.startswith(FORWARDED_PREFIXES)
+
+
+def _not_the_owner(asked: Asked) -> ClientError:
+    message = (
+        "This path is for the owner of the home directory: show the admin key (cachectl key show admin), "
+        "or ask on the machine itself, at 127.0.0.1 or localhost."
+    )
+    error = bad_request(message, status=401, code="invalid_api_key")
+    if asked.page:
+        error.challenge = REALM
+    return error

@@ -1,0 +1,78 @@
+"""Keeps a home private: what is open to others (from a copy, a restore, or a careless umask) becomes its owner's alone.
+
+Only what Warmline itself keeps in a home is touched.  The home's own folder is, too, unless it holds other things:
+somebody may have named a folder that is not for us alone.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from warmline_wire import disk
+from warmline_wire.home import Home
+
+OTHERS = 0o077
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+CONFIG_FILE = "warmline.toml"
+
+
+@dataclass
+class Tightened:
+    """What was done.  Paths of a few, for people."""
+
+    count: int = 0
+    first: str = ""
+    left_open: list[str] = field(default_factory=list)  # that could not be, or are not ours to be
+
+    def __str__(self) -> str:
+        """One line; "" where all was well."""
+        done = f"{self.count} files and folders were open to others, such as {self.first}: now they are private"
+        left = f"open to others, and left so: {', '.join(self.left_open[:3])}"
+        return "; ".join([*([done] if self.count else []), *([left] if self.left_open else [])])
+
+
+def tighten(home: Home) -> Tightened:
+    """Folders to 0700 and files to 0600, where they allow others more; links are not followed."""
+    done = Tightened()
+    for path in _ours(home):
+        try:
+            found = path.lstat()
+        except OSError:  # gone meanwhile
+            continue
+        if not stat.S_ISLNK(found.st_mode) and found.st_mode & OTHERS:
+            _tighten(path, found, done)
+    if _is_open(home.root):
+        done.left_open.append(f"{home.root} (it holds other things, too)")
+    return done
+
+
+def _tighten(path: Path, found: os.stat_result, done: Tightened) -> None:
+    try:
+        disk.set_mode(path, FOLDER_MODE if stat.S_ISDIR(found.st_mode) else FILE_MODE)
+    except OSError as error:
+        done.left_open.append(f"{path} ({error.strerror})")
+        return
+    done.count += 1
+    done.first = done.first or str(path)
+
+
+def _ours(home: Home) -> Iterator[Path]:
+    folders = (home.index, home.segments, home.models, home.logs, home.run)
+    files = (home.lock, home.keys, home.root / "secret", home.root / CONFIG_FILE)
+    entries = list(home.root.iterdir()) if home.root.is_dir() else []
+    if all(path in (*folders, *files) or path.name.endswith(disk.DRAFT_SUFFIX) for path in entries):
+        yield home.root
+    yield from files
+    for folder in folders:
+        yield folder
+        for parent, names, others in os.walk(folder):
+            yield from (Path(parent, name) for name in (*names, *others))
+
+
+def _is_open(folder: Path) -> bool:
+    try:
+        return bool(folder.stat().st_mode & OTHERS)
+    except OSError:
+        return False

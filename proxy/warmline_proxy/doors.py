@@ -1,0 +1,72 @@
+"""Who comes in at all, and as whom: the first thing that is asked of each request.  Event loop thread."""
+
+import logging
+import time
+
+from aiohttp import hdrs, web
+
+from warmline_proxy.admin.access import ADMIN, NOTHING, SECRET, WRONG, Asked, check_owner, shown_key
+from warmline_proxy.client_keys import Client, ClientKeys, same_secret
+from warmline_proxy.config import Config
+from warmline_proxy.errors import ClientError
+from warmline_proxy.hosts import Hosts, machine_names
+from warmline_proxy.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+LOG_INTERVAL_S = 1.0
+CLIENTS, OWNERS = "client", "owner"  # what was not let in
+
+
+class Doors:
+    """Each check raises ClientError where it does not let the request in."""
+
+    def __init__(self, config: Config, secret: str, keys: ClientKeys, metrics: Metrics) -> None:
+        names = machine_names(ask_dns=config.open_to_others) | config.allowed_names
+        self._hosts = Hosts(names | {config.host.lower()})
+        self._secret, self._keys, self._metrics = secret, keys, metrics
+        self._admin_needs_key = config.admin_needs_key
+        self._unlogged, self._logged_at = 0, float("-inf")
+
+    def check_host(self, request: web.Request) -> None:
+        """Before anything else."""
+        version = (request.version.major, request.version.minor)
+        self._hosts.check(request.headers.getall(hdrs.HOST, []), request.raw_path, version)
+
+    def client(self, request: web.Request) -> Client:
+        """Whose request this is."""
+        try:
+            return self._keys.client(request.headers)
+        except ClientError:
+            self._note_refusal(CLIENTS, request)
+            raise
+
+    def check_owner(self, request: web.Request, *, page: bool = False) -> None:
+        """`page`: it is for people, whose browser is to ask them for the admin key."""
+        hosts = request.headers.getall(hdrs.HOST, [])
+        asked = Asked(request.method, request.remote or "", hosts, request.headers, page)
+        try:
+            check_owner(asked, self._shown(request), self._admin_needs_key)
+        except ClientError:
+            self._note_refusal(OWNERS, request)
+            raise
+
+    def check_client_or_owner(self, request: web.Request) -> None:
+        """For what both may see."""
+        if self._shown(request) not in (SECRET, ADMIN):
+            self.client(request)
+
+    def _shown(self, request: web.Request) -> str:
+        if not (key := shown_key(request.headers)):
+            return NOTHING
+        is_secret, is_admin = same_secret(key, self._secret), self._keys.is_admin(key)
+        return SECRET if is_secret else ADMIN if is_admin else WRONG
+
+    def _note_refusal(self, door: str, request: web.Request) -> None:
+        """No key is shown, and a flood of them fills no log."""
+        self._metrics.unauthorized.labels(door=door).inc()
+        self._unlogged += 1
+        if (now := time.monotonic()) - self._logged_at >= LOG_INTERVAL_S:
+            more = f", as {self._unlogged - 1} before that" if self._unlogged > 1 else ""
+            log.warning("a request from %s showed no key that opens the %s's paths%s", request.remote, door, more)
+            self._unlogged, self._logged_at = 0, now
