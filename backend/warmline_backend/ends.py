@@ -8,6 +8,7 @@ from warmline_backend.lineup import Lineup
 from warmline_backend.model import ServedModel
 from warmline_backend.residents import UNSAVED_S, Residents
 from warmline_backend.sequence import Ended, Sequence
+from warmline_backend.tally import Tally
 from warmline_wire.messages import Settled
 
 log = logging.getLogger(__name__)
@@ -22,8 +23,10 @@ def _unheard() -> None:
 class Ends:
     """Takes sequences out of the lineup.  Nothing here raises for what a batch does: that is discarded then."""
 
-    def __init__(self, served: ServedModel, lineup: Lineup, residents: Residents, boot: str, keeps: bool) -> None:
-        self._served, self._lineup, self._residents = served, lineup, residents
+    def __init__(
+        self, served: ServedModel, lineup: Lineup, residents: Residents, tally: Tally, boot: str, keeps: bool
+    ) -> None:
+        self._served, self._lineup, self._residents, self._tally = served, lineup, residents, tally
         self._boot, self._keeps = boot, keeps
         self.changed: Callable[[], None] = _unheard  # called before a listener hears of an end
         self.failures = 0  # steps that failed, in all the time of this process
@@ -48,6 +51,7 @@ class Ends:
         log.error("a step failed and its batch is discarded", exc_info=error)
         self.doubtful = True
         self.failures += 1
+        self._tally.failed_steps += 1
         for sequence in sequences:
             self._tell(sequence, "discarded", "", f"the engine failed: {error}")
 
@@ -79,6 +83,7 @@ class Ends:
         generation = self._residents.generation
         settled = sequence.settled(finish, boot=self._boot, generation=generation, resident=resident, error=error)
         lost = self._lineup.followers.lose(sequence)
+        self._tally.ended[finish] += 1
         self._tell_changed()
         sequence.request.listener(Ended(settled, sequence.reused))
         for follower in lost:

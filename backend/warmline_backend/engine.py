@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from warmline_backend.model import ServedModel
 from warmline_backend.scheduler import Scheduler
+from warmline_backend.tally import Tally
 from warmline_wire.messages import Rate, Resident
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,12 @@ class Snapshot:
     restore_bytes_per_s: float = 0.0
     save_bytes_per_s: float = 0.0
     slowest_recent_step_s: float = 0.0
+    weight_bytes: int = 0
+    memory_active_bytes: int = 0  # mlx's, weights included
+    memory_cache_bytes: int = 0  # freed buffers that mlx keeps
+    memory_peak_bytes: int = 0
     bytes_unaccounted: int = 0
+    tally: Tally = field(default_factory=Tally)
     keepalive_steps: int = 0
     residents: list[Resident] = field(default_factory=list)
 
@@ -194,10 +200,10 @@ class Engine(threading.Thread):
             self.beat = Beat(self.beat.steps, time.monotonic())
         if command is not None:
             command(False)
-            self._count_step()
+            self._count_command()
         elif not blocked and self._keepalive_s:  # it may be over by now
             self.scheduler.keep_awake()
-            self._count_step()
+            self._count_command()
             self._computed_at = time.monotonic()
 
     def _until_keepalive_s(self) -> float | None:
@@ -207,7 +213,11 @@ class Engine(threading.Thread):
         """Do what has been asked so far; what is asked meanwhile waits for the next step, so that there is one."""
         for _ in range(self._commands.qsize()):
             self._commands.get()(False)
-            self._count_step()
+            self._count_command()
+
+    def _count_command(self) -> None:
+        self.scheduler.tally.commands.add(self.beat.age_s)
+        self._count_step()
 
     def _count_step(self) -> None:
         """A step or command is done, and the next begins."""
@@ -220,6 +230,7 @@ class Engine(threading.Thread):
     def _take_snapshot(self) -> None:
         scheduler = self.scheduler
         rates, running, kept = scheduler.rates, scheduler.running_bytes, scheduler.residents.bytes_held
+        active, weights = mx.get_active_memory(), scheduler.served.weight_bytes
         self.snapshot = Snapshot(
             running=scheduler.running,
             queued=scheduler.queued,
@@ -232,7 +243,12 @@ class Engine(threading.Thread):
             restore_bytes_per_s=rates.restore_bytes_per_s,
             save_bytes_per_s=rates.save_bytes_per_s,
             slowest_recent_step_s=rates.slowest_recent_step_s,
-            bytes_unaccounted=mx.get_active_memory() - scheduler.served.weight_bytes - kept - running,
+            weight_bytes=weights,
+            memory_active_bytes=active,
+            memory_cache_bytes=mx.get_cache_memory(),
+            memory_peak_bytes=mx.get_peak_memory(),
+            bytes_unaccounted=active - weights - kept - running,
+            tally=scheduler.tally.copy(),
             keepalive_steps=scheduler.keepalive_steps,
             residents=scheduler.residents.listed(),
         )

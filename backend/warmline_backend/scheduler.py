@@ -23,6 +23,7 @@ from warmline_backend.residents import LEASE_S, ResidentGone, Residents
 from warmline_backend.sampling import pick_logprobs
 from warmline_backend.saving import Saving
 from warmline_backend.sequence import Generation, Piece, Progress, Sequence, Started, TokenLogprobs
+from warmline_backend.tally import Tally
 from warmline_wire.messages import Settled
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,10 @@ class Scheduler:
         self.served, self.settings = served, settings
         self.residents = Residents(settings.memory_budget_bytes)
         self.rates = Rates()
+        self.tally = Tally()
         self._lineup = Lineup(served)
         self._saving = Saving(self._lineup, self.residents)
-        self._ends = Ends(served, self._lineup, self.residents, settings.boot, settings.keeps_residents)
+        self._ends = Ends(served, self._lineup, self.residents, self.tally, settings.boot, settings.keeps_residents)
         self._admission = Admission(served, self._lineup, self.residents, self._ends, settings.running_count_max)
         self._steps = 0
         self.keepalive_steps = 0
@@ -301,6 +303,7 @@ class Scheduler:
         seconds = time.monotonic() - began
         self._decode_owed_s = max(0.0, self._decode_owed_s - seconds)
         self.rates.decoded(count, seconds)
+        self.tally.decode(count, seconds)
 
     def _decoded_round(self) -> None:
         """Now and then, between rounds of decode steps: the budget is kept, mlx's buffers are freed."""
@@ -324,6 +327,7 @@ class Scheduler:
         params = sequence.request.params
         sequence.generated += 1
         sequence.timings.decoded += 1
+        self.tally.decoded_tokens += 1
         if sequence.fault.error is not None:
             self._ends.end(sequence, "error", error=f"sampling failed: {sequence.fault.error}")
             return
@@ -374,6 +378,7 @@ class Scheduler:
         sequence.timings.prefilled += tokens
         sequence.timings.prefill_s += seconds
         self.rates.prefilled(sequence.kv.length, tokens, seconds)
+        self.tally.chunk(tokens, seconds)
         self._tell_progress(sequence)
         return True
 
@@ -394,6 +399,7 @@ class Scheduler:
             return
         sequence.decoding_since = time.monotonic()
         sequence.timings.prefilled += 1  # the prompt's last token is computed by the first decode step
+        self.tally.prefilled_tokens += 1
         self._lineup.prefilling.remove(sequence)
         self._lineup.groups.append(newcomer)
         self._let_follow(sequence)

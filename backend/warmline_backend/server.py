@@ -24,6 +24,7 @@ from warmline_backend.engine import EngineStopped
 from warmline_backend.fits import TooLarge
 from warmline_backend.generations import Call, UnknownRequest
 from warmline_backend.kv import RowsGone
+from warmline_backend.local import is_local
 from warmline_backend.params import BadRequest
 from warmline_backend.prompt_store import UnknownPrompt
 from warmline_backend.residents import ResidentGone, ResidentMismatch
@@ -66,13 +67,14 @@ STATUS_OF_FINISH = {"cancelled": STATUS_CLIENT_GONE, "discarded": 503, "leaderle
 
 
 def make_app(service: Service, secret: str) -> web.Application:
-    """The whole application; `secret` is what every call but /health must bear."""
+    """The whole application; `secret` is what every call but /health, and /metrics from this machine, must bear."""
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_translate, _authenticate(secret)])
     routes = _Routes(service)
     app.add_routes(
         [
             web.get("/health", routes.health),
             web.get("/ready", routes.ready),
+            web.get("/metrics", routes.metrics),
             web.get("/v1/models", routes.models),
             web.get("/v1/models/{model:.+}", routes.model),
             web.post("/v1/chat/completions", routes.chat),
@@ -97,11 +99,16 @@ def _authenticate(secret: str) -> Any:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode()
-        if request.path != "/health" and not hmac.compare_digest(given, expected):
+        if not (_is_open(request) or hmac.compare_digest(given, expected)):
             return _error(401, "the backend's secret is missing or wrong; talk to the proxy instead", "authentication")
         return await handler(request)
 
     return middleware
+
+
+def _is_open(request: web.Request) -> bool:
+    """Whether no secret is wanted: it moves, and how much, is no secret on this machine."""
+    return request.path == "/health" or (request.path == "/metrics" and is_local(request.remote, request.host))
 
 
 @web.middleware
@@ -162,6 +169,10 @@ class _Routes:
     async def ready(self, request: web.Request) -> web.Response:
         reason = await self._service.why_not_ready()
         return _json({"ready": not reason, "reason": reason}, 503 if reason else 200)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        body, content_type = self._service.metrics.exposition(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def status(self, request: web.Request) -> web.Response:
         return _json(self._service.status())

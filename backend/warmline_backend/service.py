@@ -26,6 +26,7 @@ from warmline_backend.grammar.guide import Guide
 from warmline_backend.health import Readiness, pulse
 from warmline_backend.known_fields import Slips
 from warmline_backend.loaded import Loaded, mark_of
+from warmline_backend.metrics import Metrics
 from warmline_backend.output.dialect import dialect_of
 from warmline_backend.output.turns import reader_of
 from warmline_backend.prompt_store import PromptStore, StoredPrompt
@@ -76,6 +77,7 @@ class Service:
         self._slips = Slips()
         self.prompts = PromptStore()
         self.generations = Generations(engine, boot)
+        self.metrics = Metrics(engine, self.status)
 
     # ---- start and state
 
@@ -91,7 +93,7 @@ class Service:
             served,
             mark,
             Renderer(served.tokenizer, served.vocabulary_size, config.template_args, reader_of(served.tokenizer)),
-            Grammars(served.tokenizer, served.vocabulary_size),
+            Grammars(served.tokenizer, served.vocabulary_size, self.metrics.compiled),
             TokenNames(served.tokenizer),
             Storage(self._home, self._engine, served, mark),
             int((served.path / "config.json").stat().st_mtime),
@@ -231,10 +233,11 @@ class Service:
         self._slips.tell(body)
         budget_bytes = self._engine.scheduler.settings.memory_budget_bytes
         work = partial(self.loaded.prompt_of, endpoint, body, turns, self._config, budget_bytes)
-        if body_bytes <= RENDERED_INLINE_BYTES_MAX and not asks_for_a_form(body):
-            stored = work()
-        else:
-            stored = await asyncio.get_running_loop().run_in_executor(self._renderers, work)
+        with self.metrics.rendering():
+            if body_bytes <= RENDERED_INLINE_BYTES_MAX and not asks_for_a_form(body):
+                stored = work()
+            else:
+                stored = await asyncio.get_running_loop().run_in_executor(self._renderers, work)
         self.prompts.add(stored)
         return stored
 
@@ -327,7 +330,9 @@ class Service:
         tokens = len(request.tokens) // TOKEN_BYTES
         if self._grid and tokens % self._grid:
             raise BadChain(f"exact mode continues at multiples of {self._grid} tokens, the request names {tokens}")
-        resident, bytes_read, seconds = await self.loaded.storage.restore(request)
+        with self.metrics.restores.watched():
+            resident, bytes_read, seconds = await self.loaded.storage.restore(request)
+        self.metrics.restores.done(bytes_read, seconds)
         return RestoreReply(
             boot=self.boot,
             generation=self._engine.snapshot.generation,
@@ -339,7 +344,9 @@ class Service:
 
     async def save(self, request: SaveRequest) -> SaveReply:
         """Raises ResidentGone, RowsGone, Cancelled, OSError."""
-        written, states, seconds = await self.loaded.storage.save(request)
+        with self.metrics.saves.watched():
+            written, states, seconds = await self.loaded.storage.save(request)
+        self.metrics.saves.done(sum(file.bytes_written for file in (*written, *states)), seconds)
         return SaveReply(
             boot=self.boot,
             generation=self._engine.snapshot.generation,

@@ -7,8 +7,9 @@ is rendered.  A grammar that reaches a limit only while it is followed fails its
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -50,8 +51,11 @@ def limits() -> LLParserLimits:
 class Grammars:
     """Constraints for one model's prompts, and guides for their answers.  Any thread."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, vocabulary_size: int) -> None:
-        self._tokenizer, self._vocabulary_size = tokenizer, vocabulary_size
+    def __init__(
+        self, tokenizer: TokenizerWrapper, vocabulary_size: int, compiled: Callable[[float], object] = float
+    ) -> None:
+        """`compiled` hears how many seconds each compilation took, on the thread that did it."""
+        self._tokenizer, self._vocabulary_size, self._note_compiled = tokenizer, vocabulary_size, compiled
         self._lock = threading.Lock()
         self._made: tuple[LLTokenizer, Family] | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -117,9 +121,11 @@ class Grammars:
 
     def _compile(self, grammar: str) -> LLMatcher:
         """With its first mask computed; in error where no token can be the first."""
-        matcher = LLMatcher(self._ready()[0], grammar, log_level=0, limits=limits())
+        tokenizer, began = self._ready()[0], time.monotonic()
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
         if not matcher.is_error() and not np.frombuffer(matcher.compute_bitmask(), np.uint8).any():
             matcher.consume_token(0)  # it takes none, and now says so
+        self._note_compiled(time.monotonic() - began)
         return matcher
 
 
