@@ -75,7 +75,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class Metrics:
-    """Counted where it happens, on any thread but the engine's; at a scrape, also what the engine last said of itself."""
+    """Counted where it happens, on any thread but the engine's; at a scrape, also what the engine last said."""
 
     def __init__(self, engine: Engine, status: Callable[[], Status]) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # each would be a metric of its own in plain text

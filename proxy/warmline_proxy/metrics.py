@@ -100,6 +100,14 @@ class Metrics:
         self.restores = counter("restores", "Restores that requests have asked for.", "outcome")
         self._evictions = counter("evictions", "Files that were evicted.", "why")
         self._evicted_bytes = counter("evicted_bytes", "Bytes of files that were evicted.", "why")
+        for family, words in (
+            (self.unauthorized, ("client", "owner")),
+            (self.restores, ("ok", "failed")),
+            (self._evictions, ("budget", "disk_full")),
+            (self._evicted_bytes, ("budget", "disk_full")),
+        ):
+            for word in words:
+                family.labels(word)  # 0 is told, too
         self.quarantined = counter("quarantined", "Files taken out of use, without those that build on them.", "reason")
         self.audits = counter("audits", "Warm requests that were computed again, cold.", "why", "outcome")
         self.audits_waiting = Gauge(
