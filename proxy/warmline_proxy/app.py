@@ -9,6 +9,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from warmline_proxy.admin.browsing import Browsing
+from warmline_proxy.admin.explaining import Explaining
 from warmline_proxy.admin.health import Health
 from warmline_proxy.admin.looking import Looking
 from warmline_proxy.admin.pages import Pages, is_page
@@ -272,9 +273,12 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         upstream=upstream,
         knowledge=knowledge,
         turns=turns,
+        partings=partings,
         replayer=Replayer(index, knowledge, recomputer, condemner, metrics, config.audit_tolerance),
         receive_timeout_s=config.receive_timeout_s,
     )
+    explaining = Explaining(index, upstream, knowledge, config.receive_timeout_s)
+    looking = Looking(index)
     face = Face(
         doors=Doors(config, secret, keys, metrics),
         knowledge=knowledge,
@@ -283,7 +287,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         ending=ending,
         health=Health(upstream, watchdog, knowledge, admission, persistence),
         scraping=Scraping(metrics, gauges),
-        owner_paths=OwnerPaths(status.paths, upkeep.paths, Looking(index).paths, Browsing(index).paths),
+        owner_paths=OwnerPaths(status.paths, upkeep.paths, looking.paths, explaining.paths, Browsing(index).paths),
         pages=Pages(),
         anthropic=Anthropic(MESSAGES, config, renderer, knowledge),
         response_paths=ResponsePaths(RESPONSES, config, renderer, lives, ending),

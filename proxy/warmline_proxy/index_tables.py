@@ -347,12 +347,15 @@ class Tables:
         if self.count("requests") > REQUESTS_MAX and (oldest := next(self.items("requests"), None)):
             self.delete("requests", oldest[0])
 
+    def put_request(self, key: bytes, record: RequestRecord) -> None:
+        self.put("requests", key, _encode(record))
+
     def note_audits(self, audited: dict[str, tuple[str, str]]) -> None:
         """Of those among the last requests."""
         for key, record in self.requests():
             if found := audited.get(record.id):
                 audit, guard = found
-                self.put("requests", key, _encode(msgspec.structs.replace(record, audit=audit, guard=guard)))
+                self.put_request(key, msgspec.structs.replace(record, audit=audit, guard=guard))
 
     # --- saves under way, files to delete, quarantine ---
 

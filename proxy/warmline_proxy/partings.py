@@ -5,6 +5,9 @@ Planning only slices tokens that it has in its hands; texts are asked for, and w
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
 
 import msgspec
 
@@ -32,10 +35,14 @@ class Partings:
 
     def __init__(self, upstream: Upstream, index: Index, mirror: Mirror, background: Background) -> None:
         self._upstream, self._index, self._mirror, self._background = upstream, index, mirror, background
+        self._noted = WeakSet[Life]()
+        self._pauses = 0
 
     def note(self, life: Life, plan: Plan, match: Match) -> None:
         """Take what stands on both sides while it is there; microseconds."""
         assert life.prompt is not None
+        if self._pauses:
+            return self.forget(life)
         held = self._mirror.held(plan.parts_with) if plan.parts_with else None
         at = plan.parts_at
         known = held.tokens[(at or 0) * TOKEN_BYTES :] if held else match.beside
@@ -44,10 +51,22 @@ class Partings:
         is_stored = match.tokens == at and match.beside[:TOKEN_BYTES] == known[:TOKEN_BYTES]
         life.trace.parting = parting(life.prompt, at, known, match.beside_in if is_stored else "")
         life.parted_from = known if held else b""
+        self._noted.add(life)
 
     def forget(self, life: Life) -> None:
         """It was not planned by what is known, or that is no longer to be known."""
         life.trace.parting, life.parted_from = None, b""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While something is purged: none is noted, and those that are not yet recorded are forgotten."""
+        self._pauses += 1
+        for life in list(self._noted):
+            self.forget(life)
+        try:
+            yield
+        finally:
+            self._pauses -= 1
 
     def look_into(self, life: Life) -> None:
         """Begin to find out what the tokens say, and why they differ."""

@@ -153,6 +153,8 @@ def _remove(tables: Tables, selection: Selection, everything: bool) -> None:
     for key, record in tables.requests():
         if everything or record.session in selection.sessions:
             tables.delete("requests", key)
+        elif record.parting is not None:  # it tells what others' prompts said, too
+            tables.put_request(key, msgspec.structs.replace(record, parting=None))
     for key, _ in list(tables.items("gone")):
         tables.delete("gone", key)  # each holds a token
     if everything:

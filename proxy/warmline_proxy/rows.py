@@ -294,6 +294,13 @@ class RepairReply(msgspec.Struct, kw_only=True):
     did: list[Finding]  # `what` was done: "adopted", "quarantined", "deleted", "dropped", "session", "entries", "mode"
 
 
+class TextsOf(msgspec.Struct, kw_only=True):
+    """POST /warmline/texts of the proxy: what these packed tokens say to the model that wrote the segment."""
+
+    segment: FileId
+    sequences: list[bytes]
+
+
 class ReplayRequest(msgspec.Struct, kw_only=True):
     """POST /warmline/replay of the proxy."""
 

@@ -32,4 +32,13 @@ class Looking:
 
     async def requests(self, request: web.Request) -> web.Response:
         count = number(request, "count", RECORDS_MAX, RECORDS_MAX)
-        return json_answer(RequestsReply(requests=await asyncio.to_thread(self._index.requests, count)))
+        records = await asyncio.to_thread(self._index.requests, count)
+        return json_answer(RequestsReply(requests=[_without_windows(record) for record in records]))
+
+
+def _without_windows(record: RequestRecord) -> RequestRecord:
+    """What stands where it parts is /warmline/explain's to tell."""
+    if record.parting is None:
+        return record
+    bare = msgspec.structs.replace(record.parting, stored=b"", prompt=b"", stored_text="", prompt_text="")
+    return msgspec.structs.replace(record, parting=bare)

@@ -14,6 +14,7 @@ from warmline_proxy.index import Index
 from warmline_proxy.index_errors import MADE_ANEW, IndexFailure, failure
 from warmline_proxy.index_probe import is_readable
 from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.partings import Partings
 from warmline_proxy.pin import NotStored, TooMuchPinned, pin
 from warmline_proxy.purge import purge
 from warmline_proxy.repair import repair
@@ -36,6 +37,7 @@ class Upkeep:
         upstream: Upstream,
         knowledge: Knowledge,
         turns: Turns,
+        partings: Partings,
         replayer: Replayer,
         receive_timeout_s: float,
     ) -> None:
@@ -43,6 +45,7 @@ class Upkeep:
         self._upstream = upstream
         self._knowledge = knowledge
         self._turns = turns
+        self._partings = partings
         self._replayer = replayer
         self._receive_timeout_s = receive_timeout_s
 
@@ -60,12 +63,14 @@ class Upkeep:
         """What was purged from disk leaves memory too; residents that were not meant are restored when needed."""
         try:
             wanted = decode(await read_body(request, self._receive_timeout_s), PurgeRequest)
-            reply = await asyncio.to_thread(purge, self._index, wanted)
+            if wanted.dry_run:
+                return json_answer(await asyncio.to_thread(purge, self._index, wanted))
+            with self._partings.paused():
+                reply = await asyncio.to_thread(purge, self._index, wanted)
+                self._turns.forget()
+                await self._forget_residents()
         except (msgspec.DecodeError, ValueError) as error:
             raise bad_request(f"Not a purge: {error}") from error
-        if not wanted.dry_run:
-            self._turns.forget()
-            await self._forget_residents()
         return json_answer(reply)
 
     async def pin(self, request: web.Request) -> web.Response:

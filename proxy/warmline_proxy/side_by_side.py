@@ -1,0 +1,48 @@
+"""What two texts differ in, as ranges of characters: for people to see at a glance.  Pure."""
+
+import re
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+from warmline_wire.keys import common_chars
+
+ALIKE_MIN = 0.3  # of the words; texts that share less are other texts, and marked whole
+_WORD = re.compile(r"\w+|\s+|.", re.DOTALL)
+
+Ranges = list[tuple[int, int]]  # [start, end) in characters, ascending
+
+
+def differences(old: str, new: str) -> tuple[Ranges, Ranges]:
+    """Of each text.  They are windows of longer ones: what only one of them still says at its end is no difference."""
+    at = common_chars(old, new)
+    while at and not _is_edge(old, new, at):
+        at -= 1  # whole words are marked
+    words = [_WORD.findall(text[at:]) for text in (old, new)]
+    matcher = SequenceMatcher(None, words[0], words[1], autojunk=False)
+    if matcher.ratio() < ALIKE_MIN:
+        return [(at, len(old))] * (len(old) > at), [(at, len(new))] * (len(new) > at)
+    offsets = [_offsets(each, at) for each in words]
+    ranges: tuple[Ranges, Ranges] = ([], [])
+    for tag, old_from, old_to, new_from, new_to in _without_tail(matcher.get_opcodes()):
+        if tag != "equal":
+            for side, (start, end) in enumerate(((old_from, old_to), (new_from, new_to))):
+                if start < end:
+                    ranges[side].append((offsets[side][start], offsets[side][end]))
+    return ranges
+
+
+def _is_edge(old: str, new: str, at: int) -> bool:
+    """Whether no word of either goes on there."""
+    return all(not (text[at - 1].isalnum() and text[at : at + 1].isalnum()) for text in (old, new))
+
+
+def _offsets(words: list[str], start: int) -> list[int]:
+    offsets = [start]
+    for word in words:
+        offsets.append(offsets[-1] + len(word))
+    return offsets
+
+
+def _without_tail(codes: Sequence[tuple[str, int, int, int, int]]) -> Sequence[tuple[str, int, int, int, int]]:
+    ends_early = len(codes) > 2 and codes[-1][0] in ("insert", "delete") and codes[-2][0] == "equal"
+    return codes[:-1] if ends_early else codes
