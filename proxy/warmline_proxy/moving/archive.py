@@ -63,11 +63,13 @@ def read_archive(file: BinaryIO) -> Archive:
     raw = file.read(first.bytes_count)
     if len(raw) < first.bytes_count:
         raise ArchiveError("it ends within its manifest: it is not whole")
+    tar.check_padding(file, first)
     manifest, at, members = unsealed(raw), first.end, []
     for name, size in manifest.members:
         member = tar.read_member(file, at, name)
         if member.bytes_count != size:
             raise ArchiveError(f"{name} has {member.bytes_count} bytes, the manifest says {size}")
+        tar.check_padding(file, member)
         members.append(member)
         at = member.end
     tar.check_end(file, at)

@@ -64,6 +64,13 @@ def read_member(file: BinaryIO, offset: int, expected: str) -> Member:
     return Member(expected, offset + BLOCK_BYTES, info.size)
 
 
+def check_padding(file: BinaryIO, member: Member) -> None:
+    """Raises ArchiveError unless zeros fill its last block."""
+    file.seek(member.offset + member.bytes_count)
+    if any(file.read(padding(member.bytes_count))):
+        raise ArchiveError(f"something stands behind {member.name}")
+
+
 def check_end(file: BinaryIO, offset: int) -> None:
     """Raises ArchiveError unless nothing but zeros follows, as many as end an archive."""
     length = file.seek(0, SEEK_END) - offset
