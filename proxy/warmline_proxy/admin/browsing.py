@@ -36,6 +36,7 @@ class RequestLine(msgspec.Struct, kw_only=True):
     endpoint: str
     client_model: str
     session: str
+    client: str = ""  # what its client calls the conversation, while that is stored
     key: str
     outcome: str
     source: str
@@ -178,9 +179,12 @@ class Browsing:
 
     def _activity(self, offset: int, count: int) -> ActivityReply:
         records = self._index.requests()
+        page = records[offset : offset + count]
+        named = {each: self._index.session(each) for each in {record.session for record in page} if each}
+        clients = {each: row.client for each, row in named.items() if row}
         return ActivityReply(
             history=history(records, time.time()),
-            requests=[_request_line(record) for record in records[offset : offset + count]],
+            requests=[_request_line(record, clients.get(record.session, "")) for record in page],
             offset=offset,
             total=len(records),
         )
@@ -237,8 +241,9 @@ def _page(request: web.Request) -> tuple[int, int]:
     return number(request, "offset", 0, OFFSET_MAX), number(request, "count", PAGE_DEFAULT, PAGE_MAX)
 
 
-def _request_line(record: RequestRecord) -> RequestLine:
+def _request_line(record: RequestRecord, client: str) -> RequestLine:
     line = msgspec.convert(record, RequestLine, from_attributes=True)
+    line.client = client
     line.cause = record.parting.cause if record.parting else ""
     return line
 

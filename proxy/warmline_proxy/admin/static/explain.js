@@ -2,14 +2,14 @@
 
 import { get } from "./api.js";
 import { button, describe, make } from "./dom.js";
-import { count, seconds } from "./format.js";
+import { count, many, seconds } from "./format.js";
 
 /** Fills `panel`; `showPath` is called to show where the request landed. */
 export async function explain(panel, request, showPath) {
   panel.replaceChildren(make("p", "note", "Asking why…"));
   const parts = [numbers(request)];
   try {
-    parts.unshift(...verdict(await get("explain", { request: request.id })));
+    parts.unshift(...verdicts(await get("explain", { request: request.id })));
   } catch (error) {
     const reason = request.error || request.why_not_warmer || "Nothing was left to reuse.";
     parts.unshift(make("p", "cause", reason), make("p", "note", `No more is known of it: ${error.message}`));
@@ -18,21 +18,45 @@ export async function explain(panel, request, showPath) {
   if (!panel.hidden) panel.replaceChildren(...parts);
 }
 
-function verdict({ cause, sentence, advice, where, stored, prompt, now }) {
-  const parts = [make("p", "cause", make("b", "", cause), " ", sentence)];
-  if (advice) parts.push(make("p", "advice", advice));
-  if (where) parts.push(make("p", "note", where));
-  if (stored.text || prompt.text) {
-    parts.push(make("div", "sides", side("What is stored", stored), side("What was sent", prompt)));
+function verdicts({ verdict, besides, where, known, prompt, now }) {
+  const parts = [...[verdict, ...besides].flatMap(told)];
+  if (where) parts.push(make("p", "note", `${placeOf(where)}.  ${fateOf(now)}`));
+  if (known?.text || prompt?.text) {
+    parts.push(make("div", "sides", side("What was known", known), side("What came instead", prompt)));
   }
-  if (now) parts.push(make("p", "note", now));
   return parts;
 }
 
-/** A text with the part that differs marked, and its ends shown as the middle of something longer. */
-function side(title, { text, from, until }) {
-  const [before, differs, after] = [text.slice(0, from), text.slice(from, until), text.slice(until)];
-  const words = make("pre", "", before, make("mark", differs ? "" : "nothing", differs || "(nothing)"), after);
+function told({ cause, means, detail, advice }) {
+  const words = [make("b", "", cause), " ", means, detail ? ` ${detail}` : ""];
+  const parts = [make("p", "cause", ...words)];
+  return advice ? [...parts, make("p", "advice", advice)] : parts;
+}
+
+function placeOf({ token, message, message_last, role }) {
+  const at = `It differs at token ${count(token)}`;
+  if (role === "tools") return `${at}, in the tools`;
+  if (!message) return at;
+  const which = message_last > message ? `messages ${message} to ${message_last}` : `message ${message}`;
+  return `${at}, in ${which}${role ? ` (${role})` : ""}`;
+}
+
+function fateOf({ tokens, branch }) {
+  const own = tokens ? `${many(tokens, "token")} of this prompt are stored now` : "Nothing of this prompt is stored now";
+  return `${own}; what it differed from ${branch ? "still is, too" : "is not stored any more"}.`;
+}
+
+/** A window of a text with what differs marked. */
+function side(title, { text, differs }) {
+  const characters = [...text]; // ranges count these, not UTF-16's units
+  const cut = (from, until) => characters.slice(from, until).join("");
+  const words = make("pre");
+  let at = 0;
+  for (const [from, until] of differs) {
+    words.append(cut(at, from), make("mark", "", cut(from, until)));
+    at = until;
+  }
+  words.append(cut(at) || (text ? "" : "(its text is not known)"));
   words.tabIndex = 0;
   words.setAttribute("aria-label", title);
   return make("div", "side", make("h3", "", title), words);

@@ -27,7 +27,7 @@ export const requestsWanted = () => ({ offset: view.offset, count: PAGE });
 export function showRequests(reply) {
   if (reply.offset !== view.offset) return; // asked for before the page was turned
   const { requests, total } = reply;
-  setText(byId("requests-count"), total ? `${count(total)} kept` : "");
+  setText(byId("requests-count"), total ? `${count(total)} kept` : "none yet");
   const held = view.open || byId("timeline").contains(document.activeElement);
   const place = held ? requests.findIndex((each) => each.id === view.shown[0]?.id) : 0;
   if (place) tellOfNewer(place);
@@ -80,7 +80,7 @@ function createRow(request) {
 function updateRow(item, request, longest) {
   const [at, who, source, bar, spoken, tokens, ttft, reason] = item.firstChild.children;
   setText(at, clock(request.at));
-  setText(who, request.client_model || request.endpoint);
+  setText(who, [request.client, request.client_model || request.endpoint].filter(Boolean).join(" · "));
   setAttribute(who, "title", `${request.endpoint} ${request.client_model} ${request.id}`);
   setText(source, request.outcome === "ok" ? request.source : request.outcome);
   setAttribute(source, "data-source", request.outcome === "ok" ? request.source : "failed");
@@ -88,8 +88,8 @@ function updateRow(item, request, longest) {
     bar.children[place].style.width = `${(100 * request[`${part}_s`]) / longest}%`;
   });
   setText(spoken, PARTS.map((part) => `${part} ${seconds(request[`${part}_s`])}`).join(", "));
-  setText(tokens, `${short(request.cached_tokens)} / ${short(request.prompt_tokens)}`);
-  setAttribute(tokens, "title", `${count(request.cached_tokens)} of ${many(request.prompt_tokens, "prompt token")} reused`);
+  setText(tokens, `${short(request.cached_tokens)} of ${short(request.prompt_tokens)} reused`);
+  setAttribute(tokens, "title", `${count(request.cached_tokens)} of ${many(request.prompt_tokens, "prompt token")}`);
   setText(ttft, request.ttft_s ? seconds(request.ttft_s) : "–");
   setAttribute(ttft, "title", "time to the first token");
   setText(reason, request.error || request.why_not_warmer);

@@ -12,7 +12,7 @@ const COLUMNS = [
   { name: "client", title: "Conversation" },
   { name: "tokens", title: "Tokens", first: "-" },
   { name: "bytes", title: "On disk", first: "-" },
-  { name: "bytes_alone", title: "Alone", first: "-" },
+  { name: "bytes_alone", title: "Alone", first: "-", hint: "on disk for it alone: no other conversation shares it" },
   { name: "requests", title: "Requests", first: "-" },
   { name: "last_used", title: "Last used", first: "-" },
 ];
@@ -61,10 +61,11 @@ function show({ sessions, matching, total, offset }) {
   }
 }
 
-function createHead({ name, title, first = "" }) {
+function createHead({ name, title, hint, first = "" }) {
   const turn = () => seek({ sort: turned(name, first), offset: 0 });
   const head = make("th", "", button(title, "sort", turn));
   head.scope = "col";
+  if (hint) head.title = hint;
   head.dataset.column = name;
   return head;
 }
