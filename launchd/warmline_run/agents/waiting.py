@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from warmline_run.address import Address
 from warmline_run.agents import ready
 from warmline_run.agents.agent import ROLES, Which
 from warmline_run.agents.logs import last_lines
 from warmline_run.agents.manager import ServiceManager, State
-from warmline_run.supervise import Address
 
 POLL_S = 0.25
 SIGHTINGS = 2  # in a row, of an agent without a process: one may lie between two processes
@@ -55,6 +55,6 @@ def until_ready(
 
 def what_is_wrong(role: str, state: State, output: Path) -> str:
     lines = last_lines(output, LAST_LINES)
-    hint = "; this Python is gone or can't be executed: install again" if state.ended == CANNOT_EXECUTE else ""
+    hint = "; this Python is gone or can't be executed: install again" if state.ended.startswith(CANNOT_EXECUTE) else ""
     said = "".join(f"\n  {line}" for line in lines) if lines else f" ({output} has no more)"
     return f"the {role} does not run, {state.ended}{hint}:{said}"

@@ -1,0 +1,122 @@
+"""A launchctl for tests: records its calls, and keeps jobs as launchd does, but for starting again what failed.
+
+Put on PATH by `fake_managers.User`.  The folder FAKE_MANAGER has `calls` (a JSON list a line) and a file for each job
+that is loaded.  FAKE_MANAGER_THEN says what a job becomes that is started: "run" (the real program, with nothing in its
+environment but what the plist says), "pid N" or "exit N" (nothing is run, and print tells this).
+"""
+
+import json
+import os
+import plistlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+FOLDER = Path(os.environ["FAKE_MANAGER"])
+NOT_FOUND, BUSY, NO_PROCESS = 113, 5, 3
+ENDING_S = 60
+
+
+def job_file(target: str) -> Path:
+    return FOLDER / f"{target.rpartition('/')[2]}.job"
+
+
+def read(file: Path) -> dict[str, object]:
+    return dict(json.loads(file.read_text()))
+
+
+def write(file: Path, job: dict[str, object]) -> None:
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(job))
+    draft.replace(file)
+
+
+def is_running(job: dict[str, object]) -> bool:
+    return job.get("pid") is not None
+
+
+def run(file: Path, job: dict[str, object]) -> None:
+    kind, _, number = os.environ.get("FAKE_MANAGER_THEN", "run").partition(" ")
+    if kind == "pid":
+        write(file, {**job, "pid": int(number)})
+    elif kind == "exit":
+        write(file, {**job, "pid": None, "exit": int(number)})
+    else:
+        subprocess.Popen(
+            [sys.executable, "-IS", __file__, "keep", str(file)],
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,  # who waits for our output does not wait for the job
+            stderr=subprocess.DEVNULL,
+        )
+        until = time.monotonic() + ENDING_S
+        while read(file).get("runs") == job.get("runs") and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+def keep(file: Path) -> None:
+    """In a process of its own: the job's parent."""
+    job = read(file)
+    plist = plistlib.loads(Path(str(job["path"])).read_bytes())
+    with Path(plist["StandardErrorPath"]).open("ab") as output:
+        process = subprocess.Popen(
+            plist["ProgramArguments"],
+            env=plist["EnvironmentVariables"],
+            cwd=plist["WorkingDirectory"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            umask=plist["Umask"],
+        )
+    write(file, {**job, "pid": process.pid, "runs": int(str(job.get("runs", 0))) + 1})
+    code = process.wait()
+    if file.exists():
+        write(file, {**read(file), "pid": None, "exit": code})
+
+
+def end(file: Path, number: int) -> None:
+    job = read(file)
+    if is_running(job) and "runs" in job:
+        os.kill(int(str(job["pid"])), number)
+
+
+def main(verb: str, *words: str) -> int:
+    with (FOLDER / "calls").open("a") as calls:
+        calls.write(json.dumps([verb, *words]) + "\n")
+    file = job_file(words[-1].removesuffix(".plist"))
+    if verb == "bootstrap":
+        if file.exists():
+            sys.stderr.write("Bootstrap failed: 5: Input/output error\n")
+            return BUSY
+        write(file, {"path": words[1]})
+        run(file, read(file))
+    elif verb != "enable" and not file.exists():
+        sys.stderr.write(f'Could not find service "{file.stem}" in domain for user gui\n')
+        return NOT_FOUND if verb == "print" else NO_PROCESS
+    elif verb == "print":
+        job = read(file)
+        sys.stdout.write(f"{words[0]} = {{\n\tstate = {'running' if is_running(job) else 'not running'}\n")
+        sys.stdout.write("\tspawn = {\n\t\tpid = 1\n\t}\n")
+        sys.stdout.write(f"\tpid = {job['pid']}\n" if is_running(job) else "")
+        sys.stdout.write(f"\tlast exit code = {job.get('exit', '(never exited)')}\n}}\n")
+    elif verb == "kill":
+        end(file, signal.Signals[words[0]])
+    elif verb == "kickstart":
+        if "-k" in words:
+            end(file, signal.SIGKILL)
+        run(file, read(file))
+    elif verb == "bootout":
+        end(file, signal.SIGTERM)
+        until = time.monotonic() + ENDING_S
+        while "runs" in read(file) and is_running(read(file)) and time.monotonic() < until:
+            time.sleep(0.01)
+        file.unlink()
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "keep":
+        keep(Path(sys.argv[2]))
+    else:
+        sys.exit(main(*sys.argv[1:]))
