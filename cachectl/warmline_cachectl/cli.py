@@ -5,7 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from warmline_cachectl import changing_cli, checking_cli, looking_cli
+from warmline_cachectl import changing_cli, checking_cli, explain_cli, looking_cli
 
 
 class Grouped(TyperGroup):
@@ -30,5 +30,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(looking_cli.app)
+app.add_typer(explain_cli.app)
 app.add_typer(checking_cli.app)
 app.add_typer(changing_cli.app)
