@@ -38,6 +38,7 @@ class Hearing:
         self._life.clock.progresses()
 
     def spoke(self, chunk: bytes) -> None:
+        self._life.spoken += 1
         if (guard := self._guard) and not guard.reason:
             guard.feed(text_of(chunk))
             self._life.trace.collapse = guard.reason

@@ -39,6 +39,7 @@ class Life:
     sent: bool = False  # a generation was asked for: the backend may hold something
     started: bool = False  # the engine has begun with it
     prefilled: int = 0  # prompt tokens that have rows
+    spoken: int = 0  # pieces of its answer so far, about one a token
     stored: int = 0  # of these, what needs no saving while it runs: reused, or saved on the way
     generation: Generation | None = None
     hearing: Listener | None = None  # of the generation
@@ -54,7 +55,7 @@ class Life:
     def renew(self) -> None:
         """Before a try: whatever an earlier one made is gone."""
         self.sent = self.started = False
-        self.prefilled = self.stored = 0
+        self.prefilled = self.stored = self.spoken = 0
         self.generation = self.hearing = self.restoring = None
         self.let_go = asyncio.Event() if self.let_go.is_set() else self.let_go
         self.suspect = False

@@ -38,6 +38,7 @@ class LiveRequest(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     reused_tokens: int
     prefilled_tokens: int  # prompt tokens that have rows, reused ones included
+    spoken: int  # pieces of its answer so far, about one a token
 
 
 class ProxyStatus(msgspec.Struct, kw_only=True):
@@ -139,6 +140,7 @@ def live_request(life: Life) -> LiveRequest:
         prompt_tokens=trace.prompt_tokens,
         reused_tokens=trace.plan.reuse if trace.plan else 0,
         prefilled_tokens=life.prefilled,
+        spoken=life.spoken,
     )
 
 
