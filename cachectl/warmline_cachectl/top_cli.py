@@ -1,0 +1,104 @@
+"""`cachectl top`: what the running pair is at, live."""
+
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.live import Live
+from rich.text import Text
+
+from warmline_cachectl import client, tables, top_view
+from warmline_cachectl.options import HOME, LOOKING, HomeOption, JsonOption, examples, fail, failing, home_at
+from warmline_cachectl.showing import show
+from warmline_wire.home import Home
+
+ASK_TIMEOUT_S = 5.0
+RECORDS = 200  # whose reuse is told
+END_KEYS = ("q", "Q", "\x03", "\x04")
+
+app = typer.Typer()
+
+
+@app.command(
+    short_help="Watch the running requests.",
+    rich_help_panel=LOOKING,
+    epilog=examples("cachectl top  # q ends it", "cachectl top --once", "cachectl top --json"),
+)
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print one look, and end.")] = False,
+    interval_s: Annotated[float, typer.Option("--interval-s", min=0.1, help="Between two looks.")] = 1.0,
+    home: HomeOption = HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Requests with their phase and prefill, the queue, memory, disk, and how much of the prompts was reused.
+
+    It asks the proxy, and keeps trying where none runs. Without a terminal it prints one look, as with --once.
+    """
+    place = home_at(home)
+    with failing():
+        client.check_home(place)
+    if once or as_json or not sys.stdout.isatty():
+        with failing():
+            view = look(place, None)
+        return show(view, [top_view.screen(view)], as_json)
+    _watch(place, interval_s)
+
+
+def look(home: Home, before: dict[str, Any] | None) -> dict[str, Any]:
+    """Raises client.CannotDo."""
+    status = client.ask(home, "/warmline/status", dict[str, Any], ASK_TIMEOUT_S)
+    records = client.ask(home, f"/warmline/requests?count={RECORDS}", dict[str, Any], ASK_TIMEOUT_S)
+    try:
+        return top_view.snapshot(status, records["requests"], before)
+    except (KeyError, TypeError) as error:
+        raise client.Refused(f"the proxy answered otherwise than expected (another version?): {error!r}") from error
+
+
+def _watch(home: Home, interval_s: float) -> None:
+    view: dict[str, Any] | None = None
+    try:
+        with Live(console=tables.console(), screen=True, auto_refresh=False) as live, _keys() as pressed:
+            while True:
+                try:
+                    view = look(home, view)
+                    live.update(top_view.screen(view), refresh=True)
+                except client.CannotDo as error:
+                    view = None
+                    live.update(Text(f"{error}; trying again, q ends"), refresh=True)
+                if pressed(interval_s) in END_KEYS:
+                    return
+    except KeyboardInterrupt:
+        return
+    except OSError as error:
+        fail(f"the terminal is gone: {error}", 1)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yields what waits so many seconds for a key; "" where none was pressed, or nobody can press one."""
+    if not sys.stdin.isatty():
+        yield _nobody
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def pressed(timeout_s: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], timeout_s)
+        return sys.stdin.read(1) if ready else ""
+
+    try:
+        tty.setcbreak(descriptor)
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _nobody(timeout_s: float) -> str:
+    time.sleep(timeout_s)
+    return ""
