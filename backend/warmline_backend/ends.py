@@ -9,6 +9,7 @@ from warmline_backend.model import ServedModel
 from warmline_backend.residents import UNSAVED_S, Residents
 from warmline_backend.sequence import Ended, Sequence
 from warmline_backend.tally import Tally
+from warmline_wire.logs import told_of
 from warmline_wire.messages import Settled
 
 log = logging.getLogger(__name__)
@@ -48,12 +49,14 @@ class Ends:
 
     def discard(self, sequences: Iterable[Sequence], error: Exception) -> None:
         """After an exception in a step: nothing of this batch is kept, and none of it is known to be to blame."""
-        log.error("a step failed and its batch is discarded", exc_info=error)
+        batch = list(sequences)
+        ids = ", ".join(sequence.request.id for sequence in batch)
+        log.error("a step failed and its batch is discarded: %s", ids or "nobody's", exc_info=error)
         self.doubtful = True
         self.failures += 1
         self._tally.failed_steps += 1
-        for sequence in sequences:
-            self._tell(sequence, "discarded", "", f"the engine failed: {error}")
+        for sequence in batch:
+            self._tell(sequence, "discarded", "", f"the engine failed: {told_of(error)}")
 
     def leaves_a_resident(self, sequence: Sequence) -> bool:
         """Whether what it computes is to be kept."""

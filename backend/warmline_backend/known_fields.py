@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from warmline_wire.masking import is_name
+
 log = logging.getLogger(__name__)
 
 SERVED = frozenset(
@@ -141,7 +143,7 @@ def refused_in(endpoint: str, body: Mapping[str, object]) -> tuple[str, str] | N
 
 def meant_by(name: str) -> str | None:
     """The field that is served whose name this nearly is; None where it is known itself, or like none."""
-    if name in _KNOWN or not (name.isascii() and name.isprintable()):
+    if name in _KNOWN or not is_name(name):
         return None
     near = difflib.get_close_matches(_spelled(name), _SPELLINGS, n=1, cutoff=LIKENESS_MIN)
     return _SPELLINGS[near[0]] if near else None

@@ -7,22 +7,25 @@ Where a message ends that the template has rewritten since is told nevertheless,
 import inspect
 import json
 import logging
+import re
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import msgspec
-from jinja2 import TemplateError
+from jinja2 import TemplateError, UndefinedError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from warmline_backend.boundaries import Boundaries
 from warmline_backend.conversation import ROLES, Conversation, read_conversation, reasoning_of
-from warmline_backend.params import BadRequest
+from warmline_backend.params import BadRequest, kind_of
 from warmline_backend.replaying import ReadTurn, Replayer, spliced
 from warmline_backend.traits import Message, Traits, is_spelled_out, traits_of
+from warmline_wire.masking import HIDDEN
 from warmline_wire.messages import MessageEnd, SampledTurn
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,10 @@ REPLAYS_TRIED_MAX = 3  # each without the messages of which the last one was in 
 ROLES_REMEMBERED_MAX = 64  # that clients invented
 ROLE_CHARS_MAX = 16  # a client may call itself anything; this much is told of it
 _ERROR_CHARS_MAX = 500
+_SHOWN_CHARS_MAX = 40  # of a value, or of a name, in an error message
+_OWN_CHARS_MIN = 8  # of what a template says by itself, to mean something
+_QUOTED = re.compile(r"""['"]([^'"]*)['"]""")
+_TYPES = frozenset({"NoneType", "str", "int", "float", "bool", "list", "dict", "dict object", "list object"})
 # What a template can raise on a client's data; RecursionError comes from nested tool schemas.
 _TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -99,7 +106,8 @@ class Renderer:
             self._template(greeting, greeting.messages, generation_prompt=True)
         except _TEMPLATE_FAULTS as error:
             if self._prefix(msgspec.structs.replace(greeting, kwargs={}), greeting.messages):
-                raise ValueError(f"{shown}: the model's chat template refuses this: {_detail(error)}") from error
+                detail = _detail(error, self._source)
+                raise ValueError(f"{shown}: the model's chat template refuses this: {detail}") from error
 
     def _conversation(self, body: dict[str, Any]) -> Conversation:
         return read_conversation(body, traits=self.traits, source=self._source, template_args=self._template_args)
@@ -221,7 +229,8 @@ class Renderer:
         try:
             text = self._template(conversation, conversation.messages, conversation.generation_prompt, **options)
         except _TEMPLATE_FAULTS as error:
-            what = f"the model's chat template refuses these messages{_shown(conversation.kwargs)}: {_detail(error)}"
+            what = f"the model's chat template refuses these messages{_shown(conversation.kwargs)}"
+            what = f"{what}: {_detail(error, self._source)}"
             raise BadRequest(what, "messages") from error
         _require_unicode(text, "messages")
         return text
@@ -309,15 +318,28 @@ def _source_of(tokenizer: TokenizerWrapper) -> str:
         return ""
 
 
-def _detail(error: Exception) -> str:
-    return str(error)[:_ERROR_CHARS_MAX] or type(error).__name__
+def _detail(error: Exception, source: str) -> str:
+    """What a template says of its conversation, as far as these are its own words: others may be a message's."""
+    told = str(error)[:_ERROR_CHARS_MAX]
+    own = told[: bisect_left(range(1, len(told) + 1), True, key=lambda length: told[:length] not in source)]
+    if own and own == told:
+        return told
+    if isinstance(error, UndefinedError | TypeError):  # Jinja's and Python's words, about names and types
+        return _QUOTED.sub(lambda quoted: quoted[0] if quoted[1] in source or quoted[1] in _TYPES else HIDDEN, told)
+    return f"{own.rstrip()} {HIDDEN}" if len(own) >= _OWN_CHARS_MIN else type(error).__name__
 
 
 def _shown(kwargs: dict[str, Any]) -> str:
     """A template's arguments, for an error message: which of them are the request's own is its client's to know."""
     if not kwargs:
         return ""
-    return f" with the arguments {json.dumps(kwargs, ensure_ascii=False)[:_ERROR_CHARS_MAX]}"
+    short = {name[:_SHOWN_CHARS_MAX]: _in_short(value) for name, value in kwargs.items()}
+    return f" with the arguments {json.dumps(short, ensure_ascii=False)[:_ERROR_CHARS_MAX]}"
+
+
+def _in_short(value: object) -> object:
+    """Itself, or what it is."""
+    return value if len(json.dumps(value, ensure_ascii=False)) <= _SHOWN_CHARS_MAX else kind_of(value)
 
 
 def _require_unicode(text: str, param: str) -> None:

@@ -24,6 +24,7 @@ from warmline_backend.sampling import pick_logprobs
 from warmline_backend.saving import Saving
 from warmline_backend.sequence import Generation, Piece, Progress, Sequence, Started, TokenLogprobs
 from warmline_backend.tally import Tally
+from warmline_wire.logs import about, told_of
 from warmline_wire.messages import Settled
 
 log = logging.getLogger(__name__)
@@ -319,8 +320,9 @@ class Scheduler:
         try:
             self._hear(sequence, token, logprobs)
         except Exception as error:  # its text, its log-probabilities: its own fault alone
-            log.error("request %s failed", sequence.request.id, exc_info=error)
-            self._ends.end(sequence, "error", error=f"the answer could not be told: {error}")
+            with about(sequence.request.id):
+                log.error("request %s failed", sequence.request.id, exc_info=error)
+            self._ends.end(sequence, "error", error=f"the answer could not be told: {told_of(error)}")
 
     def _hear(self, sequence: Sequence, token: int, logprobs: mx.array) -> None:
         """Tell the listener of a token; end the sequence where this was its last."""
@@ -329,7 +331,7 @@ class Scheduler:
         sequence.timings.decoded += 1
         self.tally.decoded_tokens += 1
         if sequence.fault.error is not None:
-            self._ends.end(sequence, "error", error=f"sampling failed: {sequence.fault.error}")
+            self._ends.end(sequence, "error", error=f"sampling failed: {told_of(sequence.fault.error)}")
             return
         ends = sequence.ends_at(token)
         parts = () if ends else sequence.text.add(token)

@@ -13,6 +13,7 @@ import hmac
 import logging
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -30,6 +31,8 @@ from warmline_backend.prompt_store import UnknownPrompt
 from warmline_backend.residents import ResidentGone, ResidentMismatch
 from warmline_backend.segments import BadChain, Cancelled, Damaged
 from warmline_backend.service import NotReady, Service
+from warmline_wire.logs import about
+from warmline_wire.masking import shown_path
 from warmline_wire.messages import (
     HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
@@ -62,13 +65,15 @@ BODY_BYTES_MAX = 512 << 20
 STATUS_CLIENT_GONE = 499  # nginx's word for it
 RETRY_AFTER_S = "2"
 SEND_TIMEOUT_S = 300.0  # for the next piece of a stream to be taken
+POLLED = ("/health", "/metrics", "/kv/status")  # too often to be told of
+_ID = re.compile(r"[A-Za-z0-9._-]{1,80}")  # the proxy gives a name that is taken an ending, and so it does each choice
 # Of an answer that is no stream; else 500.
 STATUS_OF_FINISH = {"cancelled": STATUS_CLIENT_GONE, "discarded": 503, "leaderless": 503}
 
 
 def make_app(service: Service, secret: str) -> web.Application:
     """The whole application; `secret` is what every call but /health, and /metrics from this machine, must bear."""
-    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_translate, _authenticate(secret)])
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_named, _translate, _authenticate(secret)])
     routes = _Routes(service)
     app.add_routes(
         [
@@ -91,6 +96,18 @@ def make_app(service: Service, secret: str) -> web.Application:
         ]
     )
     return app
+
+
+@web.middleware
+async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Outermost: what is logged meanwhile is about the request that the proxy's call is for."""
+    named, began = request.headers.get(HEADER_REQUEST, ""), time.monotonic()
+    with about(named if _ID.fullmatch(named) else ""):
+        response = await handler(request)
+        if request.path not in POLLED:
+            path, seconds = shown_path(request.path), time.monotonic() - began
+            log.debug("%s %s: %d after %.3f s", request.method[:16], path, response.status, seconds)
+        return response
 
 
 def _authenticate(secret: str) -> Any:

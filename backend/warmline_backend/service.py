@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
@@ -237,7 +238,7 @@ class Service:
             if body_bytes <= RENDERED_INLINE_BYTES_MAX and not asks_for_a_form(body):
                 stored = work()
             else:
-                stored = await asyncio.get_running_loop().run_in_executor(self._renderers, work)
+                stored = await asyncio.get_running_loop().run_in_executor(self._renderers, copy_context().run, work)
         self.prompts.add(stored)
         return stored
 
@@ -282,6 +283,7 @@ class Service:
             checkpoints=checkpoints,
             expected=prompt.expected,
         )
+        log.debug("computes %d tokens after %d that are there already", len(prompt.tokens) - reuse, reuse)
         await self.generations.submit(call, generation)
 
     async def _guide(self, prompt: StoredPrompt) -> Guide | None:

@@ -164,7 +164,8 @@ def traceback_of(error: BaseException) -> str:
     for each, link in reversed(_chain(error)):
         told.append("Traceback (most recent call last):\n")
         told += traceback.format_tb(each.__traceback__)
-        told.append(f"{type(each).__qualname__}{_words_of(each)}\n{link}")
+        words = words_of(each)
+        told.append(f"{type(each).__qualname__}{words and ': '}{words}\n{link}")
     return "".join(told).rstrip("\n")
 
 
@@ -182,15 +183,21 @@ def _chain(error: BaseException) -> list[tuple[BaseException, str]]:
     return chain
 
 
-def _words_of(error: BaseException) -> str:
+def words_of(error: BaseException) -> str:
+    """What an exception says, as far as anybody may read it; "" where that may be a text that was sent."""
     module, words = type(error).__module__.partition(".")[0], str(error)[:CHARS_MAX]
     if isinstance(error, OSError):  # it names files, and those are ours
-        return f": {words}"
+        return words
     if module in OURS:
-        return f": {masked(words)}"
+        return masked(words)
     if module not in _FOREIGN and (isinstance(error, _PLAIN) or words.startswith("[")):  # so mlx's begin
-        return f": {masked(words, names=False)}"
+        return masked(words, names=False)
     return ""
+
+
+def told_of(error: BaseException) -> str:
+    """The same, or what it is."""
+    return words_of(error) or type(error).__qualname__
 
 
 def tell_of_loop(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

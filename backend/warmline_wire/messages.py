@@ -309,8 +309,6 @@ class ErrorBody(msgspec.Struct, kw_only=True):
     type: str = "invalid_request_error"
     param: str | None = None
     code: str | None = None
-    # What a log may have of it, where that can't be told from the message; between our processes alone.
-    logged: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorReply(msgspec.Struct, kw_only=True):
@@ -343,15 +341,4 @@ def logged_in(body: bytes) -> str:
         error = decode(body, ErrorReply).error
     except msgspec.DecodeError:
         return "it is no error object of ours"
-    return error.logged or masked(error.message)
-
-
-def for_client(body: bytes) -> bytes:
-    """An error object as its client gets it."""
-    if b'"logged"' not in body:
-        return body
-    try:
-        reply = decode(body, ErrorReply)
-    except msgspec.DecodeError:
-        return body
-    return encode(ErrorReply(error=msgspec.structs.replace(reply.error, logged=msgspec.UNSET)))
+    return masked(error.message)

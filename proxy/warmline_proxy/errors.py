@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 
 from warmline_proxy.upstream import Refused, Unreachable, UpstreamError
-from warmline_wire.messages import ErrorBody, ErrorReply, decode, encode, for_client, logged_in, message_in
+from warmline_wire.messages import ErrorBody, ErrorReply, decode, encode, logged_in, message_in
 
 RETRY_AFTER_S = 2
 _OVERFLOW = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")  # the backend's words
@@ -24,7 +24,7 @@ class ClientError(Exception):
     def __init__(self, status: int, body: bytes, retry_after_s: int | None = None, *, by: str = "") -> None:
         super().__init__(f"{status}: {logged_in(body)}")
         self.status = status
-        self.body = for_client(body)
+        self.body = body
         self.retry_after_s = retry_after_s
         self.by = by
 

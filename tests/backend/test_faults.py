@@ -13,7 +13,7 @@ from warmline_backend.decode import DecodeGroup
 from warmline_backend.scheduler import FAILURES_MAX, DeviceBroken
 
 
-class Planted(Exception):
+class Planted(RuntimeError):
     pass
 
 

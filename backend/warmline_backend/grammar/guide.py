@@ -166,4 +166,4 @@ class Guide:
     def _problem(self) -> str:
         assert self._matcher is not None
         detail = " ".join(re.split("<state>|<non-verbose/>", self._matcher.get_error())[0].split())
-        return f"the answer can't go on in the form asked for: {detail[:200] or 'no token may follow'}"
+        return f'the answer can\'t go on in the form asked for: "{detail[:200] or "no token may follow"}"'

@@ -184,7 +184,7 @@ class _Writer:
         assert form is not None
         answer = _grammar_of(form)
         if problem := self._checked(_listed([answer])):
-            raise BadRequest(f"'{form.field}' can't be used: {problem}", form.field)
+            raise BadRequest(f"'{form.field}' can't be used: \"{problem}\"", form.field)
         may_call = asked.choice == "auto" and asked.tools and self._family.style in STYLES
         if not (may_call or self._family.around or self._family.channels):
             return _listed([answer])
@@ -196,7 +196,7 @@ class _Writer:
         main = {"name": "main", "lark_grammar": self._lark.written(start)}
         written = _listed([main, {**answer, "name": "answer"}])
         if problem := self._checked(written):
-            raise BadRequest(f"'{form.field}' and these tools can't be used together: {problem}", form.field)
+            raise BadRequest(f"'{form.field}' and these tools can't be used together: \"{problem}\"", form.field)
         return written
 
     # ---- what stands around
@@ -239,7 +239,7 @@ class _Writer:
             parameters: Schema = fitted(_parameters(tool), tool.field)
             problem = self._checked(_listed([{"json_schema": guided(parameters, lenient=not tool.strict)}]))
             if problem:
-                raise BadRequest(f"'{tool.field}' can't be used: {problem}", tool.field)
+                raise BadRequest(f"'{tool.field}' can't be used: \"{problem}\"", tool.field)
         except BadRequest:
             if tool.strict:
                 raise
@@ -249,7 +249,7 @@ class _Writer:
     def _checked_calls(self, grammar: str) -> str:
         written = _listed([{"lark_grammar": grammar}])
         if problem := self._checked(written):
-            raise BadRequest(f"these tools can't be held to a grammar: {problem}", "tools")
+            raise BadRequest(f'these tools can\'t be held to a grammar: "{problem}"', "tools")
         return written
 
 
@@ -291,7 +291,7 @@ def _grammar_of(form: Form) -> dict[str, Any]:
         return {"lark_grammar": any_to_lark(form.value)}
     except Exception as problem:
         detail = str(problem)[:200]
-        raise BadRequest(f"'{form.field}' can't be read as a grammar: {detail}", form.field) from problem
+        raise BadRequest(f"'{form.field}' can't be read as a grammar: \"{detail}\"", form.field) from problem
 
 
 def _listed(grammars: Sequence[Mapping[str, Any]]) -> str:
