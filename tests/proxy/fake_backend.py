@@ -90,6 +90,7 @@ class FakeBackend:
         self.prefill_tokens_s = 1.0  # as its status says
         self.looks = 0
         self.moving = False  # each look at it finds one more step done
+        self.says_started = False  # generations tell when the engine begins with them
         self.layout = layout()
         self.answer = ["Par", "is."]
         self.turn: SampledTurn | None = None  # what each answer has called, as sampled
@@ -383,6 +384,8 @@ class FakeBackend:
         if len(taken) // 4 == reuse:
             self.held.pop(headers.get(HEADER_RESIDENT, ""), None)
         prompt, generated = rendered(body)[0], b""
+        if self.says_started:
+            await response.write(comment_event("started"))
         await response.write(comment_event(f"prefill {reuse}/{len(prompt)}"))
         if background:
             await self.background_allowed.wait()

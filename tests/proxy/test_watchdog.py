@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from audits import metric
 from harness import on_loop, pair, serve
 
 from warmline_proxy import upstream
@@ -104,6 +105,7 @@ async def test_a_step_that_never_returns_ends_the_process(tmp_path: Path) -> Non
         assert await child.wait() == -signal.SIGKILL
         proxy.backend.step_age_s = 0.0
         assert (await proxy.status())["backend_kills"] >= 1
+        assert await metric(proxy, "warmline_wedges_total ")() >= 1
 
 
 @on_loop
