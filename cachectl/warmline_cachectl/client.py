@@ -129,6 +129,11 @@ def changed(home: Home, path: str, request: object, kind: type[T], timeout_s: fl
     """
     with suppress(NoProxy):
         return ask(home, path, kind, timeout_s, request)
+    return owned(home, here)
+
+
+def owned(home: Home, here: Callable[[Index], T]) -> T:
+    """What `here` does, under the lock that a proxy would hold.  Raises Refused."""
     try:
         with home_lock(home), Index(home, configured.disk_budget_bytes(home)) as index:
             return here(index)

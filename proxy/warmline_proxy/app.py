@@ -12,6 +12,7 @@ from warmline_proxy.admin.browsing import Browsing
 from warmline_proxy.admin.explaining import Explaining
 from warmline_proxy.admin.health import Health
 from warmline_proxy.admin.looking import Looking
+from warmline_proxy.admin.moving import Moving
 from warmline_proxy.admin.pages import Pages, is_page
 from warmline_proxy.admin.paths import PREFIX, OwnerPaths
 from warmline_proxy.admin.scraping import Scraping
@@ -153,7 +154,7 @@ class Face:
 def _unknown(path: str) -> ClientError:
     """At once, whatever the backend does: clients probe for other servers' paths and wait for the answer."""
     served = [*APIS, COUNT_PATH, MODELS_PATH]
-    message = f"Unknown path {path[:200]}; served are {', '.join(served)}."
+    message = f'Unknown path "{path[:200]}"; served are {", ".join(served)}.'
     if meant := [known for known in served if path.endswith(known.removeprefix("/v1"))]:
         message += f"  If {max(meant, key=len)} was meant: the base URL that the client was given doesn't lead there."
     return bad_request(message, status=404, code="not_found")
@@ -287,7 +288,14 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         ending=ending,
         health=Health(upstream, watchdog, knowledge, admission, persistence),
         scraping=Scraping(metrics, gauges),
-        owner_paths=OwnerPaths(status.paths, upkeep.paths, looking.paths, explaining.paths, Browsing(index).paths),
+        owner_paths=OwnerPaths(
+            status.paths,
+            upkeep.paths,
+            looking.paths,
+            explaining.paths,
+            Browsing(index).paths,
+            Moving(index, knowledge, config).paths,
+        ),
         pages=Pages(),
         anthropic=Anthropic(MESSAGES, config, renderer, knowledge),
         response_paths=ResponsePaths(RESPONSES, config, renderer, lives, ending),

@@ -1,12 +1,11 @@
 """Reading an archive.  Nothing that it says is believed before all of it was checked: `open_archive`, then `verify`."""
 
+import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
-from os import O_NONBLOCK, fdopen, fstat
-from os import open as os_open
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,11 +46,20 @@ class Archive:
 
 @contextmanager
 def open_archive(path: Path) -> Iterator[Archive]:
-    """Raises ArchiveError unless it is an archive of ours, whole as far as its frame tells; OSError."""
-    with fdopen(os_open(path, O_NONBLOCK), "rb") as file:  # without waiting, where it is a pipe
-        if not stat.S_ISREG(fstat(file.fileno()).st_mode):
-            raise ArchiveError("it is no plain file")
+    """Raises ArchiveError unless it is an archive of ours that can be read, whole as far as its frame tells."""
+    with _plain_file(path) as file:
         yield read_archive(file)
+
+
+def _plain_file(path: Path) -> BinaryIO:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is not waited for
+    except OSError as error:
+        raise ArchiveError(f"it can't be read: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ArchiveError("it is no plain file")
+    return os.fdopen(descriptor, "rb")
 
 
 def read_archive(file: BinaryIO) -> Archive:

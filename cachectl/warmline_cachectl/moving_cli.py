@@ -1,0 +1,228 @@
+"""The verbs that move conversations between homes: `export` and `import`."""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from warmline_cachectl import client, configured, tables
+from warmline_cachectl.completing import session_ids
+from warmline_cachectl.options import (
+    CHANGING,
+    EXIT_REFUSED,
+    EXIT_USAGE,
+    HOME,
+    HomeOption,
+    JsonOption,
+    QuietOption,
+    examples,
+    fail,
+    failing,
+    home_at,
+    reading,
+    session_id,
+)
+from warmline_cachectl.showing import counting, show, waiting
+from warmline_proxy.index import Index, NoRoom
+from warmline_proxy.keys_file import KeysUnusable
+from warmline_proxy.moving.archive import open_archive
+from warmline_proxy.moving.exporting import Export, Exported
+from warmline_proxy.moving.importing import Imported, ImportRequest, import_archive, known_from_files
+from warmline_proxy.moving.owner import tenant_for
+from warmline_proxy.moving.tar import ArchiveError
+from warmline_proxy.reconcile import reconcile
+from warmline_wire import disk
+from warmline_wire.home import Home
+
+IMPORT_TIMEOUT_S = 24 * 3600.0  # every byte is read twice, and what is new is written
+STANDARD = "-"
+
+app = typer.Typer()
+
+
+@app.command(
+    short_help="Write a conversation into a file.",
+    rich_help_panel=CHANGING,
+    epilog=examples(
+        "cachectl export SESSION talk.warmline",
+        "cachectl export SESSION - | ssh there cachectl import -",
+    ),
+)
+def export(
+    session: Annotated[str, typer.Argument(help="A conversation's id, or its beginning.", autocompletion=session_ids)],
+    file: Annotated[str, typer.Argument(help="A file that is not there yet; - for standard output.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    quiet: QuietOption = False,
+    home: HomeOption = HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Write what is stored of a conversation into one file, for another machine with the same model, or as a backup.
+
+    It is as private as the conversation. Nothing is removed here, and the proxy may run meanwhile.
+    """
+    _check_target(file, force, as_json)
+    with reading(home) as reader:
+        wanted = session_id(reader.snapshot(), session)
+        with _archives(session), Export(reader, wanted) as opened:
+            with counting("exporting", opened.bytes_count, quiet) as progress:
+                _written(file, _counted(opened.parts(), progress))
+            told = opened.told
+    if file == STANDARD:
+        print(_exported(told, "standard output"), file=sys.stderr)
+    else:
+        show({**msgspec.structs.asdict(told), "file": file}, [_exported(told, file)], as_json)
+
+
+@app.command(
+    name="import",
+    short_help="Store what was exported.",
+    rich_help_panel=CHANGING,
+    epilog=examples("cachectl import talk.warmline", "cachectl import talk.warmline --key laptop"),
+)
+def import_(
+    file: Annotated[str, typer.Argument(help="What `cachectl export` wrote; - for standard input.")],
+    key: Annotated[str, typer.Option("--key", help="The client key whose it is to be, by name.")] = "",
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Also where another model is served, which can't use it.")
+    ] = False,
+    quiet: QuietOption = False,
+    home: HomeOption = HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Make an exported conversation part of this home: all of it, or nothing where anything in it is wrong.
+
+    What is stored already is skipped. Import only what you trust: checksums find damage, not lies.
+    """
+    place = home_at(home)
+    with failing():
+        client.check_home(place)
+        with _archives(file), _on_disk(place, file) as path:
+            told = _imported(place, ImportRequest(path=str(path), key=key, anyway=anyway), quiet)
+    show(msgspec.structs.asdict(told), [_stored(told)], as_json)
+
+
+@contextmanager
+def _archives(what: str) -> Iterator[None]:
+    """What can be wrong with one becomes a line and an exit code."""
+    try:
+        yield
+    except (ArchiveError, NoRoom, KeysUnusable) as error:
+        fail(f"{'standard input' if what == STANDARD else what}: {error}", EXIT_REFUSED)
+
+
+# ---- export
+
+
+def _check_target(file: str, force: bool, as_json: bool) -> None:
+    if file == STANDARD:
+        if as_json or sys.stdout.isatty():
+            fail("with - standard output is the archive: send it into a file or a pipe, without --json", EXIT_USAGE)
+        return
+    path = Path(file)
+    if not path.absolute().parent.is_dir():
+        fail(f"there is no folder {path.absolute().parent}", EXIT_USAGE)
+    if path.exists() and not path.is_file():
+        fail(f"{file} is no plain file; name another, or - for standard output", EXIT_USAGE)
+    if path.exists() and not force:
+        fail(f"{file} is there already; add --force to overwrite it", EXIT_USAGE)
+
+
+def _written(file: str, parts: Iterator[bytes]) -> None:
+    """Whole and durable, or not at all; readable by its owner alone."""
+    if file != STANDARD:
+        disk.write_whole(Path(file).absolute(), parts)
+        return
+    for part in parts:
+        sys.stdout.buffer.write(part)
+    sys.stdout.buffer.flush()
+
+
+def _counted(parts: Iterator[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:
+    for part in parts:
+        progress(len(part))
+        yield part
+
+
+def _exported(told: Exported, where: str) -> str:
+    what = f"{tables.count(told.segments, 'segment')} and {tables.count(told.checkpoints, 'checkpoint')}"
+    return f"exported {told.tokens} tokens of {told.model} in {what}: {tables.size(told.bytes_count)} to {where}"
+
+
+# ---- import
+
+
+@contextmanager
+def _on_disk(home: Home, file: str) -> Iterator[Path]:
+    """Where it can be read from any place, which standard input can't."""
+    if file != STANDARD:
+        yield Path(file).absolute()
+        return
+    disk.make_folders(home.run)
+    path = home.run / f"import.{disk.DRAFT_SUFFIX}"
+    disk.delete(path)  # of who was killed
+    try:
+        with disk.create(path) as spool:
+            shutil.copyfileobj(sys.stdin.buffer, _Spool(spool))
+        yield path
+    finally:
+        disk.delete(path)
+
+
+class _Spool:
+    """What `copyfileobj` writes to; writes as all of a home is written."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        disk.write(self._file, data)
+        return len(data)
+
+
+def _imported(home: Home, request: ImportRequest, quiet: bool) -> Imported:
+    """By the proxy where one runs, else here."""
+    with suppress(client.NoProxy), waiting("importing", quiet):
+        return client.ask(home, "/warmline/import", Imported, IMPORT_TIMEOUT_S, request)
+    home.prepare()
+    return client.owned(home, lambda index: _import_here(index, request, quiet))
+
+
+def _import_here(index: Index, request: ImportRequest, quiet: bool) -> Imported:
+    """As a proxy would after its start: what an earlier one left undone is put in order first."""
+    home, done = index.home, 0
+    reconcile(index)
+    tenant = tenant_for(
+        home,
+        request.key,
+        client_key=configured.setting(home, "client_key", ""),
+        share_cache=configured.setting(home, "share_cache", False),
+    )
+    with (
+        open_archive(Path(request.path)) as archive,
+        counting("importing", 2 * archive.bytes_count, quiet) as advance,
+    ):
+
+        def progress(now: int, _: int) -> None:
+            nonlocal done
+            advance(now - done)
+            done = now
+
+        known = known_from_files(index)
+        return import_archive(index, archive, tenant, known, anyway=request.anyway, progress=progress)
+
+
+def _stored(told: Imported) -> str:
+    if not told.segments and not told.checkpoints:
+        return f"all {told.tokens} tokens of {told.model} are stored already, as session {told.session}"
+    what = f"{tables.count(told.segments, 'segment')} and {tables.count(told.checkpoints, 'checkpoint')}"
+    known = f", {told.tokens_known} of them were stored already" if told.tokens_known else ""
+    return (
+        f"imported {told.tokens} tokens of {told.model} as session {told.session}{known}: "
+        f"{what}, {tables.size(told.bytes_written)}"
+    )
