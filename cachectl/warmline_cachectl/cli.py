@@ -5,16 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from warmline_cachectl import (
-    changing_cli,
-    checking_cli,
-    doctor_cli,
-    explain_cli,
-    keys_cli,
-    looking_cli,
-    moving_cli,
-    top_cli,
-)
+from warmline_cachectl import changing_cli, checking_cli, explain_cli, keys_cli, looking_cli
 
 
 class Grouped(TyperGroup):
@@ -40,9 +31,6 @@ app = typer.Typer(
 )
 app.add_typer(looking_cli.app)
 app.add_typer(explain_cli.app)
-app.add_typer(top_cli.app)
 app.add_typer(checking_cli.app)
-app.add_typer(doctor_cli.app)
 app.add_typer(changing_cli.app)
-app.add_typer(moving_cli.app)
 app.add_typer(keys_cli.group)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from warmline_run import commands, openblas, ports, supervise
+from warmline_run.address import address_of
 from warmline_run.agents import kept
 from warmline_run.agents.cli import group
 from warmline_run.agents.manager import ServiceManager
@@ -50,11 +51,10 @@ def serve(config: Config) -> None:
         model = commands.model_to_load(config)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    address = supervise.Address(str(config["host"]), int(config["port"]), str(config["client_key"]))
     code = supervise.run(
         commands.backend(config, model, os.environ),
         commands.proxy(config, os.environ),
-        address,
+        address_of(config),
     )
     raise typer.Exit(code)
 

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from warmline_run.address import address_of
 from warmline_run.resolve import Config
 from warmline_run.settings import SETTINGS
 
@@ -18,7 +19,7 @@ LOCKS = ("home.lock", "run/backend.lock")
 
 def occupied(config: Config, own_ports: Collection[int] = ()) -> str:
     """One line about the first port that can't be listened on, `own_ports` aside; "" where all are free."""
-    hosts = {"port": str(config["host"]), "backend_port": "127.0.0.1"}
+    hosts = {"port": address_of(config).host, "backend_port": "127.0.0.1"}
     for name in LISTENERS:
         number = int(config[name])
         reason = "" if number in own_ports else _why_not(hosts[name], number)

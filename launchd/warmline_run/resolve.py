@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warmline_run.settings import SETTINGS, Setting, Value
+from warmline_run.settings import SETTINGS, Setting, Value, is_loopback
 
 FILE_NAME = "warmline.toml"
+KEYS_FILE = "keys.json"
 PREFIX = "WARMLINE_"
 OTHER_VARIABLES = ("WARMLINE_PARENT_PIPE", "WARMLINE_AGENT")  # ours, but no settings: see supervise, agents.kept
 
@@ -119,5 +120,12 @@ def _nearest(key: str, known: list[str]) -> str:
 
 
 def _check(config: Config) -> None:
+    host, keys = str(config["host"]), Path(str(config["home"])) / KEYS_FILE
+    has_key = config["lan"] or config["client_key"] or keys.exists()  # the proxy looks into the file
+    if not (is_loopback(host) or has_key):
+        raise ConfigurationError(
+            f"host {host} is reachable by others, and no client key keeps strangers out: use --lan, which makes one, "
+            "or make one first (cachectl key add NAME)"
+        )
     if config["port"] == config["backend_port"]:
         raise ConfigurationError(f"port and backend_port are both {config['port']}; they must differ")

@@ -264,7 +264,7 @@ SETTINGS: dict[str, Setting] = {
             "",
             text,
             "KEY",
-            "a key for clients besides those of `cachectl key`; never a flag, since command lines are visible to all users",
+            "a key for clients, beside those of `cachectl key`; never a flag, since command lines are visible to all",
             as_flag=False,
             secret=True,
         ),

@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TextIO
 
+from warmline_run.address import Address
 from warmline_run.commands import Command
 from warmline_run.resolve import EXIT_CONFIGURATION
 
@@ -25,25 +25,6 @@ STEADY_AFTER_S = 60.0  # a child up for this long has earned a fresh start
 STOP_MARGIN_S = 15.0  # beyond what a child gives to running requests: to let go of them, and to write what is kept
 PROBE_INTERVAL_S = 0.2
 PROBE_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where clients connect."""
-
-    host: str
-    port: int
-    key: str = ""
-
-    @property
-    def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/v1"
-
-    @property
-    def probe_host(self) -> str:
-        """A wildcard address is no address to connect to."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
 
 
 def say(line: str) -> None:
@@ -164,25 +145,20 @@ def _ending(code: int) -> str:
 async def _announce(address: Address) -> None:
     """Print, once, that requests are served."""
     while True:
-        if await asyncio.to_thread(_is_ready, address):
-            _write(sys.stdout, f"ready {address.url}\n{_curl(address)}\n")
+        if await asyncio.to_thread(_status, address, "/ready") == 200:
+            needs_key = await asyncio.to_thread(_status, address, "/v1/models") == 401
+            _write(sys.stdout, f"ready {address.url}\n{address.more}{address.curl(needs_key)}\n")
             return
         await asyncio.sleep(PROBE_INTERVAL_S)
 
 
-def _is_ready(address: Address) -> bool:
+def _status(address: Address, path: str) -> int:
+    """What somebody without a key is answered; 0 where nobody answers."""
     connection = http.client.HTTPConnection(address.probe_host, address.port, timeout=PROBE_TIMEOUT_S)
-    headers = {"Authorization": f"Bearer {address.key}"} if address.key else {}
     try:
-        connection.request("GET", "/ready", headers=headers)
-        return connection.getresponse().status == 200
+        connection.request("GET", path)
+        return connection.getresponse().status
     except (OSError, http.client.HTTPException):
-        return False
+        return 0
     finally:
         connection.close()
-
-
-def _curl(address: Address) -> str:
-    key = ' -H "Authorization: Bearer $WARMLINE_CLIENT_KEY"' if address.key else ""
-    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
-    return f"curl {address.url}/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"

@@ -63,10 +63,12 @@ class Doors:
         return SECRET if is_secret else ADMIN if is_admin else WRONG
 
     def _note_refusal(self, door: str, request: web.Request) -> None:
-        """No key is shown, and a flood of them fills no log."""
+        """Who shows a wrong key may be guessing.  No key is logged, and a flood of them fills no log."""
         self._metrics.unauthorized.labels(door=door).inc()
+        if not shown_key(request.headers):
+            return
         self._unlogged += 1
         if (now := time.monotonic()) - self._logged_at >= LOG_INTERVAL_S:
-            more = f", as {self._unlogged - 1} before that" if self._unlogged > 1 else ""
-            log.warning("a request from %s showed no key that opens the %s's paths%s", request.remote, door, more)
+            count = f"{self._unlogged} requests" if self._unlogged > 1 else "a request"
+            log.warning("%s with a wrong key for the %s's paths, the last one from %s", count, door, request.remote)
             self._unlogged, self._logged_at = 0, now

@@ -1,6 +1,8 @@
 """HOME/keys.json: the keys that clients show, whose cache each may meet, and the admin key.
 
-    KeysUnusable   the file can't be read, or something in it is no key
+    KeysUnusable      the file can't be read or changed, or a name can't be used
+    └── NoSuchKey     no key of that name
+        └── NoKeys    no client's key at all
 
 Changed as a whole, under a lock, by `cachectl key` and by a proxy that opens to others.  Keys stand there as they are,
 since they are to be shown again: the file is as private as the home's secret.
@@ -36,6 +38,10 @@ class KeysUnusable(Exception):
 
 class NoSuchKey(KeysUnusable):
     """None of that name."""
+
+
+class NoKeys(NoSuchKey):
+    """And no other either."""
 
 
 class KeyEntry(msgspec.Struct, kw_only=True, frozen=True):
@@ -96,7 +102,7 @@ def find(entries: Sequence[KeyEntry], name: str) -> KeyEntry:
             return each
     names = ", ".join(each.name for each in clients)
     if not clients:
-        raise NoSuchKey("there is no client key yet")
+        raise NoKeys("there is no client key yet")
     raise NoSuchKey(f"there is no key {name!r}; there are {names}" if name else f"which one? there are {names}")
 
 

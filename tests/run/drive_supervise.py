@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from warmline_run import supervise
+from warmline_run.address import Address
 from warmline_run.commands import Command
 
 STANDIN = str(Path(__file__).with_name("standin.py"))
@@ -24,4 +25,4 @@ if __name__ == "__main__":
         supervise.STOP_MARGIN_S = 0
     drain_timeout_s = float(grace_s[0]) if grace_s else 30.0
     backend, proxy = child("backend", backend_port, drain_timeout_s, *manner), child("proxy", port, drain_timeout_s)
-    sys.exit(supervise.run(backend, proxy, supervise.Address("127.0.0.1", int(port))))
+    sys.exit(supervise.run(backend, proxy, Address("127.0.0.1", int(port))))

@@ -94,6 +94,21 @@ def test_bad_values_are_refused_in_one_line(tmp_path: Path, toml: str, message: 
     assert "\n" not in str(caught.value) or "TOML" in message
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "some.name"])
+def test_only_loopback_goes_without_a_client_key(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"--lan, .*cachectl key add NAME"):
+        configured(tmp_path, host=host)
+    assert configured(tmp_path, 'client_key = "abc"', host=host)["host"] == host
+    assert configured(tmp_path, "lan = true", host=host)["host"] == host
+    (tmp_path / "keys.json").touch()
+    assert configured(tmp_path, "", host=host)["host"] == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_loopback_needs_no_client_key(tmp_path: Path, host: str) -> None:
+    assert configured(tmp_path, host=host)["host"] == host
+
+
 def test_the_two_ports_must_differ(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="must differ"):
         configured(tmp_path, port="8025")

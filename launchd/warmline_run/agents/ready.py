@@ -4,7 +4,8 @@ import http.client
 import json
 from dataclasses import dataclass
 
-from warmline_run.supervise import PROBE_TIMEOUT_S, Address
+from warmline_run.address import Address
+from warmline_run.supervise import PROBE_TIMEOUT_S
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from warmline_run.address import address_of
 from warmline_run.agents import agent as agents
 from warmline_run.agents import ready, verbs
 from warmline_run.agents.agent import Which
@@ -66,7 +67,7 @@ def _readiness(pair: Pair) -> tuple[str, ready.Readiness]:
         return "", ready.Readiness(False, str(error))
     if config is None:
         return "", ready.Readiness(False, UNREADABLE)
-    address = verbs.address_of(config)
+    address = address_of(config)
     return address.url, ready.ask(address)
 
 

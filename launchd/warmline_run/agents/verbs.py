@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from warmline_run import ports
+from warmline_run.address import address_of
 from warmline_run.agents import agent as agents
 from warmline_run.agents import waiting
 from warmline_run.agents.agent import ROLES, Agent, Which
 from warmline_run.agents.manager import Installed, ServiceManager
 from warmline_run.resolve import Config, ConfigurationError, resolve
 from warmline_run.settings import SETTINGS
-from warmline_run.supervise import Address
 
 EXIT_NOT_READY = 1  # or not installed
 EXIT_MANAGER_FAILED = 3
@@ -122,10 +122,6 @@ def wait(pair: Pair, config: Config, wait_s: float) -> int:
         return EXIT_NOT_READY
     print(f"ready {address.url}", flush=True)
     return 0
-
-
-def address_of(config: Config) -> Address:
-    return Address(str(config["host"]), int(config["port"]), str(config["client_key"]))
 
 
 def uninstall(pair: Pair) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from warmline_run.address import Address
 from warmline_run.gates import report, running
 from warmline_run.gates.answers import read_models
 from warmline_run.gates.gate import Gate, Outcome, Scale, Visit
@@ -17,7 +18,6 @@ from warmline_run.gates.judging import TOLERANCES_KV_BITS
 from warmline_run.gates.server import CHAT_PATH, Server, Unanswered, Unreachable
 from warmline_run.resolve import Config, ConfigurationError
 from warmline_run.settings import SETTINGS, is_loopback
-from warmline_run.supervise import Address
 
 EXIT_PASSED, EXIT_FAILED, EXIT_UNREACHABLE = 0, 1, 2
 EXAMPLE_URL = "http://127.0.0.1:8026/v1"

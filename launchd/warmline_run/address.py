@@ -1,0 +1,100 @@
+"""Where clients connect, and the line that shows a newcomer how."""
+
+import shlex
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from warmline_run.resolve import Config
+from warmline_run.settings import SETTINGS, is_loopback
+
+ANY_ADDRESS = "0.0.0.0"
+PROBED = {ANY_ADDRESS: "127.0.0.1", "::": "::1"}  # a wildcard address is no address to connect to
+LOOKUP_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Address:
+    """`host` is what is listened on."""
+
+    host: str
+    port: int
+    key: str = ""  # that the settings name; there may be others in the home
+    home: str = ""  # where it is not the usual one
+
+    @property
+    def url(self) -> str:
+        """For others, where they can connect."""
+        return url_of(bonjour_name() if self.is_wildcard else self.host, self.port)
+
+    @property
+    def probe_host(self) -> str:
+        return PROBED.get(self.host, self.host)
+
+    @property
+    def is_wildcard(self) -> bool:
+        return self.host in PROBED
+
+    @property
+    def more(self) -> str:
+        """A line with further ways to reach a wildcard address: names in .local are not known everywhere."""
+        if not self.is_wildcard:
+            return ""
+        addresses = [self.probe_host, *(each for each in [lan_address()] if each)]
+        return f"also {' and '.join(url_of(each, self.port) for each in reversed(addresses))}\n"
+
+    def curl(self, needs_key: bool) -> str:
+        """A first request, to be pasted.  `needs_key`: without one it would be refused."""
+        key = f' -H "Authorization: Bearer {self._shown_key()}"' if needs_key or self.key else ""
+        body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+        return f"curl {self.url}/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+
+    def _shown_key(self) -> str:
+        if self.key:
+            return "$WARMLINE_CLIENT_KEY"
+        return f"$(cachectl key show{f' --home {shlex.quote(self.home)}' if self.home else ''})"
+
+
+def address_of(config: Config) -> Address:
+    """As the proxy does it: `lan` opens a host that is loopback."""
+    host = str(config["host"])
+    home = str(config["home"])
+    return Address(
+        host=ANY_ADDRESS if config["lan"] and is_loopback(host) else host,
+        port=int(config["port"]),
+        key=str(config["client_key"]),
+        home="" if home == SETTINGS["home"].default else home,
+    )
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+def bonjour_name() -> str:
+    """This machine's name in .local: a Mac may have another host name by DHCP."""
+    name = socket.gethostname().partition(".")[0]
+    if sys.platform == "darwin":
+        try:
+            asked = subprocess.run(
+                ["/usr/sbin/scutil", "--get", "LocalHostName"],
+                capture_output=True,
+                text=True,
+                timeout=LOOKUP_TIMEOUT_S,
+                check=True,
+            )
+            name = asked.stdout.strip() or name
+        except (OSError, subprocess.SubprocessError):
+            pass
+    return f"{name.lower()}.local"
+
+
+def lan_address() -> str:
+    """The one that packets to others would bear; "" where there is no way to them.  Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for documentation, which nobody has
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])

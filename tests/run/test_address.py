@@ -1,0 +1,47 @@
+"""Where clients are told to connect, and with what."""
+
+from pathlib import Path
+
+import pytest
+
+from warmline_run import address
+from warmline_run.address import Address, address_of
+from warmline_run.resolve import resolve
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "Studio.home.arpa")
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr(address, "lan_address", lambda: "192.168.1.5")
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "more"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80/v1", ""),
+        ("::1", "http://[::1]:80/v1", ""),
+        ("192.168.1.9", "http://192.168.1.9:80/v1", ""),
+        ("0.0.0.0", "http://studio.local:80/v1", "also http://192.168.1.5:80/v1 and http://127.0.0.1:80/v1\n"),
+        ("::", "http://studio.local:80/v1", "also http://192.168.1.5:80/v1 and http://[::1]:80/v1\n"),
+    ],
+)
+def test_a_wildcard_is_told_by_names_that_others_know(host: str, url: str, more: str) -> None:
+    assert (Address(host, 80).url, Address(host, 80).more) == (url, more)
+
+
+def test_the_line_to_paste_shows_the_key_where_one_is_asked_for() -> None:
+    assert "Authorization" not in Address("127.0.0.1", 80).curl(needs_key=False)
+    assert '-H "Authorization: Bearer $(cachectl key show)"' in Address("0.0.0.0", 80).curl(needs_key=True)
+    assert "$(cachectl key show --home '/my home')" in Address("0.0.0.0", 80, home="/my home").curl(needs_key=True)
+    named = Address("127.0.0.1", 80, key="hush").curl(needs_key=True)
+    assert "Bearer $WARMLINE_CLIENT_KEY" in named and "hush" not in named
+
+
+@pytest.mark.parametrize(
+    ("settings", "host"),
+    [({}, "127.0.0.1"), ({"lan": "true"}, "0.0.0.0"), ({"lan": "true", "host": "10.0.0.7"}, "10.0.0.7")],
+)
+def test_the_lan_opens_what_is_loopback(tmp_path: Path, settings: dict[str, str], host: str) -> None:
+    found = address_of(resolve({"home": str(tmp_path), **settings}, {}))
+    assert (found.host, found.home) == (host, str(tmp_path))
