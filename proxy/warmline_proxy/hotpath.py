@@ -28,6 +28,7 @@ from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
 from warmline_proxy.metrics import Metrics, ended_by
+from warmline_proxy.normalize import printable
 from warmline_proxy.partings import Partings
 from warmline_proxy.plan import COLD, Plan, Running, on_grid
 from warmline_proxy.relay import Answer, relay
@@ -150,7 +151,7 @@ class HotPath:
     def _normalize(self, request: web.Request, api: Api, life: Life, body: bytes) -> list[Choice]:
         life.call = life.answer.call = api.read(body, request.headers)
         self._stabilize(life, life.call)
-        life.trace.client_model = life.call.client_model or ""
+        life.trace.client_model = printable(life.call.client_model or "")
         life.trace.session_hint = life.call.session_hint
         return split(api.endpoint, life.call.fields)
 

@@ -20,7 +20,7 @@ from warmline_proxy.persistence import FILES, INDEX, NO_SPACE, Persistence
 from warmline_proxy.plan import prefill_seconds
 from warmline_proxy.reconcile import reconcile
 from warmline_proxy.rows import SavePlan, SessionUpdate
-from warmline_proxy.trace import perf_line
+from warmline_proxy.trace import perf_fields, perf_line
 from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Gone, NotStored, TimedOut, Upstream, UpstreamError
 from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES
@@ -329,7 +329,8 @@ class Settler:
 
     def _record(self, life: Life) -> None:
         record = life.trace.record()
-        log.info(perf_line(record, life.trace.session_hint))
+        hint = life.trace.session_hint
+        log.info(perf_line(record, hint), extra={"fields": perf_fields(record, hint)})
         self._metrics.recorded(record, life.trace.status)
         try:
             self._index.record(record)

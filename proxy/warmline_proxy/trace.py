@@ -128,6 +128,18 @@ class Trace:
         )
 
 
+# Of a record: where its prompt differs nobody is to read in a log; the others mean nothing there, or are not known yet.
+UNLOGGED = ("parting", "root", "audit")
+SECONDS_DIGITS = 6
+
+
+def perf_fields(record: RequestRecord, session_hint: str = "") -> dict[str, object]:
+    """The same as keys, under the names that records have."""
+    kept = {name: getattr(record, name) for name in record.__struct_fields__ if name not in UNLOGGED}
+    told = {name: round(value, SECONDS_DIGITS) if isinstance(value, float) else value for name, value in kept.items()}
+    return {"event": "perf", "request": told.pop("id"), **told, "client_session": session_hint}
+
+
 def perf_line(record: RequestRecord, session_hint: str = "") -> str:
     """One line, `key=value`; texts that others chose are quoted."""
     numbers = (

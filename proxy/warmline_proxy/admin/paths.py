@@ -26,4 +26,4 @@ class OwnerPaths:
         if methods := [known for known, served in self._handlers if served == path]:
             raise not_allowed(request.method, " or a ".join(methods))
         served = ", ".join(sorted({served for _, served in self._handlers}))
-        raise bad_request(f"Unknown path {path[:200]}; the owner's are {served}.", status=404, code="not_found")
+        raise bad_request(f'Unknown path "{path[:200]}"; the owner\'s are {served}.', status=404, code="not_found")
