@@ -12,7 +12,8 @@ CHARS_MAX = 500  # of a message
 NAME_CHARS_MAX = 40
 
 _NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_$.\[\]-]*")
-_QUOTED = re.compile(r"(?<!\w)b?'(.*?)'(?!\w)", re.DOTALL)  # not an apostrophe
+_QUOTED = re.compile(r"(?<!\w)b?'(.*?)(?:'(?!\w)|\Z)")  # not an apostrophe; what was cut off has no end
+_END = re.compile(r".*'(?!\w)")
 _PLACE = re.compile(
     r"\$[\w.\[\]-]*|(?:str|int|float|bool|array|object|null|bytes)(?: \| \w+)*"
 )  # as msgspec names them
@@ -55,5 +56,6 @@ def _without(text: str, mark: str, harmless: Callable[[str], bool]) -> str:
 def _without_single(text: str, names: bool) -> str:
     for span in _QUOTED.finditer(text):
         if not (names and is_name(span[1])):
-            return f"{text[: span.start()]}'{HIDDEN}'{text[text.rfind(chr(39)) + 1 :]}"
+            end = _END.match(text, span.end())
+            return f"{text[: span.start()]}'{HIDDEN}'{text[end.end() if end else span.end() :]}"
     return text

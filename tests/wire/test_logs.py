@@ -1,0 +1,232 @@
+"""Lines and objects, files that are rotated, and a disk that does not take them."""
+
+import io
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from warmline_wire.logs import (
+    TEXT_FORMAT,
+    JsonFormatter,
+    LogFile,
+    TextFormatter,
+    about,
+    name_request,
+    rfc3339,
+    told_of,
+    traceback_of,
+)
+
+SECRET = "once upon a time"
+
+
+@pytest.fixture
+def heard() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def log() -> Iterator[logging.Logger]:
+    logger = logging.Logger("warmline_test")
+    yield logger
+    for handler in logger.handlers:
+        handler.close()
+
+
+def add(log: logging.Logger, handler: logging.Handler, formatter: logging.Formatter) -> logging.Handler:
+    handler.setFormatter(formatter)
+    log.addHandler(handler)
+    return handler
+
+
+# ---- formats
+
+
+def test_a_line_names_its_request_once(log: logging.Logger, heard: io.StringIO) -> None:
+    add(log, logging.StreamHandler(heard), TextFormatter("%(levelname)s %(name)s: %(message)s"))
+    log.info("nobody's")
+    with about("r-1"):
+        log.info("somebody's")
+        log.info("request r-1 is named")
+        name_request("r-2")
+        log.warning("another's")
+    log.info("nobody's again")
+    assert heard.getvalue().splitlines() == [
+        "INFO warmline_test: nobody's",
+        "INFO warmline_test: somebody's (request r-1)",
+        "INFO warmline_test: request r-1 is named",
+        "WARNING warmline_test: another's (request r-2)",
+        "INFO warmline_test: nobody's again",
+    ]
+
+
+def test_json_is_an_object_a_line(log: logging.Logger, heard: io.StringIO) -> None:
+    add(log, logging.StreamHandler(heard), JsonFormatter("proxy"))
+    with about("r-1"):
+        log.info('two\nlines and a "quote"')
+    log.info("PERF ...", extra={"fields": {"event": "perf", "request": "r-2", "queue_s": 0.5}})
+    first, second = map(json.loads, heard.getvalue().splitlines())
+    assert first.pop("time").endswith("Z") and second.pop("time").endswith("Z")
+    assert first == {
+        "level": "info",
+        "process": "proxy",
+        "logger": "warmline_test",
+        "request": "r-1",
+        "message": 'two\nlines and a "quote"',
+    }
+    told = {"level": "info", "process": "proxy", "logger": "warmline_test"}
+    assert second == {**told, "event": "perf", "request": "r-2", "queue_s": 0.5}
+
+
+def test_times_are_utc_to_the_millisecond() -> None:
+    assert rfc3339(0.0) == "1970-01-01T00:00:00.000Z" and rfc3339(1764344614.0126) == "2025-11-28T15:43:34.012Z"
+
+
+# ---- exceptions
+
+
+class Foreign(Exception):
+    """As those of a library that has its own."""
+
+
+def raised(error: Exception, cause: Exception | None = None) -> Exception:
+    try:
+        raise error from cause
+    except Exception as caught:  # noqa: BLE001  it is what was asked for
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (Foreign(SECRET), "Foreign"),
+        (KeyError(SECRET), "KeyError"),
+        (ValueError(SECRET), "ValueError"),
+        (ValueError("[reshape] Cannot reshape array of size 2"), "[reshape] Cannot reshape array of size 2"),
+        (RuntimeError(f"failed at '{SECRET}'"), "failed at '…'"),
+        (OSError(28, "No space left on device", "/home/x"), "[Errno 28] No space left on device: '/home/x'"),
+    ],
+)
+def test_an_exception_says_what_anybody_may_read(error: Exception, told: str) -> None:
+    assert told_of(error) == told
+
+
+def test_a_traceback_has_frames_and_kinds_of_all_that_led_to_it() -> None:
+    inner = raised(KeyError(SECRET))
+    told = traceback_of(raised(Foreign(SECRET), inner))
+    assert SECRET not in told and told.index("KeyError\n") < told.index("direct cause") < told.index("Foreign")
+    assert told.count("in raised") == 2
+
+
+def test_formatters_write_tracebacks_so(log: logging.Logger, heard: io.StringIO) -> None:
+    add(log, logging.StreamHandler(heard), TextFormatter(TEXT_FORMAT))
+    add(log, logging.StreamHandler(heard), JsonFormatter("backend"))
+    log.error("it failed", exc_info=raised(Foreign(SECRET)))
+    text = heard.getvalue()
+    assert SECRET not in text and "Foreign\n{" in text
+    assert json.loads(text[text.index("{") :])["traceback"].endswith("Foreign")
+
+
+# ---- files
+
+
+def rotated(log: logging.Logger, path: Path, otherwise: io.StringIO, **limits: int) -> logging.Handler:
+    last = logging.StreamHandler(otherwise)
+    last.setFormatter(logging.Formatter("%(message)s"))
+    return add(log, LogFile(path, last, **limits), logging.Formatter("%(message)s"))
+
+
+def test_files_are_rotated_and_private(log: logging.Logger, heard: io.StringIO, tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "proxy.log"
+    rotated(log, path, heard, bytes_max=100, files_kept=2)
+    for number in range(20):
+        log.info("line %02d %s", number, "-" * 32)
+    names = sorted(file.name for file in path.parent.iterdir())
+    assert names == ["proxy.log", "proxy.log.1", "proxy.log.2"]
+    files = [path.with_name(name) for name in reversed(names)]
+    assert "".join(file.read_text() for file in files).splitlines()[-1].startswith("line 19 ")
+    assert all(file.stat().st_size <= 100 and file.stat().st_mode & 0o777 == 0o600 for file in files)
+    assert not heard.getvalue()
+
+
+def test_a_folder_that_takes_no_file_costs_no_line_and_one_complaint(
+    log: logging.Logger, heard: io.StringIO, tmp_path: Path
+) -> None:
+    (tmp_path / "logs").write_text("a file")
+    rotated(log, tmp_path / "logs" / "proxy.log", heard)
+    log.info("first")
+    log.info("second")
+    complaint, *lines = heard.getvalue().splitlines()
+    assert "can't be written to" in complaint and lines == ["first", "second"]
+    (tmp_path / "logs").unlink()
+    log.info("third")
+    assert (tmp_path / "logs" / "proxy.log").read_text() == "third\n"
+
+
+def test_a_full_disk_costs_no_line(log: logging.Logger, heard: io.StringIO, tmp_path: Path) -> None:
+    path = tmp_path / "proxy.log"
+    path.symlink_to("/dev/full")
+    if not path.exists():
+        pytest.skip("there is no /dev/full")
+    rotated(log, path, heard)
+    log.info("first")
+    log.info("second")
+    complaint, *lines = heard.getvalue().splitlines()
+    assert "No space left" in complaint and lines == ["first", "second"]
+
+
+# ---- whole processes
+
+START = """
+import sys, threading
+from pathlib import Path
+from warmline_wire.home import Home
+from warmline_wire.lines import say
+from warmline_wire.logs import start_logging
+start_logging("proxy", "info", sys.argv[2], sys.argv[3] == "files", Home(Path(sys.argv[1])))
+"""
+
+
+def run(home: Path, script: str, format: str = "text", files: str = "files") -> Any:
+    return subprocess.run(
+        [sys.executable, "-c", START + script, str(home), format, files], capture_output=True, text=True, check=False
+    )
+
+
+def test_what_ends_a_process_is_on_stderr_and_in_the_file(tmp_path: Path) -> None:
+    script = """
+say("proxy: the last words")
+thread = threading.Thread(target=lambda: {}["once upon"], name="worker")
+thread.start()
+thread.join()
+raise ValueError("a time")
+"""
+    done = run(tmp_path, script)
+    logged = (tmp_path / "logs" / "proxy.log").read_text()
+    for text in (done.stderr, logged):
+        assert "proxy: the last words" in text
+        assert "worker ends" in text and text.rstrip().endswith("ValueError")
+        assert "once upon" not in text.replace('{}["once upon"]', "") and ": a time" not in text
+    assert done.returncode == 1
+
+
+def test_json_on_stderr_is_json_in_all_its_lines(tmp_path: Path) -> None:
+    done = run(tmp_path, 'say("the last words")\nraise ValueError("a time")', "json", "no files")
+    said, ended = map(json.loads, done.stderr.splitlines())
+    assert said["message"] == "the last words" and ended["traceback"].endswith("ValueError")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_fault_is_told_by_the_next_start(tmp_path: Path) -> None:
+    run(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert "Segmentation fault" in (tmp_path / "logs" / "proxy.fault").read_text()
+    told = run(tmp_path, "")
+    assert "Segmentation fault" in told.stderr
+    assert "ended by a fault" in (tmp_path / "logs" / "proxy.log").read_text()
+    assert not run(tmp_path, "").stderr and (tmp_path / "logs" / "proxy.fault").stat().st_mode & 0o777 == 0o600

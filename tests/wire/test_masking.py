@@ -1,0 +1,65 @@
+"""Of a message's quoted texts a log gets names of fields, and nothing else."""
+
+import pytest
+
+from warmline_wire.masking import is_name, masked, shown_path
+
+KEPT = [
+    "'temperature' must be a number from 0 to 2",
+    "'messages[0].content[1].text' must be a string",
+    "'tools' can't be used, and that's that",
+    "Expected `str | null`, got `int` - at `$.messages[...].content`",
+]
+WITH_HIDDEN = [
+    ("'n' must be an integer, not \"my secret\"", "'n' must be an integer, not \"…\""),
+    ('not "a" secret "b", please', 'not "…", please'),
+    ("cut 'off there", "cut '…'"),
+    ('cut "off', 'cut "…"'),
+    ("Object contains unknown field `secret`", "Object contains unknown field `…`"),
+    ("'my secret' is not known", "'…' is not known"),
+    ("no 'it's a secret' here, don't", "no '…' here, don't"),
+    ("no 'my secret' and 'that' here", "no '…' here"),
+    ("Invalid chunk: b'secret words'", "Invalid chunk: '…'"),
+    ("seed 12345678901234567890 is too large", "seed … is too large"),
+    (f"'{'a' * 41}' is not known", "'…' is not known"),
+]
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_our_own_words_are_kept(text: str) -> None:
+    assert masked(text) == text
+
+
+@pytest.mark.parametrize(("text", "told"), WITH_HIDDEN)
+def test_what_a_client_sent_is_not(text: str, told: str) -> None:
+    assert masked(text) == told
+
+
+def test_where_a_library_quotes_nothing_is_a_name() -> None:
+    assert masked("invalid literal for int(): 'secret'", names=False) == "invalid literal for int(): '…'"
+
+
+def test_a_message_is_one_line_of_bounded_length() -> None:
+    assert masked("a\nb\r\n  c") == "a b c" and len(masked("word " * 1000)) <= 500
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [("messages[0].tool_calls", True), ("x-y", True), ("Once upon", False), ("é", False), ("", False)],
+)
+def test_what_looks_like_a_name(name: str, is_one: bool) -> None:
+    assert is_name(name) == is_one
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/requests/1a2b3c4d5e6f", "/v1/requests/…"),
+        ("/v1/Secret", "/v1/…"),
+        ("/v1/wl-abcdefghijklmnopqrstuvwxyz012345", "/v1/…"),
+        ("/" + "a/" * 20, "/" + "a/" * 8 + "…"),
+    ],
+)
+def test_of_a_path_the_words_of_apis_are_told(path: str, told: str) -> None:
+    assert shown_path(path) == told
