@@ -6,7 +6,7 @@ from difflib import SequenceMatcher
 
 from warmline_wire.keys import common_chars
 
-ALIKE_MIN = 0.3  # of the words; texts that share less are other texts, and marked whole
+ALIKE_MIN = 0.3  # of the shorter one's letters; texts that share less are other texts, and marked whole
 _WORD = re.compile(r"\w+|\s+|.", re.DOTALL)
 
 Ranges = list[tuple[int, int]]  # [start, end) in characters, ascending
@@ -19,7 +19,7 @@ def differences(old: str, new: str) -> tuple[Ranges, Ranges]:
         at -= 1  # whole words are marked
     words = [_WORD.findall(text[at:]) for text in (old, new)]
     matcher = SequenceMatcher(None, words[0], words[1], autojunk=False)
-    if matcher.ratio() < ALIKE_MIN:
+    if _alike(matcher, words) < ALIKE_MIN:
         return [(at, len(old))] * (len(old) > at), [(at, len(new))] * (len(new) > at)
     offsets = [_offsets(each, at) for each in words]
     ranges: tuple[Ranges, Ranges] = ([], [])
@@ -34,6 +34,16 @@ def differences(old: str, new: str) -> tuple[Ranges, Ranges]:
 def _is_edge(old: str, new: str, at: int) -> bool:
     """Whether no word of either goes on there."""
     return all(not (text[at - 1].isalnum() and text[at : at + 1].isalnum()) for text in (old, new))
+
+
+def _alike(matcher: SequenceMatcher[str], words: list[list[str]]) -> float:
+    """Spaces and signs are in every text."""
+    same = sum(_letters(words[0][block.a : block.a + block.size]) for block in matcher.get_matching_blocks())
+    return same / max(1, min(map(_letters, words)))
+
+
+def _letters(words: list[str]) -> int:
+    return sum(len(word) for word in words if word[0].isalnum())
 
 
 def _offsets(words: list[str], start: int) -> list[int]:

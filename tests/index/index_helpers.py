@@ -82,14 +82,14 @@ def planned(index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), m
     return plan
 
 
-def write_plan(home: Home, plan: SavePlan) -> SaveReply:
+def write_plan(home: Home, plan: SavePlan, fingerprint: str = "model-a") -> SaveReply:
     """What a backend does on POST /kv/save."""
     segments, checkpoints, root = [], [], plan.root
     for spec in plan.segments:
         meta = FileMeta(
             kind="segment",
             id=spec.id,
-            fingerprint="model-a",
+            fingerprint=fingerprint,
             root=root.hex(),
             prefix=prefix_digest(root, plan.tokens[: spec.start * TOKEN_BYTES]),
             start=spec.start,
@@ -105,7 +105,7 @@ def write_plan(home: Home, plan: SavePlan) -> SaveReply:
         meta = FileMeta(
             kind="checkpoint",
             id=ref.id,
-            fingerprint="model-a",
+            fingerprint=fingerprint,
             root=root.hex(),
             prefix=prefix,
             start=at,
