@@ -76,6 +76,10 @@ class Generations:
         finally:
             self._leave(call)
 
+    def forget_settled(self) -> None:
+        """How the last ones ended, with what they generated."""
+        self._settled.clear()
+
     def listener(self, call: Call) -> Listener:
         """What the engine is to tell of this call; never blocks it, however far this loop lags."""
         loop = asyncio.get_running_loop()

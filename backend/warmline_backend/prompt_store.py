@@ -51,6 +51,11 @@ class PromptStore:
         ):
             self.tokens_kept -= self._prompts.popitem(last=False)[1].weight
 
+    def clear(self) -> None:
+        """Who waits to be generated from is told that its prompt is gone, and renders it again."""
+        self._prompts.clear()
+        self.tokens_kept = 0
+
     def get(self, prompt_id: str) -> StoredPrompt:
         """Raises UnknownPrompt."""
         if (prompt := self._prompts.get(prompt_id)) is None:

@@ -129,6 +129,13 @@ class Residents:
         self._listed = None
         return self._entries.pop(resident_id, None) is not None
 
+    def drop_all(self) -> None:
+        """Leased ones too: who was about to start from one is told that it is gone."""
+        self._entries.clear()
+        self._rank.clear()
+        self._left_by.clear()
+        self._listed = None
+
     def order(self, drop_first: list[str]) -> None:
         """Which to give up first under pressure; the others go after these, least recently used first."""
         self._rank = {resident_id: rank for rank, resident_id in enumerate(drop_first)}

@@ -92,6 +92,7 @@ def make_app(service: Service, secret: str) -> web.Application:
             web.get("/kv/residents", routes.residents),
             web.put("/kv/residents/order", routes.order_residents),
             web.delete("/kv/residents/{resident}", routes.drop_resident),
+            web.post("/kv/forget", routes.forget),
             web.delete("/requests/{request}", routes.cancel),
         ]
     )
@@ -239,6 +240,10 @@ class _Routes:
     async def drop_resident(self, request: web.Request) -> web.Response:
         dropped = await self._service.drop_resident(request.match_info["resident"])
         return _json({"dropped": dropped}, 200 if dropped else 410)
+
+    async def forget(self, request: web.Request) -> web.Response:
+        await self._service.forget()
+        return _json({})
 
     async def order_residents(self, request: web.Request) -> web.Response:
         await self._service.order_residents((await _body(request, KeepOrder)).drop_first)

@@ -15,6 +15,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
+import mlx.core as mx
 import msgspec
 
 from warmline_backend.chunks import TokenNames
@@ -321,6 +322,13 @@ class Service:
     async def drop_resident(self, resident_id: str) -> bool:
         return await self._ask(lambda scheduler: scheduler.residents.drop(resident_id))
 
+    async def forget(self) -> None:
+        """Let go of all that is held of conversations, but of those that are being computed.  Raises NotReady."""
+        self.prompts.clear()
+        self.generations.forget_settled()
+        self.loaded.grammars.forget()
+        await self._ask(_forget)
+
     async def order_residents(self, drop_first: list[str]) -> None:
         await self._ask(lambda scheduler: scheduler.residents.order(drop_first))
 
@@ -362,3 +370,9 @@ class Service:
         if self.failure:
             raise NotReady(self.failure)
         return await asyncio.wrap_future(self._engine.ask(work))
+
+
+def _forget(scheduler: Scheduler) -> None:
+    """Engine thread."""
+    scheduler.residents.drop_all()
+    mx.clear_cache()

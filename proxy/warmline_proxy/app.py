@@ -15,6 +15,7 @@ from warmline_proxy.admin.looking import Looking
 from warmline_proxy.admin.moving import Moving
 from warmline_proxy.admin.pages import Pages, is_page
 from warmline_proxy.admin.paths import PREFIX, OwnerPaths
+from warmline_proxy.admin.purging import Purging
 from warmline_proxy.admin.scraping import Scraping
 from warmline_proxy.admin.status import StatusPath
 from warmline_proxy.admin.upkeep import Upkeep
@@ -37,6 +38,7 @@ from warmline_proxy.ending import Ending
 from warmline_proxy.errors import ClientError, bad_request, from_upstream, index_failed, not_allowed
 from warmline_proxy.gauges import Gauges
 from warmline_proxy.hotpath import HotPath
+from warmline_proxy.hygiene.heads import Heads
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.lives import Lives
@@ -226,6 +228,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     )
     ending = Ending(lives, upstream, watchdog, settler, auditor, background, config.on_disconnect == "finish-prefill")
     overseer = Overseer(lives, watchdog, background, config.heartbeat_after_s)
+    heads = Heads()
     hot_path = HotPath(
         config=config,
         lives=lives,
@@ -241,6 +244,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         ending=ending,
         background=background,
         metrics=metrics,
+        heads=heads,
     )
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[named, errors_as_answers])
     app.on_response_prepare.append(marked)
@@ -269,15 +273,21 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         persistence=persistence,
         connections=connections,
     )
-    upkeep = Upkeep(
+    purging = Purging(
         index=index,
         upstream=upstream,
         knowledge=knowledge,
+        lives=lives,
+        settler=settler,
         turns=turns,
+        heads=heads,
         partings=partings,
-        replayer=Replayer(index, knowledge, recomputer, condemner, metrics, config.audit_tolerance),
+        auditor=auditor,
+        condemner=condemner,
         receive_timeout_s=config.receive_timeout_s,
     )
+    replayer = Replayer(index, knowledge, recomputer, condemner, metrics, config.audit_tolerance)
+    upkeep = Upkeep(index, replayer, config.receive_timeout_s)
     explaining = Explaining(index, upstream, knowledge, config.receive_timeout_s)
     looking = Looking(index)
     face = Face(
@@ -290,6 +300,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         scraping=Scraping(metrics, gauges),
         owner_paths=OwnerPaths(
             status.paths,
+            purging.paths,
             upkeep.paths,
             looking.paths,
             explaining.paths,

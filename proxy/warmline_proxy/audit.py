@@ -120,6 +120,14 @@ class Auditor:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=STOP_TIMEOUT_S)
 
+    def forget(self) -> None:
+        """Those that wait are given up: what they would look at was purged."""
+        for case in self._waiting:
+            self._note(case, Finding(DROPPED))
+        self._waiting.clear()
+        self._arrived.clear()
+        self._metrics.audits_waiting.set(0)
+
     async def _run(self) -> None:
         try:
             while True:
@@ -224,7 +232,7 @@ def told(verdict: Verdict) -> str:
 def _case(life: Life) -> Case | None:
     """None where no token was computed, so that there is nothing to compare."""
     plan, settled, collapse = life.trace.plan, life.trace.settled, life.trace.collapse
-    if life.suspect or not (plan and settled and settled.first and life.prompt and life.layout):
+    if not (life.is_kept and plan and settled and settled.first and life.prompt and life.layout):
         return None
     return Case(
         request_id=life.trace.id,

@@ -69,6 +69,10 @@ class Condemner:
             files = await asyncio.shield(self._background.spawn(self._take_out(suspicion, wrong), "quarantine"))
         return Condemned(suspicion.good, len(files))
 
+    def forget(self) -> None:
+        """What was found wrong and is out of use since long; each holds tokens."""
+        self._past.clear()
+
     def _explained_by(self, case: Contradiction) -> Suspicion | None:
         return next(
             (

@@ -55,12 +55,12 @@ class Hearing:
         """Told twice where a cancel met the end."""
         if self._life.trace.settled is None:
             self._life.trace.settled = settled
-            if settled.turn:
+            if settled.turn and not self._life.purged:
                 self._turns.remember(self._life.root, self._life.model, settled.turn)
-            if self._life.suspect:
-                self._knowledge.mirror.shun(settled.resident)
-            else:
+            if self._life.is_kept:
                 self._knowledge.mirror.add(settled.resident, held_after(self._life, settled))
+            else:
+                self._knowledge.mirror.shun(settled.resident)
 
     def over(self, whole: bool) -> None:
         """Its place is free, whether or not its client has read all of the answer.  Who was lost keeps it for a while:

@@ -74,6 +74,7 @@ class HotPath:
         ending: Ending,
         background: Background,
         metrics: Metrics,
+        heads: Heads,
     ) -> None:
         self._config = config
         self._limits = Limits(
@@ -92,7 +93,7 @@ class HotPath:
         self._ending = ending
         self._background = background
         self._metrics = metrics
-        self._heads = Heads()
+        self._heads = heads
 
     async def answer(self, request: web.Request, api: Api, client: Client) -> web.StreamResponse:
         life, answer = self._begin(request, api, client)

@@ -46,6 +46,7 @@ class Life:
     parted_from: bytes = b""  # packed tokens of the resident that its prompt differs from, from there on
     looking: asyncio.Task[None] | None = None  # into its trace's parting
     suspect: bool = False  # it may have started from what was found wrong since: nothing of it is kept
+    purged: bool = False  # what it goes on from was purged while it ran: nothing of it is kept, on any try
     answered: asyncio.Event = field(default_factory=asyncio.Event)  # the client has its answer, or has left
     leaving: asyncio.Task[None] | None = None  # has the engine let go; nothing more is wanted of it
     alone: bool = False  # its client has left, its prefill goes on to be ready for the next try
@@ -64,6 +65,11 @@ class Life:
         self.trace.collapse = ""
         self.trace.ttft_s = 0.0
         self.clock.rests()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what it computes may be used by others, and stored."""
+        return not (self.suspect or self.purged)
 
     def ring(self, reason: ClientError) -> None:
         """End it from outside, unless its answer is complete."""

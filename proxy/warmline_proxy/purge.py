@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Iterable, Set
+from math import inf
 
 import msgspec
 
@@ -10,7 +11,7 @@ from warmline_proxy.index_save import abort
 from warmline_proxy.index_tables import Tables
 from warmline_proxy.index_tree import drop
 from warmline_proxy.index_turns import remove_turns, turns
-from warmline_proxy.rows import PurgeReply, PurgeRequest, Snapshot, TurnRow
+from warmline_proxy.rows import PurgeReply, PurgeRequest, SegmentRow, SessionRow, Snapshot, TurnRow
 
 
 class Selection(msgspec.Struct, kw_only=True):
@@ -67,17 +68,25 @@ def told(selection: Selection, dry_run: bool) -> PurgeReply:
 def _select_and_remove(tables: Tables, request: PurgeRequest) -> Selection:
     snapshot, now = tables.snapshot(), time.time()
     selection = select(snapshot, request, now)
-    _remove(tables, selection, request.everything)
     kept = snapshot.sessions.keys() - selection.sessions
+    _remove(tables, selection)
+    _remove_records(tables, snapshot, selection, request, now)
+    for plan in tables.saves():
+        if request.everything or request.model == plan.model != "":
+            abort(tables, plan)
     remove_turns(tables, (pair for pair in turns(tables) if _goes(pair[1], kept, selection, request, now)))
     return selection
 
 
 def _goes(turn: TurnRow, kept: Collection[str], selection: Selection, request: PurgeRequest, now: float) -> bool:
-    """What a model sampled is gone with its conversation: the first turn of one that goes on is not old."""
+    """What a model sampled is gone with its conversation: the first turn of one that goes on is not old.
+
+    What belongs to no conversation yet may belong to the one that goes.
+    """
     if request.older_than_s is not None and turn.at < now - request.older_than_s:
         return turn.session not in kept
-    return request.everything or turn.session in selection.sessions or request.model == turn.model != ""
+    of_session = turn.session in selection.sessions or (bool(request.session) and not turn.session)
+    return request.everything or of_session or request.model == turn.model != ""
 
 
 def _of_model(snapshot: Snapshot, model: str) -> Selection:
@@ -107,7 +116,10 @@ def _of_sessions(snapshot: Snapshot, sessions: set[str]) -> Selection:
     needed = _needed(snapshot, snapshot.sessions.keys() - sessions)
     own = _needed(snapshot, sessions)
     own |= {row.id for row in snapshot.segments.values() if row.session in sessions}
-    return _measured(snapshot, sessions, own - needed, set())
+    models = {snapshot.sessions[session].model for session in sessions} | {""}
+    # Whose rows a file has that was set aside can no longer be told for sure.
+    quarantined = {row.id for row in snapshot.quarantined.values() if sessions and row.model in models}
+    return _measured(snapshot, sessions, own - needed, quarantined)
 
 
 def _needed(snapshot: Snapshot, sessions: Iterable[str]) -> set[str]:
@@ -141,7 +153,7 @@ def _with_descendants(snapshot: Snapshot, segments: Set[str]) -> set[str]:
     return gone
 
 
-def _remove(tables: Tables, selection: Selection, everything: bool) -> None:
+def _remove(tables: Tables, selection: Selection) -> None:
     for session in selection.sessions:
         tables.remove_session(session)
     for segment in selection.segments:
@@ -150,13 +162,21 @@ def _remove(tables: Tables, selection: Selection, everything: bool) -> None:
         if row.id in selection.quarantined:
             tables.remove_quarantined(row)
             tables.doom(row.id, row.bytes_on_disk)
+    for key, _ in list(tables.items("gone")):
+        tables.delete("gone", key)  # each holds a token
+
+
+def _remove_records(
+    tables: Tables, snapshot: Snapshot, selection: Selection, request: PurgeRequest, now: float
+) -> None:
+    """Of requests, those of what goes, whether or not anything was stored of them."""
+    rows: list[SegmentRow | SessionRow] = [*snapshot.segments.values(), *snapshot.sessions.values()]
+    roots = {row.root for row in rows if row.model == request.model != ""}
+    kept = snapshot.sessions.keys() - selection.sessions
+    before = -inf if request.older_than_s is None else now - request.older_than_s
     for key, record in tables.requests():
-        if everything or record.session in selection.sessions:
+        of_it = record.session in selection.sessions or record.root in roots
+        if request.everything or of_it or (record.at < before and record.session not in kept):
             tables.delete("requests", key)
         elif record.parting is not None:  # it tells what others' prompts said, too
             tables.put_request(key, msgspec.structs.replace(record, parting=None))
-    for key, _ in list(tables.items("gone")):
-        tables.delete("gone", key)  # each holds a token
-    if everything:
-        for plan in tables.saves():
-            abort(tables, plan)

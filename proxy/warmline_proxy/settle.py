@@ -77,7 +77,7 @@ class Settler:
         try:
             if settled and settled.resident:
                 async with self._one_at_a_time:
-                    keeps = self._reuse and not life.suspect
+                    keeps = self._reuse and life.is_kept
                     await (self._keep(life, settled) if keeps else self._forget(settled))
             if settled:
                 await self._keep_up(settled)
@@ -100,7 +100,7 @@ class Settler:
 
         What fails is saved at its end.
         """
-        if life.suspect or not self._reuse or not life.prompt or not life.layout or not life.layout.persistent:
+        if not (life.is_kept and self._reuse and life.prompt and life.layout and life.layout.persistent):
             return False
         if life.trace.prompt_tokens * life.layout.row_bytes > self._index.budget_bytes:
             return False  # all of it never fits, and a part is not worth what it would push out

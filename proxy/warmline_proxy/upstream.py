@@ -228,6 +228,10 @@ class Upstream:
             if error.status not in (404, 410):
                 raise
 
+    async def forget(self) -> None:
+        """Have it drop all that it holds of conversations in memory, but for requests that are being computed."""
+        await self._call("POST", "/kv/forget")
+
     async def order_residents(self, drop_first: list[str]) -> None:
         """Whom the backend is to drop first when its memory is short."""
         await self._call("PUT", "/kv/residents/order", encode(KeepOrder(drop_first=drop_first)))

@@ -134,6 +134,7 @@ class FakeBackend:
         app.router.add_get("/kv/residents", self._residents)
         app.router.add_delete("/kv/residents/{id}", self._drop)
         app.router.add_put("/kv/residents/order", self._order)
+        app.router.add_post("/kv/forget", self._forget)
         app.router.add_delete("/requests/{id}", self._cancel)
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/v1/completions", self._generate)
@@ -227,6 +228,7 @@ class FakeBackend:
         asked = decode(await request.read(), PromptRequest)
         self._note("prompts", asked.body)
         self._note("turns", asked.turns)
+        self._note("turns", asked.turns)
         if asked.body.get("prompt") == "bad":
             return self._error(400, "'prompt' is bad")
         if "stop" in asked.body and not isinstance(asked.body["stop"], str):
@@ -316,6 +318,11 @@ class FakeBackend:
                 ],
             )
         )
+
+    async def _forget(self, _: web.Request) -> web.Response:
+        self._note("forget", "")
+        self.held.clear()
+        return web.json_response({})
 
     async def _order(self, request: web.Request) -> web.Response:
         self._note("order", decode(await request.read(), KeepOrder).drop_first)

@@ -79,6 +79,12 @@ class Grammars:
         _check_leaves_tokens_free(made, body)
         return made if made is None or endpoint == "chat" else replace(made, reasoning="closed")
 
+    def forget(self) -> None:
+        """What was compiled, and why something could not be: schemas and grammars are their clients' texts."""
+        with self._lock:
+            self._compiled.clear()
+            self._problems.clear()
+
     def guide(self, constraint: Constraint) -> Guide:
         """For one run of one answer."""
         matcher = self._matcher(constraint.grammar) if constraint.grammar else None

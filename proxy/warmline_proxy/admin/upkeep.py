@@ -1,4 +1,4 @@
-"""What the owner has done to what is stored: purge, pin, gc, repair, replay."""
+"""What the owner has done to what is stored: pin, gc, repair, replay.  Purges have a module of their own."""
 
 import asyncio
 import logging
@@ -13,15 +13,10 @@ from warmline_proxy.gc import collect
 from warmline_proxy.index import Index
 from warmline_proxy.index_errors import MADE_ANEW, IndexFailure, failure
 from warmline_proxy.index_probe import is_readable
-from warmline_proxy.knowledge import Knowledge
-from warmline_proxy.partings import Partings
 from warmline_proxy.pin import NotStored, TooMuchPinned, pin
-from warmline_proxy.purge import purge
 from warmline_proxy.repair import repair
 from warmline_proxy.replay import Replayer
-from warmline_proxy.rows import GcRequest, PinRequest, PurgeRequest, ReplayRequest
-from warmline_proxy.turns import Turns
-from warmline_proxy.upstream import Upstream, UpstreamError
+from warmline_proxy.rows import GcRequest, PinRequest, ReplayRequest
 from warmline_wire.messages import decode
 
 log = logging.getLogger(__name__)
@@ -30,48 +25,17 @@ log = logging.getLogger(__name__)
 class Upkeep:
     """Handlers for what cachectl and the dashboard ask to be done; one at a time is up to who asks."""
 
-    def __init__(
-        self,
-        *,
-        index: Index,
-        upstream: Upstream,
-        knowledge: Knowledge,
-        turns: Turns,
-        partings: Partings,
-        replayer: Replayer,
-        receive_timeout_s: float,
-    ) -> None:
-        self._index = index
-        self._upstream = upstream
-        self._knowledge = knowledge
-        self._turns = turns
-        self._partings = partings
-        self._replayer = replayer
-        self._receive_timeout_s = receive_timeout_s
+    def __init__(self, index: Index, replayer: Replayer, receive_timeout_s: float) -> None:
+        self._index, self._replayer, self._receive_timeout_s = index, replayer, receive_timeout_s
 
     @property
     def paths(self) -> Paths:
         return {
-            ("POST", "/warmline/purge"): self.purge,
             ("POST", "/warmline/pin"): self.pin,
             ("POST", "/warmline/gc"): self.gc,
             ("POST", "/warmline/repair"): self.repair,
             ("POST", "/warmline/replay"): self.replay,
         }
-
-    async def purge(self, request: web.Request) -> web.Response:
-        """What was purged from disk leaves memory too; residents that were not meant are restored when needed."""
-        try:
-            wanted = decode(await read_body(request, self._receive_timeout_s), PurgeRequest)
-            if wanted.dry_run:
-                return json_answer(await asyncio.to_thread(purge, self._index, wanted))
-            with self._partings.paused():
-                reply = await asyncio.to_thread(purge, self._index, wanted)
-                self._turns.forget()
-                await self._forget_residents()
-        except (msgspec.DecodeError, ValueError) as error:
-            raise bad_request(f"Not a purge: {error}") from error
-        return json_answer(reply)
 
     async def pin(self, request: web.Request) -> web.Response:
         """404 where no such conversation is stored; 409 where the budget has no room for it."""
@@ -115,11 +79,3 @@ class Upkeep:
         except (msgspec.DecodeError, ValueError) as error:
             raise bad_request(f"Not a replay: {error}") from error
         return json_answer(reply)
-
-    async def _forget_residents(self) -> None:
-        for resident in self._knowledge.mirror.ids():
-            self._knowledge.mirror.drop(resident)
-            try:
-                await self._upstream.drop_resident(resident)
-            except UpstreamError as error:
-                log.warning("resident %s was purged, but may still be in memory: %s", resident, error)

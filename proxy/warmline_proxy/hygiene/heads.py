@@ -9,6 +9,7 @@ import msgspec
 
 from warmline_proxy.hygiene.volatile import TEXT_CHARS_MAX, replaced_at
 from warmline_wire.keys import common_chars
+from warmline_wire.masking import is_name
 
 HEADS_KEPT_MAX = 64
 TOOLS_BYTES_MAX = 1 << 20  # of all of them as JSON; more are not looked into
@@ -91,7 +92,7 @@ def _names(tools: Counter[bytes]) -> set[str]:
 def _name(tool: bytes) -> str:
     function = msgspec.json.decode(tool).get("function")
     name = function.get("name") if isinstance(function, dict) else None
-    return "".join(letter for letter in str(name)[:40] if letter.isprintable())
+    return name if isinstance(name, str) and is_name(name) else "one whose name is none"
 
 
 def _system_changed(old: str, new: str) -> str:
@@ -115,6 +116,9 @@ class Heads:
         self._heads.move_to_end(head)
         while len(self._heads) > HEADS_KEPT_MAX:
             self._heads.popitem(last=False)
+
+    def forget(self) -> None:
+        self._heads.clear()
 
     def why_new(self, head: Head) -> str:
         """What tells it from the most similar earlier one, where that is not what it is about; else ""."""

@@ -1,0 +1,127 @@
+"""POST /warmline/purge: what goes from the disk leaves memory too, and what runs does not bring it back."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+
+from warmline_proxy.admin.paths import Paths
+from warmline_proxy.audit import Auditor
+from warmline_proxy.bodies import json_answer, read_body
+from warmline_proxy.condemn import Condemner
+from warmline_proxy.errors import bad_request
+from warmline_proxy.hygiene.heads import Heads
+from warmline_proxy.index import Index
+from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.life import Life
+from warmline_proxy.lives import Lives
+from warmline_proxy.partings import Partings
+from warmline_proxy.purge import purge
+from warmline_proxy.rows import PurgeReply, PurgeRequest
+from warmline_proxy.settle import Settler
+from warmline_proxy.turns import Turns
+from warmline_proxy.upstream import Upstream, UpstreamError
+from warmline_wire.keys import TOKEN_BYTES
+from warmline_wire.messages import decode
+
+log = logging.getLogger(__name__)
+
+RELEASE_TIMEOUT_S = 60.0  # of a restore that reads a file which was purged
+RELEASE_INTERVAL_S = 0.1
+
+
+class Purging:
+    """Its one handler, and all that a purge reaches."""
+
+    def __init__(
+        self,
+        *,
+        index: Index,
+        upstream: Upstream,
+        knowledge: Knowledge,
+        lives: Lives,
+        settler: Settler,
+        turns: Turns,
+        heads: Heads,
+        partings: Partings,
+        auditor: Auditor,
+        condemner: Condemner,
+        receive_timeout_s: float,
+    ) -> None:
+        self._index, self._upstream, self._knowledge, self._lives = index, upstream, knowledge, lives
+        self._settler, self._turns, self._heads, self._partings = settler, turns, heads, partings
+        self._auditor, self._condemner, self._receive_timeout_s = auditor, condemner, receive_timeout_s
+
+    @property
+    def paths(self) -> Paths:
+        return {("POST", "/warmline/purge"): self.purge}
+
+    async def purge(self, request: web.Request) -> web.Response:
+        """Answers when it is gone from disk and memory.  What was not meant is restored when it is needed."""
+        try:
+            wanted = decode(await read_body(request, self._receive_timeout_s), PurgeRequest)
+            if wanted.dry_run:
+                return json_answer(await asyncio.to_thread(purge, self._index, wanted))
+            with self._partings.paused():
+                reply = await self._purge(wanted)
+                await self._forget()
+        except (msgspec.DecodeError, ValueError) as error:
+            raise bad_request(f"Not a purge: {error}") from error
+        await self._until_deleted()
+        return json_answer(reply)
+
+    async def _purge(self, wanted: PurgeRequest) -> PurgeReply:
+        """While nothing is being saved; who runs on what goes is marked before anything of it can be."""
+        running = list(self._lives)
+
+        def work() -> tuple[PurgeReply, list[Life]]:
+            return purge_with(self._index, wanted, running)
+
+        reply, marked = await self._settler.between_saves(work)
+        for life in marked:
+            life.purged = True
+        return reply
+
+    async def _forget(self) -> None:
+        """All of it: what is left on disk is read again where it is needed."""
+        self._turns.forget()
+        self._heads.forget()
+        self._auditor.forget()
+        self._condemner.forget()
+        for resident in self._knowledge.mirror.ids():
+            self._knowledge.mirror.drop(resident)
+        try:
+            await self._upstream.forget()
+        except UpstreamError as error:
+            log.warning("the backend may still hold in memory what was purged: %s", error)
+
+    async def _until_deleted(self) -> None:
+        """What a restore was reading goes when that ends."""
+        limit = time.monotonic() + RELEASE_TIMEOUT_S
+        while (await asyncio.to_thread(self._index.totals)).bytes_doomed and time.monotonic() < limit:
+            await asyncio.sleep(RELEASE_INTERVAL_S)
+            await asyncio.to_thread(self._index.sweep)
+
+
+def purge_with(index: Index, wanted: PurgeRequest, running: Sequence[Life]) -> tuple[PurgeReply, list[Life]]:
+    """On a thread: purge, and say which of these requests go on from what is gone, or belong to it."""
+    paths = [_path(index, life) for life in running]
+    reply = purge(index, wanted)
+    gone = set(reply.segments)
+    marked = [
+        life
+        for life, path in zip(running, paths, strict=True)
+        if wanted.everything or (wanted.model and life.model == wanted.model) or not gone.isdisjoint(path)
+    ]
+    return reply, marked
+
+
+def _path(index: Index, life: Life) -> list[str]:
+    """The segments that its prompt begins with."""
+    if life.prompt is None or not life.root:
+        return []
+    tokens = life.prompt.tokens
+    return [link.id for link in index.match(life.root, tokens, len(tokens) // TOKEN_BYTES).chain]
