@@ -40,7 +40,7 @@ class Check:
 def home(facts: Facts) -> Check:
     if not facts.has_home:
         return Check(
-            "home", FAIL, f"there is none at {facts.home}", "name one with --home or WARMLINE_HOME, or `warmline serve`"
+            "home", FAIL, f"no home at {facts.home}", "name one with --home or WARMLINE_HOME, or `warmline serve`"
         )
     return Check("home", OK, str(facts.home))
 

@@ -5,7 +5,16 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from warmline_cachectl import changing_cli, checking_cli, explain_cli, keys_cli, looking_cli
+from warmline_cachectl import (
+    changing_cli,
+    checking_cli,
+    doctor_cli,
+    explain_cli,
+    keys_cli,
+    looking_cli,
+    moving_cli,
+    top_cli,
+)
 
 
 class Grouped(TyperGroup):
@@ -31,6 +40,9 @@ app = typer.Typer(
 )
 app.add_typer(looking_cli.app)
 app.add_typer(explain_cli.app)
+app.add_typer(top_cli.app)
 app.add_typer(checking_cli.app)
+app.add_typer(doctor_cli.app)
 app.add_typer(changing_cli.app)
+app.add_typer(moving_cli.app)
 app.add_typer(keys_cli.group)

@@ -1,5 +1,6 @@
 """The same views for people, no wider than their terminal."""
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ REQUESTS = {  # and of the last requests
 def console() -> Console:
     """What clients called their conversations is text: no markup, no emoji."""
     out = Console(highlight=False, markup=False, emoji=False)
-    if not out.is_terminal:
+    if not (out.is_terminal or "COLUMNS" in os.environ):
         out.width = WIDTH_PIPED
     return out
 

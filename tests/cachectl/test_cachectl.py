@@ -6,68 +6,22 @@ import pty
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
-from typer.testing import CliRunner
-
-sys.path.append(str(Path(__file__).parents[1] / "index"))
-from index_helpers import ROOT, begin, break_page, commit, make_home, matched, save
+from cachectl_homes import A, Done, answer, run
+from index_helpers import begin, break_page, commit, make_home, matched, save
 
 from warmline_cachectl import views
-from warmline_cachectl.cli import app
 from warmline_proxy.index import Index
 from warmline_proxy.lock import home_lock
 from warmline_proxy.purge import purge
 from warmline_proxy.repair import repair
-from warmline_proxy.rows import PurgeRequest, Replay, ReplayReply, ReplayRequest, RequestRecord
+from warmline_proxy.rows import PurgeRequest, Replay, ReplayReply, ReplayRequest
 from warmline_wire.home import Home
-from warmline_wire.keys import pack_tokens
 from warmline_wire.messages import decode, encode
-
-A = list(range(1000, 4000))
-BAD = "7a" * 16
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    """Two conversations with one beginning, a quarantined file, two requests."""
-    home = make_home(tmp_path / "home")
-    with Index(home, 1 << 30) as index:
-        save(index, [*A[:1500], 1, 1], checkpoints=[1000], turn_end=1501, client="first")
-        save(index, [*A[:1500], 2, 2], turn_end=1501)
-        save(index, [3, 3, 3])
-        index.quarantine(index.match(ROOT, pack_tokens([3]), 1).chain[0].id, "checksum")
-        for number, source in enumerate(("cold", "restored")):
-            index.record(
-                RequestRecord(
-                    id=str(number),
-                    at=float(number),
-                    endpoint="chat",
-                    client_model="m",
-                    outcome="ok",
-                    source=source,
-                    why_not_warmer=f"checksum in {BAD[:8]}: 21.0.keys of segment {BAD}; nothing after token 81{number}",
-                    prompt_tokens=100,
-                    cached_tokens=50 * number,
-                )
-            )
-    return home
-
-
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run(home: Home, *words: str) -> Done:
-    """In this process, which must not have the index open."""
-    result = CliRunner().invoke(app, words, env={"WARMLINE_HOME": str(home.root)})
-    return Done(result.exit_code, result.stdout, result.stderr)
 
 
 def process(home: Home, *words: str, stdin: int = subprocess.DEVNULL) -> Done:
@@ -75,12 +29,6 @@ def process(home: Home, *words: str, stdin: int = subprocess.DEVNULL) -> Done:
     command = [sys.executable, "-c", "from warmline_cachectl.cli import app; app()", *words]
     done = subprocess.run(command, env=environment, stdin=stdin, capture_output=True, text=True, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
-
-
-def answer(home: Home, *words: str, via: Callable[..., Done] = run) -> dict[str, Any]:
-    done = via(home, *words, "--json")
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
 
 
 def test_inspect_shows_conversations_paths_and_files(home: Home) -> None:

@@ -1,0 +1,14 @@
+"""A home with something in it."""
+
+from pathlib import Path
+
+import pytest
+from cachectl_homes import filled
+
+from warmline_wire.home import Home
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """Two conversations with one beginning, a quarantined file, two requests."""
+    return filled(tmp_path / "home")

@@ -1,0 +1,75 @@
+"""What is left out of a table that does not fit, and in which order; trees of many segments."""
+
+from warmline_cachectl import tree_view
+from warmline_cachectl.columns import Column, fitted, printable
+from warmline_cachectl.forest import Forest
+from warmline_proxy.rows import SegmentRow, Snapshot, Usage
+
+COLUMNS = [Column("id", kind="id"), Column("size"), Column("hits", 2), Column("name", 1, "text")]
+ROWS = [["0123456789abcdef" * 2, "1.0 KB", "12", "a rather long name"]]
+CHAIN = 3000
+
+
+def shown(width: int) -> tuple[list[str], list[int]]:
+    table, *_ = fitted(COLUMNS, ROWS, width)
+    assert not isinstance(table, str)
+    return [str(column.header) for column in table.columns], [column.width or 0 for column in table.columns]
+
+
+def test_ids_are_cut_first_then_texts_then_columns_go_by_rank() -> None:
+    assert shown(100) == (["id", "size", "hits", "name"], [32, 6, 4, 18])
+    assert shown(60) == (["id", "size", "hits", "name"], [12, 6, 4, 18])
+    assert shown(45) == (["id", "size", "hits", "name"], [12, 6, 4, 10])
+    assert shown(40) == (["id", "size", "name"], [12, 6, 12])
+    assert shown(25) == (["id", "size"], [12, 6])
+    assert shown(5) == (["id", "size"], [12, 6]), "these always stay"
+
+
+def test_missing_columns_are_told() -> None:
+    assert fitted(COLUMNS, ROWS, 25)[1] == "(no room for hits, name; --json has all)"
+    assert len(fitted(COLUMNS, ROWS, 100)) == 1
+
+
+def test_nothing_steers_the_terminal() -> None:
+    assert printable("a\x1b[2J\u202eb\nc") == "a\ufffd[2J\ufffdb\nc"
+
+
+def segment(number: int, parent: int | None, start: int, size: int = 100) -> SegmentRow:
+    name = "" if parent is None else f"{parent:032x}"
+    return SegmentRow(
+        id=f"{number:032x}", parent=name, root=b"r" * 16, model="m", start=start, end=start + 100, bytes_on_disk=size
+    )
+
+
+def forest_of(rows: list[SegmentRow]) -> Forest:
+    segments = {row.id: row for row in rows}
+    usage = {row.id: Usage() for row in rows}
+    return Forest.of(Snapshot(segments=segments, checkpoints={}, sessions={}, quarantined={}, usage=usage))
+
+
+def test_ten_thousand_segments_are_shown_in_bounds_the_heaviest_first() -> None:
+    """A chain that forks all along, which is as deep as can be, and thousands of small trees beside it."""
+    rows = [segment(1, None, 0)]
+    for number in range(3, 2 * CHAIN + 1, 2):
+        rows += [segment(number - 1, number - 2, 50 * number), segment(number, number - 2, 50 * number, size=200)]
+    rows += [segment(number, None, 0, size=1) for number in range(10_000, 10_000 + 10_000 - len(rows))]
+    view = tree_view.tree(forest_of(rows))
+    assert sum(node["segments"] for node in view["nodes"]) == len(rows) == 10_000
+    assert view["trees"][0]["bytes"] == sum(row.bytes_on_disk for row in rows)
+    (tree,) = tree_view.shown(view, lines_max=50)
+    assert not isinstance(tree, str)
+    labels, waiting = [], [tree]
+    while waiting:
+        branch = waiting.pop()
+        labels.append(str(branch.label))
+        waiting += branch.children
+    assert len(labels) <= 2 * (1 + 50) and sum("more branch" in label for label in labels) > 1
+    assert any("4,001 more branches" in label for label in labels)
+    shallow = tree_view.tree(forest_of(rows), depth_max=2)
+    assert {node["depth"] for node in shallow["nodes"]} == {1, 2} and shallow["omitted"] > 0
+
+
+def test_a_run_without_a_fork_is_one_node() -> None:
+    rows = [segment(1, None, 0), segment(2, 1, 100), segment(3, 2, 200), segment(4, 3, 250)]
+    nodes = tree_view.tree(forest_of(rows))["nodes"]
+    assert [(node["start"], node["end"], node["segments"]) for node in nodes] == [(0, 300, 3), (250, 350, 1)]
