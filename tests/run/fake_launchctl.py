@@ -77,7 +77,9 @@ def keep(file: Path) -> None:
 
 def end(file: Path, number: int) -> None:
     job = read(file)
-    if is_running(job) and "runs" in job:
+    if "runs" not in job:
+        write(file, {**job, "pid": None, "exit": 0})
+    elif is_running(job):
         os.kill(int(str(job["pid"])), number)
 
 

@@ -4,6 +4,8 @@ import http.server
 import json
 import os
 import plistlib
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -415,3 +417,30 @@ def test_a_tool_that_says_nothing_is_told_by_its_exit_code(tmp_path: Path, monke
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ManagerFailed, match="launchctl print x: exit code 9"):
         Launchd().tell("print", "x")
+
+
+# ---- the documentation
+
+
+def test_what_is_told_to_type_can_be_typed_in_that_order(mac: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the one machine here; `warmline service` has the same verbs."""
+    text = (Path(__file__).parents[2] / "docs" / "launchd.md").read_text()
+    typed = re.findall(r"^    \.venv/bin/warmline launchd (.+)$", text, flags=re.MULTILINE)
+    assert {words.split()[0] for words in typed} == {"install", "status", "restart", "logs", "uninstall"}
+    monkeypatch.setattr("warmline_run.agents.verbs.wait", lambda pair, config, wait_s: 0)
+    for verb, *words in map(shlex.split, typed[: typed.index("uninstall") + 1]):
+        codes = {"status": 1}  # nothing listens
+        if verb == "install":
+            mac.install(*words)
+            (mac.home / "logs" / "backend.log").write_text("started\n")
+        else:
+            mac.run(verb, *words, code=codes.get(verb, 0))
+
+
+def test_every_key_of_the_plist_is_explained(mac: User) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "launchd.md").read_text()
+    mac.install("--dry-run", "--out", str(mac.root))
+    plist = plistlib.loads((mac.root / "com.warmline.proxy.plist").read_bytes())
+    obvious = {"Label", "WorkingDirectory", "StandardOutPath", "Umask"}
+    assert all(f"`{key}`" in text for key in plist.keys() - obvious)
+    assert f"`ThrottleInterval` {plist['ThrottleInterval']}" in text and f"after {units.RESTART_S} seconds" in text

@@ -3,7 +3,6 @@
 import plistlib
 import re
 import shlex
-import sys
 import tomllib
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from warmline_backend.doctor import report
 from warmline_backend.doctor.examination import Examination, examine
 from warmline_backend.doctor.findings import Level, gigabytes
 from warmline_backend.doctor.question import Question
+from warmline_run.agents.agent import settings_of
 from warmline_run.cli import app
 from warmline_run.resolve import resolve
 from warmline_run.settings import SETTINGS
@@ -90,10 +90,13 @@ def test_the_file_says_the_same_as_the_line(tmp_path: Path) -> None:
     assert [written[name] for name in said] == [line[name] for name in said]
 
 
-def test_the_agent_is_one_that_launchd_can_read() -> None:
-    (text,) = re.findall(r"```xml\n(.*?)```", TEXT, re.DOTALL)
-    agent = plistlib.loads(text.encode())
-    program, verb = agent["ProgramArguments"]
-    assert program.endswith(f"/.venv/bin/{Path(sys.executable).with_name('warmline').name}") and verb == "backend"
-    assert CliRunner().invoke(app, [verb, "--help"]).exit_code == 0
-    assert text.count("backend") == 4
+def test_the_agents_can_be_installed_so(tmp_path: Path) -> None:
+    (words,) = commands(".venv/bin/warmline launchd install")
+    (text,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
+    (tmp_path / "warmline.toml").write_text(text)
+    rehearsal = [*words[1:], "--home", str(tmp_path), "--dry-run", "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, rehearsal).exit_code == 0
+    for role in ("proxy", "backend"):
+        agent = plistlib.loads((tmp_path / f"com.warmline.{role}.plist").read_bytes())
+        given = settings_of(agent["ProgramArguments"])
+        assert resolve(given, agent["EnvironmentVariables"])["served_name"] == "glm-5.2", "from the file"
