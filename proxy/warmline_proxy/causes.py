@@ -14,6 +14,7 @@ from warmline_proxy.rows import Parting
 from warmline_wire.keys import common_chars
 
 SAME_SPACED_CHARS_MIN = 16  # of two texts that differ in their spaces alone
+NEAR_CHARS = 16  # around where they part: a mark of reasoning there is that answer's
 _SYSTEM = ("system", "developer")
 
 
@@ -182,7 +183,6 @@ _BESIDES = {"no-checkpoint": "no checkpoint after token", "exact-grid": "exact m
 # What the planner and the hygiene say of the place.
 _SAID_OF_PLACE = [
     (r"the template leaves out its reasoning", "reasoning-left-out"),
-    (r"it came without reasoning", "reasoning-dropped"),
     (r": a time(?: of day)? in line|: a Unix time in line", "timestamp"),
     (r": a date in line", "date"),
     (r": a (?:UUID|hash or random id|random id) in line", "random-id"),
@@ -195,6 +195,7 @@ _SUMMARY = re.compile(
     r"summar|compact(?:ed|ion)|continued from|ran out of context|earlier (?:messages|conversation)", re.I
 )
 _REASONING = re.compile(r"</?think|<\|channel\|>analysis|\[/?THINK\]|<seed:think>", re.I)
+_TOOLS = re.compile(r"\"(?:parameters|input_schema|properties|function)\"\s*:")
 _NUMBER = re.compile(r"\d[\d.,_]*")
 
 
@@ -220,6 +221,9 @@ def _seen(why: str, parting: Parting) -> Iterator[str]:
     if old and new:
         yield _volatile(old, new)
         yield "whitespace" if _same_but_for_spaces(old, new) else ""
+        yield "reasoning-dropped" if _lacks_reasoning(old, new) and parting.role in ("assistant", "") else ""
+    elif "it came without reasoning" in why:
+        yield "reasoning-dropped"
     yield _by_place(parting, old, new)
 
 
@@ -233,6 +237,13 @@ def _volatile(old: str, new: str) -> str:
     if (span := replaced_at(old, new, at)) is not None:
         return _RULES[span.rule]
     return "number" if _number_at(old, at) and _number_at(new, at) else ""
+
+
+def _lacks_reasoning(old: str, new: str) -> bool:
+    """Whether only the old text has some where they part."""
+    at = common_chars(old, new)
+    near = slice(max(0, at - NEAR_CHARS), at + NEAR_CHARS)
+    return _REASONING.search(old[near]) is not None and _REASONING.search(new[near]) is None
 
 
 def _number_at(text: str, at: int) -> bool:
@@ -252,10 +263,10 @@ def _by_place(parting: Parting, old: str, new: str) -> str:
         return "tools-changed"
     if _SUMMARY.search(new[common_chars(old, new) :]) and not _SUMMARY.search(old):
         return "compacted"
-    if parting.role in _SYSTEM:
-        return "system-edited"
+    if parting.role in _SYSTEM:  # where templates put the tools, too
+        return "tools-changed" if _TOOLS.search(old) and _TOOLS.search(new) else "system-edited"
     if parting.role == "assistant":
-        return "reasoning-dropped" if _REASONING.search(old) and not _REASONING.search(new) else "answer-changed"
+        return "answer-changed"
     if parting.comes_later:
         return "truncated"
     if parting.messages and not parting.message:

@@ -58,7 +58,6 @@ def test_what_the_planner_says_has_a_cause(why: str, cause: str) -> None:
     ("said", "cause"),
     [
         (", in message 3 (assistant): the template leaves out its reasoning", "reasoning-left-out"),
-        (", in message 3 (assistant): it came without reasoning", "reasoning-dropped"),
         (", in message 1 (system): a time of day in line 2 of the system text is new", "timestamp"),
         (", in message 1 (system): a Unix time in line 2 of the system text is new", "timestamp"),
         (", in message 1 (system): a date in line 9 of the system text is new", "date"),
@@ -91,6 +90,7 @@ def test_what_is_known_of_the_place_comes_first(said: str, cause: str) -> None:
         ("list the files.  Then stop, please.", "list the files.\nThen stop, please.", USER, "whitespace"),
         ('{"name": "look", "description": "Looks."}', '{"name": "look", "description": "Sees."}', {"role": "tools"},
          "tools-changed"),
+        ('Tools: {"parameters": {"a": 1}}', 'Tools: {"parameters": {"b": 1}}', SYSTEM, "tools-changed"),
         ("You are a careful engineer.", "You are a careful pilot.", SYSTEM, "system-edited"),
         ("fix the test in a.py", "fix the test in b.py", USER, "message-edited"),
         ("fix the test in a.py", "write a poem instead", {**USER, "message": 4, "message_last": 4}, "other-message"),
@@ -122,6 +122,9 @@ def test_the_date_that_a_real_client_tells_is_found_the_day_after(client: str) -
 def test_without_texts_the_place_decides() -> None:
     assert cause_of(DIFFERS, parted(**SYSTEM)) == "system-edited"
     assert cause_of(DIFFERS, parted(role="tools")) == "tools-changed"
+    said = ", in message 3 (assistant): it came without reasoning"
+    assert cause_of(DIFFERS + said, parted(**ANSWER)) == "reasoning-dropped"
+    assert cause_of(DIFFERS + said, parted("It is Anna.", "It was Anna.", **ANSWER)) == "answer-changed"
     assert cause_of(DIFFERS, parted(message=2, message_last=7, messages=9)) == "message-edited"
 
 
