@@ -17,7 +17,7 @@ from enum import Enum
 from http import HTTPStatus
 
 from aiohttp import web
-from aiohttp.http_exceptions import ContentEncodingError
+from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, LineTooLong
 from aiohttp.typedefs import Handler
 
 from warmline_proxy.bodies import SERVER, signed
@@ -42,6 +42,8 @@ REFUSALS_COUNT_MAX = 64  # newcomers that are being told that there is no room
 DESCRIPTORS_RESERVED = 128  # for refusals, the index, the log, and what Python needs
 DESCRIPTORS_EACH = 2  # a client's connection and, while it is answered, one to the backend
 REASON_CHARS_MAX = 120
+HEAD_LINE_BYTES_MAX = 8190  # of the request line and of each header
+HEADERS_COUNT_MAX = 128
 LOG_INTERVAL_S = 60.0
 NEVER_S = 365 * 86_400.0
 # A peer that vanished without a word is noticed after 30 + 6 x 10 seconds.  Not by TCP_USER_TIMEOUT: that also ends a
@@ -75,6 +77,9 @@ class Connection(web.RequestHandler):
             tcp_keepalive=False,  # `tune` sets it, with the intervals that make it useful
             keepalive_timeout=NEVER_S,  # `check` knows when a connection is idle
             lingering_time=0,  # `_part` lingers
+            max_line_size=HEAD_LINE_BYTES_MAX,
+            max_field_size=HEAD_LINE_BYTES_MAX,
+            max_headers=HEADERS_COUNT_MAX,
         )
         self.phase = Phase.IDLE
         self._connections = connections
@@ -339,7 +344,7 @@ class Listener:
 async def listening(
     app: web.Application, config: Config, descriptor_count_max: int = UNLIMITED
 ) -> AsyncIterator[Listener]:
-    """`app` behind `config.bind_host` and `config.port`, with no more connections than this process has descriptors for.
+    """`app` behind `bind_host` and `port`, with no more connections than this process has descriptors for.
 
     Raises OSError where it can't listen.
     """
@@ -429,4 +434,9 @@ def _unreadable(exc: BaseException | None, reason: str, status: int) -> ClientEr
     if isinstance(exc, ContentEncodingError):  # raised by the head alone: a body that is damaged is found later
         message = "The body is compressed in a way that can't be undone here; send it with gzip or deflate, or plain."
         return bad_request(message, status=415)
+    if isinstance(exc, LineTooLong) or (isinstance(exc, BadHttpMessage) and "Too many headers" in exc.message):
+        message = (
+            f"The request's head is too large: at most {HEADERS_COUNT_MAX} headers, of {HEAD_LINE_BYTES_MAX} bytes."
+        )
+        return bad_request(message, status=431)
     return bad_request(f"This is no HTTP request that can be read: {reason}", status=status)

@@ -38,9 +38,9 @@ class Lives:
         longer one.  So does one whose name another client has chosen, too: nobody is told of others' requests.
         """
         name = life.trace.id
-        while (other := self._lives.get(life.trace.id)) is not None:
-            if other.leaving is None and other.client.name == life.client.name:
-                raise bad_request(f"A request named {name!r} is still on its way.", status=409, code="name_taken")
+        if (other := self.find(name, life.client)) and other.leaving is None:
+            raise bad_request(f"A request named {name!r} is still on its way.", status=409, code="name_taken")
+        while life.trace.id in self._lives:
             life.trace.id = f"{name}.{secrets.token_hex(2)}"
         self._lives[life.trace.id] = life
         return life

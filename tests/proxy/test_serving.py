@@ -115,6 +115,7 @@ async def test_where_nothing_is_reused_no_state_is_kept(tmp_path: Path) -> None:
 async def test_a_new_proxy_learns_what_is_in_memory(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         prompt = f"<user>{TEXT}\n".encode()
+        proxy.backend.roots["old"] = namespace("f" * 64)
         proxy.backend.held["old"] = b"".join(byte.to_bytes(4, "little") for byte in prompt)
         response = await proxy.chat(TEXT)
         assert response.headers["X-Warmline-Cache"] == f"resident {len(prompt)}"
