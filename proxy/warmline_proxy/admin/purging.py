@@ -24,7 +24,7 @@ from warmline_proxy.rows import PurgeReply, PurgeRequest
 from warmline_proxy.settle import Settler
 from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Upstream, UpstreamError
-from warmline_wire.keys import TOKEN_BYTES
+from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES
 from warmline_wire.messages import decode
 
 log = logging.getLogger(__name__)
@@ -120,8 +120,9 @@ def purge_with(index: Index, wanted: PurgeRequest, running: Sequence[Life]) -> t
 
 
 def _path(index: Index, life: Life) -> list[str]:
-    """The segments that its prompt begins with."""
+    """The segments that hold what it says after its head: system texts and tools are many conversations' alike."""
     if life.prompt is None or not life.root:
         return []
-    tokens = life.prompt.tokens
-    return [link.id for link in index.match(life.root, tokens, len(tokens) // TOKEN_BYTES).chain]
+    tokens, head = life.prompt.tokens, next(iter(life.prompt.boundaries), BLOCK_TOKENS)
+    chain = index.match(life.root, tokens, len(tokens) // TOKEN_BYTES).chain
+    return [link.id for link in chain if link.upto > head]

@@ -1,0 +1,102 @@
+"""What else belongs to what is purged: records, what was set aside, what is being written, what was sampled."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from index_helpers import MODEL, ROOT, begin, save, turn
+
+from warmline_proxy.index import Index
+from warmline_proxy.purge import purge
+from warmline_proxy.rows import PurgeRequest, RequestRecord
+from warmline_wire.home import Home
+from warmline_wire.keys import pack_tokens
+
+CANARY = list(range(77_000, 77_200))
+KEPT = list(range(5_000, 5_200))
+
+
+@pytest.fixture
+def talks(index: Index) -> Iterator[tuple[str, str]]:
+    """(the canary's conversation, the one to be kept)"""
+    yield save(index, CANARY, client="canary-client").session, save(index, KEPT, client="kept-client").session
+
+
+def record(number: int, session: str = "", root: bytes = ROOT, at: float = 1e9) -> RequestRecord:
+    return RequestRecord(
+        id=f"r{number}",
+        at=at,
+        endpoint="chat",
+        client_model="any",
+        session=session,
+        root=root,
+        outcome="ok",
+        source="cold",
+    )
+
+
+def holding(home: Home, wanted: bytes) -> list[Path]:
+    """The files under a home, of whatever generation, with these bytes."""
+    return [path for path in home.root.rglob("*") if path.is_file() and wanted in path.read_bytes()]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_byte_of_it_is_left(index: Index, talks: tuple[str, str], whole: bool) -> None:
+    session, _ = talks
+    tokens = pack_tokens(CANARY[-20:])
+    index.note_turn(turn(7, session=session, tokens=tokens))
+    index.record(record(1, session))
+    index.flush()
+    save(index, [*CANARY[:150], 1, 2, 3])  # a branch of it, then evicted: the slot that it left holds a token
+    index.quarantine(index.sessions()[0].leaf, "checksum")
+    assert len(holding(index.home, tokens)) >= 2
+    purge(index, PurgeRequest(everything=True) if whole else PurgeRequest(session=session))
+    for left in (tokens, pack_tokens(CANARY[:20]), b"canary-client", session.encode()):
+        if whole or left != pack_tokens(CANARY[:20]):
+            assert holding(index.home, left) == []
+    assert whole or holding(index.home, pack_tokens(KEPT[-20:]))
+
+
+def test_what_was_set_aside_goes_with_a_conversation_of_its_model(index: Index, talks: tuple[str, str]) -> None:
+    session, kept = talks
+    before = {row.id for row in index.segments()}
+    save(index, [*CANARY, *range(9)], may_replace=False)
+    (leaf,) = {row.id for row in index.segments()} - before
+    index.quarantine(leaf, "checksum")
+    told = purge(index, PurgeRequest(session=session, dry_run=True))
+    assert told.quarantined == [leaf]
+    assert purge(index, PurgeRequest(session=session)).quarantined == [leaf]
+    assert holding(index.home, pack_tokens(CANARY[-20:])) == [] and index.quarantined() == []
+    assert [each.id for each in index.sessions()] == [kept]
+
+
+def test_records_of_a_model_go_whether_or_not_anything_was_stored(index: Index, talks: tuple[str, str]) -> None:
+    for number, (session, root) in enumerate([(talks[0], ROOT), ("", ROOT), ("", b"another model's r"), ("", b"")]):
+        index.record(record(number, session, root))
+    purge(index, PurgeRequest(model=MODEL))
+    assert [each.id for each in index.requests()] == ["r3", "r2"]
+
+
+def test_records_grow_old_with_conversations(index: Index, talks: tuple[str, str]) -> None:
+    _, kept = talks
+    for number, (of, at) in enumerate([(kept, 1.0), ("", 1.0), ("gone before", 1.0), ("", 4e9)]):
+        index.record(record(number, of, at=at))
+    purge(index, PurgeRequest(older_than_s=3600.0))
+    assert [each.id for each in index.requests()] == ["r3", "r0"], "a conversation that is used keeps its records"
+
+
+def test_what_was_sampled_and_belongs_to_none_yet_goes_too(index: Index, talks: tuple[str, str]) -> None:
+    session, kept = talks
+    for number, of in ((1, session), (2, ""), (3, kept)):
+        index.note_turn(turn(number, session=of))
+    purge(index, PurgeRequest(session=session))
+    calls = [f"call_{number:024x}" for number in (1, 2, 3)]
+    assert [row.session for row in index.turns(ROOT, calls)] == [kept]
+
+
+def test_a_save_under_way_of_the_model_is_given_up(index: Index, talks: tuple[str, str]) -> None:
+    assert begin(index, [1, 2, 3]) is not None
+    purge(index, PurgeRequest(model="another"))
+    assert index.totals().bytes_writing > 0
+    purge(index, PurgeRequest(model=MODEL))
+    assert index.totals().bytes_writing == 0

@@ -1,0 +1,178 @@
+"""What a purge reaches beyond the index: both processes' memory, and what runs on what goes."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from harness import Pair, on_loop, pair
+
+from warmline_wire.keys import namespace, pack_tokens
+from warmline_wire.messages import SampledTurn
+
+CALL_ID = "call_00112233445566778899aabb"
+FIRST = [{"role": "user", "content": "a long first question " * 8}]
+NEXT = [*FIRST, {"role": "assistant", "content": "Paris."}, {"role": "user", "content": "and then?"}]
+OTHER = [{"role": "user", "content": "something else " * 10}]
+
+
+async def purged(proxy: Pair, **what: Any) -> Any:
+    owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+    async with proxy.client.post(f"{proxy.url}/warmline/purge", json=what, headers=owner) as response:
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+
+async def spoken(proxy: Pair, messages: list[dict[str, str]]) -> str:
+    """Its conversation's id, once it is stored."""
+    await proxy.chat(messages=messages)
+    return (await proxy.settled())[0].session
+
+
+async def held(proxy: Pair, messages: list[dict[str, str]]) -> "asyncio.Task[Any]":
+    """A request that is being answered, until the backend is let go on."""
+    proxy.backend.hold_after = 1
+    proxy.backend.holding.clear()
+    running = asyncio.create_task(proxy.chat(messages=messages))
+    await proxy.backend.holding.wait()
+    return running
+
+
+async def let_go(proxy: Pair, running: "asyncio.Task[Any]") -> None:
+    proxy.backend.hold_after = None
+    proxy.backend.let_go.set()
+    assert (await running).status == 200
+    proxy.backend.let_go.clear()
+
+
+@on_loop
+async def test_what_runs_on_what_is_purged_does_not_bring_it_back(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        session = await spoken(proxy, FIRST)
+        proxy.backend.turn = SampledTurn(calls=[CALL_ID], tokens=pack_tokens([1, 2, 3]))
+        running = await held(proxy, NEXT)
+        assert (await purged(proxy, session=session))["sessions"] == [session]
+        await let_go(proxy, running)
+        record = (await proxy.settled())[0]
+        assert (record.session, record.saved_tokens, record.outcome) == ("", 0, "ok")
+        assert proxy.index.segments() == [] and proxy.index.sessions() == []
+        assert not proxy.backend.held and not (await proxy.status())["residents"]
+        assert proxy.index.turns(namespace("f" * 64), [CALL_ID]) == []
+        assert await spoken(proxy, NEXT), "what is asked from now on is kept again"
+        assert proxy.index.segments() and proxy.index.turns(namespace("f" * 64), [CALL_ID])
+
+
+@on_loop
+async def test_a_turn_that_was_sampled_but_not_yet_saved_goes_too(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        session = await spoken(proxy, FIRST)
+        proxy.backend.turn = SampledTurn(calls=[CALL_ID], tokens=pack_tokens([1, 2, 3]))
+        proxy.backend.saving_allowed.clear()
+        await proxy.chat(messages=NEXT)
+        await proxy.backend.called("save", 2)
+        purging = asyncio.create_task(purged(proxy, session=session))
+        proxy.backend.saving_allowed.set()
+        await purging
+        assert proxy.index.turns(namespace("f" * 64), [CALL_ID]) == [] and proxy.index.segments() == []
+
+
+@on_loop
+async def test_what_runs_on_something_else_is_kept(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        session = await spoken(proxy, FIRST)
+        running = await held(proxy, OTHER)
+        await purged(proxy, session=session)
+        await let_go(proxy, running)
+        assert (await proxy.settled())[0].saved_tokens > 0
+        assert len(proxy.index.sessions()) == 1 and len(proxy.backend.held) == 1
+
+
+@on_loop
+async def test_nothing_that_runs_survives_a_purge_of_everything(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        running = await held(proxy, OTHER)
+        await purged(proxy, everything=True)
+        await let_go(proxy, running)
+        await proxy.settled()
+        assert proxy.index.segments() == [] and not proxy.backend.held
+
+
+@on_loop
+async def test_a_dry_run_marks_and_forgets_nothing(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        session = await spoken(proxy, FIRST)
+        running = await held(proxy, NEXT)
+        assert (await purged(proxy, session=session, dry_run=True))["sessions"] == [session]
+        await let_go(proxy, running)
+        assert (await proxy.settled())[0].saved_tokens > 0
+        assert not proxy.backend.calls["forget"]
+
+
+@on_loop
+async def test_a_file_that_is_being_read_goes_before_the_purge_answers(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        session = await spoken(proxy, FIRST)
+        (row,) = proxy.index.segments()
+        proxy.backend.restart()
+        proxy.backend.restoring_allowed.clear()
+        running = asyncio.create_task(proxy.chat(messages=NEXT))
+        await proxy.backend.called("restore")
+        purging = asyncio.create_task(purged(proxy, session=session))
+        await proxy.backend.called("forget")
+        assert proxy.home.segment_file(row.id).exists() and not purging.done()
+        proxy.backend.restoring_allowed.set()
+        await purging
+        assert not proxy.home.segment_file(row.id).exists()
+        assert (await running).status == 200
+        await proxy.settled()
+        assert proxy.index.segments() == [] and not proxy.backend.held
+
+
+@on_loop
+async def test_nothing_of_what_was_said_is_left_in_the_proxys_own_state(tmp_path: Path) -> None:
+    canary = "canary-in-memory"
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        proxy.backend.background_allowed.clear()
+        system = {"role": "system", "content": f"{canary} is secret. " * 8}
+        tools = [{"type": "function", "function": {"name": "look", "description": canary, "parameters": {}}}]
+        proxy.backend.turn = SampledTurn(calls=[CALL_ID], tokens=pack_tokens(list(canary.encode())))
+        for question in (FIRST, NEXT, OTHER):
+            await proxy.chat(messages=[system, *question], tools=tools)
+            await proxy.settled()
+        wanted = (canary, canary.encode(), pack_tokens(list(canary.encode())))
+        assert found(proxy.app, wanted), "the search sees what there is before"
+        await purged(proxy, everything=True)
+        assert not found(proxy.app, wanted)
+        proxy.backend.background_allowed.set()
+
+
+def found(root: object, wanted: tuple[str | bytes, ...]) -> list[str]:
+    """Where in what our own objects hold one of these stands."""
+    seen, waiting, places = set[int](), [("app", value) for value in _state_of(root)], list[str]()
+    while waiting:
+        place, value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, str | bytes | bytearray):
+            places += [place for each in wanted if type(each) is type(value) and each in value]  # type: ignore[operator]
+        elif isinstance(value, dict):
+            waiting += [(f"{place}[]", each) for pair_ in value.items() for each in pair_]
+        elif isinstance(value, list | tuple | set | frozenset) or type(value).__name__ in ("deque", "OrderedDict"):
+            waiting += [(f"{place}[]", each) for each in value]
+        elif type(value).__module__.startswith("warmline_"):
+            waiting += [(f"{place}.{name}", each) for name, each in _attributes(value)]
+        elif hasattr(value, "__self__"):
+            waiting.append((place, value.__self__))
+    return places
+
+
+def _state_of(app: Any) -> list[object]:
+    (route,) = app.router.routes()
+    return [route.handler.__self__, *app.values()]
+
+
+def _attributes(value: object) -> list[tuple[str, object]]:
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    fields = [*getattr(value, "__struct_fields__", ()), *slots]
+    named = {name: getattr(value, name) for name in fields if hasattr(value, name)}
+    return [*named.items(), *getattr(value, "__dict__", {}).items()]
