@@ -46,7 +46,7 @@ def top(
     if once or as_json or not sys.stdout.isatty():
         with failing():
             view = look(place, None)
-        return show(view, [top_view.screen(view)], as_json)
+        return show(view, [top_view.screen(view, tables.console().width)], as_json)
     _watch(place, interval_s)
 
 
@@ -67,7 +67,7 @@ def _watch(home: Home, interval_s: float) -> None:
             while True:
                 try:
                     view = look(home, view)
-                    live.update(top_view.screen(view), refresh=True)
+                    live.update(top_view.screen(view, live.console.width), refresh=True)
                 except client.CannotDo as error:
                     view = None
                     live.update(Text(f"{error}; trying again, q ends"), refresh=True)

@@ -14,6 +14,7 @@ from warmline_cachectl.tables import count, size, span
 View = dict[str, Any]
 BAR_CHARS = 16
 REQUESTS_MAX = 30  # on one screen
+WIDE_CHARS = 100  # from which all columns have room
 
 
 def snapshot(status: View, records: Iterable[View], before: View | None = None) -> View:
@@ -94,8 +95,10 @@ def _rate(row: View, before: View | None, since_s: float) -> float:
 # --- for people ---
 
 
-def screen(view: View) -> RenderableType:
-    return Group(_head(view), *([_requests(view["requests"])] if view["requests"] else [Text("no requests")]))
+def screen(view: View, width: int) -> RenderableType:
+    """For a terminal so many characters wide."""
+    rows = view["requests"]
+    return Group(_head(view), _requests(rows, width >= WIDE_CHARS) if rows else Text("no requests"))
 
 
 def _head(view: View) -> Table:
@@ -129,14 +132,14 @@ def _share(row: View) -> ProgressBar:
     return _bar(row["bytes_used"] / row["bytes_budget"] if row["bytes_budget"] else 0.0)
 
 
-def _bar(share: float) -> ProgressBar:
-    return ProgressBar(total=1.0, completed=min(1.0, share), width=BAR_CHARS)
+def _bar(share: float, width: int = BAR_CHARS) -> ProgressBar:
+    return ProgressBar(total=1.0, completed=min(1.0, share), width=width)
 
 
-def _requests(rows: list[View]) -> Table:
+def _requests(rows: list[View], wide: bool) -> Table:
     table = Table(expand=True)
-    for name, justify in (("request", "left"), ("phase", "left"), ("from", "left"), ("prefill", "left")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for name in ("request", "phase", *(["from"] if wide else []), "prefill"):
+        table.add_column(name, no_wrap=True)
     for name in ("prompt", "tok/s", "age"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("session", no_wrap=True, overflow="ellipsis", ratio=1)
@@ -144,8 +147,8 @@ def _requests(rows: list[View]) -> Table:
         table.add_row(
             printable(row["id"][:8]),
             row["phase"],
-            row["source"],
-            _bar(row["progress"]),
+            *([row["source"]] if wide else []),
+            _bar(row["progress"], BAR_CHARS if wide else BAR_CHARS // 2),
             f"{row['prompt_tokens']:,}",
             f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "",
             span(row["age_s"]),

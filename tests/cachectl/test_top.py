@@ -1,0 +1,144 @@
+"""What `top` makes of what the proxy tells, and how it behaves on a terminal."""
+
+import os
+import pty
+import subprocess
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from warmline_cachectl import top_view
+from warmline_wire.home import Home
+
+GB = 10**9
+TIMEOUT_S = 30.0
+TOTALS = {
+    "sessions": 12,
+    "segments": 40,
+    "bytes_segments": 30 * GB,
+    "bytes_checkpoints": GB,
+    "bytes_quarantined": 0,
+    "bytes_writing": 0,
+    "bytes_doomed": 0,
+    "bytes_index": 0,
+}
+ENGINE = {
+    "model": "glm",
+    "prefill_rates": [{"tokens": 0, "tokens_per_s": 100.0}, {"tokens": 8192, "tokens_per_s": 80.0}],
+    "decode_tokens_per_s": 21.5,
+    "slowest_recent_step_s": 0.9,
+    "resident_bytes": 6 * GB,
+    "running_bytes": GB,
+    "memory_budget_bytes": 20 * GB,
+}
+RECORDS = [{"prompt_tokens": 1000, "cached_tokens": 900}, {"prompt_tokens": 1000, "cached_tokens": 0}]
+
+
+def live(request: str = "r1", **changes: Any) -> dict[str, Any]:
+    row = {
+        "id": request,
+        "client_model": "any",
+        "client_session": "task-17",
+        "phase": "prefilling",
+        "source": "restored",
+        "age_s": 12.0,
+        "queue_s": 1.0,
+        "restore_s": 1.0,
+        "ttft_s": 0.0,
+        "prompt_tokens": 4000,
+        "reused_tokens": 1000,
+        "prefilled_tokens": 2000,
+        "spoken": 0,
+    }
+    return row | changes
+
+
+def status(at: float, *rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    told = {
+        "at": at,
+        "running": len(rows),
+        "queued": 2,
+        "settling": 1,
+        "connections": 3,
+        "backend": "",
+        "persistence": "ok",
+        "residents": [{}, {}],
+        "unsaved": 0,
+        "totals": TOTALS,
+        "disk_budget_bytes": 50 * GB,
+        "engine": ENGINE,
+        "live": list(rows),
+    }
+    return told | changes
+
+
+def text_of(view: dict[str, Any], columns: int = 80) -> str:
+    console = Console(width=columns, highlight=False)
+    with console.capture() as capture:
+        console.print(top_view.screen(view, columns))
+    return capture.get()
+
+
+def test_a_first_look_knows_speeds_since_the_start() -> None:
+    view = top_view.snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), RECORDS)
+    first, second = view["requests"]
+    assert (first["progress"], first["tokens_per_s"], second["tokens_per_s"]) == (0.5, 100.0, 15.0)
+    assert view["reuse"] == {"requests": 2, "prompt_tokens": 2000, "cached_tokens": 900, "share": 0.45}
+    assert view["disk"] == {"sessions": 12, "segments": 40, "bytes_used": 31 * GB, "bytes_budget": 50 * GB}
+    assert view["memory"] == {"residents": 2, "unsaved": 0, "bytes_used": 7 * GB, "bytes_budget": 20 * GB}
+    assert view["engine"] == {
+        "prefill_tokens_per_s": 80.0,
+        "decode_tokens_per_s": 21.5,
+        "slowest_recent_step_s": 0.9,
+    }
+
+
+def test_later_looks_know_them_since_the_last() -> None:
+    before = top_view.snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), [])
+    rows = (
+        live(prefilled_tokens=2300),
+        live("r2", phase="answering", ttft_s=8.0, spoken=80),
+        live("r3", prefilled_tokens=0),
+    )
+    speeds = [row["tokens_per_s"] for row in top_view.snapshot(status(102.0, *rows), [], before)["requests"]]
+    assert speeds == [150.0, 10.0, 0.0]
+
+
+def test_the_screen_shows_it_within_its_width() -> None:
+    text = text_of(top_view.snapshot(status(100.0, live()), RECORDS))
+    for told in ("glm, up", "1 running, 2 waiting, 1 being saved", "31.0 GB of 50.0 GB", "45% of the prompts"):
+        assert told in text
+    assert "task-17" in text and "restored" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "restored" in text_of(top_view.snapshot(status(100.0, live()), RECORDS), columns=100)
+    many = text_of(top_view.snapshot(status(100.0, *(live(f"r{number}") for number in range(70))), []))
+    assert "and 40 more" in many and len(many.splitlines()) < 50
+
+
+def test_a_backend_that_is_down_and_a_disk_that_is_full_are_told() -> None:
+    down = status(100.0, engine=None, backend="the backend is loading", persistence="no space left")
+    view = top_view.snapshot(down, [])
+    text = text_of(view)
+    assert view["engine"] is None and "the backend is loading" in text and "no space left" in text
+    assert "no requests" in text
+
+
+def test_on_a_terminal_it_keeps_trying_until_q(home: Home) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", "from warmline_cachectl.cli import app; app()", "top", "--interval-s", "20"]
+    environment = {**os.environ, "WARMLINE_HOME": str(home.root), "TERM": "xterm"}
+    process = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    shown = b""
+    while b"trying again" not in shown:
+        shown += os.read(ours, 4096)
+    os.write(ours, b"q")
+    try:
+        while os.read(ours, 4096):
+            pass
+    except OSError:
+        pass  # it has closed its end
+    assert process.wait(TIMEOUT_S) == 0 and process.stderr is not None and process.stderr.read() == b""
+    process.stderr.close()
+    os.close(ours)
