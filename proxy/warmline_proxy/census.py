@@ -71,7 +71,8 @@ def census(snapshot: Snapshot) -> Census:
     for row in sorted(snapshot.segments.values(), key=lambda row: row.start):  # a parent starts before its children
         run = _run_for(row, counted, run_of, roots, runs)
         _count(run, row, counted)
-        run_of[row.id] = run
+        run_of[row.id], top = run, roots[run.root]
+        top.end, top.last_used = max(top.end, run.end), max(top.last_used, run.last_used)
     for run in reversed(runs):
         _sum_up(run)
     for each in roots.values():
@@ -134,9 +135,6 @@ def _sum_up(run: Run) -> None:
     run.bytes_below = run.bytes_own + sum(child.bytes_below for child in run.children)
     run.segments_below = len(run.segments) + sum(child.segments_below for child in run.children)
     run.sessions_below = len(run.ending) + sum(child.sessions_below for child in run.children)
-    if run.parent is None:
-        run.end = max((child.end for child in run.children), default=0)
-        run.last_used = max((child.last_used for child in run.children), default=0.0)
 
 
 def _in_order(runs: Iterable[Run]) -> list[Run]:

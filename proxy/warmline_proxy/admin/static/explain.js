@@ -1,6 +1,6 @@
 // Where a request left what is stored, and why: GET /warmline/explain, laid out in place.
 
-import { get } from "./api.js";
+import { Refused, Unreachable, get } from "./api.js";
 import { button, describe, make } from "./dom.js";
 import { count, many, seconds } from "./format.js";
 
@@ -11,6 +11,7 @@ export async function explain(panel, request, showPath) {
   try {
     parts.unshift(...verdicts(await get("explain", { request: request.id })));
   } catch (error) {
+    if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
     const reason = request.error || request.why_not_warmer || "Nothing was left to reuse.";
     parts.unshift(make("p", "cause", reason), make("p", "note", `No more is known of it: ${error.message}`));
   }

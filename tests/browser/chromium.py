@@ -1,0 +1,183 @@
+"""A headless Chromium, spoken to by the DevTools protocol over a pipe: no driver, no port, no package.
+
+One thread; what the browser tells meanwhile is kept, so that a test can ask afterwards what the page loaded and logged.
+"""
+
+import base64
+import fcntl
+import json
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+WAIT_S = 20.0
+READ_BYTES = 1 << 20
+DESCRIPTOR_MIN = 20
+EXECUTABLES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--mute-audio"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions"),
+    *("--disable-dev-shm-usage", "--no-default-browser-check", "--hide-scrollbars", "--remote-debugging-pipe"),
+)
+KEYS = {
+    "Enter": (13, "\r"), "Tab": (9, ""), "Escape": (27, ""), " ": (32, " "), "Home": (36, ""), "End": (35, ""),
+    "ArrowLeft": (37, ""), "ArrowUp": (38, ""), "ArrowRight": (39, ""), "ArrowDown": (40, ""),
+}  # fmt: skip
+
+
+def executable() -> str:
+    """Where none is installed the test is skipped, or fails where WARMLINE_BROWSER=required."""
+    found = next(filter(None, map(shutil.which, EXECUTABLES)), None)
+    if found:
+        return found
+    message = "no Chromium is installed (Debian: apt-get install chromium)"
+    if os.environ.get("WARMLINE_BROWSER") == "required":
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+def _pipe() -> tuple[int, int]:
+    """Its ends, away from 3 and 4, which are to become the browser's."""
+    ends = os.pipe()
+    moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, DESCRIPTOR_MIN) for end in ends]
+    for end in ends:
+        os.close(end)
+    return moved[0], moved[1]
+
+
+class Chromium:
+    """One page; `events` are all that it told, oldest first."""
+
+    def __init__(self) -> None:
+        self._profile = tempfile.TemporaryDirectory(prefix="warmline-chromium-", ignore_cleanup_errors=True)
+        self.events: list[dict[str, Any]] = []
+        self._buffer = b""
+        self._number = 0
+        reads, self._to = _pipe()
+        self._from, writes = _pipe()
+        command = [executable(), *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"]
+        shell = f'exec "$@" 3<&{reads} 4>&{writes} {reads}<&- {writes}>&-'
+        self._process = subprocess.Popen(
+            ["bash", "-c", shell, "chromium", *command],
+            pass_fds=(reads, writes),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(reads)
+        os.close(writes)
+        self._session = ""
+        (target,) = [each for each in self.call("Target.getTargets")["targetInfos"] if each["type"] == "page"]
+        attach = {"targetId": target["targetId"], "flatten": True}
+        self._session = self.call("Target.attachToTarget", **attach)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
+
+    def __enter__(self) -> "Chromium":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._to)
+        os.close(self._from)
+        self._profile.cleanup()
+
+    # ---- the protocol
+
+    def call(self, method: str, **parameters: Any) -> Any:
+        """Raises AssertionError where the browser refuses."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while (answer := self._next()).get("id") != self._number:
+            self.events.append(answer)
+        assert "error" not in answer, f"{method}: {answer['error']}"
+        return answer["result"]
+
+    def _next(self) -> Any:
+        limit = time.monotonic() + WAIT_S
+        while b"\0" not in self._buffer:
+            readable, _, _ = select.select([self._from], [], [], limit - time.monotonic())
+            assert readable, "the browser says nothing"
+            self._buffer += (data := os.read(self._from, READ_BYTES))
+            assert data, "the browser has ended"
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(message)
+
+    # ---- the page
+
+    def open(self, url: str) -> None:
+        self.call("Page.navigate", url=url)
+
+    def run(self, script: str) -> Any:
+        """The value of an expression in the page, awaited; raises AssertionError with what it throws."""
+        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def wait(self, condition: str) -> Any:
+        """Until an expression is true in the page, looked at whenever it is painted; its value."""
+        script = f"""new Promise((resolve, reject) => {{
+            const limit = performance.now() + {WAIT_S * 1000 - 2000};
+            const look = () => {{
+                let value = false;
+                try {{ value = ({condition}); }} catch {{ }}
+                if (value) resolve(value);
+                else if (performance.now() > limit) reject(new Error("never true: " + {json.dumps(condition)}));
+                else setTimeout(look, 15);
+            }};
+            look();
+        }})"""
+        return self.run(script)
+
+    def press(self, key: str, *, shift: bool = False) -> None:
+        """As a person does; `key` is a name in KEYS or a character."""
+        code, text = KEYS.get(key, (ord(key[0].upper()), key))
+        event = {"key": key, "windowsVirtualKeyCode": code, "modifiers": 8 if shift else 0}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **event)
+
+    def show(self, width: int, height: int, *, scheme: str = "light", motion: str = "no-preference") -> None:
+        """The size of the window, and what its person prefers."""
+        mobile = width < 500
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
+        features = [
+            {"name": "prefers-color-scheme", "value": scheme},
+            {"name": "prefers-reduced-motion", "value": motion},
+        ]
+        self.call("Emulation.setEmulatedMedia", features=features)
+
+    def picture(self, path: Path) -> None:
+        """All of the page, as PNG."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    # ---- what it did
+
+    def told(self, method: str) -> list[Any]:
+        self.run("0")  # all that came before its answer is in `events` then
+        return [event["params"] for event in self.events if event.get("method") == method]
+
+    def asked_for(self) -> list[str]:
+        """The URLs of all that it fetched."""
+        return [each["request"]["url"] for each in self.told("Network.requestWillBeSent")]
+
+    def complaints(self) -> list[str]:
+        """Errors and warnings in the console, and what nobody caught."""
+        logged = [
+            str(each["entry"]) for each in self.told("Log.entryAdded") if each["entry"]["level"] in ("error", "warning")
+        ]
+        printed = [str(each) for each in self.told("Runtime.consoleAPICalled") if each["type"] in ("error", "warning")]
+        return logged + printed + [str(each) for each in self.told("Runtime.exceptionThrown")]

@@ -1,0 +1,142 @@
+"""The dashboard against 10,000 segments, behind a proxy whose backend is away, and which is killed itself."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import Chromium
+
+from many_segments import CHAIN, fill
+from processes import Running, free_port
+from warmline_proxy.index import Index
+from warmline_wire.home import Home
+
+LOOKS = (Path(__file__).parent / "looks.js").read_text()
+SEGMENTS = 10_000
+BUDGET_GB = 1.0
+ANSWER_BYTES_MAX = 60_000
+ELEMENTS_MAX = 3000
+FOCUSED = "document.activeElement.firstChild.textContent"
+
+
+class Proxy:
+    """On one port, however often it is started."""
+
+    def __init__(self, home: Home) -> None:
+        port = str(free_port())
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, "-m", "warmline_proxy", "--home", str(home.root), "--port", port]
+        self._command += ["--backend-url", "http://127.0.0.1:9", "--disk-budget-gb", str(BUDGET_GB)]
+        self.running = self.start()
+
+    def start(self) -> Running:
+        self.running = Running(self._command)
+        self.running.wait_for("listening|serving|http://127", 60)
+        return self.running
+
+    def kill(self) -> None:
+        self.running.process.kill()
+        self.running.process.wait()
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    home = Home(tmp_path_factory.mktemp("many") / "home")
+    home.prepare()
+    with Index(home, 1 << 30) as index:
+        fill(index, SEGMENTS)
+    proxy = Proxy(home)
+    yield proxy
+    proxy.kill()
+
+
+@pytest.fixture
+def page(browser: Chromium, proxy: Proxy) -> Chromium:
+    browser.open(f"{proxy.url}/admin")
+    browser.wait("document.querySelectorAll('#tree > li').length === 2")
+    browser.run(LOOKS)
+    return browser
+
+
+def settled(page: Chromium, shown: str) -> None:
+    """Until the tree's focus is on what says so."""
+    page.wait(f"document.activeElement.matches('[role=treeitem]') && {FOCUSED}.includes('{shown}')")
+
+
+def test_thousands_of_segments_are_shown_a_page_at_a_time(page: Chromium, screenshots: Path) -> None:
+    assert page.run("document.querySelector('#tree-count').textContent") == "10,002 segments"
+    assert page.run("document.querySelector('#sessions-count').textContent") == "1,334"
+    assert page.run("document.querySelectorAll('#session-rows tr').length") == 20
+    page.run("document.querySelector('#tree [tabindex=\"0\"]').focus()")
+    page.press("ArrowRight")
+    page.wait("document.activeElement.getAttribute('aria-expanded') === 'true'")
+    page.press("ArrowRight")
+    settled(page, "0\u2013128")
+    page.press("ArrowRight")
+    page.wait("document.querySelectorAll('#tree [aria-level=\"3\"]').length === 31")
+    page.press("End")
+    page.press("ArrowUp")
+    settled(page, "Show 30 more of 470")
+    page.press("Enter")
+    page.wait("document.querySelectorAll('#tree [aria-level=\"3\"]').length === 61")
+    assert page.run("document.activeElement.getAttribute('aria-posinset')") == "31", "on the first that came"
+    page.picture(screenshots / "ten-thousand.png")
+    page.press("ArrowLeft")
+    settled(page, "0\u2013128")
+    page.press("ArrowLeft")
+    page.wait("document.querySelectorAll('#tree [aria-level=\"3\"]').length === 0")
+    assert page.run("document.querySelectorAll('#tree [tabindex=\"0\"]').length") == 1
+    sizes = [each["encodedDataLength"] for each in page.told("Network.loadingFinished")]
+    assert len(sizes) > 15 and max(sizes) < ANSWER_BYTES_MAX
+    assert page.run("document.querySelectorAll('*').length") < ELEMENTS_MAX
+    assert page.complaints() == []
+
+
+def test_a_conversation_among_thousands_is_found(page: Chromium) -> None:
+    page.run("document.querySelector('#search').focus()")
+    for character in "nt-877":
+        page.press(character)
+    page.wait("document.querySelector('#sessions-count').textContent === '1 of 1,334'")
+    assert page.run("document.querySelector('#session-rows b').textContent") == "client-877"
+    page.run("document.querySelector('#session-rows .actions :nth-child(2)').click()")
+    settled(page, "ends at token 768")
+    assert page.run("document.querySelectorAll('.on-path').length") == 3
+    assert "client-877" in page.run(FOCUSED)
+    page.run("document.querySelector('#tree-clear').click()")
+    page.wait("document.querySelectorAll('.on-path').length === 0")
+
+
+def test_columns_sort_both_ways(page: Chromium) -> None:
+    head = "document.querySelector('[data-column=bytes]')"
+    sizes = "[...document.querySelectorAll('#session-rows td:nth-child(3)')].map((each) => each.textContent)"
+    page.run(f"{head}.firstChild.click()")
+    page.wait(f"{head}.getAttribute('aria-sort') === 'descending'")
+    largest = 256 + 8 + (CHAIN * (256 + 8))
+    assert page.run(f"{sizes}[0]") == f"{(largest - 8) / 1000:.1f} kB"
+    page.run(f"{head}.firstChild.click()")
+    page.wait(f"{head}.getAttribute('aria-sort') === 'ascending'")
+    assert page.run(f"{sizes}[0]") == f"{256 * (CHAIN // 2 + 2) / 1000:.1f} kB"
+
+
+def test_a_proxy_that_dies_is_said_to_and_found_again(page: Chromium, proxy: Proxy) -> None:
+    assert page.run("document.querySelector('#state').textContent") == "Backend down"
+    assert page.run("document.querySelector('#why').checkVisibility()")
+    proxy.kill()
+    page.wait("document.querySelector('#banner').checkVisibility()")
+    assert page.run("document.querySelector('#banner').textContent").startswith("Proxy unreachable (since ")
+    assert page.run("looks.faint()") == page.run("looks.wide()") == []
+    assert page.run("document.querySelectorAll('#session-rows tr').length") == 20, "what was known stays"
+    proxy.start()
+    page.wait("!document.querySelector('#banner').checkVisibility()")
+
+
+def test_a_page_that_nobody_sees_asks_for_nothing(browser: Chromium, proxy: Proxy) -> None:
+    hide = "Object.defineProperty(document, 'visibilityState', { value: 'hidden', configurable: true })"
+    hiding = browser.call("Page.addScriptToEvaluateOnNewDocument", source=hide)
+    browser.open(f"{proxy.url}/admin")
+    browser.wait("document.querySelector('#curl').textContent !== ''")
+    browser.call("Page.removeScriptToEvaluateOnNewDocument", **hiding)
+    assert [url for url in browser.asked_for() if "/warmline/" in url] == []
+    browser.run("delete document.visibilityState; document.dispatchEvent(new Event('visibilitychange'))")
+    browser.wait("Number(document.documentElement.dataset.asked) >= 1")

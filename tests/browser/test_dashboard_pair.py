@@ -1,0 +1,224 @@
+"""The dashboard over a real pair: a conversation seen warm, explained, pinned, purged; by keyboard, in every look."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import Chromium
+
+from pair import FolderOf, Message, Pair
+
+LOOKS = (Path(__file__).parent / "looks.js").read_text()
+HOSTILE = "<img src=x onerror=\"document.title='taken over'\"> & </script>"
+SYSTEM = "You answer questions about the sea, its tides and its ships. " * 12
+DESKTOP, PHONE = (1280, 900), (360, 740)
+STEADY = {"role": "system", "content": SYSTEM}
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with Pair(tmp_path_factory.mktemp("dashboard"), tiny_folder("llama")) as pair:
+        yield pair
+
+
+def visit(browser: Chromium, pair: Pair) -> None:
+    """Until all that is there is shown."""
+    browser.open(f"{pair.url}/admin")
+    browser.wait("Number(document.documentElement.dataset.asked) >= 1")
+    browser.run(LOOKS)
+
+
+def poll(browser: Chromium) -> None:
+    """Ask now, and wait for the answer."""
+    browser.wait("""(window.before ??= document.documentElement.dataset.asked,
+        document.dispatchEvent(new Event("visibilitychange")),
+        document.documentElement.dataset.asked !== window.before && (delete window.before, true))""")
+
+
+def speak(pair: Pair, messages: list[Message], name: str = HOSTILE) -> int:
+    """A turn; how many of its prompt's tokens were reused.  `messages` get the answer."""
+    reply = pair.chat(messages, max_tokens=12, session_id=name)
+    messages.append({"role": "assistant", "content": reply.text})
+    pair.settle()
+    return reply.cached
+
+
+def test_an_empty_page_teaches_how_to_begin(browser: Chromium, pair: Pair, screenshots: Path) -> None:
+    visit(browser, pair)
+    assert browser.run("document.querySelector('#state').textContent") == "Ready"
+    shown = browser.run(
+        "document.querySelector('#curl').checkVisibility() && document.querySelector('#curl').textContent"
+    )
+    url, body = re.fullmatch(r"curl (\S+) .* -d '(.+)'", shown.replace("\\\n", ""), flags=re.DOTALL).groups()  # type: ignore[union-attr]
+    assert url == f"{pair.url}/v1/chat/completions"
+    assert browser.run("looks.wide()") == browser.run("looks.faint()") == []
+    browser.picture(screenshots / "empty.png")
+    assert pair.post("/v1/chat/completions", json.loads(body)).status == 200, "what it says to send is answered"
+    pair.settle()
+    pair.cachectl("purge", "--all", "--yes")
+
+
+def test_a_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screenshots: Path) -> None:
+    talk: list[Message] = [STEADY, {"role": "user", "content": "What is a spring tide?"}]
+    assert speak(pair, talk) == 0
+    talk.append({"role": "user", "content": "And a neap tide?"})
+    cached = speak(pair, talk)
+    edited: list[Message] = [{"role": "system", "content": SYSTEM.replace("tides", "winds", 1)}, talk[1]]
+    speak(pair, edited, "edited")
+    visit(browser, pair)
+
+    # warm, and by whom
+    browser.wait("document.querySelectorAll('.row').length === 3")
+    assert browser.run("[...document.querySelectorAll('.source')].map((each) => each.textContent)") == [
+        "resident",
+        "resident",
+        "cold",
+    ]
+    tokens = browser.run("document.querySelectorAll('.row .tokens')[1].textContent")
+    assert tokens.startswith(f"{cached} of ") and cached > 100
+    names = browser.run("[...document.querySelectorAll('#session-rows b')].map((each) => each.textContent)")
+    assert names == ["edited", HOSTILE]
+    assert browser.run("document.images.length") == 0 and browser.run("document.title") == "Warmline"
+    browser.picture(screenshots / "desktop-light.png")
+
+    # why not warmer
+    browser.run("document.querySelector('.row').focus()")
+    browser.press("Enter")
+    browser.wait("document.querySelectorAll('.panel .side mark').length >= 2")
+    marked = browser.run("[...document.querySelectorAll('.side mark')].map((each) => each.textContent).join('|')")
+    assert "t" in marked and "w" in marked
+    assert browser.run("document.querySelector('.row').getAttribute('aria-expanded')") == "true"
+    assert "message 1" in browser.run("document.querySelector('.panel .note').textContent")
+
+    # where it landed
+    browser.run("document.querySelector('.panel > button').click()")
+    browser.wait("document.activeElement.matches('[role=treeitem].on-path')")
+    assert "ends at token" in browser.run("document.activeElement.firstChild.textContent")
+    assert "reused up to token" in browser.run("document.querySelector('#tree').textContent")
+    browser.picture(screenshots / "explained.png")
+    check_all_looks(browser, screenshots)
+
+    pin_and_purge(browser, pair)
+    assert browser.complaints() == []
+    assert [url for url in browser.asked_for() if not url.startswith(f"{pair.url}/")] == []
+
+
+def check_all_looks(browser: Chromium, screenshots: Path) -> None:
+    """In each the text is readable, and nothing is wider than the window."""
+    for name, size in (("desktop", DESKTOP), ("phone", PHONE)):
+        for scheme in ("light", "dark"):
+            browser.show(*size, scheme=scheme, motion="reduce")
+            wrong = {each: browser.run(f"looks.{each}()") for each in ("faint", "wide", "small")}
+            assert wrong == {"faint": [], "wide": [], "small": []}, (name, scheme)
+            assert browser.run("getComputedStyle(document.querySelector('.bar i')).transitionDuration") == "0s"
+            browser.picture(screenshots / f"{name}-{scheme}.png")
+    browser.show(*DESKTOP)
+
+
+def pin_and_purge(browser: Chromium, pair: Pair) -> None:
+    rows = "[...document.querySelectorAll('#session-rows tr')]"
+    row = f"{rows}.find((each) => each.textContent.includes({json.dumps(HOSTILE)}))"
+    browser.run(f"{row}.querySelector('.pin').click()")
+    browser.wait(f"{row}.querySelector('.pin').getAttribute('aria-pressed') === 'true'")
+    visit(browser, pair)
+    browser.wait(f"{row}.querySelector('.pin').textContent === 'Pinned'")
+    before = pair.cachectl("inspect")["sessions"]
+    kept, gone = (next(each for each in before if each["client"] == name) for name in ("edited", HOSTILE))
+
+    browser.run(f"{row}.querySelector('.danger').focus()")
+    browser.press("Enter")
+    browser.wait("document.querySelector('#dialog').open")
+    assert HOSTILE in browser.run("document.querySelector('#dialog-title').textContent")
+    assert gone["id"] in browser.run("document.querySelector('#dialog-text').textContent")
+    assert browser.run("looks.faint()") == browser.run("looks.wide()") == []
+    held = []
+    for _ in range(4):
+        held.append(browser.run("document.activeElement.id"))
+        browser.press("Tab")
+    assert {"dialog-cancel", "dialog-do"} <= set(held) <= {"dialog-cancel", "dialog-do", "dialog", ""}
+    browser.press("Escape")
+    browser.wait("!document.querySelector('#dialog').open")
+    assert browser.run(f"document.activeElement === {row}.querySelector('.danger')"), "back where it was asked from"
+    assert pair.cachectl("inspect")["sessions"] == before or len(pair.cachectl("inspect")["sessions"]) == len(before)
+
+    browser.press("Enter")
+    browser.wait("document.querySelector('#dialog').open")
+    browser.run("document.querySelector('#dialog-do').click()")
+    browser.wait(f"!({row})")
+    assert "Purged 1 conversation" in browser.run("document.querySelector('#said').textContent")
+    assert [each["id"] for each in pair.cachectl("inspect")["sessions"]] == [kept["id"]]
+
+
+def test_everything_is_reached_by_keyboard(browser: Chromium, pair: Pair) -> None:
+    visit(browser, pair)
+    browser.wait("document.querySelectorAll('#session-rows tr').length > 0")
+    expected, met = browser.run("looks.operable()"), []
+    for _ in expected:
+        browser.press("Tab")
+        name, outline = browser.run("looks.focused()")
+        assert outline != "none", f"the focus is not seen on {name}"
+        met.append(name)
+    assert met == expected
+
+
+def test_polling_moves_nothing(browser: Chromium, pair: Pair) -> None:
+    """A turn more of a conversation that is shown: rows stay where they are while one is open."""
+    talk: list[Message] = [{"role": "user", "content": "Something else meanwhile."}]
+    speak(pair, talk, "meanwhile")
+    talk.append({"role": "user", "content": "More."})
+    visit(browser, pair)
+    browser.wait("document.querySelectorAll('#session-rows tr').length > 0")
+    browser.run("document.querySelector('.row').click()")
+    browser.wait("document.querySelector('.panel .facts')")
+    browser.run("""window.shifts = [];
+        new PerformanceObserver((list) => shifts.push(...list.getEntries().flatMap((each) =>
+            each.sources.map((source) => source.node?.outerHTML ?? "gone")))).observe({ type: "layout-shift" })""")
+    speak(pair, talk, "meanwhile")
+    poll(browser)
+    browser.wait("document.querySelector('#newer').checkVisibility()")
+    browser.run("document.activeElement.blur()")
+    poll(browser)
+    assert browser.run("new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(shifts))))") == []
+
+
+STATUS = """{
+    at: Date.now() / 1000, uptime_s: 5, running: 1, queued: 0, settling: 0, residents: [], disk_budget_bytes: 1e9,
+    totals: {segments: 3, checkpoints: 0, sessions: 1, tokens: 9, bytes_segments: 5e8, bytes_checkpoints: 0,
+        bytes_quarantined: 0, bytes_writing: 0, bytes_doomed: 0, bytes_index: 0},
+    live: [], connections: 1, backend_kills: 0, backend: "", persistence: "ok",
+    engine: {ready: true, failure: "", model: "m", resident_bytes: 1, running_bytes: 0, memory_budget_bytes: 4,
+        prefill_rates: [], decode_tokens_per_s: 0},
+}"""
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "text"),
+    [
+        ("engine.ready = false", "loading", "Loading the model"),
+        ("engine.failure = 'no weights'", "down", "Failed"),
+        ("backend = 'it does not answer'", "down", "Backend down"),
+        ("persistence = 'the disk is full'", "warning", "Ready, not saving"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(browser: Chromium, pair: Pair, change: str, state: str, text: str) -> None:
+    visit(browser, pair)
+    changed = f"const status = {STATUS}; status.{change}; page.showStatus(status)"
+    browser.run(f"import('/admin/overview.js').then((page) => {{ {changed} }})")
+    assert browser.run("document.querySelector('#state').dataset.state") == state
+    assert browser.run("document.querySelector('#state').textContent") == text
+    assert browser.run("looks.faint()") == []
+
+
+def test_what_runs_is_shown_with_its_progress(browser: Chromium, pair: Pair) -> None:
+    visit(browser, pair)
+    live = """{id: "a", endpoint: "chat", client_model: "m", client_session: "<b>s</b>", phase: "prefilling",
+        source: "restored", age_s: 3, queue_s: 0, restore_s: 0, ttft_s: 0, prompt_tokens: 20000, reused_tokens: 4000,
+        prefilled_tokens: 5000}"""
+    browser.run(f"import('/admin/overview.js').then((page) => page.showStatus({{...{STATUS}, live: [{live}]}}))")
+    assert browser.run("document.querySelector('#live .who').textContent") == "<b>s</b>"
+    assert browser.run("document.querySelector('#live .phase').textContent") == "prefilling, 3.00 s"
+    assert browser.run("document.querySelector('#live .amount').textContent") == "5,000 of 20k tokens, 4,000 restored"
+    assert browser.run("document.querySelector('#live [role=progressbar]').ariaValueNow") == "5000"
+    assert browser.run("document.querySelector('#live .bar i').style.width") == "25%"

@@ -1,0 +1,95 @@
+"""An index with thousands of segments, written in one transaction, with files that a start finds whole."""
+
+import hashlib
+
+from warmline_proxy.index import Index
+from warmline_proxy.index_tables import Tables, blocks_within
+from warmline_proxy.rows import SegmentRow, SessionRow
+from warmline_wire.keys import chain_hashes, namespace, pack_tokens
+
+MODEL = "model-a"
+SYSTEM_TOKENS, TURN_TOKENS = 128, 64
+CHAIN = 10  # segments of a conversation after the part that all of a namespace share
+NEWEST = 1_700_000_000.0  # Unix seconds, when the last of them was used
+
+
+def fill(index: Index, segments: int, *, roots: int = 2, file_bytes: int = 256, clients: str = "client-{}") -> int:
+    """About so many segments: conversations of CHAIN ones, each by itself after a shared beginning; how many those are.
+
+    Every third conversation has an older one that ends half way.  Files are as large as their rows say, and no more.
+    """
+    conversations = segments // CHAIN
+
+    def change(tables: Tables) -> None:
+        tables.is_made_anew()
+        for number in range(roots):
+            _grow(tables, namespace(f"fingerprint {number}"), [_system(number)], file_bytes)
+        for number in range(conversations):
+            _converse(tables, number, number % roots, file_bytes, clients)
+
+    index.change(change)
+    for row in index.segments():
+        path = index.home.segment_file(row.id)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.touch(0o600)
+        with path.open("r+b") as file:
+            file.truncate(row.bytes_on_disk)
+    return conversations
+
+
+def _converse(tables: Tables, number: int, at_root: int, file_bytes: int, clients: str) -> None:
+    root = namespace(f"fingerprint {at_root}")
+    turns = [_Piece(f"{number} {turn}", [number, *range(turn, turn + TURN_TOKENS - 1)]) for turn in range(CHAIN)]
+    _grow(tables, root, [_system(at_root), *turns], file_bytes + number % 9)
+    ends = [SYSTEM_TOKENS + (turn + 1) * TURN_TOKENS for turn in range(CHAIN)]
+    if number % 3 == 0:
+        half = CHAIN // 2
+        _end(tables, f"half {number}", root, turns[half].id, ends[half], number, clients.format(f"half-{number}"))
+    _end(tables, f"whole {number}", root, turns[-1].id, ends[-1], number, clients.format(number))
+
+
+class _Piece:
+    """A segment's name and tokens."""
+
+    def __init__(self, name: str, tokens: list[int]) -> None:
+        self.id, self.tokens = _id(name), tokens
+
+
+def _system(number: int) -> _Piece:
+    return _Piece(f"system {number}", list(range(SYSTEM_TOKENS)))
+
+
+def _grow(tables: Tables, root: bytes, path: list[_Piece], size: int) -> None:
+    """The segments of a path that are not stored yet."""
+    hashes = chain_hashes(root, pack_tokens([token for piece in path for token in piece.tokens]))
+    start, parent = 0, ""
+    for piece in path:
+        end = start + len(piece.tokens)
+        if tables.segment(piece.id) is None:
+            row = SegmentRow(
+                id=piece.id, parent=parent, root=root, model=MODEL, start=start, end=end, bytes_on_disk=size,
+                created=NEWEST,
+            )  # fmt: skip
+            tables.insert_segment(row, pack_tokens(piece.tokens), hashes[blocks_within(start, end)])
+        start, parent = end, piece.id
+
+
+def _end(tables: Tables, name: str, root: bytes, leaf: str, tokens: int, number: int, client: str) -> None:
+    row = SessionRow(
+        id=_id(name)[:12],
+        root=root,
+        model=MODEL,
+        leaf=leaf,
+        tokens=tokens,
+        turn_end=tokens,
+        turn_digest=bytes(16),
+        turn_segment=leaf,
+        created=NEWEST - 5000,
+        last_used=NEWEST - number,
+        client=client,
+    )
+    tables.put_session(row)
+
+
+def _id(name: str) -> str:
+    return hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()

@@ -1,0 +1,153 @@
+"""What is stored, added up: runs of segments, subtrees, what conversations share; and requests by time."""
+
+import pytest
+
+from warmline_proxy.census import Census, census
+from warmline_proxy.history import BUCKETS_MAX, DAY_S, HOUR_S, MINUTE_S, history
+from warmline_proxy.rows import CheckpointRow, RequestRecord, SegmentRow, SessionRow, Snapshot, Usage
+
+ROOT, OTHER = bytes(16), bytes([1]) * 16
+NOW = 1_700_000_000.0
+
+
+def segment(name: str, parent: str, start: int, end: int, size: int, root: bytes = ROOT, **more: object) -> SegmentRow:
+    row = SegmentRow(id=name, parent=parent, root=root, model="m", start=start, end=end, bytes_on_disk=size)
+    for field, value in more.items():
+        setattr(row, field, value)
+    return row
+
+
+def session(name: str, leaf: str, used: float = 0.0) -> SessionRow:
+    return SessionRow(
+        id=name,
+        root=ROOT,
+        model="m",
+        leaf=leaf,
+        tokens=1,
+        turn_end=1,
+        turn_digest=bytes(16),
+        turn_segment="",
+        created=0.0,
+        last_used=used,
+    )
+
+
+def counted(segments: list[SegmentRow], sessions: list[SessionRow], **more: dict[str, object]) -> Census:
+    parts = {"checkpoints": {}, "quarantined": {}, "usage": {}, **more}
+    named = {row.id: row for row in segments}
+    return census(Snapshot(segments=named, sessions={row.id: row for row in sessions}, **parts))  # type: ignore[arg-type]
+
+
+def test_segments_in_a_row_are_one_run_up_to_a_branch() -> None:
+    found = counted(
+        [
+            segment("a", "", 0, 10, 1),
+            segment("b", "a", 10, 20, 2),
+            segment("c", "b", 20, 30, 4),
+            segment("d", "b", 15, 40, 8),
+            segment("e", "d", 40, 50, 16),
+        ],
+        [session("long", "e"), session("short", "c")],
+    )
+    (root,) = found.roots
+    (stem,) = root.children
+    assert (stem.id, stem.segments, stem.start, stem.end, stem.bytes_own) == ("a", ["a", "b"], 0, 20, 3)
+    assert [(run.id, run.segments, run.start, run.bytes_below) for run in stem.children] == [
+        ("d", ["d", "e"], 15, 24),
+        ("c", ["c"], 20, 4),
+    ], "the heaviest first"
+    assert (root.bytes_below, root.segments_below, root.sessions_below, root.end) == (31, 5, 2, 50)
+    assert found.run_of["e"].path() == [root, stem, stem.children[0]]
+    assert [run.place for run in stem.children] == [0, 1]
+
+
+def test_a_run_ends_where_a_conversation_does_and_where_its_parent_is_left_early() -> None:
+    ended = counted(
+        [segment("a", "", 0, 10, 1), segment("b", "a", 10, 20, 1)], [session("old", "a", 1), session("new", "a", 2)]
+    )
+    (run,) = ended.roots[0].children
+    assert run.segments == ["a"] and [row.id for row in run.ending] == ["new", "old"]
+    early = counted([segment("a", "", 0, 10, 1), segment("b", "a", 5, 20, 1)], [])
+    assert early.roots[0].children[0].segments == ["a"]
+
+
+def test_what_conversations_share_and_what_is_theirs_alone() -> None:
+    found = counted(
+        [segment("a", "", 0, 10, 100), segment("b", "a", 10, 20, 20), segment("c", "a", 10, 20, 3, pinned=True)],
+        [session("one", "b"), session("two", "c"), session("inner", "a"), session("lost", "nowhere")],
+        checkpoints={"k": CheckpointRow(id="k", segment="b", position=12, bytes_on_disk=7)},
+    )
+    one, two, inner = (found.conversations[name] for name in ("one", "two", "inner"))
+    assert (one.bytes_path, one.bytes_alone, one.segments) == (127, 27, 2)
+    assert (two.bytes_path, two.bytes_alone, two.pinned) == (103, 3, False)
+    assert (inner.bytes_path, inner.bytes_alone) == (100, 0)
+    assert found.conversations["lost"].bytes_path == 0
+
+
+def test_a_run_counts_its_most_used_segment_and_is_pinned_whole_or_not() -> None:
+    segments = [segment("a", "", 0, 10, 1, pinned=True), segment("b", "a", 10, 20, 1, created=7.0)]
+    found = counted(segments, [], usage={"a": Usage(hits=3, last_used=5.0), "b": Usage(hits=9)})
+    run = found.runs["a"]
+    assert (run.hits, run.last_used, run.pinned) == (9, 7.0, False)
+
+
+def test_namespaces_are_apart_and_a_tree_without_its_top_is_still_shown() -> None:
+    found = counted([segment("a", "", 0, 1, 1), segment("b", "gone", 5, 9, 50, root=OTHER)], [])
+    assert [(root.root, root.bytes_below) for root in found.roots] == [(OTHER.hex(), 50), (ROOT.hex(), 1)]
+
+
+def test_a_long_chain_is_one_run() -> None:
+    count = 5000
+    chain = [segment(str(at), str(at - 1) if at else "", at, at + 1, 1) for at in range(count)]
+    found = counted(chain, [session("s", str(count - 1))])
+    assert len(found.runs) == 2 and found.conversations["s"].segments == count
+
+
+def record(at: float, prompt: int = 10, cached: int = 0, ttft_s: float = 0.0) -> RequestRecord:
+    return RequestRecord(
+        id="r",
+        at=at,
+        endpoint="chat",
+        client_model="m",
+        outcome="ok",
+        source="cold",
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        ttft_s=ttft_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("span_s", "width_s"),
+    [
+        (0, MINUTE_S),
+        (40 * MINUTE_S, MINUTE_S),
+        (3 * HOUR_S, 5 * MINUTE_S),
+        (20 * DAY_S, 12 * HOUR_S),
+        (30_000 * DAY_S, 30 * DAY_S),
+    ],
+)
+def test_buckets_are_few_and_as_narrow_as_that_allows(span_s: int, width_s: int) -> None:
+    found = history([record(NOW), record(NOW - span_s)], NOW)
+    assert found.width_s == width_s and 1 <= len(found.buckets) <= BUCKETS_MAX
+    assert sum(bucket.requests for bucket in found.buckets) == found.requests == 2
+    starts = [bucket.at for bucket in found.buckets]
+    assert starts == [starts[0] + number * width_s for number in range(len(starts))] and starts[-1] <= NOW
+    assert all(start % width_s == 0 for start in starts)
+
+
+def test_what_was_reused_and_how_fast() -> None:
+    records = [
+        record(NOW, 100, 0, ttft_s=4.0),
+        record(NOW, 100, 80, ttft_s=0.1),
+        record(NOW, 200, 160, ttft_s=0.3),
+        record(NOW, 10, 5),
+    ]
+    found = history(records, NOW)
+    assert (found.hits, found.prompt_tokens, found.cached_tokens) == (3, 410, 245)
+    assert (found.ttft_warm_s, found.ttft_cold_s) == (0.2, 4.0)
+
+
+def test_no_requests_and_requests_of_the_future() -> None:
+    assert history([], NOW).requests == 0 and len(history([], NOW).buckets) == 1
+    assert history([record(NOW + DAY_S)], NOW).buckets[-1].requests == 1
