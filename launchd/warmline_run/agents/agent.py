@@ -98,7 +98,7 @@ def _check(config: Config, name: str) -> None:
     if config.origin["client_key"].source == SETTINGS["client_key"].variable:
         raise ConfigurationError(
             "the client key is in WARMLINE_CLIENT_KEY, which an agent does not see, and its file is no place for a "
-            "secret: write client_key into warmline.toml in the home, and unset the variable"
+            "secret: unset the variable, and use `cachectl key add`, or write client_key into warmline.toml in the home"
         )
     for setting in FOLDER_SETTINGS:
         value, source = str(config[setting]), config.origin[setting].source
