@@ -13,9 +13,9 @@ from harness import Pair, on_loop, pair
 from scraped import Scraped
 from warmline_proxy import gauges
 from warmline_proxy.app import LIVES, drain
-from warmline_proxy.errors import ClientError, bad_request, error_body
+from warmline_proxy.errors import ClientError, bad_request, cancelled, error_body, timed_out, unavailable
 from warmline_proxy.index import IndexFailure
-from warmline_proxy.metrics import CODES_MAX, Metrics
+from warmline_proxy.metrics import CODES_MAX, Metrics, ended_by
 from warmline_proxy.plan import Costs, Prompt, Running, decide
 from warmline_proxy.rows import Match, RequestRecord
 from warmline_wire.messages import HEADER_REQUEST, Rate
@@ -320,6 +320,21 @@ async def test_a_proxy_that_stops(tmp_path: Path) -> None:
         await drain(proxy.app)
         assert (await asking).status == 503
         assert await ended(proxy) == {("decode", "shutdown"): 1}
+
+
+@pytest.mark.parametrize(
+    ("reason", "by"),
+    [
+        (cancelled("by DELETE"), "delete"),
+        (cancelled("another has failed", by="choice"), "choice"),
+        (timed_out("nobody reads it", "client_too_slow"), "slow_reader"),
+        (unavailable("it is being stopped", "shutting_down"), "shutdown"),
+        (unavailable("for another reason"), "other"),
+        (ClientError(500, b"no JSON"), "other"),
+    ],
+)
+def test_who_has_ended_it(reason: ClientError, by: str) -> None:
+    assert ended_by(reason) == by
 
 
 @on_loop
