@@ -162,6 +162,15 @@ async def test_nobody_starts_from_what_another_had_computed(tmp_path: Path) -> N
 
 
 @on_loop
+async def test_those_who_share_start_from_what_any_of_them_had_computed(tmp_path: Path) -> None:
+    async with pair(tmp_path, share_cache=True) as proxy:
+        one, two = (keys_file.add(proxy.home, name).key for name in ("one", "two"))
+        assert await asked(proxy, one) == ("cold 0", 0)
+        assert (await asked(proxy, two))[0].startswith("resident")
+        assert [each.key for each in await proxy.settled()] == ["two", "one"]
+
+
+@on_loop
 async def test_a_new_proxy_adopts_what_is_in_memory_for_its_own_tenant(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         one, two = (keys_file.add(proxy.home, name).key for name in ("one", "two"))

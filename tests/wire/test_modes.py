@@ -1,0 +1,60 @@
+"""A home that was copied, restored or made carelessly is its owner's alone after a start."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from warmline_wire import disk
+from warmline_wire.home import Home
+from warmline_wire.modes import tighten
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """Open to all, with something in each corner."""
+    home = Home(tmp_path / "home")
+    home.prepare()
+    home.secret()
+    for path in (home.keys, home.lock, home.segment_file("ab" * 16), home.index / "index.mdb", home.run / "proxy.pid"):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    for path in (home.root, *home.root.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return home
+
+
+def open_to_others(home: Home) -> list[str]:
+    paths = (home.root, *home.root.rglob("*"))
+    return sorted(path.name for path in paths if stat.S_IMODE(path.lstat().st_mode) & 0o077)
+
+
+def test_all_of_it_is_tightened_and_said_once(home: Home) -> None:
+    count = len(open_to_others(home))
+    said = str(tighten(home))
+    assert open_to_others(home) == [] and stat.S_IMODE(home.segments.stat().st_mode) == 0o700
+    assert said == f"{count} files and folders were open to others, such as {home.root}: now they are private"
+    assert str(tighten(home)) == ""
+
+
+def test_what_is_not_ours_is_left_alone_and_told(home: Home, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o755)
+    (home.models / "linked").symlink_to(elsewhere)
+    (home.root / "holiday.jpg").touch(0o644)
+    said = str(tighten(home))
+    assert open_to_others(home) == ["holiday.jpg", "home", "linked"]
+    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o755
+    assert said.endswith(f"open to others, and left so: {home.root} (it holds other things, too)")
+
+
+def test_what_can_not_be_tightened_is_told(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, mode: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(disk, "set_mode", refuse)
+    assert "left so: " in str(tighten(home)) and "(Operation not permitted)" in str(tighten(home))
+
+
+def test_there_may_be_no_home(tmp_path: Path) -> None:
+    assert str(tighten(Home(tmp_path / "none"))) == ""
