@@ -17,6 +17,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import msgspec
 
 from warmline_cachectl import configured
+from warmline_cachectl.behind import forget_in_backend
 from warmline_proxy.gc import collect
 from warmline_proxy.index import Index, IndexFailure, IndexReader, NoIndex
 from warmline_proxy.index_probe import is_readable
@@ -82,9 +83,14 @@ def check_readable(home: Home) -> None:
 
 def purge(home: Home, request: PurgeRequest) -> PurgeReply:
     """Raises CannotDo."""
-    return changed(
-        home, "/warmline/purge", request, PurgeReply, CHANGE_TIMEOUT_S, lambda index: purge_index(index, request)
-    )
+
+    def here(index: Index) -> PurgeReply:
+        reply = purge_index(index, request)
+        if not request.dry_run and (why := forget_in_backend(home)):
+            raise Refused(f"it is gone from the disk, but {why}")
+        return reply
+
+    return changed(home, "/warmline/purge", request, PurgeReply, CHANGE_TIMEOUT_S, here)
 
 
 def pin(home: Home, request: PinRequest) -> PinReply:

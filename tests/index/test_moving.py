@@ -95,6 +95,8 @@ def test_what_is_stored_already_is_skipped(index: Index, other: Index) -> None:
     assert again.session == told.session
     row = other.session(told.session)
     assert row is not None and row.requests == 1 + 3, "it is not counted again"
+    save(other, [*TALK, *range(50)], client="mine")
+    assert imported(other, data).session == told.session and len(other.sessions()) == 1, "nor where it went on"
 
 
 def test_it_hangs_where_another_conversation_leaves_off(index: Index, other: Index) -> None:

@@ -88,7 +88,8 @@ def import_archive(
     for _ in range(TRIES_MAX):
         plan = _begin(index, manifest, headers, root)
         if plan is None:
-            session = index.note_session(root, manifest.tokens, _update(manifest, 0))
+            session = _went_on(index, manifest, root)
+            session = session or index.note_session(root, manifest.tokens, _update(manifest, 0))
             return _finish(index, manifest, root, _imported(manifest, session))
         with _aborted(index, plan):
             reply = _write(index, archive, headers, plan, lambda done, of: progress(whole + done, whole + of))
@@ -105,6 +106,20 @@ def _check_fingerprint(manifest: Manifest, known: Known, anyway: bool) -> None:
         f"it was made with {manifest.model}, fingerprint {manifest.fingerprint[:SHOWN]}, and {known.what}: nothing "
         "here can use it; to store it for when that very model is served, say --anyway"
     )
+
+
+def _went_on(index: Index, manifest: Manifest, root: bytes) -> str:
+    """The conversation that has all of these tokens already, and maybe more; "" where none has."""
+    chain = index.match(root, manifest.tokens, manifest.count).chain
+    if not chain or chain[-1].upto < manifest.count:
+        return ""
+    snapshot, last = index.snapshot(), chain[-1].id
+    for row in sorted(snapshot.sessions.values(), key=lambda row: -row.last_used):
+        path = snapshot.path(row.leaf)
+        leaves_at = [link.start for link in path[1:]] + [row.tokens]
+        if any(link.id == last and end >= manifest.count for link, end in zip(path, leaves_at, strict=True)):
+            return row.id
+    return ""
 
 
 def _update(manifest: Manifest, requests: int) -> SessionUpdate:

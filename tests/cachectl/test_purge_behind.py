@@ -1,0 +1,77 @@
+"""A purge without a proxy, and a backend that is still there: it is told to forget."""
+
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from warmline_cachectl import client
+from warmline_proxy.index import Index
+from warmline_proxy.rows import PurgeRequest
+from warmline_wire.home import Home
+
+
+class Backend(HTTPServer):
+    """Notes what it is asked, and answers with `status`."""
+
+    status = 200
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Asked)
+        self.asked: list[tuple[str, str]] = []
+
+
+class Asked(BaseHTTPRequestHandler):
+    server: Backend
+
+    def do_POST(self) -> None:
+        self.server.asked.append((self.path, self.headers["Authorization"]))
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    home = Home(tmp_path)
+    home.prepare()
+    with Index(home, 1 << 30):
+        return home
+
+
+@pytest.fixture
+def backend(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    with Backend() as backend:
+        thread = threading.Thread(target=backend.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        home.pid_file("backend").write_text(f"{os.getpid()}\n")
+        monkeypatch.setenv("WARMLINE_BACKEND_PORT", str(backend.server_address[1]))
+        yield backend
+        backend.shutdown()
+        thread.join()
+
+
+def test_it_is_told_to_forget(home: Home, backend: Backend) -> None:
+    client.purge(home, PurgeRequest(everything=True, dry_run=True))
+    assert backend.asked == []
+    client.purge(home, PurgeRequest(everything=True))
+    assert backend.asked == [("/kv/forget", f"Bearer {home.secret()}")]
+
+
+def test_one_that_does_not_is_named(home: Home, backend: Backend) -> None:
+    backend.status = 503
+    with pytest.raises(
+        client.Refused, match=rf"gone from the disk, but the backend, process {os.getpid()}, answered 503"
+    ):
+        client.purge(home, PurgeRequest(everything=True))
+
+
+def test_one_that_has_ended_is_not_asked(home: Home, backend: Backend) -> None:
+    home.pid_file("backend").write_text(f"{2**22 + 1}\n")
+    client.purge(home, PurgeRequest(everything=True))
+    assert backend.asked == []
