@@ -1,15 +1,60 @@
-"""A systemctl for tests: records its calls, and remembers which units run; runs nothing.
+"""A systemctl for tests: records its calls, and keeps units as systemd does, but for starting again what failed.
 
-Put on PATH by `fake_managers.User`.  FAKE_MANAGER_THEN says what a unit becomes that is started: "pid N", "exit N".
+Put on PATH by `fake_managers.User`.  FAKE_MANAGER_THEN says what a unit becomes that is started: "run" (its ExecStart,
+with nothing in its environment but what the unit says), "pid N" or "exit N" (nothing is run, and show tells this).
 """
 
 import json
 import os
+import shlex
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 FOLDER = Path(os.environ["FAKE_MANAGER"])
 UNITS = Path(os.environ["HOME"]) / ".config" / "systemd" / "user"
+ENDING_S = 60
+
+
+def run(unit: Path) -> int:
+    """The pid of what the unit says, which nobody waits for: an orphan, that init reaps."""
+    lines = [line.partition("=") for line in unit.read_text().splitlines()]
+    said = {name: value.replace("%%", "%") for name, _, value in lines}
+    environment = [shlex.split(value.replace("%%", "%"))[0] for name, _, value in lines if name == "Environment"]
+    with Path(said["StandardError"].removeprefix("append:")).open("ab") as output:
+        return subprocess.Popen(
+            [word.replace("$$", "$") for word in shlex.split(said["ExecStart"])],
+            env=dict(each.split("=", 1) for each in environment),
+            cwd=said["WorkingDirectory"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            umask=int(said["UMask"], 8),
+            start_new_session=True,
+        ).pid
+
+
+def end(state: Path) -> None:
+    """With its process, if it has one."""
+    kind, _, number = (state.read_text() if state.exists() else "").partition(" ")
+    state.unlink(missing_ok=True)
+    if kind != "run":
+        return
+    with suppress(ProcessLookupError):
+        os.kill(int(number), signal.SIGTERM)
+    until = time.monotonic() + ENDING_S
+    while is_alive(int(number)) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """A process that has ended and that nobody has asked after is none."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def main(user: str, verb: str, *words: str) -> int:
@@ -24,16 +69,18 @@ def main(user: str, verb: str, *words: str) -> int:
     if verb == "show":
         kind, _, number = (state.read_text() if state.exists() else "").partition(" ")
         print(f"LoadState={'loaded' if is_there else 'not-found'}")
-        print(f"MainPID={number if kind == 'pid' else 0}")
+        print(f"MainPID={number if kind in ('pid', 'run') else 0}")
         print(f"ExecMainCode={1 if kind == 'exit' else 0}\nExecMainStatus={number if kind == 'exit' else 0}")
         print(f"ExecMainExitTimestampMonotonic={1 if kind == 'exit' else 0}")
     elif not is_there:
         sys.stderr.write(f"Failed to {verb} unit: Unit file {unit} does not exist.\n")
         return 1
     elif verb == "restart":
-        state.write_text(os.environ["FAKE_MANAGER_THEN"])
+        end(state)
+        then = os.environ.get("FAKE_MANAGER_THEN", "run")
+        state.write_text(f"run {run(UNITS / unit)}" if then == "run" else then)
     elif verb == "disable":
-        state.unlink(missing_ok=True)
+        end(state)
     return 0
 
 
