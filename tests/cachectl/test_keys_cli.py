@@ -1,6 +1,7 @@
 """`cachectl key`: what it prints, where, and its exit codes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from typer.testing import CliRunner, Result
 
 from warmline_cachectl.cli import app
 from warmline_proxy import keys_file
+from warmline_proxy.bodies import BODY_BYTES_MAX
+from warmline_proxy.config import parse
+from warmline_proxy.connections import HEAD_LINE_BYTES_MAX, HEADERS_COUNT_MAX
 from warmline_wire.home import Home
 
 
@@ -68,3 +72,19 @@ def test_what_goes_wrong_is_a_line_and_a_code(home: Home) -> None:
     assert as_json(home, "remove", "two") == {"removed": "two"}
     home.keys.write_text("{")
     assert "is damaged" in key(home, "list", code=3).stderr
+
+
+def test_what_docs_security_tells_to_type_can_be_typed_in_that_order(home: Home) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    typed = re.findall(r"^    cachectl key (.+)$", text, flags=re.MULTILINE)
+    assert {words.split()[0] for words in typed} == {"add", "list", "show", "rotate", "remove"}
+    for words in typed:
+        key(home, *words.split())
+    key(home, *re.findall(r"`cachectl key (show admin)`", text)[0].split())
+    starts = re.findall(r"^    warmline serve (.+)$", text, flags=re.MULTILINE)
+    assert len(starts) == 3
+    for words in starts:
+        settings = parse(["--home", str(home.root), *words.split()], {})
+        assert settings.lan or settings.admin_needs_key
+    limits = [f"{HEAD_LINE_BYTES_MAX:,} bytes", f"| headers | {HEADERS_COUNT_MAX} |", f"{BODY_BYTES_MAX >> 20} MiB"]
+    assert all(limit in text for limit in limits)
