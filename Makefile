@@ -6,6 +6,7 @@
 # make terminal-bench   Terminal-Bench's agent on a pair, in a Python of its own (3.12 or newer: TB_PYTHON=/path/to/it)
 # make setup   only install: .venv with the versions in requirements/
 # make lint    only lint
+# make pytest  only tests
 # make reference  write the table of settings in docs/settings.md anew
 # make cuda    install mlx for an NVIDIA GPU (CUDA 13) in place of the CPU's
 # make lock    choose the newest versions that pyproject.toml allows, and write them to requirements/
@@ -24,15 +25,17 @@ TB_LOCK := requirements/terminal-bench.txt requirements/terminal-bench-itself.tx
 # Where Python may not keep what it has compiled, each start of a pair takes twice as long, and tests start a hundred.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test chaos soak terminal-bench terminal-bench-setup setup cuda lint reference lock clean
+.PHONY: run test pytest chaos soak terminal-bench terminal-bench-setup setup cuda lint reference lock clean
 
 run: setup
 	@$(BIN)/warmline serve $(if $(MODEL),--model "$(MODEL)") $(if $(HOME_DIR),--home "$(HOME_DIR)") \
 		$(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") \
 		$(if $(BACKEND_PORT),--backend-port "$(BACKEND_PORT)") $(ARGS)
 
+test: lint pytest
+
 # As they come: the long ones of a few tests, which would else come last, lie in the middle.
-test: lint
+pytest: setup
 	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: setup

@@ -1,6 +1,7 @@
 """The dashboard against 10,000 segments, behind a proxy whose backend is away, and which is killed itself."""
 
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from warmline_wire.home import Home
 
 LOOKS = (Path(__file__).parent / "looks.js").read_text()
 SEGMENTS = 10_000
+MEMORY = Path("/dev/shm")  # ten thousand files take a disk seconds
 BUDGET_GB = 1.0
 ANSWER_BYTES_MAX = 60_000
 ELEMENTS_MAX = 3000
@@ -41,14 +43,16 @@ class Proxy:
 
 
 @pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    home = Home(tmp_path_factory.mktemp("many") / "home")
-    home.prepare()
-    with Index(home, 1 << 30) as index:
-        fill(index, SEGMENTS)
-    proxy = Proxy(home)
-    yield proxy
-    proxy.kill()
+def proxy(chromium: Chromium) -> Iterator[Proxy]:
+    """Started only where there is a browser."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        home = Home(Path(folder) / "home")
+        home.prepare()
+        with Index(home, 1 << 30) as index:
+            fill(index, SEGMENTS)
+        proxy = Proxy(home)
+        yield proxy
+        proxy.kill()
 
 
 @pytest.fixture

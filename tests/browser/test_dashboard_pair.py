@@ -18,7 +18,8 @@ STEADY = {"role": "system", "content": SYSTEM}
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(chromium: Chromium, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Started only where there is a browser."""
     with Pair(tmp_path_factory.mktemp("dashboard"), tiny_folder("llama")) as pair:
         yield pair
 

@@ -24,7 +24,7 @@ export function setText(element, text) {
 }
 
 export function setAttribute(element, name, value) {
-  if (value === null || value === false) element.removeAttribute(name);
+  if (value === null) element.removeAttribute(name);
   else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, String(value));
 }
 
