@@ -19,7 +19,7 @@ def show(view: dict[str, Any], for_people: Iterable[Any], as_json: bool) -> None
         return
     console = tables.console()
     for part in for_people:
-        console.print(part)
+        console.print(part, soft_wrap=isinstance(part, str))  # a line stays one, for whoever searches it
 
 
 @contextmanager

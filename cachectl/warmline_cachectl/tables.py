@@ -1,6 +1,7 @@
 """The same views for people, no wider than their terminal."""
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -76,6 +77,7 @@ def count(number: int, one: str, many: str = "") -> str:
 
 
 def conversations(view: dict[str, Any]) -> Parts:
+    pinned = any(row["pinned"] for row in view["sessions"])
     columns = [
         Column("session", kind="id"),
         Column("model", 3, "text"),
@@ -87,7 +89,7 @@ def conversations(view: dict[str, Any]) -> Parts:
         Column("hits", 4),
         Column("age", 7),
         Column("idle"),
-        Column("pinned", 1 if any(row["pinned"] for row in view["sessions"]) else 9, "text"),
+        *([Column("pinned", 1, "text")] if pinned else []),
         Column("client", 2, "text"),
     ]
     rows = [
@@ -102,7 +104,7 @@ def conversations(view: dict[str, Any]) -> Parts:
             str(row["hits"]),
             span(row["age_s"]),
             span(row["idle_s"]),
-            "yes" if row["pinned"] else "",
+            *(["yes" if row["pinned"] else ""] if pinned else []),
             row["client"],
         ]
         for row in view["sessions"]
@@ -137,6 +139,7 @@ def quarantine(rows: list[dict[str, Any]]) -> Parts:
 
 def conversation(view: dict[str, Any]) -> Parts:
     yield from conversations({"sessions": [view["session"]], "quarantined": []})
+    pinned = any(row["pinned"] for row in view["path"])
     columns = [
         Column("segment", kind="id"),
         Column("tokens"),
@@ -144,7 +147,7 @@ def conversation(view: dict[str, Any]) -> Parts:
         Column("prefill", 4),
         Column("hits", 3),
         Column("shared", 2, "text"),
-        Column("pinned", 1 if any(row["pinned"] for row in view["path"]) else 5, "text"),
+        *([Column("pinned", 1, "text")] if pinned else []),
         Column("checkpoints at", 1, "text"),
     ]
     rows = [
@@ -155,7 +158,7 @@ def conversation(view: dict[str, Any]) -> Parts:
             f"{row['prefill_s']:.1f} s",
             str(row["hits"]),
             "yes" if row["shared"] else "",
-            "yes" if row["pinned"] else "",
+            *(["yes" if row["pinned"] else ""] if pinned else []),
             ", ".join(f"{state['position']:,}" for state in row["checkpoints"]),
         ]
         for row in view["path"]
@@ -302,6 +305,8 @@ def collected(reply: GcReply) -> Parts:
 def _text(name: str, value: Any) -> str:
     if name.startswith("bytes"):
         return size(value)
+    if name in ("created", "last_used", "at") and isinstance(value, float):
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
     if name.endswith("_share"):
         return f"{value:.1%}"
     if name.endswith("_s") and isinstance(value, float):

@@ -21,7 +21,6 @@ from warmline_run.settings import SETTINGS
 app = typer.Typer(
     help="A caching proxy in front of an MLX model: what was prefilled once is never prefilled again.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

