@@ -11,6 +11,7 @@ from warmline_cachectl.columns import printable
 from warmline_cachectl.tables import console, span
 from warmline_proxy.comparing import Comparison
 from warmline_proxy.explaining import ExplainReply, Side, Where
+from warmline_proxy.partings import AFTER_TOKENS
 
 COLUMNS_WIDTH_MIN = 100  # narrower terminals get one text below the other
 # Around what differs, where there is no colour to say so.
@@ -105,7 +106,8 @@ def _text(side: Side, out: Console, where: Where) -> Text:
         marked = printable(side.text[start:end])
         text.append(marked, MARKED) if coloured else text.append(f"{OPENS}{marked}{CLOSES}")
         at = end
-    return text.append(printable(side.text[at:]) + " …")
+    goes_on = len(side.tokens) >= where.token - where.begins + AFTER_TOKENS
+    return text.append(printable(side.text[at:]) + (" …" if goes_on else ""))
 
 
 def _ids(side: Side, where: Where) -> Text:

@@ -6,10 +6,12 @@ import msgspec
 import pytest
 from index_helpers import LAYOUT, MODEL, ROOT, files_on_disk, matched, save, why, write_plan
 
+from warmline_proxy import index_walk
 from warmline_proxy.causes import cause_of
 from warmline_proxy.comparing import compare, stored
 from warmline_proxy.explaining import LAST, UnknownRequest, explain, find, fingerprint_of, with_texts
 from warmline_proxy.index import Index
+from warmline_proxy.index_tables import Tables
 from warmline_proxy.purge import purge
 from warmline_proxy.rows import Parting, PurgeRequest, RequestRecord, SessionUpdate
 from warmline_wire.keys import namespace, pack_tokens, unpack_tokens
@@ -49,6 +51,23 @@ def test_a_match_tells_what_stands_where_a_prompt_differs(index: Index) -> None:
     assert unpack_tokens(index.tokens_from(row.parent, 140, 70))[:10] == PROMPT[140:150]
     same = index.match(ROOT, pack_tokens([*PROMPT, 5]), 201)
     assert (same.tokens, same.beside, same.beside_in) == (200, b"", "")
+
+
+def test_a_difference_in_a_long_prompt_costs_a_read_more(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the prompt's length: planning waits for it."""
+    for end in range(1000, 9000, 1000):
+        save(index, range(end), may_replace=False)
+    reads: list[str] = []
+    tokens = Tables.tokens
+    monkeypatch.setattr(Tables, "tokens", lambda tables, row: reads.append(row) or tokens(tables, row))
+    prompt = pack_tokens([*range(7500), 1, 2])
+    match = index.match(ROOT, prompt, 7502)
+    assert unpack_tokens(match.beside) == list(range(7500, 7500 + index_walk.BESIDE_TOKENS))
+    count = len(reads)
+    monkeypatch.setattr(index_walk, "_beside", lambda *_: ("", b""))
+    reads.clear()
+    assert index.match(ROOT, prompt, 7502).beside == b""
+    assert len(reads) == count - 1
 
 
 def test_what_was_evicted_is_said_to_be(index: Index) -> None:
