@@ -55,18 +55,18 @@ def test_a_match_tells_what_stands_where_a_prompt_differs(index: Index) -> None:
 
 def test_a_difference_in_a_long_prompt_costs_a_read_more(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the prompt's length: planning waits for it."""
-    for end in range(1000, 9000, 1000):
+    for end in range(500, 2500, 500):
         save(index, range(end), may_replace=False)
     reads: list[str] = []
     tokens = Tables.tokens
     monkeypatch.setattr(Tables, "tokens", lambda tables, row: reads.append(row) or tokens(tables, row))
-    prompt = pack_tokens([*range(7500), 1, 2])
-    match = index.match(ROOT, prompt, 7502)
-    assert unpack_tokens(match.beside) == list(range(7500, 7500 + index_walk.BESIDE_TOKENS))
+    prompt = pack_tokens([*range(1700), 1, 2])
+    match = index.match(ROOT, prompt, 1702)
+    assert unpack_tokens(match.beside) == list(range(1700, 1700 + index_walk.BESIDE_TOKENS))
     count = len(reads)
     monkeypatch.setattr(index_walk, "_beside", lambda *_: ("", b""))
     reads.clear()
-    assert index.match(ROOT, prompt, 7502).beside == b""
+    assert index.match(ROOT, prompt, 1702).beside == b""
     assert len(reads) == count - 1
 
 
