@@ -51,7 +51,7 @@ app = typer.Typer()
     rich_help_panel=CHANGING,
     epilog=examples(
         "cachectl export SESSION talk.warmline",
-        "cachectl export SESSION - | ssh there cachectl import -",
+        "cachectl export SESSION talk.warmline --force  # overwrite what was exported earlier",
     ),
 )
 def export(
@@ -83,7 +83,7 @@ def export(
     name="import",
     short_help="Store what was exported.",
     rich_help_panel=CHANGING,
-    epilog=examples("cachectl import talk.warmline", "cachectl import talk.warmline --key laptop"),
+    epilog=examples("cachectl import talk.warmline", "cachectl import talk.warmline --json"),
 )
 def import_(
     file: Annotated[str, typer.Argument(help="What `cachectl export` wrote; - for standard input.")],
@@ -151,7 +151,8 @@ def _counted(parts: Iterator[bytes], progress: Callable[[int], None]) -> Iterato
 
 def _exported(told: Exported, where: str) -> str:
     what = f"{tables.count(told.segments, 'segment')} and {tables.count(told.checkpoints, 'checkpoint')}"
-    return f"exported {told.tokens} tokens of {told.model} in {what}: {tables.size(told.bytes_count)} to {where}"
+    tokens, size = tables.count(told.tokens, "token"), tables.size(told.bytes_count)
+    return f"exported {tokens} of {told.model} in {what}: {size} to {where}"
 
 
 # ---- import
@@ -219,10 +220,10 @@ def _import_here(index: Index, request: ImportRequest, quiet: bool) -> Imported:
 
 def _stored(told: Imported) -> str:
     if not told.segments and not told.checkpoints:
-        return f"all {told.tokens} tokens of {told.model} are stored already, as session {told.session}"
+        return f"all {tables.count(told.tokens, 'token')} of {told.model} are stored already, as session {told.session}"
     what = f"{tables.count(told.segments, 'segment')} and {tables.count(told.checkpoints, 'checkpoint')}"
-    known = f", {told.tokens_known} of them were stored already" if told.tokens_known else ""
+    known = f", {told.tokens_known:,} of them were stored already" if told.tokens_known else ""
     return (
-        f"imported {told.tokens} tokens of {told.model} as session {told.session}{known}: "
+        f"imported {tables.count(told.tokens, 'token')} of {told.model} as session {told.session}{known}: "
         f"{what}, {tables.size(told.bytes_written)}"
     )
