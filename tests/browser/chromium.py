@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,6 +61,7 @@ class Chromium:
     def __init__(self) -> None:
         self._profile = tempfile.TemporaryDirectory(prefix="warmline-chromium-", ignore_cleanup_errors=True)
         self.events: list[dict[str, Any]] = []
+        self.reactions: dict[str, Callable[[Any], object]] = {}  # by method; called as its events come
         self._buffer = b""
         self._number = 0
         reads, self._to = _pipe()
@@ -95,15 +98,22 @@ class Chromium:
 
     def call(self, method: str, **parameters: Any) -> Any:
         """Raises AssertionError where the browser refuses."""
+        number = self.send(method, **parameters)
+        while (answer := self._next()).get("id") != number:
+            self.events.append(answer)
+            if react := self.reactions.get(answer.get("method", "")):
+                react(answer["params"])
+        assert "error" not in answer, f"{method}: {answer['error']}"
+        return answer["result"]
+
+    def send(self, method: str, **parameters: Any) -> int:
+        """Without waiting for the answer, which this number has."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
         os.write(self._to, json.dumps(message).encode() + b"\0")
-        while (answer := self._next()).get("id") != self._number:
-            self.events.append(answer)
-        assert "error" not in answer, f"{method}: {answer['error']}"
-        return answer["result"]
+        return self._number
 
     def _next(self) -> Any:
         limit = time.monotonic() + WAIT_S
@@ -119,6 +129,25 @@ class Chromium:
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
+
+    @contextmanager
+    def typing(self, password: str) -> Iterator[list[str]]:
+        """Whenever the browser asks for a password it gets this one; what URLs asked."""
+        asked: list[str] = []
+
+        def answer(event: Any) -> None:
+            asked.append(event["request"]["url"])
+            said = {"response": "ProvideCredentials", "username": "owner", "password": password}
+            self.send("Fetch.continueWithAuth", requestId=event["requestId"], authChallengeResponse=said)
+
+        def go_on(event: Any) -> None:
+            self.send("Fetch.continueRequest", requestId=event["requestId"])
+
+        self.reactions = {"Fetch.authRequired": answer, "Fetch.requestPaused": go_on}
+        self.call("Fetch.enable", handleAuthRequests=True)
+        yield asked
+        self.call("Fetch.disable")
+        self.reactions = {}
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page, awaited; raises AssertionError with what it throws."""

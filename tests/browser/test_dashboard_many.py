@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from chromium import Chromium
 from many_segments import CHAIN, fill
 from processes import Running, free_port
 from warmline_proxy.index import Index
+from warmline_proxy.index_tables import REQUESTS_MAX
+from warmline_proxy.keys_file import ADMIN, ensure
+from warmline_proxy.rows import RequestRecord
 from warmline_wire.home import Home
 
 LOOKS = (Path(__file__).parent / "looks.js").read_text()
@@ -25,11 +29,11 @@ FOCUSED = "document.activeElement.firstChild.textContent"
 class Proxy:
     """On one port, however often it is started."""
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, *flags: str) -> None:
         port = str(free_port())
         self.url = f"http://127.0.0.1:{port}"
         self._command = [sys.executable, "-m", "warmline_proxy", "--home", str(home.root), "--port", port]
-        self._command += ["--backend-url", "http://127.0.0.1:9", "--disk-budget-gb", str(BUDGET_GB)]
+        self._command += ["--backend-url", "http://127.0.0.1:9", "--disk-budget-gb", str(BUDGET_GB), *flags]
         self.running = self.start()
 
     def start(self) -> Running:
@@ -42,6 +46,34 @@ class Proxy:
         self.running.process.wait()
 
 
+def remember(index: Index) -> None:
+    """As many requests as are kept, one every two minutes, the last one now; each went on with a conversation."""
+    sources, now = ("resident", "restored", "cold"), time.time()
+    sessions = [row.id for row in index.sessions()]
+    for number in range(REQUESTS_MAX):
+        source = sources[number % 3]
+        index.record(
+            RequestRecord(
+                id=f"{number:024x}",
+                at=now - 120 * (REQUESTS_MAX - 1 - number),
+                endpoint="chat",
+                client_model="any/name",
+                session=sessions[number],
+                outcome="ok",
+                source=source,
+                why_not_warmer="nothing stored" if source == "cold" else f"stored up to token {100 + number}",
+                prompt_tokens=1000 + number,
+                cached_tokens=0 if source == "cold" else 100 + number,
+                queue_s=0.1,
+                restore_s=0.2 if source == "restored" else 0.0,
+                prefill_s=2.0 if source == "cold" else 0.5,
+                decode_s=1.0 + number % 7,
+                ttft_s=2.5 if source == "cold" else 0.7,
+                total_s=4.0 + number % 7,
+            )
+        )
+
+
 @pytest.fixture(scope="module")
 def proxy(chromium: Chromium) -> Iterator[Proxy]:
     """Started only where there is a browser."""
@@ -50,6 +82,7 @@ def proxy(chromium: Chromium) -> Iterator[Proxy]:
         home.prepare()
         with Index(home, 1 << 30) as index:
             fill(index, SEGMENTS)
+            remember(index)
         proxy = Proxy(home)
         yield proxy
         proxy.kill()
@@ -144,3 +177,42 @@ def test_a_page_that_nobody_sees_asks_for_nothing(browser: Chromium, proxy: Prox
     assert [url for url in browser.asked_for() if "/warmline/" in url] == []
     browser.run("delete document.visibilityState; document.dispatchEvent(new Event('visibilitychange'))")
     browser.wait("Number(document.documentElement.dataset.asked) >= 1")
+
+
+def test_a_thousand_requests_are_turned_over_page_by_page(page: Chromium, screenshots: Path) -> None:
+    reasons = "[...document.querySelectorAll('.row .reason')].map((each) => each.textContent)"
+    page.wait("document.querySelectorAll('.row').length === 25")
+    assert page.run("document.querySelector('#requests-count').textContent") == "1,000 kept"
+    assert page.run(f"{reasons}.slice(0, 2)") == ["stored up to token 1099", "nothing stored"]
+    assert page.run("document.querySelector('#requests-back').disabled")
+    page.run("document.querySelector('#requests-on').click()")
+    page.wait(f"{reasons}[1] === 'stored up to token 1073'")
+    page.run("document.querySelector('#newer').click()")
+    page.wait(f"{reasons}[0] === 'stored up to token 1099'")
+    assert page.run("document.querySelector('#reuse-span').textContent") == "of the last 1,000 requests"
+    assert page.run("document.querySelector('#figures dd:nth-of-type(1)').textContent").endswith(" %")
+    bars = page.run("document.querySelectorAll('#chart g').length")
+    assert bars == page.run("document.querySelectorAll('#chart-rows tr').length") and 12 < bars <= 48
+    widths = page.run(
+        "[...document.querySelectorAll('.row')[0].querySelectorAll('.bar i')].map((each) => each.style.width)"
+    )
+    assert [round(float(width.removesuffix("%")) * 9.1 / 100, 1) for width in widths] == [0.1, 0.0, 0.5, 6.0]
+    for width in (360, 1280):
+        page.show(width, 800)
+        assert page.run("looks.wide()") == page.run("looks.faint()") == []
+        page.picture(screenshots / f"thousands-{width}.png")
+
+
+def test_the_admin_key_opens_the_page_and_all_that_it_asks(browser: Chromium, tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    home.prepare()
+    key = ensure(home, ADMIN).key
+    proxy = Proxy(home, "--admin-needs-key")
+    try:
+        with browser.typing(key) as asked:
+            browser.open(f"{proxy.url}/admin")
+            browser.wait("Number(document.documentElement.dataset.asked) >= 1")
+        assert asked == [f"{proxy.url}/admin"], "asked once, for the page"
+        assert browser.complaints() == []
+    finally:
+        proxy.kill()
