@@ -106,11 +106,6 @@ def find(entries: Sequence[KeyEntry], name: str) -> KeyEntry:
     raise NoSuchKey(f"there is no key {name!r}; there are {names}" if name else f"which one? there are {names}")
 
 
-def tenant_named(home: Home, name: str) -> str:
-    """Whose conversations the holder of the key called `name` meets.  Raises NoSuchKey, KeysUnusable."""
-    return find([each for each in read(home) if each.kind == CLIENT], name).tenant
-
-
 def add(home: Home, name: str) -> KeyEntry:
     """A new client's key.  Raises KeysUnusable, also where the name is taken."""
     check_name(name)

@@ -66,9 +66,6 @@ def test_without_a_name_the_only_key_is_meant_or_the_default(home: Home) -> None
         keys_file.find(keys_file.read(home), "")
     default = keys_file.add(home, "default")
     assert keys_file.find(keys_file.read(home), "") == default
-    assert keys_file.tenant_named(home, "first") == first.tenant
-    with pytest.raises(NoSuchKey):
-        keys_file.tenant_named(home, ADMIN)
 
 
 def test_what_several_change_at_once_is_all_there(home: Home) -> None:
