@@ -1,5 +1,6 @@
 """What `cachectl doctor` looks at before it judges: the home, the index, the proxy, the machine.  Changes nothing."""
 
+import ipaddress
 import os
 import resource
 import shutil
@@ -16,7 +17,6 @@ from typing import Any
 
 from warmline_cachectl import client, configured
 from warmline_proxy import keys_file
-from warmline_proxy.config import is_loopback
 from warmline_proxy.index import IndexFailure, IndexReader
 from warmline_proxy.index_files import too_open
 from warmline_proxy.index_probe import is_readable
@@ -132,8 +132,16 @@ def _settings(home: Home) -> Settings:
         stabilize=configured.setting(home, "stabilize", ""),
         key_in_settings=bool(configured.setting(home, "client_key", "")),
         disk_budget_bytes=configured.disk_budget_bytes(home),
-        on_loopback=is_loopback(host) and not lan,
+        on_loopback=_is_loopback(host) and not lan,
     )
+
+
+def _is_loopback(host: str) -> bool:
+    """As the proxy's `config.is_loopback`, which would bring a server and a client library along."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _open(home: Home) -> list[tuple[Path, int]]:

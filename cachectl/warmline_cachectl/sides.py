@@ -11,7 +11,7 @@ from warmline_cachectl.columns import printable
 from warmline_cachectl.tables import console, span
 from warmline_proxy.comparing import Comparison
 from warmline_proxy.explaining import ExplainReply, Side, Where
-from warmline_proxy.partings import AFTER_TOKENS
+from warmline_proxy.rows import AFTER_TOKENS
 
 COLUMNS_WIDTH_MIN = 100  # narrower terminals get one text below the other
 # Around what differs, where there is no colour to say so.

@@ -4,8 +4,7 @@ import msgspec
 
 from warmline_proxy.explaining import Side, Where
 from warmline_proxy.index import IndexReader
-from warmline_proxy.partings import AFTER_TOKENS, BEFORE_TOKENS
-from warmline_proxy.rows import RequestRecord
+from warmline_proxy.rows import AFTER_TOKENS, BEFORE_TOKENS, RequestRecord
 from warmline_proxy.side_by_side import differences
 from warmline_wire.keys import TOKEN_BYTES, common_prefix, unpack_tokens
 

@@ -17,14 +17,13 @@ from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.life import Life
 from warmline_proxy.mirror import Mirror
 from warmline_proxy.plan import Plan, place
-from warmline_proxy.rows import Match, Parting
+from warmline_proxy.rows import AFTER_TOKENS, BEFORE_TOKENS, Match, Parting
 from warmline_proxy.upstream import Upstream, UpstreamError
 from warmline_wire.keys import TOKEN_BYTES
 from warmline_wire.messages import PromptReply
 
 log = logging.getLogger(__name__)
 
-BEFORE_TOKENS, AFTER_TOKENS = 32, 96
 SOUGHT_TOKENS = 16  # of the prompt, in what is known further on
 LOOKED_THROUGH_TOKENS_MAX = 262_144
 PATIENCE_S = 1.0  # of a request that is over, until its parting is looked into

@@ -86,6 +86,9 @@ class TurnRow(msgspec.Struct, kw_only=True):
     at: float  # Unix seconds
 
 
+BEFORE_TOKENS, AFTER_TOKENS = 32, 96  # what a parting shows on both sides of its place
+
+
 class Parting(msgspec.Struct, kw_only=True):
     """Where a prompt left the longest that was known of it, with what stands there on both sides.
 

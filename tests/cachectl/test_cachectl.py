@@ -128,7 +128,8 @@ def test_purge_says_what_would_go_and_then_does_it(home: Home) -> None:
         assert index.verify(deep=True) == []
     assert run(home, "purge", "--older-than", "7d", "--yes").returncode == 1
     assert run(home, "purge", "--model", "other", "--yes").returncode == 1
-    assert answer(home, "purge", "--all", "--yes")["quarantined"]
+    assert len(done["quarantined"]) == 1, "which conversation it was of is not known, so it goes with any of its model"
+    assert answer(home, "purge", "--all", "--yes")["segments"]
     assert answer(home, "inspect") == {"sessions": [], "quarantined": []}
 
 

@@ -105,6 +105,17 @@ def test_later_looks_know_them_since_the_last() -> None:
     assert speeds == [150.0, 10.0, 0.0]
 
 
+def test_the_names_in_its_json_stay() -> None:
+    view = top_view.snapshot(status(100.0, live()), RECORDS)
+    names = "at model backend persistence running queued settling connections requests engine memory disk reuse"
+    assert set(view) == set(names.split())
+    names = (
+        "id client_model client_session phase source age_s queue_s ttft_s prompt_tokens reused_tokens prefilled_tokens "
+        "spoken progress tokens_per_s"
+    )
+    assert set(view["requests"][0]) == set(names.split())
+
+
 def test_the_screen_shows_it_within_its_width() -> None:
     text = text_of(top_view.snapshot(status(100.0, live()), RECORDS))
     for told in ("glm, up", "1 running, 2 waiting, 1 being saved", "31.0 GB of 50.0 GB", "45% of the prompts"):

@@ -8,9 +8,9 @@ from harness import Pair, on_loop, pair
 
 from warmline_proxy.life import Life
 from warmline_proxy.mirror import Mirror
-from warmline_proxy.partings import AFTER_TOKENS, BEFORE_TOKENS, Partings, parting, stands_in
+from warmline_proxy.partings import Partings, parting, stands_in
 from warmline_proxy.plan import COLD, Plan
-from warmline_proxy.rows import Match, Parting
+from warmline_proxy.rows import AFTER_TOKENS, BEFORE_TOKENS, Match, Parting
 from warmline_proxy.trace import Trace
 from warmline_wire.messages import MessageEnd, PromptReply
 

@@ -1,0 +1,25 @@
+"""Bars are for who watches: on a terminal's stderr, unless told to be quiet."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from warmline_cachectl import showing
+
+
+@pytest.mark.parametrize(
+    ("terminal", "quiet", "shown"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_progress_is_shown_on_a_terminal_alone(
+    terminal: bool, quiet: bool, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=80)
+    monkeypatch.setattr(showing, "Console", lambda stderr: console)
+    with showing.counting("checking", 2_000_000, quiet) as done:
+        done(1_000_000)
+    assert ("checking" in out.getvalue() and "/2.0 MB" in out.getvalue()) is shown
+    with showing.waiting("mending", quiet):
+        pass
+    assert ("mending" in out.getvalue()) is shown
