@@ -1,6 +1,6 @@
 """The settings as a Markdown table: what docs/settings.md has between its two marks.  Pure.
 
-`python -m warmline_run.reference docs/settings.md` writes it there anew (`make reference`).
+`python -m warmline_run.reference DOCUMENT` prints the document with the table of today (`make reference`).
 """
 
 import re
@@ -41,5 +41,4 @@ def plain(help_text: str) -> str:
 
 
 if __name__ == "__main__":
-    for document in map(Path, sys.argv[1:]):
-        document.write_text(renewed(document.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.stdout.write(renewed(Path(sys.argv[1]).read_text(encoding="utf-8")))
