@@ -101,7 +101,7 @@ def test_a_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, scree
     browser.picture(screenshots / "explained.png")
     check_all_looks(browser, screenshots)
 
-    pin_and_purge(browser, pair)
+    pin_and_purge(browser, pair, screenshots)
     assert browser.complaints() == []
     assert [url for url in browser.asked_for() if not url.startswith(f"{pair.url}/")] == []
 
@@ -118,7 +118,7 @@ def check_all_looks(browser: Chromium, screenshots: Path) -> None:
     browser.show(*DESKTOP)
 
 
-def pin_and_purge(browser: Chromium, pair: Pair) -> None:
+def pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> None:
     rows = "[...document.querySelectorAll('#session-rows tr')]"
     row = f"{rows}.find((each) => each.textContent.includes({json.dumps(HOSTILE)}))"
     browser.run(f"{row}.querySelector('.pin').click()")
@@ -137,6 +137,7 @@ def pin_and_purge(browser: Chromium, pair: Pair) -> None:
     assert HOSTILE in browser.run("document.querySelector('#dialog-title').textContent")
     assert gone["id"] in browser.run("document.querySelector('#dialog-text').textContent")
     assert browser.run("looks.faint()") == browser.run("looks.wide()") == []
+    browser.picture(screenshots / "purge.png")
     held = []
     for _ in range(4):
         held.append(browser.run("document.activeElement.id"))

@@ -41,7 +41,10 @@ function stateOf({ engine, backend, persistence }) {
   return { word: unsaved ? "warning" : "ready", text: unsaved ? "Ready, not saving" : "Ready", why: unsaved };
 }
 
-const sentence = (text) => (/[.!?]$/.test(text) ? text : `${text}.`);
+function sentence(text) {
+  const whole = /[.!?]$/.test(text) ? text : `${text}.`;
+  return whole.charAt(0).toUpperCase() + whole.slice(1);
+}
 
 function facts({ engine, uptime_s, persistence, totals, connections, backend_kills }) {
   const prefill = engine?.prefill_rates?.length ? engine.prefill_rates.at(-1).tokens_per_s : 0;

@@ -5,7 +5,7 @@ import { byId, button, keep, make, setAttribute, setText } from "./dom.js";
 import { explain } from "./explain.js";
 import { clock, count, many, seconds, short } from "./format.js";
 
-export const PAGE = 25;
+const PAGE = 15;
 const PARTS = ["queue", "restore", "prefill", "decode"];
 const view = { offset: 0, newest: "", open: "", shown: [], total: 0, showPath: () => {} };
 

@@ -5,7 +5,7 @@ import { confirm } from "./dialog.js";
 import { byId, button, keep, make, say, setAttribute, setText } from "./dom.js";
 import { ago, bytes, clock, count, many, short } from "./format.js";
 
-const PAGE = 20;
+const PAGE = 12;
 const NAMED_MAX = 6; // conversations that the question before a purge names
 const SEARCH_REST_MS = 200;
 const COLUMNS = [
