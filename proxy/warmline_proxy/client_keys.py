@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from warmline_proxy import keys_file
 from warmline_proxy.config import Config, ConfigError
 from warmline_proxy.errors import ClientError, error_body
-from warmline_proxy.keys_file import ADMIN, CLIENT, ENVIRONMENT_NAME, KeyEntry, KeysUnusable
+from warmline_proxy.keys_file import ADMIN, CLIENT, ENVIRONMENT_NAME, KeyEntry, KeysUnusable, tenant_of
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,6 @@ class Client:
 
 
 EVERYBODY = Client()
-
-
-def tenant_of(client_key: str) -> str:
-    """Whose KV the holder of the settings' key may meet: a stable hash, never the key.  Without one, everybody's."""
-    return hashlib.sha256(client_key.encode()).hexdigest()[:16] if client_key else ""
 
 
 def bearer(headers: Mapping[str, str]) -> str:

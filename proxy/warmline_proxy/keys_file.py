@@ -8,6 +8,7 @@ Changed as a whole, under a lock, by `cachectl key` and by a proxy that opens to
 since they are to be shown again: the file is as private as the home's secret.
 """
 
+import hashlib
 import re
 import secrets
 import time
@@ -104,6 +105,11 @@ def find(entries: Sequence[KeyEntry], name: str) -> KeyEntry:
     if not clients:
         raise NoKeys("there is no client key yet")
     raise NoSuchKey(f"there is no key {name!r}; there are {names}" if name else f"which one? there are {names}")
+
+
+def tenant_of(client_key: str) -> str:
+    """Whose KV the holder of the settings' key may meet: a stable hash, never the key.  Without one, everybody's."""
+    return hashlib.sha256(client_key.encode()).hexdigest()[:16] if client_key else ""
 
 
 def add(home: Home, name: str) -> KeyEntry:

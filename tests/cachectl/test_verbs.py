@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +298,12 @@ def test_the_completion_script_is_shown(
     with pytest.raises(SystemExit):
         app(prog_name="cachectl")
     assert "complete" in capsys.readouterr().out
+
+
+def test_the_command_does_not_wait_for_libraries_that_it_has_no_use_for() -> None:
+    """They would double what each call takes, and each completion."""
+    program = (
+        "import sys, warmline_cachectl.cli; print(*{'aiohttp', 'httpx', 'prometheus_client'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

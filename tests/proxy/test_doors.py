@@ -11,9 +11,10 @@ import yarl
 from harness import on_loop, pair
 
 from warmline_proxy import keys_file
-from warmline_proxy.client_keys import prepare_keys, tenant_of
+from warmline_proxy.client_keys import prepare_keys
 from warmline_proxy.config import Config, ConfigError, parse
 from warmline_proxy.index import IndexFailure
+from warmline_proxy.keys_file import tenant_of
 from warmline_wire import disk
 from warmline_wire.home import Home
 

@@ -1,7 +1,6 @@
 """Whose an imported conversation is to be."""
 
-from warmline_proxy.client_keys import tenant_of
-from warmline_proxy.keys_file import ENVIRONMENT_NAME, NoSuchKey, client_keys
+from warmline_proxy.keys_file import ENVIRONMENT_NAME, NoSuchKey, client_keys, tenant_of
 from warmline_wire.home import Home
 
 
