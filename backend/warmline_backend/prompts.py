@@ -25,7 +25,7 @@ from warmline_backend.conversation import ROLES, Conversation, read_conversation
 from warmline_backend.params import BadRequest, kind_of
 from warmline_backend.replaying import ReadTurn, Replayer, spliced
 from warmline_backend.traits import Message, Traits, is_spelled_out, traits_of
-from warmline_wire.masking import HIDDEN
+from warmline_wire.masking import HIDDEN, is_name
 from warmline_wire.messages import MessageEnd, SampledTurn
 
 log = logging.getLogger(__name__)
@@ -274,7 +274,8 @@ class Renderer:
             start = ends.get(count - 1, -1 if count > 1 else 0)
             note = self._what_is_left_out(conversation, message, text[start:end]) if start >= 0 else ""
             number = item.number if item else 0
-            yield MessageEnd(end=token_at(end), number=number, role=message["role"][:ROLE_CHARS_MAX], note=note)
+            role = message["role"][:ROLE_CHARS_MAX]
+            yield MessageEnd(end=token_at(end), number=number, role=role if is_name(role) else HIDDEN, note=note)
 
     def _what_is_left_out(self, conversation: Conversation, message: Message, rendered: str) -> str:
         if message["role"] != "assistant" or not self._wrapper.has_thinking:

@@ -18,7 +18,8 @@ _PLACE = re.compile(
     r"\$[\w.\[\]-]*|(?:str|int|float|bool|array|object|null|bytes)(?: \| \w+)*"
 )  # as msgspec names them
 _LONG_NUMBER = re.compile(r"\d{13,}")
-_PATH_WORD = re.compile(r"[a-z][a-z0-9_.-]{0,23}")
+_PATH_WORD = re.compile(r"v\d|[a-z]+(?:[_.-][a-z]+)*")
+PATH_WORD_CHARS_MAX = 24
 PATH_WORDS_MAX = 8
 
 
@@ -38,8 +39,12 @@ def masked(text: str, *, names: bool = True) -> str:
 def shown_path(path: str) -> str:
     """Of a URL's path the words that an API's are made of: others may be anything, a key or an id too."""
     words = path.split("/")
-    told = [word if not word or _PATH_WORD.fullmatch(word) else HIDDEN for word in words[: PATH_WORDS_MAX + 1]]
+    told = [word if _is_told(word) else HIDDEN for word in words[: PATH_WORDS_MAX + 1]]
     return "/".join(told) + ("/" + HIDDEN if len(words) > PATH_WORDS_MAX + 1 else "")
+
+
+def _is_told(word: str) -> bool:
+    return len(word) <= PATH_WORD_CHARS_MAX and (not word or _PATH_WORD.fullmatch(word) is not None)
 
 
 def _without(text: str, mark: str, harmless: Callable[[str], bool]) -> str:

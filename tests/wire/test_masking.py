@@ -57,6 +57,7 @@ def test_what_looks_like_a_name(name: str, is_one: bool) -> None:
         ("/v1/chat/completions", "/v1/chat/completions"),
         ("/v1/requests/1a2b3c4d5e6f", "/v1/requests/…"),
         ("/v1/Secret", "/v1/…"),
+        ("/v1/abc123/count_tokens", "/v1/…/count_tokens"),
         ("/v1/wl-abcdefghijklmnopqrstuvwxyz012345", "/v1/…"),
         ("/" + "a/" * 20, "/" + "a/" * 8 + "…"),
     ],
