@@ -86,7 +86,8 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
     try:
         await web.TCPSite(runner, config.host, config.port, reuse_address=True).start()
     except OSError as error:
-        say(f"warmline backend: can't listen on {config.host}:{config.port}: {error}")
+        where = f"{config.host} port {config.port}"
+        say(f"warmline backend: can't listen on {where}: {error}; end what listens there, or use another port")
         return 2
     engine.start()
     _tell_pid(home)

@@ -51,7 +51,7 @@ def fingerprint(
     digests = _Digests(home_models_dir / "digests.json")
     weights = sorted(model_path.glob("model*.safetensors"))
     if not weights:
-        raise FileNotFoundError(f"no model*.safetensors in {model_path}")
+        raise FileNotFoundError(f"no model*.safetensors in {model_path}: its weights are missing, download it again")
     adapter = _adapter_files(adapter_path)
     known = digests.of([*weights, *adapter])
     identity: dict[str, object] = {

@@ -22,8 +22,8 @@ from warmline_wire.descriptors import raise_descriptor_limit
 from warmline_wire.home import unusable
 from warmline_wire.lifeline import end_with_parent
 from warmline_wire.lines import say
-from warmline_wire.modes import tighten
 from warmline_wire.logs import start_logging, tell_of_loop
+from warmline_wire.modes import tighten
 
 log = logging.getLogger("warmline_proxy")
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = parse(arguments)
     except ConfigError as error:
-        say(f"warmline_proxy: {error}")
+        say(f"warmline proxy: {error}")
         return 2
     start_logging("proxy", config.log_level, config.log_format, config.log_files, config.home)
     end_with_parent(config.drain_timeout_s + STOP_MARGIN_S)
@@ -51,18 +51,18 @@ def main(arguments: Sequence[str]) -> int:
             log.warning("the home: %s", tightened)
         prepare_keys(config)
     except OSError as error:
-        say(f"warmline_proxy: {unusable(config.home, error)}")
+        say(f"warmline proxy: {unusable(config.home, error)}")
         return 2
     except ConfigError as error:
-        say(f"warmline_proxy: {error}")
+        say(f"warmline proxy: {error}")
         return 2
     try:
         run(config, secret)
     except HomeLocked as error:
-        say(f"warmline_proxy: {error}")
+        say(f"warmline proxy: {error}")
         return kept.code_of_held()
     except (IndexFailure, OSError) as error:
-        say(f"warmline_proxy: {error}")
+        say(f"warmline proxy: {error}")
         return 1
     return 0
 

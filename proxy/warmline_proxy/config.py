@@ -83,12 +83,12 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
-            raise ConfigError(f"port {self.port} is not between 0 and 65535")
+            raise ConfigError(f"--port {self.port}: expected a number from 0 to 65535")
         backend = urlsplit(self.backend_url)
         if backend.scheme != "http" or not backend.hostname:
-            raise ConfigError(f"backend URL {self.backend_url!r} is not like http://127.0.0.1:8025")
+            raise ConfigError(f"--backend-url {self.backend_url}: expected an address such as http://127.0.0.1:8025")
         if self.disk_budget_bytes < 0:
-            raise ConfigError("the disk budget is negative")
+            raise ConfigError("--disk-budget-gb: expected 0 or more")
         if self.queue_count_max < 0 or self.running_count_max < 1:
             raise ConfigError("--queue-count-max must be at least 0 and --running-count-max at least 1")
         if not 0 <= self.audit_fraction <= 1:
@@ -153,7 +153,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse, but bad flags cost one line instead of a page."""
 
     def error(self, message: str) -> NoReturn:
-        say(f"warmline_proxy: {message}")
+        say(f"warmline proxy: {message}")
         raise SystemExit(2)
 
 

@@ -362,8 +362,11 @@ async def listening(
         server = await asyncio.get_running_loop().create_server(
             lambda: connections.admit(http), config.bind_host, config.port, backlog=BACKLOG_COUNT
         )
-    except BaseException:
+    except BaseException as error:
         await runner.cleanup()
+        if isinstance(error, OSError):
+            where = f"{config.bind_host} port {config.port}"
+            raise OSError(f"can't listen on {where}: {error}; end what listens there, or use another port") from error
         raise
     listener = Listener(runner, server, connections)
     try:
