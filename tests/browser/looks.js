@@ -15,7 +15,8 @@
     const own = parse(getComputedStyle(element).backgroundColor);
     return own[3] === 1 ? own : over(own, behind(element.parentElement));
   };
-  const shown = (element) => element.checkVisibility({ visibilityProperty: true }) && element.getClientRects().length > 0;
+  const shown = (element) =>
+    element.checkVisibility({ visibilityProperty: true }) && element.getClientRects().length > 0;
   const name = (element) => `${element.tagName} .${element.className} “${element.textContent.slice(0, 40)}”`;
 
   window.looks = {

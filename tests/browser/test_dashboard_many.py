@@ -144,6 +144,17 @@ def test_a_conversation_among_thousands_is_found(page: Chromium) -> None:
     page.wait("document.querySelectorAll('.on-path').length === 0")
 
 
+def test_before_a_purge_it_is_said_where_no_file_would_go(page: Chromium) -> None:
+    page.wait("document.querySelectorAll('#session-rows b')[1]?.textContent === 'client-half-0'")
+    page.run("document.querySelectorAll('#session-rows .danger')[1].click()")
+    page.wait("document.querySelector('#dialog').open")
+    said = page.run("document.querySelector('#dialog-text').textContent")
+    assert "its name only, as others stand on all of its files" in said
+    page.run("document.querySelector('#dialog-cancel').click()")
+    page.wait("!document.querySelector('#dialog').open")
+    assert page.run("document.querySelector('#sessions-count').textContent") == "1,334"
+
+
 def test_columns_sort_both_ways(page: Chromium) -> None:
     head = "document.querySelector('[data-column=bytes]')"
     sizes = "[...document.querySelectorAll('#session-rows td:nth-child(3)')].map((each) => each.textContent)"

@@ -38,7 +38,7 @@ def poll(browser: Chromium) -> None:
         document.documentElement.dataset.asked !== window.before && (delete window.before, true))""")
 
 
-def speak(pair: Pair, messages: list[Message], name: str = HOSTILE) -> int:
+def speak(pair: Pair, messages: list[Message], name: str) -> int:
     """A turn; how many of its prompt's tokens were reused.  `messages` get the answer."""
     reply = pair.chat(messages, max_tokens=12, session_id=name)
     messages.append({"role": "assistant", "content": reply.text})
@@ -52,7 +52,9 @@ def test_an_empty_page_teaches_how_to_begin(browser: Chromium, pair: Pair, scree
     shown = browser.run(
         "document.querySelector('#curl').checkVisibility() && document.querySelector('#curl').textContent"
     )
-    url, body = re.fullmatch(r"curl (\S+) .* -d '(.+)'", shown.replace("\\\n", ""), flags=re.DOTALL).groups()  # type: ignore[union-attr]
+    found = re.fullmatch(r"curl (\S+) .* -d '(.+)'", shown.replace("\\\n", ""), flags=re.DOTALL)
+    assert found is not None, shown
+    url, body = found.groups()
     assert url == f"{pair.url}/v1/chat/completions"
     assert browser.run("looks.wide()") == browser.run("looks.faint()") == []
     browser.picture(screenshots / "empty.png")
@@ -63,11 +65,11 @@ def test_an_empty_page_teaches_how_to_begin(browser: Chromium, pair: Pair, scree
 
 def test_a_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screenshots: Path) -> None:
     talk: list[Message] = [STEADY, {"role": "user", "content": "What is a spring tide?"}]
-    assert speak(pair, talk) == 0
+    assert speak(pair, talk, "steady") == 0
     talk.append({"role": "user", "content": "And a neap tide?"})
-    cached = speak(pair, talk)
+    cached = speak(pair, talk, "steady")
     edited: list[Message] = [{"role": "system", "content": SYSTEM.replace("tides", "winds", 1)}, talk[1]]
-    speak(pair, edited, "edited")
+    speak(pair, edited, HOSTILE)
     visit(browser, pair)
 
     # warm, and by whom
@@ -80,7 +82,7 @@ def test_a_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, scree
     tokens = browser.run("document.querySelectorAll('.row .tokens')[1].textContent")
     assert tokens.startswith(f"{cached} of ") and cached > 100
     names = browser.run("[...document.querySelectorAll('#session-rows b')].map((each) => each.textContent)")
-    assert names == ["edited", HOSTILE]
+    assert names == [HOSTILE, "steady"]
     assert browser.run("document.images.length") == 0 and browser.run("document.title") == "Warmline"
     browser.picture(screenshots / "desktop-light.png")
 
@@ -129,13 +131,14 @@ def pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> None:
     assert browser.run("looks.faint()") == []
     browser.show(*DESKTOP)
     before = pair.cachectl("inspect")["sessions"]
-    kept, gone = (next(each for each in before if each["client"] == name) for name in ("edited", HOSTILE))
+    kept, gone = (next(each for each in before if each["client"] == name) for name in ("steady", HOSTILE))
 
     browser.run(f"{row}.querySelector('.danger').focus()")
     browser.press("Enter")
     browser.wait("document.querySelector('#dialog').open")
     assert HOSTILE in browser.run("document.querySelector('#dialog-title').textContent")
-    assert gone["id"] in browser.run("document.querySelector('#dialog-text').textContent")
+    would = f"Conversation {gone['id']} goes: 1 segment and 0 checkpoints, {gone['bytes_alone'] / 1000:.0f} kB."
+    assert browser.run("document.querySelector('#dialog-text').textContent").startswith(would)
     assert browser.run("looks.faint()") == browser.run("looks.wide()") == []
     browser.picture(screenshots / "purge.png")
     held = []

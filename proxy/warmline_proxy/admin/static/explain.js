@@ -20,7 +20,7 @@ export async function explain(panel, request, showPath) {
 }
 
 function verdicts({ verdict, besides, where, known, prompt, now }) {
-  const parts = [...[verdict, ...besides].flatMap(told)];
+  const parts = [verdict, ...besides].flatMap(told);
   if (where) parts.push(make("p", "note", `${placeOf(where)}.  ${fateOf(now)}`));
   if (known?.text || prompt?.text) {
     parts.push(make("div", "sides", side("What was known", known), side("What came instead", prompt)));
@@ -43,8 +43,8 @@ function placeOf({ token, message, message_last, role }) {
 }
 
 function fateOf({ tokens, branch }) {
-  const own = tokens ? `${many(tokens, "token")} of this prompt are stored now` : "Nothing of this prompt is stored now";
-  return `${own}; what it differed from ${branch ? "still is, too" : "is not stored any more"}.`;
+  const own = tokens ? many(tokens, "token") : "Nothing";
+  return `${own} of this prompt ${tokens > 1 ? "are" : "is"} stored now; what it differed from ${branch ? "still is, too" : "is not stored any more"}.`;
 }
 
 /** A window of a text with what differs marked. */

@@ -116,6 +116,6 @@ function updateLive(element, request) {
   const done = request.prompt_tokens ? (100 * request.prefilled_tokens) / request.prompt_tokens : 0;
   bar.firstChild.style.width = `${Math.min(100, done)}%`;
   const reused = request.reused_tokens ? `, ${short(request.reused_tokens)} ${request.source}` : "";
-  const prompt = request.prompt_tokens ? `${short(request.prefilled_tokens)} of ${short(request.prompt_tokens)} tokens` : "";
-  setText(amount, prompt + reused);
+  const progress = `${short(request.prefilled_tokens)} of ${short(request.prompt_tokens)} tokens`;
+  setText(amount, (request.prompt_tokens ? progress : "") + reused);
 }

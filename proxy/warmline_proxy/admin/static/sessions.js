@@ -129,7 +129,8 @@ async function purge(session, row) {
   const name = row.firstChild.firstChild.textContent;
   try {
     const would = await post("purge", { session, dry_run: true });
-    if (!(await confirm(`Purge “${name}”?`, question(session, would), `Purge ${bytes(would.bytes_freed)}`))) return;
+    const doing = would.bytes_freed ? `Purge ${bytes(would.bytes_freed)}` : "Purge";
+    if (!(await confirm(`Purge “${name}”?`, question(session, would), doing))) return;
     const did = await post("purge", { session });
     say(`Purged ${many(did.sessions.length, "conversation")}, ${bytes(did.bytes_freed)}.`);
     view.changed();
@@ -142,13 +143,13 @@ async function purge(session, row) {
 function question(session, { sessions, segments, checkpoints, bytes_freed }) {
   const others = sessions.filter((each) => each !== session);
   const files = [many(segments.length, "segment"), many(checkpoints.length, "checkpoint")].join(" and ");
-  const parts = [make("p", "", `Conversation ${session} goes: ${files}, ${bytes(bytes_freed)}. It can't be undone.`)];
+  const freed = bytes_freed ? `${files}, ${bytes(bytes_freed)}` : "its name only, as others stand on all of its files";
+  const parts = [make("p", "", `Conversation ${session} goes: ${freed}. It can't be undone.`)];
   if (others.length) {
     const named = others.slice(0, NAMED_MAX).join(", ") + (others.length > NAMED_MAX ? " and more" : "");
     parts.push(make("p", "", `With it ${many(others.length, "conversation")} that it carried: ${named}.`));
   }
-  parts.push(
-    make("p", "note", "What other conversations share with it stays. Memory is emptied; they come back from disk."),
-  );
+  const shared = "Files that another conversation needs stay until that one goes too.";
+  parts.push(make("p", "note", `${shared} Memory is emptied; others come back from disk.`));
   return parts;
 }
