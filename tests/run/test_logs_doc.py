@@ -1,0 +1,95 @@
+"""docs/logs.md names every key of a log in JSON and every field of a PERF line, and no other; its filters work."""
+
+import json
+import logging
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from warmline_proxy.rows import RequestRecord
+from warmline_proxy.trace import perf_fields, perf_line
+from warmline_wire import logs
+from warmline_wire.logs import JsonFormatter, about
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "logs.md").read_text()
+ROWS = re.findall(r"^\| `(\w+)` \| (?:`(\w+)`)? ?\| .*\|$", DOCUMENT, re.MULTILINE)
+FILTERS = re.findall(r"^```jq\n(.+)\n```$", DOCUMENT, re.MULTILINE)
+SLOW = RequestRecord(
+    id="ID",
+    at=0.5,
+    endpoint="chat",
+    client_model="m",
+    outcome="error",
+    source="cold",
+    why_not_warmer="nothing stored",
+    prefilled_tokens=2000,
+    ttft_s=3.25,
+    error="504: too late",
+    guard="a run of 256 digits",
+    dispatches=2,
+)
+
+
+def line(level: int, message: str, **options: Any) -> str:
+    record = logging.LogRecord("warmline_proxy", level, __file__, 1, message, (), options.pop("exc_info", None))
+    record.__dict__.update(options)
+    return JsonFormatter("proxy").format(record)
+
+
+def lines() -> list[str]:
+    """A log with a line of each kind."""
+    try:
+        raise RuntimeError("planted")
+    except RuntimeError as error:
+        failed = (type(error), error, error.__traceback__)
+    with about("ID"):
+        named = line(logging.INFO, "it is planned")
+    perf = line(logging.INFO, "PERF", fields=perf_fields(SLOW, "a talk"))
+    return [line(logging.INFO, "listening"), named, perf, line(logging.ERROR, "it failed", exc_info=failed)]
+
+
+def test_the_table_has_all_keys_and_no_others() -> None:
+    keys = {key for each in lines() for key in json.loads(each)}
+    assert sorted(key for key, _ in ROWS) == sorted(keys)
+
+
+def test_the_table_has_all_fields_of_a_perf_line() -> None:
+    fields = re.findall(r" (\w+)=", perf_line(SLOW, "a talk"))
+    assert sorted(filter(None, (text for _, text in ROWS))) == sorted(fields)
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+@pytest.mark.parametrize(
+    ("number", "found"),
+    [
+        (0, ["3.25\tcold\t0\tnothing stored"]),
+        (1, ["info\tit is planned", "info\tperf"]),
+        (2, ["ID 2000 nothing stored"]),
+    ],
+)
+def test_its_filters_find_what_they_say(number: int, found: list[str], tmp_path: Path) -> None:
+    shown = jq(FILTERS[number], tmp_path, *(["-s"] if number == 0 else []))
+    assert [text.removeprefix(text[:25]) if text[10:11] == "T" else text for text in shown] == found
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+def test_its_last_filter_shows_tracebacks(tmp_path: Path) -> None:
+    first, *rest = jq(FILTERS[3], tmp_path)
+    assert first.endswith(" it failed") and rest[0].startswith("Traceback") and rest[-1] == "RuntimeError: planted"
+
+
+def jq(words: str, folder: Path, *flags: str) -> list[str]:
+    log = folder / "proxy.log"
+    log.write_text("\n".join(lines()) + "\n")
+    done = subprocess.run(["jq", "-r", *flags, words, str(log)], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_the_sizes_are_what_is_said() -> None:
+    size, kept = logs.FILE_BYTES_MAX, logs.FILES_KEPT
+    assert f"{size // 10**6} MB becomes" in DOCUMENT and f"to `.{kept}`" in DOCUMENT
+    assert f"{2 * (kept + 1) * size // 10**6} MB at most" in DOCUMENT.replace("\n", " ")
