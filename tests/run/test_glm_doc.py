@@ -67,7 +67,7 @@ def test_the_whole_model_is_examined_without_its_weights(examined: Examination) 
 
 def commands(start: str) -> list[list[str]]:
     lines = re.sub(r" \\\n +", " ", TEXT).splitlines()
-    return [shlex.split(line) for line in lines if line.startswith(f"    {start}")]
+    return [shlex.split(line) for line in lines if line.startswith(start)]
 
 
 def test_the_serve_line_can_be_typed() -> None:

@@ -1,0 +1,95 @@
+"""Each command of the documentation is run beside a pair that serves, a document at a time; so is its Python."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from doc_commands import DOCUMENTS, ROOT, commands_in, has_commands, outside_of_blocks
+from doc_reader import HOST, CommandFailed, Reader
+
+from pair import FolderOf, Pair
+
+# Their transcripts of our own commands are held to the truth elsewhere.
+HELD_ELSEWHERE = {ROOT / "docs" / "cachectl.md": ROOT / "tests" / "cachectl" / "test_cachectl_doc.py"}
+
+TEXTS = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
+WITH_COMMANDS = [document for document, text in TEXTS.items() if has_commands(text)]
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WITH_PYTHON = [document for document, text in TEXTS.items() if PYTHON.search(text)]
+
+
+def name(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, tiny_folder: FolderOf) -> Iterator[Pair]:
+    with Pair(tmp_path_factory.mktemp("served"), tiny_folder("llama"), "--allowed-hosts", HOST) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory, pair: Pair, tiny_folder: FolderOf) -> Reader:
+    return Reader(tmp_path_factory.mktemp("reader"), pair, tiny_folder)
+
+
+@pytest.mark.parametrize("document", WITH_COMMANDS, ids=name)
+def test_its_commands_do_what_they_are_there_for(document: Path, reader: Reader) -> None:
+    try:
+        reader.types(document)
+    finally:
+        reader.forget()
+
+
+def test_a_command_that_fails_is_named(tmp_path: Path, reader: Reader) -> None:
+    document = tmp_path / "wrong.md"
+    document.write_text("Look:\n\n```sh\ncd .\ncurl http://127.0.0.1:8026/v1/none\n```\n")
+    with pytest.raises(CommandFailed, match=r"line 5: curl .*\nexit code 22"):
+        reader.types(document)
+
+
+@pytest.mark.parametrize("document", WITH_PYTHON, ids=name)
+def test_its_python_runs(document: Path, pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    for example in PYTHON.finditer(TEXTS[document]):
+        exec(compile(example[1].replace(":8026", f":{pair.port}"), str(document), "exec"), {})
+        assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if each not in HELD_ELSEWHERE], ids=name)
+def test_commands_stand_in_blocks_of_their_own(document: Path) -> None:
+    assert outside_of_blocks(TEXTS[document]) == []
+
+
+def test_who_holds_other_transcripts_is_there() -> None:
+    for document, test in HELD_ELSEWHERE.items():
+        assert document.is_file() and test.is_file()
+
+
+def test_how_commands_are_found() -> None:
+    text = "```sh\n# why\ncd x  # there\n\ncurl a \\\n  -d '{\n  }'\npython - <<END\nprint()\nEND\n```\n"
+    assert [(command.line, command.text.split()[0]) for command in commands_in(text)] == [
+        (3, "cd"),
+        (5, "curl"),
+        (8, "python"),
+    ]
+    with pytest.raises(ValueError, match="line 2: a command has no end"):
+        commands_in("```sh\ncurl 'a\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("    warmline serve --lan\n", 1),
+        ("    A=1 .venv/bin/cachectl ls\n", 1),
+        ("    printed by it\n", 0),
+        ("```text\n$ cachectl ls\n```\n", 1),
+        ("```console\n$ cachectl ls\n```\n", 1),
+        ("```console\n$ claude -p 'say hello'\nhello\n```\n", 0),
+        ("```console\nclaude -p 'say hello'\n```\n", 1),
+        ("```sh\nwarmline serve\n```\n", 0),
+        ("- a list\n\n  ```sh\n  warmline serve\n  ```\n", 1),
+    ],
+)
+def test_what_stands_outside_of_blocks(text: str, found: int) -> None:
+    assert len(outside_of_blocks(text)) == found
