@@ -41,10 +41,9 @@ print(answer.usage.prompt_tokens_details.cached_tokens)
 PYTHON
 }
 
-reused() { # MINIMUM QUESTION
-    local count
-    count=$(ask "$2" | tee /dev/stderr | tail -n 1)
-    ((count >= $1)) || fail "expected at least $1 tokens to be reused, not $count"
+reused() { # MINIMUM QUESTION: sets COUNT
+    COUNT=$(ask "$2" | tee /dev/stderr | tail -n 1)
+    ((COUNT >= $1)) || fail "expected at least $1 tokens to be reused, not $COUNT"
 }
 
 page() { # the dashboard as a browser shows it, once the text that is asked for stands in it
@@ -76,7 +75,7 @@ reused 64 "What is a lighthouse?"
 
 step "See it warm in the dashboard"
 if dashboard=$(page); then
-    grep -q 'resident' <<<"$dashboard" || fail "the dashboard shows no warm request"
+    grep -q "$COUNT of [0-9,]* reused" <<<"$dashboard" || fail "the dashboard does not show that $COUNT tokens were reused"
     echo "$URL/admin shows it"
 else
     echo "no Chromium here to look at $URL/admin; the same from the command line:"
