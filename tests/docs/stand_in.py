@@ -35,6 +35,8 @@ def main(program: str, arguments: list[str]) -> int:
 def warmline(arguments: list[str]) -> int:
     verb = arguments[0] if arguments else ""
     if verb in FOR_EVER:
+        if "--lan" in arguments:  # what a first start with it makes, and a second one finds
+            subprocess.run([str(BIN / "cachectl"), "key", "add", "default"], capture_output=True)
         arguments = ["config", *arguments[1:]]
     elif verb in ("launchd", "service"):
         return agents(arguments)

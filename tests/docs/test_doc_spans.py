@@ -1,0 +1,71 @@
+"""The commands, files, variables and make targets that the documentation names in passing are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+from doc_commands import DOCUMENTS, ROOT
+from doc_spans import missing, paths, problem_with, spans, targets, variables
+from typer.main import get_command
+
+from warmline_cachectl.cli import app as cachectl
+from warmline_run.cli import app as warmline
+from warmline_run.settings import SETTINGS
+
+PROGRAMS = {"cachectl": get_command(cachectl), "warmline": get_command(warmline)}
+TEXTS = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
+MADE_LATER = {"build/screenshots"}
+OF_CLIENTS = {"WARMLINE_API_KEY"}  # named so in a client's own file
+
+
+def name(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_its_commands_have_such_verbs_and_flags(document: Path) -> None:
+    found = [problem_with(span, PROGRAMS) for span in spans(TEXTS[document])]
+    assert list(filter(None, found)) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_its_files_are_there(document: Path) -> None:
+    named = {path for span in spans(TEXTS[document]) for path in paths(span)}
+    assert [path for path in sorted(named - MADE_LATER) if missing(path, ROOT)] == []
+
+
+def test_variables_are_read_somewhere() -> None:
+    named = set().union(*map(variables, TEXTS.values())) - OF_CLIENTS
+    of_settings = {setting.variable for setting in SETTINGS.values()}
+    folders = ("backend", "proxy", "cachectl", "launchd", "tests", "benchmarks")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    read = set().union(*(variables(path.read_text(encoding="utf-8")) for path in sources))
+    assert sorted(named - of_settings - read) == []
+
+
+def test_make_has_its_targets() -> None:
+    there = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert sorted(set().union(*map(targets, TEXTS.values())) - there) == []
+
+
+def test_how_spans_are_found() -> None:
+    assert spans("`a` and `b\nc`, ``d`` | `e\\|f` |\n\n    `g`\n\n```sh\n`h`\n```\n") == ["a", "b c", "e|f"]
+
+
+@pytest.mark.parametrize(
+    ("span", "problem"),
+    [
+        ("warmline serve --lan", ""),
+        (".venv/bin/warmline launchd restart [proxy|backend]", ""),
+        ("cachectl key show|rotate|add NAME", ""),
+        ("cachectl key shows", "no 'shows'"),
+        ("cachectl purge --all --dry-run", ""),
+        ("cachectl purge --everything", "no --everything"),
+        ("warmline", ""),
+        ("someone's words", ""),
+        ("warmline sing", "no 'sing'"),
+    ],
+)
+def test_what_can_be_typed(span: str, problem: str) -> None:
+    found = problem_with(span, PROGRAMS)
+    assert problem in found and bool(problem) == bool(found)
