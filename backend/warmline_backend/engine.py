@@ -15,6 +15,7 @@ import mlx.core as mx
 from warmline_backend.model import ServedModel
 from warmline_backend.scheduler import Scheduler
 from warmline_backend.tally import Tally
+from warmline_wire.logs import told_of
 from warmline_wire.messages import Rate, Resident
 
 log = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ class Engine(threading.Thread):
                 self._await_work()
                 self._obey()
         except Exception as error:
-            failure = f"{failure}: {error or type(error).__name__}"
+            failure = f"{failure}: {told_of(error)}"
             log.exception("%s; this process must be started again", failure)
         finally:
             self.failure = failure

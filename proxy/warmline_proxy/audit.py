@@ -24,6 +24,7 @@ from warmline_proxy.recompute import OtherModel, Recomputer
 from warmline_proxy.trace import OK
 from warmline_proxy.upstream import UpstreamError
 from warmline_proxy.watchdog import Watchdog
+from warmline_wire.logs import about
 from warmline_wire.messages import FirstLogits, Layout
 
 log = logging.getLogger(__name__)
@@ -137,7 +138,8 @@ class Auditor:
                 self._metrics.audits_waiting.set(len(self._waiting))
                 if not self._waiting:
                     self._arrived.clear()
-                await self._audit(case)
+                with about(case.request_id):
+                    await self._audit(case)
         finally:
             for given_up in self._waiting:
                 self._note(given_up, Finding(ABANDONED))
