@@ -1,5 +1,6 @@
 # make run     serve the demo model; Ctrl-C stops.  MODEL=path-or-repo HOME_DIR= HOST= PORT= BACKEND_PORT= ARGS="..."
 # make test    lint and all tests (ARGS="-k name" for some, JOBS=1 for one at a time)
+# make newcomer   a newcomer's way from a first start to a service and a purge, in a home of its own: MODEL=path-or-repo PORT=...
 # make chaos   a storm over the pair for ten minutes: SECONDS=600 SEED=7
 # make soak    warm against cold: any order of steps on pairs of every cache family.  STEPS=2000 FAMILIES=llama,gemma3
 #              MODES=fast,exact SEED=7 ARGS="--replay SCRIPT"
@@ -25,12 +26,15 @@ TB_LOCK := requirements/terminal-bench.txt requirements/terminal-bench-itself.tx
 # Where Python may not keep what it has compiled, each start of a pair takes twice as long, and tests start a hundred.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test pytest chaos soak terminal-bench terminal-bench-setup setup cuda lint reference lock clean
+.PHONY: run newcomer test pytest chaos soak terminal-bench terminal-bench-setup setup cuda lint reference lock clean
 
 run: setup
 	@$(BIN)/warmline serve $(if $(MODEL),--model "$(MODEL)") $(if $(HOME_DIR),--home "$(HOME_DIR)") \
 		$(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") \
 		$(if $(BACKEND_PORT),--backend-port "$(BACKEND_PORT)") $(ARGS)
+
+newcomer: setup
+	MODEL="$(MODEL)" HOME_DIR="$(HOME_DIR)" PORT="$(PORT)" BACKEND_PORT="$(BACKEND_PORT)" docs/newcomer.sh
 
 test: lint pytest
 
