@@ -140,7 +140,7 @@ def announced(config: Config, port: int) -> Iterator[None]:
         disk.write_small(files[1], json.dumps({"pid": os.getpid(), "url": local_url(config.bind_host, port)}))
         disk.write_small(files[0], f"{os.getpid()}\n")
     except OSError as error:
-        log.warning("cachectl will not find this proxy: %s", error)
+        log.warning("our address could not be written down, so cachectl will not find us: %s", error)
     try:
         yield
     finally:

@@ -1,0 +1,191 @@
+"""What our programs say to people when something is wrong, read from their source.
+
+A message is what an exception of ours is made with, what a function that makes or raises one is given, what is logged
+from a warning on, and what is said on a terminal.  Values in it are `…`.
+"""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+FOLDERS = ("backend", "proxy", "cachectl", "launchd")
+LOGGED = {"warning", "error", "critical", "exception", "log"}
+SAID = {"say", "_say", "tell", "_tell", "error_body", "_error", "Outcome", "Readiness", "close", "print"}
+VALUE = "…"
+WORDS_MIN = 1  # of less, nothing could be found on a page
+DEPTH_MAX = 3  # of names and functions that are followed to a text
+VARIANTS_MAX = 4  # of a part of a message; what has more is a value
+_PERCENT = re.compile(r"%[-\d.]*[sdrgf]")
+_WORD = re.compile(r"[A-Za-z][a-z']+")
+
+
+@dataclass(frozen=True, order=True)
+class Said:
+    module: str  # its path in the repository
+    carrier: str  # what it is given to: an exception's class, or a function
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.carrier}: {self.text}"
+
+
+def words(text: str) -> list[str]:
+    return _WORD.findall(text.replace(VALUE, " "))
+
+
+def messages(root: Path) -> list[Said]:
+    """All that are in the source under `root`, each once."""
+    modules = [Module(path, root) for folder in FOLDERS for path in sorted((root / folder).glob("warmline_*/**/*.py"))]
+    failures = _failures(modules)
+    makers = {each.name for module in modules for each in module.functions if _makes(each, failures)}
+    elsewhere = _returned_by_one(modules)
+    found = {said for module in modules for said in module.said(failures | makers, elsewhere)}
+    return sorted(said for said in found if len(words(said.text)) >= WORDS_MIN)
+
+
+class Module:
+    def __init__(self, path: Path, root: Path) -> None:
+        self.name = str(path.relative_to(root))
+        self.tree = ast.parse(path.read_text())
+
+    @cached_property
+    def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+    @cached_property
+    def classes(self) -> list[ast.ClassDef]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
+
+    @cached_property
+    def returned(self) -> dict[str, list[ast.expr]]:
+        """By function: what may come of a call."""
+        return {
+            function.name: [
+                node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None
+            ]
+            for function in self.functions
+        }
+
+    def said(self, carriers: set[str], elsewhere: Mapping[str, list[ast.expr]]) -> Iterator[Said]:
+        """`elsewhere`: what functions of other modules return."""
+        self._known = {**elsewhere, **self.returned}
+        yield from self._said_in(self.tree, carriers, {})
+
+    def _said_in(self, node: ast.AST, carriers: set[str], names: Mapping[str, list[ast.expr]]) -> Iterator[Said]:
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
+            names = {**names, **_assigned(node)}
+        if isinstance(node, ast.Call) and (carrier := self._carrier(node, carriers)):
+            for given in [*node.args, *(keyword.value for keyword in node.keywords)]:
+                for text in self._texts(given, names):
+                    yield Said(self.name, carrier, " ".join(_PERCENT.sub(VALUE, text).split()))
+        for child in ast.iter_child_nodes(node):
+            yield from self._said_in(child, carriers, names)
+
+    def _carrier(self, call: ast.Call, carriers: set[str]) -> str:
+        """ "" for a call that tells people nothing."""
+        name = _called(call)
+        if isinstance(call.func, ast.Attribute) and _name(call.func.value) == "log":
+            return name if name in LOGGED else ""
+        if name == "__init__" and isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call):
+            return self._failing_class_around(call, carriers)
+        if name == "print" and not any(keyword.arg == "file" for keyword in call.keywords):
+            return ""  # a result
+        return name if name in carriers or name in SAID or name.endswith(("Error", "Exception")) else ""
+
+    def _failing_class_around(self, call: ast.Call, carriers: set[str]) -> str:
+        around = (each for each in self.classes if each.lineno <= call.lineno <= (each.end_lineno or 0))
+        return next((each.name for each in around if each.name in carriers), "")
+
+    def _texts(self, node: ast.expr, names: Mapping[str, list[ast.expr]], depth: int = 0) -> list[str]:
+        """What an expression may come to, as far as it stands there; names and functions of the module are followed."""
+        match node:
+            case ast.Constant(value=str(text)):
+                return [text]
+            case ast.JoinedStr(values=parts):
+                return _joined([self._part(part, names, depth) for part in parts])
+            case ast.IfExp(body=body, orelse=orelse):
+                return [*self._texts(body, names, depth), *self._texts(orelse, names, depth)]
+            case ast.BoolOp(values=values):
+                return [text for value in values for text in self._texts(value, names, depth)]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return _joined([self._texts(side, names, depth) or [VALUE] for side in (left, right)])
+            case ast.Name(id=name) if depth < DEPTH_MAX:
+                return [text for value in names.get(name, []) for text in self._texts(value, names, depth + 1)]
+            case ast.Call() if depth < DEPTH_MAX:
+                returned = self._known.get(_path(node.func)) or self._known.get(_called(node), [])
+                return [text for value in returned for text in self._texts(value, names, depth + 1)]
+        return []
+
+    def _part(self, part: ast.expr, names: Mapping[str, list[ast.expr]], depth: int) -> list[str]:
+        match part:
+            case ast.Constant(value=str(text)):
+                return [text]
+            case ast.FormattedValue(value=ast.IfExp() | ast.Call() as value):
+                texts = self._texts(value, names, depth)
+                return texts if 0 < len(texts) <= VARIANTS_MAX else [VALUE]
+        return [VALUE]
+
+
+def _joined(parts: list[list[str]]) -> list[str]:
+    whole = [""]
+    for part in parts:
+        whole = [before + after for before in whole for after in part]
+    return whole
+
+
+def _assigned(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[ast.expr]]:
+    """By name: what is assigned to it anywhere in a function, or at the top of a module."""
+    inside = ast.iter_child_nodes(node) if isinstance(node, ast.Module) else ast.walk(node)
+    found: dict[str, list[ast.expr]] = {}
+    for each in inside:
+        match each:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.NamedExpr(target=ast.Name(id=name), value=value)
+            ):
+                found.setdefault(name, []).append(value)
+    return found
+
+
+def _returned_by_one(modules: list[Module]) -> dict[str, list[ast.expr]]:
+    """What functions return: by their module and name, and by a name that no other has."""
+    counts = Counter(name for module in modules for name in module.returned)
+    found: dict[str, list[ast.expr]] = {}
+    for module in modules:
+        for name, values in module.returned.items():
+            found[f"{Path(module.name).stem}.{name}"] = values
+            if counts[name] == 1:
+                found[name] = values
+    return found
+
+
+def _failures(modules: list[Module]) -> set[str]:
+    """Names of our exceptions' classes."""
+    bases = {each.name: {_name(base) for base in each.bases} for module in modules for each in module.classes}
+    known = {"Exception", "ValueError", "LookupError", "RuntimeError", "OSError"}
+    while more := {name for name, own in bases.items() if own & known} - known:
+        known |= more
+    return known
+
+
+def _makes(function: ast.FunctionDef | ast.AsyncFunctionDef, failures: set[str]) -> bool:
+    """Whether it returns an exception, or raises one whenever it is called."""
+    return function.returns is not None and bool(
+        {node.id for node in ast.walk(function.returns) if isinstance(node, ast.Name)} & {*failures, "NoReturn"}
+    )
+
+
+def _called(call: ast.Call) -> str:
+    return _name(call.func)
+
+
+def _path(node: ast.expr) -> str:
+    return f"{_name(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else _name(node)
+
+
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,147 @@
+"""docs/troubleshooting.md has each message that people can get, and none that nobody gets any more."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+
+import pytest
+from doc_commands import ROOT
+from messages_said import Said, messages, words
+
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+CODES_MIN = 20
+WORDS_MIN = 2  # of a message that has to be there
+
+
+@dataclass(frozen=True)
+class Family:
+    """Messages that have no entry of their own, and why; `heading`: of the section that tells of them together."""
+
+    modules: str
+    carriers: Sequence[str]  # none: all
+    why: str
+    heading: str = ""
+
+    def has(self, said: Said) -> bool:
+        return fnmatch(said.module, self.modules) and (not self.carriers or said.carrier in self.carriers)
+
+
+BACKEND, PROXY, RUN = "backend/warmline_backend", "proxy/warmline_proxy", "launchd/warmline_run"
+REFUSALS = ("BadChain", "ResidentMismatch", "ResidentGone", "RowsGone", "UnknownPrompt")
+PARTS_OF_400 = ("refuse", "_unexpected", "CannotWrite")
+
+FAMILIES = (
+    Family(f"{BACKEND}/doctor/*", (), "a finding, which is printed with its mend", "warmline doctor"),
+    Family(
+        f"{RUN}/gates/*", ("Failed", "NotRun", "Malformed", "ValueError"), "printed with its advice", "warmline gates"
+    ),
+    Family("*", ("SegmentFileError", "Damaged"), "the detail behind what is logged or found", "Files that are damaged"),
+    Family(f"{PROXY}/moving/[atm]*.py", ("ArchiveError",), "what of an archive is wrong", "Export and import"),
+    Family(f"{PROXY}/repair.py", ("_say", "_refuse"), "what a repair did", "The index, and cachectl verify"),
+    Family(f"{RUN}/settings.py", ("ValueError",), "what was expected, behind the setting's name", "Settings"),
+    Family(f"{BACKEND}/*", PARTS_OF_400, "a part of a message that has an entry", "What is wrong with a request"),
+    Family(f"{BACKEND}/models/*_config.py", ("ValueError",), "what of config.json can't be", "The model"),
+    Family(f"{BACKEND}/*", REFUSALS, "told to the proxy, which plans again"),
+    Family(f"{BACKEND}/output/*", (), "caught: the call is passed on as text"),
+    Family(f"{PROXY}/*", ("ConnectionResetError",), "ends the handling of a client that is gone"),
+    Family(f"{RUN}/agents/[pu]*.py", ("ValueError",), "caught: `status` says that the file is not ours"),
+    Family(f"{RUN}/reference.py", (), "told to who changes the settings' table"),
+)
+
+SPEAKERS = ("warmline backend: ", "warmline proxy: ", "standard input: ")  # stand before a message
+
+# What is no problem.
+BESIDES = {
+    "stopping; once more to end at once",
+    "exported … of … in …: … to …",
+    "nothing was purged",
+}
+
+MESSAGES = messages(ROOT)
+
+
+def entries(page: str) -> list[str]:
+    """The code that stands before an item's colon; an item may have several messages."""
+    firsts = re.findall(r"^- (`.*):$", page, flags=re.MULTILINE)
+    spans = (re.findall(r"(?<!`)(`+)(?!`)\s?(.+?)\s?(?<!`)\1(?!`)", first) for first in firsts)
+    return [text for found in spans for _, text in found]
+
+
+@cache
+def pattern(entry: str) -> re.Pattern[str]:
+    pieces = (re.escape(" ".join(piece.replace("`", "").split())) for piece in re.split("…+", entry))
+    return re.compile(r"\s?.*\s?".join(pieces), re.DOTALL)
+
+
+def matches(entry: str, text: str) -> bool:
+    """`…` in an entry stands for anything."""
+    return pattern(entry).fullmatch(bare(text)) is not None
+
+
+@cache
+def bare(text: str) -> str:
+    for speaker in SPEAKERS:
+        text = text.removeprefix(speaker)
+    return text.replace("`", "")
+
+
+def has_to_be_there(said: Said) -> bool:
+    return " " in said.text and len(words(bare(said.text))) >= WORDS_MIN and said.text not in BESIDES
+
+
+def test_each_message_has_an_entry() -> None:
+    known = entries(PAGE)
+    missing = [
+        str(said)
+        for said in MESSAGES
+        if has_to_be_there(said)
+        and not any(family.has(said) for family in FAMILIES)
+        and not any(matches(entry, said.text) for entry in known)
+    ]
+    assert missing == []
+
+
+def test_each_entry_is_said_somewhere() -> None:
+    assert [entry for entry in entries(PAGE) if not any(matches(entry, said.text) for said in MESSAGES)] == []
+
+
+def test_no_entry_is_there_twice_or_says_next_to_nothing() -> None:
+    known = entries(PAGE)
+    assert len(known) == len(set(known))
+    assert [entry for entry in known if not words(entry)] == []
+
+
+def test_the_codes_of_the_api_are_given_somewhere() -> None:
+    rows = re.findall(r"^\| \d{3} \| (.*?) \|", PAGE, flags=re.MULTILINE)
+    codes = {code for row in rows for code in re.findall(r"`(\w+)`", row)}
+    assert len(codes) >= CODES_MIN
+    source = "".join(path.read_text() for folder in ("proxy", "backend") for path in (ROOT / folder).rglob("*.py"))
+    assert [code for code in codes if f'"{code}"' not in source] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family.modules} {family.why}")
+def test_families_have_members_and_their_section(family: Family) -> None:
+    assert any(family.has(said) for said in MESSAGES)
+    assert not family.heading or re.search(rf"^##+ {re.escape(family.heading)}$", PAGE.replace("`", ""), re.MULTILINE)
+
+
+def test_messages_are_found_wherever_they_stand() -> None:
+    """One of each way in which a message comes to be said."""
+    texts = {said.text for said in MESSAGES}
+    assert {
+        "port and backend_port are both …; they must differ",  # in a raise
+        "Computing the answer failed: ….",  # given to a function that makes an exception
+        "saving works again, after … s",  # logged
+        "the … can't run as configured (see its message above)",  # said
+        "in use by process …",  # in an exception's own __init__
+        "can't listen on … port … (…): ……",  # returned by a function of another module
+        "it took too long",  # by a name
+    } <= texts
+
+
+def test_a_message_without_an_entry_is_noticed() -> None:
+    assert not matches("the index is closed", "the index is open")
+    assert matches("can't listen on … port …: …", "can't listen on … port … (…): ……")
+    assert entries("- `one …` or `two`:\n  means this. `not this`\n- `three`: nor this") == ["one …", "two"]
