@@ -284,6 +284,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         partings=partings,
         auditor=auditor,
         condemner=condemner,
+        background=background,
         receive_timeout_s=config.receive_timeout_s,
     )
     replayer = Replayer(index, knowledge, recomputer, condemner, metrics, config.audit_tolerance)

@@ -24,14 +24,19 @@ class Selection(msgspec.Struct, kw_only=True):
     bytes_freed: int = 0
 
 
+def check(request: PurgeRequest) -> None:
+    """Raises ValueError unless it names exactly one thing."""
+    given = [bool(request.session), bool(request.model), request.older_than_s is not None, request.everything]
+    if sum(given) != 1:
+        raise ValueError("name exactly one of: a session, a model, an age, everything")
+
+
 def select(snapshot: Snapshot, request: PurgeRequest, now: float) -> Selection:
     """Raises ValueError unless the request names exactly one thing; an empty selection where it matches nothing.
 
     A conversation takes along only what no other one needs.
     """
-    given = [bool(request.session), bool(request.model), request.older_than_s is not None, request.everything]
-    if sum(given) != 1:
-        raise ValueError("name exactly one of: a session, a model, an age, everything")
+    check(request)
     if request.everything:
         return _measured(snapshot, set(snapshot.sessions), set(snapshot.segments), set(snapshot.quarantined))
     if request.model:
@@ -44,13 +49,22 @@ def select(snapshot: Snapshot, request: PurgeRequest, now: float) -> Selection:
 def purge(index: Index, request: PurgeRequest) -> PurgeReply:
     """Rows, files, request records and then every trace in the index file.  Blocks; raises ValueError, IndexFailure."""
     if request.dry_run:
-        selection = select(index.snapshot(), request, time.time())
-    else:
-        index.flush()
-        selection = index.change(lambda tables: _select_and_remove(tables, request))
-        index.sweep()
-        index.compact()
-    return told(selection, request.dry_run)
+        return told(select(index.snapshot(), request, time.time()), dry_run=True)
+    reply = remove(index, request)
+    erase(index)
+    return reply
+
+
+def remove(index: Index, request: PurgeRequest) -> PurgeReply:
+    """Rows and records: nobody starts from it any more.  Blocks; raises ValueError, IndexFailure."""
+    index.flush()
+    return told(index.change(lambda tables: _select_and_remove(tables, request)), dry_run=False)
+
+
+def erase(index: Index) -> None:
+    """Files whose rows are gone, then every trace in the index file.  Blocks; raises IndexFailure."""
+    index.sweep()
+    index.compact()
 
 
 def told(selection: Selection, dry_run: bool) -> PurgeReply:

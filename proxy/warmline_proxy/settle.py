@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -128,8 +128,14 @@ class Settler:
 
     async def between_saves(self, work: Callable[[], T]) -> T:
         """Do something to the index on a thread, while nothing is being saved."""
-        async with self._one_at_a_time:
+        async with self.paused():
             return await _in_thread(work)
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Nothing is being saved meanwhile."""
+        async with self._one_at_a_time:
+            yield
 
     async def save_residents(self) -> None:
         """Save what is in memory and not known to be on disk: what an earlier proxy left, or a save that failed."""

@@ -4,8 +4,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import Pair, on_loop, pair
 
+from warmline_proxy.index import IndexFull
 from warmline_wire.keys import namespace, pack_tokens
 from warmline_wire.messages import SampledTurn
 
@@ -73,6 +75,65 @@ async def test_a_turn_that_was_sampled_but_not_yet_saved_goes_too(tmp_path: Path
         proxy.backend.saving_allowed.set()
         await purging
         assert proxy.index.turns(namespace("f" * 64), [CALL_ID]) == [] and proxy.index.segments() == []
+
+
+@on_loop
+async def test_what_begins_while_a_purge_waits_does_not_bring_it_back_either(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await spoken(proxy, FIRST)
+        proxy.backend.saving_allowed.clear()
+        await proxy.chat(messages=OTHER)
+        await proxy.backend.called("save", 2)
+        purging = asyncio.create_task(purged(proxy, everything=True))
+        running = await held(proxy, NEXT)
+        proxy.backend.saving_allowed.set()
+        assert len((await purging)["sessions"]) == 2
+        await let_go(proxy, running)
+        assert (await proxy.settled())[0].saved_tokens == 0
+        assert proxy.index.segments() == [] and not proxy.backend.held
+
+
+@on_loop
+async def test_a_purge_whose_caller_left_is_finished(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        session = await spoken(proxy, FIRST)
+        proxy.backend.saving_allowed.clear()
+        await proxy.chat(messages=OTHER)
+        await proxy.backend.called("save", 2)
+        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        reader, writer = await asyncio.open_connection(*proxy.url.removeprefix("http://").split(":"))
+        body = f'{{"session": "{session}"}}'
+        head = "\r\n".join(f"{name}: {value}" for name, value in {**owner, "Content-Length": len(body)}.items())
+        writer.write(f"POST /warmline/purge HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n{body}".encode())
+        while not any(task.get_name() == "purge" for task in asyncio.all_tasks()):
+            await asyncio.sleep(0)
+        writer.close()
+        await writer.wait_closed()
+        await proxy.status()
+        proxy.backend.saving_allowed.set()
+        await proxy.backend.called("forget")
+        assert session not in {row.id for row in proxy.index.sessions()}
+
+
+@on_loop
+async def test_memory_is_emptied_though_the_index_can_not_be_compacted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(tmp_path) as proxy:
+        session = await spoken(proxy, FIRST)
+        running = await held(proxy, NEXT)
+
+        def full() -> None:
+            raise IndexFull("no space left")
+
+        monkeypatch.setattr(proxy.index, "compact", full)
+        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        url = f"{proxy.url}/warmline/purge"
+        async with proxy.client.post(url, json={"session": session}, headers=owner) as response:
+            assert response.status >= 500 and "no space left" in await response.text()
+        await let_go(proxy, running)
+        assert (await proxy.settled())[0].saved_tokens == 0
+        assert proxy.backend.calls["forget"] and proxy.index.segments() == []
 
 
 @on_loop

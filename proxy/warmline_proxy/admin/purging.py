@@ -10,6 +10,7 @@ from aiohttp import web
 
 from warmline_proxy.admin.paths import Paths
 from warmline_proxy.audit import Auditor
+from warmline_proxy.background import Background
 from warmline_proxy.bodies import json_answer, read_body
 from warmline_proxy.condemn import Condemner
 from warmline_proxy.errors import bad_request
@@ -19,7 +20,7 @@ from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
 from warmline_proxy.partings import Partings
-from warmline_proxy.purge import purge
+from warmline_proxy.purge import check, erase, purge, remove
 from warmline_proxy.rows import PurgeReply, PurgeRequest
 from warmline_proxy.settle import Settler
 from warmline_proxy.turns import Turns
@@ -49,11 +50,13 @@ class Purging:
         partings: Partings,
         auditor: Auditor,
         condemner: Condemner,
+        background: Background,
         receive_timeout_s: float,
     ) -> None:
         self._index, self._upstream, self._knowledge, self._lives = index, upstream, knowledge, lives
         self._settler, self._turns, self._heads, self._partings = settler, turns, heads, partings
-        self._auditor, self._condemner, self._receive_timeout_s = auditor, condemner, receive_timeout_s
+        self._auditor, self._condemner, self._background = auditor, condemner, background
+        self._receive_timeout_s = receive_timeout_s
 
     @property
     def paths(self) -> Paths:
@@ -63,26 +66,30 @@ class Purging:
         """Answers when it is gone from disk and memory.  What was not meant is restored when it is needed."""
         try:
             wanted = decode(await read_body(request, self._receive_timeout_s), PurgeRequest)
-            if wanted.dry_run:
-                return json_answer(await asyncio.to_thread(purge, self._index, wanted))
-            with self._partings.paused():
-                reply = await self._purge(wanted)
-                await self._forget()
+            check(wanted)
         except (msgspec.DecodeError, ValueError) as error:
             raise bad_request(f"Not a purge: {error}") from error
+        if wanted.dry_run:
+            return json_answer(await asyncio.to_thread(purge, self._index, wanted))
+        # A caller that leaves meanwhile does not keep it from being finished.
+        reply = await asyncio.shield(self._background.spawn(self._purge(wanted), "purge"))
         await self._until_deleted()
         return json_answer(reply)
 
     async def _purge(self, wanted: PurgeRequest) -> PurgeReply:
-        """While nothing is being saved; who runs on what goes is marked before anything of it can be."""
-        running = list(self._lives)
+        """While nothing is being saved; who runs on what goes is marked before anything of it can be.
 
-        def work() -> tuple[PurgeReply, list[Life]]:
-            return purge_with(self._index, wanted, running)
-
-        reply, marked = await self._settler.between_saves(work)
-        for life in marked:
-            life.purged = True
+        Once rows are gone memory is emptied too, whatever the disk does.
+        """
+        with self._partings.paused():
+            async with self._settler.paused():
+                reply, marked = await asyncio.to_thread(remove_with, self._index, wanted, list(self._lives))
+                for life in marked:
+                    life.purged = True
+                try:
+                    await asyncio.to_thread(erase, self._index)
+                finally:
+                    await self._forget()
         return reply
 
     async def _forget(self) -> None:
@@ -106,10 +113,10 @@ class Purging:
             await asyncio.to_thread(self._index.sweep)
 
 
-def purge_with(index: Index, wanted: PurgeRequest, running: Sequence[Life]) -> tuple[PurgeReply, list[Life]]:
-    """On a thread: purge, and say which of these requests go on from what is gone, or belong to it."""
+def remove_with(index: Index, wanted: PurgeRequest, running: Sequence[Life]) -> tuple[PurgeReply, list[Life]]:
+    """On a thread: remove it, and say which of these requests go on from what is gone, or belong to it."""
     paths = [_path(index, life) for life in running]
-    reply = purge(index, wanted)
+    reply = remove(index, wanted)
     gone = set(reply.segments)
     marked = [
         life
