@@ -1,13 +1,14 @@
 """What a purge reaches beyond the index: both processes' memory, and what runs on what goes."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Pair, on_loop, pair
 
-from warmline_proxy.index import IndexFull
+from warmline_proxy.index import Index, IndexFull
 from warmline_wire.keys import namespace, pack_tokens
 from warmline_wire.messages import SampledTurn
 
@@ -94,25 +95,25 @@ async def test_what_begins_while_a_purge_waits_does_not_bring_it_back_either(tmp
 
 
 @on_loop
-async def test_a_purge_whose_caller_left_is_finished(tmp_path: Path) -> None:
+async def test_a_purge_whose_caller_left_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(tmp_path) as proxy:
         session = await spoken(proxy, FIRST)
-        proxy.backend.saving_allowed.clear()
-        await proxy.chat(messages=OTHER)
-        await proxy.backend.called("save", 2)
-        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
-        reader, writer = await asyncio.open_connection(*proxy.url.removeprefix("http://").split(":"))
-        body = f'{{"session": "{session}"}}'
-        head = "\r\n".join(f"{name}: {value}" for name, value in {**owner, "Content-Length": len(body)}.items())
-        writer.write(f"POST /warmline/purge HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n{body}".encode())
-        while not any(task.get_name() == "purge" for task in asyncio.all_tasks()):
-            await asyncio.sleep(0)
-        writer.close()
-        await writer.wait_closed()
-        await proxy.status()
-        proxy.backend.saving_allowed.set()
+        began, may_go_on, loop, compact = asyncio.Event(), threading.Event(), asyncio.get_running_loop(), Index.compact
+
+        def compacting() -> None:
+            loop.call_soon_threadsafe(began.set)
+            may_go_on.wait()
+            compact(proxy.index)
+
+        monkeypatch.setattr(proxy.index, "compact", compacting)
+        purging = asyncio.create_task(purged(proxy, session=session))
+        await began.wait()
+        purging.cancel()
+        while (await proxy.status())["connections"] > 1:
+            pass
+        may_go_on.set()
         await proxy.backend.called("forget")
-        assert session not in {row.id for row in proxy.index.sessions()}
+        assert proxy.index.sessions() == [] and not proxy.backend.held
 
 
 @on_loop
