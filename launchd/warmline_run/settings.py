@@ -255,7 +255,8 @@ SETTINGS: dict[str, Setting] = {
             False,
             yes_or_no,
             "",
-            "ask for the admin key on this machine, too, for `/admin` and `/warmline`: others have accounts here",
+            "ask for the admin key on this machine, too, for `/admin` and `/warmline`: others have accounts here, or a "
+            "reverse proxy runs here (on loopback, `allowed_hosts` does the same)",
         ),
         Setting("port", 8026, port, "PORT", "the port for clients"),
         Setting("backend_port", 8025, port, "PORT", "the backend's port, on loopback only"),

@@ -131,6 +131,13 @@ class Config:
         return not is_loopback(self.bind_host)
 
     @property
+    def owner_needs_key(self) -> bool:
+        """Whether to be on this machine is not enough: who listens on loopback and has other names is behind a proxy on
+        this machine, through which the whole world comes from here.
+        """
+        return self.admin_needs_key or (not self.open_to_others and bool(self.allowed_names))
+
+    @property
     def allowed_names(self) -> frozenset[str]:
         return allowed_names(self.allowed_hosts)
 

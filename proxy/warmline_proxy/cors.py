@@ -1,11 +1,14 @@
-"""Which web pages may read what is served under /v1 (CORS): none, unless their origins are named.  Pure.
+"""Which web pages may use what is served under /v1 (CORS): none, unless their origins are named.  Pure.
 
-A browser sends a page's requests for it, and shows it the answer only where that says so.  Nothing here keeps a request
-out: Host and key do.
+A browser sends a page's requests for it, and shows it the answer only where that says so.  What it does not ask about
+first it sends all the same, a prompt too: where no key is asked for, `is_strange` tells such requests.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from urllib.parse import SplitResult, urlsplit
+
+from warmline_proxy.hosts import host_name, is_loopback_name
 
 ANY = "*"
 SCOPE = "/v1/"
@@ -18,6 +21,7 @@ HEADERS = frozenset(
 HEADER_PREFIXES = ("anthropic-", "openai-", "x-stainless-", "x-warmline-")
 EXPOSED = "Request-Id, Retry-After, X-Request-Id, X-Warmline-Cache, X-Warmline-Request, X-Warmline-Stabilized"
 MAX_AGE_S = 3600  # for which a browser need not ask again
+WEB = ("http", "https")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+")
 
 
@@ -28,6 +32,31 @@ def origins(setting: str) -> frozenset[str]:
         if not _ORIGIN.fullmatch(name):
             raise ValueError(f"{name}: expected origins such as https://app.example or http://localhost:3000, or {ANY}")
     return names
+
+
+def is_own(origin: str, hosts: Sequence[str]) -> bool:
+    """Whether it is that of a page of ours; `hosts`: the Host headers of the request."""
+    parts = _parts(origin)
+    return parts.scheme in WEB and [parts.netloc.lower()] == [host.lower() for host in hosts]
+
+
+def is_strange(origin: str | None, hosts: Sequence[str], allowed: Collection[str]) -> bool:
+    """Whether a page is behind a request that is neither named, nor ours, nor served on this machine.
+
+    A sandboxed page says "null", whosever it is.  Apps and extensions have other schemes: somebody installed them.
+    """
+    if not origin or ANY in allowed or origin.lower() in allowed or is_own(origin, hosts):
+        return False
+    parts = _parts(origin)
+    return not parts.netloc or (parts.scheme in WEB and not is_loopback_name(host_name(parts.netloc)))
+
+
+def _parts(origin: str) -> SplitResult:
+    """Empty ones where it is no URL."""
+    try:
+        return urlsplit(origin)
+    except ValueError:
+        return urlsplit("")
 
 
 def cors_headers(allowed: Collection[str], method: str, path: str, asked: Mapping[str, str]) -> dict[str, str]:

@@ -5,10 +5,11 @@ import time
 
 from aiohttp import hdrs, web
 
-from warmline_proxy.admin.access import ADMIN, NOTHING, SECRET, WRONG, Asked, check_owner, shown_key
-from warmline_proxy.client_keys import Client, ClientKeys, same_secret
+from warmline_proxy.admin.access import ADMIN, NOTHING, SECRET, WRONG, Asked, check_owner, is_by_password, shown_key
+from warmline_proxy.client_keys import EVERYBODY, Client, ClientKeys, same_secret
 from warmline_proxy.config import Config
-from warmline_proxy.errors import ClientError
+from warmline_proxy.cors import is_strange
+from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.hosts import Hosts, machine_names
 from warmline_proxy.metrics import Metrics
 
@@ -25,28 +26,33 @@ class Doors:
         names = machine_names(ask_dns=config.open_to_others) | config.allowed_names
         self._hosts = Hosts(names | {config.host.lower()})
         self._secret, self._keys, self._metrics = secret, keys, metrics
-        self._admin_needs_key = config.admin_needs_key
+        self._owner_needs_key = config.owner_needs_key
+        self._origins = config.allowed_origins
         self._unlogged, self._logged_at = 0, float("-inf")
 
     def check_host(self, request: web.Request) -> None:
         """Before anything else."""
-        version = (request.version.major, request.version.minor)
-        self._hosts.check(request.headers.getall(hdrs.HOST, []), request.raw_path, version)
+        self._hosts.check(request.headers.getall(hdrs.HOST, []), request.raw_path, _version(request))
 
     def client(self, request: web.Request) -> Client:
-        """Whose request this is."""
+        """Whose request this is.  No page shows a key that it was not given; without keys no stranger's may ask."""
         try:
-            return self._keys.client(request.headers)
+            client = self._keys.client(request.headers)
         except ClientError:
             self._note_refusal(CLIENTS, request)
             raise
+        origin, hosts = request.headers.get(hdrs.ORIGIN), request.headers.getall(hdrs.HOST, [])
+        if client == EVERYBODY and is_strange(origin, hosts, self._origins):
+            message = "This is not for other web pages, unless the setting cors_origins names their origin."
+            raise bad_request(message, status=403, code="foreign_page")
+        return client
 
     def check_owner(self, request: web.Request, *, page: bool = False) -> None:
         """`page`: it is for people, whose browser is to ask them for the admin key."""
         hosts = request.headers.getall(hdrs.HOST, [])
-        asked = Asked(request.method, request.remote or "", hosts, request.headers, page)
+        asked = Asked(request.method, request.remote or "", hosts, request.headers, page, _version(request))
         try:
-            check_owner(asked, self._shown(request), self._admin_needs_key)
+            check_owner(asked, self._shown(request), self._owner_needs_key)
         except ClientError:
             self._note_refusal(OWNERS, request)
             raise
@@ -60,7 +66,9 @@ class Doors:
         if not (key := shown_key(request.headers)):
             return NOTHING
         is_secret, is_admin = same_secret(key, self._secret), self._keys.is_admin(key)
-        return SECRET if is_secret else ADMIN if is_admin else WRONG
+        if is_secret and not is_by_password(request.headers):
+            return SECRET
+        return ADMIN if is_secret or is_admin else WRONG
 
     def _note_refusal(self, door: str, request: web.Request) -> None:
         """Who shows a wrong key may be guessing.  No key is logged, and a flood of them fills no log."""
@@ -72,3 +80,7 @@ class Doors:
             count = f"{self._unlogged} requests" if self._unlogged > 1 else "a request"
             log.warning("%s with a wrong key for the %s's paths, the last one from %s", count, door, request.remote)
             self._unlogged, self._logged_at = 0, now
+
+
+def _version(request: web.Request) -> tuple[int, int]:
+    return request.version.major, request.version.minor

@@ -10,7 +10,9 @@ from multidict import CIMultiDict
 
 from warmline_proxy import keys_file
 from warmline_proxy.admin.access import ADMIN, NOTHING, SECRET, WRONG, Asked, check_owner, shown_key
+from warmline_proxy.config import Config
 from warmline_proxy.errors import ClientError
+from warmline_wire.home import Home
 
 HERE, LAN = "127.0.0.1", "192.168.1.7"
 OWN = "http://127.0.0.1:8026"
@@ -27,10 +29,11 @@ def status(
     host: str = "127.0.0.1:8026",
     page: bool = False,
     needs_key: bool = False,
+    version: tuple[int, int] = (1, 1),
 ) -> int:
     """Of the refusal; 200 where there is none."""
     hosts = host.split("|") if host else []
-    asked = Asked(method, peer, hosts, CIMultiDict({"Host": host, **(headers or {})}), page)
+    asked = Asked(method, peer, hosts, CIMultiDict({"Host": host, **(headers or {})}), page, version)
     try:
         check_owner(asked, shown, needs_key)
     except ClientError as error:
@@ -72,11 +75,16 @@ def test_this_machine_is_the_owner_by_peer_and_host(peer: str, host: str, expect
 @pytest.mark.parametrize(
     "header",
     ["X-Forwarded-For", "x-forwarded-host", "Forwarded", "Via", "X-Real-IP", "CF-Connecting-IP", "Tailscale-User-Login",
-     "X-Forwarded-Proto", "True-Client-IP"],
+     "X-Forwarded-Proto", "True-Client-IP", "X-Forwarded", "X-Cluster-Client-IP", "Fastly-Client-IP"],
 )  # fmt: skip
 def test_what_was_passed_on_is_not_local(header: str) -> None:
     assert status(headers={header: "127.0.0.1"}) == 401
     assert status(ADMIN, headers={header: "127.0.0.1"}) == 200
+
+
+def test_what_speaks_http_as_forwarders_of_few_words_do_is_not_local() -> None:
+    assert status(version=(1, 0)) == status(version=(0, 9)) == 401
+    assert status(ADMIN, version=(1, 0)) == 200
 
 
 @pytest.mark.parametrize("shown", [NOTHING, ADMIN])
@@ -96,6 +104,8 @@ def test_what_was_passed_on_is_not_local(header: str) -> None:
         ({"Origin": "null"}, 403, 403),
         ({"Origin": ""}, 403, 403),
         ({"Origin": "ftp://127.0.0.1:8026"}, 403, 403),
+        ({"Origin": "http://["}, 403, 403),
+        ({"Origin": "http://\u2100.example"}, 403, 403),
         (VISIT, 403, 403),
     ],
 )
@@ -160,7 +170,12 @@ async def test_client_keys_administer_nothing_and_the_admin_key_asks_for_no_answ
                 assert found == expected and challenge == ("Bearer" if expected == 401 else "")
         purge = {"json": {"everything": True}}
         as_admin = {"Authorization": basic(f"owner:{admin}")}
-        assert (await answered(proxy, "POST", "/warmline/purge", as_admin, **purge))[0] == 403
+        for by_itself in (
+            as_admin,
+            {"Authorization": basic(f":{secret}")},
+        ):  # a browser goes on showing it
+            assert (await answered(proxy, "POST", "/warmline/purge", by_itself, **purge))[0] == 403
+            assert (await answered(proxy, "GET", "/warmline/status", by_itself))[0] == 200
         assert (await answered(proxy, "POST", "/warmline/purge", {**as_admin, **CHANGES}, **purge))[0] == 200
         for key in (admin, secret, ""):
             assert (await proxy.chat(headers={"Authorization": f"Bearer {key}"})).status == 401
@@ -181,3 +196,18 @@ async def test_a_browser_asks_people_for_the_admin_key(tmp_path: Path) -> None:
         assert (await answered(proxy, "GET", "/warmline/status", VISIT))[0] == 403
         assert (await answered(proxy, "GET", "/warmline/status", {}))[0] == 200
         assert (await answered(proxy, "POST", "/warmline/purge", {}, json={"everything": True}))[0] == 403
+
+
+@on_loop
+async def test_behind_a_proxy_on_this_machine_nobody_is_the_owner_by_his_address(
+    tmp_path: Path,
+) -> None:
+    """There is one where names are given to what listens on loopback; it may add no header."""
+    async with pair(tmp_path, allowed_hosts="llm.example.org") as proxy:
+        assert (await answered(proxy, "GET", "/warmline/status", {}))[0] == 401
+        async with proxy.client.get(f"{proxy.url}/warmline/status", headers={"X-Api-Key": proxy.home.secret()}) as told:
+            assert told.status == 200 and told.headers["Cache-Control"] == "no-store"
+    home = Home(tmp_path / "other")
+    assert not Config(home=home, lan=True, allowed_hosts="llm.example.org").owner_needs_key
+    assert Config(home=home, lan=True, admin_needs_key=True).owner_needs_key
+    assert not Config(home=home).owner_needs_key

@@ -7,7 +7,7 @@ import pytest
 from harness import Pair, on_loop, pair
 
 from warmline_proxy.config import Config, ConfigError
-from warmline_proxy.cors import cors_headers, origins
+from warmline_proxy.cors import cors_headers, is_strange, origins
 from warmline_wire.home import Home
 
 PAGE = "https://chat.example"
@@ -39,6 +39,31 @@ def test_who_may_read(allowed: str, origin: str, answer: dict[str, str]) -> None
     exposed = told.pop("Access-Control-Expose-Headers", "")
     assert told == answer
     assert ("X-Warmline-Cache" in exposed) == (ALLOW in answer)
+
+
+@pytest.mark.parametrize(
+    ("origin", "strange"),
+    [
+        (None, False),
+        ("http://192.168.1.5:8026", False),  # a page of ours
+        (PAGE, False),
+        ("http://localhost:3000", False),
+        ("http://127.0.0.1", False),
+        ("http://tauri.localhost", False),
+        ("app://obsidian.md", False),
+        ("chrome-extension://abcdef", False),
+        ("https://evil.example", True),
+        ("http://192.168.1.66", True),
+        ("http://localhost.evil.example", True),
+        ("http://localhost@evil.example", True),
+        ("null", True),
+        ("file://", True),
+        ("http://[", True),
+    ],
+)
+def test_pages_of_strangers_are_told_from_others(origin: str | None, strange: bool) -> None:
+    assert is_strange(origin, ["192.168.1.5:8026"], origins(PAGE)) == strange
+    assert not is_strange(origin, ["192.168.1.5:8026"], origins("*"))
 
 
 def test_a_preflight_is_told_what_may_be_sent() -> None:
@@ -86,7 +111,17 @@ async def test_answers_streams_and_refusals_are_for_the_page(tmp_path: Path) -> 
 async def test_by_default_no_page_reads_anything_and_the_host_comes_first(tmp_path: Path) -> None:
     async with pair(tmp_path / "none") as proxy:
         assert await asked(proxy, "OPTIONS", "/v1/models", **ASKED) == (204, {})
-        assert await asked(proxy, "GET", "/v1/models") == (200, {})
+        assert await asked(proxy, "GET", "/v1/models") == (403, {})
+        page = {
+            "Origin": PAGE,
+            "Content-Type": "text/plain",
+            "Sec-Fetch-Site": "cross-site",
+            "Sec-Fetch-Mode": "no-cors",
+        }
+        body = '{"messages": [{"role": "user", "content": "hi"}]}'
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", data=body, headers=page) as refused:
+            assert refused.status == 403 and (await refused.json())["error"]["code"] == "foreign_page"
+        assert not proxy.backend.calls["prompts"], "a browser asks nobody before it sends that"
     async with pair(tmp_path / "all", cors_origins="*") as proxy:
         for method in ("OPTIONS", "GET"):
             assert (await asked(proxy, method, "/v1/models", Host="evil.example"))[0] == 403

@@ -12,9 +12,9 @@ import binascii
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from warmline_proxy.client_keys import bearer
+from warmline_proxy.cors import is_own
 from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.hosts import host_name, is_loopback_name
 
@@ -23,8 +23,15 @@ REALM = 'Basic realm="Warmline", charset="UTF-8"'
 SECRET, ADMIN, WRONG, NOTHING = "secret", "admin", "wrong", "nothing"  # what was shown
 
 # Sent by whoever passes on what others ask.
-FORWARDED = frozenset({"forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "x-original-host"})
-FORWARDED_PREFIXES = ("x-forwarded-", "cf-", "tailscale-", "ngrok-", "x-envoy-", "x-amzn-", "fly-")
+FORWARDED = frozenset(
+    {"forwarded", "via", "x-forwarded", "x-real-ip", "x-client-ip", "true-client-ip", "x-cluster-client-ip"}
+)
+FORWARDED_PREFIXES = (
+    *("x-forwarded-", "x-original-", "cf-", "tailscale-", "ngrok-", "x-envoy-", "x-amzn-", "fly-", "fastly-"),
+    *("x-azure-", "x-appengine-", "x-vercel-", "x-arr-", "proxy-"),
+)
+# Of HTTP, and spoken by nginx where nobody told it otherwise, which then adds no such header.
+FORWARDERS_VERSION = (1, 0)
 READING = ("GET", "HEAD")
 
 
@@ -37,13 +44,19 @@ class Asked:
     hosts: Sequence[str]  # its Host headers
     headers: Mapping[str, str]  # by names in any case
     page: bool = False  # for people: a browser is to ask for the key, and links to it may stand anywhere
+    version: tuple[int, int] = (1, 1)  # of HTTP
+
+
+def is_by_password(headers: Mapping[str, str]) -> bool:
+    """Whether the key is shown as browsers do it: they go on doing so of their own accord, whoever's page asks."""
+    return headers.get("Authorization", "").partition(" ")[0].lower() == "basic"
 
 
 def shown_key(headers: Mapping[str, str]) -> str:
     """As clients show theirs, or as the password by which a browser asks for it."""
-    scheme, _, encoded = headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "basic":
+    if not is_by_password(headers):
         return bearer(headers)
+    encoded = headers.get("Authorization", "").partition(" ")[2]
     try:
         decoded = base64.b64decode(encoded.strip(), validate=True).decode(errors="surrogateescape")
     except (binascii.Error, ValueError):
@@ -52,7 +65,8 @@ def shown_key(headers: Mapping[str, str]) -> str:
 
 
 def check_owner(asked: Asked, shown: str, needs_key: bool) -> None:
-    """`shown`: one of SECRET, ADMIN, WRONG, NOTHING; `needs_key`: being on this machine is not enough.
+    """`shown`: SECRET (never where a browser may show it by itself), ADMIN, WRONG or NOTHING; `needs_key`: being on this
+    machine is not enough.
 
     Raises ClientError 401, 403.
     """
@@ -71,13 +85,13 @@ def is_local(asked: Asked) -> bool:
     """From this machine, to a name that means this machine, and passed on by nobody."""
     if not _is_loopback(asked.peer) or len(asked.hosts) != 1 or not is_loopback_name(host_name(asked.hosts[0])):
         return False
-    return not any(_tells_of_another(name.lower()) for name in asked.headers)
+    return asked.version > FORWARDERS_VERSION and not any(_tells_of_another(name.lower()) for name in asked.headers)
 
 
 def is_foreign(asked: Asked) -> bool:
     """Whether a browser says that another site's page is behind it."""
     headers, site = asked.headers, asked.headers.get("Sec-Fetch-Site", "none")
-    if (origin := headers.get("Origin")) is not None and not _is_own(origin, asked.hosts):
+    if (origin := headers.get("Origin")) is not None and not is_own(origin, asked.hosts):
         return True
     if asked.method not in READING:
         return site not in ("same-origin", "none")
@@ -85,11 +99,6 @@ def is_foreign(asked: Asked) -> bool:
         asked.page and headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
     )
     return site == "cross-site" and not is_visit
-
-
-def _is_own(origin: str, hosts: Sequence[str]) -> bool:
-    parts = urlsplit(origin)
-    return parts.scheme in ("http", "https") and [parts.netloc.lower()] == [host.lower() for host in hosts]
 
 
 def _is_loopback(peer: str) -> bool:

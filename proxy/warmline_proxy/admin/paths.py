@@ -22,7 +22,9 @@ class OwnerPaths:
         """`path` has no trailing slash.  Raises ClientError."""
         method = "GET" if request.method == "HEAD" else request.method
         if handler := self._handlers.get((method, path)):
-            return await handler(request)
+            response = await handler(request)
+            response.headers["Cache-Control"] = "no-store"  # conversations: no browser is to keep them
+            return response
         if methods := [known for known, served in self._handlers if served == path]:
             raise not_allowed(request.method, " or a ".join(methods))
         served = ", ".join(sorted({served for _, served in self._handlers}))
