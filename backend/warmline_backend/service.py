@@ -29,6 +29,7 @@ from warmline_backend.health import Readiness, pulse
 from warmline_backend.known_fields import Slips
 from warmline_backend.loaded import Loaded, mark_of
 from warmline_backend.metrics import Metrics
+from warmline_backend.model import device_name
 from warmline_backend.output.dialect import dialect_of
 from warmline_backend.output.turns import reader_of
 from warmline_backend.prompt_store import PromptStore, StoredPrompt
@@ -99,6 +100,7 @@ class Service:
             TokenNames(served.tokenizer),
             Storage(self._home, self._engine, served, mark),
             int((served.path / "config.json").stat().st_mtime),
+            device_name(),
         )
         self._renderers.submit(self._loaded.grammars.prepare)
         asyncio.wrap_future(self._engine.ended).add_done_callback(lambda _: self.generations.end_all(self.failure))
@@ -182,6 +184,7 @@ class Service:
             ready=not failure,
             model=self.served_name,
             model_path=self._config.model,
+            device=loaded.device if loaded else "",
             fingerprint=loaded.fingerprint if loaded else "",
             layout=loaded.served.described(self._grid) if loaded else None,
             context_tokens_max=loaded.served.context_tokens_max if loaded else 0,

@@ -262,6 +262,7 @@ class Status(Reply, kw_only=True):
     keepalive_steps: int = 0  # tokens computed for nobody, to keep the device awake
     failure: str = ""
     model_created: int = 0  # when its config was last written, in Unix seconds; 0: unknown
+    device: str = ""  # that computes, for people
     vitals: Vitals = msgspec.field(default_factory=Vitals)
 
 

@@ -33,6 +33,16 @@ class Address:
         return PROBED.get(self.host, self.host)
 
     @property
+    def admin_url(self) -> str:
+        """Where the dashboard is for who sits here."""
+        return f"{url_of(self.probe_host, self.port).removesuffix('/v1')}/admin"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether somebody here gets there by a local name."""
+        return is_loopback(self.probe_host)
+
+    @property
     def is_wildcard(self) -> bool:
         return self.host in PROBED
 

@@ -4,12 +4,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 
-from warmline_run import commands, openblas, ports, supervise
+from warmline_run import commands, openblas, ports, summary, supervise
 from warmline_run.address import address_of
 from warmline_run.agents import kept
 from warmline_run.agents.cli import group
@@ -54,6 +55,7 @@ def serve(config: Config) -> None:
         commands.backend(config, model, os.environ),
         commands.proxy(config, os.environ),
         address_of(config),
+        partial(summary.found, config),
     )
     raise typer.Exit(code)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from warmline_run import openblas
-from warmline_run.resolve import Config, ConfigurationError
+from warmline_run.resolve import EXIT_CONFIGURATION, Config
 from warmline_run.settings import DEMO_MODEL, SETTINGS
 
 DEMO_NAME = "smollm2-135m-instruct"
@@ -148,15 +148,14 @@ def _flags(config: Config, names: Iterable[str]) -> list[str]:
 
 
 def model_to_load(config: Config) -> str:
-    """The model's folder or name; prepares the demo model where that is asked for.  Raises ConfigurationError."""
+    """The model's folder or name; prepares the demo model where that is asked for.
+
+    Its preparation says on stderr what it is about to write, and why it can't: then raises SystemExit.
+    """
     if config["model"] != DEMO_MODEL:
         return str(config["model"])
-    done = subprocess.run(
-        [*module("warmline_backend.demo"), "--home", str(config["home"])],
-        capture_output=True,
-        text=True,
-    )
+    command = [*module("warmline_backend.demo"), "--home", str(config["home"])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ConfigurationError(lines[-1].removeprefix("warmline: "))
+        raise SystemExit(EXIT_CONFIGURATION)
     return done.stdout.strip()

@@ -5,15 +5,15 @@ serve, which then stops the proxy before the backend under it.
 """
 
 import asyncio
-import http.client
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from warmline_run import asking
 from warmline_run.address import Address
 from warmline_run.commands import Command
 from warmline_run.resolve import EXIT_CONFIGURATION
@@ -24,7 +24,8 @@ RESTART_DELAY_MAX_S = 30.0
 STEADY_AFTER_S = 60.0  # a child up for this long has earned a fresh start
 STOP_MARGIN_S = 15.0  # beyond what a child gives to running requests: to let go of them, and to write what is kept
 PROBE_INTERVAL_S = 0.2
-PROBE_TIMEOUT_S = 2.0
+
+Found = Callable[[], str]
 
 
 def say(line: str) -> None:
@@ -40,17 +41,20 @@ def _write(stream: TextIO, lines: str) -> None:
     stream.flush()
 
 
-def run(backend: Command, proxy: Command, address: Address) -> int:
-    """Blocks until SIGINT or SIGTERM (0) or until a child reports a configuration error (2)."""
-    return asyncio.run(_serve(backend, proxy, address))
+def run(backend: Command, proxy: Command, address: Address, found: Found = str) -> int:
+    """Blocks until SIGINT or SIGTERM (0) or until a child reports a configuration error (2).
+
+    `found` is asked once, when requests are served, for the lines that tell what the start has found; it may block.
+    """
+    return asyncio.run(_serve(backend, proxy, address, found))
 
 
-async def _serve(backend: Command, proxy: Command, address: Address) -> int:
+async def _serve(backend: Command, proxy: Command, address: Address, found: Found) -> int:
     signals = _Signals()
     with _lifeline() as pipe:
         keepers = [_Keeper(proxy, pipe, signals), _Keeper(backend, pipe, signals)]  # in the order of stopping
         kept = [asyncio.create_task(keeper.keep()) for keeper in reversed(keepers)]
-        announcing = asyncio.create_task(_announce(address))
+        announcing = asyncio.create_task(_announce(address, found))
         asked = asyncio.create_task(signals.stop.wait())
         try:
             done, _ = await asyncio.wait([*kept, asked], return_when=asyncio.FIRST_COMPLETED)
@@ -142,23 +146,13 @@ def _ending(code: int) -> str:
     return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
-async def _announce(address: Address) -> None:
-    """Print, once, that requests are served."""
+async def _announce(address: Address, found: Found) -> None:
+    """Print, once, that requests are served; first what scripts wait for, then what people want to know."""
     while True:
-        if await asyncio.to_thread(_status, address, "/ready") == 200:
-            needs_key = await asyncio.to_thread(_status, address, "/v1/models") == 401
+        if (await asyncio.to_thread(asking.readiness, address)).ready:
+            needs_key = await asyncio.to_thread(asking.needs_key, address)
             _write(sys.stdout, f"ready {address.url}\n{address.more}{address.curl(needs_key)}\n")
+            if more := await asyncio.to_thread(found):
+                _write(sys.stdout, more)
             return
         await asyncio.sleep(PROBE_INTERVAL_S)
-
-
-def _status(address: Address, path: str) -> int:
-    """What somebody without a key is answered; 0 where nobody answers."""
-    connection = http.client.HTTPConnection(address.probe_host, address.port, timeout=PROBE_TIMEOUT_S)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().status
-    except (OSError, http.client.HTTPException):
-        return 0
-    finally:
-        connection.close()

@@ -260,6 +260,9 @@ def test_a_manager_that_is_not_there_or_refuses_is_3(mac: User, monkeypatch: pyt
             State(True, None, "exit code 78: EX_CONFIG"),
         ),
         ("x = {\n\tlast terminating signal = Killed: 9\n}", State(True, None, "killed by signal Killed: 9")),
+        ("x = {\n\tstate = spawn scheduled\n\tlast exit code = 0\n}", State(True)),
+        ("x = {\n\tstate = spawn scheduled\n\tlast terminating signal = Terminated: 15\n}", State(True)),
+        ("x = {\n\tstate = spawn scheduled\n\tlast exit code = 1\n}", State(True, None, "exit code 1")),
         ("x = {\n\tendpoints = {\n\t\tpid = 8\n\t}\n\tlast exit code = (never exited)\n}", State(True)),
     ],
 )
@@ -321,11 +324,11 @@ def test_waiting_tells_each_reason_once_and_ends_when_requests_are_served(
     loading = (503, {"ready": False, "reason": "loading"})
     told: list[str] = []
     with answering(loading, loading, (503, []), (200, {"model": "tiny"})) as address:
-        assert waiting.until_ready(Running(), "", address, {}, 60, told.append) == waiting.Outcome(model="tiny")
+        assert waiting.until_ready(Running(), "", address, {}, 60, told.append) == ""
     assert told == ["waiting: loading", "waiting: the proxy answers 503"]
     with answering(loading) as address:
-        outcome = waiting.until_ready(Running(), "", address, {}, 0, told.append)
-        assert outcome.problem == "not ready after 0 s: loading; it goes on starting"
+        problem = waiting.until_ready(Running(), "", address, {}, 0, told.append)
+        assert problem == "not ready after 0 s: loading; it goes on starting"
 
 
 def test_the_last_lines_reach_back_over_a_rotation(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def test_a_pair_kept_by_launchd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     model = tiny_models.build("llama", tmp_path / "tiny")
     try:
         said = user.install("--model", str(model), "--wait-s", "60").stdout
-        assert f"ready http://127.0.0.1:{user.port}/v1\n" in said
+        assert f"ready http://127.0.0.1:{user.port}/v1\nmodel      tiny on " in said
+        assert f"\ndashboard  http://127.0.0.1:{user.port}/admin\n" in said
         assert cached(ask(user)) == 0
         before = {role: agent["pid"] for role, agent in user.status()["agents"].items()}
         assert before == {role: int(Home(user.home).pid_file(role).read_text()) for role in ("proxy", "backend")}

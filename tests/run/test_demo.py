@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -100,13 +101,20 @@ def test_is_converted_once_and_prints_its_folder(demo_home: Home) -> None:
     before = (model(demo_home) / "model.safetensors").stat()
     command = [sys.executable, "-m", "warmline_backend.demo", "--home", str(demo_home.root), "--weights", "float32"]
     answer = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert answer.stdout == f"{model(demo_home)}\n"
+    assert (answer.stdout, answer.stderr) == (f"{model(demo_home)}\n", "")
     after = (model(demo_home) / "model.safetensors").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert before.st_size == pytest.approx(demo.FLOAT32_BYTES, rel=0.01)
 
 
-def test_keeps_the_files_own_quantization_where_asked(tmp_path: Path) -> None:
+def test_keeps_the_files_own_quantization_and_says_first_what_it_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = demo.prepare(Home(tmp_path), "q4")
+    said = capsys.readouterr().err
+    found = re.fullmatch(rf"warmline: writing the demo model to {folder}, once: about (\d+) MB\n", said)
+    assert found is not None, said
+    assert int(found[1]) * 1e6 == pytest.approx((folder / "model.safetensors").stat().st_size, rel=0.2)
     quantization = json.loads((folder / "config.json").read_text())["quantization"]
     assert (quantization["bits"], quantization["group_size"]) == (4, 32)
     assert quantization["model.embed_tokens"] == {"bits": 8, "group_size": 32}

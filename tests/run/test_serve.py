@@ -52,6 +52,8 @@ def pid(home: Path, process: str) -> int:
 
 def test_answers_restarts_what_dies_and_stops_cleanly(tmp_path: Path, model: Path) -> None:
     with served(tmp_path, "--model", str(model)) as (serve, url):
+        serve.wait_for("^disk +.* of 50 GB used: no conversation is stored$")
+        serve.wait_for(f"^dashboard +{url.removesuffix('/v1')}/admin$")
         before = ask(url, "hello", max_tokens=8)["choices"][0]["message"]["content"]
         for process in ("backend", "proxy"):
             old = pid(tmp_path, process)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from warmline_backend.doctor.findings import gigabytes
-from warmline_backend.model import machine_bytes
+from warmline_backend.model import device_name, machine_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 # What macOS lets the GPU wire while `iogpu.wired_limit_mb` is 0: two thirds of a small Mac, three quarters of a larger
@@ -24,7 +24,7 @@ class Machine:
 
 def this_machine() -> Machine:
     info, usable = mx.device_info(), machine_bytes()
-    name = str(info.get("device_name", "this machine"))
+    name = device_name()
     if info.get("max_recommended_working_set_size"):
         return Machine(
             usable, f"{name}: macOS lets the GPU use {gigabytes(usable)}", int(info["memory_size"]) - SYSTEM_BYTES

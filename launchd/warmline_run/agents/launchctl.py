@@ -14,6 +14,8 @@ NOT_LOADED = (3, 113)  # bootout's and print's exit codes for what is not there
 BUSY = (5, 36, 37)  # what bootstrap ends with while the predecessor is still being removed
 SETTLE_S = 10.0
 NO_DOMAIN = 125
+SCHEDULED = "spawn scheduled"  # the state of what launchd is about to start
+PEACEFUL = ("exit code 0", "killed by signal Terminated: 15")  # how what is told to stop ends
 LOG_IN = (
     "agents run for a user who is logged in at the Mac's screen (or by screen sharing): log in there, and try again"
 )
@@ -100,4 +102,6 @@ def state_in(printed: str) -> State:
         ended = f"killed by signal {values['last terminating signal']}"
     elif re.match(r"-?\d", code := values.get("last exit code", "")):
         ended = f"exit code {code}"
+    if values.get("state") == SCHEDULED and ended in PEACEFUL:
+        ended = ""  # so it is started because it was asked for, once ThrottleInterval is over, and has not failed
     return State(loaded=True, pid=int(pid) if pid.isdecimal() else None, ended=ended)

@@ -6,12 +6,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from warmline_run import asking
 from warmline_run.address import address_of
 from warmline_run.agents import agent as agents
-from warmline_run.agents import ready, verbs
+from warmline_run.agents import verbs
 from warmline_run.agents.agent import Which
 from warmline_run.agents.logs import last_lines
 from warmline_run.agents.verbs import Pair
+from warmline_run.asking import Readiness
 from warmline_run.resolve import ConfigurationError
 
 UNREADABLE = "the installed file is not as this version writes it: install again"
@@ -53,22 +55,22 @@ def standing(pair: Pair) -> Standing:
     home = verbs.home_of(pair)
     found = {which.role: _of_agent(pair, which, home) for which in pair.whiches}
     installed = all(agent.installed for agent in found.values())
-    url, readiness = _readiness(pair) if pair.installed else ("", ready.Readiness(False, "not installed"))
+    url, readiness = _readiness(pair) if pair.installed else ("", Readiness(False, "not installed"))
     is_ours = found["proxy"].pid is not None
     if readiness.ready and not is_ours:
-        readiness = ready.Readiness(False, f"the agent does not run; another process serves {url}")
+        readiness = Readiness(False, f"the agent does not run; another process serves {url}")
     return Standing(installed, readiness.ready, readiness.reason, url, readiness.model, str(home or ""), found)
 
 
-def _readiness(pair: Pair) -> tuple[str, ready.Readiness]:
+def _readiness(pair: Pair) -> tuple[str, Readiness]:
     try:
         config = verbs.configuration(pair)
     except ConfigurationError as error:
-        return "", ready.Readiness(False, str(error))
+        return "", Readiness(False, str(error))
     if config is None:
-        return "", ready.Readiness(False, UNREADABLE)
+        return "", Readiness(False, UNREADABLE)
     address = address_of(config)
-    return address.url, ready.ask(address)
+    return address.url, asking.readiness(address)
 
 
 def _of_agent(pair: Pair, which: Which, home: Path | None) -> AgentStanding:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from warmline_run import ports
+from warmline_run import ports, summary
 from warmline_run.address import address_of
 from warmline_run.agents import agent as agents
 from warmline_run.agents import waiting
@@ -115,12 +115,11 @@ def wait(pair: Pair, config: Config, wait_s: float) -> int:
         return 0
     address, home = address_of(config), Path(str(config["home"]))
     outputs = {role: agents.output_file(home, role) for role in ROLES}
-    outcome = waiting.until_ready(pair.manager, pair.name, address, outputs, wait_s, pair.tell)
-    if outcome.problem:
-        pair.tell(outcome.problem)
+    if problem := waiting.until_ready(pair.manager, pair.name, address, outputs, wait_s, pair.tell):
+        pair.tell(problem)
         pair.tell(f"`{pair.command('logs')}` shows more")
         return EXIT_NOT_READY
-    print(f"ready {address.url}", flush=True)
+    print(f"ready {address.url}\n{summary.found(config)}", end="", flush=True)
     return 0
 
 

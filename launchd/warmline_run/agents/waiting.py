@@ -2,11 +2,10 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from warmline_run import asking
 from warmline_run.address import Address
-from warmline_run.agents import ready
 from warmline_run.agents.agent import ROLES, Which
 from warmline_run.agents.logs import last_lines
 from warmline_run.agents.manager import ServiceManager, State
@@ -17,14 +16,6 @@ LAST_LINES = 10
 CANNOT_EXECUTE = "exit code 78"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """`problem` has one line or more, "" where requests are served."""
-
-    problem: str = ""
-    model: str = ""
-
-
 def until_ready(
     manager: ServiceManager,
     name: str,
@@ -32,8 +23,11 @@ def until_ready(
     outputs: Mapping[str, Path],
     timeout_s: float,
     tell: Callable[[str], None],
-) -> Outcome:
-    """Blocks.  `outputs`: by role, where what ends a start is written; `tell` hears what is waited for."""
+) -> str:
+    """What is wrong, in a line or more; "" where requests are served.  Blocks.
+
+    `outputs`: by role, where what ends a start is written; `tell` hears what is waited for.
+    """
     until = time.monotonic() + timeout_s
     told, sightings = "", 0
     while True:
@@ -41,12 +35,12 @@ def until_ready(
         failed = next((role for role, state in states.items() if state.has_failed), "")
         sightings = sightings + 1 if failed else 0
         if failed and sightings >= SIGHTINGS:
-            return Outcome(what_is_wrong(failed, states[failed], outputs[failed]))
-        found = ready.ask(address)
+            return what_is_wrong(failed, states[failed], outputs[failed])
+        found = asking.readiness(address)
         if found.ready and not failed:
-            return Outcome(model=found.model)
+            return ""
         if time.monotonic() >= until:
-            return Outcome(f"not ready after {timeout_s:g} s: {found.reason}; it goes on starting")
+            return f"not ready after {timeout_s:g} s: {found.reason}; it goes on starting"
         if found.reason != told:
             tell(f"waiting: {found.reason}")
             told = found.reason

@@ -1,0 +1,71 @@
+"""Asking the proxy, over HTTP and at once.  Blocks, at most `TIMEOUT_S` at a time."""
+
+import http.client
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from warmline_run.address import Address
+
+TIMEOUT_S = 2.0
+ANSWER_BYTES_MAX = 16_000_000
+FAILURES = (OSError, http.client.HTTPException)  # nobody answers, or no HTTP
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """`reason` is why not; `model` what is served."""
+
+    ready: bool
+    reason: str = ""
+    model: str = ""
+
+
+def get(address: Address, path: str, key: str = "") -> tuple[int, dict[str, Any]]:
+    """Status and JSON object, {} where the answer is none.  Raises what is in `FAILURES`."""
+    connection = http.client.HTTPConnection(address.probe_host, address.port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
+        answer = connection.getresponse()
+        return answer.status, _object_in(answer.read(ANSWER_BYTES_MAX))
+    finally:
+        connection.close()
+
+
+def _object_in(body: bytes) -> dict[str, Any]:
+    try:
+        told = json.loads(body)
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def readiness(address: Address) -> Readiness:
+    """Whether requests are served, as GET /ready tells.  Raises nothing: who can't be asked is not ready."""
+    try:
+        status, told = get(address, "/ready")
+    except ConnectionRefusedError:
+        return Readiness(False, "the proxy does not listen yet")
+    except FAILURES as error:
+        return Readiness(False, f"the proxy does not answer: {error or type(error).__name__}")
+    if status == 200:
+        return Readiness(True, model=str(told.get("model", "")))
+    return Readiness(False, str(told.get("reason", "")) or f"the proxy answers {status}")
+
+
+def needs_key(address: Address) -> bool:
+    """Whether a client without a key is refused; False where nobody answers."""
+    try:
+        return get(address, "/v1/models")[0] == 401
+    except FAILURES:
+        return False
+
+
+def state(address: Address, home: Path) -> dict[str, Any]:
+    """What GET /warmline/status tells the owner of the home; {} where it does not."""
+    try:
+        status, told = get(address, "/warmline/status", (home / "secret").read_text().strip())
+    except (*FAILURES, ValueError):  # http.client refuses a header with a line's end in it, and text may be none
+        return {}
+    return told if status == 200 else {}

@@ -1,0 +1,98 @@
+"""What a start says that it has found, by the state that the proxy tells."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from warmline_run import summary
+from warmline_run.address import Address, address_of
+from warmline_run.resolve import Config, resolve
+
+STATUS: dict[str, Any] = {
+    "persistence": "ok",
+    "disk_budget_bytes": 50_000_000_000,
+    "totals": {
+        **{"sessions": 12, "tokens": 34_567, "bytes_segments": 1_200_000_000, "bytes_checkpoints": 30_000_000},
+        **{"bytes_quarantined": 1_000_000, "bytes_writing": 2_000_000, "bytes_doomed": 3_000_000},
+        "bytes_index": 4_000_000,
+    },
+    "engine": {
+        **{"model": "a-model", "device": "Apple M2 Ultra", "context_tokens_max": 131_072},
+        "memory_budget_bytes": 64_000_000_000,
+        "layout": {"persistent": True, "why_not": "", "dtype": "bfloat16"},
+    },
+}
+
+
+def config_of(**settings: str) -> Config:
+    return resolve({"home": "/nowhere", **settings}, {})
+
+
+def said(change: dict[str, Any], **settings: str) -> dict[str, str]:
+    """Its lines, by their first words."""
+    status, config = copy.deepcopy(STATUS), config_of(**settings)
+    for path, value in change.items():
+        *above, name = path.split(".")
+        holder = status
+        for each in above:
+            holder = holder[each]
+        holder[name] = value
+    lines = summary.text(status, config, address_of(config)).splitlines()
+    return {name: rest.strip() for name, _, rest in (line.partition(" ") for line in lines)}
+
+
+def test_each_fact_has_a_line() -> None:
+    assert said({}) == {
+        "model": "a-model on Apple M2 Ultra, KV in bfloat16",
+        "context": "131,072 tokens",
+        "memory": "64 GB for conversations",
+        "disk": "1.24 GB of 50 GB used: 12 conversations, 34,567 tokens",
+        "kept": "on disk, across restarts",
+        "dashboard": "http://127.0.0.1:8026/admin",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "kept"),
+    [
+        ({}, {"reuse": "off"}, "nothing, since reuse is off"),
+        (
+            {"engine.layout": {"persistent": False, "why_not": "no codec for OddCache", "dtype": "float32"}},
+            {},
+            "in memory alone: no codec for OddCache",
+        ),
+        ({"persistence": "index/: no space"}, {}, "in memory alone, since saving fails: index/: no space"),
+        ({"disk_budget_bytes": 0}, {}, "in memory alone, since the disk budget is 0"),
+    ],
+)
+def test_it_says_why_nothing_outlasts_a_restart(change: dict[str, Any], settings: dict[str, str], kept: str) -> None:
+    assert said(change, **settings)["kept"] == kept
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"lan": "true"}, "http://127.0.0.1:8026/admin"),
+        ({"host": "::1", "port": "80"}, "http://[::1]:80/admin"),
+        ({"admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({summary.KEY_HINT})"),
+        ({"lan": "true", "host": "10.0.0.7"}, f"http://10.0.0.7:8026/admin ({summary.KEY_HINT})"),
+    ],
+)
+def test_where_the_dashboard_is_and_what_opens_it(settings: dict[str, str], where: str) -> None:
+    assert said({}, **settings)["dashboard"] == where
+
+
+def test_what_is_not_known_is_not_made_up() -> None:
+    assert said({"engine.context_tokens_max": 0})["context"] == "the model does not say how long"
+    empty = {"sessions": 0, "tokens": 0, **dict.fromkeys(STATUS["totals"].keys() - {"sessions", "tokens"}, 0)}
+    assert said({"totals": empty})["disk"] == "0 B of 50 GB used: no conversation is stored"
+    for broken in ({}, {"engine": None}, {**STATUS, "totals": {}}, {**STATUS, "engine": {"model": "m"}}):
+        assert summary.text(broken, config_of(), Address("127.0.0.1", 80)) == ""
+
+
+def test_where_nobody_tells_nothing_is_said(tmp_path: Path) -> None:
+    assert summary.found(config_of(home=str(tmp_path), port="9")) == "", "no secret"
+    (tmp_path / "secret").write_text("hush\n")
+    assert summary.found(config_of(home=str(tmp_path), port="9")) == "", "nobody listens"
