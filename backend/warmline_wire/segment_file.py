@@ -252,8 +252,12 @@ def _check_frame(header: SegmentHeader) -> None:
     meta, checksums, tokens = header.meta, header.tensors.get(CHECKSUMS), header.tensors.get(TOKENS)
     if checksums is None or checksums.bytes_count != 8 * (len(header.checksummed()) + 1):
         raise SegmentFileError("checksum", "not one checksum a tensor and one of the header")
-    if max(place.offset + place.bytes_count for place in header.tensors.values()) != header.file_bytes:
+    places = header.tensors.values()
+    if max(place.offset + place.bytes_count for place in places) != header.file_bytes:
         raise SegmentFileError("truncated", "the file is longer than its tensors")
+    data_bytes = header.file_bytes - min(place.offset for place in places)
+    if sum(place.bytes_count for place in places) > data_bytes:  # a copy would be larger than this file, without bounds
+        raise SegmentFileError("checksum", "tensors overlap")
     if meta.kind == "checkpoint":
         return
     if not 0 <= meta.start < meta.end:

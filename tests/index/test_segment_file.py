@@ -95,6 +95,22 @@ def test_names_what_is_wrong(path: Path, tmp_path: Path) -> None:
     assert reason(path) == "tokens"
 
 
+def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
+    """Each is sound by itself; but a few bytes would stand for as many as anybody likes in a copy."""
+    names = [f"{number}.kv.keys" for number in range(20)]
+    data, shapes = b"k" * 40, {name: ("U8", [1, 1, 5, 8]) for name in names} | {"tokens": ("U32", [5])}
+    sums = [tensor_checksum(name, 3, 8, [data]) for name in sorted(names)]
+    sums += [tensor_checksum("tokens", 3, 8, [TOKENS]), header_checksum(META, shapes)]
+    fields: dict[str, object] = {name: {"dtype": "U8", "shape": [1, 1, 5, 8], "data_offsets": (0, 40)} for name in names}
+    fields["tokens"] = {"dtype": "U32", "shape": [5], "data_offsets": (40, 60)}
+    fields["checksums"] = {"dtype": "U64", "shape": [len(sums)], "data_offsets": (60, 60 + 8 * len(sums))}
+    text = msgspec.json.encode({"__metadata__": {"warmline": META.to_json()}} | fields)
+    packed = b"".join(value.to_bytes(8, "little") for value in sums)
+    path = tmp_path / "bomb"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data + TOKENS + packed)
+    assert reason(path) == "checksum"
+
+
 def test_a_checkpoint_is_bound_to_its_position(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     meta = FileMeta(kind="checkpoint", id="a", fingerprint="f", root="", prefix="", start=7, end=7, position=7)
