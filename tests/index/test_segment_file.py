@@ -101,7 +101,8 @@ def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
     data, shapes = b"k" * 40, {name: ("U8", [1, 1, 5, 8]) for name in names} | {"tokens": ("U32", [5])}
     sums = [tensor_checksum(name, 3, 8, [data]) for name in sorted(names)]
     sums += [tensor_checksum("tokens", 3, 8, [TOKENS]), header_checksum(META, shapes)]
-    fields: dict[str, object] = {name: {"dtype": "U8", "shape": [1, 1, 5, 8], "data_offsets": (0, 40)} for name in names}
+    place = {"dtype": "U8", "shape": [1, 1, 5, 8], "data_offsets": (0, 40)}
+    fields: dict[str, object] = dict.fromkeys(names, place)
     fields["tokens"] = {"dtype": "U32", "shape": [5], "data_offsets": (40, 60)}
     fields["checksums"] = {"dtype": "U64", "shape": [len(sums)], "data_offsets": (60, 60 + 8 * len(sums))}
     text = msgspec.json.encode({"__metadata__": {"warmline": META.to_json()}} | fields)
