@@ -15,7 +15,7 @@ def caller_of(client: Client, headers: Mapping[str, str], remote: str | None) ->
 
     A digest: such keys are kept nowhere.
     """
-    return digest(f"key {client.name}" if client.name else bearer(headers) or f"at {remote}").hex()[:16]
+    return digest(f"key {client.holder}" if client.holder else bearer(headers) or f"at {remote}").hex()[:16]
 
 
 class Ticket:

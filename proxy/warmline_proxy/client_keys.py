@@ -26,6 +26,7 @@ class Client:
 
     name: str = ""  # of the key
     tenant: str = ""  # whose KV its requests may meet, see `warmline_wire.keys.namespace`
+    holder: str = ""  # who it is: names are given anew, and tenants shared
 
 
 EVERYBODY = Client()
@@ -65,7 +66,10 @@ def prepare_keys(config: Config) -> None:
 
 
 class ClientKeys:
-    """Keeps digests, no keys.  Raises KeysUnusable where the file is; one that becomes so later changes nothing."""
+    """Keeps digests, no keys.  Raises KeysUnusable where the file is; one that becomes so later changes nothing.
+
+    Nor does one that is gone: that may be an accident, or an editor's way to write, and would open the door to all.
+    """
 
     def __init__(self, config: Config) -> None:
         self._home, self._share = config.home, config.share_cache
@@ -116,7 +120,10 @@ class ClientKeys:
             if (mark := keys_file.mark(self._home)) == self._mark:
                 return
             self._mark = mark
+            if mark == keys_file.NO_FILE:
+                raise KeysUnusable(f"{self._home.keys} is gone: restore it, make new keys, or start the proxy anew")
             self._take(keys_file.read(self._home))
+            keys_file.keep_private(self._home)
         except (KeysUnusable, OSError) as error:
             log.error("the client keys stay as they were: %s", error)
         else:
@@ -124,7 +131,7 @@ class ClientKeys:
 
     def _take(self, entries: list[KeyEntry]) -> None:
         clients = [*self._settings, *(each for each in entries if each.kind == CLIENT)]
-        self._clients = [(digest(each.key), Client(each.name, self._tenant(each))) for each in clients]
+        self._clients = [(digest(each.key), Client(each.name, self._tenant(each), each.tenant)) for each in clients]
         self._admins = [digest(each.key) for each in entries if each.kind == ADMIN]
         self._tenants.update(client.tenant for _, client in self._clients)
 

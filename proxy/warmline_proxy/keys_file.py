@@ -21,6 +21,7 @@ from warmline_wire import disk
 from warmline_wire.home import Home
 from warmline_wire.lock import Locked, process_lock
 from warmline_wire.messages import decode
+from warmline_wire.modes import FILE_MODE, OTHERS
 
 CLIENT, ADMIN = "client", "admin"  # kinds
 DEFAULT_NAME = "default"
@@ -86,6 +87,12 @@ def read(home: Home) -> list[KeyEntry]:
     if content.version != VERSION or not all(each.key and each.kind in (CLIENT, ADMIN) for each in content.keys):
         raise KeysUnusable(f"{home.keys} is of another version of Warmline, or has an empty key")
     return content.keys
+
+
+def keep_private(home: Home) -> None:
+    """What an editor or a copy has left open to others is its owner's alone again.  Raises OSError."""
+    if home.keys.stat().st_mode & OTHERS:
+        disk.set_mode(home.keys, FILE_MODE)
 
 
 def client_keys(home: Home) -> list[KeyEntry]:

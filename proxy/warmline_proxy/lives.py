@@ -52,7 +52,7 @@ class Lives:
 
     def find(self, name: str, client: Client) -> Life | None:
         """Of this client's: by its id, or the one that was given; of several tries under one name, the one wanted."""
-        own = (life for life in self if life.client.name == client.name)
+        own = (life for life in self if life.client == client)
         named = [life for life in own if name and name in (life.trace.id, life.trace.given_id)]
         return next((life for life in named if life.leaving is None), next(iter(named), None))
 

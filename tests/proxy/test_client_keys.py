@@ -94,16 +94,23 @@ def test_a_running_proxy_hears_of_changes_at_once(home: Home) -> None:
     keys = ClientKeys(Config(home=home))
     assert keys.client({}) == EVERYBODY and not keys.required
     mine = keys_file.add(home, "me")
-    assert keys.client(holding(mine.key)) == Client("me", mine.tenant)
+    assert keys.client(holding(mine.key)) == Client("me", mine.tenant, mine.tenant)
     renewed = keys_file.rotate(home, "me")
-    assert keys.client({"X-Api-Key": renewed.key}) == Client("me", mine.tenant)
+    assert keys.client({"X-Api-Key": renewed.key}) == Client("me", mine.tenant, mine.tenant)
     for wrong in (mine.key, "", renewed.key[:-1], renewed.key + "x", "é", "\udcff"):
         with pytest.raises(Exception, match="401"):
             keys.client(holding(wrong))
     good = home.keys.read_bytes()
     home.keys.write_bytes(b"{")
     assert keys.client(holding(renewed.key)).name == "me", "what is damaged changes nothing"
+    home.keys.unlink()
+    assert keys.client(holding(renewed.key)).name == "me", "nor does what is gone: it would open the door to everybody"
+    with pytest.raises(Exception, match="401"):
+        keys.client({})
     home.keys.write_bytes(good)
+    home.keys.chmod(0o644)
+    assert keys.client(holding(renewed.key)).name == "me"
+    assert stat.S_IMODE(home.keys.stat().st_mode) == 0o600, "whoever wrote it left it open"
     keys_file.remove(home, "me")
     assert keys.client(holding(renewed.key)) == EVERYBODY
     assert keys.tenants == {"", mine.tenant}
@@ -125,7 +132,7 @@ def test_the_key_of_the_settings_stands_beside_the_others(home: Home) -> None:
 
 
 def test_a_request_counts_for_its_keys_holder_wherever_it_comes_from() -> None:
-    me, you = Client("me", "t"), Client("you", "t")
+    me, you = Client("me", "t", "h1"), Client("me", "t", "h2")
     assert caller_of(me, holding("a"), "10.0.0.1") == caller_of(me, holding("b"), "10.0.0.2")
     assert caller_of(me, holding("a"), "10.0.0.1") != caller_of(you, holding("a"), "10.0.0.1")
     assert caller_of(EVERYBODY, {}, "10.0.0.1") != caller_of(EVERYBODY, {}, "10.0.0.2")
@@ -205,6 +212,12 @@ async def test_what_others_have_running_can_not_be_named_nor_followed_nor_ended(
                     assert taken.status == 409, "its own is"
                 async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=holding(two)) as ended:
                     assert ended.status == 200
+            before = proxy.home.keys.read_bytes()
+            keys_file.remove(proxy.home, "one")
+            namesake = keys_file.add(proxy.home, "one").key
+            async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=holding(namesake)) as refused:
+                assert refused.status == 404, "a new key of the same name is somebody else's"
+            proxy.home.keys.write_bytes(before)
             async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=holding(one)) as ended:
                 assert ended.status == 200
             await running.read()

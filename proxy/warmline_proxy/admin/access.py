@@ -65,7 +65,7 @@ def shown_key(headers: Mapping[str, str]) -> str:
 
 
 def check_owner(asked: Asked, shown: str, needs_key: bool) -> None:
-    """`shown`: SECRET (never where a browser may show it by itself), ADMIN, WRONG or NOTHING; `needs_key`: being on this
+    """`shown`: SECRET (never where a browser may show it by itself), ADMIN, WRONG, NOTHING; `needs_key`: being on this
     machine is not enough.
 
     Raises ClientError 401, 403.
