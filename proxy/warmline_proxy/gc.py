@@ -7,6 +7,7 @@ from warmline_proxy import index_files
 from warmline_proxy.index import Index
 from warmline_proxy.index_tables import GONE_MAX, Tables
 from warmline_proxy.index_turns import remove_turns, turns
+from warmline_proxy.pin import let_go_of_unclaimed
 from warmline_proxy.rows import GcReply, GcRequest
 from warmline_wire import disk
 
@@ -42,7 +43,7 @@ def _evict(index: Index, request: GcRequest) -> list[str]:
     if request.to_bytes is None:
         return index.make_room()
     used = index.totals().bytes_used
-    return index.free(used - request.to_bytes) if used > request.to_bytes else []
+    return index.free(used - request.to_bytes, why="budget") if used > request.to_bytes else []
 
 
 def _delete_strays(index: Index, before: float, reply: GcReply) -> None:
@@ -53,10 +54,11 @@ def _delete_strays(index: Index, before: float, reply: GcReply) -> None:
     listed = [*index_files.stored(index.home), *index_files.aside(index.home)]
     claimed = index.change(_claimed)
     for file_id, path in listed:
-        if file_id in claimed or not _is_older(path, before):
+        size = None if file_id in claimed else _size_if_older(path, before)
+        if size is None:
             continue
-        reply.bytes_strays += path.stat().st_size
         disk.delete(path)
+        reply.bytes_strays += size
         if file_id:
             reply.orphans += 1
         else:
@@ -69,15 +71,18 @@ def _claimed(tables: Tables) -> set[str]:
     return {key.hex() for key in keys} | {file_id for plan in tables.saves() for file_id in plan.file_ids}
 
 
-def _is_older(path: Path, before: float) -> bool:
+def _size_if_older(path: Path, before: float) -> int | None:
+    """None for what was written since then, or is gone by now."""
     try:
-        return path.stat().st_mtime <= before
+        found = path.stat()
     except FileNotFoundError:
-        return False
+        return None
+    return found.st_size if found.st_mtime <= before else None
 
 
 def _expire(tables: Tables, now: float, reply: GcReply) -> None:
-    """Old records, old sampled turns of what is not stored, and notes on what went where no more fit."""
+    """Old records, old sampled turns of what is not stored, notes on what went where no more fit, pins of nobody."""
+    let_go_of_unclaimed(tables)
     for key, record in tables.requests():
         if record.at < now - RECORD_AGE_MAX_S:
             tables.delete("requests", key)

@@ -349,11 +349,11 @@ class Index(IndexReader):
         self.sweep()
         return list(evicted)
 
-    def free(self, bytes_wanted: int) -> list[str]:
-        """Evict (and delete) though the budget holds, as the disk is full; the ids that went."""
+    def free(self, bytes_wanted: int, why: str = "disk_full") -> list[str]:
+        """Evict (and delete) though the budget holds; the ids that went.  `why`: as `on_evicted` is told."""
         leased = self._leased()
         evicted = self._write(lambda tables: _weighed(tables, index_save.free(tables, bytes_wanted, leased)))
-        self._note_evicted("disk_full", evicted)
+        self._note_evicted(why, evicted)
         self.sweep()
         return list(evicted)
 

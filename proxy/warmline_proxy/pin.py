@@ -37,6 +37,12 @@ def pinned_after(snapshot: Snapshot, session_id: str, off: bool) -> set[str]:
     return wanted
 
 
+def let_go_of_unclaimed(tables: Tables) -> None:
+    """What is pinned for conversations alone that are gone may be evicted again."""
+    snapshot = tables.snapshot()
+    _set_pinned(tables, snapshot, pinned_after(snapshot, "", off=True))
+
+
 def weigh(snapshot: Snapshot, segments: Set[str]) -> int:
     """Bytes on disk, with their checkpoints."""
     states = (row.bytes_on_disk for row in snapshot.checkpoints.values() if row.segment in segments)
@@ -60,14 +66,20 @@ def _pin(tables: Tables, request: PinRequest, most: int) -> PinReply:
             f"with it {weight:,} bytes would be pinned (now {now:,}), and no more than {most:,} may be, "
             f"{PINNED_SHARE_MAX:.0%} of the disk budget: unpin another one, or raise disk_budget_gb"
         )
-    changed = [segment for segment in snapshot.segments.values() if segment.pinned != (segment.id in wanted)]
-    for segment in changed:
-        tables.update_segment(msgspec.structs.replace(segment, pinned=segment.id in wanted))
+    changed = _set_pinned(tables, snapshot, wanted)
     tables.put_session(msgspec.structs.replace(row, pinned=not request.off))
     return PinReply(
         session=row.id,
         pinned=not request.off,
-        segments=sorted(segment.id for segment in changed),
+        segments=sorted(changed),
         bytes_pinned=weight,
         bytes_pinned_max=most,
     )
+
+
+def _set_pinned(tables: Tables, snapshot: Snapshot, wanted: Set[str]) -> list[str]:
+    """Have these pinned and no others; those that were not so."""
+    changed = [row for row in snapshot.segments.values() if row.pinned != (row.id in wanted)]
+    for row in changed:
+        tables.update_segment(msgspec.structs.replace(row, pinned=row.id in wanted))
+    return [row.id for row in changed]

@@ -11,6 +11,7 @@ from warmline_proxy.index_save import abort
 from warmline_proxy.index_tables import Tables
 from warmline_proxy.index_tree import drop
 from warmline_proxy.index_turns import remove_turns, turns
+from warmline_proxy.pin import let_go_of_unclaimed
 from warmline_proxy.rows import PurgeReply, PurgeRequest, SegmentRow, SessionRow, Snapshot, TurnRow
 
 
@@ -84,6 +85,7 @@ def _select_and_remove(tables: Tables, request: PurgeRequest) -> Selection:
     selection = select(snapshot, request, now)
     kept = snapshot.sessions.keys() - selection.sessions
     _remove(tables, selection)
+    let_go_of_unclaimed(tables)
     _remove_records(tables, snapshot, selection, request, now)
     for plan in tables.saves():
         if request.everything or request.model == plan.model != "":

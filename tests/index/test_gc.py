@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from index_helpers import commit, make_home, matched, planned, save, turn, write_plan
 
+from warmline_proxy import gc
 from warmline_proxy.gc import RECORD_AGE_MAX_S, STRAY_AGE_MIN_S, collect
 from warmline_proxy.index import Index
-from warmline_proxy.index_tables import GONE_MAX
+from warmline_proxy.index_tables import GONE_MAX, Tables
 from warmline_proxy.pin import pin
 from warmline_proxy.rows import GcRequest, PinRequest, RequestRecord
 
@@ -60,10 +61,27 @@ def test_files_that_nobody_claims_go(index: Index, saving: bool) -> None:
     assert commit(index, plan).tokens_saved == 100, "what is being saved is left alone"
 
 
+def test_a_file_that_goes_while_files_are_looked_at_is_no_failure(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a save is done with, or a sweep, is listed and then gone."""
+    gone, claimed = stray(index, ".ab.tmp", STRAY_AGE_MIN_S + 60), gc._claimed
+
+    def slowly(tables: Tables) -> set[str]:
+        gone.unlink()
+        return claimed(tables)
+
+    monkeypatch.setattr(gc, "_claimed", slowly)
+    assert collect(index, GcRequest(), saving=True).drafts == 0
+
+
 def test_it_evicts_down_to_what_is_asked_for_but_for_what_is_pinned(index: Index) -> None:
     (kept,) = [row.id for row in index.sessions() if row.client == "kept"]
+    told = list[str]()
+    index.on_evicted = lambda why, files, size: told.append(f"{why}: {files}")
     pin(index, PinRequest(session=kept))
     reply = collect(index, GcRequest(to_bytes=0), saving=True)
+    assert told == ["budget: 1"], "the disk was not full"
     assert len(reply.evicted) == 1 and reply.bytes_after < reply.bytes_before
     assert (matched(index, A[:1500]), matched(index, [3] * 2000)) == (1500, 0)
     assert reply.bytes_wanted == 0 < reply.bytes_after

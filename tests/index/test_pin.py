@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from index_helpers import make_home, matched, save
 
+from warmline_proxy.gc import collect
 from warmline_proxy.index import Index
 from warmline_proxy.pin import NotStored, TooMuchPinned, bytes_pinned_max, pin, weigh
-from warmline_proxy.rows import PinRequest
+from warmline_proxy.purge import purge
+from warmline_proxy.rows import GcRequest, PinRequest, PurgeRequest
 
 A = list(range(1000, 4000))
 BUDGET = 4_000_000
@@ -73,3 +75,19 @@ def test_no_more_is_pinned_than_the_budget_has_room_for(index: Index) -> None:
     assert pinned(index) == {(0, 1502)}
     with pytest.raises(NotStored, match="feedfeed"):
         pin(index, PinRequest(session="feedfeed"))
+
+
+def test_what_a_purged_conversation_had_pinned_may_be_evicted_again(index: Index) -> None:
+    """The stem, which another one stands on, would stay for good: nobody is left to unpin it."""
+    pin(index, PinRequest(session=called(index, "first")))
+    purge(index, PurgeRequest(session=called(index, "first")))
+    assert pinned(index) == set() and matched(index, [*A[:1500], 2, 2]) == 1502
+
+
+def test_what_a_conversation_had_pinned_that_was_lost_is_let_go_of_by_gc(index: Index) -> None:
+    second = called(index, "second")
+    pin(index, PinRequest(session=second))
+    index.quarantine(index.path(index.snapshot().sessions[second].leaf)[-1].id, "checksum")
+    assert second not in index.snapshot().sessions and pinned(index) == {(0, 1502)}
+    collect(index, GcRequest(), saving=True)
+    assert pinned(index) == set()
