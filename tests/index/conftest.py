@@ -19,3 +19,11 @@ def index(home: Home) -> Iterator[Index]:
     with Index(home, BUDGET) as index:
         yield index
         assert index.verify(deep=True) == []
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Index]:
+    """Another home's index; its invariants are checked after every test."""
+    with Index(make_home(tmp_path / "other"), BUDGET) as index:
+        yield index
+        assert index.verify(deep=True) == []

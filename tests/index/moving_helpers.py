@@ -31,6 +31,8 @@ FINGERPRINT = "0123456789abcdef" * 4
 HEADS, WIDTH = 2, 3
 ROWS, STATE = "0.kv.keys", "1.arrays.0"
 KNOWN = Known(fingerprints={FINGERPRINT}, what="this one")
+TALK = list(range(1000, 1300))
+STATES = [100, 200, 300]
 
 
 def row(tokens: bytes, at: int, head: int) -> bytes:
@@ -70,6 +72,15 @@ def save(
         reply.checkpoints.append(_write(index.home, meta, {STATE: ("U8", (16,), state(tokens, ref.position))}))
     update = SessionUpdate(turn_end=len(ids) - 1, client=client)
     return index.commit_save(plan, reply, prefill_s=1.0, session=update).session
+
+
+def talk(index: Index, tenant: str = "") -> str:
+    """In three segments, the last one of two branches; and beside it a conversation that leaves it in the middle."""
+    save(index, TALK[:120], [100], tenant=tenant, client="mine")
+    save(index, TALK[:220], [100, 200], tenant=tenant, client="mine")
+    session = save(index, TALK, STATES, tenant=tenant, client="mine")
+    save(index, [*TALK[:250], 7, 8, 9], tenant=tenant, client="secret-other")
+    return session
 
 
 def _meta(plan: SavePlan, kind: str, file_id: str, start: int, end: int, **more: object) -> FileMeta:

@@ -131,9 +131,9 @@ def _update(manifest: Manifest, requests: int) -> SessionUpdate:
 def _begin(index: Index, manifest: Manifest, headers: Sequence[SegmentHeader], root: bytes) -> SavePlan | None:
     """Raises NoRoom, with figures."""
     states = headers[len(manifest.segments) :]
-    rows = [header.file_bytes // (header.meta.end - header.meta.start) for header in headers[: len(manifest.segments)]]
+    rows_bytes = sum(header.file_bytes for header in headers[: len(manifest.segments)])
     layout = Layout(
-        row_bytes=max(rows),
+        row_bytes=-(-rows_bytes // manifest.count),
         state_bytes=max((header.file_bytes for header in states), default=0),
         has_rows=True,
         has_states=bool(states),
@@ -220,11 +220,18 @@ def _state(manifest: Manifest, plan: SavePlan, ref: CheckpointRef, prefix: str) 
 
 def _copied(index: Index, archive: Archive, number: int, header: SegmentHeader, meta: FileMeta) -> SavedFile:
     try:
-        copy = SegmentCopy(archive.window(number), header, meta)
-        written = disk.write_whole(index.home.segment_file(meta.id), copy.parts())
+        try:
+            return _written(index, archive, number, header, meta)
+        except FileNotFoundError:  # a backend has started meanwhile: it sweeps drafts, once
+            return _written(index, archive, number, header, meta)
     except SegmentFileError as error:
         raise ArchiveError(f"{archive.members[number].name} in it can't be used: {error}") from error
-    return SavedFile(id=meta.id, bytes_written=written, checksum=copy.checksum)
+
+
+def _written(index: Index, archive: Archive, number: int, header: SegmentHeader, meta: FileMeta) -> SavedFile:
+    copy = SegmentCopy(archive.window(number), header, meta)
+    size = disk.write_whole(index.home.segment_file(meta.id), copy.parts())
+    return SavedFile(id=meta.id, bytes_written=size, checksum=copy.checksum)
 
 
 def _cost_s(manifest: Manifest, plan: SavePlan) -> float:

@@ -60,7 +60,7 @@ class TurnEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LayoutEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the model's cache weighs, and what a segment's tensors are called; for people, and to see room for it."""
+    """What the model's cache weighs, and how many tensors a segment has; for people."""
 
     row_bytes: Size
     state_bytes: Position  # 0 without checkpoints
