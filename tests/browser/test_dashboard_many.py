@@ -23,6 +23,7 @@ MEMORY = Path("/dev/shm")  # ten thousand files take a disk seconds
 BUDGET_GB = 1.0
 ANSWER_BYTES_MAX = 60_000
 ELEMENTS_MAX = 3000
+POLL = "document.dispatchEvent(new Event('visibilitychange'))"
 FOCUSED = "document.activeElement.firstChild.textContent"
 
 
@@ -171,11 +172,13 @@ def test_a_proxy_that_dies_is_said_to_and_found_again(page: Chromium, proxy: Pro
     assert page.run("document.querySelector('#state').textContent") == "Backend down"
     assert page.run("document.querySelector('#why').checkVisibility()")
     proxy.kill()
+    page.run(POLL)
     page.wait("document.querySelector('#banner').checkVisibility()")
     assert page.run("document.querySelector('#banner').textContent").startswith("Proxy unreachable (since ")
     assert page.run("looks.faint()") == page.run("looks.wide()") == []
     assert page.run("document.querySelectorAll('#session-rows tr').length") == 12, "what was known stays"
     proxy.start()
+    page.run(POLL)
     page.wait("!document.querySelector('#banner').checkVisibility()")
 
 
@@ -212,6 +215,49 @@ def test_a_thousand_requests_are_turned_over_page_by_page(page: Chromium, screen
         page.show(width, 800)
         assert page.run("looks.wide()") == page.run("looks.faint()") == []
         page.picture(screenshots / f"thousands-{width}.png")
+
+
+def test_what_is_purged_leaves_the_tree_and_its_path(page: Chromium, proxy: Proxy) -> None:
+    """A conversation far beyond what is shown of its branch, and by somebody else than this page."""
+    page.run("""document.querySelector('#search').value = 'client-901';
+        document.querySelector('#search').dispatchEvent(new Event('input'))""")
+    page.wait("document.querySelector('#session-rows b').textContent === 'client-901'")
+    page.run("document.querySelector('#session-rows .actions :nth-child(2)').click()")
+    settled(page, "ends at token 768")
+    gone = page.run("document.activeElement.dataset.key")
+    shown = f"document.querySelector('[data-key=\"{gone}\"]')"
+    session = page.run("document.querySelector('#session-rows tr').dataset.key")
+    page.run(f"import('/admin/api.js').then((api) => api.post('purge', {{ session: '{session}' }}))")
+    page.run(POLL)
+    page.wait(f"document.querySelectorAll('.on-path').length === 0 && !{shown}")
+    assert not page.run("document.querySelector('#tree-clear').checkVisibility()")
+    assert page.run("document.querySelectorAll('#tree > li').length") == 2
+
+
+def test_more_than_a_page_of_a_branch_is_asked_for_again_whole(page: Chromium) -> None:
+    """And nothing of it stays that is not stored any more."""
+    page.run("document.querySelector('#tree [tabindex=\"0\"]').focus()")
+    page.press("ArrowRight")
+    page.wait("document.activeElement.getAttribute('aria-expanded') === 'true'")
+    page.press("ArrowRight")
+    settled(page, "0\u2013128")
+    page.press("ArrowRight")
+    runs = "document.querySelectorAll('#tree [aria-level=\"3\"]')"
+    for shown in range(31, 241, 30):
+        page.wait(f"{runs}.length === {shown}")
+        page.press("End")
+        page.press("ArrowUp")
+        settled(page, "more of")
+        page.press("Enter")
+    page.wait(f"{runs}.length === 241")
+    key = page.run(f"{runs}[5].dataset.key")
+    first = page.run(f"{runs}[5].querySelector('.about').textContent")
+    page.run(f"""import('/admin/api.js').then(async (api) => {{
+        const name = "{first}".match(/client-[\\w-]+/)[0];
+        const found = await api.get("sessions", {{ q: name, count: 1 }});
+        await api.post("purge", {{ session: found.sessions[0].id }}); }})""")
+    page.run(POLL)
+    page.wait(f"{runs}.length === 241 && ![...{runs}].some((each) => each.dataset.key === '{key}')")
 
 
 def test_the_admin_key_opens_the_page_and_all_that_it_asks(browser: Chromium, tmp_path: Path) -> None:

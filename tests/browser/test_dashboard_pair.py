@@ -208,6 +208,7 @@ STATUS = """{
         ("engine.failure = 'no weights'", "down", "Failed"),
         ("backend = 'it does not answer'", "down", "Backend down"),
         ("persistence = 'the disk is full'", "warning", "Ready, not saving"),
+        ("engine.layout = {persistent: false, why_not: 'no codec'}", "warning", "Ready, not saving"),
     ],
 )
 def test_what_is_wrong_is_said_in_words(browser: Chromium, pair: Pair, change: str, state: str, text: str) -> None:
@@ -230,3 +231,19 @@ def test_what_runs_is_shown_with_its_progress(browser: Chromium, pair: Pair) -> 
     assert browser.run("document.querySelector('#live .amount').textContent") == "5,000 of 20k tokens, 4,000 restored"
     assert browser.run("document.querySelector('#live [role=progressbar]').ariaValueNow") == "5000"
     assert browser.run("document.querySelector('#live .bar i').style.width") == "25%"
+
+
+def test_requests_of_one_name_are_rows_of_their_own(browser: Chromium, pair: Pair) -> None:
+    """Clients may name them."""
+    visit(browser, pair)
+    rows = browser.run("""import('/admin/requests.js').then((page) => {
+        const line = (at) => ({ id: "mine", at, endpoint: "chat", client_model: "m", session: "", client: "", key: "",
+            outcome: "ok", source: "cold", why_not_warmer: `at ${at}`, error: "", cause: "", audit: "", guard: "",
+            prompt_tokens: 1, cached_tokens: 0, prefilled_tokens: 1, generated_tokens: 1, saved_tokens: 0,
+            queue_s: 0, restore_s: 0, prefill_s: 1, decode_s: 1, ttft_s: 1, total_s: 2, dispatches: 1 });
+        for (const newest of [2, 3])
+            page.showRequests({ offset: 0, total: 2, requests: [line(newest), line(newest - 1)] });
+        const rows = [...document.querySelectorAll(".row")];
+        rows[1].click();
+        return rows.map((row) => [row.querySelector(".reason").textContent, row.ariaExpanded]); })""")
+    assert rows == [["at 3", "false"], ["at 2", "true"]]

@@ -41,8 +41,13 @@ async function askForStored({ at, totals }) {
   const { segments, sessions, tokens } = totals;
   const sums = [segments, sessions, tokens, bytesUsed(totals)].join();
   if (sums === state.stored && performance.now() - state.storedAt < STORED_REST_MS) return;
-  await Promise.all([refreshSessions(at), refreshTree(totals)]);
-  Object.assign(state, { stored: sums, storedAt: performance.now() });
+  Object.assign(state, { stored: sums, storedAt: performance.now() }); // first: what `changed` meanwhile is asked again
+  try {
+    await Promise.all([refreshSessions(at), refreshTree(totals)]);
+  } catch (error) {
+    state.stored = "";
+    throw error;
+  }
 }
 
 function changed() {

@@ -32,8 +32,17 @@ export function showStatus(status) {
   showLive(status);
 }
 
-function stateOf({ engine, backend, persistence }) {
-  const unsaved = persistence === "ok" ? "" : `What is computed can't be saved: ${persistence}.`;
+/** Why nothing outlasts the backend; "" where it does. */
+function whyUnsaved({ engine, persistence }) {
+  if (persistence !== "ok") return persistence;
+  const layout = engine?.layout;
+  return layout && !layout.persistent ? layout.why_not : "";
+}
+
+function stateOf(status) {
+  const { engine, backend } = status;
+  const cause = whyUnsaved(status);
+  const unsaved = cause && `What is computed can't be saved: ${cause}.`;
   if (backend) return { word: "down", text: "Backend down", why: sentence(backend) };
   if (!engine) return { word: "down", text: "Backend unknown", why: "" };
   if (engine.failure) return { word: "down", text: "Failed", why: sentence(engine.failure) };
@@ -46,11 +55,13 @@ function sentence(text) {
   return whole.charAt(0).toUpperCase() + whole.slice(1);
 }
 
-function facts({ engine, uptime_s, persistence, totals, connections, backend_kills }) {
+function facts(status) {
+  const { engine, uptime_s, totals, connections, backend_kills } = status;
+  const unsaved = whyUnsaved(status);
   const prefill = engine?.prefill_rates?.length ? engine.prefill_rates.at(-1).tokens_per_s : 0;
   const rate = (number) => (number > 0 ? `${short(Math.round(number))} tokens/s` : "–");
   const pairs = [
-    ["persistence", persistence === "ok" ? "on" : "off", persistence],
+    ["persistence", unsaved ? "off" : "on", unsaved],
     ["prefill", rate(prefill), "the last measured speed, at the longest context"],
     ["decode", rate(engine?.decode_tokens_per_s ?? 0)],
     ["stored", `${short(totals.tokens)} tokens`, `${count(totals.tokens)} tokens`],

@@ -7,7 +7,7 @@ import { clock, count, many, seconds, short } from "./format.js";
 
 const PAGE = 15;
 const PARTS = ["queue", "restore", "prefill", "decode"];
-const view = { offset: 0, newest: "", open: "", shown: [], total: 0, showPath: () => {} };
+const view = { offset: 0, open: "", shown: [], showPath: () => {} }; // `open`: the key of the row that is explained
 
 /** `showPath(request)` shows in the tree where a request landed. */
 export function startRequests(showPath) {
@@ -23,13 +23,16 @@ export function startRequests(showPath) {
 
 export const requestsWanted = () => ({ offset: view.offset, count: PAGE });
 
+/** Clients may name requests, and two alike. */
+const keyOf = (request) => `${request.id}-${request.at}`;
+
 /** What came meanwhile waits where somebody reads: rows must not move under a finger. */
 export function showRequests(reply) {
   if (reply.offset !== view.offset) return; // asked for before the page was turned
   const { requests, total } = reply;
   setText(byId("requests-count"), total ? `${count(total)} kept` : "none yet");
   const held = view.open || byId("timeline").contains(document.activeElement);
-  const place = held ? requests.findIndex((each) => each.id === view.shown[0]?.id) : 0;
+  const place = held ? requests.findIndex((each) => keyOf(each) === keyOf(view.shown[0])) : 0;
   if (place) tellOfNewer(place);
   else show(requests, total);
 }
@@ -41,11 +44,10 @@ function tellOfNewer(place) {
 
 function show(requests, total) {
   view.shown = requests;
-  view.total = total;
   byId("newer").hidden = view.offset === 0;
   if (view.offset) setText(byId("newer"), "Show the newest");
   const longest = Math.max(0.001, ...requests.map(time));
-  keep(byId("timeline"), requests, (each) => each.id, createRow, (row, each) => updateRow(row, each, longest));
+  keep(byId("timeline"), requests, keyOf, createRow, (row, each) => updateRow(row, each, longest));
   byId("requests-back").disabled = view.offset === 0;
   byId("requests-on").disabled = view.offset + requests.length >= total;
 }
@@ -60,8 +62,9 @@ const turn = tried(async (by) => {
 const time = (each) => PARTS.reduce((sum, part) => sum + each[`${part}_s`], 0);
 
 function createRow(request) {
-  const row = button("", "row", () => toggle(request.id));
-  row.id = `request-${request.id}`;
+  const key = keyOf(request);
+  const row = button("", "row", () => toggle(key));
+  row.id = `request-${key}`;
   row.setAttribute("aria-expanded", "false");
   const bar = make("span", "bar", ...PARTS.map((part) => make("i", part)));
   bar.setAttribute("aria-hidden", "true");
@@ -71,7 +74,7 @@ function createRow(request) {
     make("span", "ttft"), make("span", "reason"),
   );
   const panel = make("div", "panel");
-  panel.id = `explanation-${request.id}`;
+  panel.id = `explanation-${key}`;
   panel.hidden = true;
   row.setAttribute("aria-controls", panel.id);
   return make("li", "", row, panel);
@@ -99,18 +102,18 @@ function close() {
   if (view.open) toggle(view.open);
 }
 
-async function toggle(id) {
-  const opens = view.open !== id;
+async function toggle(key) {
+  const opens = view.open !== key;
   const before = view.open;
-  view.open = opens ? id : "";
-  for (const each of [before, id]) setOpen(each, each === view.open);
+  view.open = opens ? key : "";
+  for (const each of [before, key]) setOpen(each, each === view.open);
   if (!opens) return;
-  const request = view.shown.find((each) => each.id === id);
-  await explain(byId(`explanation-${id}`), request, () => view.showPath(request));
+  const request = view.shown.find((each) => keyOf(each) === key);
+  await explain(byId(`explanation-${key}`), request, () => view.showPath(request));
 }
 
-function setOpen(id, open) {
-  const row = byId(`request-${id}`);
+function setOpen(key, open) {
+  const row = byId(`request-${key}`);
   if (!row) return;
   setAttribute(row, "aria-expanded", open);
   row.nextElementSibling.hidden = !open;

@@ -11,6 +11,7 @@ const view = {
   branches: new Map(), // by parent's id: { nodes, total }
   open: new Set(), // ids of nodes whose branch is shown
   active: "", // id of the item that Tab leads to
+  marked: null, // what the path was asked for: { session, reused }
   path: new Map(), // ids on the marked path, with what to say there
   bytes: 1,
   now: 0,
@@ -20,7 +21,8 @@ export function startTree() {
   byId("tree").addEventListener("keydown", tried(onKey));
   byId("tree").addEventListener("click", tried(onClick));
   byId("tree-clear").addEventListener("click", () => {
-    mark(new Map());
+    unmark();
+    draw();
     byId("tree").querySelector('[tabindex="0"]')?.focus();
   });
 }
@@ -29,25 +31,64 @@ export function startTree() {
 export async function refreshTree(totals) {
   view.now = Date.now() / 1000;
   setText(byId("tree-count"), totals.segments ? many(totals.segments, "segment") : "");
+  if (view.marked) await refreshPath(view.marked);
   for (const parent of [ROOT, ...view.open]) await reload(parent);
   draw();
 }
 
+/** The path where it leads now, or none where its conversation is gone. */
+async function refreshPath(marked) {
+  const found = await known(get("path", { session: marked.session }));
+  if (marked !== view.marked) return; // another was marked meanwhile
+  if (!found) return unmark();
+  found.nodes.forEach((node, place) => lay(place ? found.nodes[place - 1].id : ROOT, node));
+  view.path = notes(found.nodes, found.tokens, marked.reused);
+}
+
+/** Shows a node that was met on a path, where its branch is shown: it may be further down than that is. */
+function lay(parent, node) {
+  const branch = view.branches.get(parent);
+  if (!branch) return;
+  const place = branch.nodes.findIndex((each) => each.id === node.id);
+  const nodes = place < 0 ? [...branch.nodes, node] : branch.nodes.with(place, node);
+  view.branches.set(parent, { ...branch, nodes });
+}
+
 async function reload(parent) {
-  const shown = Math.max(PAGE, view.branches.get(parent)?.nodes.length ?? 0);
-  try {
-    const reply = await get("tree", { parent, count: Math.min(PAGE_MAX, shown) });
-    const old = view.branches.get(parent)?.nodes ?? [];
-    const kept = old.filter((node) => view.path.has(node.id) || old.length > PAGE_MAX);
-    view.branches.set(parent, { nodes: merged(reply.nodes, kept), total: reply.total });
-  } catch (error) {
-    if (!(error instanceof Refused && error.status === 404)) throw error;
+  const before = view.branches.get(parent);
+  const found = await known(firstOf(parent, Math.max(PAGE, before?.nodes.length ?? 0)));
+  if (before !== view.branches.get(parent)) return; // more was loaded meanwhile
+  if (found) {
+    const onPath = (before?.nodes ?? []).filter((node) => view.path.has(node.id));
+    view.branches.set(parent, { nodes: merged(found.nodes, onPath), total: found.total });
+  } else {
     view.branches.delete(parent);
     view.open.delete(parent);
   }
 }
 
-/** The first, and of the second what is not among them: it was met on a path, further down than is shown. */
+/** An answer, or null where what was asked for is not stored any more. */
+async function known(asked) {
+  try {
+    return await asked;
+  } catch (error) {
+    if (error instanceof Refused && error.status === 404) return null;
+    throw error;
+  }
+}
+
+/** A branch's first nodes, so many of them or all. */
+async function firstOf(parent, wanted) {
+  const nodes = [];
+  for (;;) {
+    const count = Math.min(PAGE_MAX, wanted - nodes.length);
+    const reply = await get("tree", { parent, offset: nodes.length, count });
+    nodes.push(...reply.nodes);
+    if (!reply.nodes.length || nodes.length >= Math.min(wanted, reply.total)) return { nodes, total: reply.total };
+  }
+}
+
+/** The first, and of the second what is not among them. */
 function merged(nodes, more) {
   const known = new Set(nodes.map((node) => node.id));
   return [...nodes, ...more.filter((node) => !known.has(node.id))];
@@ -70,12 +111,11 @@ export async function highlight(session, reused = -1) {
     for (const [place, node] of nodes.entries()) {
       const parent = place ? nodes[place - 1].id : ROOT;
       if (!view.branches.has(parent)) await reload(parent);
-      const branch = view.branches.get(parent);
-      branch.nodes = merged(branch.nodes, [node]);
+      lay(parent, node);
       if (place < nodes.length - 1) view.open.add(node.id);
     }
-    mark(notes(nodes, tokens, reused));
-    view.active = nodes.at(-1).id;
+    Object.assign(view, { marked: { session, reused }, path: notes(nodes, tokens, reused), active: nodes.at(-1).id });
+    byId("tree-clear").hidden = false;
     draw();
     itemOf(view.active)?.focus();
     itemOf(view.active)?.scrollIntoView({ block: "center" });
@@ -95,10 +135,9 @@ function notes(nodes, tokens, reused) {
   return found;
 }
 
-function mark(path) {
-  view.path = path;
-  byId("tree-clear").hidden = path.size === 0;
-  draw();
+function unmark() {
+  Object.assign(view, { marked: null, path: new Map() });
+  byId("tree-clear").hidden = true;
 }
 
 // --- drawing ---
