@@ -25,7 +25,8 @@ def name(document: Path) -> str:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, tiny_folder: FolderOf) -> Iterator[Pair]:
-    with Pair(tmp_path_factory.mktemp("served"), tiny_folder("llama"), "--allowed-hosts", HOST) as pair:
+    flags = ["--allowed-hosts", HOST, "--max-tokens", "32"]  # the model would talk for ever
+    with Pair(tmp_path_factory.mktemp("served"), tiny_folder("llama"), *flags) as pair:
         yield pair
 
 
