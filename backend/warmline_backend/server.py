@@ -25,12 +25,12 @@ from warmline_backend.engine import EngineStopped
 from warmline_backend.fits import TooLarge
 from warmline_backend.generations import Call, UnknownRequest
 from warmline_backend.kv import RowsGone
-from warmline_backend.local import is_local
 from warmline_backend.params import BadRequest
 from warmline_backend.prompt_store import UnknownPrompt
 from warmline_backend.residents import ResidentGone, ResidentMismatch
 from warmline_backend.segments import BadChain, Cancelled, Damaged
 from warmline_backend.service import NotReady, Service
+from warmline_wire.local import DOCKER_HOST, is_local
 from warmline_wire.logs import about
 from warmline_wire.masking import shown_path
 from warmline_wire.messages import (
@@ -116,7 +116,7 @@ def _authenticate(secret: str) -> Any:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not (_is_open(request) or hmac.compare_digest(given, expected)):
             return _error(401, "the backend's secret is missing or wrong; talk to the proxy instead", "authentication")
         return await handler(request)
@@ -126,7 +126,9 @@ def _authenticate(secret: str) -> Any:
 
 def _is_open(request: web.Request) -> bool:
     """Whether no secret is wanted: it moves, and how much, is no secret on this machine."""
-    return request.path == "/health" or (request.path == "/metrics" and is_local(request.remote, request.host))
+    if request.path == "/metrics":
+        return is_local(request.remote or "", request.headers.getall("Host", []), (DOCKER_HOST,))
+    return request.path == "/health"
 
 
 @web.middleware

@@ -43,7 +43,7 @@ def tighten(home: Home) -> Tightened:
             continue
         if not stat.S_ISLNK(found.st_mode) and found.st_mode & OTHERS:
             _tighten(path, found, done)
-    if _is_open(home.root):
+    if not _is_ours_alone(home) and _is_open(home.root):
         done.left_open.append(f"{home.root} (it holds other things, too)")
     return done
 
@@ -59,16 +59,27 @@ def _tighten(path: Path, found: os.stat_result, done: Tightened) -> None:
 
 
 def _ours(home: Home) -> Iterator[Path]:
-    folders = (home.index, home.segments, home.models, home.logs, home.run)
-    files = (home.lock, home.keys, home.root / "secret", home.root / CONFIG_FILE)
-    entries = list(home.root.iterdir()) if home.root.is_dir() else []
-    if all(path in (*folders, *files) or path.name.endswith(disk.DRAFT_SUFFIX) for path in entries):
+    if _is_ours_alone(home):
         yield home.root
-    yield from files
-    for folder in folders:
+    yield from _files(home)
+    for folder in _folders(home):
         yield folder
         for parent, names, others in os.walk(folder):
             yield from (Path(parent, name) for name in (*names, *others))
+
+
+def _folders(home: Home) -> tuple[Path, ...]:
+    return home.index, home.segments, home.models, home.logs, home.run
+
+
+def _files(home: Home) -> tuple[Path, ...]:
+    return home.lock, home.keys, home.root / "secret", home.root / CONFIG_FILE
+
+
+def _is_ours_alone(home: Home) -> bool:
+    """Whether the home's folder holds nothing but what Warmline keeps there."""
+    ours, entries = (*_folders(home), *_files(home)), list(home.root.iterdir()) if home.root.is_dir() else []
+    return all(path in ours or path.name.endswith(disk.DRAFT_SUFFIX) for path in entries)
 
 
 def _is_open(folder: Path) -> bool:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from urllib.parse import SplitResult, urlsplit
 
-from warmline_proxy.hosts import host_name, is_loopback_name
+from warmline_wire.local import host_name, is_loopback_name
 
 ANY = "*"
 SCOPE = "/v1/"

@@ -4,7 +4,6 @@ A page in a browser can point its own domain at this machine (DNS rebinding), an
 origin as we.  It can't forge Host: so each request must name a host that no stranger's domain can be.
 """
 
-import ipaddress
 import re
 import socket
 import subprocess
@@ -14,35 +13,12 @@ from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
 from warmline_proxy.errors import ClientError, bad_request
+from warmline_wire.local import DOCKER_HOST, host_name, is_address
 
 ANY = "*"
-LOCAL_NAMES = frozenset({"localhost", "host.docker.internal"})
+LOCAL_NAMES = frozenset({"localhost", DOCKER_HOST})
 LOOKUP_TIMEOUT_S = 2.0
-_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.~-]+)?)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?", flags=re.ASCII)
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
-
-
-def host_name(host: str) -> str:
-    """The name or address in a Host header: in lower case, without port, brackets and last dot; "" where it is none."""
-    found = _HOST.fullmatch(host)
-    if found is None:
-        return ""
-    return (found[1] or found[2]).lower().removesuffix(".")
-
-
-def is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def is_loopback_name(name: str) -> bool:
-    """Names and addresses that mean this machine to whoever uses them."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    return is_address(name) and ipaddress.ip_address(name).is_loopback
 
 
 def allowed_names(setting: str) -> frozenset[str]:

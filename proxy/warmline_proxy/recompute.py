@@ -27,9 +27,7 @@ class OtherModel(Exception):
 class Recomputer:
     """Every method raises UpstreamError where the backend fails, and OtherModel."""
 
-    def __init__(
-        self, upstream: Upstream, index: Index, mirror: Mirror, tenants: Callable[[], Iterable[str]]
-    ) -> None:
+    def __init__(self, upstream: Upstream, index: Index, mirror: Mirror, tenants: Callable[[], Iterable[str]]) -> None:
         """`tenants`: all that there are, to tell whose a root is."""
         self._upstream, self._index, self._mirror, self._tenants = upstream, index, mirror, tenants
 

@@ -28,9 +28,7 @@ class Renderer:
         fields, counts = stabilized(call.fields, self._rules)
         return replace(call, fields=fields), counts
 
-    async def render(
-        self, call: Call, tenant: str, request_id: str, timeout_s: float | None = None
-    ) -> PromptReply:
+    async def render(self, call: Call, tenant: str, request_id: str, timeout_s: float | None = None) -> PromptReply:
         """With what is remembered of this tenant's calls.  Raises UpstreamError: Refused for what is wrong with it."""
         status = await self._knowledge.status()
         body = call.prompt_body(status.model)

@@ -15,7 +15,6 @@ from scraped import Scraped
 from warmline_backend import storage
 from warmline_backend.fits import TooLarge
 from warmline_backend.kv import RowsGone
-from warmline_backend.local import is_local
 from warmline_backend.metrics import reason_of
 from warmline_backend.residents import ResidentGone
 from warmline_backend.scheduler import Scheduler
@@ -171,6 +170,8 @@ def test_it_tells_while_the_model_loads_and_without_a_secret_on_this_machine_alo
             assert await status_of(backend, rebound) == 401
             assert await status_of(backend, {**rebound, "Authorization": f"Bearer {SECRET}"}) == 200
             assert await status_of(backend, {"Host": "localhost:8025"}) == 200
+            assert await status_of(backend, {"Host": "host.docker.internal:8025"}) == 200
+            assert await status_of(backend, {**rebound, "Authorization": "Bearer \udcff"}) == 401
 
     asyncio.run(run())
 
@@ -179,25 +180,3 @@ async def status_of(backend: Live, headers: dict[str, str]) -> int:
     async with backend.session.get("/metrics", headers=headers) as response:
         assert isinstance(response, aiohttp.ClientResponse)
         return response.status
-
-
-@pytest.mark.parametrize(
-    ("peer", "host", "local"),
-    [
-        ("127.0.0.1", "127.0.0.1:8025", True),
-        ("127.0.0.1", "localhost", True),
-        ("127.0.0.1", "LocalHost.:8025", True),
-        ("127.0.0.1", "backend.localhost:8025", True),
-        ("::1", "[::1]:8025", True),
-        ("127.0.0.1", "host.docker.internal:8025", True),
-        ("127.0.0.1", "attacker.example", False),
-        ("127.0.0.1", "127.0.0.1.attacker.example:8025", False),
-        ("127.0.0.1", "localhost.attacker.example", False),
-        ("127.0.0.1", "10.0.0.5:8025", False),
-        ("127.0.0.1", "", False),
-        ("10.0.0.5", "127.0.0.1:8025", False),
-        (None, "localhost", False),
-    ],
-)
-def test_who_is_on_this_machine(peer: str | None, host: str, local: bool) -> None:
-    assert is_local(peer, host) is local

@@ -54,6 +54,7 @@ def test_what_can_not_be_tightened_is_told(home: Home, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(disk, "set_mode", refuse)
     assert "left so: " in str(tighten(home)) and "(Operation not permitted)" in str(tighten(home))
+    assert "other things" not in str(tighten(home)), "there are none"
 
 
 def test_there_may_be_no_home(tmp_path: Path) -> None:

@@ -9,14 +9,13 @@ without the secret that changes something needs a header which such pages can't 
 
 import base64
 import binascii
-import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from warmline_proxy.client_keys import bearer
 from warmline_proxy.cors import is_own
 from warmline_proxy.errors import ClientError, bad_request
-from warmline_proxy.hosts import host_name, is_loopback_name
+from warmline_wire.local import is_local
 
 ADMIN_HEADER = "X-Warmline-Admin"
 REALM = 'Basic realm="Warmline", charset="UTF-8"'
@@ -72,7 +71,7 @@ def check_owner(asked: Asked, shown: str, needs_key: bool) -> None:
     """
     if shown == SECRET:
         return
-    if shown == WRONG or (shown == NOTHING and (needs_key or not is_local(asked))):
+    if shown == WRONG or (shown == NOTHING and (needs_key or not _is_here(asked))):
         raise _not_the_owner(asked)
     if is_foreign(asked):
         raise bad_request("This path is not for other web pages.", status=403, code="foreign_page")
@@ -81,9 +80,9 @@ def check_owner(asked: Asked, shown: str, needs_key: bool) -> None:
         raise bad_request(message, status=403, code="admin_header_missing")
 
 
-def is_local(asked: Asked) -> bool:
+def _is_here(asked: Asked) -> bool:
     """From this machine, to a name that means this machine, and passed on by nobody."""
-    if not _is_loopback(asked.peer) or len(asked.hosts) != 1 or not is_loopback_name(host_name(asked.hosts[0])):
+    if not is_local(asked.peer, asked.hosts):
         return False
     return asked.version > FORWARDERS_VERSION and not any(_tells_of_another(name.lower()) for name in asked.headers)
 
@@ -99,15 +98,6 @@ def is_foreign(asked: Asked) -> bool:
         asked.page and headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
     )
     return site == "cross-site" and not is_visit
-
-
-def _is_loopback(peer: str) -> bool:
-    try:
-        address = ipaddress.ip_address(peer)
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 def _tells_of_another(header: str) -> bool:

@@ -1,0 +1,51 @@
+"""Whether a request comes from this machine, and to a name that means this machine.  Pure.
+
+A page in a browser here can point its own domain at 127.0.0.1 (DNS rebinding), but its Host then says that domain.
+"""
+
+import ipaddress
+import re
+from collections.abc import Collection, Sequence
+
+DOCKER_HOST = "host.docker.internal"  # what a container calls the machine that it runs on
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.~-]+)?)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?", flags=re.ASCII)
+
+
+def is_local(peer: str, hosts: Sequence[str], also: Collection[str] = ()) -> bool:
+    """`peer`: the other end's address; `hosts`: all Host headers; `also`: further names that mean this machine."""
+    if not _is_loopback(peer) or len(hosts) != 1:
+        return False
+    name = host_name(hosts[0])
+    return name in also or is_loopback_name(name)
+
+
+def host_name(host: str) -> str:
+    """The name or address in a Host header: in lower case, without port, brackets and last dot; "" where it is none."""
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return ""
+    return (found[1] or found[2]).lower().removesuffix(".")
+
+
+def is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback_name(name: str) -> bool:
+    """Names and addresses that mean this machine to whoever uses them."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    return is_address(name) and ipaddress.ip_address(name).is_loopback
+
+
+def _is_loopback(peer: str) -> bool:
+    try:
+        address = ipaddress.ip_address(peer)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
