@@ -65,7 +65,10 @@ def write_only(
 
 
 def install(pair: Pair, config: Config, environment: Mapping[str, str], wait_s: float) -> int:
-    """Again as often as you like: what runs is replaced.  Raises ConfigurationError before anything is changed."""
+    """Again as often as you like: what runs is replaced.
+
+    Raises ConfigurationError before anything is changed, or where an agent's file can't be written: then none runs.
+    """
     made = agents.pair(config, environment, pair.name)
     _check_free(pair, config)
     _prepare(made)
