@@ -1,7 +1,7 @@
 """Kills a life of a home at each step of its disk, and looks at what a start makes of what is left.
 
-`python points.py FOLDER` counts the steps, then forks one process a point and kills it there; prints a line of JSON.
-A process of its own, not pytest's: what forks must have one thread.
+`python points.py FOLDER LIFE` counts the steps, then forks one process a point and kills it there; prints a line of
+JSON.  A process of its own, not pytest's: what forks must have one thread.
 """
 
 import argparse
@@ -21,7 +21,22 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "planted" / "site")]
 
 from planted_disk import CHANGES, die_at, targets, wrap  # noqa: E402
-from scenario import ROOT, ROWS, STATE, TEXTS, VALUE_BYTES, contents, live, save, small_world, start, stored  # noqa: E402
+from scenario import (  # noqa: E402
+    AT_ONCE,
+    LIVES,
+    ROOT,
+    ROWS,
+    SPARED,
+    STATE,
+    TEXTS,
+    VALUE_BYTES,
+    contents,
+    live,
+    save,
+    small_world,
+    start,
+    stored,
+)
 
 from warmline_proxy.index import Index  # noqa: E402
 from warmline_proxy.reconcile import Reconciled, reconcile  # noqa: E402
@@ -92,7 +107,7 @@ def in_child(work: Callable[[], object]) -> tuple[bool, str]:
 # ---- the life that is counted
 
 
-def counted(home: Home) -> dict[str, Any]:
+def counted(home: Home, life: str) -> dict[str, Any]:
     """All steps; and of each errand what is stored before it and after it."""
     ledger, levels = Ledger(home.root), [dict.fromkeys(TEXTS, 0)]
     errands: list[str] = []
@@ -104,7 +119,7 @@ def counted(home: Home) -> dict[str, Any]:
         ledger.errand = errand
 
     wrap(disk, ledger)
-    live(home, begins)
+    live(home, life, begins)
     between = {errand: levels[at : at + 2] for at, errand in enumerate(errands[:-1])}
     return {"steps": [(step.errand, step.name, step.target) for step in ledger.steps], "stored": between}
 
@@ -112,13 +127,13 @@ def counted(home: Home) -> dict[str, Any]:
 # ---- one that ends at a point
 
 
-def killed(home: Home, nth: int, when: str) -> None:
+def killed(home: Home, life: str, nth: int, when: str) -> None:
     ledger = Ledger(home.root, nth, when)
     wrap(disk, ledger)
-    live(home, lambda errand, index: None)
+    live(home, life, lambda errand, index: None)
 
 
-def look_after(home: Home, before: dict[str, int], after: dict[str, int]) -> None:
+def look_after(home: Home, at_once: bool, before: dict[str, int], after: dict[str, int]) -> None:
     """What a start makes of it: all that was stored, nothing that wasn't, no rest of anything, and life goes on.
 
     In this process, which has one thread again afterwards.
@@ -128,6 +143,7 @@ def look_after(home: Home, before: dict[str, int], after: dict[str, int]) -> Non
         for name, tokens in found.items():
             low, high = sorted((before[name], after[name]))
             assert low <= tokens <= high, f"{name}: {tokens} tokens are stored, expected {low} to {high}"
+            assert not at_once or tokens in (low, high), f"{name}: {tokens} tokens are stored, expected {low} or {high}"
         check_home(index)
         with small_world("after"):
             save(index, PROBE, [100])
@@ -152,6 +168,9 @@ def check_home(index: Index) -> None:
     assert len(generations) == 1, generations
     for ids in (*TEXTS.values(), PROBE):
         check_content(index, ids)
+    wanted = {link.id for row in snapshot.sessions.values() if row.pinned for link in snapshot.path(row.leaf)}
+    pinned = {row.id for row in snapshot.segments.values() if row.pinned}
+    assert pinned == wanted, f"pinned without a conversation: {pinned - wanted}; and not: {wanted - pinned}"
 
 
 def check_content(index: Index, ids: list[int]) -> None:
@@ -196,32 +215,33 @@ def delete_too_soon() -> None:
     Index.commit_save = faulty  # type: ignore[method-assign]
 
 
-def main(folder: Path, only: str, fault: bool) -> None:
+def main(folder: Path, life: str, only: str, fault: bool) -> None:
     if fault:
         delete_too_soon()
-    _, said = in_child(lambda: counted(Home(folder / "counted")))
-    life = json.loads(said)
-    steps = [Step(*step) for step in life["steps"]]
+    _, said = in_child(lambda: counted(Home(folder / "counted"), life))
+    told = json.loads(said)
+    steps = [Step(*step) for step in told["steps"]]
     wrong, tried = [], 0
     for nth, when in points(steps):
         step, home = steps[nth - 1], Home(folder / "home")
-        if only not in ("", step.errand):
+        if only not in ("", step.errand) or step.errand in SPARED[life]:
             continue
         try:
-            was_killed, _ = in_child(lambda: killed(home, nth, when))  # noqa: B023
+            was_killed, _ = in_child(lambda: killed(home, life, nth, when))  # noqa: B023
             assert was_killed, "it lived on"
-            look_after(home, *life["stored"][step.errand])
+            look_after(home, step.errand in AT_ONCE, *told["stored"][step.errand])
         except AssertionError as error:
             wrong.append(f"{when} step {nth} ({step.errand}: {step.name} {step.target}): {error}")
         tried += 1
         shutil.rmtree(home.root, ignore_errors=True)
-    print(json.dumps({**life, "points": tried, "wrong": wrong}))
+    print(json.dumps({**told, "points": tried, "wrong": wrong}))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Kill a life of a home at each step of its disk.")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("life", choices=LIVES)
     parser.add_argument("--only", default="", help="this errand")
     parser.add_argument("--fault", action="store_true", help="with a fault that must be found")
     given = parser.parse_args()
-    main(given.folder, given.only, given.fault)
+    main(given.folder, given.life, given.only, given.fault)

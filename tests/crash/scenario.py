@@ -1,4 +1,4 @@
-"""One life of a home, errand by errand: all that changes it on disk, by the index and by the backend's writing half.
+"""Lives of a home, errand by errand: all that changes it on disk, by the index and by the backend's writing half.
 
 What a file holds is a pure function of all tokens up to a row, so that content in a wrong place shows.
 """
@@ -6,16 +6,22 @@ What a file holds is a pure function of all tokens up to a row, so that content 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from unittest import mock
 
 import xxhash
 
 from warmline_backend.segments import Tensor, sweep_drafts, write_file
 from warmline_proxy import eviction, index_save
+from warmline_proxy.gc import collect
 from warmline_proxy.index import Index
+from warmline_proxy.moving.archive import read_archive
+from warmline_proxy.moving.exporting import Export
+from warmline_proxy.moving.importing import Known, import_archive
+from warmline_proxy.pin import pin
 from warmline_proxy.purge import purge
 from warmline_proxy.reconcile import reconcile
-from warmline_proxy.rows import PurgeRequest, RequestRecord, SavePlan, SessionUpdate
+from warmline_proxy.rows import GcRequest, PinRequest, PurgeRequest, RequestRecord, SavePlan, SessionUpdate
 from warmline_wire.home import Home
 from warmline_wire.keys import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
 from warmline_wire.messages import Layout, SaveReply
@@ -64,14 +70,15 @@ def small_world(name: str) -> Iterator[None]:
         yield
 
 
-def live(home: Home, begins: Callable[[str, Index | None], object]) -> None:
-    """The whole life.  `begins` is told each errand's name, at last "" for the end, and what is stored by then."""
+def live(home: Home, life: str, begins: Callable[[str, Index | None], object]) -> None:
+    """A whole one.  `begins` is told each errand's name, at last "" for the end, and what is stored by then."""
     with small_world("life"):
         begins("first start", None)
         with start(home) as index:
-            for errand in ERRANDS:
+            for errand in LIVES[life]:
                 begins(errand.__name__.replace("_", " "), index)
                 errand(index)
+            begins("end", index)
         begins("start after a kill", None)
         with start(home) as index:
             begins("", index)
@@ -141,8 +148,7 @@ def quarantine(index: Index) -> None:
 
 def purge_of_a_conversation(index: Index) -> None:
     """Ends with a compaction."""
-    (session,) = [row for row in index.sessions() if row.leaf == leaf(index, LONGER)]
-    purge(index, PurgeRequest(session=session.id))
+    purge(index, PurgeRequest(session=session_of(index, LONGER)))
 
 
 def save_after_it(index: Index) -> None:
@@ -150,16 +156,45 @@ def save_after_it(index: Index) -> None:
 
 
 def leftovers(index: Index) -> None:
-    """What kills leave: a save under way with its files, a file that nobody knows, one that is gone, drafts."""
+    """What kills leave: a save under way with its files, one that is gone, and strays."""
     write_plan(index.home, planned(index, [*NEW, 1, 2, 3], []))
     index.home.segment_file(leaf(index, NEWER)).unlink()
+    strays(index)
+
+
+def strays(index: Index) -> None:
+    """A file that nobody knows, and a draft."""
     stray = index.home.segment_file("ab" * 16)
     stray.parent.mkdir(exist_ok=True)
     stray.write_bytes(b"nobody's")
     stray.with_name(f".{stray.stem}.x.tmp").write_bytes(b"half")
 
 
-ERRANDS: list[Errand] = [
+def two_saves(index: Index) -> None:
+    save(index, TALK, [120, 399], prefill_s=9.0)
+    save(index, NEW, [100], prefill_s=9.0)
+
+
+def pin_of_a_conversation(index: Index) -> None:
+    pin(index, PinRequest(session=session_of(index, TALK)))
+
+
+def gc_down_to_what_is_pinned(index: Index) -> None:
+    """With something to delete; what goes was exported before."""
+    with Export(index, session_of(index, NEW)) as export:
+        ARCHIVE[:] = export.parts()
+    strays(index)
+    assert collect(index, GcRequest(to_bytes=0), saving=False).evicted
+
+
+def import_of_a_conversation(index: Index) -> None:
+    archive = read_archive(BytesIO(b"".join(ARCHIVE)))
+    import_archive(index, archive, "", Known(fingerprints={FINGERPRINT}, what=""))
+
+
+ARCHIVE: list[bytes] = []  # of NEW
+
+STORING: list[Errand] = [
     first_save,
     second_save,
     states_alone,
@@ -174,6 +209,13 @@ ERRANDS: list[Errand] = [
     save_after_it,
     leftovers,
 ]
+UPKEEP: list[Errand] = [two_saves, pin_of_a_conversation, gc_down_to_what_is_pinned, import_of_a_conversation]
+LIVES = {"storing": STORING, "upkeep": UPKEEP}
+SPARED = {
+    "storing": set(),
+    "upkeep": {"first start", "two saves", "start after a kill"},
+}  # the other one is killed there
+AT_ONCE = {"import of a conversation"}  # all of it is stored, or nothing
 
 
 # ---- what proxy and backend do in a save
@@ -233,6 +275,12 @@ def contents(tokens: bytes) -> list[bytes]:
 
 def leaf(index: Index, ids: Sequence[int]) -> str:
     return index.match(ROOT, pack_tokens(ids), len(ids)).chain[-1].id
+
+
+def session_of(index: Index, ids: Sequence[int]) -> str:
+    """The conversation that ends with these tokens."""
+    (session,) = [row for row in index.sessions() if row.leaf == leaf(index, ids)]
+    return session.id
 
 
 def stored(index: Index) -> dict[str, int]:

@@ -240,8 +240,7 @@ def test_room_is_made_for_what_it_weighs_and_no_more(index: Index, other: Index)
 def test_a_kill_in_the_midst_leaves_nothing_after_the_next_start(
     index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files are written and the plan stands, when the process ends; what a kill does at each step of the disk itself,
-    tests/crash shows of saves, which this is one of."""
+    """Files are written and the plan stands, when the process ends; tests/crash kills one at each step of the disk."""
     data, home = archived(index, talk(index)), make_home(tmp_path / "killed")
 
     class Killed(BaseException):
