@@ -27,7 +27,7 @@ def text(status: Mapping[str, Any], config: Config, address: Address) -> str:
             "context": _context(status["engine"]),
             "memory": f"{_bytes(status['engine']['memory_budget_bytes'])} for conversations",
             "disk": _disk(status["totals"], status["disk_budget_bytes"]),
-            "kept": _kept(status, config),
+            "kept": _kept(status),
             "dashboard": _dashboard(config, address),
         }
     except (KeyError, TypeError, ValueError):
@@ -55,10 +55,10 @@ def _stored(conversations: int, tokens: int) -> str:
     return f"{conversations:,} conversation{'s' * (conversations > 1)}, {tokens:,} tokens"
 
 
-def _kept(status: Mapping[str, Any], config: Config) -> str:
+def _kept(status: Mapping[str, Any]) -> str:
     """How long what is computed stays."""
     layout = status["engine"]["layout"]
-    if config["reuse"] == "off":
+    if status["reuse"] == "off":
         return "nothing, since reuse is off"
     if not layout["persistent"]:
         return f"in memory alone: {layout['why_not']}"

@@ -272,6 +272,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         lives=lives,
         persistence=persistence,
         connections=connections,
+        reuse=config.reuse,
     )
     purging = Purging(
         index=index,

@@ -192,7 +192,8 @@ def test_polling_moves_nothing(browser: Chromium, pair: Pair) -> None:
 
 
 STATUS = """{
-    at: Date.now() / 1000, uptime_s: 5, running: 1, queued: 0, settling: 0, residents: [], disk_budget_bytes: 1e9,
+    at: Date.now() / 1000, uptime_s: 5, running: 1, queued: 0, settling: 0, residents: [],
+    disk_budget_bytes: 1e9, reuse: "fast",
     totals: {segments: 3, checkpoints: 0, sessions: 1, tokens: 9, bytes_segments: 5e8, bytes_checkpoints: 0,
         bytes_quarantined: 0, bytes_writing: 0, bytes_doomed: 0, bytes_index: 0},
     live: [], connections: 1, backend_kills: 0, backend: "", persistence: "ok",
@@ -204,6 +205,7 @@ STATUS = """{
 @pytest.mark.parametrize(
     ("change", "state", "text"),
     [
+        ("reuse = 'off'", "ready", "Ready"),
         ("engine.ready = false", "loading", "Loading the model"),
         ("engine.failure = 'no weights'", "down", "Failed"),
         ("backend = 'it does not answer'", "down", "Backend down"),
@@ -217,6 +219,8 @@ def test_what_is_wrong_is_said_in_words(browser: Chromium, pair: Pair, change: s
     browser.run(f"import('/admin/overview.js').then((page) => {{ {changed} }})")
     assert browser.run("document.querySelector('#state').dataset.state") == state
     assert browser.run("document.querySelector('#state').textContent") == text
+    keeps = "off" if "Ready" in text else "on"
+    assert browser.run("document.querySelector('#facts [data-key=persistence] dd').textContent") == keeps
     assert browser.run("looks.faint()") == []
 
 

@@ -12,6 +12,7 @@ from warmline_run.resolve import Config, resolve
 
 STATUS: dict[str, Any] = {
     "persistence": "ok",
+    "reuse": "fast",
     "disk_budget_bytes": 50_000_000_000,
     "totals": {
         **{"sessions": 12, "tokens": 34_567, "bytes_segments": 1_200_000_000, "bytes_checkpoints": 30_000_000},
@@ -55,20 +56,19 @@ def test_each_fact_has_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "settings", "kept"),
+    ("change", "kept"),
     [
-        ({}, {"reuse": "off"}, "nothing, since reuse is off"),
+        ({"reuse": "off"}, "nothing, since reuse is off"),
         (
             {"engine.layout": {"persistent": False, "why_not": "no codec for OddCache", "dtype": "float32"}},
-            {},
             "in memory alone: no codec for OddCache",
         ),
-        ({"persistence": "index/: no space"}, {}, "in memory alone, since saving fails: index/: no space"),
-        ({"disk_budget_bytes": 0}, {}, "in memory alone, since the disk budget is 0"),
+        ({"persistence": "index/: no space"}, "in memory alone, since saving fails: index/: no space"),
+        ({"disk_budget_bytes": 0}, "in memory alone, since the disk budget is 0"),
     ],
 )
-def test_it_says_why_nothing_outlasts_a_restart(change: dict[str, Any], settings: dict[str, str], kept: str) -> None:
-    assert said(change, **settings)["kept"] == kept
+def test_it_says_why_nothing_outlasts_a_restart(change: dict[str, Any], kept: str) -> None:
+    assert said(change)["kept"] == kept
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ class ProxyStatus(msgspec.Struct, kw_only=True):
     residents: list[Resident]
     totals: Totals
     disk_budget_bytes: int
+    reuse: str  # the setting
     live: list[LiveRequest]  # oldest first
     lives: int  # requests on their way: answered and saved ones no longer are
     connections: int
@@ -77,6 +78,7 @@ class StatusPath:
         lives: Lives,
         persistence: Persistence,
         connections: Callable[[], int],
+        reuse: str,
     ) -> None:
         self._index = index
         self._upstream = upstream
@@ -86,6 +88,7 @@ class StatusPath:
         self._lives = lives
         self._persistence = persistence
         self._connections = connections
+        self._reuse = reuse
         self._began = time.monotonic()
 
     @property
@@ -111,6 +114,7 @@ class StatusPath:
             residents=residents,
             totals=await asyncio.to_thread(self._index.totals),
             disk_budget_bytes=self._index.budget_bytes,
+            reuse=self._reuse,
             live=[live_request(life) for life in self._lives],
             lives=len(self._lives),
             connections=self._connections(),

@@ -57,7 +57,7 @@ function sentence(text) {
 
 function facts(status) {
   const { engine, uptime_s, totals, connections, backend_kills } = status;
-  const unsaved = whyUnsaved(status);
+  const unsaved = status.reuse === "off" ? "nothing is reused, as the settings want it" : whyUnsaved(status);
   const prefill = engine?.prefill_rates?.length ? engine.prefill_rates.at(-1).tokens_per_s : 0;
   const rate = (number) => (number > 0 ? `${short(Math.round(number))} tokens/s` : "–");
   const pairs = [
