@@ -16,7 +16,18 @@ WORDS = ("SESSION", "OTHER", "SEGMENT", "REQUEST")
 OURS = ("warmline", "cachectl", "make", "docs/newcomer.sh")
 # Programs of others that can't, or must not, run here; what they would be told is written down.
 OTHERS = ("brew", "caffeinate", "claude", "codex", "git", "hermes", "hf", "journalctl", "launchctl", "loginctl")
-OTHERS += ("mlx_lm.convert", "opencode", "pmset", "sudo", "systemctl", "tailscale", "tb", "tmutil", "uv")
+OTHERS += (
+    "mlx_lm.convert",
+    "opencode",
+    "pmset",
+    "sudo",
+    "systemctl",
+    "tailscale",
+    "tb",
+    "tmutil",
+    "uv",
+    "xcode-select",
+)
 SHELL = ("curl", "python3?", "pip", "export", "cd", "ssh", "scp", "rm", "open", "sysctl")
 
 _BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)

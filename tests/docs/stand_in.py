@@ -27,8 +27,6 @@ def main(program: str, arguments: list[str]) -> int:
         return python(arguments)
     with Path(os.environ["STAND_IN_LOG"]).open("a") as log:
         log.write(f"{' '.join([program, *arguments])}\n")
-    if program == "git" and arguments[:1] == ["clone"]:
-        clone(Path(arguments[-1]).stem)
     return 0
 
 
@@ -74,11 +72,6 @@ def python(arguments: list[str]) -> int:
     if told.returncode or unknown:
         print(f"{arguments[0]} does not know {unknown or told.stderr}", file=sys.stderr)
     return told.returncode or bool(unknown)
-
-
-def clone(name: str) -> None:
-    """The checkout is where everything runs already."""
-    Path(name).symlink_to(Path.cwd())
 
 
 def run(*command: str) -> int:
