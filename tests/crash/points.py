@@ -216,6 +216,7 @@ def delete_too_soon() -> None:
 
 
 def main(folder: Path, life: str, only: str, fault: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     if fault:
         delete_too_soon()
     _, said = in_child(lambda: counted(Home(folder / "counted"), life))

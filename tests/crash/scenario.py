@@ -56,7 +56,8 @@ Errand = Callable[[Index], object]
 
 @contextmanager
 def small_world(name: str) -> Iterator[None]:
-    """Segments are cut and swallowed within a few blocks, no more is evicted than must be, ids come in one order."""
+    """Segments are cut and swallowed within a few blocks, no more is evicted than must be, ids come in one order, and
+    nothing is written because time has passed."""
     numbers = itertools.count(1)
 
     def token_hex(count: int) -> str:
@@ -66,6 +67,7 @@ def small_world(name: str) -> Iterator[None]:
         mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_TOKENS=70),
         mock.patch.object(eviction, "LOW_WATERMARK", 1.0),
         mock.patch("secrets.token_hex", token_hex),
+        mock.patch("warmline_proxy.index.FLUSH_INTERVAL_S", 3600.0),
     ):
         yield
 
