@@ -33,6 +33,7 @@ SHELL = ("curl", "python3?", "pip", "export", "cd", "ssh", "scp", "rm", "open", 
 _BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _OTHER_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PROGRAMS = "|".join([*map(re.escape, (*OURS, *OTHERS)), *SHELL])
+_MAY_GO_ON = re.compile(r"""['"`(){}<\\|&]|\b(?:if|for|while|until|case)\b""")
 _COMMAND = re.compile(rf"(\$ )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?({_PROGRAMS}) [^ ]")
 
 
@@ -86,8 +87,10 @@ def _is_told(line: str, is_transcript: bool = False) -> bool:
 
 
 def _is_whole(text: str) -> bool:
-    """As bash says, which also warns of a heredoc without an end."""
+    """As bash says, which also warns of a heredoc without an end; it is asked where there is anything to ask."""
     if text.rstrip().endswith("\\"):
         return False
+    if not _MAY_GO_ON.search(text):
+        return True
     parsed = subprocess.run(["bash", "-n", "-c", text], capture_output=True)
     return parsed.returncode == 0 and not parsed.stderr

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from doc_commands import OTHERS, ROOT, WORDS, Command, commands_in
@@ -12,7 +13,7 @@ from pair import FolderOf, Pair
 from processes import free_port
 
 MODELS = {"my-model": "llama", "GLM-5.2-mxfp4": "glm_moe_dsa"}
-STAND_INS = ("warmline", "make", "python", *OTHERS)
+STAND_INS = ("cachectl", "warmline", "make", "python", *OTHERS)
 MANAGERS = ("launchctl", "systemctl")
 # These tell by their exit code that they found something, as they may on any machine.
 MAY_FIND = re.compile(r"^(\S*/)?(cachectl|warmline) doctor\b")
@@ -31,6 +32,7 @@ class Reader:
         self._folder, self._pair = folder, pair
         self._checkout, self._home, self._programs = folder / "warmline", folder / "home", folder / "programs"
         self._ports = f"{free_port()} {free_port()}"
+        self._address = str(Path(tempfile.mkdtemp(prefix="reader-"), "socket"))  # a short path, as sockets want it
         self._check_out()
         (self._home / "models").mkdir(parents=True)
         for name, family in MODELS.items():
@@ -49,10 +51,19 @@ class Reader:
             _write_program(environment / name, here.with_name("stand_in.py"))
         for name in MANAGERS:
             _write_program(environment / name, here.parents[1] / "run" / f"fake_{name}.py")
-        (environment / "cachectl").symlink_to(Path(sys.executable).with_name("cachectl"))
         for shared in ("benchmarks", "docs"):
             (self._checkout / shared).symlink_to(ROOT / shared)
         (self._folder / "manager").mkdir()
+
+    def __enter__(self) -> "Reader":
+        server = Path(__file__).with_name("fork_server.py")
+        self._server = subprocess.Popen([sys.executable, server, self._address], stdout=subprocess.PIPE)
+        assert self._server.stdout is not None and self._server.stdout.readline() == b"ready\n"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.terminate()
+        self._server.wait()
 
     def types(self, document: Path) -> None:
         """All commands of a document into one bash.  Raises CommandFailed, with the line, at the first that fails."""
@@ -108,6 +119,7 @@ class Reader:
             "STAND_IN_ROOT": str(ROOT),
             "STAND_IN_LOG": str(self._folder / "others.log"),
             "STAND_IN_PORTS": self._ports,
+            "STAND_IN_SERVER": self._address,
             "FAKE_MANAGER": str(self._folder / "manager"),
             "FAKE_MANAGER_THEN": f"pid {os.getpid()}",
         }

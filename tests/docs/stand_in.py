@@ -2,12 +2,13 @@
 
 Written under each such program's name.  Of ours, those that would serve for ever have their flags checked by
 `warmline config`, launchd's and systemd's verbs meet a manager that starts nothing, and gates are cut to the first;
-`make` says what it would do; benchmarks are asked whether they know their flags.  Programs of others (pmset ...) are
-only written down: STAND_IN_LOG has a line for each.
+`make` says what it would do; benchmarks are looked into for their flags.  Programs of others (pmset ...) are only
+written down: STAND_IN_LOG has a line for each.
 """
 
+import json
 import os
-import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +21,14 @@ NOT_READY = 1
 def main(program: str, arguments: list[str]) -> int:
     if program == "warmline":
         return warmline(arguments)
+    if program == "cachectl":
+        return ask("cachectl", *arguments)
     if program == "make":
         where = ["-C", os.environ["STAND_IN_ROOT"], "TB_PYTHON=python3"]  # 3.12 need not be here to say so
         return run("/usr/bin/make", "--no-print-directory", "--dry-run", *where, *arguments)
     if program == "python":
-        return python(arguments)
+        is_benchmark = arguments[:1] and arguments[0].startswith("benchmarks/")
+        return benchmark(arguments) if is_benchmark else run(str(BIN / "python"), *arguments)
     with Path(os.environ["STAND_IN_LOG"]).open("a") as log:
         log.write(f"{' '.join([program, *arguments])}\n")
     return 0
@@ -33,14 +37,14 @@ def main(program: str, arguments: list[str]) -> int:
 def warmline(arguments: list[str]) -> int:
     verb = arguments[0] if arguments else ""
     if verb in FOR_EVER:
-        if "--lan" in arguments:  # what a first start with it makes, and a second one finds
-            subprocess.run([str(BIN / "cachectl"), "key", "add", "default"], capture_output=True)
+        if "--lan" in arguments and not Path(os.environ["WARMLINE_HOME"], "keys.json").exists():
+            ask("cachectl", "key", "add", "default")  # as a first start with it does
         arguments = ["config", *arguments[1:]]
     elif verb in ("launchd", "service"):
         return agents(arguments)
     elif verb == "gates" and not {"--only", "--list"} & {*arguments}:
         arguments = [*arguments, "--only", "load"]
-    return run(str(BIN / "warmline"), *arguments)
+    return ask("warmline", *arguments)
 
 
 def agents(arguments: list[str]) -> int:
@@ -57,21 +61,31 @@ def agents(arguments: list[str]) -> int:
     if verb == "logs":
         (home / "logs" / "backend.log").write_text("a line\n")
         arguments = [word for word in arguments if word not in ("-f", "--follow")]
-    code = run(str(BIN / "warmline"), *arguments)
+    code = ask("warmline", *arguments)
     if not code and "--dry-run" not in arguments:
         installed.unlink(missing_ok=True) if verb == "uninstall" else installed.touch()
     return 0 if verb == "status" and code == NOT_READY else code
 
 
-def python(arguments: list[str]) -> int:
-    if not arguments or not arguments[0].startswith("benchmarks/"):
-        return run(str(BIN / "python"), *arguments)
+def benchmark(arguments: list[str]) -> int:
+    """Whether it, or what it shares with others, has such flags."""
     script = Path(os.environ["STAND_IN_ROOT"], arguments[0])
-    told = subprocess.run([str(BIN / "python"), str(script), "--help"], capture_output=True, text=True)
-    unknown = [flag for flag in arguments[1:] if flag.startswith("--") and not re.search(rf"{flag}\b", told.stdout)]
-    if told.returncode or unknown:
-        print(f"{arguments[0]} does not know {unknown or told.stderr}", file=sys.stderr)
-    return told.returncode or bool(unknown)
+    text = script.read_text() + script.with_name("servers.py").read_text()
+    unknown = [word for word in arguments[1:] if word.startswith("--") and f'"{word}"' not in text]
+    if unknown:
+        print(f"{arguments[0]} does not know {unknown}", file=sys.stderr)
+    return bool(unknown)
+
+
+def ask(program: str, *arguments: str) -> int:
+    """One of ours, from the fork server."""
+    asked = {"program": program, "arguments": arguments, "folder": str(Path.cwd()), "variables": dict(os.environ)}
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(os.environ["STAND_IN_SERVER"])
+        socket.send_fds(server, [b"."], [0, 1, 2])
+        server.sendall(json.dumps(asked).encode())
+        server.shutdown(socket.SHUT_WR)
+        return server.recv(1)[0]
 
 
 def run(*command: str) -> int:

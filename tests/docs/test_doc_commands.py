@@ -31,8 +31,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory, tiny_folder: FolderOf) -> Ite
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory, pair: Pair, tiny_folder: FolderOf) -> Reader:
-    return Reader(tmp_path_factory.mktemp("reader"), pair, tiny_folder)
+def reader(tmp_path_factory: pytest.TempPathFactory, pair: Pair, tiny_folder: FolderOf) -> Iterator[Reader]:
+    with Reader(tmp_path_factory.mktemp("reader"), pair, tiny_folder) as reader:
+        yield reader
 
 
 @pytest.mark.parametrize("document", WITH_COMMANDS, ids=name)

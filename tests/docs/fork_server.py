@@ -1,0 +1,65 @@
+"""`warmline` and `cachectl`, loaded once: a command is a fork, with its caller's arguments, folder, variables and files.
+
+Run by `doc_reader.Reader`, asked by `stand_in.ask`.  What a process does before it is itself takes longer than most
+commands, and the documentation has many.
+"""
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from warmline_cachectl.cli import app as cachectl
+from warmline_run.cli import main as warmline
+
+PROGRAMS: dict[str, Any] = {"cachectl": cachectl, "warmline": warmline}
+FILES = 3  # standard input, output and error
+
+
+def serve(address: Path) -> None:
+    """Until it is ended.  Says so on its standard output when it can be asked."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen()
+        print("ready", flush=True)
+        while True:
+            caller, _ = listener.accept()
+            with caller:
+                if not os.fork():
+                    answer(caller)
+                    os._exit(0)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def answer(caller: socket.socket) -> None:
+    """In a process of its own, which stays while the command runs: that one may become another program."""
+    _, files, _, _ = socket.recv_fds(caller, 1, FILES)
+    asked = json.loads(b"".join(iter(lambda: caller.recv(1 << 16), b"")))
+    if not (pid := os.fork()):
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        os._exit(run(**asked))
+    caller.sendall(bytes([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF]))
+
+
+def run(program: str, arguments: list[str], folder: str, variables: dict[str, str]) -> int:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [program, *arguments]
+    try:
+        PROGRAMS[program]()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))
