@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,7 @@ class Reader:
     def __exit__(self, *error: object) -> None:
         self._server.terminate()
         self._server.wait()
+        shutil.rmtree(Path(self._address).parent)
 
     def types(self, document: Path) -> None:
         """All commands of a document into one bash.  Raises CommandFailed, with the line, at the first that fails."""

@@ -1,4 +1,4 @@
-"""`warmline` and `cachectl`, loaded once: a command is a fork, with its caller's arguments, folder, variables and files.
+"""`warmline` and `cachectl`, loaded once: a command is a fork with its caller's arguments, folder, variables and files.
 
 Run by `doc_reader.Reader`, asked by `stand_in.ask`.  What a process does before it is itself takes longer than most
 commands, and the documentation has many.

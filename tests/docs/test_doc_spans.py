@@ -48,6 +48,19 @@ def test_make_has_its_targets() -> None:
     assert sorted(set().union(*map(targets, TEXTS.values())) - there) == []
 
 
+def test_the_picture_shows_what_was_measured() -> None:
+    """Its seconds are a row of docs/benchmarks.md each, its bars are as long, and who can't see it is told the same."""
+    picture = (ROOT / "docs" / "picture.svg").read_text(encoding="utf-8")
+    bars = re.findall(r'<rect x="200" y="\d+" width="([\d.]+)" height="14".*\n +<text [^>]*>([\d.]+)</text>', picture)
+    seconds = [float(shown) for _, shown in bars]
+    assert [float(width) for width, _ in bars] == [pytest.approx(15 * each, abs=0.1) for each in seconds]
+    measured = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for who, own in (("8,861 tokens, Warmline", seconds[::2]), ("mlx_lm.server", seconds[1::2])):
+        assert f"| {who} | {' | '.join(f'{each:g} s' for each in own)} |" in measured
+    (title,) = re.findall(r"<title[^>]*>(.*)\.</title>", picture)
+    assert f"![{title}](docs/picture.svg)" in TEXTS[ROOT / "README.md"]
+
+
 def test_how_spans_are_found() -> None:
     assert spans("`a` and `b\nc`, ``d`` | `e\\|f` |\n\n    `g`\n\n```sh\n`h`\n```\n") == ["a", "b c", "e|f"]
 
