@@ -78,7 +78,9 @@ class Home:
             self._make_secret(path)
         for draft in self.root.glob(f".secret.*{disk.DRAFT_SUFFIX}"):  # ours, and of who was killed
             disk.delete(draft)
-        return path.read_text().strip()
+        if not (secret := path.read_text("latin-1").strip()) or not (secret.isascii() and secret.isprintable()):
+            raise OSError(f"{path} holds no secret; delete it, and a new one is made")
+        return secret
 
     def _make_secret(self, path: Path) -> None:
         """Written aside and linked: the other process never reads half a secret."""

@@ -66,6 +66,14 @@ def text(raw: object) -> str:
     return raw
 
 
+def shown_key(raw: object) -> str:
+    """One that a client can send in a header, and that arrives there as it is."""
+    key = text(raw)
+    if key != key.strip() or not key.isprintable():
+        raise ValueError("expected printable characters, and no spaces at the ends: no client could send that")
+    return key
+
+
 def path(raw: object) -> str:
     return str(Path(text(raw)).expanduser()) if raw else ""
 
@@ -263,7 +271,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "client_key",
             "",
-            text,
+            shown_key,
             "KEY",
             "a key for clients, beside those of `cachectl key`; never a flag, since command lines are visible to all",
             as_flag=False,

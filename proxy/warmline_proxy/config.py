@@ -99,6 +99,8 @@ class Config:
             raise ConfigError(f"--on-disconnect {self.on_disconnect}: expected {' or '.join(ON_DISCONNECT)}")
         if unknown := set(self.stabilize_rules) - set(RULES):
             raise ConfigError(f"--stabilize {', '.join(sorted(unknown))}: expected some of {', '.join(RULES)}")
+        if self.client_key != self.client_key.strip() or not self.client_key.isprintable():
+            raise ConfigError(f"{CLIENT_KEY_VARIABLE}: expected printable characters, and no spaces at the ends")
         try:
             origins(self.cors_origins)
         except ValueError as error:

@@ -220,7 +220,8 @@ def test_the_lan_is_opened_with_keys_that_are_made_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [{"port": 70_000}, {"backend_url": "https://x"}, {"running_count_max": 0},
-                                 {"allowed_hosts": "https://x"}])  # fmt: skip
+                                 {"allowed_hosts": "https://x"}, {"client_key": "a "}, {"client_key": "a\nb"},
+                                 {"client_key": "\udcff"}])  # fmt: skip
 def test_bad_settings_are_one_clear_line(tmp_path: Path, bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Config(home=Home(tmp_path), **bad)  # type: ignore[arg-type]

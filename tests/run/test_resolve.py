@@ -64,6 +64,10 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(tmp_path: Path) -> N
         ("kv_bits = 5", "kv_bits .*0, 4 or 8"),
         ("kv_bits = true", "kv_bits .*0, 4 or 8"),
         ("model = 7", "model .*expected text"),
+        (
+            'client_key = "hush "',
+            r"client_key .*expected printable characters, and no spaces at the ends[^,]*send that$",
+        ),
         ("trust_remote_code = 2", "true or false"),
         ('home = "/elsewhere"', "unknown key 'home'"),
         ("queue_timeout_s = -1", "queue_timeout_s .*seconds, 0 or more, not -1"),

@@ -54,6 +54,10 @@ def test_a_secret_is_made_once_and_no_draft_of_it_stays(tmp_path: Path) -> None:
     secret = home.secret()
     assert len(secret) == 64 and home.secret() == secret
     assert not list(home.root.glob(".*"))
+    for damaged in (b"", b" \n", b"\xff\xfe", b"a\nb"):  # nobody could prove himself by that, and none would know why
+        (home.root / "secret").write_bytes(damaged)
+        with pytest.raises(OSError, match="secret holds no secret; delete it"):
+            home.secret()
 
 
 @pytest.fixture
