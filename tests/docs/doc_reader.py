@@ -58,13 +58,13 @@ class Reader:
 
     def __enter__(self) -> "Reader":
         server = Path(__file__).with_name("fork_server.py")
-        self._server = subprocess.Popen([sys.executable, server, self._address], stdout=subprocess.PIPE)
+        pipe = subprocess.PIPE
+        self._server = subprocess.Popen([sys.executable, server, self._address], stdin=pipe, stdout=pipe)
         assert self._server.stdout is not None and self._server.stdout.readline() == b"ready\n"
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.terminate()
-        self._server.wait()
+        self._server.communicate()  # ends its input, and so itself
         shutil.rmtree(Path(self._address).parent)
 
     def types(self, document: Path) -> None:

@@ -6,6 +6,8 @@ commands, and the documentation has many.
 
 import json
 import os
+import select
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -19,19 +21,19 @@ FILES = 3  # standard input, output and error
 
 
 def serve(address: Path) -> None:
-    """Until it is ended.  Says so on its standard output when it can be asked."""
+    """Until its standard input ends, which is when who started it has.  Says on standard output that it can be asked."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen()
         print("ready", flush=True)
-        while True:
+        while listener in select.select([listener, sys.stdin], [], [])[0]:
             caller, _ = listener.accept()
             with caller:
                 if not os.fork():
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     answer(caller)
                     os._exit(0)
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
 
 
 def answer(caller: socket.socket) -> None:
