@@ -21,7 +21,7 @@ FILES = 3  # standard input, output and error
 
 
 def serve(address: Path) -> None:
-    """Until its standard input ends, which is when who started it has.  Says on standard output that it can be asked."""
+    """Until its standard input ends, as it does with who started it.  Says on standard output that it can be asked."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
