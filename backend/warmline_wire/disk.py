@@ -4,10 +4,11 @@ So that tests can stop a process before, in and after each of them, and make eac
 through the module (``disk.rename(...)``), not by names of their own: that is where tests step in.  All raise OSError.
 """
 
+import errno
 import os
 import secrets
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import TypeVar
@@ -82,6 +83,31 @@ def set_mode(path: Path, mode: int) -> None:
 def lengthen(path: Path, bytes_count: int) -> None:
     """With zeros."""
     os.truncate(path, bytes_count)
+
+
+def allocate(path: Path, bytes_count: int) -> None:
+    """So much of a file has blocks on the disk, zeros where there were none; made where it is not there.
+
+    For what is mapped: a page without a block, written to where the disk is full, ends the process.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while (at := os.fstat(descriptor).st_size) < bytes_count:
+            os.pwrite(descriptor, bytes(bytes_count - at), at)
+        if hasattr(os, "posix_fallocate"):  # for what is there and has holes; not on macOS
+            with _unless_unsupported():
+                os.posix_fallocate(descriptor, 0, bytes_count)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _unless_unsupported() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
 
 
 def in_lmdb(what: str, act: Callable[[], T]) -> T:

@@ -7,7 +7,7 @@ keeps the number of the last transaction in a lock file of its own, which must n
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 SCHEMA = 1
 MAP_BYTES = 4 << 30  # virtual and sparse; doubled where it is full
 READERS_MAX = 512
+LOCK_BYTES = 36 << 10  # of LMDB's file of so many readers, which it makes without blocks, and writes to as memory
 SCHEMA_KEY = b"schema"
 DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
 NONSENSE = (msgspec.DecodeError, ValueError, OverflowError)  # what is made of damaged entries
@@ -146,6 +147,7 @@ class Env:
         try:
             if self._writable:
                 disk.make_folders(path)
+                disk.allocate(path / "lock.mdb", LOCK_BYTES)
             env = self._environment(path)
         except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
             raise DamagedIndex(f"the index in {path} is damaged: {error}; {MADE_ANEW}") from error
@@ -316,12 +318,17 @@ class Env:
         number = int(self._gate.current.path.name) + 1
         draft, path = self._folder / f".{number}{disk.DRAFT_SUFFIX}", self._folder / str(number)
         disk.delete_tree(draft)
-        fresh = self._open(draft)
         try:
-            _copy(self._gate.current, fresh)
-        finally:
-            fresh.env.close()
-        disk.rename(draft, path)
+            fresh = self._open(draft)
+            try:
+                _copy(self._gate.current, fresh)
+            finally:
+                fresh.env.close()
+            disk.rename(draft, path)
+        except BaseException:
+            with suppress(OSError):  # the first failure is what counts; the next start tries again
+                disk.delete_tree(draft)
+            raise
         try:
             disk.sync_folder(self._folder)
             return self._open(path)

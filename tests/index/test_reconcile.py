@@ -278,9 +278,25 @@ def test_a_compaction_that_fails_leaves_the_index_as_it_was(home: Home, monkeypa
             planted.setattr(index._env, "_open", too_many_files)
             with pytest.raises(IndexFailure, match="Too many"):
                 index.compact()
+        assert [path.name for path in home.index.iterdir()] == ["1"]
         save(index, [7, *A])
     with Index(home, 1 << 30) as index:
         assert (matched(index, A), matched(index, [7, *A])) == (3000, 3001)
+
+
+def test_what_lmdb_writes_as_memory_has_its_blocks_before(home: Home) -> None:
+    """Where a disk is full, a first touch of a page without one would end the process, not raise."""
+    with Index(home, 1 << 30) as index:
+        save(index, A)
+        index.compact()
+        lock = (home.index / "2" / "lock.mdb").stat()
+        assert lock.st_blocks * 512 >= lock.st_size > 64 * 500
+    os.truncate(home.index / "2" / "lock.mdb", 0)  # as an earlier version left it
+    os.truncate(home.index / "2" / "lock.mdb", lock.st_size)
+    with Index(home, 1 << 30) as index:
+        lock = (home.index / "2" / "lock.mdb").stat()
+        assert lock.st_blocks * 512 >= lock.st_size or not hasattr(os, "posix_fallocate")
+        assert matched(index, A) == 3000
 
 
 @pytest.mark.parametrize("undone", [True, False])

@@ -24,6 +24,7 @@ CHANGES = (
     "make_folder",
     "set_mode",
     "lengthen",
+    "allocate",
     "in_lmdb",
 )
 READS = "open_to_read"
