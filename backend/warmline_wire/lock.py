@@ -43,6 +43,30 @@ def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
         os.close(descriptor)
 
 
+def holder_of(path: Path) -> str:
+    """The pid that holds the lock file, as text; "" where nobody does, or where that can't be told."""
+    if not path.exists():
+        return ""
+    try:
+        with process_lock(path):
+            return ""
+    except Locked as error:
+        return error.holder
+    except OSError:
+        return ""
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is somebody else's
+        return True
+    return True
+
+
 @contextmanager
 def _read_only_lock(path: Path, wait_s: float) -> Iterator[None]:
     """Where no file can be written: the one that is there, if any, can be locked all the same."""

@@ -1,10 +1,10 @@
 """A backend whose proxy is down: what it holds in memory, the next proxy would take over and store."""
 
-import os
 from http.client import HTTPConnection, HTTPException
 
 from warmline_cachectl import configured
 from warmline_wire.home import Home
+from warmline_wire.lock import holder_of
 
 TIMEOUT_S = 30.0
 BACKEND_PORT = 8025  # as in the table of settings
@@ -12,7 +12,7 @@ BACKEND_PORT = 8025  # as in the table of settings
 
 def forget_in_backend(home: Home) -> str:
     """Have it forget all conversations; why that could not be, "" where it has or where none runs."""
-    if not (pid := _running(home)):
+    if not (pid := holder_of(home.backend_lock)):
         return ""
     port = configured.setting(home, "backend_port", BACKEND_PORT)
     headers = {"Authorization": f"Bearer {home.secret()}"}
@@ -27,13 +27,3 @@ def forget_in_backend(home: Home) -> str:
     finally:
         connection.close()
     return f"the backend, process {pid}, {why}; what it holds in memory may be stored again: restart it"
-
-
-def _running(home: Home) -> int:
-    """The pid of this home's backend; 0 where none runs."""
-    try:
-        pid = int(home.pid_file("backend").read_text())
-        os.kill(pid, 0)
-    except (OSError, ValueError):
-        return 0
-    return pid

@@ -185,7 +185,7 @@ def fingerprint(facts: Facts) -> Check | None:
         return Check(
             "fingerprint",
             WARN,
-            f"{_some(told)}: its files, or in exact mode the libraries, have changed",
+            f"{_some(told)}: its files, its keys, or in exact mode the libraries, have changed",
             "what is old is evicted in time; at once: cachectl purge --older-than 7d",
         )
     return Check("fingerprint", OK, "nothing is stored of models as they were before")

@@ -22,6 +22,7 @@ from warmline_proxy.gc import collect
 from warmline_proxy.index import Index, IndexFailure, IndexReader, NoIndex
 from warmline_proxy.index_probe import is_readable
 from warmline_proxy.lock import HomeLocked, home_lock
+from warmline_proxy.pin import NotStored, TooMuchPinned
 from warmline_proxy.pin import pin as pin_in
 from warmline_proxy.purge import purge as purge_index
 from warmline_proxy.repair import repair as repair_index
@@ -143,7 +144,7 @@ def owned(home: Home, here: Callable[[Index], T]) -> T:
     try:
         with home_lock(home), Index(home, configured.disk_budget_bytes(home)) as index:
             return here(index)
-    except (HomeLocked, IndexFailure, ValueError, LookupError) as error:
+    except (HomeLocked, IndexFailure, NotStored, TooMuchPinned) as error:
         raise Refused(str(error)) from error
 
 
@@ -156,9 +157,16 @@ def ask(home: Home, path: str, kind: type[T], timeout_s: float, request: object 
     if not url:
         raise NoProxy(f"no proxy runs on {home.root} (start `warmline serve`)")
     try:
-        return _ask_proxy(url, home.secret(), path, request, kind, timeout_s)
+        return _ask_proxy(url, _secret(home), path, request, kind, timeout_s)
     except ConnectionRefusedError as error:  # it was killed, and left its address behind
         raise NoProxy(f"no proxy answers at {url}, though {home.run / 'proxy.json'} names it") from error
+
+
+def _secret(home: Home) -> str:
+    try:
+        return home.secret()
+    except OSError as error:
+        raise Refused(f"without the home's secret the proxy can't be asked: {error}") from error
 
 
 def check_home(home: Home) -> None:

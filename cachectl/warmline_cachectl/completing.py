@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from warmline_cachectl.columns import printable
 from warmline_proxy.index import IndexFailure, IndexReader
 from warmline_proxy.rows import SessionRow
 from warmline_wire.home import Home
@@ -27,7 +28,8 @@ def any_ids(ctx: Any, incomplete: str) -> list[tuple[str, str]]:
 
 
 def _told(row: SessionRow) -> str:
-    return f"{row.tokens:,} tokens {row.client}".strip()
+    """A line: clients call their conversations what they like."""
+    return f"{row.tokens:,} tokens {printable(' '.join(row.client.split()))}".strip()
 
 
 def _sessions(ctx: Any) -> list[SessionRow]:

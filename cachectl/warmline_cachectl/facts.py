@@ -22,10 +22,11 @@ from warmline_proxy.index_files import too_open
 from warmline_proxy.index_probe import is_readable
 from warmline_proxy.rows import Finding, RequestRecord, Totals
 from warmline_wire.home import Home
-from warmline_wire.lock import Locked, process_lock
+from warmline_wire.lock import holder_of, is_alive
 
 ASK_TIMEOUT_S = 5.0
 COMMAND_TIMEOUT_S = 5.0
+STATUS_NAMES = {"backend", "engine", "persistence", "totals", "disk_budget_bytes"}
 OPENBLAS = ("usr/lib/*/openblas*/libopenblas*.so*", "usr/lib/*/libopenblas*.so*", "usr/lib64/libopenblas*.so*")
 
 
@@ -94,7 +95,7 @@ class Facts:
 
 
 def gather(home: Home) -> Facts:
-    """Takes as long as a quick `verify`.  Raises OSError where not even the home's folder can be looked at."""
+    """Takes as long as a quick `verify`.  Raises OSError where not even the home's folder can be looked at, Refused."""
     settings, machine = _settings(home), _machine(home)
     if not home.root.is_dir():
         return Facts(home=home.root, has_home=False, settings=settings, machine=machine)
@@ -104,7 +105,7 @@ def gather(home: Home) -> Facts:
         home=home.root,
         has_home=True,
         open_modes=[_told(home, path, mode) for path, mode in _open(home)],
-        lock_holder=_lock_holder(home),
+        lock_holder=holder_of(home.lock),
         run_files=_stale(home),
         proxy_url=client.proxy_url(home),
         proxy_error=error,
@@ -112,7 +113,7 @@ def gather(home: Home) -> Facts:
         ports_taken=[] if status else [port for port in (settings.port, settings.backend_port) if _is_taken(port)],
         keys=keys,
         keys_problem=keys_problem,
-        log_bytes=sum(path.stat().st_size for path in home.logs.rglob("*") if path.is_file()),
+        log_bytes=_bytes_below(home.logs),
         index=_index(home),
         settings=settings,
         machine=machine,
@@ -154,44 +155,27 @@ def _told(home: Home, path: Path, mode: int) -> str:
     return f"{path.relative_to(home.root) if path != home.root else path} ({mode:o})"
 
 
-def _lock_holder(home: Home) -> str:
-    if not home.lock.exists():
-        return ""
-    try:
-        with process_lock(home.lock):
-            return ""
-    except Locked as error:
-        return error.holder
-    except OSError:
-        return ""
-
-
 def _stale(home: Home) -> dict[str, int]:
     """The files in run/ whose process is gone."""
     stale: dict[str, int] = {}
     for process in ("proxy", "backend"):
         with suppress(OSError, ValueError):
             pid = int(home.pid_file(process).read_text())
-            if not _lives(pid):
+            if not is_alive(pid):
                 stale[home.pid_file(process).name] = pid
     return stale
 
 
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _status(home: Home) -> tuple[dict[str, Any] | None, str]:
+    """Raises Refused where it is not what the judgement looks at."""
     try:
-        return client.ask(home, "/warmline/status", dict[str, Any], ASK_TIMEOUT_S), ""
-    except (client.CannotDo, OSError) as error:
+        found = client.ask(home, "/warmline/status", dict[str, Any], ASK_TIMEOUT_S)
+    except client.CannotDo as error:
         return None, str(error)
+    if missing := STATUS_NAMES - found.keys():
+        told = f"it does not tell {', '.join(sorted(missing))}"
+        raise client.Refused(f"the proxy answered otherwise than expected (another version?): {told}")
+    return found, ""
 
 
 def _is_taken(port: int) -> bool:
@@ -202,6 +186,14 @@ def _is_taken(port: int) -> bool:
         except OSError:
             return True
     return False
+
+
+def _bytes_below(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # logs are rotated meanwhile
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def _keys(home: Home) -> tuple[int, str]:

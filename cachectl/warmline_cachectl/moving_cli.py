@@ -1,5 +1,6 @@
 """The verbs that move conversations between homes: `export` and `import`."""
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ from warmline_proxy.moving.tar import ArchiveError
 from warmline_proxy.reconcile import reconcile
 from warmline_wire import disk
 from warmline_wire.home import Home
+from warmline_wire.lock import is_alive
 
 IMPORT_TIMEOUT_S = 24 * 3600.0  # every byte is read twice, and what is new is written
 STANDARD = "-"
@@ -165,8 +167,11 @@ def _on_disk(home: Home, file: str) -> Iterator[Path]:
         yield Path(file).absolute()
         return
     disk.make_folders(home.run)
-    path = home.run / f"import.{disk.DRAFT_SUFFIX}"
-    disk.delete(path)  # of who was killed
+    for left in home.run.glob(f"import.*{disk.DRAFT_SUFFIX}"):
+        if (pid := left.name.split(".")[1]).isdigit() and not is_alive(int(pid)):  # it was killed
+            disk.delete(left)
+    path = home.run / f"import.{os.getpid()}{disk.DRAFT_SUFFIX}"
+    disk.delete(path)  # of one that had this number
     try:
         with disk.create(path) as spool:
             shutil.copyfileobj(sys.stdin.buffer, _Spool(spool))

@@ -1,5 +1,6 @@
 """`cachectl top`: what the running pair is at, live."""
 
+import os
 import select
 import sys
 import termios
@@ -14,13 +15,24 @@ from rich.live import Live
 from rich.text import Text
 
 from warmline_cachectl import client, tables, top_view
-from warmline_cachectl.options import HOME, LOOKING, HomeOption, JsonOption, examples, fail, failing, home_at
+from warmline_cachectl.options import (
+    EXIT_REFUSED,
+    HOME,
+    LOOKING,
+    HomeOption,
+    JsonOption,
+    examples,
+    fail,
+    failing,
+    home_at,
+)
 from warmline_cachectl.showing import show
 from warmline_wire.home import Home
 
 ASK_TIMEOUT_S = 5.0
 RECORDS = 200  # whose reuse is told
 END_KEYS = ("q", "Q", "\x03", "\x04")
+KEYS_BYTES = 64  # pressed between two looks
 
 app = typer.Typer()
 
@@ -71,17 +83,20 @@ def _watch(home: Home, interval_s: float) -> None:
                 except client.CannotDo as error:
                     view = None
                     live.update(Text(f"{error}; trying again, q ends"), refresh=True)
-                if pressed(interval_s) in END_KEYS:
+                if set(pressed(interval_s)) & set(END_KEYS):
                     return
     except KeyboardInterrupt:
         return
     except OSError as error:
-        fail(f"the terminal is gone: {error}", 1)
+        fail(f"the terminal is gone: {error}", EXIT_REFUSED)
 
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yields what waits so many seconds for a key; "" where none was pressed, or nobody can press one."""
+    """Yields what waits so many seconds for keys; "" where none was pressed, or nobody can press one.
+
+    A terminal that is gone is one on which its end was asked for.
+    """
     if not sys.stdin.isatty():
         yield _nobody
         return
@@ -90,7 +105,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
     def pressed(timeout_s: float) -> str:
         ready, _, _ = select.select([descriptor], [], [], timeout_s)
-        return sys.stdin.read(1) if ready else ""
+        return os.read(descriptor, KEYS_BYTES).decode(errors="replace") or END_KEYS[0] if ready else ""
 
     try:
         tty.setcbreak(descriptor)

@@ -101,11 +101,7 @@ def quarantined(forest: Forest, file_id: str) -> View:
 def listing(forest: Forest, now: float) -> View:
     """The conversations, shortly, last used first."""
     names = ("id", "model", "tokens", "bytes", "pinned", "last_used", "idle_s", "client")
-    return {
-        "sessions": [
-            {name: row[name] for name in names if name in row} for row in conversations(forest, now)["sessions"]
-        ]
-    }
+    return {"sessions": [{name: row[name] for name in names} for row in conversations(forest, now)["sessions"]]}
 
 
 def segments_of(forest: Forest, session_id: str) -> View:

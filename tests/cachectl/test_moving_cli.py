@@ -71,6 +71,15 @@ def test_through_standard_output_and_input(home: Home, other: Home) -> None:
     assert cut.exit_code == 3 and "standard input: it ends within its manifest" in cut.stderr
 
 
+def test_what_comes_in_meanwhile_is_left_alone_and_what_was_killed_is_not(home: Home, other: Home) -> None:
+    running, killed = (other.run / f"import.{pid}.tmp" for pid in (os.getppid(), 2**22 + 1))
+    for path in (running, killed):
+        path.write_bytes(b"half of it")
+    cut = CliRunner().invoke(app, ["import", "-"], input=b"x", env={"WARMLINE_HOME": str(other.root)})
+    assert cut.exit_code == 3 and running.exists() and not killed.exists()
+    running.unlink()
+
+
 def test_a_file_that_is_there_is_not_overwritten_by_accident(home: Home, exported: Path) -> None:
     whole = exported.read_bytes()
     exported.write_bytes(b"mine")

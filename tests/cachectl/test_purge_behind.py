@@ -12,6 +12,7 @@ from warmline_cachectl import client
 from warmline_proxy.index import Index
 from warmline_proxy.rows import PurgeRequest
 from warmline_wire.home import Home
+from warmline_wire.lock import process_lock
 
 
 class Backend(HTTPServer):
@@ -49,9 +50,9 @@ def backend(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     with Backend() as backend:
         thread = threading.Thread(target=backend.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        home.pid_file("backend").write_text(f"{os.getpid()}\n")
         monkeypatch.setenv("WARMLINE_BACKEND_PORT", str(backend.server_address[1]))
-        yield backend
+        with process_lock(home.backend_lock):
+            yield backend
         backend.shutdown()
         thread.join()
 
@@ -71,7 +72,9 @@ def test_one_that_does_not_is_named(home: Home, backend: Backend) -> None:
         client.purge(home, PurgeRequest(everything=True))
 
 
-def test_one_that_has_ended_is_not_asked(home: Home, backend: Backend) -> None:
-    home.pid_file("backend").write_text(f"{2**22 + 1}\n")
-    client.purge(home, PurgeRequest(everything=True))
-    assert backend.asked == []
+def test_one_that_has_ended_is_not_missed(home: Home) -> None:
+    """Its number is another process's by now: a machine has started anew."""
+    with process_lock(home.backend_lock):
+        pass
+    home.pid_file("backend").write_text(f"{os.getpid()}\n")
+    assert client.purge(home, PurgeRequest(everything=True)).sessions == []

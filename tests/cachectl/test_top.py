@@ -144,7 +144,7 @@ def test_on_a_terminal_it_keeps_trying_until_q(home: Home) -> None:
     shown = b""
     while b"trying again" not in shown:
         shown += os.read(ours, 4096)
-    os.write(ours, b"q")
+    os.write(ours, b"\x1b[Aq")  # an arrow, which is three, and q
     try:
         while os.read(ours, 4096):
             pass
