@@ -23,7 +23,7 @@ class Doors:
     """Each check raises ClientError where it does not let the request in."""
 
     def __init__(self, config: Config, secret: str, keys: ClientKeys, metrics: Metrics) -> None:
-        names = machine_names(ask_dns=config.open_to_others) | config.allowed_names
+        names = machine_names(with_domains=config.open_to_others) | config.allowed_names
         self._hosts = Hosts(names | {config.host.lower()})
         self._secret, self._keys, self._metrics = secret, keys, metrics
         self._owner_needs_key = config.owner_needs_key

@@ -68,12 +68,16 @@ def _not_allowed(name: str) -> ClientError:
     return bad_request(message, status=403, code="host_not_allowed")
 
 
-def machine_names(*, ask_dns: bool) -> frozenset[str]:
-    """How others call this machine: its host name, the same in .local, and (`ask_dns`: may take 2 s) its full name."""
+def machine_names(*, with_domains: bool) -> frozenset[str]:
+    """How others call this machine: its host name, the same in .local, and (may take 2 s) its names with domains.
+
+    The network gives those, by DHCP or DNS, and a hostile one may give a stranger's.  So only where others
+    connect, which are asked for a key.
+    """
     host = socket.gethostname().lower().removesuffix(".")
     short = host.partition(".")[0]
-    names = {host, short, f"{short}.local", *_bonjour_name()}
-    return frozenset(names | _full_name() if ask_dns else names) - {"", ".local"}
+    names = {short, f"{short}.local", *_bonjour_name()}
+    return frozenset(names | {host} | _full_name() if with_domains else names) - {"", ".local"}
 
 
 def _bonjour_name() -> set[str]:
