@@ -7,6 +7,7 @@ from typing import Any
 from warmline_run import asking
 from warmline_run.address import Address, address_of
 from warmline_run.resolve import Config
+from warmline_run.settings import is_loopback
 
 PARTS = ("segments", "checkpoints", "quarantined", "writing", "doomed", "index")  # what counts against the disk budget
 WIDTH = len("dashboard")
@@ -71,7 +72,8 @@ def _kept(status: Mapping[str, Any]) -> str:
 
 def _dashboard(config: Config, address: Address) -> str:
     here = address.admin_url
-    if config["admin_needs_key"] or not address.is_local:
+    behind = is_loopback(address.host) and config["allowed_hosts"]  # a proxy on this machine: local is nobody then
+    if config["admin_needs_key"] or behind or not address.is_local:
         return f"{here} ({KEY_HINT})"
     return here
 

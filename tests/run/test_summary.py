@@ -77,6 +77,8 @@ def test_it_says_why_nothing_outlasts_a_restart(change: dict[str, Any], kept: st
         ({"lan": "true"}, "http://127.0.0.1:8026/admin"),
         ({"host": "::1", "port": "80"}, "http://[::1]:80/admin"),
         ({"admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({summary.KEY_HINT})"),
+        ({"allowed_hosts": "llm.example.org"}, f"http://127.0.0.1:8026/admin ({summary.KEY_HINT})"),
+        ({"lan": "true", "allowed_hosts": "llm.example.org"}, "http://127.0.0.1:8026/admin"),
         ({"lan": "true", "host": "10.0.0.7"}, f"http://10.0.0.7:8026/admin ({summary.KEY_HINT})"),
     ],
 )
