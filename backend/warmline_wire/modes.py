@@ -33,6 +33,11 @@ class Tightened:
         return "; ".join([*([done] if self.count else []), *([left] if self.left_open else [])])
 
 
+def begin_private() -> None:
+    """From now on, whatever this process makes, by libraries too, is its owner's alone.  At a start, once."""
+    os.umask(OTHERS)
+
+
 def tighten(home: Home) -> Tightened:
     """Folders to 0700 and files to 0600, where they allow others more; links are not followed."""
     done = Tightened()

@@ -23,7 +23,7 @@ from warmline_wire.home import unusable
 from warmline_wire.lifeline import end_with_parent
 from warmline_wire.lines import say
 from warmline_wire.logs import start_logging, tell_of_loop
-from warmline_wire.modes import tighten
+from warmline_wire.modes import begin_private, tighten
 
 log = logging.getLogger("warmline_proxy")
 
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         say(f"warmline proxy: {error}")
         return 2
+    begin_private()
     start_logging("proxy", config.log_level, config.log_format, config.log_files, config.home)
     end_with_parent(config.drain_timeout_s + STOP_MARGIN_S)
     try:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -110,8 +111,8 @@ def test_is_converted_once_and_prints_its_folder(demo_home: Home) -> None:
 def test_keeps_the_files_own_quantization_and_says_first_what_it_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = demo.prepare(Home(tmp_path), "q4")
-    said = capsys.readouterr().err
+    folder, said = prepared(tmp_path, capsys)
+    assert {path: path.stat().st_mode & 0o077 for path in tmp_path.rglob("*") if path.stat().st_mode & 0o077} == {}
     found = re.fullmatch(rf"warmline: writing the demo model to {folder}, once: about (\d+) MB\n", said)
     assert found is not None, said
     assert int(found[1]) * 1e6 == pytest.approx((folder / "model.safetensors").stat().st_size, rel=0.2)
@@ -120,6 +121,17 @@ def test_keeps_the_files_own_quantization_and_says_first_what_it_writes(
     assert quantization["model.embed_tokens"] == {"bits": 8, "group_size": 32}
     weights = mx.load(str(folder / "model.safetensors"))
     assert {weights[name].dtype for name in weights} == {mx.uint32, mx.float16}
+
+
+def prepared(home: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, str]:
+    """The folder that the command prints, and what it says, where files are made open to all."""
+    before = os.umask(0)
+    try:
+        assert demo.main(["--home", str(home), "--weights", "q4"]) == 0
+    finally:
+        os.umask(before)
+    out, err = capsys.readouterr()
+    return Path(out.strip()), err
 
 
 def test_a_conversion_that_fails_or_was_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
