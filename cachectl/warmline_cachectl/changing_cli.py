@@ -1,5 +1,6 @@
 """The verbs that change what is stored: through the proxy where one runs, else under the home's lock."""
 
+import math
 import re
 import sys
 import time
@@ -28,7 +29,7 @@ from warmline_cachectl.options import (
 )
 from warmline_cachectl.showing import show, waiting
 from warmline_proxy.purge import select, told
-from warmline_proxy.rows import GcRequest, PinRequest, PurgeReply, PurgeRequest, Snapshot
+from warmline_proxy.rows import GcRequest, PinRequest, PurgeReply, PurgeRequest, SegmentRow, Snapshot
 from warmline_wire.flags import GB
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -70,12 +71,14 @@ def purge(
         session=session_id(snapshot, session), model=model, older_than_s=older_than_s, everything=everything
     )
     reply = _preview(snapshot, request)
+    stays = tables.staying(_kept(snapshot, reply, request.session))
     if not dry_run:
-        if not (yes or typer.confirm(f"{tables.purged(reply).removeprefix('would ')}?", err=True)):
+        wanted = "; ".join(filter(None, (tables.purged(reply).removeprefix("would "), stays)))
+        if not (yes or typer.confirm(f"{wanted}?", err=True)):
             fail("nothing was purged", EXIT_OK)
         with failing(), waiting("removing", quiet):
             reply = client.purge(home_at(home), request)
-    show(msgspec.structs.asdict(reply), [tables.purged(reply)], as_json)
+    show(msgspec.structs.asdict(reply), [tables.purged(reply), *([stays] if stays else [])], as_json)
 
 
 @app.command(
@@ -117,6 +120,8 @@ def gc(
 
     What is pinned, in use or being written stays.
     """
+    if to_gb is not None and not math.isfinite(to_gb):
+        fail(f"--to-gb {to_gb} is no size", EXIT_USAGE)
     with reading(home):
         pass  # where nothing was ever stored there is nothing to collect, and no index to be made
     with failing(), waiting("collecting", quiet):
@@ -130,6 +135,12 @@ def _preview(snapshot: Snapshot, request: PurgeRequest) -> PurgeReply:
     if not (selection.sessions or selection.segments or selection.quarantined or request.everything):
         fail("nothing matches", EXIT_FOUND)
     return told(selection, dry_run=True)
+
+
+def _kept(snapshot: Snapshot, reply: PurgeReply, session: str) -> list[SegmentRow]:
+    """What of a conversation stays, as other ones stand on it; [] without one."""
+    row = snapshot.sessions.get(session)
+    return [link for link in snapshot.path(row.leaf) if link.id not in reply.segments] if row else []
 
 
 def _seconds(text: str) -> float | None:

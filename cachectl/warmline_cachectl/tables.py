@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from warmline_cachectl.columns import Column, fitted, printable
-from warmline_proxy.rows import Finding, GcReply, PinReply, PurgeReply, Replay
+from warmline_proxy.rows import Finding, GcReply, PinReply, PurgeReply, Replay, SegmentRow
 
 WIDTH_PIPED = 160  # where no terminal says how wide it is
 
@@ -273,6 +273,14 @@ def purged(reply: PurgeReply) -> str:
         f"{verb} {count(len(reply.sessions), 'conversation')}: {count(len(reply.segments), 'segment')}, "
         f"{count(len(reply.checkpoints), 'checkpoint')}{quarantined}, {size(reply.bytes_freed)}"
     )
+
+
+def staying(kept: list[SegmentRow]) -> str:
+    """What a purge leaves of a conversation; "" for nothing."""
+    if not kept:
+        return ""
+    weight = size(sum(row.bytes_on_disk for row in kept))
+    return f"{count(len(kept), 'segment')} of it, {weight}, stay until the other conversations go that stand on them"
 
 
 def pinned(reply: PinReply) -> str:

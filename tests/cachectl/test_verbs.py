@@ -6,13 +6,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cachectl_homes import A, answer, called, run
 from index_helpers import BUDGET, make_home, matched, save
 
+from warmline_cachectl import client
 from warmline_cachectl.cli import app
+from warmline_cachectl.completing import session_ids
 from warmline_proxy.index import Index
 from warmline_proxy.lock import home_lock
 from warmline_proxy.pin import bytes_pinned_max
@@ -108,6 +111,7 @@ def test_the_names_in_each_verbs_json_stay(home: Home, words: str) -> None:
         ("pin", 2),
         ("gc", 0),
         ("gc --to-gb x", 2),
+        ("gc --to-gb nan", 2),
     ],
 )
 def test_exit_codes(home: Home, words: str, code: int) -> None:
@@ -139,6 +143,22 @@ def test_a_home_that_another_process_holds_is_refused(home: Home, words: str) ->
     with home_lock(home):
         done = run(home, *typed)
     assert done.returncode == 3 and f"process {os.getpid()}" in done.stderr
+
+
+def test_doctor_beside_a_proxy_of_another_version_says_so(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "ask", lambda *_: {"backend": "", "engine": None, "totals": {}})
+    done = run(home, "doctor")
+    assert done.returncode == 3
+    assert "(another version?): it does not tell disk_budget_bytes, persistence" in done.stderr
+
+
+def test_a_secret_that_can_not_be_read_is_told(home: Home) -> None:
+    (home.run / "proxy.json").write_text('{"url": "http://127.0.0.1:9"}')
+    (home.root / "secret").mkdir()
+    for words in (("gc",), ("explain",), ("pin", called(home, "first"))):
+        done = run(home, *words)
+        assert done.returncode in (0, 3), "explain reads the index then"
+    assert done.returncode == 3 and "without the home's secret the proxy can't be asked" in done.stderr
 
 
 # --- help ---
@@ -253,6 +273,15 @@ def test_pin_and_gc(home: Home) -> None:
         assert matched(index, A[:10]) == 0
 
 
+def test_a_purge_tells_what_of_a_conversation_others_keep(home: Home) -> None:
+    """The one that came first holds what the other begins with, and more."""
+    first = called(home, "first")
+    told = run(home, "purge", "--session", first, "--dry-run").stdout.splitlines()
+    assert told[0].startswith("would purge 1 conversation: 0 segments")
+    assert told[1].startswith("1 segment of it, ") and "stay until the other conversations go" in told[1]
+    assert run(home, "purge", "--all", "--dry-run").stdout.count("\n") == 1
+
+
 def test_more_than_the_budgets_share_is_not_pinned(home: Home) -> None:
     session = called(home, "first")
     (home.root / "warmline.toml").write_text("disk_budget_gb = 0.00003")
@@ -291,6 +320,13 @@ def test_shells_complete_verbs_and_ids(
         assert completed(nothing, monkeypatch, capsys, "cachectl pin ") == []
 
 
+def test_what_is_told_of_a_conversation_to_be_completed_is_a_line(home: Home) -> None:
+    with Index(home, BUDGET) as index:
+        save(index, [8] * 2000, client="two\nlines\x1b[31m")
+    context = SimpleNamespace(params={"home": str(home.root)})
+    assert "2,000 tokens two lines\N{REPLACEMENT CHARACTER}[31m" in dict(session_ids(context, "")).values()
+
+
 def test_the_completion_script_is_shown(
     home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,8 +338,6 @@ def test_the_completion_script_is_shown(
 
 def test_the_command_does_not_wait_for_libraries_that_it_has_no_use_for() -> None:
     """They would double what each call takes, and each completion."""
-    program = (
-        "import sys, warmline_cachectl.cli; print(*{'aiohttp', 'httpx'} & sys.modules.keys())"
-    )
+    program = "import sys, warmline_cachectl.cli; print(*{'aiohttp', 'httpx'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
