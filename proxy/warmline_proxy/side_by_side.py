@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 from warmline_wire.keys import common_chars
 
 ALIKE_MIN = 0.3  # of the shorter one's letters; texts that share less are other texts, and marked whole
-_WORD = re.compile(r"\w+|\s+|.", re.DOTALL)
+_WORD = re.compile(r"\w+|\s+|(?P<sign>.)(?P=sign)*", re.DOTALL)  # a rule of dashes is one
 
 Ranges = list[tuple[int, int]]  # [start, end) in characters, ascending
 
@@ -17,8 +17,8 @@ def differences(old: str, new: str) -> tuple[Ranges, Ranges]:
     at = common_chars(old, new)
     while at and not _is_edge(old, new, at):
         at -= 1  # whole words are marked
-    words = [_WORD.findall(text[at:]) for text in (old, new)]
-    matcher = SequenceMatcher(None, words[0], words[1], autojunk=False)
+    words = [[found[0] for found in _WORD.finditer(text, at)] for text in (old, new)]
+    matcher = SequenceMatcher(None, words[0], words[1])  # not by words that are all over: that takes minutes
     if _alike(matcher, words) < ALIKE_MIN:
         return [(at, len(old))] * (len(old) > at), [(at, len(new))] * (len(new) > at)
     offsets = [_offsets(each, at) for each in words]
@@ -32,8 +32,12 @@ def differences(old: str, new: str) -> tuple[Ranges, Ranges]:
 
 
 def _is_edge(old: str, new: str, at: int) -> bool:
-    """Whether no word of either goes on there."""
-    return all(not (text[at - 1].isalnum() and text[at : at + 1].isalnum()) for text in (old, new))
+    """Whether no word of either goes on there, nor a rule of signs."""
+    return all(not _go_together(text[at - 1], text[at : at + 1]) for text in (old, new))
+
+
+def _go_together(a: str, b: str) -> bool:
+    return (a.isalnum() and b.isalnum()) or (a == b and not a.isspace())
 
 
 def _alike(matcher: SequenceMatcher[str], words: list[list[str]]) -> float:
