@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field
 
 from warmline_proxy.index_tables import Tables, first_token
-from warmline_proxy.rows import Match, SegmentRow
+from warmline_proxy.rows import AFTER_TOKENS, Match, SegmentRow
 from warmline_wire.keys import TOKEN_BYTES, chain_hashes, common_prefix
 from warmline_wire.messages import CheckpointRef, SegmentRef
 
-BESIDE_TOKENS = 96  # of what is stored in the place of a prompt's tokens: enough to see what it is
 BRANCHES_MAX = 32  # in one place that are looked at
 
 
@@ -108,7 +107,7 @@ def _beside(tables: Tables, root: bytes, found: Walk) -> tuple[str, bytes]:
     if found.steps and at < found.steps[-1].row.end:
         branches.append(found.steps[-1].row)
     row = max(filter(None, branches), key=lambda each: each.created, default=None)
-    return (row.id, tokens_from(tables, row.id, at, BESIDE_TOKENS)) if row else ("", b"")
+    return (row.id, tokens_from(tables, row.id, at, AFTER_TOKENS)) if row else ("", b"")
 
 
 def _youngest(tables: Tables, root: bytes, parent: str, at: int) -> SegmentRow | None:

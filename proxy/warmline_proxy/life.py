@@ -39,8 +39,8 @@ class Life:
     sent: bool = False  # a generation was asked for: the backend may hold something
     started: bool = False  # the engine has begun with it
     prefilled: int = 0  # prompt tokens that have rows
-    spoken: int = 0  # pieces of its answer so far, about one a token
     stored: int = 0  # of these, what needs no saving while it runs: reused, or saved on the way
+    spoken: int = 0  # pieces of its answer so far, about one a token
     generation: Generation | None = None
     hearing: Listener | None = None  # of the generation
     parted_from: bytes = b""  # packed tokens of the resident that its prompt differs from, from there on

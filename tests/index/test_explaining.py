@@ -13,7 +13,7 @@ from warmline_proxy.explaining import LAST, UnknownRequest, explain, find, finge
 from warmline_proxy.index import Index
 from warmline_proxy.index_tables import Tables
 from warmline_proxy.purge import purge
-from warmline_proxy.rows import Parting, PurgeRequest, RequestRecord, SessionUpdate
+from warmline_proxy.rows import AFTER_TOKENS, Parting, PurgeRequest, RequestRecord, SessionUpdate
 from warmline_wire.keys import namespace, pack_tokens, unpack_tokens
 
 PROMPT = list(range(1000, 1200))
@@ -62,7 +62,7 @@ def test_a_difference_in_a_long_prompt_costs_a_read_more(index: Index, monkeypat
     monkeypatch.setattr(Tables, "tokens", lambda tables, row: reads.append(row) or tokens(tables, row))
     prompt = pack_tokens([*range(1700), 1, 2])
     match = index.match(ROOT, prompt, 1702)
-    assert unpack_tokens(match.beside) == list(range(1700, 1700 + index_walk.BESIDE_TOKENS))
+    assert unpack_tokens(match.beside) == list(range(1700, 1700 + AFTER_TOKENS))
     count = len(reads)
     monkeypatch.setattr(index_walk, "_beside", lambda *_: ("", b""))
     reads.clear()

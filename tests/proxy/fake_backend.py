@@ -228,7 +228,6 @@ class FakeBackend:
         asked = decode(await request.read(), PromptRequest)
         self._note("prompts", asked.body)
         self._note("turns", asked.turns)
-        self._note("turns", asked.turns)
         if asked.body.get("prompt") == "bad":
             return self._error(400, "'prompt' is bad")
         if "stop" in asked.body and not isinstance(asked.body["stop"], str):
