@@ -296,7 +296,7 @@ class HotPath:
         assert life.call is not None and life.prompt is not None
         if plan.parts_at is None or plan.parts_at >= next(iter(life.prompt.boundaries), 0):
             return plan
-        cause = self._heads.why_new(head_of(life.call.fields))
+        cause = self._heads.why_new(life.root, head_of(life.call.fields))
         return replace(plan, why_not_warmer=f"{plan.why_not_warmer}: {cause}") if cause else plan
 
     async def _supersede(self, life: Life) -> None:
@@ -349,7 +349,7 @@ class HotPath:
             await self._knowledge.refresh()
             return False
         life.generation = Generation(stream, request_id, self._background, life.hearing)
-        self._heads.add(head_of(life.call.fields))  # now that the engine has something to do
+        self._heads.add(life.root, head_of(life.call.fields))  # now that the engine has something to do
         self._partings.look_into(life)
         return True
 

@@ -126,15 +126,25 @@ def test_what_changed_in_tools_is_named() -> None:
 
 
 def test_a_new_head_is_compared_with_the_most_similar_of_the_last_ones() -> None:
-    heads = Heads()
-    assert heads.why_new(Head("It is 14:22.", ())) == ""
-    heads.add(Head("It is 14:22.", ()))
-    heads.add(Head("You are a title writer.", ()))
-    assert heads.why_new(Head("It is 14:23.", ())) == "a time of day in line 1 of the system text is new"
-    assert heads.why_new(Head("It is 14:22.", ())) == ""
+    heads, root = Heads(), b"r" * 16
+    assert heads.why_new(root, Head("It is 14:22.", ())) == ""
+    heads.add(root, Head("It is 14:22.", ()))
+    heads.add(root, Head("You are a title writer.", ()))
+    assert heads.why_new(root, Head("It is 14:23.", ())) == "a time of day in line 1 of the system text is new"
+    assert heads.why_new(root, Head("It is 14:22.", ())) == ""
     for number in range(100):
-        heads.add(Head(f"agent {number}", ()))
-    assert heads.why_new(Head("It is 14:23.", ())) == ""
+        heads.add(root, Head(f"agent {number}", ()))
+    assert heads.why_new(root, Head("It is 14:23.", ())) == ""
+
+
+def test_a_head_is_compared_with_none_of_another_namespace() -> None:
+    heads, mine, yours = Heads(), b"m" * 16, b"y" * 16
+    old, new = (head_of({"messages": [], "tools": tools}) for tools in ([tool("a")], [tool("a"), tool("hush")]))
+    heads.add(mine, new)
+    assert heads.why_new(yours, old) == ""
+    heads.add(yours, old)
+    assert heads.why_new(yours, new) == "tools: hush new", "though it is no news to somebody else"
+    assert heads.why_new(mine, old) == "tools: hush gone"
 
 
 def test_rules_even_out_the_head_and_nothing_else() -> None:

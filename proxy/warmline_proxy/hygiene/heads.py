@@ -106,25 +106,29 @@ def _system_changed(old: str, new: str) -> str:
 
 
 class Heads:
-    """The last heads that were seen.  Event loop thread."""
+    """The last heads that were seen, each under its prompt's namespace: nobody's is told of another's tools.
+
+    Event loop thread.
+    """
 
     def __init__(self) -> None:
-        self._heads: OrderedDict[Head, None] = OrderedDict()
+        self._heads: OrderedDict[tuple[bytes, Head], None] = OrderedDict()
 
-    def add(self, head: Head) -> None:
-        self._heads[head] = None
-        self._heads.move_to_end(head)
+    def add(self, root: bytes, head: Head) -> None:
+        self._heads[root, head] = None
+        self._heads.move_to_end((root, head))
         while len(self._heads) > HEADS_KEPT_MAX:
             self._heads.popitem(last=False)
 
     def forget(self) -> None:
         self._heads.clear()
 
-    def why_new(self, head: Head) -> str:
+    def why_new(self, root: bytes, head: Head) -> str:
         """What tells it from the most similar earlier one, where that is not what it is about; else ""."""
-        if head in self._heads:
+        if (root, head) in self._heads:
             return ""
-        alike = max(self._heads, key=lambda each: _likeness(each, head), default=None)
+        own = (each for of, each in self._heads if of == root)
+        alike = max(own, key=lambda each: _likeness(each, head), default=None)
         return what_changed(alike, head) if alike is not None else ""
 
 
