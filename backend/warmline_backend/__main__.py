@@ -54,7 +54,6 @@ def main(arguments: list[str]) -> int:
         say(f"warmline backend: {error}")
         return 2
     home = Home(config.home)
-    begin_private()
     start_logging("backend", config.log_level, config.log_format, config.log_files, home)
     end_with_parent(config.drain_timeout_s + GRACE_AFTER_DRAIN_S)
     log.info("%d descriptors may be open", raise_descriptor_limit(DESCRIPTORS_WANTED))
@@ -178,4 +177,5 @@ def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:
 
 
 if __name__ == "__main__":
+    begin_private()
     kept.end(lambda: main(sys.argv[1:]))

@@ -268,7 +268,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--weights", choices=["float32", "q4"], default="", help="default: by the device")
     options = parser.parse_args(arguments)
-    begin_private()
     try:
         print(prepare(Home(options.home.expanduser()), options.weights))
     except (DemoUnavailable, OSError) as error:
@@ -278,4 +277,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    begin_private()
     sys.exit(main())

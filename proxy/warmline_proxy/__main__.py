@@ -42,7 +42,6 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         say(f"warmline proxy: {error}")
         return 2
-    begin_private()
     start_logging("proxy", config.log_level, config.log_format, config.log_files, config.home)
     end_with_parent(config.drain_timeout_s + STOP_MARGIN_S)
     try:
@@ -164,4 +163,5 @@ def remove(files: Sequence[Path]) -> None:
 
 
 if __name__ == "__main__":
+    begin_private()
     kept.end(lambda: main(sys.argv[1:]))

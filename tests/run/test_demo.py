@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -108,10 +107,8 @@ def test_is_converted_once_and_prints_its_folder(demo_home: Home) -> None:
     assert before.st_size == pytest.approx(demo.FLOAT32_BYTES, rel=0.01)
 
 
-def test_keeps_the_files_own_quantization_and_says_first_what_it_writes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, said = prepared(tmp_path, capsys)
+def test_keeps_the_files_own_quantization_and_says_first_what_it_writes(tmp_path: Path) -> None:
+    folder, said = prepared(tmp_path)
     assert {path: path.stat().st_mode & 0o077 for path in tmp_path.rglob("*") if path.stat().st_mode & 0o077} == {}
     found = re.fullmatch(rf"warmline: writing the demo model to {folder}, once: about (\d+) MB\n", said)
     assert found is not None, said
@@ -123,15 +120,11 @@ def test_keeps_the_files_own_quantization_and_says_first_what_it_writes(
     assert {weights[name].dtype for name in weights} == {mx.uint32, mx.float16}
 
 
-def prepared(home: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, str]:
+def prepared(home: Path) -> tuple[Path, str]:
     """The folder that the command prints, and what it says, where files are made open to all."""
-    before = os.umask(0)
-    try:
-        assert demo.main(["--home", str(home), "--weights", "q4"]) == 0
-    finally:
-        os.umask(before)
-    out, err = capsys.readouterr()
-    return Path(out.strip()), err
+    command = [sys.executable, "-m", "warmline_backend.demo", "--home", str(home), "--weights", "q4"]
+    done = subprocess.run(command, umask=0, capture_output=True, text=True, check=True)
+    return Path(done.stdout.strip()), done.stderr
 
 
 def test_a_conversion_that_fails_or_was_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
