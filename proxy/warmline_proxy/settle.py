@@ -65,9 +65,10 @@ class Settler:
         self._freed_in_vain = False
 
     async def settle(self, life: Life) -> None:
-        """Returns when the request's tail is durable, or isn't going to be."""
+        """Returns when it is recorded; before that its tail is durable, or isn't going to be."""
         try:
             await self._settle(life)
+            life.settled.set()  # who waits for what is saved is not to wait for what texts say
             await self._partings.known(life)
         finally:
             self._record(life)

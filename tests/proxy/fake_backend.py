@@ -117,6 +117,8 @@ class FakeBackend:
         self.restoring_allowed.set()
         self.saving_allowed = asyncio.Event()
         self.saving_allowed.set()
+        self.texts_allowed = asyncio.Event()
+        self.texts_allowed.set()
         self._prompts_by_id: dict[str, dict[str, Any]] = {}
         self._running: dict[str, asyncio.Event] = {}
         self._settled: dict[str, asyncio.Future[Settled]] = {}
@@ -135,6 +137,7 @@ class FakeBackend:
         app.router.add_delete("/kv/residents/{id}", self._drop)
         app.router.add_put("/kv/residents/order", self._order)
         app.router.add_post("/kv/forget", self._forget)
+        app.router.add_post("/kv/texts", self._texts)
         app.router.add_delete("/requests/{id}", self._cancel)
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/v1/completions", self._generate)
@@ -322,6 +325,12 @@ class FakeBackend:
         self._note("forget", "")
         self.held.clear()
         return web.json_response({})
+
+    async def _texts(self, _: web.Request) -> web.Response:
+        """It has no tokenizer."""
+        self._note("texts", "")
+        await self.texts_allowed.wait()
+        return self._error(404, "no texts here")
 
     async def _order(self, request: web.Request) -> web.Response:
         self._note("order", decode(await request.read(), KeepOrder).drop_first)

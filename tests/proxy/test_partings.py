@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fake_backend import packed
 from harness import Pair, on_loop, pair
 
+from warmline_proxy import partings
+from warmline_proxy.app import LIVES
 from warmline_proxy.life import Life
 from warmline_proxy.mirror import Mirror
 from warmline_proxy.partings import Partings, parting, stands_in
@@ -40,6 +43,35 @@ async def test_without_texts_the_tokens_are_kept(tmp_path: Path) -> None:
 
 
 @on_loop
+async def test_who_waits_for_what_is_saved_does_not_wait_for_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partings, "PATIENCE_S", 600.0)
+    async with pair(tmp_path) as here:
+        await here.chat(ASKED)
+        await here.settled()
+        here.backend.texts_allowed.clear()
+        await here.chat(OTHER)
+        await here.backend.called("texts")
+        (life,) = here.app[LIVES]
+        await life.settled.wait()
+        assert len(here.app[LIVES]) == 1, "it is recorded with what they say"
+        here.backend.texts_allowed.set()
+        assert (await here.settled())[0].parting is not None
+
+
+@on_loop
+async def test_texts_that_take_too_long_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partings, "PATIENCE_S", 0.0)
+    async with pair(tmp_path) as here:
+        await here.chat(ASKED)
+        here.backend.texts_allowed.clear()
+        seen = await parted(here, OTHER)
+        assert (seen.prompt_text, seen.cause) == ("", ""), "explaining asks again"
+        here.backend.texts_allowed.set()
+
+
+@on_loop
 async def test_what_is_in_memory_alone_has_no_segment(tmp_path: Path) -> None:
     async with pair(tmp_path) as here:
         here.backend.saves_fail = [500, 500]
@@ -59,17 +91,17 @@ async def test_who_is_computed_cold_on_purpose_has_none(tmp_path: Path) -> None:
 @on_loop
 async def test_a_purge_forgets_those_of_requests_on_their_way() -> None:
     nobody: Any = None
-    partings = Partings(nobody, nobody, Mirror(), nobody)
+    noted = Partings(nobody, nobody, Mirror(), nobody)
     life = Life(Trace("chat"), nobody, nobody, prompt=prompt_of(packed(b"it is evening")))
     plan = Plan(COLD, 0, "differs from what is stored at token 6", parts_at=6)
     match = Match(tokens=6, chain=[], checkpoints=[], why="", differs=True, beside=packed(b"morning"))
-    partings.note(life, plan, match)
+    noted.note(life, plan, match)
     assert life.trace.parting is not None
-    with partings.paused():
+    with noted.paused():
         assert life.trace.parting is None
-        partings.note(life, plan, match)
+        noted.note(life, plan, match)
         assert life.trace.parting is None
-    partings.note(life, plan, match)
+    noted.note(life, plan, match)
     assert life.trace.parting is not None
 
 
