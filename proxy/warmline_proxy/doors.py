@@ -9,7 +9,7 @@ from warmline_proxy.admin.access import ADMIN, NOTHING, SECRET, WRONG, Asked, ch
 from warmline_proxy.client_keys import EVERYBODY, Client, ClientKeys, same_secret
 from warmline_proxy.config import Config
 from warmline_proxy.cors import is_strange
-from warmline_proxy.errors import ClientError, bad_request
+from warmline_proxy.errors import UNAUTHORIZED, ClientError, bad_request
 from warmline_proxy.hosts import Hosts, machine_names
 from warmline_proxy.metrics import Metrics
 
@@ -38,8 +38,8 @@ class Doors:
         """Whose request this is.  No page shows a key that it was not given; without keys no stranger's may ask."""
         try:
             client = self._keys.client(request.headers)
-        except ClientError:
-            self._note_refusal(CLIENTS, request)
+        except ClientError as error:
+            self._note_refusal(CLIENTS, request, error)
             raise
         origin, hosts = request.headers.get(hdrs.ORIGIN), request.headers.getall(hdrs.HOST, [])
         if client == EVERYBODY and is_strange(origin, hosts, self._origins):
@@ -53,8 +53,8 @@ class Doors:
         asked = Asked(request.method, request.remote or "", hosts, request.headers, page, _version(request))
         try:
             check_owner(asked, self._shown(request), self._owner_needs_key)
-        except ClientError:
-            self._note_refusal(OWNERS, request)
+        except ClientError as error:
+            self._note_refusal(OWNERS, request, error)
             raise
 
     def check_client_or_owner(self, request: web.Request) -> None:
@@ -70,15 +70,20 @@ class Doors:
             return SECRET
         return ADMIN if is_secret or is_admin else WRONG
 
-    def _note_refusal(self, door: str, request: web.Request) -> None:
-        """Who shows a wrong key may be guessing.  No key is logged, and a flood of them fills no log."""
-        self._metrics.unauthorized.labels(door=door).inc()
-        if not shown_key(request.headers):
+    def _note_refusal(self, door: str, request: web.Request, error: ClientError) -> None:
+        """Who shows a wrong key may be guessing.  No key is logged, and a flood of them fills no log.
+
+        Whoever was refused for something else is told of where all refusals are.
+        """
+        if error.status != UNAUTHORIZED:
             return
+        self._metrics.unauthorized.labels(door=door).inc()
         self._unlogged += 1
         if (now := time.monotonic()) - self._logged_at >= LOG_INTERVAL_S:
+            level = logging.WARNING if shown_key(request.headers) else logging.INFO
             count = f"{self._unlogged} requests" if self._unlogged > 1 else "a request"
-            log.warning("%s with a wrong key for the %s's paths, the last one from %s", count, door, request.remote)
+            message = "%s with a wrong key, or none, for the %s's paths, the last one from %s"
+            log.log(level, message, count, door, request.remote)
             self._unlogged, self._logged_at = 0, now
 
 

@@ -11,6 +11,7 @@ from warmline_wire.messages import ErrorBody, ErrorReply, decode, encode, logged
 
 RETRY_AFTER_S = 2
 _OVERFLOW = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")  # the backend's words
+UNAUTHORIZED = 401  # no key, or a wrong one
 CLIENT_CLOSED = 499  # nginx's word for a request that was ended before its answer
 
 
@@ -33,7 +34,7 @@ class ClientError(Exception):
         all_headers = dict(headers or {})
         if self.retry_after_s is not None:
             all_headers["Retry-After"] = str(self.retry_after_s)
-        if self.status == 401:
+        if self.status == UNAUTHORIZED:
             all_headers["WWW-Authenticate"] = self.challenge
         response = web.Response(status=self.status, body=body, content_type="application/json", headers=all_headers)
         response[REFUSAL] = self
@@ -123,7 +124,7 @@ def from_upstream(error: ClientError | UpstreamError) -> ClientError:
 
 def _passed_on(error: Refused) -> ClientError:
     retry_after_s = int(error.retry_after) if error.retry_after.isdigit() else None
-    if error.status == 401:  # proxy and backend disagree about their secret; that is not the client's key
+    if error.status == UNAUTHORIZED:  # proxy and backend disagree about their secret; that is not the client's key
         return bad_gateway("The backend refused the proxy: do both use one home?")
     if error.status in (429, 503) and retry_after_s is None:
         retry_after_s = RETRY_AFTER_S

@@ -8,7 +8,7 @@ import logging
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from warmline_proxy.errors import REFUSAL, ClientError, read_error
+from warmline_proxy.errors import REFUSAL, UNAUTHORIZED, ClientError, read_error
 from warmline_proxy.trace import new_request_id, read_request_id
 from warmline_wire.logs import about
 from warmline_wire.masking import shown_path
@@ -59,6 +59,8 @@ async def marked(request: web.Request, response: web.StreamResponse) -> None:
 
 
 def _tell(request: web.Request, error: ClientError, request_id: str) -> None:
+    if error.status == UNAUTHORIZED:  # `Doors` tells of them, so that whoever tries keys fills no log
+        return
     read = read_error(error)
     with about(request_id):
         log.info("refused %s %s: %s (%s)", request.method[:16], shown_path(request.path), error, read.code or read.type)

@@ -10,7 +10,7 @@ import pytest
 import yarl
 from harness import on_loop, pair
 
-from warmline_proxy import keys_file
+from warmline_proxy import doors, keys_file
 from warmline_proxy.client_keys import prepare_keys
 from warmline_proxy.config import Config, ConfigError, parse
 from warmline_proxy.index import IndexFailure
@@ -42,6 +42,35 @@ async def test_a_key_is_asked_for(tmp_path: Path) -> None:
 async def test_a_rebound_name_is_refused(tmp_path: Path, host: str, status: int) -> None:
     async with pair(tmp_path) as proxy, proxy.client.get(f"{proxy.url}/v1/models", headers={"Host": host}) as response:
         assert response.status == status
+
+
+@on_loop
+async def test_whoever_tries_keys_fills_no_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "LOG_INTERVAL_S", 3600.0)
+    async with pair(tmp_path, client_key="sesame") as proxy:
+        caplog.clear()
+        for key in ("", "guess", "another guess"):
+            assert (await proxy.chat(headers={"Authorization": f"Bearer {key}"})).status == 401
+        (line,) = (line for line in caplog.messages if "refused" in line or " key" in line)
+        assert line == "a request with a wrong key, or none, for the client's paths, the last one from 127.0.0.1"
+        monkeypatch.setattr(doors, "LOG_INTERVAL_S", 0.0)
+        await proxy.chat(headers={"Authorization": "Bearer last guess"})
+        assert caplog.messages[-1].startswith("3 requests with a wrong key, or none,")
+
+
+@on_loop
+async def test_who_is_refused_for_something_else_has_shown_no_wrong_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pair(tmp_path) as proxy:
+        admin = {"X-Api-Key": keys_file.ensure(proxy.home, keys_file.ADMIN).key}
+        async with proxy.client.post(f"{proxy.url}/warmline/purge", json={}, headers=admin) as response:
+            assert response.status == 403
+        async with proxy.client.get(f"{proxy.url}/metrics") as response:
+            assert 'warmline_unauthorized_total{door="owner"} 0.0' in await response.text()
+        assert "wrong key" not in caplog.text and "refused POST /warmline/purge: 403" in caplog.text
 
 
 @on_loop
