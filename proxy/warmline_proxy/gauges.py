@@ -43,17 +43,19 @@ class Gauges(Collector):
         self._connections = connections
         self._totals: Totals | None = None
         self._totals_at = float("-inf")  # time.monotonic()
+        self._reading = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Read what is stored, unless that was done a moment ago."""
-        if time.monotonic() - self._totals_at < TOTALS_INTERVAL_S:
-            return
-        self._totals_at = time.monotonic()
-        try:
-            self._totals = await asyncio.to_thread(self._index.totals)
-        except IndexFailure as error:
-            log.warning("what is stored can't be told to who scrapes: %s", error)
-            self._totals = None
+        """Read what is stored, unless that was done a moment ago; of several who ask at once, one does."""
+        async with self._reading:
+            if time.monotonic() - self._totals_at < TOTALS_INTERVAL_S:
+                return
+            try:
+                self._totals = await asyncio.to_thread(self._index.totals)
+            except IndexFailure as error:
+                log.warning("what is stored can't be told to who scrapes: %s", error)
+                self._totals = None
+            self._totals_at = time.monotonic()
 
     def collect(self) -> Iterable[Metric]:
         yield from self._under_way()

@@ -78,7 +78,7 @@ class Metrics:
         self._ttft = seconds("ttft", "From a request's arrival to its first token.", "source")
         self._restore = seconds("restore", "What requests spent restoring from disk, where they did.")
         self._prefill = seconds("prefill", "What computing the rest of prompts took.")
-        self._decode = seconds("decode", "From the first token of answers to the last.")
+        self._decode = seconds("decode", "From the end of prefills to the last token of answers.")
         self._per_token = seconds("time_per_output_token", "Mean of an answer's tokens.", buckets=TOKEN_SECONDS)
         self._estimate = Histogram(
             "warmline_ttft_estimate_ratio",
