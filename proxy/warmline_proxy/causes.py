@@ -26,7 +26,7 @@ class Cause:
     advice: str = ""
 
 
-# Every name that `cause_of` and `causes_besides` give, and what `explaining` makes of them; docs/explain.md shows it.
+# Every name that is given, here and in `explaining`, and what that makes of them; docs/explain.md shows it.
 CAUSES = {
     "warm": Cause("All of the prompt but its last token was reused."),
     "new-text": Cause("All that was known of the conversation was reused; what follows was never sent before."),
@@ -155,6 +155,7 @@ CAUSES = {
     ),
     "reuse-off": Cause("The proxy runs with `reuse = off`.", "Set `reuse = fast`."),
     "nothing-asked": Cause("No token was to be computed."),
+    "not-planned": Cause("It ended before its start was planned: it was refused, or given up."),
     "unknown": Cause("Nothing is known of it."),
 }
 

@@ -10,6 +10,7 @@ import msgspec
 
 from warmline_proxy.causes import CAUSES, cause_of, causes_besides
 from warmline_proxy.index import IndexReader
+from warmline_proxy.plan import COLD
 from warmline_proxy.rows import Parting, RequestRecord, SegmentRow
 from warmline_proxy.side_by_side import differences
 from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES, unpack_tokens
@@ -20,7 +21,7 @@ ID_PREFIX_MIN = 4
 RECENT = 8  # requests that are named where the one that is asked for is not known
 FILES_ASKED_MAX = 3  # for their fingerprint, until one can be read
 # What is asked about last: of these requests there is nothing to explain.
-QUIET = ("warm", "new-text", "shared", "nothing-asked")
+QUIET = ("warm", "new-text", "shared", "nothing-asked", "not-planned")
 _ANSWER_ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)(.+)")
 
 
@@ -143,6 +144,8 @@ def _fingerprint(reader: IndexReader, rows: Iterable[SegmentRow]) -> str:
 
 def _cause(record: RequestRecord) -> str:
     seen = record.parting
+    if record.source == COLD and not (record.why_not_warmer or record.expected_ttft_s):
+        return "not-planned"
     return seen.cause if seen and seen.cause else cause_of(record.why_not_warmer, seen)
 
 

@@ -113,6 +113,16 @@ def test_a_parting_is_told_with_its_place_and_what_differs(index: Index) -> None
     assert not explain(index, msgspec.structs.replace(asked, parting=parted())).now.branch
 
 
+def test_who_was_refused_before_its_start_was_planned_is_not_called_warm(index: Index) -> None:
+    refused = record("cccc0000", outcome="error", error="400: 'n' must be an integer")
+    assert explain(index, refused).verdict.cause == "not-planned"
+    missed = record("dddd0000", why_not_warmer="nothing stored")
+    assert find([refused, missed], LAST) is missed
+    warm = record("eeee0000", source="resident", expected_ttft_s=0.1)
+    shortest = record("ffff0000", expected_ttft_s=0.1)  # one token, which has to be computed
+    assert {explain(index, each).verdict.cause for each in (warm, shortest)} == {"warm"}
+
+
 def test_a_request_is_found_by_whatever_it_is_called(index: Index) -> None:
     warm = record("bbbb2222", why_not_warmer="")
     records = [warm, record("aaaa1111.1"), record("aaaa1111.0"), record("aaaa3333", why_not_warmer="nothing stored")]
