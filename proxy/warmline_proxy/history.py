@@ -6,6 +6,7 @@ from statistics import median
 import msgspec
 
 from warmline_proxy.rows import RequestRecord
+from warmline_wire.keys import BLOCK_TOKENS
 
 BUCKETS_MAX = 48
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
@@ -20,7 +21,7 @@ class Bucket(msgspec.Struct, kw_only=True):
 
     at: float  # Unix seconds
     requests: int = 0
-    hits: int = 0  # that reused something
+    hits: int = 0  # that reused a block or more: fewer tokens begin alike by chance
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
@@ -47,7 +48,7 @@ def history(records: Sequence[RequestRecord], now: float) -> History:
     for at, record in zip(begins, records, strict=True):
         bucket = buckets[max(0, min(count - 1, int(at - first) // width_s))]
         bucket.requests += 1
-        bucket.hits += record.cached_tokens > 0
+        bucket.hits += _is_hit(record)
         bucket.prompt_tokens += record.prompt_tokens
         bucket.cached_tokens += record.cached_tokens
     return History(
@@ -74,5 +75,9 @@ def _span(first: float, last: float) -> tuple[int, int, int]:
 
 
 def _median_ttft(records: Sequence[RequestRecord], *, warm: bool) -> float:
-    times = [each.ttft_s for each in records if each.ttft_s > 0 and (each.cached_tokens > 0) == warm]
+    times = [each.ttft_s for each in records if each.ttft_s > 0 and _is_hit(each) == warm]
     return median(times) if times else 0.0
+
+
+def _is_hit(record: RequestRecord) -> bool:
+    return record.cached_tokens >= BLOCK_TOKENS

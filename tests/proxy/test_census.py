@@ -141,11 +141,11 @@ def test_what_was_reused_and_how_fast() -> None:
         record(NOW, 100, 0, ttft_s=4.0),
         record(NOW, 100, 80, ttft_s=0.1),
         record(NOW, 200, 160, ttft_s=0.3),
-        record(NOW, 10, 5),
+        record(NOW, 100, 5, ttft_s=6.0),  # a template's first words
     ]
     found = history(records, NOW)
-    assert (found.hits, found.prompt_tokens, found.cached_tokens) == (3, 410, 245)
-    assert (found.ttft_warm_s, found.ttft_cold_s) == (0.2, 4.0)
+    assert (found.hits, found.prompt_tokens, found.cached_tokens) == (2, 500, 245)
+    assert (found.ttft_warm_s, found.ttft_cold_s) == (0.2, 5.0)
 
 
 def test_no_requests_and_requests_of_the_future() -> None:
