@@ -92,11 +92,11 @@ def allocate(path: Path, bytes_count: int) -> None:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        while (at := os.fstat(descriptor).st_size) < bytes_count:
-            os.pwrite(descriptor, bytes(bytes_count - at), at)
-        if hasattr(os, "posix_fallocate"):  # for what is there and has holes; not on macOS
+        if hasattr(os, "posix_fallocate"):  # not on macOS
             with _unless_unsupported():
                 os.posix_fallocate(descriptor, 0, bytes_count)
+        while (at := os.fstat(descriptor).st_size) < bytes_count:
+            os.pwrite(descriptor, bytes(bytes_count - at), at)
     finally:
         os.close(descriptor)
 

@@ -40,6 +40,11 @@ class Home:
         return self.root / "run"
 
     @property
+    def spare(self) -> Path:
+        """Room that is set aside for a full disk: a file of zeros."""
+        return self.root / "spare"
+
+    @property
     def lock(self) -> Path:
         return self.root / "home.lock"
 

@@ -78,7 +78,7 @@ def _folders(home: Home) -> tuple[Path, ...]:
 
 
 def _files(home: Home) -> tuple[Path, ...]:
-    return home.lock, home.keys, home.root / "secret", home.root / CONFIG_FILE
+    return home.lock, home.keys, home.spare, home.root / "secret", home.root / CONFIG_FILE
 
 
 def _is_ours_alone(home: Home) -> bool:

@@ -80,6 +80,7 @@ def put_in_order(index: Index) -> None:
     if not index.read_only:
         try:
             log.info("index: %s", reconcile(index))
+            index.keep_spare()
             return
         except (IndexFailure, OSError) as error:
             index.suspend(error)

@@ -4,7 +4,8 @@ import time
 from pathlib import Path
 
 from warmline_proxy import index_files
-from warmline_proxy.index import Index
+from warmline_proxy.index import Index, IndexFailure
+from warmline_proxy.index_errors import NO_SPACE
 from warmline_proxy.index_tables import GONE_MAX, Tables
 from warmline_proxy.index_turns import remove_turns, turns
 from warmline_proxy.pin import let_go_of_unclaimed
@@ -28,15 +29,27 @@ def collect(index: Index, request: GcRequest, *, saving: bool) -> GcReply:
     reply.doomed = index.sweep()
     _delete_strays(index, now - STRAY_AGE_MIN_S if saving else now, reply)
     reply.drafts += len(index.tidy())
-    index.change(lambda tables: _expire(tables, now, reply))
-    index.compact()
+    index.change(lambda tables: _expire(tables, now, reply), frees=True)
+    is_compact = _compacted(index)
     reply.evicted = _evict(index, request)
-    if reply.evicted:
+    if reply.evicted or not is_compact:
         index.compact()
+    index.renew_spare()
     after = index.totals()
     reply.bytes_after, reply.bytes_index_after = after.bytes_used, after.bytes_index
     reply.bytes_wanted = index.budget_bytes if request.to_bytes is None else request.to_bytes
     return reply
+
+
+def _compacted(index: Index) -> bool:
+    """Not where the disk is full: evicting makes room for it."""
+    try:
+        index.compact()
+    except IndexFailure as error:
+        if error.code not in NO_SPACE:
+            raise
+        return False
+    return True
 
 
 def _evict(index: Index, request: GcRequest) -> list[str]:
@@ -52,7 +65,7 @@ def _delete_strays(index: Index, before: float, reply: GcReply) -> None:
     What is saved meanwhile stands in the index before its file is there; so the files are listed first.
     """
     listed = [*index_files.stored(index.home), *index_files.aside(index.home)]
-    claimed = index.change(_claimed)
+    claimed = index.change(_claimed, frees=True)
     for file_id, path in listed:
         size = None if file_id in claimed else _size_if_older(path, before)
         if size is None:

@@ -14,10 +14,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from warmline_proxy import index_files, index_flaws, index_probe, index_save, index_tree, index_walk
+from warmline_proxy import index_files, index_flaws, index_probe, index_save, index_tree, index_walk, spare
 from warmline_proxy.index_bookkeeping import Bookkeeping
 from warmline_proxy.index_env import MAP_BYTES, Env
 from warmline_proxy.index_errors import (
+    NO_SPACE,
     DamagedIndex,
     IndexFailure,
     IndexFull,
@@ -39,6 +40,7 @@ __all__ = ["Index", "IndexFailure", "IndexFull", "IndexReader", "NoIndex", "NoRo
 
 FLUSH_INTERVAL_S = 1.0
 READER_CHECK_INTERVAL_S = 60.0
+LIKE_FULL = (*NO_SPACE, "EIO")  # LMDB calls a write that was cut short an input/output error
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class Index(IndexReader):
                 raise
             self.suspend(error)
             self._env = Env(home.index, writable=False, alone=True, map_bytes=map_bytes)
+        self._spare_is_gone = False  # what was set aside for a full disk, and should be again
         self._lock = threading.Lock()  # guards the leases
         self._leases: Counter[str] = Counter()
         self._bookkeeping = Bookkeeping()
@@ -211,7 +214,7 @@ class Index(IndexReader):
             used, must = self._env.bytes_used(), bytes_needed > 0
             return _weighed(tables, index_save.room(tables, self.budget_bytes, bytes_needed, used, leased, must=must))
 
-        evicted = self._write(change)
+        evicted = self.change(change, frees=True)
         self._note_evicted("budget", evicted)
         self.sweep()
         return list(evicted)
@@ -219,7 +222,9 @@ class Index(IndexReader):
     def free(self, bytes_wanted: int, why: str = "disk_full") -> list[str]:
         """Evict (and delete) though the budget holds; the ids that went.  `why`: as `on_evicted` is told."""
         leased = self._leased()
-        evicted = self._write(lambda tables: _weighed(tables, index_save.free(tables, bytes_wanted, leased)))
+        evicted = self.change(
+            lambda tables: _weighed(tables, index_save.free(tables, bytes_wanted, leased)), frees=True
+        )
         self._note_evicted(why, evicted)
         self.sweep()
         return list(evicted)
@@ -269,13 +274,35 @@ class Index(IndexReader):
 
     # --- upkeep ---
 
-    def change(self, change: Callable[[Tables], T]) -> T:
-        """A transaction of reconcile's or purge's own; nobody else needs it."""
-        return self._write(change)
+    def change(self, change: Callable[[Tables], T], *, frees: bool = False) -> T:
+        """A transaction of reconcile's or purge's own; nobody else needs it.
+
+        One that `frees` room takes what is set aside for it where the disk is full.
+        """
+        return self._with_spare(lambda: self._write(change)) if frees else self._write(change)
+
+    def _with_spare(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except IndexFailure as error:
+            if error.code not in LIKE_FULL or not spare.give_up(self.home):
+                raise
+            self._spare_is_gone = True  # first what was freed is for who wanted it
+        return work()
+
+    def keep_spare(self) -> None:
+        """Set room aside for deletions where the disk is full; without, they have to do with what is free."""
+        spare.keep(self.home)
+        self._spare_is_gone = not self.home.spare.exists()
+
+    def renew_spare(self) -> None:
+        """Where it was taken, set it aside again."""
+        if self._spare_is_gone:
+            self.keep_spare()
 
     def compact(self) -> None:
         """Rewrite the index file, so that nothing deleted is left in it.  Readers go on meanwhile."""
-        self._submit(self._env.compact).result()
+        self._with_spare(lambda: self._submit(self._env.compact).result())
 
     def tidy(self) -> list[Path]:
         """Delete what lies beside the index's newest generation and is none of a compaction under way."""
@@ -337,6 +364,7 @@ class Index(IndexReader):
             if time.monotonic() >= self._reader_check_due:
                 self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
                 self._env.reader_check()
+                self.renew_spare()
         except IndexFailure as error:
             self.on_records(error)
 

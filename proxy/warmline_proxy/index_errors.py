@@ -13,6 +13,7 @@ import errno
 import os
 
 SIGNS_OF_DAMAGE = ("MDB_BAD_TXN", "MDB_CORRUPTED", "MDB_PAGE_NOTFOUND")  # in what lmdb says
+NO_SPACE = ("ENOSPC", "EDQUOT")
 MADE_ANEW = "start Warmline again: a start makes the index anew from the files"
 
 

@@ -17,7 +17,6 @@ log = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 5.0
 OK = "ok"
-NO_SPACE = ("ENOSPC", "EDQUOT")
 
 FILES, INDEX, RECORDS = "segments/", "index/", "request records"  # what may fail by itself
 

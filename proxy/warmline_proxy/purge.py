@@ -59,13 +59,14 @@ def purge(index: Index, request: PurgeRequest) -> PurgeReply:
 def remove(index: Index, request: PurgeRequest) -> PurgeReply:
     """Rows and records: nobody starts from it any more.  Blocks; raises ValueError, IndexFailure."""
     index.flush()
-    return told(index.change(lambda tables: _select_and_remove(tables, request)), dry_run=False)
+    return told(index.change(lambda tables: _select_and_remove(tables, request), frees=True), dry_run=False)
 
 
 def erase(index: Index) -> None:
     """Files whose rows are gone, then every trace in the index file.  Blocks; raises IndexFailure."""
     index.sweep()
     index.compact()
+    index.renew_spare()
 
 
 def told(selection: Selection, dry_run: bool) -> PurgeReply:

@@ -40,11 +40,11 @@ def reconcile(index: Index) -> Reconciled:
     if index.is_damaged() and (did := repair(index, deep=False, saving=False).did):
         counts.mended, stored = len(did), index.totals()
         log.warning("the index was mended: it has %d segments now, %d tokens", stored.segments, stored.tokens)
-    saves = index.change(lambda tables: [abort(tables, plan) for plan in tables.saves()])
+    saves = index.change(lambda tables: [abort(tables, plan) for plan in tables.saves()], frees=True)
     counts.saves_rolled_back = len(saves)
     files = list(index_files.stored(home))
     sizes = {file_id: path.stat().st_size for file_id, path in files if file_id}
-    index.change(lambda tables: _drop_rows(tables, sizes, counts))
+    index.change(lambda tables: _drop_rows(tables, sizes, counts), frees=True)
     index_files.set_aside(home, [row.id for row in index.quarantined()])
     index.weigh_quarantined()
     counts.files_doomed = index.sweep()

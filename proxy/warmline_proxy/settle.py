@@ -10,16 +10,17 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from warmline_proxy.index import Index, IndexFailure, NoRoom
-from warmline_proxy.index_errors import code_of
+from warmline_proxy.index_errors import NO_SPACE, code_of
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life, held_after
 from warmline_proxy.metrics import Metrics
 from warmline_proxy.mirror import Held
 from warmline_proxy.partings import Partings
-from warmline_proxy.persistence import FILES, INDEX, NO_SPACE, Persistence
+from warmline_proxy.persistence import FILES, INDEX, Persistence
 from warmline_proxy.plan import prefill_seconds
 from warmline_proxy.reconcile import reconcile
 from warmline_proxy.rows import SavePlan, SessionUpdate
+from warmline_proxy.spare import SPARE_BYTES
 from warmline_proxy.trace import perf_fields, perf_line
 from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Gone, NotStored, TimedOut, Upstream, UpstreamError
@@ -199,6 +200,7 @@ class Settler:
                 if not await _in_thread(self._index.reopen):
                     return
                 log.info("index: %s", await _in_thread(reconcile, self._index))
+                await _in_thread(self._index.keep_spare)
         except (IndexFailure, OSError) as error:
             self._index.suspend(error)
             self._persistence.failed(INDEX, code_of(error), str(error))
@@ -233,6 +235,9 @@ class Settler:
             raise
         except IndexFailure as error:
             self._persistence.failed(INDEX, error.code or "index", str(error))
+            if error.code in NO_SPACE:
+                with suppress(IndexFailure):  # it is so full that not even that can be written
+                    await self._freed(SPARE_BYTES)  # for the next try
         self._behind = True
         raise _SavingFails
 
