@@ -43,9 +43,10 @@ class Partings:
         if self._pauses:
             return self.forget(life)
         held = self._mirror.held(plan.parts_with) if plan.parts_with else None
-        at = plan.parts_at
-        known = held.tokens[(at or 0) * TOKEN_BYTES :] if held else match.beside
-        if at is None or not known:
+        if (at := plan.parts_at) is None:
+            return self.forget(life)
+        looked_through = slice(at * TOKEN_BYTES, (at + LOOKED_THROUGH_TOKENS_MAX) * TOKEN_BYTES)
+        if not (known := held.tokens[looked_through] if held else match.beside):
             return self.forget(life)
         is_stored = match.tokens == at and match.beside[:TOKEN_BYTES] == known[:TOKEN_BYTES]
         life.trace.parting = parting(life.prompt, at, known, match.beside_in if is_stored else "")
