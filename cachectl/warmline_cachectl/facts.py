@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +50,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """As far as they can be read from here; a flag of a running proxy is known to it alone."""
+    """As far as they can be read from here: of a running proxy's flags only what its status tells is known."""
 
     host: str
     port: int
@@ -96,10 +96,11 @@ class Facts:
 
 def gather(home: Home) -> Facts:
     """Takes as long as a quick `verify`.  Raises OSError where not even the home's folder can be looked at, Refused."""
-    settings, machine = _settings(home), _machine(home)
+    machine = _machine(home)
     if not home.root.is_dir():
-        return Facts(home=home.root, has_home=False, settings=settings, machine=machine)
+        return Facts(home=home.root, has_home=False, settings=_settings(home), machine=machine)
     status, error = _status(home)
+    settings = _settings(home, status)
     keys, keys_problem = _keys(home)
     return Facts(
         home=home.root,
@@ -120,8 +121,9 @@ def gather(home: Home) -> Facts:
     )
 
 
-def _settings(home: Home) -> Settings:
-    host = configured.setting(home, "host", "127.0.0.1")
+def _settings(home: Home, status: Mapping[str, Any] | None = None) -> Settings:
+    bound = str((status or {}).get("host", ""))  # what a running proxy listens on, `lan` included
+    host = bound or configured.setting(home, "host", "127.0.0.1")
     lan = configured.setting(home, "lan", False)
     return Settings(
         host=host,
@@ -133,7 +135,7 @@ def _settings(home: Home) -> Settings:
         stabilize=configured.setting(home, "stabilize", ""),
         key_in_settings=bool(configured.setting(home, "client_key", "")),
         disk_budget_bytes=configured.disk_budget_bytes(home),
-        on_loopback=_is_loopback(host) and not lan,
+        on_loopback=_is_loopback(host) and (bool(bound) or not lan),
     )
 
 

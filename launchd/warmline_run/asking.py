@@ -54,14 +54,6 @@ def readiness(address: Address) -> Readiness:
     return Readiness(False, str(told.get("reason", "")) or f"the proxy answers {status}")
 
 
-def needs_key(address: Address) -> bool:
-    """Whether a client without a key is refused; False where nobody answers."""
-    try:
-        return get(address, "/v1/models")[0] == 401
-    except FAILURES:
-        return False
-
-
 def state(address: Address, home: Path) -> dict[str, Any]:
     """What GET /warmline/status tells the owner of the home; {} where it does not."""
     try:
@@ -69,3 +61,8 @@ def state(address: Address, home: Path) -> dict[str, Any]:
     except (*FAILURES, ValueError):  # http.client refuses a header with a line's end in it, and text may be none
         return {}
     return told if status == 200 else {}
+
+
+def needs_key(address: Address, home: Path) -> bool:
+    """Whether a client without a key is refused; False where the proxy does not tell."""
+    return state(address, home).get("needs_key") is True

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from warmline_run import commands, openblas, ports, summary, supervise
+from warmline_run import asking, commands, openblas, ports, summary, supervise
 from warmline_run.address import address_of
 from warmline_run.agents import kept
 from warmline_run.agents.cli import group
@@ -55,6 +56,7 @@ def serve(config: Config) -> None:
         commands.backend(config, model, os.environ),
         commands.proxy(config, os.environ),
         address_of(config),
+        partial(asking.needs_key, address_of(config), Path(str(config["home"]))),
         partial(summary.found, config),
     )
     raise typer.Exit(code)

@@ -25,6 +25,7 @@ STEADY_AFTER_S = 60.0  # a child up for this long has earned a fresh start
 STOP_MARGIN_S = 15.0  # beyond what a child gives to running requests: to let go of them, and to write what is kept
 PROBE_INTERVAL_S = 0.2
 
+NeedsKey = Callable[[], bool]
 Found = Callable[[], str]
 
 
@@ -41,20 +42,21 @@ def _write(stream: TextIO, lines: str) -> None:
     stream.flush()
 
 
-def run(backend: Command, proxy: Command, address: Address, found: Found = str) -> int:
+def run(backend: Command, proxy: Command, address: Address, needs_key: NeedsKey = bool, found: Found = str) -> int:
     """Blocks until SIGINT or SIGTERM (0) or until a child reports a configuration error (2).
 
-    `found` is asked once, when requests are served, for the lines that tell what the start has found; it may block.
+    Both are asked once, when requests are served, and may block: `needs_key` whether clients need one, `found` for the
+    lines that tell what the start has found.
     """
-    return asyncio.run(_serve(backend, proxy, address, found))
+    return asyncio.run(_serve(backend, proxy, address, needs_key, found))
 
 
-async def _serve(backend: Command, proxy: Command, address: Address, found: Found) -> int:
+async def _serve(backend: Command, proxy: Command, address: Address, needs_key: NeedsKey, found: Found) -> int:
     signals = _Signals()
     with _lifeline() as pipe:
         keepers = [_Keeper(proxy, pipe, signals), _Keeper(backend, pipe, signals)]  # in the order of stopping
         kept = [asyncio.create_task(keeper.keep()) for keeper in reversed(keepers)]
-        announcing = asyncio.create_task(_announce(address, found))
+        announcing = asyncio.create_task(_announce(address, needs_key, found))
         asked = asyncio.create_task(signals.stop.wait())
         try:
             done, _ = await asyncio.wait([*kept, asked], return_when=asyncio.FIRST_COMPLETED)
@@ -146,12 +148,12 @@ def _ending(code: int) -> str:
     return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
-async def _announce(address: Address, found: Found) -> None:
+async def _announce(address: Address, needs_key: NeedsKey, found: Found) -> None:
     """Print, once, that requests are served; first what scripts wait for, then what people want to know."""
     while True:
         if (await asyncio.to_thread(asking.readiness, address)).ready:
-            needs_key = await asyncio.to_thread(asking.needs_key, address)
-            _write(sys.stdout, f"ready {address.url}\n{address.more}{address.curl(needs_key)}\n")
+            curl = address.curl(await asyncio.to_thread(needs_key))
+            _write(sys.stdout, f"ready {address.url}\n{address.more}{curl}\n")
             if more := await asyncio.to_thread(found):
                 _write(sys.stdout, more)
             return

@@ -273,6 +273,8 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         persistence=persistence,
         connections=connections,
         reuse=config.reuse,
+        host=config.bind_host,
+        needs_key=lambda: keys.required,
     )
     purging = Purging(
         index=index,

@@ -219,6 +219,15 @@ def test_the_facts_of_a_real_home(home: Home) -> None:
     assert facts.machine.memory_bytes > 0 and facts.machine.disk_bytes >= facts.machine.disk_bytes_free
 
 
+@pytest.mark.parametrize(
+    ("bound", "on_loopback"), [("0.0.0.0", False), ("127.0.0.1", True), ("", False)], ids=["--lan", "--no-lan", "older"]
+)
+def test_what_a_proxy_listens_on_goes_before_the_file(home: Home, bound: str, on_loopback: bool) -> None:
+    (home.root / "warmline.toml").write_text("lan = true\n")
+    found = gathering._settings(home, STATUS | {"host": bound})
+    assert (found.host, found.on_loopback) == (bound or "127.0.0.1", on_loopback)
+
+
 def test_the_command(home: Home) -> None:
     done = run(home, "doctor", columns=80)
     assert done.returncode == 1 and "→ start it: warmline serve" in done.stdout and "quarantine" in done.stdout

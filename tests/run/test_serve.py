@@ -70,6 +70,8 @@ def test_answers_restarts_what_dies_and_stops_cleanly(tmp_path: Path, model: Pat
 
 def test_the_client_key_is_asked_for_and_the_pair_ends_with_a_killed_serve(tmp_path: Path, model: Path) -> None:
     with served(tmp_path, "--model", str(model), WARMLINE_CLIENT_KEY="hush") as (serve, url):
+        serve.wait_for(r'^curl .* -H "Authorization: Bearer ')
+        assert not [line for line in serve.seen if "refused" in line], "its own look was refused"
         with pytest.raises(urllib.error.HTTPError) as refused:
             ask(url, "hello", max_tokens=1)
         assert refused.value.code == 401

@@ -62,6 +62,8 @@ class ProxyStatus(msgspec.Struct, kw_only=True):
     engine: Status | None = None  # what the backend last said of itself
     persistence: str = "ok"  # or why what is computed can't be saved
     unsaved: int = 0  # residents that are in memory alone
+    host: str = ""  # what is listened on, whoever said so
+    needs_key: bool = False  # of clients
 
 
 class StatusPath:
@@ -79,6 +81,8 @@ class StatusPath:
         persistence: Persistence,
         connections: Callable[[], int],
         reuse: str,
+        host: str,
+        needs_key: Callable[[], bool],
     ) -> None:
         self._index = index
         self._upstream = upstream
@@ -89,6 +93,7 @@ class StatusPath:
         self._persistence = persistence
         self._connections = connections
         self._reuse = reuse
+        self._host, self._needs_key = host, needs_key
         self._began = time.monotonic()
 
     @property
@@ -124,6 +129,8 @@ class StatusPath:
             engine=engine,
             persistence=self._persistence.state,
             unsaved=len(self._knowledge.mirror.not_durable()),
+            host=self._host,
+            needs_key=self._needs_key(),
         )
         return json_answer(answer)
 
