@@ -6,8 +6,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from warmline_proxy.app import LIVES, build, drain
@@ -29,6 +29,7 @@ log = logging.getLogger("warmline_proxy")
 
 STOP_MARGIN_S = 15.0  # beyond the drain: to let go of what runs, and to write what is kept
 LOCK_WAIT_S = 10.0  # a predecessor that is ending, or cachectl
+ANNOUNCE_INTERVAL_S = 5.0  # between two tries to write our address down
 DESCRIPTORS_WANTED = 8_192  # a non-login macOS shell gives 256
 
 
@@ -91,13 +92,12 @@ async def serve(config: Config, secret: str, index: Index, descriptor_count_max:
     asyncio.get_running_loop().set_exception_handler(tell_of_loop)
     signals = Signals()
     app = build(config, secret, index)
-    async with listening(app, config, descriptor_count_max) as listener:
-        with announced(config, listener.port):
-            log.info("listening on http://%s:%d, backend %s", config.bind_host, listener.port, config.backend_url)
-            log.info("at most %d connections, %d descriptors", listener.connections.count_max, descriptor_count_max)
-            await signals.stop.wait()
-            log.info(stopping(app[LIVES].unanswered, config.drain_timeout_s))
-            await unless(signals.hurry, drain(app))  # while newcomers still reach us, to be told to come again
+    async with listening(app, config, descriptor_count_max) as listener, announced(config, listener.port):
+        log.info("listening on http://%s:%d, backend %s", config.bind_host, listener.port, config.backend_url)
+        log.info("at most %d connections, %d descriptors", listener.connections.count_max, descriptor_count_max)
+        await signals.stop.wait()
+        log.info(stopping(app[LIVES].unanswered, config.drain_timeout_s))
+        await unless(signals.hurry, drain(app))  # while newcomers still reach us, to be told to come again
 
 
 def stopping(count: int, drain_timeout_s: float) -> str:
@@ -133,19 +133,37 @@ async def unless(event: asyncio.Event, work: Coroutine[None, None, None]) -> Non
         await working
 
 
-@contextmanager
-def announced(config: Config, port: int) -> Iterator[None]:
-    """While the proxy listens, its pid and address can be read from the run directory."""
-    files = (config.home.pid_file("proxy"), config.home.run / "proxy.json")
-    try:
-        disk.write_small(files[1], json.dumps({"pid": os.getpid(), "url": local_url(config.bind_host, port)}))
-        disk.write_small(files[0], f"{os.getpid()}\n")
-    except OSError as error:
-        log.warning("our address could not be written down, so cachectl will not find us: %s", error)
+@asynccontextmanager
+async def announced(config: Config, port: int, retry_interval_s: float = ANNOUNCE_INTERVAL_S) -> AsyncIterator[None]:
+    """While the proxy listens, its pid and address can be read from the run directory, as soon as that takes them."""
+    address = json.dumps({"pid": os.getpid(), "url": local_url(config.bind_host, port)})
+    texts = {config.home.run / "proxy.json": address, config.home.pid_file("proxy"): f"{os.getpid()}\n"}
+    telling = None if _tell(texts) else asyncio.create_task(_tell_later(texts, retry_interval_s))
     try:
         yield
     finally:
-        remove(files)
+        if telling is not None:
+            telling.cancel()
+        remove(list(texts))
+
+
+def _tell(texts: Mapping[Path, str], *, again: bool = False) -> bool:
+    try:
+        for path, text in texts.items():
+            disk.write_small(path, text)
+    except OSError as error:
+        if not again:
+            log.warning("our address could not be written down, so cachectl will not find us: %s", error)
+        return False
+    return True
+
+
+async def _tell_later(texts: Mapping[Path, str], interval_s: float) -> None:
+    """A disk that is full, or read-only, may be mended while we serve."""
+    told = False
+    while not told:
+        await asyncio.sleep(interval_s)
+        told = await asyncio.to_thread(_tell, texts, again=True)
 
 
 def local_url(host: str, port: int) -> str:

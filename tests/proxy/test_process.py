@@ -1,6 +1,7 @@
 """The proxy as a process: it tells where it listens, owns its home alone, and ends cleanly."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -18,7 +19,10 @@ import pytest
 from fake_backend import FakeBackend
 from harness import on_loop, serve
 
+import warmline_proxy.__main__ as proxy
+from warmline_proxy.config import parse
 from warmline_proxy.lock import HomeLocked, home_lock
+from warmline_wire import disk
 from warmline_wire.home import Home
 
 START_TIMEOUT_S = 15.0
@@ -72,6 +76,32 @@ def test_a_killed_proxy_leaves_its_home_to_the_next(tmp_path: Path) -> None:
     second.terminate()
     second.communicate()
     assert second.returncode == 0
+
+
+@on_loop
+async def test_it_tells_where_it_listens_once_that_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A home that is full, or read-only, is mended while we serve; cachectl finds us from then on."""
+    config, tries, written = parse(["--home", str(tmp_path)]), [0], asyncio.Event()
+    config.home.prepare()
+    loop, real = asyncio.get_running_loop(), disk.write_small
+
+    def full(path: Path, text: str) -> None:
+        tries[0] += 1
+        if tries[0] < 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, text)
+        if path.name == "proxy.pid":
+            loop.call_soon_threadsafe(written.set)
+
+    monkeypatch.setattr(disk, "write_small", full)
+    async with proxy.announced(config, 8026, retry_interval_s=0.0):
+        assert not list((tmp_path / "run").iterdir())
+        await asyncio.wait_for(written.wait(), START_TIMEOUT_S)
+        assert json.loads((tmp_path / "run" / "proxy.json").read_text())["url"] == "http://127.0.0.1:8026"
+    assert not list((tmp_path / "run").iterdir())
+    assert caplog.text.count("could not be written down") == 1
 
 
 @asynccontextmanager
