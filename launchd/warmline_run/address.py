@@ -1,10 +1,12 @@
 """Where clients connect, and the line that shows a newcomer how."""
 
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from warmline_run.resolve import Config
 from warmline_run.settings import SETTINGS, is_loopback
@@ -63,7 +65,7 @@ class Address:
     def _shown_key(self) -> str:
         if self.key:
             return "$WARMLINE_CLIENT_KEY"
-        return f"$(cachectl key show{f' --home {shlex.quote(self.home)}' if self.home else ''})"
+        return f"$({program('cachectl')} key show{f' --home {shlex.quote(self.home)}' if self.home else ''})"
 
 
 def address_of(config: Config) -> Address:
@@ -76,6 +78,14 @@ def address_of(config: Config) -> Address:
         key=str(config["client_key"]),
         home="" if home == SETTINGS["home"].default else home,
     )
+
+
+def program(name: str) -> str:
+    """One of our commands as a shell finds it: by its name where PATH leads to this installation, else by its path."""
+    own, found = Path(sys.executable).with_name(name), shutil.which(name)
+    if not own.is_file() or (found and Path(found).samefile(own)):
+        return name
+    return shlex.quote(str(own))
 
 
 def url_of(host: str, port: int) -> str:

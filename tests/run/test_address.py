@@ -14,6 +14,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Studio.home.arpa")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(address, "lan_address", lambda: "192.168.1.5")
+    monkeypatch.setattr(address, "program", lambda name: name)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,21 @@ def test_the_line_to_paste_shows_the_key_where_one_is_asked_for() -> None:
     assert "$(cachectl key show --home '/my home')" in Address("0.0.0.0", 80, home="/my home").curl(needs_key=True)
     named = Address("127.0.0.1", 80, key="hush").curl(needs_key=True)
     assert "Bearer $WARMLINE_CLIENT_KEY" in named and "hush" not in named
+
+
+def test_a_command_is_told_by_its_path_where_a_shell_would_not_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    for place in ("own", "else where"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "cachectl").touch(mode=0o755)
+    own = tmp_path / "else where"
+    monkeypatch.setattr("sys.executable", str(own / "python"))
+    for path, told in (("own", f"'{own}/cachectl'"), ("else where", "cachectl"), ("none", f"'{own}/cachectl'")):
+        monkeypatch.setenv("PATH", str(tmp_path / path))
+        assert address.program("cachectl") == told
+    assert address.program("warmline") == "warmline", "it is installed otherwise"
 
 
 @pytest.mark.parametrize(
