@@ -11,7 +11,7 @@ import msgspec
 from warmline_proxy.causes import CAUSES, cause_of, causes_besides
 from warmline_proxy.index import IndexReader
 from warmline_proxy.plan import COLD
-from warmline_proxy.rows import Parting, RequestRecord, SegmentRow
+from warmline_proxy.rows import Parting, RequestRecord, SegmentRow, SessionRow
 from warmline_proxy.side_by_side import differences
 from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES, unpack_tokens
 from warmline_wire.segment_file import SegmentFileError, read_header
@@ -170,12 +170,28 @@ def _sides(seen: Parting) -> tuple[Side, Side]:
 
 def _now(reader: IndexReader, record: RequestRecord) -> StoredNow:
     session = reader.session(record.session) if record.session else None
-    segment = record.parting.segment if record.parting else ""
     return StoredNow(
         session=session.id if session else "",
         tokens=min(session.tokens, record.prompt_tokens) if session else 0,
-        branch=bool(segment) and reader.segment(segment) is not None,
+        branch=_is_stored(reader, record, session),
     )
+
+
+def _is_stored(reader: IndexReader, record: RequestRecord, session: SessionRow | None) -> bool:
+    """Whether what its prompt parted from is on disk: in the segment of then, or wherever else, since small ones are
+    written anew as a conversation grows, and what was in memory is saved.
+    """
+    seen = record.parting
+    if seen is None:
+        return False
+    if seen.segment and reader.segment(seen.segment) is not None:
+        return True
+    head = reader.stored_tokens(session.leaf)[: seen.at * TOKEN_BYTES] if session else b""
+    if len(head) < seen.at * TOKEN_BYTES:
+        return False
+    known = head + seen.stored[(seen.at - seen.begins) * TOKEN_BYTES :]
+    count = len(known) // TOKEN_BYTES
+    return reader.match(record.root, known, count).tokens == count
 
 
 def _elsewhere(reader: IndexReader, record: RequestRecord) -> tuple[str, str]:

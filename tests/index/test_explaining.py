@@ -99,6 +99,22 @@ def test_a_prompt_of_its_own_is_a_first_request(index: Index) -> None:
     assert (reply.verdict.cause, reply.where, reply.known) == ("first-request", None, None)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_a_prompt_parted_from_is_found_wherever_it_is_now(index: Index, kept: bool) -> None:
+    """It was in memory then, or in a segment that was written anew since."""
+    if kept:
+        save(index, PROMPT)
+    session = save(index, [*PROMPT[:150], *range(50)]).session
+    seen = parted(
+        at=150,
+        stored=pack_tokens(PROMPT[142:190]),
+        prompt=pack_tokens([*PROMPT[142:150], *range(40)]),
+        segment="0" * 32,
+    )
+    reply = explain(index, record(why_not_warmer="differs", prompt_tokens=190, session=session, parting=seen))
+    assert (reply.now.branch, reply.now.tokens) == (kept, 190)
+
+
 def test_a_parting_is_told_with_its_place_and_what_differs(index: Index) -> None:
     session = save(index, PROMPT).session
     leaf = index.sessions()[0].leaf
