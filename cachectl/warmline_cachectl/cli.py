@@ -1,5 +1,7 @@
 """`cachectl`: look at what is stored, check it, change it; the verbs are in rooms of their own, one line each here."""
 
+import os
+import sys
 from typing import Any
 
 import typer
@@ -15,10 +17,31 @@ from warmline_cachectl import (
     moving_cli,
     top_cli,
 )
+from warmline_cachectl.options import EXIT_REFUSED, EXIT_STOPPED, EXIT_UNREAD, fail
 
 
 class Grouped(TyperGroup):
-    """Help that lists the verbs by what they are for (their `rich_help_panel`), in plain text."""
+    """Help that lists the verbs by what they are for (their `rich_help_panel`), in plain text.
+
+    What can't be printed ends the command with a code of its own: 1 would say that something was found.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                if sys.stdout is not None:  # it may be closed
+                    sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else what is left is tried at the end
+            raise typer.Exit(EXIT_UNREAD) from None
+        except SystemExit:  # so does rich tell of the same
+            raise typer.Exit(EXIT_UNREAD) from None
+        except typer.Abort:  # where it asked
+            fail("nothing was changed", EXIT_STOPPED)
+        except OSError as error:
+            fail(str(error), EXIT_REFUSED)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

@@ -1,6 +1,7 @@
 """What all verbs of cachectl have in common: options, exit codes, how they read a home, how they fail, their help.
 
-Exit codes: 0 fine, 1 findings or nothing matched, 2 usage or no home, 3 refused (in use, or the proxy said no).
+Exit codes: 0 fine, 1 findings or nothing matched, 2 usage or no home, 3 refused (in use, or the proxy said no), 130
+stopped, 141 nobody read on.
 """
 
 import sys
@@ -17,6 +18,7 @@ from warmline_proxy.rows import Snapshot
 from warmline_wire.home import Home
 
 EXIT_OK, EXIT_FOUND, EXIT_USAGE, EXIT_REFUSED = 0, 1, 2, 3
+EXIT_STOPPED, EXIT_UNREAD = 130, 141  # as shells say it of SIGINT and SIGPIPE
 
 LOOKING, CHECKING, CHANGING = "Look", "Check", "Change"  # the groups of the help
 
@@ -47,6 +49,8 @@ def failing() -> Iterator[None]:
     """Errors that have a reason for people become a line and an exit code."""
     try:
         yield
+    except BrokenPipeError:  # whoever read the output: `cli` says so
+        raise
     except client.NoHome as error:
         fail(str(error), EXIT_USAGE)
     except (client.CannotDo, IndexFailure, OSError) as error:

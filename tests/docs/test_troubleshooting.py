@@ -57,6 +57,7 @@ BESIDES = {
     "stopping; once more to end at once",
     "exported … of … in …: … to …",
     "nothing was purged",
+    "nothing was changed",
 }
 
 MESSAGES = messages(ROOT)
