@@ -22,7 +22,7 @@ def auditor(folder: Path, fraction: float, noted: list[Any]) -> Any:
     return Auditor(config=config, chance=random.Random(7), **rest)
 
 
-def life(name: str, *, reuse: int = 10, collapse: str = "", outcome: str = "ok", length: int = 20) -> Any:
+def life(name: str, *, reuse: int = 10, collapse: str = "", outcome: str = "ok", length: int = 20, is_kept: bool = True) -> Any:
     """As much of a request as is looked at."""
     trace = SimpleNamespace(
         id=name,
@@ -32,7 +32,7 @@ def life(name: str, *, reuse: int = 10, collapse: str = "", outcome: str = "ok",
         settled=SimpleNamespace(first=first_logits(-1.0)),
     )
     prompt = SimpleNamespace(tokens=packed(b"x" * length))
-    return SimpleNamespace(trace=trace, suspect=False, prompt=prompt, layout=layout(), root=b"root")
+    return SimpleNamespace(trace=trace, is_kept=is_kept, prompt=prompt, layout=layout(), root=b"root")
 
 
 def waiting(found: Any) -> list[str]:
@@ -45,9 +45,10 @@ def test_chance_chooses_a_share_of_the_warm_ones_that_were_answered(tmp_path: Pa
         found.consider(life(str(number)))
         found.consider(life("cold", reuse=0))
         found.consider(life("cancelled", outcome="cancelled"))
+        found.consider(life("purged", is_kept=False))
     dropped = len(noted)
     assert len(waiting(found)) == WAITING_MAX and 150 < WAITING_MAX + dropped < 250
-    assert not {"cold", "cancelled"} & set(waiting(found))
+    assert not {"cold", "cancelled", "purged"} & set(waiting(found))
     assert {(audit, guard) for _, audit, guard in noted} == {("abandoned", "")}
 
 
