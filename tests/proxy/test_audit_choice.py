@@ -22,7 +22,9 @@ def auditor(folder: Path, fraction: float, noted: list[Any]) -> Any:
     return Auditor(config=config, chance=random.Random(7), **rest)
 
 
-def life(name: str, *, reuse: int = 10, collapse: str = "", outcome: str = "ok", length: int = 20, is_kept: bool = True) -> Any:
+def life(
+    name: str, *, reuse: int = 10, collapse: str = "", outcome: str = "ok", length: int = 20, is_kept: bool = True
+) -> Any:
     """As much of a request as is looked at."""
     trace = SimpleNamespace(
         id=name,
