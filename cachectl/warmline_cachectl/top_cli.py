@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -74,6 +75,8 @@ def look(home: Home, before: dict[str, Any] | None) -> dict[str, Any]:
 
 def _watch(home: Home, interval_s: float) -> None:
     view: dict[str, Any] | None = None
+    for number in (signal.SIGTERM, signal.SIGHUP):  # else they end us with the terminal as no shell wants it
+        signal.signal(number, signal.default_int_handler)
     try:
         with Live(console=tables.console(), screen=True, auto_refresh=False) as live, _keys() as pressed:
             while True:

@@ -2,10 +2,12 @@
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from warmline_cachectl import top_view
@@ -135,7 +137,8 @@ def test_a_backend_that_is_down_and_a_disk_that_is_full_are_told() -> None:
     assert "no requests" in text
 
 
-def test_on_a_terminal_it_keeps_trying_until_q(home: Home) -> None:
+@pytest.mark.parametrize("end", [b"\x1b[Aq", signal.SIGTERM], ids=["an arrow, which is three keys, and q", "SIGTERM"])
+def test_on_a_terminal_it_keeps_trying_until_its_end_is_wanted(home: Home, end: bytes | signal.Signals) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", "from warmline_cachectl.cli import app; app()", "top", "--interval-s", "20"]
     environment = {**os.environ, "WARMLINE_HOME": str(home.root), "TERM": "xterm"}
@@ -144,12 +147,16 @@ def test_on_a_terminal_it_keeps_trying_until_q(home: Home) -> None:
     shown = b""
     while b"trying again" not in shown:
         shown += os.read(ours, 4096)
-    os.write(ours, b"\x1b[Aq")  # an arrow, which is three, and q
+    if isinstance(end, bytes):
+        os.write(ours, end)
+    else:
+        process.send_signal(end)
     try:
-        while os.read(ours, 4096):
-            pass
+        while read := os.read(ours, 4096):
+            shown += read
     except OSError:
         pass  # it has closed its end
+    assert shown.endswith(b"\x1b[?1049l"), "the shell's screen is back"
     assert process.wait(TIMEOUT_S) == 0 and process.stderr is not None and process.stderr.read() == b""
     process.stderr.close()
     os.close(ours)
