@@ -171,6 +171,7 @@ def test_user_services_are_enabled_and_started(linux: User) -> None:
     linux.install("--wait-s", "0", "--name", "second")
     proxy, backend = "warmline-second-proxy.service", "warmline-second-backend.service"
     start = [call for unit in (backend, proxy) for call in (["daemon-reload"], ["enable", unit], ["restart", unit])]
+    start.insert(0, ["daemon-reload"])  # whether there is a manager at all
     assert linux.calls == start
     linux.run("restart", "proxy", "--name", "second", "--wait-s", "0")
     assert linux.calls[len(start) :] == [["restart", proxy]]
@@ -196,6 +197,12 @@ def test_status_tells_what_runs_and_what_does_not(mac: User) -> None:
     shown = mac.run("status", code=1).output
     assert "proxy    running, process 4242 (com.warmline.proxy)" in shown
     assert "backend  not installed, but process 4242 runs as it" in shown
+
+
+def test_where_no_manager_answers_nothing_is_written(linux: User) -> None:
+    (linux.root / "bin" / "systemctl").write_text("#!/bin/sh\necho 'Failed to connect to bus' >&2\nexit 1\n")
+    assert "loginctl enable-linger" in linux.install(code=3).output
+    assert not (linux.root / ".config").exists() and not linux.home.exists()
 
 
 @pytest.mark.parametrize("verb", ["status", "restart", "logs"])

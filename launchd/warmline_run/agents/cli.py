@@ -31,10 +31,12 @@ class Role(StrEnum):
 
 
 Name = Annotated[
-    str, typer.Option("--name", metavar="NAME", help="of a further pair, with a home and ports of its own")
+    str, typer.Option("--name", metavar="NAME", help="mean a further pair, with a home and ports of its own")
 ]
-Wait = Annotated[float, typer.Option("--wait-s", min=0, metavar="S", help="for requests to be served; 0: not at all")]
-Which = Annotated[Role | None, typer.Argument(help="that one alone", show_default=False)]
+Wait = Annotated[
+    float, typer.Option("--wait-s", min=0, metavar="S", help="seconds to wait for requests to be served; 0: none")
+]
+Which = Annotated[Role | None, typer.Argument(help="that one alone; else both", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="for programs instead of people")]
 
 
@@ -54,8 +56,11 @@ def group(make: Callable[[], ServiceManager], kept_as: str) -> typer.Typer:
         config: Config,
         name: Name = "",
         wait_s: Wait = WAIT_S,
-        dry_run: Annotated[bool, typer.Option("--dry-run", help="write the files and change nothing else")] = False,
-        out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="for --dry-run; else: print")] = None,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="only write the files, or print them")] = False,
+        out: Annotated[
+            Path | None,
+            typer.Option("--out", metavar="DIR", help="for --dry-run; else they are printed"),
+        ] = None,
     ) -> None:
         """Install both with these settings, and start them."""
         if out and not dry_run:

@@ -94,6 +94,10 @@ class ServiceManager(ABC):
     def forget(self) -> None:
         """Files were removed."""
 
+    @abstractmethod
+    def check_answers(self) -> None:
+        """Before anything is written: raises ManagerFailed where it is clear that it would keep nothing."""
+
     def check_there(self) -> None:
         if shutil.which(self.tool) is None:
             raise ManagerFailed(f"{self.tool} was not found: {self.elsewhere}")

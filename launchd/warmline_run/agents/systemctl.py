@@ -43,6 +43,9 @@ class Systemd(ServiceManager):
             raise self.failure(words, done, NO_SESSION)
         return state_in(done.said)
 
+    def check_answers(self) -> None:
+        self._tell("daemon-reload")
+
     def start(self, which: Which) -> None:
         self._tell("daemon-reload")
         self._tell("enable", self.label(which))

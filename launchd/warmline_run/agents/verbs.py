@@ -68,9 +68,11 @@ def install(pair: Pair, config: Config, environment: Mapping[str, str], wait_s: 
     """Again as often as you like: what runs is replaced.
 
     Raises ConfigurationError before anything is changed, or where an agent's file can't be written: then none runs.
+    Raises ManagerFailed.
     """
     made = agents.pair(config, environment, pair.name)
     _check_free(pair, config)
+    pair.manager.check_answers()
     _prepare(made)
     for which in pair.installed:
         pair.manager.stop(which)
