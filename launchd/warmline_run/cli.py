@@ -146,9 +146,17 @@ def show_config(
             json.dumps({name: {"value": value, "source": source} for name, (value, source) in rows.items()}, indent=2)
         )
         return
-    widths = max(map(len, rows)), max(len(str(value)) for value, _ in rows.values())
-    for name, (value, source) in rows.items():
-        print(f"{name:<{widths[0]}}  {value!s:<{widths[1]}}  {source}")
+    told = {name: (_as_typed(value), source) for name, (value, source) in rows.items()}
+    widths = max(map(len, told)), max(len(value) for value, _ in told.values())
+    for name, (value, source) in told.items():
+        print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}")
+
+
+def _as_typed(value: Any) -> str:
+    """As the file, a variable and a flag take it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
 def _with_model(config: Config, given: str) -> Config:

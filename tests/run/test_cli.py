@@ -34,7 +34,9 @@ def test_config_prints_each_setting_with_its_source(tmp_path: Path) -> None:
     assert shown["backend_port"] == {"value": 8025, "source": "default"}
     assert shown["client_key"]["value"] == "(set)" and "hush" not in answer.stdout
     table = warmline("config", "--home", str(tmp_path), "--port", "9000").stdout
-    assert ["port", "9000", "--port"] in [line.split() for line in table.splitlines()]
+    shown_rows = [line.split() for line in table.splitlines()]
+    for row in (["port", "9000", "--port"], ["lan", "false", "default"], ["disk_budget_gb", "50", "default"]):
+        assert row in shown_rows, "as it is typed"
 
 
 @pytest.mark.parametrize(
