@@ -225,7 +225,7 @@ SETTINGS: dict[str, Setting] = {
             str(Path.home() / ".warmline"),
             home_path,
             "DIR",
-            "where everything is kept: index, segments, models, logs; not in the file, which lies there",
+            "where everything is kept: index, segments, models, logs, `warmline.toml` (which can't set this one)",
             in_toml=False,  # the file lies in the home
         ),
         Setting(
