@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-MODEL=${MODEL:?a folder or repository that mlx-lm loads}
+[[ ${MODEL:-} ]] || { echo "newcomer: say MODEL=..., a folder or repository that mlx-lm loads" >&2 && exit 2; }
 HOME_DIR=${HOME_DIR:-$(mktemp -d)/warmline}
 PORT=${PORT:-8026} BACKEND_PORT=${BACKEND_PORT:-8025}
 BIN=${BIN:-.venv/bin}
