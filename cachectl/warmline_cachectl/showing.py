@@ -19,7 +19,8 @@ def show(view: dict[str, Any], for_people: Iterable[Any], as_json: bool) -> None
         return
     console = tables.console()
     for part in for_people:
-        console.print(part, soft_wrap=isinstance(part, str))  # a line stays one, for whoever searches it
+        is_line = isinstance(part, str) and not console.is_terminal  # which stays one, for whoever searches it
+        console.print(part, soft_wrap=is_line)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from warmline_cachectl import showing
+from warmline_cachectl import showing, tables
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,15 @@ def test_progress_is_shown_on_a_terminal_alone(
     with showing.waiting("mending", quiet):
         pass
     assert ("mending" in out.getvalue()) is shown
+
+
+@pytest.mark.parametrize(
+    ("terminal", "lines"), [(True, ["what is told"] * 3), (False, ["what is told " * 2 + "what is told"])]
+)
+def test_a_line_wraps_between_words_on_a_terminal_alone(
+    terminal: bool, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(tables, "console", lambda: Console(file=out, force_terminal=terminal, width=14))
+    showing.show({}, ["what is told " * 2 + "what is told"], as_json=False)
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == lines
