@@ -180,7 +180,7 @@ def listing(view: dict[str, Any]) -> Parts:
             f"{row['tokens']:,}",
             size(row["bytes"]),
             span(row["idle_s"]),
-            row["client"] + (" (pinned)" if row["pinned"] else ""),
+            " ".join(filter(None, (row["client"], "(pinned)" if row["pinned"] else ""))),
         ]
         for row in view["sessions"]
     ]
