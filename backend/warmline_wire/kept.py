@@ -1,6 +1,7 @@
 """Ending under who keeps a process running: `warmline serve`, or launchd or systemd, who each start again what fails.
 
-`warmline launchd` and `warmline service` name the keeper in ``WARMLINE_AGENT``; `warmline serve` does not.
+`warmline launchd` and `warmline service` name the keeper in ``WARMLINE_AGENT``; `warmline serve` does so in what it
+starts again: at its own start it rather ends than waits for a home that another pair holds.
 """
 
 import os

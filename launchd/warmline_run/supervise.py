@@ -15,6 +15,7 @@ from typing import TextIO
 
 from warmline_run import asking
 from warmline_run.address import Address
+from warmline_run.agents import kept
 from warmline_run.commands import Command
 from warmline_run.resolve import EXIT_CONFIGURATION
 
@@ -105,11 +106,12 @@ class _Keeper:
 
     async def keep(self) -> int:
         delay_s = RESTART_DELAY_FIRST_S
+        environment = {**self._command.environment, PARENT_PIPE: str(self._pipe)}
         while True:
             started = time.monotonic()
             self._process = await asyncio.create_subprocess_exec(
                 *self._command.arguments,
-                env={**self._command.environment, PARENT_PIPE: str(self._pipe)},
+                env=environment,
                 pass_fds=(self._pipe,),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
@@ -121,6 +123,7 @@ class _Keeper:
             if time.monotonic() - started >= STEADY_AFTER_S:
                 delay_s = RESTART_DELAY_FIRST_S
             say(f"the {self._command.name} {_ending(code)}; starting it again in {delay_s:g} s")
+            environment.setdefault(kept.VARIABLE, kept.SERVE)  # a cachectl may have the home now, and let go of it
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, RESTART_DELAY_MAX_S)
 

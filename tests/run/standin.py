@@ -38,7 +38,9 @@ def main(name: str, port: int, manner: str) -> None:
     signal.signal(signal.SIGTERM, stop)
     end_with_parent(0.2 if manner == "stubborn" else 10.0)
     server = HTTPServer(("127.0.0.1", port), Ready)
-    say(f"{name} up {os.getpid()} key={os.environ.get('WARMLINE_CLIENT_KEY')}")
+    say(
+        f"{name} up {os.getpid()} key={os.environ.get('WARMLINE_CLIENT_KEY')} keeper={os.environ.get('WARMLINE_AGENT')}"
+    )
     server.serve_forever()
 
 

@@ -61,8 +61,12 @@ def test_restarts_a_killed_child_and_waits_longer_each_time() -> None:
         first = int(up[1])
         os.kill(first, signal.SIGKILL)
         assert serve.wait_for(r"the backend was killed by SIGKILL; starting it again in (\S+) s")[1] == "1"
-        second = int(serve.wait_for(r"^backend up (\d+)")[1])
+        up_again = serve.wait_for(r"^backend up (\d+)")
+        second = int(up_again[1])
         assert second != first
+        assert up.string.endswith(" keeper=None") and up_again.string.endswith(" keeper=serve"), (
+            "at a start a home that is held is an error; later it is waited for"
+        )
         os.kill(second, signal.SIGKILL)
         assert serve.wait_for(r"starting it again in (\S+) s")[1] == "2"
         serve.process.terminate()  # while it waits to start the child again

@@ -4,8 +4,9 @@ import os
 import stat
 from collections.abc import Mapping
 
-VARIABLE = "WARMLINE_AGENT"  # "launchd" or "systemd"; warmline_wire.kept reads it in what we execute
+VARIABLE = "WARMLINE_AGENT"  # "launchd" or "systemd", or SERVE; warmline_wire.kept reads it in what we execute
 LAUNCHD = "launchd"
+SERVE = "serve"  # `warmline serve`, in what it starts again
 EXIT_CONFIGURATION = 2
 OUTPUT_BYTES_MAX = 1_000_000
 
