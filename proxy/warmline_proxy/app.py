@@ -159,6 +159,8 @@ def _unknown(path: str) -> ClientError:
     message = f'Unknown path "{path[:200]}"; served are {", ".join(served)}.'
     if meant := [known for known in served if path.endswith(known.removeprefix("/v1"))]:
         message += f"  If {max(meant, key=len)} was meant: the base URL that the client was given doesn't lead there."
+    elif path.strip("/") in ("", "v1"):  # typed into a browser
+        message += "  The dashboard is at /admin."
     return bad_request(message, status=404, code="not_found")
 
 

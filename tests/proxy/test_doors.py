@@ -149,6 +149,7 @@ async def test_probes_for_other_servers_get_a_404_at_once_from_the_proxy_alone(t
                     error = (await response.json())["error"]
                 assert error["code"] == "not_found" and error["type"] == "invalid_request_error"
                 assert path in error["message"] and "/v1/chat/completions, /v1/completions" in error["message"]
+                assert ("The dashboard is at /admin" in error["message"]) == (path in ("/", "/v1")), "for who browses"
 
 
 @pytest.mark.parametrize(
