@@ -80,7 +80,7 @@ def _dashboard(config: Config, address: Address) -> str:
 
 def _bytes(number: float) -> str:
     """In units of 1,000, as budgets are set."""
-    for unit in ("B", "kB", "MB", "GB"):
+    for unit in ("B", "KB", "MB", "GB"):
         if number < 999.5:
             return f"{number:.3g} {unit}"
         number /= 1000

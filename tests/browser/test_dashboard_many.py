@@ -162,10 +162,10 @@ def test_columns_sort_both_ways(page: Chromium) -> None:
     page.run(f"{head}.firstChild.click()")
     page.wait(f"{head}.getAttribute('aria-sort') === 'descending'")
     largest = 256 + 8 + (CHAIN * (256 + 8))
-    assert page.run(f"{sizes}[0]") == f"{(largest - 8) / 1000:.1f} kB"
+    assert page.run(f"{sizes}[0]") == f"{(largest - 8) / 1000:.1f} KB"
     page.run(f"{head}.firstChild.click()")
     page.wait(f"{head}.getAttribute('aria-sort') === 'ascending'")
-    assert page.run(f"{sizes}[0]") == f"{256 * (CHAIN // 2 + 2) / 1000:.1f} kB"
+    assert page.run(f"{sizes}[0]") == f"{256 * (CHAIN // 2 + 2) / 1000:.1f} KB"
 
 
 def test_a_proxy_that_dies_is_said_to_and_found_again(page: Chromium, proxy: Proxy) -> None:

@@ -137,7 +137,7 @@ def pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> None:
     browser.press("Enter")
     browser.wait("document.querySelector('#dialog').open")
     assert HOSTILE in browser.run("document.querySelector('#dialog-title').textContent")
-    would = f"Conversation {gone['id']} goes: 1 segment and 0 checkpoints, {gone['bytes_alone'] / 1000:.0f} kB."
+    would = f"Conversation {gone['id']} goes: 1 segment and 0 checkpoints, {gone['bytes_alone'] / 1000:.0f} KB."
     assert browser.run("document.querySelector('#dialog-text').textContent").startswith(would)
     assert browser.run("looks.faint()") == browser.run("looks.wide()") == []
     browser.picture(screenshots / "purge.png")

@@ -1,6 +1,6 @@
 // Numbers and times as text, the same in every locale.
 
-const UNITS = ["B", "kB", "MB", "GB", "TB", "PB"];
+const UNITS = ["B", "KB", "MB", "GB", "TB", "PB"];
 const MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
 const two = (number) => String(number).padStart(2, "0");
 

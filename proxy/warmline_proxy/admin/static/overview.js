@@ -76,7 +76,7 @@ function showMeters({ engine, residents, totals, disk_budget_bytes }) {
   const used = bytesUsed(totals);
   const held = engine ? engine.resident_bytes + engine.running_bytes : 0;
   const meters = [
-    ["Memory", held, engine?.memory_budget_bytes ?? 0, `${many(residents.length, "conversation")} warm`],
+    ["Memory", held, engine?.memory_budget_bytes ?? 0, many(residents.length, "resident")],
     ["Disk", used, disk_budget_bytes, `${many(totals.segments, "segment")}`],
   ];
   keep(byId("meters"), meters, ([name]) => name, createMeter, updateMeter);
