@@ -52,6 +52,7 @@ class FileMeta(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     """What a file says it is: a segment with the rows of [start, end), or a checkpoint at `position`.
 
     `prefix` proves its place: it names all tokens that come before, as rows and states are true only after these.
+    `parent` is the segment that it was written on; another one, with the same tokens, may have taken its place since.
     """
 
     format: int = SEGMENT_FORMAT

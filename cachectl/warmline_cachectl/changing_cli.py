@@ -3,7 +3,6 @@
 import math
 import re
 import sys
-import time
 from typing import Annotated
 
 import msgspec
@@ -15,6 +14,7 @@ from warmline_cachectl.options import (
     CHANGING,
     EXIT_FOUND,
     EXIT_OK,
+    EXIT_REFUSED,
     EXIT_USAGE,
     HOME,
     HomeOption,
@@ -28,8 +28,9 @@ from warmline_cachectl.options import (
     session_id,
 )
 from warmline_cachectl.showing import show, waiting
-from warmline_proxy.purge import select, told
-from warmline_proxy.rows import GcRequest, PinRequest, PurgeReply, PurgeRequest, SegmentRow, Snapshot
+from warmline_proxy.index import IndexReader
+from warmline_proxy.purge import preview
+from warmline_proxy.rows import Cut, GcRequest, PinRequest, PurgeReply, PurgeRequest
 from warmline_wire.flags import GB
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -66,19 +67,17 @@ def purge(
         fail("purge asks before it removes anything; without a terminal, say --yes or --dry-run", EXIT_USAGE)
     older_than_s = _seconds(older_than)
     with reading(home) as reader:
-        snapshot = reader.snapshot()
-    request = PurgeRequest(
-        session=session_id(snapshot, session), model=model, older_than_s=older_than_s, everything=everything
-    )
-    reply = _preview(snapshot, request)
-    stays = tables.staying(_kept(snapshot, reply, request.session))
+        named = session_id(reader.snapshot(), session)
+        request = PurgeRequest(session=named, model=model, older_than_s=older_than_s, everything=everything)
+        reply = _preview(reader, request)
     if not dry_run:
-        wanted = "; ".join(filter(None, (tables.purged(reply).removeprefix("would "), stays)))
+        wanted = tables.purged(reply).removeprefix("would ")
         if not (yes or typer.confirm(f"{wanted}?", err=True)):
             fail("nothing was purged", EXIT_OK)
         with failing(), waiting("removing", quiet):
             reply = client.purge(home_at(home), request)
-    show(msgspec.structs.asdict(reply), [tables.purged(reply), *([stays] if stays else [])], as_json)
+    show(msgspec.to_builtins(reply), [tables.purged(reply)], as_json)
+    _fail_for_what_stays(reply.cuts)
 
 
 @app.command(
@@ -126,21 +125,24 @@ def gc(
         pass  # where nothing was ever stored there is nothing to collect, and no index to be made
     with failing(), waiting("collecting", quiet):
         reply = client.gc(home_at(home), GcRequest(to_bytes=None if to_gb is None else int(to_gb * GB)))
-    show(msgspec.structs.asdict(reply), tables.collected(reply), as_json)
+    show(msgspec.to_builtins(reply), tables.collected(reply), as_json)
+    _fail_for_what_stays(reply.cuts)
 
 
-def _preview(snapshot: Snapshot, request: PurgeRequest) -> PurgeReply:
+def _preview(reader: IndexReader, request: PurgeRequest) -> PurgeReply:
     """What would go; ends with exit code 1 where that is nothing."""
-    selection = select(snapshot, request, time.time())
-    if not (selection.sessions or selection.segments or selection.quarantined or request.everything):
+    reply = preview(reader, request)
+    if not (reply.sessions or reply.segments or reply.quarantined or request.everything):
         fail("nothing matches", EXIT_FOUND)
-    return told(selection, dry_run=True)
+    return reply
 
 
-def _kept(snapshot: Snapshot, reply: PurgeReply, session: str) -> list[SegmentRow]:
-    """What of a conversation stays, as other ones stand on it; [] without one."""
-    row = snapshot.sessions.get(session)
-    return [link for link in snapshot.path(row.leaf) if link.id not in reply.segments] if row else []
+def _fail_for_what_stays(cuts: list[Cut]) -> None:
+    """Ends with exit code 3 where a segment could not be cut."""
+    if left := [cut for cut in cuts if cut.why_not]:
+        why = "; ".join(f"segment {cut.segment}: {cut.why_not}" for cut in left)
+        weight = tables.size(sum(cut.bytes_count for cut in left))
+        fail(f"{weight} that nobody needs could not be cut away; cachectl gc tries again: {why}", EXIT_REFUSED)
 
 
 def _seconds(text: str) -> float | None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from warmline_cachectl.columns import Column, fitted, printable
-from warmline_proxy.rows import Finding, GcReply, PinReply, PurgeReply, Replay, SegmentRow
+from warmline_proxy.rows import Finding, GcReply, PinReply, PurgeReply, Replay
 
 WIDTH_PIPED = 160  # where no terminal says how wide it is
 
@@ -268,19 +268,15 @@ def repaired(did: list[Finding]) -> Parts:
 
 def purged(reply: PurgeReply) -> str:
     verb = "would purge" if reply.dry_run else "purged"
-    quarantined = f", {len(reply.quarantined)} quarantined" if reply.quarantined else ""
-    return (
-        f"{verb} {count(len(reply.sessions), 'conversation')}: {count(len(reply.segments), 'segment')}, "
-        f"{count(len(reply.checkpoints), 'checkpoint')}{quarantined}, {size(reply.bytes_freed)}"
-    )
-
-
-def staying(kept: list[SegmentRow]) -> str:
-    """What a purge leaves of a conversation; "" for nothing."""
-    if not kept:
-        return ""
-    weight = size(sum(row.bytes_on_disk for row in kept))
-    return f"{count(len(kept), 'segment')} of it, {weight}, stay until the other conversations go that stand on them"
+    cut = [each for each in reply.cuts if not each.why_not]
+    parts = [
+        count(len(reply.segments), "segment"),
+        *([f"a part of {len(cut)} more"] if cut else []),
+        count(len(reply.checkpoints), "checkpoint"),
+        *([f"{len(reply.quarantined)} quarantined"] if reply.quarantined else []),
+        size(reply.bytes_freed),
+    ]
+    return f"{verb} {count(len(reply.sessions), 'conversation')}: {', '.join(parts)}"
 
 
 def pinned(reply: PinReply) -> str:
@@ -299,6 +295,7 @@ def collected(reply: GcReply) -> Parts:
             (reply.turns, "old sampled turn", ""),
             (reply.notes, "note on what is gone", "notes on what is gone"),
         ],
+        "cut": [(len([cut for cut in reply.cuts if not cut.why_not]), "segment", "")],
         "evicted": [(len(reply.evicted), "file", "")],
     }
     for verb, things in done.items():

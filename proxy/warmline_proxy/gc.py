@@ -5,6 +5,7 @@ from pathlib import Path
 
 from warmline_proxy import index_files
 from warmline_proxy.index import Index, IndexFailure
+from warmline_proxy.index_cut import trim
 from warmline_proxy.index_errors import NO_SPACE
 from warmline_proxy.index_tables import GONE_MAX, Tables
 from warmline_proxy.index_turns import remove_turns, turns
@@ -30,6 +31,8 @@ def collect(index: Index, request: GcRequest, *, saving: bool) -> GcReply:
     _delete_strays(index, now - STRAY_AGE_MIN_S if saving else now, reply)
     reply.drafts += len(index.tidy())
     index.change(lambda tables: _expire(tables, now, reply), frees=True)
+    reply.cuts = trim(index)
+    index.sweep()
     is_compact = _compacted(index)
     reply.evicted = _evict(index, request)
     if reply.evicted or not is_compact:

@@ -1,7 +1,7 @@
 """Saving: what of a conversation is to be written, making it part of the tree, and room for it."""
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -9,7 +9,7 @@ import msgspec
 from warmline_proxy import eviction
 from warmline_proxy.index_errors import NoRoom
 from warmline_proxy.index_tables import Tables, blocks_within
-from warmline_proxy.index_tree import advance_session, drop, new_id, swallow
+from warmline_proxy.index_tree import advance_session, drop, new_id, replace
 from warmline_proxy.index_walk import Walk, walk
 from warmline_proxy.rows import CheckpointRow, SaveCommitted, SavePlan, SegmentRow, SessionUpdate
 from warmline_wire.keys import SEGMENT_TOKENS_MAX, TOKEN_BYTES, chain_hashes
@@ -66,16 +66,12 @@ def _swallowable(tables: Tables, found: Walk, leased: Container[str]) -> Segment
     row = found.steps[-1].row
     whole = found.matched == row.end and row.end - row.start < SMALL_TOKENS
     free = not row.pinned and row.id not in leased and not tables.children(row.root, row.id)
-    return row if whole and free and not _built_on(tables, row.id) else None
+    return row if whole and free and row.id not in built_on(tables.saves()) else None
 
 
-def _built_on(tables: Tables, segment_id: str) -> bool:
-    """Another save under way counts on this segment."""
-    return any(plan.replaces == segment_id or segment_id in _parents(plan) for plan in tables.saves())
-
-
-def _parents(plan: SavePlan) -> list[str]:
-    return [spec.parent for spec in plan.segments[:1]]
+def built_on(plans: Iterable[SavePlan]) -> set[str]:
+    """The segments that saves under way count on; perhaps "" among them."""
+    return {segment for plan in plans for segment in (plan.replaces, *(spec.parent for spec in plan.segments[:1]))}
 
 
 def _cut(start: int, end: int, parent: str, ends: Sequence[int]) -> list[SegmentSpec]:
@@ -181,7 +177,7 @@ def _write_segments(
         if old is not None:
             row.prefill_s += old.prefill_s
             row.pinned = old.pinned
-            swallow(tables, old, row, tokens, mine)
+            replace(tables, old, row, tokens, mine)
         else:
             tables.insert_segment(row, tokens, mine)
         rows.append(row)
@@ -270,7 +266,7 @@ def _empty_quarantine(tables: Tables, wanted: int, leased: Container[str]) -> tu
 
 def candidates(tables: Tables, leased: Container[str]) -> list[eviction.Candidate]:
     """All segments and checkpoints, as eviction wants to see them."""
-    built_on = {parent for plan in tables.saves() for parent in [*_parents(plan), plan.replaces]}
+    counted_on = built_on(tables.saves())
     found: list[eviction.Candidate] = []
     for row in tables.segments():
         before = row.start
@@ -278,7 +274,7 @@ def candidates(tables: Tables, leased: Container[str]) -> list[eviction.Candidat
             spares_s = row.prefill_s * (checkpoint.position - before) / (row.end - row.start)
             before = checkpoint.position
             found.append(_candidate(tables, checkpoint, row.id, spares_s, row.pinned or checkpoint.id in leased))
-        kept = row.pinned or row.id in leased or row.id in built_on
+        kept = row.pinned or row.id in leased or row.id in counted_on
         found.append(_candidate(tables, row, row.parent, row.prefill_s, kept))
     return found
 

@@ -237,7 +237,7 @@ class Tables:
         self.add(segments=1, tokens=row.end - row.start, bytes_segments=row.bytes_on_disk)
 
     def update_segment(self, row: SegmentRow) -> None:
-        """For what is no part of a key or a sum: session, pinned."""
+        """For what is no part of a key or a sum: session, pinned; a parent together with its children's table."""
         self.put("segments", bytes.fromhex(row.id), _encode(row))
 
     def remove_segment(self, row: SegmentRow, why: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 import xxhash
 
-from warmline_proxy.index_tables import Tables
+from warmline_proxy.index_tables import Tables, hook
 from warmline_proxy.index_walk import Walk
 from warmline_proxy.rows import CheckpointRow, QuarantineRow, SegmentRow, SessionRow, SessionUpdate
 from warmline_wire.keys import TOKEN_BYTES
@@ -133,8 +133,11 @@ def _shared(tables: Tables, row: SegmentRow, session_id: str) -> bool:
     return siblings or any(other.id != session_id for other in tables.anchored(row.parent))
 
 
-def swallow(tables: Tables, old: SegmentRow, new: SegmentRow, tokens: bytes, hashes: list[bytes]) -> None:
-    """Put `new` in the place of a childless segment that it begins with, and move over what that carried."""
+def replace(tables: Tables, old: SegmentRow, new: SegmentRow, tokens: bytes, hashes: list[bytes]) -> None:
+    """Put `new` in the place of a segment that begins alike, and move over what that carried.
+
+    No child and no conversation of `old` is beyond the end of `new`; states there go.
+    """
     checkpoints, sessions, usage = tables.checkpoints(old.id), tables.anchored(old.id), tables.usage(old.id)
     for checkpoint in checkpoints:
         tables.remove_checkpoint(checkpoint)
@@ -143,13 +146,28 @@ def swallow(tables: Tables, old: SegmentRow, new: SegmentRow, tokens: bytes, has
     tables.remove_segment(old, "")
     tables.insert_segment(new, tokens, hashes)
     tables.put_usage(new.id, usage)
+    _rehang(tables, old, new)
     for checkpoint in checkpoints:
-        tables.insert_checkpoint(msgspec.structs.replace(checkpoint, segment=new.id))
+        if checkpoint.position <= new.end:
+            tables.insert_checkpoint(msgspec.structs.replace(checkpoint, segment=new.id))
+        else:
+            tables.doom(checkpoint.id, checkpoint.bytes_on_disk)
     for session in sessions:
         session.leaf = new.id if session.leaf == old.id else session.leaf
         session.turn_segment = new.id if session.turn_segment == old.id else session.turn_segment
         tables.put_session(session)
     tables.doom(old.id, old.bytes_on_disk)
+
+
+def _rehang(tables: Tables, old: SegmentRow, new: SegmentRow) -> None:
+    """The children of `old`, of which there may be thousands: their own tables stay as they are."""
+    before, after = hook(old.root, old.id), hook(new.root, new.id)
+    for key, child in list(tables.items("children", before)):
+        row = tables.segment(child.hex())
+        tables.delete("children", key)
+        if row is not None:
+            tables.put("children", after + key[len(before) :], child)
+            tables.update_segment(msgspec.structs.replace(row, parent=new.id))
 
 
 # --- conversations ---

@@ -1,28 +1,30 @@
 """Purging: what a request means (pure), and doing it, by the proxy's handler or by a cachectl under `home.lock`."""
 
 import time
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Set
 from math import inf
 
 import msgspec
 
-from warmline_proxy.index import Index
+from warmline_proxy.index import Index, IndexReader
+from warmline_proxy.index_cut import Cutter, reach, trim, weighed
 from warmline_proxy.index_save import abort
 from warmline_proxy.index_tables import Tables
 from warmline_proxy.index_tree import drop
 from warmline_proxy.index_turns import remove_turns, turns
 from warmline_proxy.pin import let_go_of_unclaimed
-from warmline_proxy.rows import PurgeReply, PurgeRequest, SegmentRow, SessionRow, Snapshot, TurnRow
+from warmline_proxy.rows import Cut, PurgeReply, PurgeRequest, SegmentRow, SessionRow, Snapshot, TurnRow
 
 
 class Selection(msgspec.Struct, kw_only=True):
-    """What goes.  `segments` is closed: with a segment goes all that builds on it."""
+    """What goes.  `segments` is closed: with a segment, or a part of one, goes all that builds on it."""
 
     sessions: set[str] = set()
     segments: set[str] = set()
     checkpoints: set[str] = set()
     quarantined: set[str] = set()
-    bytes_freed: int = 0
+    bytes_freed: int = 0  # of whole files
+    cuts: dict[str, int] = {}  # segments that stay, and the position from which on others don't need them
 
 
 def check(request: PurgeRequest) -> None:
@@ -35,7 +37,7 @@ def check(request: PurgeRequest) -> None:
 def select(snapshot: Snapshot, request: PurgeRequest, now: float) -> Selection:
     """Raises ValueError unless the request names exactly one thing; an empty selection where it matches nothing.
 
-    A conversation takes along only what no other one needs.
+    A conversation takes along only what no other one needs, and that to the token.
     """
     check(request)
     if request.everything:
@@ -50,49 +52,82 @@ def select(snapshot: Snapshot, request: PurgeRequest, now: float) -> Selection:
 def purge(index: Index, request: PurgeRequest) -> PurgeReply:
     """Rows, files, request records and then every trace in the index file.  Blocks; raises ValueError, IndexFailure."""
     if request.dry_run:
-        return told(select(index.snapshot(), request, time.time()), dry_run=True)
-    reply = remove(index, request)
-    erase(index)
+        return preview(index, request)
+    with Cutter(index) as cutter:
+        while True:
+            prepare(index, request, cutter)
+            if (reply := remove(index, request, cutter)) is not None:
+                break
+    return erase(index, reply)
+
+
+def preview(reader: IndexReader, request: PurgeRequest) -> PurgeReply:
+    """What would go.  Raises ValueError, IndexFailure."""
+    snapshot = reader.snapshot()
+    selection = select(snapshot, request, time.time())
+    cuts = [weighed(reader.home, snapshot.segments[segment], until) for segment, until in selection.cuts.items()]
+    return _told(selection, cuts, dry_run=True)
+
+
+def prepare(index: Index, request: PurgeRequest, cutter: Cutter) -> None:
+    """Write what is to take the place of segments that are cut.  Blocks, for long; raises ValueError, IndexFailure."""
+    index.flush()
+    cutter.prepare(select(index.snapshot(), request, time.time()).cuts)
+
+
+def remove(index: Index, request: PurgeRequest, cutter: Cutter) -> PurgeReply | None:
+    """Rows and records: nobody starts from it any more.  None, and nothing is done, where it must be prepared again.
+
+    Blocks; raises ValueError, IndexFailure.
+    """
+    index.flush()
+    return index.change(lambda tables: _select_and_remove(tables, request, cutter), frees=True)
+
+
+def erase(index: Index, reply: PurgeReply) -> PurgeReply:
+    """Files whose rows are gone, then every trace in the index file.  Blocks; raises IndexFailure.
+
+    What could not be cut is tried once more: there may be room for it now.
+    """
+    index.sweep()
+    if again := {cut.segment for cut in reply.cuts if cut.why_not}:
+        cuts = {cut.segment: cut for cut in [*reply.cuts, *trim(index, again)]}
+        freed = sum(cuts[segment].bytes_count for segment in again if not cuts[segment].why_not)
+        reply = msgspec.structs.replace(reply, cuts=list(cuts.values()), bytes_freed=reply.bytes_freed + freed)
+        index.sweep()
+    index.compact()
+    index.renew_spare()
     return reply
 
 
-def remove(index: Index, request: PurgeRequest) -> PurgeReply:
-    """Rows and records: nobody starts from it any more.  Blocks; raises ValueError, IndexFailure."""
-    index.flush()
-    return told(index.change(lambda tables: _select_and_remove(tables, request), frees=True), dry_run=False)
-
-
-def erase(index: Index) -> None:
-    """Files whose rows are gone, then every trace in the index file.  Blocks; raises IndexFailure."""
-    index.sweep()
-    index.compact()
-    index.renew_spare()
-
-
-def told(selection: Selection, dry_run: bool) -> PurgeReply:
-    """The answer that names it."""
+def _told(selection: Selection, cuts: list[Cut], dry_run: bool) -> PurgeReply:
     return PurgeReply(
         sessions=sorted(selection.sessions),
         segments=sorted(selection.segments),
         checkpoints=sorted(selection.checkpoints),
         quarantined=sorted(selection.quarantined),
-        bytes_freed=selection.bytes_freed,
+        bytes_freed=selection.bytes_freed + sum(cut.bytes_count for cut in cuts if not cut.why_not),
         dry_run=dry_run,
+        cuts=cuts,
     )
 
 
-def _select_and_remove(tables: Tables, request: PurgeRequest) -> Selection:
+def _select_and_remove(tables: Tables, request: PurgeRequest, cutter: Cutter) -> PurgeReply | None:
     snapshot, now = tables.snapshot(), time.time()
     selection = select(snapshot, request, now)
+    if not cutter.is_ready(tables, selection.cuts):
+        return None
     kept = snapshot.sessions.keys() - selection.sessions
     _remove(tables, selection)
+    _disown(tables, snapshot, selection)
+    cuts = cutter.put(tables, selection.cuts, owner=next(iter(selection.sessions), ""))
     let_go_of_unclaimed(tables)
     _remove_records(tables, snapshot, selection, request, now)
     for plan in tables.saves():
         if request.everything or request.model == plan.model != "":
             abort(tables, plan)
     remove_turns(tables, (pair for pair in turns(tables) if _goes(pair[1], kept, selection, request, now)))
-    return selection
+    return _told(selection, cuts, dry_run=False)
 
 
 def _goes(turn: TurnRow, kept: Collection[str], selection: Selection, request: PurgeRequest, now: float) -> bool:
@@ -117,11 +152,12 @@ def _older_than(snapshot: Snapshot, before: float) -> Selection:
     """Conversations, and what belongs to none, last used before then."""
     old = {row.id for row in snapshot.sessions.values() if row.last_used < before}
     selection = _of_sessions(snapshot, old)
-    kept = _needed(snapshot, snapshot.sessions.keys() - old)
+    kept = set(reach(snapshot, snapshot.sessions.keys() - old))
     young = {row.id for row in snapshot.segments.values() if _last_used(snapshot, row.id) >= before}
     kept |= {link.id for segment_id in young - selection.segments for link in snapshot.path(segment_id)}
     quarantined = {row.id for row in snapshot.quarantined.values() if row.at < before}
-    return _measured(snapshot, old, selection.segments | (snapshot.segments.keys() - kept), quarantined)
+    segments = selection.segments | (snapshot.segments.keys() - kept)
+    return _measured(snapshot, old, segments, quarantined, selection.cuts)
 
 
 def _last_used(snapshot: Snapshot, segment_id: str) -> float:
@@ -130,24 +166,34 @@ def _last_used(snapshot: Snapshot, segment_id: str) -> float:
 
 def _of_sessions(snapshot: Snapshot, sessions: set[str]) -> Selection:
     """Their paths, abandoned branches of those, and what else they wrote, but for what other conversations stand on."""
-    needed = _needed(snapshot, snapshot.sessions.keys() - sessions)
-    own = _needed(snapshot, sessions)
-    own |= {row.id for row in snapshot.segments.values() if row.session in sessions}
+    needed, own = reach(snapshot, snapshot.sessions.keys() - sessions), reach(snapshot, sessions)
+    wrote = {row.id for row in snapshot.segments.values() if row.session in sessions}
+    cuts = {
+        segment: until
+        for segment, until in needed.items()
+        if until < (snapshot.segments[segment].end if segment in wrote else own.get(segment, 0))
+    }
+    beyond = {row.id for row in snapshot.segments.values() if row.start > cuts.get(row.parent, inf)}
     models = {snapshot.sessions[session].model for session in sessions} | {""}
     # Whose rows a file has that was set aside can no longer be told for sure.
     quarantined = {row.id for row in snapshot.quarantined.values() if sessions and row.model in models}
-    return _measured(snapshot, sessions, own - needed, quarantined)
+    return _measured(snapshot, sessions, (own.keys() | wrote | beyond) - needed.keys(), quarantined, cuts)
 
 
-def _needed(snapshot: Snapshot, sessions: Iterable[str]) -> set[str]:
-    """What these stand on."""
-    return {link.id for session in sessions for link in snapshot.path(snapshot.sessions[session].leaf)}
-
-
-def _measured(snapshot: Snapshot, sessions: set[str], segments: Set[str], quarantined: set[str]) -> Selection:
-    gone = _with_descendants(snapshot, segments)
-    checkpoints = {row.id for row in snapshot.checkpoints.values() if row.segment in gone}
-    lost = {row.id for row in snapshot.sessions.values() if gone.issuperset(_needed(snapshot, [row.id]))}
+def _measured(
+    snapshot: Snapshot,
+    sessions: set[str],
+    segments: Set[str],
+    quarantined: set[str],
+    cuts: dict[str, int] | None = None,
+) -> Selection:
+    gone, cuts = _with_descendants(snapshot, segments), cuts or {}
+    checkpoints = {
+        row.id
+        for row in snapshot.checkpoints.values()
+        if row.segment in gone or row.position > cuts.get(row.segment, inf)
+    }
+    lost = {row.id for row in snapshot.sessions.values() if gone.issuperset(reach(snapshot, [row.id]))}
     sizes = [
         *(snapshot.segments[file_id].bytes_on_disk for file_id in gone),
         *(snapshot.checkpoints[file_id].bytes_on_disk for file_id in checkpoints),
@@ -159,6 +205,7 @@ def _measured(snapshot: Snapshot, sessions: set[str], segments: Set[str], quaran
         checkpoints=checkpoints,
         quarantined=quarantined,
         bytes_freed=sum(sizes),
+        cuts=cuts,
     )
 
 
@@ -173,14 +220,21 @@ def _with_descendants(snapshot: Snapshot, segments: Set[str]) -> set[str]:
 def _remove(tables: Tables, selection: Selection) -> None:
     for session in selection.sessions:
         tables.remove_session(session)
-    for segment in selection.segments:
-        drop(tables, segment, "")
+    for file_id in (*selection.segments, *selection.checkpoints):
+        drop(tables, file_id, "")
     for row in tables.quarantined():
         if row.id in selection.quarantined:
             tables.remove_quarantined(row)
             tables.doom(row.id, row.bytes_on_disk)
     for key, _ in list(tables.items("gone")):
         tables.delete("gone", key)  # each holds a token
+
+
+def _disown(tables: Tables, snapshot: Snapshot, selection: Selection) -> None:
+    """What they wrote and others stand on has no name of theirs any more."""
+    for row in snapshot.segments.values():
+        if row.session in selection.sessions and row.id not in selection.segments:
+            tables.update_segment(msgspec.structs.replace(row, session=""))
 
 
 def _remove_records(

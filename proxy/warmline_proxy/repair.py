@@ -6,8 +6,9 @@ Files are the truth for tokens, places and sizes; rows only add what no file kno
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -225,9 +226,9 @@ class _Mending:
 
     def _segments(self, files: Iterable[Surveyed]) -> None:
         known = self._old.segments
-        for file in sorted(files, key=lambda file: _precedence(file, known)):
+        for file in self._in_order(files):
             assert file.meta is not None
-            parent = file.meta.parent
+            parent = known[file.id].parent if file.id in known else file.meta.parent
             if not (why := self._tree.grow(file)):
                 self._insert_segment(file)
             elif parent in self._bad:
@@ -237,12 +238,18 @@ class _Mending:
             else:
                 self._refuse(file, "foreign", why)
 
+    def _in_order(self, files: Iterable[Surveyed]) -> Iterator[Surveyed]:
+        """Of those that start at one place, first who names its parent: who has lost it takes what is left."""
+        ordered = sorted(files, key=lambda file: _precedence(file, self._old.segments))
+        for _, alike in groupby(ordered, key=lambda file: file.meta and file.meta.start):
+            yield from sorted(alike, key=lambda file: not self._tree.has_named(file))
+
     def _insert_segment(self, file: Surveyed) -> None:
         assert file.meta is not None
         grown, old, meta = self._tree.segments[file.id], self._old.segments.get(file.id), file.meta
         row = SegmentRow(
             id=file.id,
-            parent=meta.parent,
+            parent=grown.parent,
             root=file.root,
             model=old.model if old else meta.model,
             start=meta.start,

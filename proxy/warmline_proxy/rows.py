@@ -241,15 +241,30 @@ class PurgeRequest(msgspec.Struct, kw_only=True):
     dry_run: bool = False
 
 
+class Cut(msgspec.Struct, kw_only=True):
+    """A segment that others stand on and that loses the rows from `until` on, which nobody else needs.
+
+    It becomes another file; where it can't (`why_not`), all of it stays.
+    """
+
+    segment: FileId
+    until: Position
+    end: Position  # where it ended
+    bytes_count: int  # of what is cut away, or stays
+    became: MaybeFileId = ""  # "" where it is not cut (yet)
+    why_not: str = ""
+
+
 class PurgeReply(msgspec.Struct, kw_only=True):
     """What was purged, or would be."""
 
     sessions: list[str]
-    segments: list[str]
+    segments: list[str]  # whole ones
     checkpoints: list[str]
     quarantined: list[str]
-    bytes_freed: int
+    bytes_freed: int  # of files, with what is cut away
     dry_run: bool
+    cuts: list[Cut] = []
 
 
 class PinRequest(msgspec.Struct, kw_only=True):
@@ -284,6 +299,7 @@ class GcReply(msgspec.Struct, kw_only=True):
     records: int = 0  # of requests, too old
     turns: int = 0  # sampled, too old, of what is not stored
     notes: int = 0  # on why something is no longer stored
+    cuts: list[Cut] = []  # what only conversations that are gone needed
     bytes_before: int = 0
     bytes_after: int = 0
     bytes_wanted: int = 0  # more than these are only left where what is pinned or in use needs them

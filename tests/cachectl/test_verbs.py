@@ -1,5 +1,6 @@
 """What each verb promises: the names in its JSON, its exit codes, its help, what a shell completes."""
 
+import errno
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from index_helpers import BUDGET, make_home, matched, save
 from warmline_cachectl import client
 from warmline_cachectl.cli import app
 from warmline_cachectl.completing import session_ids
+from warmline_proxy import index_cut
 from warmline_proxy.index import Index
 from warmline_proxy.lock import home_lock
 from warmline_proxy.pin import bytes_pinned_max
@@ -60,11 +62,11 @@ SHAPES = {  # by verb: the names at the top, and of the first row of each list
     },
     "verify": {"": "findings segments checkpoints deep"},
     "verify --repair": {"": "findings segments checkpoints deep did"},
-    "purge --all --dry-run": {"": "sessions segments checkpoints quarantined bytes_freed dry_run"},
+    "purge --all --dry-run": {"": "sessions segments checkpoints quarantined bytes_freed dry_run cuts"},
     "pin SESSION": {"": "session pinned segments bytes_pinned bytes_pinned_max"},
     "gc": {
         "": (
-            "evicted orphans drafts bytes_strays doomed records turns notes bytes_before bytes_after bytes_wanted "
+            "evicted orphans drafts bytes_strays doomed records turns notes cuts bytes_before bytes_after bytes_wanted "
             "bytes_index_before bytes_index_after"
         )
     },
@@ -273,13 +275,29 @@ def test_pin_and_gc(home: Home) -> None:
         assert matched(index, A[:10]) == 0
 
 
-def test_a_purge_tells_what_of_a_conversation_others_keep(home: Home) -> None:
+def test_a_purge_tells_what_is_cut_of_a_file_that_another_one_stands_on(home: Home) -> None:
     """The one that came first holds what the other begins with, and more."""
     first = called(home, "first")
-    told = run(home, "purge", "--session", first, "--dry-run").stdout.splitlines()
-    assert told[0].startswith("would purge 1 conversation: 0 segments")
-    assert told[1].startswith("1 segment of it, ") and "stay until the other conversations go" in told[1]
-    assert run(home, "purge", "--all", "--dry-run").stdout.count("\n") == 1
+    told = run(home, "purge", "--session", first, "--dry-run").stdout
+    assert told.startswith("would purge 1 conversation: 0 segments, a part of 1 more, ")
+    done = run(home, "purge", "--session", first, "--yes")
+    assert (done.returncode, done.stdout) == (0, told.replace("would purge", "purged"))
+
+
+def test_what_a_purge_could_not_cut_is_told_and_gc_does_it(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = called(home, "first")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(index_cut.disk, "write_whole", full)
+    for words in (["purge", "--session", first, "--yes"], ["gc"]):
+        done = run(home, *words, "--json")
+        assert done.returncode == 3 and "No space left on device" in json.loads(done.stdout)["cuts"][0]["why_not"]
+        assert "that nobody needs could not be cut away; cachectl gc tries again: segment " in done.stderr
+    monkeypatch.undo()
+    done = run(home, "gc")
+    assert done.returncode == 0 and done.stdout.startswith("cut 1 segment\n")
 
 
 def test_more_than_the_budgets_share_is_not_pinned(home: Home) -> None:

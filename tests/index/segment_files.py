@@ -11,14 +11,16 @@ from warmline_wire.segment_file import FileMeta, header_checksum, read_header, t
 def write_segment_file(path: Path, meta: FileMeta, tokens: bytes | None, tensors: dict[str, bytes]) -> int:
     """Returns the file's size."""
     parts = dict(tensors) if tokens is None else tensors | {"tokens": tokens}
+    shapes = {name: ("U8", _shape(name, meta, data)) for name, data in parts.items()}
     sums = [tensor_checksum(name, *meta.span, [parts[name]]) for name in sorted(parts)]
-    sums.append(header_checksum(meta, {name: ("U8", [len(data)]) for name, data in parts.items()}))
+    sums.append(header_checksum(meta, shapes))
     parts["checksums"] = b"".join(value.to_bytes(8, "little") for value in sums)
+    shapes["checksums"] = ("U64", [len(sums)])
     header: dict[str, object] = {"__metadata__": {"warmline": meta.to_json()}}
     offset = 0
     for name, data in parts.items():
-        kind, size = {"checksums": ("U64", 8)}.get(name, ("U8", 1))
-        header[name] = {"dtype": kind, "shape": [len(data) // size], "data_offsets": [offset, offset + len(data)]}
+        dtype, shape = shapes[name]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
         offset += len(data)
     head = json.dumps(header, separators=(",", ":")).encode()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -27,6 +29,12 @@ def write_segment_file(path: Path, meta: FileMeta, tokens: bytes | None, tensors
     draft.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(parts.values()))
     draft.rename(path)  # complete or not there, as the backend's are
     return path.stat().st_size
+
+
+def _shape(name: str, meta: FileMeta, data: bytes) -> list[int]:
+    """Of a segment's rows one head's, as wide as they are."""
+    is_row = meta.kind == "segment" and name != "tokens"
+    return [1, 1, meta.end - meta.start, len(data) // (meta.end - meta.start)] if is_row else [len(data)]
 
 
 def rewrite(path: Path, **changed: object) -> None:

@@ -17,7 +17,7 @@ from warmline_proxy.index import Index
 from warmline_proxy.purge import purge
 from warmline_proxy.reconcile import reconcile
 from warmline_proxy.repair import repair
-from warmline_proxy.rows import PurgeRequest, SavePlan
+from warmline_proxy.rows import PurgeRequest, SavePlan, SessionRow
 from warmline_wire.keys import namespace, pack_tokens, unpack_tokens
 
 ROOTS = (ROOT, namespace("model-b"))
@@ -139,9 +139,29 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.index.sessions())
     @rule(which=st.integers(0, 9))
     def purge(self, which: int) -> None:
+        """To the token: of its text no more is left than what others say, and of theirs all."""
         sessions = self.index.sessions()
-        reply = purge(self.index, PurgeRequest(session=sessions[which % len(sessions)].id))
+        row = sessions[which % len(sessions)]
+        texts = {each.id: (each.root, self.text_of(each)) for each in sessions}
+        told = purge(self.index, PurgeRequest(session=row.id, dry_run=True))
+        reply = purge(self.index, PurgeRequest(session=row.id))
+        assert (told.sessions, told.segments, told.bytes_freed) == (reply.sessions, reply.segments, reply.bytes_freed)
         self.forget([*reply.segments, *reply.checkpoints])
+        for cut in reply.cuts:
+            root, text = self.segments.pop(cut.segment)
+            self.segments[cut.became] = (root, text[: cut.until])
+        left = {each.id: texts[each.id] for each in self.index.sessions()}
+        assert left.keys() == texts.keys() - set(reply.sessions)
+        said = [text for root, text in left.values() if root == row.root]
+        self.is_stored(row.root, texts[row.id][1], max((shared(texts[row.id][1], text) for text in said), default=0))
+        for root, text in left.values():
+            self.is_stored(root, text, len(text))
+
+    def text_of(self, row: SessionRow) -> Text:
+        return tuple(unpack_tokens(self.index.stored_tokens(row.leaf)))[: row.tokens]
+
+    def is_stored(self, root: bytes, text: Text, tokens: int) -> None:
+        assert self.index.match(root, pack_tokens(text), len(text)).tokens == tokens
 
     @precondition(lambda self: self.segments)
     @rule(which=st.integers(0, 99))

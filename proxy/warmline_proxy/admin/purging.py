@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 from aiohttp import web
@@ -16,17 +17,18 @@ from warmline_proxy.condemn import Condemner
 from warmline_proxy.errors import bad_request
 from warmline_proxy.hygiene.heads import Heads
 from warmline_proxy.index import Index
+from warmline_proxy.index_cut import Cutter
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
 from warmline_proxy.partings import Partings
-from warmline_proxy.purge import check, erase, purge, remove
+from warmline_proxy.purge import check, erase, prepare, preview, remove
 from warmline_proxy.rows import PurgeReply, PurgeRequest
 from warmline_proxy.settle import Settler
 from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Upstream, UpstreamError
 from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES
-from warmline_wire.messages import decode
+from warmline_wire.messages import SegmentRef, decode
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class Purging:
         except (msgspec.DecodeError, ValueError) as error:
             raise bad_request(f"Not a purge: {error}") from error
         if wanted.dry_run:
-            return json_answer(await asyncio.to_thread(purge, self._index, wanted))
+            return json_answer(await asyncio.to_thread(preview, self._index, wanted))
         # A caller that leaves meanwhile does not keep it from being finished.
         reply = await asyncio.shield(self._background.spawn(self._purge(wanted), "purge"))
         await self._until_deleted()
@@ -83,14 +85,26 @@ class Purging:
         """
         with self._partings.paused():
             async with self._settler.paused():
-                reply, marked = await asyncio.to_thread(remove_with, self._index, wanted, list(self._lives))
+                reply, marked = await self._removed(wanted)
                 for life in marked:
                     life.purged = True
                 try:
-                    await asyncio.to_thread(erase, self._index)
+                    reply = await asyncio.to_thread(erase, self._index, reply)
                 finally:
                     await self._forget()
         return reply
+
+    async def _removed(self, wanted: PurgeRequest) -> tuple[PurgeReply, list[Life]]:
+        """What takes long, writing what is left of files, is done before it is asked who runs."""
+        cutter = Cutter(self._index)
+        try:
+            while True:
+                await asyncio.to_thread(prepare, self._index, wanted, cutter)
+                removing = asyncio.to_thread(remove_with, self._index, wanted, cutter, list(self._lives))
+                if (found := await removing) is not None:
+                    return found
+        finally:
+            await asyncio.to_thread(cutter.close)
 
     async def _forget(self) -> None:
         """All of it: what is left on disk is read again where it is needed."""
@@ -113,23 +127,31 @@ class Purging:
             await asyncio.to_thread(self._index.sweep)
 
 
-def remove_with(index: Index, wanted: PurgeRequest, running: Sequence[Life]) -> tuple[PurgeReply, list[Life]]:
-    """On a thread: remove it, and say which of these requests go on from what is gone, or belong to it."""
+def remove_with(
+    index: Index, wanted: PurgeRequest, cutter: Cutter, running: Sequence[Life]
+) -> tuple[PurgeReply, list[Life]] | None:
+    """On a thread: remove it, and say which of these requests go on from what is gone, or belong to it.
+
+    None, and nothing is done, where it must be prepared again.
+    """
     paths = [_path(index, life) for life in running]
-    reply = remove(index, wanted)
-    gone = set(reply.segments)
+    if (reply := remove(index, wanted, cutter)) is None:
+        return None
+    gone = dict.fromkeys(reply.segments, 0) | {cut.segment: cut.until for cut in reply.cuts}
     marked = [
         life
         for life, path in zip(running, paths, strict=True)
-        if wanted.everything or (wanted.model and life.model == wanted.model) or not gone.isdisjoint(path)
+        if wanted.everything
+        or (wanted.model and life.model == wanted.model)
+        or any(link.upto > gone.get(link.id, inf) for link in path)
     ]
     return reply, marked
 
 
-def _path(index: Index, life: Life) -> list[str]:
+def _path(index: Index, life: Life) -> list[SegmentRef]:
     """The segments that hold what it says after its head: system texts and tools are many conversations' alike."""
     if life.prompt is None or not life.root:
         return []
     tokens, head = life.prompt.tokens, next(iter(life.prompt.boundaries), BLOCK_TOKENS)
     chain = index.match(life.root, tokens, len(tokens) // TOKEN_BYTES).chain
-    return [link.id for link in chain if link.upto > head]
+    return [link for link in chain if link.upto > head]
