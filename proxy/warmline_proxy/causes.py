@@ -138,7 +138,8 @@ CAUSES = {
     "slower": Cause("More of it is on disk, and restoring that would have taken longer than computing it."),
     "shared": Cause("Another request is computing the same beginning, and this one starts from a copy of it."),
     "first-request": Cause(
-        "Nothing was stored: it was the first request since the home was made, or since a purge.",
+        "Nothing was stored for it: the first request with this model and client key since the home was made, or since"
+        " a purge.",
     ),
     "other-model": Cause(
         "What is stored belongs to another model: its weights, configuration, adapter, KV quantization or code changed,"

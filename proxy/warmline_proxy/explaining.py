@@ -212,8 +212,9 @@ def _told(
     roots = dict.fromkeys(row.root for row in others)
     prints = {root: _fingerprint(reader, (row for row in others if row.root == root)) for root in roots}
     same = {root: reader.match(root, tokens, len(tokens) // TOKEN_BYTES).tokens for root in roots}
+    enough = min(BLOCK_TOKENS, max(1, len(tokens) // TOKEN_BYTES))
     for root in sorted(roots, key=lambda each: -same[each]):
-        is_here = same[root] >= BLOCK_TOKENS
+        is_here = same[root] >= enough
         if is_here and prints[root] == own:
             yield "other-key", f"{same[root]} of its tokens are stored for another key"
         names = {row.model for row in others if row.root == root}

@@ -77,16 +77,17 @@ def test_what_was_evicted_is_said_to_be(index: Index) -> None:
     assert cause_of(why(index, PROMPT), None) == "evicted"
 
 
+@pytest.mark.parametrize("tokens", [150, 37], ids=["blocks", "less than a block"])
 @pytest.mark.parametrize(("root", "cause"), [(OTHER_KEY, "other-key"), (OTHER_MODEL, "other-model")])
-def test_a_first_request_of_its_root_knows_of_other_ones(index: Index, root: bytes, cause: str) -> None:
+def test_a_first_request_of_its_root_knows_of_other_ones(index: Index, root: bytes, cause: str, tokens: int) -> None:
     save_under(index, root, PROMPT)
     session = save_under(index, ROOT, PROMPT)
-    asked = record(why_not_warmer="nothing stored", prompt_tokens=150, session=session)
+    asked = record(why_not_warmer="nothing stored", prompt_tokens=tokens, session=session)
     reply = explain(index, asked)
     assert reply.verdict.cause == cause
-    told = {"other-key": "150 of its tokens", "other-model": "everything stored for model-a before"}
+    told = {"other-key": f"{tokens} of its tokens", "other-model": "everything stored for model-a before"}
     assert told[cause] in reply.verdict.detail
-    assert (reply.now.session, reply.now.tokens) == (session, 150)
+    assert (reply.now.session, reply.now.tokens) == (session, tokens)
     earlier = msgspec.structs.replace(asked, at=1.0)  # nothing was there then
     assert explain(index, earlier).verdict.cause == "first-request"
     assert fingerprint_of(index, root) == FINGERPRINTS[root]
