@@ -93,7 +93,7 @@ def find(records: Sequence[RequestRecord], asked: str) -> RequestRecord:
 
 def _last(records: Sequence[RequestRecord]) -> RequestRecord:
     if not records:
-        raise UnknownRequest("no request was answered yet")
+        raise UnknownRequest("no request is remembered: none was answered yet, or a purge has forgotten them")
     return next((each for each in records if _cause(each) not in QUIET), records[0])
 
 

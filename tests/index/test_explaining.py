@@ -160,7 +160,7 @@ def test_a_request_is_found_by_whatever_it_is_called(index: Index) -> None:
     ):
         with pytest.raises(UnknownRequest, match=told):
             find(records, asked)
-    with pytest.raises(UnknownRequest, match="no request was answered yet"):
+    with pytest.raises(UnknownRequest, match="none was answered yet, or a purge"):
         find([], LAST)
 
 
