@@ -1,5 +1,6 @@
 """An examination for people, and for programs."""
 
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -67,7 +68,7 @@ def show(examination: Examination, console: Console | None = None) -> None:
 
 def _console() -> Console:
     out = Console(highlight=False)
-    return out if out.is_terminal else Console(highlight=False, width=WIDTH_PIPED)
+    return out if out.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=WIDTH_PIPED)
 
 
 def _findings(findings: tuple[Finding, ...]) -> Table:
