@@ -264,7 +264,8 @@ def trim(index: Index, only: Container[str] | None = None) -> list[Cut]:
         return cutter.put(tables, cuts) if cutter.is_ready(tables, cuts) else None
 
     with Cutter(index) as cutter:
-        while True:
-            cutter.prepare(index.change(wanted, frees=True))
+        while found := index.change(wanted, frees=True):
+            cutter.prepare(found)
             if (cuts := index.change(change, frees=True)) is not None:
                 return cuts
+    return []

@@ -150,7 +150,7 @@ def test_before_a_purge_it_is_said_where_no_file_would_go(page: Chromium) -> Non
     page.run("document.querySelectorAll('#session-rows .danger')[1].click()")
     page.wait("document.querySelector('#dialog').open")
     said = page.run("document.querySelector('#dialog-text').textContent")
-    assert "its name only, as others stand on all of its files" in said
+    assert "its name only, as others begin with all of it" in said
     page.run("document.querySelector('#dialog-cancel').click()")
     page.wait("!document.querySelector('#dialog').open")
     assert page.run("document.querySelector('#sessions-count').textContent") == "1,334"

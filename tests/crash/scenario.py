@@ -194,6 +194,12 @@ def import_of_a_conversation(index: Index) -> None:
     import_archive(index, archive, "", Known(fingerprints={FINGERPRINT}, what=""))
 
 
+def purge_of_what_another_one_shares(index: Index) -> None:
+    """It leaves in the middle of a segment, of which the rest is written anew."""
+    (cut,) = purge(index, PurgeRequest(session=session_of(index, TALK))).cuts
+    assert (cut.until, cut.end, cut.why_not) == (220, 300, "")
+
+
 ARCHIVE: list[bytes] = []  # of NEW
 
 STORING: list[Errand] = [
@@ -211,13 +217,20 @@ STORING: list[Errand] = [
     save_after_it,
     leftovers,
 ]
-UPKEEP: list[Errand] = [two_saves, pin_of_a_conversation, gc_down_to_what_is_pinned, import_of_a_conversation]
+UPKEEP: list[Errand] = [
+    two_saves,
+    pin_of_a_conversation,
+    gc_down_to_what_is_pinned,
+    import_of_a_conversation,
+    branch,
+    purge_of_what_another_one_shares,
+]
 LIVES = {"storing": STORING, "upkeep": UPKEEP}
 SPARED = {
     "storing": set(),
-    "upkeep": {"first start", "two saves", "start after a kill"},
+    "upkeep": {"first start", "two saves", "branch", "start after a kill"},
 }  # the other one is killed there
-AT_ONCE = {"import of a conversation"}  # all of it is stored, or nothing
+AT_ONCE = {"import of a conversation", "purge of what another one shares"}  # all of it is stored, or nothing
 
 
 # ---- what proxy and backend do in a save

@@ -61,6 +61,7 @@ def test_killed_at_every_step_upkeep_is_done_or_not_done() -> None:
     after = {errand: stored for errand, (_, stored) in life["stored"].items()}
     assert (after["gc down to what is pinned"]["talk"], after["gc down to what is pinned"]["new"]) == (400, 0)
     assert after["import of a conversation"]["new"] == after["two saves"]["new"] == 260
+    assert after["purge of what another one shares"] == after["branch"] | {"talk": 220, "again": 220}
 
 
 def test_a_merge_that_deletes_too_soon_would_be_found() -> None:

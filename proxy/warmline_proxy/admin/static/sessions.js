@@ -132,7 +132,9 @@ async function purge(session, row) {
     const doing = would.bytes_freed ? `Purge ${bytes(would.bytes_freed)}` : "Purge";
     if (!(await confirm(`Purge “${name}”?`, question(session, would), doing))) return;
     const did = await post("purge", { session });
-    say(`Purged ${many(did.sessions.length, "conversation")}, ${bytes(did.bytes_freed)}.`);
+    const left = did.cuts.filter((cut) => cut.why_not);
+    const stays = left.map((cut) => ` ${bytes(cut.bytes_count)} of segment ${cut.segment} stay: ${cut.why_not}.`).join("");
+    say(`Purged ${many(did.sessions.length, "conversation")}, ${bytes(did.bytes_freed)}.${stays}`);
     view.changed();
     byId("search").focus(); // the button that was pressed is gone
   } catch (error) {
@@ -140,16 +142,18 @@ async function purge(session, row) {
   }
 }
 
-function question(session, { sessions, segments, checkpoints, bytes_freed }) {
+function question(session, { sessions, segments, checkpoints, cuts, bytes_freed }) {
   const others = sessions.filter((each) => each !== session);
-  const files = [many(segments.length, "segment"), many(checkpoints.length, "checkpoint")].join(" and ");
-  const freed = bytes_freed ? `${files}, ${bytes(bytes_freed)}` : "its name only, as others stand on all of its files";
+  const files = [many(segments.length, "segment"), many(checkpoints.length, "checkpoint")];
+  if (cuts.length) files.splice(1, 0, `a part of ${count(cuts.length)} more`);
+  const listed = `${files.slice(0, -1).join(", ")} and ${files.at(-1)}`;
+  const freed = bytes_freed ? `${listed}, ${bytes(bytes_freed)}` : "its name only, as others begin with all of it";
   const parts = [make("p", "", `Conversation ${session} goes: ${freed}. It can't be undone.`)];
   if (others.length) {
     const named = others.slice(0, NAMED_MAX).join(", ") + (others.length > NAMED_MAX ? " and more" : "");
     parts.push(make("p", "", `With it ${many(others.length, "conversation")} that it carried: ${named}.`));
   }
-  const shared = "Files that another conversation needs stay until that one goes too.";
+  const shared = "What another conversation begins with as well stays.";
   parts.push(make("p", "note", `${shared} Memory is emptied; others come back from disk.`));
   return parts;
 }
