@@ -72,6 +72,8 @@ def main(user: str, verb: str, *words: str) -> int:
         print(f"MainPID={number if kind in ('pid', 'run') else 0}")
         print(f"ExecMainCode={1 if kind == 'exit' else 0}\nExecMainStatus={number if kind == 'exit' else 0}")
         print(f"ExecMainExitTimestampMonotonic={1 if kind == 'exit' else 0}")
+    elif verb == "stop":
+        end(state)
     elif not is_there:
         sys.stderr.write(f"Failed to {verb} unit: Unit file {unit} does not exist.\n")
         return 1

@@ -205,6 +205,29 @@ def test_where_no_manager_answers_nothing_is_written(linux: User) -> None:
     assert not (linux.root / ".config").exists() and not linux.home.exists()
 
 
+def test_what_runs_on_without_its_file_is_stopped(mac: User) -> None:
+    mac.install("--wait-s", "0")
+    proxy, backend = (mac.root / "Library/LaunchAgents" / f"com.warmline.{role}.plist" for role in ("proxy", "backend"))
+    backend.unlink()
+    mac.install("--wait-s", "0")
+    labels = [f"gui/{os.getuid()}/com.warmline.{role}" for role in ("proxy", "backend")]
+    assert mac.calls[-6:-4] == [["bootout", label] for label in labels]
+    proxy.unlink()
+    backend.unlink()
+    said = mac.run("uninstall").output
+    assert "stopped com.warmline.proxy" in said and "stopped com.warmline.backend" in said
+    assert "no launch agents are installed" in mac.run("uninstall").output
+
+
+def test_so_it_is_with_systemd(linux: User) -> None:
+    linux.install("--wait-s", "0")
+    for unit in (linux.root / ".config/systemd/user").glob("*.service"):
+        unit.unlink()
+    assert "stopped warmline-backend.service" in linux.run("uninstall").output
+    assert ["stop", "warmline-proxy.service"] in [call[-2:] for call in linux.calls]
+    assert "no user services are installed" in linux.run("uninstall").output
+
+
 @pytest.mark.parametrize("verb", ["status", "restart", "logs"])
 def test_what_is_not_installed_is_1(linux: User, verb: str) -> None:
     shown = linux.run(verb, code=1).output

@@ -119,6 +119,14 @@ class ServiceManager(ABC):
     def is_installed(self, which: Which) -> bool:
         return self.file(which).is_file()
 
+    def is_kept(self, which: Which) -> bool:
+        """Whatever became of its file.  Not where the manager can't be asked."""
+        try:
+            state = self.state(which)
+        except ManagerFailed:
+            return False
+        return state.loaded or state.pid is not None
+
     def installed(self, which: Which) -> Installed | None:
         """None where it is not installed, or its file is not as we write it."""
         with suppress(OSError, ValueError):

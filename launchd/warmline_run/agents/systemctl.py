@@ -52,7 +52,8 @@ class Systemd(ServiceManager):
         self._tell("restart", self.label(which), timeout_s=self._patience_s(which))
 
     def stop(self, which: Which) -> None:
-        self._tell("disable", "--now", self.label(which), timeout_s=self._patience_s(which))
+        words = ("disable", "--now") if self.is_installed(which) else ("stop",)
+        self._tell(*words, self.label(which), timeout_s=self._patience_s(which))
 
     def restart(self, which: Which) -> None:
         self._tell("restart", self.label(which), timeout_s=self._patience_s(which))

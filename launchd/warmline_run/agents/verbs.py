@@ -37,6 +37,11 @@ class Pair:
         return [which for which in self.whiches if self.manager.is_installed(which)]
 
     @property
+    def known(self) -> list[Which]:
+        """Also those that are kept on though somebody has deleted their files."""
+        return [which for which in self.whiches if self.manager.is_installed(which) or self.manager.is_kept(which)]
+
+    @property
     def suffix(self) -> str:
         """What further commands need to mean this pair."""
         return f" --name {self.name}" if self.name else ""
@@ -74,7 +79,7 @@ def install(pair: Pair, config: Config, environment: Mapping[str, str], wait_s: 
     _check_free(pair, config)
     pair.manager.check_answers()
     _prepare(made)
-    for which in pair.installed:
+    for which in pair.known:
         pair.manager.stop(which)
     for agent in reversed(made):
         _write(pair.manager, agent, path := pair.manager.file(agent.which))
@@ -87,7 +92,7 @@ def install(pair: Pair, config: Config, environment: Mapping[str, str], wait_s: 
 
 def _check_free(pair: Pair, config: Config) -> None:
     """What the pair itself has at this moment it will let go of."""
-    own = [state.pid for which in pair.installed if (state := pair.manager.state(which)).pid]
+    own = [state.pid for which in pair.known if (state := pair.manager.state(which)).pid]
     own_ports = []
     if own and (before := configuration(pair)):
         own_ports = [int(before[name]) for name in ports.LISTENERS]
@@ -130,12 +135,13 @@ def wait(pair: Pair, config: Config, wait_s: float) -> int:
 
 def uninstall(pair: Pair) -> int:
     """What is stored stays."""
-    installed = pair.installed
-    for which in installed:
+    known = pair.known
+    for which in known:
+        was_there = pair.manager.is_installed(which)
         pair.manager.stop(which)
         pair.manager.file(which).unlink(missing_ok=True)
-        pair.tell(f"removed {pair.manager.file(which)}")
-    if installed:
+        pair.tell(f"removed {pair.manager.file(which)}" if was_there else f"stopped {pair.manager.label(which)}")
+    if known:
         pair.manager.forget()
     else:
         pair.tell(f"no {pair.manager.kept_as} are installed")
