@@ -241,20 +241,34 @@ def findings(found: list[Finding], summary: str) -> Parts:
 
 
 def replays(rows: list[Replay]) -> Parts:
-    table = Table("session", "tokens", "from disk", "outcome", "difference", "tolerance", "quarantined", "detail")
-    for row in rows:
-        compared = bool(row.reused) and not row.detail
-        table.add_row(
+    columns = [
+        Column("session", kind="id"),
+        Column("tokens", 3),
+        Column("from disk", 1),
+        Column("outcome", kind="word"),
+        Column("difference", 1),
+        Column("tolerance", 4),
+        Column("quarantined", 2),
+        Column("detail", kind="text"),
+    ]
+    cells = [
+        [
             row.session,
             f"{row.tokens:,}",
             f"{row.reused:,}",
             row.outcome,
-            f"{row.difference:.2e}" if compared else "",
-            (f"{row.tolerance:g}" if row.tolerance else "none") if compared else "",
+            f"{row.difference:.2e}" if is_compared(row) else "",
+            (f"{row.tolerance:g}" if row.tolerance else "none") if is_compared(row) else "",
             str(row.quarantined or ""),
             row.detail,
-        )
-    yield table if rows else "no conversations"
+        ]
+        for row in rows
+    ]
+    yield from fitted(columns, cells, console().width) if rows else ["no conversations"]
+
+
+def is_compared(row: Replay) -> bool:
+    return bool(row.reused) and not row.detail
 
 
 def repaired(did: list[Finding]) -> Parts:

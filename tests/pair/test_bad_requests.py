@@ -233,8 +233,10 @@ def test_the_backend_is_out_of_reach(warm_pair: Pair, path: str) -> None:
 def test_a_request_is_no_clients_to_cancel(warm_pair: Pair) -> None:
     reply = warm_pair.chat(MESSAGES, max_tokens=4)
     check_refusal(raw(warm_pair, "DELETE", f"/requests/{reply.headers['X-Warmline-Request']}"), 404)
-    check_refusal(raw(warm_pair, "GET", "/warmline/status"), 401)
-    check_refusal(raw(warm_pair, "POST", "/warmline/purge", b'{"everything": true}'), 401)
+    wrong = {"Authorization": "Bearer another"}
+    check_refusal(raw(warm_pair, "GET", "/warmline/status", **wrong), 401)
+    check_refusal(raw(warm_pair, "POST", "/warmline/purge", b'{"everything": true}', **wrong), 401)
+    check_refusal(raw(warm_pair, "POST", "/warmline/purge", b'{"everything": true}'), 403)
 
 
 def test_headers_of_ours_do_not_come_from_clients(warm_pair: Pair, good: str) -> None:

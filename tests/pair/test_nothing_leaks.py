@@ -235,7 +235,8 @@ def test_each_refusal_is_one_line_with_its_id(written: Written) -> None:
     for reply in written.bad:
         request_id = reply.headers["X-Warmline-Request"]
         assert reply.headers["X-Request-Id"] == reply.headers["Request-Id"] == request_id
-        assert len([line for line in lines if request_id in line]) == 1, request_id
+        told = 0 if reply.status == 401 else 1  # tried keys are told together, lest they fill the log
+        assert len([line for line in lines if request_id in line]) == told, request_id
 
 
 def test_both_processes_tell_what_became_of_each_request(written: Written) -> None:
