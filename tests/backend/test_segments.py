@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 import pytest
 from cold_runs import compare_greedy
 from drive import FINGERPRINT, Drive, cut_chain, loader, save
@@ -12,8 +13,11 @@ from safetensors import safe_open
 
 from warmline_backend.kv import RowsGone
 from warmline_backend.segments import BadChain, Cancelled, Damaged, sweep_drafts
+from warmline_wire import disk
 from warmline_wire.keys import pack_tokens
-from warmline_wire.segment_file import read_tokens, verify_file
+from warmline_wire.messages import CheckpointRef, SegmentRef
+from warmline_wire.segment_copy import SegmentCopy
+from warmline_wire.segment_file import header_in, read_tokens, verify_file
 
 PROMPT = prompt_of(170)
 CHECKPOINTS = (30, 90, 169)
@@ -45,6 +49,30 @@ def test_any_position_restores(family: str, root: Path, tmp_path: Path) -> None:
         truth = cold(drive.served, family, prompt, 10)
         assert compare_greedy(truth.tokens, warm.generated, truth.margins, tolerance(family)), position
         assert warm.settled.timings.prefilled == 20
+    check_cut(drive, tmp_path, tokens, chain, checkpoints)
+
+
+def check_cut(
+    drive: Drive, folder: Path, tokens: list[int], chain: list[SegmentRef], checkpoints: list[CheckpointRef]
+) -> None:
+    """The same is read out of a last file that was cut where it is left, and no more can be."""
+    until, whole = CHECKPOINTS[-1], chain[-1]
+    cut = SegmentRef(id="c" * 32, start=whole.start, end=until, upto=until)
+    with (folder / f"{whole.id}.safetensors").open("rb") as file:
+        header = header_in(file)
+        copy = SegmentCopy(file, header, msgspec.structs.replace(header.meta, id=cut.id, end=until))
+        disk.write_whole(folder / f"{cut.id}.safetensors", copy.parts())
+    at = next((ref for ref in checkpoints if ref.position == until), None)
+    reads = loader(drive.served, folder, POOL)
+    before, after = (
+        reads.load(pack_tokens(tokens[:until]), links, at, lambda: False)
+        for links in (cut_chain(chain, until), [*chain[:-1], cut])
+    )
+    assert before.rows.keys() == after.rows.keys() and (before.rows or before.state)
+    for name, target in before.rows.items():
+        assert bytes(target.carrier.data) == bytes(after.rows[name].carrier.data), name
+    with pytest.raises((BadChain, Damaged)):
+        reads.load(pack_tokens(tokens[: until + 1]), [*chain[:-1], cut], at, lambda: False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

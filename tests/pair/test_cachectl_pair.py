@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pair import POLL_S, FolderOf, Message, Pair
-from warmline_wire.keys import TOKEN_BYTES
+from warmline_wire.keys import TOKEN_BYTES, common_prefix
 
 BUDGET_BYTES = 4_000_000
 TOKENS = 10
@@ -123,6 +123,28 @@ def test_purge_while_the_pair_runs(running: Pair) -> None:
     again = running.chat([{"role": "system", "content": "purged is your name."}], max_tokens=1)
     assert again.cached < 10, "nothing of it is left in memory either"
     running.settle()
+
+
+def test_a_purge_cuts_to_the_token_and_who_begins_alike_stays_as_it_was(running: Pair) -> None:
+    alike: Message = {"role": "system", "content": "Both begin with this, and one of them alone is to stay. " * 4}
+    texts = {"cut": "Snip, snip: so go the shears. " * 6, "left": "What is it that remains of a talk? " * 6}
+    tokens = {}
+    for name, text in texts.items():
+        messages: list[Message] = [alike, {"role": "user", "content": text}]
+        running.chat(messages, max_tokens=TOKENS, session_id=name)
+        running.settle()
+        tokens[name] = running.rendered(messages).tokens
+    gone, left = (session(running, name) for name in texts)
+    told = running.cachectl("purge", "--session", gone, "--dry-run")
+    done = running.cachectl("purge", "--session", gone, "--yes")
+    assert done["bytes_freed"] == told["bytes_freed"] and len(done["cuts"]) == len(told["cuts"]) == 1
+    until = done["cuts"][0]["until"]
+    assert until == common_prefix(*tokens.values()) > 100
+    own = tokens["cut"][until * TOKEN_BYTES :]
+    assert holding(running, own[: 8 * TOKEN_BYTES]) == holding(running, end(own[:-200])) == set()
+    assert running.cachectl("verify", "--deep")["findings"] == []
+    (replay,) = running.cachectl("verify", "--replay", left)["replays"]
+    assert replay["outcome"] in ("equal", "within") and replay["reused"] > until, "of both files, and as if cold"
 
 
 def test_purge_by_age_and_all_while_the_pair_runs(running: Pair) -> None:
