@@ -1,7 +1,7 @@
 """What all verbs of cachectl have in common: options, exit codes, how they read a home, how they fail, their help.
 
-Exit codes: 0 fine, 1 findings or nothing matched, 2 usage or no home, 3 refused (in use, or the proxy said no), 130
-stopped, 141 nobody read on.
+Exit codes: 0 fine, 1 findings or nothing matched, 2 usage or no home, 3 refused (in use, the proxy said no, or
+not all could be done), 130 stopped, 141 nobody read on.
 """
 
 import sys
