@@ -12,6 +12,7 @@ from contextlib import suppress
 from http.client import HTTPException
 from typing import TypeVar
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
@@ -38,10 +39,12 @@ from warmline_proxy.rows import (
     ReplayRequest,
 )
 from warmline_wire.home import Home
+from warmline_wire.lock import holder_of
 from warmline_wire.messages import decode, encode, message_in
 
 REPAIR_TIMEOUT_S = 24 * 3600.0  # every byte that is stored is read
 CHANGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
+LOCK_WAIT_S = 0.5  # who only looks whether it is held, holds it for a moment
 REPLAY_TIMEOUT_S = 24 * 3600.0  # it waits for others, and computes long prompts from their first token
 
 T = TypeVar("T")
@@ -142,7 +145,7 @@ def changed(home: Home, path: str, request: object, kind: type[T], timeout_s: fl
 def owned(home: Home, here: Callable[[Index], T]) -> T:
     """What `here` does, under the lock that a proxy would hold.  Raises Refused."""
     try:
-        with home_lock(home), Index(home, configured.disk_budget_bytes(home)) as index:
+        with home_lock(home, LOCK_WAIT_S), Index(home, configured.disk_budget_bytes(home)) as index:
             return here(index)
     except (HomeLocked, IndexFailure, NotStored, TooMuchPinned) as error:
         raise Refused(str(error)) from error
@@ -153,13 +156,16 @@ def ask(home: Home, path: str, kind: type[T], timeout_s: float, request: object 
 
     Raises NoProxy where none runs, Refused where it says no.
     """
-    url = proxy_url(home)
+    url, pid = _announced(home)
     if not url:
         raise NoProxy(f"no proxy runs on {home.root} (start `warmline serve`)")
+    killed = NoProxy(f"no proxy answers at {url}, though {home.run / 'proxy.json'} names it")
+    if holder_of(home.lock) != pid:  # whoever listens there by now must not hear our secret
+        raise killed
     try:
         return _ask_proxy(url, _secret(home), path, request, kind, timeout_s)
-    except ConnectionRefusedError as error:  # it was killed, and left its address behind
-        raise NoProxy(f"no proxy answers at {url}, though {home.run / 'proxy.json'} names it") from error
+    except ConnectionRefusedError as error:
+        raise killed from error
 
 
 def _secret(home: Home) -> str:
@@ -176,11 +182,18 @@ def check_home(home: Home) -> None:
 
 
 def proxy_url(home: Home) -> str:
-    """Where a proxy of this home said that it listens; "" where none did."""
+    """Where a proxy of this home said that it listens; "" where none did.  One that was killed left its address."""
+    return _announced(home)[0]
+
+
+def _announced(home: Home) -> tuple[str, str]:
+    """A proxy's address and pid, as it told them; "" where none did, or nobody can be asked there."""
     try:
-        return str(json.loads((home.run / "proxy.json").read_text())["url"])
+        told = json.loads((home.run / "proxy.json").read_text())
+        url, pid = str(told["url"]), str(told["pid"])
+        return (url, pid) if urlsplit(url).scheme == "http" else ("", "")
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        return "", ""
 
 
 def _ask_proxy(url: str, secret: str, path: str, request: object, kind: type[T], timeout_s: float) -> T:

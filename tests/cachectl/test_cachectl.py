@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import threading
@@ -268,6 +269,19 @@ def test_a_home_in_use_by_a_silent_process_is_left_alone(home: Home) -> None:
         done = run(home, "purge", "--all", "--yes")
         assert done.returncode == 3 and f"process {os.getpid()}" in done.stderr
     assert run(home, "purge", "--all", "--yes").returncode == 0
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "http://[::1"])
+def test_who_listens_where_a_killed_proxy_did_is_not_asked(proxy: FakeProxy, home: Home, url: str) -> None:
+    """It may be anybody's, and would be shown the home's secret."""
+    other = Home(home.root.with_name("other"))
+    shutil.copytree(home.root, other.root)
+    (other.run / "proxy.json").write_text(json.dumps({"pid": os.getpid(), "url": url or proxy.url}))
+    assert run(other, "gc").returncode == 0
+    with home_lock(other):  # by a cachectl, say
+        (other.run / "proxy.json").write_text(json.dumps({"pid": 1, "url": url or proxy.url}))
+        assert f"process {os.getpid()}" in run(other, "gc").stderr
+    assert run(other, "verify", "--replay").returncode == 3
 
 
 def test_a_replay_is_the_pairs_work(proxy: FakeProxy) -> None:

@@ -155,11 +155,12 @@ def test_doctor_beside_a_proxy_of_another_version_says_so(home: Home, monkeypatc
 
 
 def test_a_secret_that_can_not_be_read_is_told(home: Home) -> None:
-    (home.run / "proxy.json").write_text('{"url": "http://127.0.0.1:9"}')
+    (home.run / "proxy.json").write_text(json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:9"}))
     (home.root / "secret").mkdir()
-    for words in (("gc",), ("explain",), ("pin", called(home, "first"))):
-        done = run(home, *words)
-        assert done.returncode in (0, 3), "explain reads the index then"
+    with home_lock(home):
+        for words in (("gc",), ("explain",), ("pin", called(home, "first"))):
+            done = run(home, *words)
+            assert done.returncode in (0, 3), "explain reads the index then"
     assert done.returncode == 3 and "without the home's secret the proxy can't be asked" in done.stderr
 
 
