@@ -1,6 +1,5 @@
 """The verbs that change what is stored: through the proxy where one runs, else under the home's lock."""
 
-import math
 import re
 import sys
 from typing import Annotated
@@ -33,6 +32,7 @@ from warmline_proxy.purge import preview
 from warmline_proxy.rows import Cut, GcRequest, PinRequest, PurgeReply, PurgeRequest
 from warmline_wire.flags import GB
 
+TO_GB_MAX = 1e9  # more bytes than a message can say
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 app = typer.Typer()
@@ -119,7 +119,7 @@ def gc(
 
     What is pinned, in use or being written stays.
     """
-    if to_gb is not None and not math.isfinite(to_gb):
+    if to_gb is not None and not to_gb <= TO_GB_MAX:  # nan is neither
         fail(f"--to-gb {to_gb} is no size", EXIT_USAGE)
     with reading(home):
         pass  # where nothing was ever stored there is nothing to collect, and no index to be made

@@ -45,7 +45,7 @@ app = typer.Typer()
 )
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print one look, and end.")] = False,
-    interval_s: Annotated[float, typer.Option("--interval-s", min=0.1, help="Between two looks.")] = 1.0,
+    interval_s: Annotated[float, typer.Option("--interval-s", min=0.1, max=86_400, help="Between two looks.")] = 1.0,
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:

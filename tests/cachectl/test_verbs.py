@@ -114,6 +114,9 @@ def test_the_names_in_each_verbs_json_stay(home: Home, words: str) -> None:
         ("gc", 0),
         ("gc --to-gb x", 2),
         ("gc --to-gb nan", 2),
+        ("gc --to-gb 1e300", 2),
+        ("gc --to-gb 1e9", 0),
+        ("top --interval-s inf", 2),
     ],
 )
 def test_exit_codes(home: Home, words: str, code: int) -> None:
