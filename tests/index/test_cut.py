@@ -203,6 +203,7 @@ def test_of_any_tree_any_conversation_goes_to_the_token(talks: list[Talk], order
         for which in order:
             if sessions := sorted(index.sessions(), key=lambda row: row.client):
                 check_purge(index, sessions, which % len(sessions))
+        check_regrown(index)
 
 
 def grow(index: Index, talks: Sequence[Talk]) -> None:
@@ -227,6 +228,18 @@ def check_purge(index: Index, sessions: Sequence[SessionRow], which: int) -> Non
     for each in left:
         check_content(index, texts[each], checkpoints=before[each])
     assert index.verify(deep=True) == []
+
+
+def check_regrown(index: Index) -> None:
+    """All of it is found again from the files alone, whose parents are others than they name."""
+    rows = index.sessions()
+    texts = [unpack_tokens(index.stored_tokens(row.leaf))[: row.tokens] for row in rows]
+    before = [states_of(index, text) for text in texts]
+    index.change(forget_all)
+    repair(index, deep=False, saving=False)
+    for text, states in zip(texts, before, strict=True):
+        check_content(index, text, checkpoints=states)
+    assert index.verify() == []
 
 
 def states_of(index: Index, ids: Sequence[int]) -> list[int]:

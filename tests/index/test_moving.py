@@ -231,7 +231,7 @@ def test_room_is_made_for_what_it_weighs_and_no_more(index: Index, other: Index)
     """A segment of one row is nearly all header: rows are not all as heavy."""
     save(index, TALK[:299])
     data = archived(index, save(index, TALK))
-    assert [row.end - row.start for row in index.segments()] == [299, 1]
+    assert sorted(row.end - row.start for row in index.segments()) == [1, 299]
     other.budget_bytes = other.totals().bytes_used + len(data) + 100_000
     imported(other, data)
     check_content(other, TALK)
