@@ -36,12 +36,12 @@ KEYS = {
 
 
 def executable() -> str:
-    """Where none is installed the test is skipped, or fails where WARMLINE_BROWSER=required."""
+    """Where none is installed the test is skipped, or fails where TESTS_BROWSER=required."""
     found = next(filter(None, map(shutil.which, EXECUTABLES)), None)
     if found:
         return found
     message = "no Chromium is installed (Debian: apt-get install chromium)"
-    if os.environ.get("WARMLINE_BROWSER") == "required":
+    if os.environ.get("TESTS_BROWSER") == "required":
         pytest.fail(message)
     pytest.skip(message)
 

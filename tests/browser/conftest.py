@@ -29,4 +29,4 @@ def browser(chromium: Chromium) -> Chromium:
 @pytest.fixture(scope="session")
 def screenshots() -> Path:
     """A folder that continuous integration keeps."""
-    return Path(os.environ.get("WARMLINE_SCREENSHOTS", BUILD / "screenshots"))
+    return Path(os.environ.get("TESTS_SCREENSHOTS", BUILD / "screenshots"))

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import FolderOf
+from pair import FolderOf
 from processes import free_port
 
 ROOT = Path(__file__).parents[2]
