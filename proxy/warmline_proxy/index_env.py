@@ -6,6 +6,7 @@ keeps the number of the last transaction in a lock file of its own, which must n
 """
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -75,6 +76,7 @@ class Env:
         self._writable = writable
         self._locks = not alone
         self._map_bytes = map_bytes
+        self._following = threading.Lock()  # of a reader: one thread at a time opens what is new
         if writable:
             self._gate = Gate(self._open_to_write())
         else:
@@ -207,6 +209,7 @@ class Env:
     def reading(self) -> Iterator[Tables]:
         """A consistent snapshot; never waits for a transaction of the writer."""
         if not self._writable:
+            self._follow_compaction()
             self._follow_growth()
         with self._gate.using() as generation:
             try:
@@ -272,6 +275,14 @@ class Env:
         generation.lost = True
         generation.env.close()
         self._gate.current = self._open_newest()
+
+    def _follow_compaction(self) -> None:
+        """Take the generation that the process that writes has taken: nothing is written to this one any more."""
+        if not self._locks:  # there is no such process
+            return
+        with self._following, suppress(NoIndex):
+            if _generations(self._folder)[-1:] != [self._gate.current.path]:
+                self._gate.take(self._open_newest())
 
     def _follow_growth(self) -> None:
         """Map as much as the process that writes does."""
