@@ -5,6 +5,7 @@ Exit codes: 0 after a clean stop, 2 where the configuration or the model is at f
 """
 
 import asyncio
+import json
 import logging
 import os
 import secrets
@@ -13,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 from aiohttp import web
 
@@ -91,7 +93,7 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
         say(f"warmline backend: can't listen on {where}: {error}; end what listens there, or use another port")
         return 2
     engine.start()
-    _tell_pid(home)
+    told = _told_where(config, home)
     code = 1
     try:
         code = await _run(config, service, engine, signals)
@@ -104,7 +106,8 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
         helpers.shutdown(wait=False, cancel_futures=True)
         await _end_of_threads(at_rest)
         with suppress(OSError):
-            disk.delete(home.pid_file("backend"))
+            for path in told:
+                disk.delete(path)
         if busy := _others(at_rest):  # in a step, or at a disk, that may never answer: Python would wait for them
             log.warning("%s: still at work; the process ends without waiting", ", ".join(busy))
             logging.shutdown()
@@ -112,11 +115,16 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
     return code
 
 
-def _tell_pid(home: Home) -> None:
+def _told_where(config: BackendConfig, home: Home) -> list[Path]:
+    """The files that say which process we are, and on which port."""
+    port = {"pid": os.getpid(), "port": config.port}
+    texts = {home.run / "backend.json": json.dumps(port), home.pid_file("backend"): f"{os.getpid()}\n"}
     try:
-        disk.write_small(home.pid_file("backend"), f"{os.getpid()}\n")
+        for path, text in texts.items():
+            disk.write_small(path, text)
     except OSError as error:  # who asks for our health hears it, too
         log.warning("our process id could not be written down: %s", error)
+    return list(texts)
 
 
 async def _end_of_threads(but: set[threading.Thread]) -> None:

@@ -1,5 +1,6 @@
 """A backend whose proxy is down: what it holds in memory, the next proxy would take over and store."""
 
+import json
 from http.client import HTTPConnection, HTTPException
 
 from warmline_cachectl import configured
@@ -14,7 +15,7 @@ def forget_in_backend(home: Home) -> str:
     """Have it forget all conversations; why that could not be, "" where it has or where none runs."""
     if not (pid := holder_of(home.backend_lock)):
         return ""
-    port = configured.setting(home, "backend_port", BACKEND_PORT)
+    port = _port(home, pid)
     headers = {"Authorization": f"Bearer {home.secret()}"}
     connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
@@ -27,3 +28,14 @@ def forget_in_backend(home: Home) -> str:
     finally:
         connection.close()
     return f"the backend, process {pid}, {why}; what it holds in memory may be stored again: restart it"
+
+
+def _port(home: Home, pid: str) -> int:
+    """Where that process says that it listens: a flag may have told it so.  Else as in the settings."""
+    try:
+        told = json.loads((home.run / "backend.json").read_text())
+        if str(told["pid"]) == pid:
+            return int(told["port"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # it could not write it down
+    return int(configured.setting(home, "backend_port", BACKEND_PORT))

@@ -1,5 +1,6 @@
 """A purge without a proxy, and a backend that is still there: it is told to forget."""
 
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -62,6 +63,17 @@ def test_it_is_told_to_forget(home: Home, backend: Backend) -> None:
     assert backend.asked == []
     client.purge(home, PurgeRequest(everything=True))
     assert backend.asked == [("/kv/forget", f"Bearer {home.secret()}")]
+
+
+def test_it_is_found_where_a_flag_has_it_listen(home: Home, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARMLINE_BACKEND_PORT", "9")
+    place = {"pid": os.getpid(), "port": backend.server_address[1]}
+    (home.run / "backend.json").write_text(json.dumps(place))
+    client.purge(home, PurgeRequest(everything=True))
+    assert len(backend.asked) == 1
+    (home.run / "backend.json").write_text(json.dumps({**place, "pid": 1}))  # of another one, before it
+    with pytest.raises(client.Refused, match="can't be reached on port 9"):
+        client.purge(home, PurgeRequest(everything=True))
 
 
 def test_one_that_does_not_is_named(home: Home, backend: Backend) -> None:
