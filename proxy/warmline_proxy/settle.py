@@ -336,7 +336,7 @@ class Settler:
             return False
         self._freed_in_vain = True  # until a save works
         freed = await _in_thread(self._index.free, bytes_wanted)
-        log.warning("the disk is full: %d files were evicted for what is to be saved", len(freed))
+        log.warning("the disk is full; files evicted for what is to be saved: %d", len(freed))
         return bool(freed)
 
     def _record(self, life: Life) -> None:
