@@ -24,7 +24,7 @@ def quarantine_file(home: Home, file_id: str) -> Path:
 
 def size_aside(home: Home, file_id: str) -> int | None:
     """Of a file that was set aside, or is on its way there; None where it is gone."""
-    for path in (quarantine_file(home, file_id), home.segment_file(file_id)):
+    for path in (home.segment_file(file_id), quarantine_file(home, file_id)):  # as it moves, lest both looks miss it
         with suppress(FileNotFoundError):
             return path.stat().st_size
     return None

@@ -76,12 +76,12 @@ def test_what_goes_wrong_is_a_line_and_a_code(home: Home) -> None:
 
 def test_what_docs_security_tells_to_type_can_be_typed_in_that_order(home: Home) -> None:
     text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
-    typed = re.findall(r"^cachectl key (.+)$", text, flags=re.MULTILINE)
+    typed = re.findall(r"^\.venv/bin/cachectl key (.+)$", text, flags=re.MULTILINE)
     assert {words.split()[0] for words in typed} == {"add", "list", "show", "rotate", "remove"}
     for words in typed:
         key(home, *words.split())
     key(home, *re.findall(r"`cachectl key (show admin)`", text)[0].split())
-    starts = re.findall(r"^warmline serve (.+)$", text, flags=re.MULTILINE)
+    starts = re.findall(r"^\.venv/bin/warmline serve (.+)$", text, flags=re.MULTILINE)
     assert len(starts) == 3
     for words in starts:
         settings = parse(["--home", str(home.root), *words.split()], {})

@@ -56,7 +56,7 @@ def as_json(examination: Examination) -> dict[str, Any]:
 def show(examination: Examination, console: Console | None = None) -> None:
     out = console or _console()
     asked, folder = shown(examination.question.model), shown(str(examination.folder or ""))
-    out.print(Text(asked + (f"  ({folder})" if folder not in ("", asked) else "")))
+    out.print(Text(asked + (f"  ({folder})" if folder not in ("", asked) else "")), soft_wrap=True)
     out.print(_findings(examination.findings))
     if examination.plan:
         out.print(Text(f"\nMemory of {examination.plan.machine.how}"))
