@@ -19,6 +19,7 @@ import msgspec
 
 from warmline_cachectl import configured
 from warmline_cachectl.behind import forget_in_backend
+from warmline_proxy import strays
 from warmline_proxy.gc import collect
 from warmline_proxy.index import Index, IndexFailure, IndexReader, NoIndex
 from warmline_proxy.index_probe import is_readable
@@ -90,7 +91,11 @@ def purge(home: Home, request: PurgeRequest) -> PurgeReply:
 
     def here(index: Index) -> PurgeReply:
         reply = purge_index(index, request)
-        if not request.dry_run and (why := forget_in_backend(home)):
+        if request.dry_run:
+            return reply
+        why = forget_in_backend(home)
+        strays.clear(index)
+        if why:
             raise Refused(f"it is gone from the disk, but {why}")
         return reply
 

@@ -1,9 +1,8 @@
 """Collecting garbage: what nobody needs goes, and the budget is brought down to where it is wanted."""
 
 import time
-from pathlib import Path
 
-from warmline_proxy import index_files
+from warmline_proxy import strays
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.index_cut import trim
 from warmline_proxy.index_errors import NO_SPACE
@@ -11,7 +10,6 @@ from warmline_proxy.index_tables import GONE_MAX, Tables
 from warmline_proxy.index_turns import remove_turns, turns
 from warmline_proxy.pin import let_go_of_unclaimed
 from warmline_proxy.rows import GcReply, GcRequest
-from warmline_wire import disk
 
 RECORD_AGE_MAX_S = 30 * 86400.0
 STRAY_AGE_MIN_S = 600.0  # of a file that nobody claims, while a backend may be writing it
@@ -28,7 +26,10 @@ def collect(index: Index, request: GcRequest, *, saving: bool) -> GcReply:
     before, now = index.totals(), time.time()
     reply = GcReply(bytes_before=before.bytes_used, bytes_index_before=before.bytes_index)
     reply.doomed = index.sweep()
-    _delete_strays(index, now - STRAY_AGE_MIN_S if saving else now, reply)
+    for file_id, size in strays.delete(index, now - STRAY_AGE_MIN_S if saving else now):
+        reply.bytes_strays += size
+        reply.orphans += bool(file_id)
+        reply.drafts += not file_id
     reply.drafts += len(index.tidy())
     index.change(lambda tables: _expire(tables, now, reply), frees=True)
     reply.cuts = trim(index)
@@ -60,40 +61,6 @@ def _evict(index: Index, request: GcRequest) -> list[str]:
         return index.make_room()
     used = index.totals().bytes_used
     return index.free(used - request.to_bytes, why="budget") if used > request.to_bytes else []
-
-
-def _delete_strays(index: Index, before: float, reply: GcReply) -> None:
-    """Files that nobody claims, last written before then.
-
-    What is saved meanwhile stands in the index before its file is there; so the files are listed first.
-    """
-    listed = [*index_files.stored(index.home), *index_files.aside(index.home)]
-    claimed = index.change(_claimed, frees=True)
-    for file_id, path in listed:
-        size = None if file_id in claimed else _size_if_older(path, before)
-        if size is None:
-            continue
-        disk.delete(path)
-        reply.bytes_strays += size
-        if file_id:
-            reply.orphans += 1
-        else:
-            reply.drafts += 1
-
-
-def _claimed(tables: Tables) -> set[str]:
-    """The ids of all files that are stored, set aside, being written, or about to be deleted."""
-    keys = (key for table in ("segments", "checkpoints", "quarantine", "doomed") for key, _ in tables.items(table))
-    return {key.hex() for key in keys} | {file_id for plan in tables.saves() for file_id in plan.file_ids}
-
-
-def _size_if_older(path: Path, before: float) -> int | None:
-    """None for what was written since then, or is gone by now."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_size if found.st_mtime <= before else None
 
 
 def _expire(tables: Tables, now: float, reply: GcReply) -> None:

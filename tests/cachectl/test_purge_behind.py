@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -9,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1] / "index"))
+from index_helpers import planned, save, write_plan
+
 from warmline_cachectl import client
+from warmline_proxy import index_files
 from warmline_proxy.index import Index
 from warmline_proxy.rows import PurgeRequest
 from warmline_wire.home import Home
@@ -82,6 +87,22 @@ def test_one_that_does_not_is_named(home: Home, backend: Backend) -> None:
         client.Refused, match=rf"gone from the disk, but the backend, process {os.getpid()}, answered 503"
     ):
         client.purge(home, PurgeRequest(everything=True))
+
+
+def test_what_a_killed_pair_was_saving_goes_too(home: Home) -> None:
+    with Index(home, 1 << 30) as index:
+        session = save(index, [5] * 100).session
+        kept = index.segments()[0].id
+        plan = planned(index, [5] * 100 + [6] * 2000)
+        write_plan(home, plan)
+    draft = home.segment_file(kept).with_name(".ab.0123.tmp")
+    draft.write_bytes(b"rows")
+    client.purge(home, PurgeRequest(session=session, dry_run=True))
+    assert len(list(index_files.stored(home))) == 3
+    client.purge(home, PurgeRequest(older_than_s=3600.0))
+    assert [file_id for file_id, _ in index_files.stored(home)] == [kept]
+    with Index(home, 1 << 30) as index:
+        assert index.totals().bytes_writing == 0
 
 
 def test_one_that_has_ended_is_not_missed(home: Home) -> None:

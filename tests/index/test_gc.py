@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from index_helpers import commit, make_home, matched, planned, save, turn, write_plan
 
-from warmline_proxy import gc
+from warmline_proxy import strays
 from warmline_proxy.gc import RECORD_AGE_MAX_S, STRAY_AGE_MIN_S, collect
 from warmline_proxy.index import Index
 from warmline_proxy.index_tables import GONE_MAX, Tables
@@ -65,13 +65,13 @@ def test_a_file_that_goes_while_files_are_looked_at_is_no_failure(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a save is done with, or a sweep, is listed and then gone."""
-    gone, claimed = stray(index, ".ab.tmp", STRAY_AGE_MIN_S + 60), gc._claimed
+    gone, claimed = stray(index, ".ab.tmp", STRAY_AGE_MIN_S + 60), strays._claimed
 
     def slowly(tables: Tables) -> set[str]:
         gone.unlink()
         return claimed(tables)
 
-    monkeypatch.setattr(gc, "_claimed", slowly)
+    monkeypatch.setattr(strays, "_claimed", slowly)
     assert collect(index, GcRequest(), saving=True).drafts == 0
 
 
