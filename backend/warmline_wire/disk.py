@@ -88,7 +88,8 @@ def lengthen(path: Path, bytes_count: int) -> None:
 def allocate(path: Path, bytes_count: int) -> None:
     """So much of a file has blocks on the disk, zeros where there were none; made where it is not there.
 
-    For what is mapped: a page without a block, written to where the disk is full, ends the process.
+    For what is mapped: a page without a block, written to where the disk is full, ends the process.  Where the system
+    can't do that (macOS), zeros are added at the end, and holes in what a file has already stay.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

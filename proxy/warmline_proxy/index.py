@@ -293,7 +293,7 @@ class Index(IndexReader):
     def keep_spare(self) -> None:
         """Set room aside for deletions where the disk is full; without, they have to do with what is free."""
         spare.keep(self.home)
-        self._spare_is_gone = not self.home.spare.exists()
+        self._spare_is_gone = not spare.is_whole(self.home)
 
     def renew_spare(self) -> None:
         """Where it was taken, set it aside again."""

@@ -17,12 +17,17 @@ log = logging.getLogger(__name__)
 def keep(home: Home) -> None:
     """Have it, from now on.  Where the disk has no room for it, that is tried again by who calls next."""
     try:
-        if not home.spare.exists():
+        if not is_whole(home):
             disk.allocate(home.spare, SPARE_BYTES)
     except OSError as error:
         log.info("no room could be set aside: %s", error)
         with suppress(OSError):
             disk.delete(home.spare)
+
+
+def is_whole(home: Home) -> bool:
+    """Not where a process was killed as it made it."""
+    return home.spare.exists() and home.spare.stat().st_size >= SPARE_BYTES
 
 
 def give_up(home: Home) -> bool:

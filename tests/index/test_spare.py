@@ -62,6 +62,13 @@ def test_what_makes_room_takes_it_and_what_does_not_leaves_it(
         assert home.spare.exists()
 
 
+def test_what_was_half_made_is_made_whole(home: Home) -> None:
+    home.spare.write_bytes(bytes(1000))
+    with Index(home, 1 << 30) as index:
+        index.keep_spare()
+    assert home.spare.stat().st_size == SPARE_BYTES and home.spare.stat().st_blocks * 512 >= SPARE_BYTES
+
+
 def test_without_it_nothing_is_changed_and_the_reason_told(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
