@@ -43,12 +43,13 @@ def is_own(origin: str, hosts: Sequence[str]) -> bool:
 def is_strange(origin: str | None, hosts: Sequence[str], allowed: Collection[str]) -> bool:
     """Whether a page is behind a request that is neither named, nor ours, nor served on this machine.
 
-    A sandboxed page says "null", whosever it is.  Apps and extensions have other schemes: somebody installed them.
+    A sandboxed page says "null", whosever it is.  Apps and extensions have other schemes: somebody installed them; so
+    have apps that are made of files ("file://"), where a browser says "null" of a page in a file.
     """
     if not origin or ANY in allowed or origin.lower() in allowed or is_own(origin, hosts):
         return False
     parts = _parts(origin)
-    return not parts.netloc or (parts.scheme in WEB and not is_loopback_name(host_name(parts.netloc)))
+    return not parts.scheme or (parts.scheme in WEB and not is_loopback_name(host_name(parts.netloc)))
 
 
 def _parts(origin: str) -> SplitResult:

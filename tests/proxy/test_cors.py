@@ -52,13 +52,16 @@ def test_who_may_read(allowed: str, origin: str, answer: dict[str, str]) -> None
         ("http://tauri.localhost", False),
         ("app://obsidian.md", False),
         ("chrome-extension://abcdef", False),
+        ("vscode-webview://abcdef", False),
+        ("file://", False),  # as Electron says of an app's window; browsers say "null" of a file
         ("https://evil.example", True),
         ("http://192.168.1.66", True),
         ("http://localhost.evil.example", True),
         ("http://localhost@evil.example", True),
         ("null", True),
-        ("file://", True),
         ("http://[", True),
+        ("http:", True),
+        ("evil.example", True),
     ],
 )
 def test_pages_of_strangers_are_told_from_others(origin: str | None, strange: bool) -> None:
