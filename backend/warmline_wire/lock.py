@@ -53,6 +53,8 @@ def holder_of(path: Path) -> str:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "?"
+    except OSError:  # a disk that knows no locks: nobody can hold one there
+        return ""
     finally:
         os.close(descriptor)
     return ""

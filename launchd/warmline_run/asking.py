@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from warmline_run import ports
 from warmline_run.address import Address
 
 TIMEOUT_S = 2.0
@@ -55,7 +56,12 @@ def readiness(address: Address) -> Readiness:
 
 
 def state(address: Address, home: Path) -> dict[str, Any]:
-    """What GET /warmline/status tells the owner of the home; {} where it does not."""
+    """What GET /warmline/status tells the owner of the home; {} where it does not.
+
+    Whoever else has come to listen there must not hear the home's secret.
+    """
+    if not ports.is_listening(home, address.port):
+        return {}
     try:
         status, told = get(address, "/warmline/status", (home / "secret").read_text().strip())
     except (*FAILURES, ValueError):  # http.client refuses a header with a line's end in it, and text may be none

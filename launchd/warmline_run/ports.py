@@ -8,6 +8,7 @@ import socket
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from warmline_run.address import address_of
 from warmline_run.resolve import Config
@@ -62,6 +63,14 @@ def held(home: Path, own: Collection[int] = ()) -> str:
     return ""
 
 
+def is_listening(home: Path, port: int) -> bool:
+    """Whether the proxy that has this home listens on the port, and nobody else."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        told = json.loads((home / "run" / "proxy.json").read_text())
+        return urlsplit(told["url"]).port == port and _holder(home / "home.lock") == str(told["pid"])
+    return False
+
+
 def _holder(lock: Path) -> str:
     """The pid, as text, of the process that has locked the file; "?" where it does not say, "" where none has."""
     try:
@@ -72,6 +81,8 @@ def _holder(lock: Path) -> str:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "?"
+    except OSError:  # a disk that knows no locks: who starts there says so
+        return ""
     finally:
         os.close(descriptor)
     return ""

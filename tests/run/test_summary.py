@@ -1,12 +1,16 @@
 """What a start says that it has found, by the state that the proxy tells."""
 
 import copy
+import fcntl
+import json
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from warmline_run import summary
+from warmline_run import asking, ports, summary
 from warmline_run.address import Address, address_of
 from warmline_run.resolve import Config, resolve
 
@@ -98,3 +102,22 @@ def test_where_nobody_tells_nothing_is_said(tmp_path: Path) -> None:
     assert summary.found(config_of(home=str(tmp_path), port="9")) == "", "no secret"
     (tmp_path / "secret").write_text("hush\n")
     assert summary.found(config_of(home=str(tmp_path), port="9")) == "", "nobody listens"
+
+
+def test_who_listens_and_is_not_the_homes_proxy_is_not_shown_the_secret(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hush\n")
+    (tmp_path / "run").mkdir()
+    lock = tmp_path / "home.lock"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        place = {"pid": os.getpid(), "url": f"http://127.0.0.1:{port}"}
+        lock.write_text(f"{os.getpid()}\n")
+        for told in ({}, place):  # as a proxy leaves it that was killed
+            (tmp_path / "run" / "proxy.json").write_text(json.dumps(told))
+            assert asking.state(Address("127.0.0.1", port), tmp_path) == {}
+            listener.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+        with lock.open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert ports.is_listening(tmp_path, port) and not ports.is_listening(tmp_path, port + 1)

@@ -10,7 +10,7 @@ import pytest
 from warmline_wire import disk
 from warmline_wire import lock as lock_module
 from warmline_wire.home import Home
-from warmline_wire.lock import Locked, process_lock
+from warmline_wire.lock import Locked, holder_of, process_lock
 
 
 def fail(*_: object) -> None:
@@ -58,6 +58,14 @@ def test_a_secret_is_made_once_and_no_draft_of_it_stays(tmp_path: Path) -> None:
         (home.root / "secret").write_bytes(damaged)
         with pytest.raises(OSError, match="secret holds no secret; delete it"):
             home.secret()
+
+
+def test_where_a_disk_knows_no_locks_nobody_holds_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with process_lock(tmp_path / "lock"):
+        assert holder_of(tmp_path / "lock") == str(os.getpid())
+    assert holder_of(tmp_path / "lock") == ""
+    monkeypatch.setattr(lock_module.fcntl, "flock", fail)
+    assert holder_of(tmp_path / "lock") == ""
 
 
 @pytest.fixture
