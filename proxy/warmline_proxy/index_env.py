@@ -76,7 +76,7 @@ class Env:
         self._writable = writable
         self._locks = not alone
         self._map_bytes = map_bytes
-        self._following = threading.Lock()  # of a reader: one thread at a time opens what is new
+        self._following = threading.Lock()  # of a reader: one thread at a time opens, or maps, what is new
         if writable:
             self._gate = Gate(self._open_to_write())
         else:
@@ -294,8 +294,11 @@ class Env:
                 pass
             except lmdb.Error as error:
                 raise IndexFailure(f"can't read the index: {error}") from error
-        with self._gate.alone() as generation:
-            generation.env.set_mapsize(0)
+        with self._following, self._gate.alone() as generation:
+            try:
+                generation.env.set_mapsize(0)
+            except lmdb.Error as error:
+                raise IndexFailure(f"can't read the index: {error}") from error
 
     def bytes_used(self) -> int:
         """What the index takes on disk: its used pages, not the sparse map."""
