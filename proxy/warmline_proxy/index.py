@@ -304,6 +304,14 @@ class Index(IndexReader):
         """Rewrite the index file, so that nothing deleted is left in it.  Readers go on meanwhile."""
         self._with_spare(lambda: self._submit(self._env.compact).result())
 
+    def erase_traces(self) -> bool:
+        """Compact where a purge has not come to that: whether it had not."""
+        with self._env.reading() as tables:
+            has_traces = tables.has_traces()
+        if has_traces:
+            self.compact()
+        return has_traces
+
     def tidy(self) -> list[Path]:
         """Delete what lies beside the index's newest generation and is none of a compaction under way."""
         return self._submit(self._env.tidy).result()

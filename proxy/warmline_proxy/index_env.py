@@ -18,7 +18,7 @@ import msgspec
 from warmline_proxy.index_errors import MADE_ANEW, DamagedIndex, IndexFailure, IndexFull, NoIndex, WrongSchema, failure
 from warmline_proxy.index_files import superseded
 from warmline_proxy.index_gate import Gate, Generation
-from warmline_proxy.index_tables import ANEW_KEY, TABLES, TABLES_ADDED, Tables
+from warmline_proxy.index_tables import ANEW_KEY, TABLES, TABLES_ADDED, TRACES_KEY, Tables
 from warmline_wire import disk
 
 log = logging.getLogger(__name__)
@@ -410,3 +410,4 @@ def _copy(old: Generation, new: Generation) -> None:
                 target.put(key, value, db=new.handles[name])
         if source.get(ANEW_KEY, db=old.handles["meta"]) is None:
             target.delete(ANEW_KEY, db=new.handles["meta"])
+        target.delete(TRACES_KEY, db=new.handles["meta"])

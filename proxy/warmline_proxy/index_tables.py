@@ -53,6 +53,7 @@ TABLES = (
 TABLES_ADDED = frozenset({"turns", "calls"})  # an index that an older version wrote lacks them, until a proxy has it
 SUMS_KEY = b"sums"
 ANEW_KEY = b"anew"  # in meta, from when there was no index until all that is stored is in it
+TRACES_KEY = b"traces"  # in meta, from a purge until the file has no trace of what went, which a compaction sees to
 REQUESTS_MAX = 1000
 GONE_MAX = 10_000
 HASH_BYTES = 16
@@ -182,6 +183,13 @@ class Tables:
     def is_made_anew(self) -> None:
         """From now on it lacks nothing."""
         self.delete("meta", ANEW_KEY)
+
+    def has_traces(self) -> bool:
+        """Whether the file may still hold what was purged."""
+        return self.get("meta", TRACES_KEY) is not None
+
+    def leaves_traces(self) -> None:
+        self.put("meta", TRACES_KEY, b"")
 
     def totals(self, bytes_index: int) -> Totals:
         return Totals(**msgspec.structs.asdict(self.sums()), bytes_index=bytes_index)

@@ -118,6 +118,7 @@ def _select_and_remove(tables: Tables, request: PurgeRequest, cutter: Cutter) ->
     if not cutter.is_ready(tables, selection.cuts):
         return None
     kept = snapshot.sessions.keys() - selection.sessions
+    tables.leaves_traces()
     _remove(tables, selection)
     _disown(tables, snapshot, selection)
     cuts = cutter.put(tables, selection.cuts, owner=next(iter(selection.sessions), ""))

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from warmline_proxy import index_files
-from warmline_proxy.index import Index
+from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.index_save import abort
 from warmline_proxy.index_tables import Tables
 from warmline_proxy.index_tree import drop, quarantine
@@ -29,6 +29,7 @@ class Reconciled(msgspec.Struct, kw_only=True):
     files_doomed: int = 0  # rows were gone already
     modes_set: int = 0  # of files and folders that others than their owner could use
     evicted: int = 0  # the budget became smaller meanwhile
+    purges_ended: int = 0  # 1 where the index still had traces of what was removed
 
     def __str__(self) -> str:
         done = [f"{name} {count}" for name, count in msgspec.structs.asdict(self).items() if count]
@@ -51,7 +52,17 @@ def reconcile(index: Index) -> Reconciled:
     _delete_strays(index, files, counts)
     counts.modes_set = len(index_files.make_private(home))
     counts.evicted = len(index.make_room())
+    counts.purges_ended = _end_purge(index)
     return counts
+
+
+def _end_purge(index: Index) -> int:
+    """Where the disk has no room for that, the next start, purge or gc does it."""
+    try:
+        return int(index.erase_traces())
+    except IndexFailure as error:
+        log.warning("the index still has traces of what was purged: %s; free space, then run cachectl gc", error)
+        return 0
 
 
 def _drop_rows(tables: Tables, sizes: dict[str, int], counts: Reconciled) -> None:

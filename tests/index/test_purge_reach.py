@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from index_helpers import MODEL, ROOT, begin, save, turn
 
-from warmline_proxy.index import Index
+from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.purge import purge
+from warmline_proxy.reconcile import Reconciled, reconcile
 from warmline_proxy.rows import PurgeRequest, RequestRecord
 from warmline_wire.home import Home
 from warmline_wire.keys import pack_tokens
@@ -55,6 +56,23 @@ def test_no_byte_of_it_is_left(index: Index, talks: tuple[str, str], whole: bool
         if whole or left != pack_tokens(CANARY[:20]):
             assert holding(index.home, left) == []
     assert whole or holding(index.home, pack_tokens(KEPT[-20:]))
+
+
+def test_a_purge_that_was_killed_before_the_index_was_written_anew_is_ended_by_a_start(
+    index: Index, talks: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise IndexFailure("no space left")
+
+    monkeypatch.setattr(index, "compact", full)
+    with pytest.raises(IndexFailure, match="no space"):
+        purge(index, PurgeRequest(session=talks[0]))
+    assert holding(index.home, pack_tokens(CANARY[-20:])) != []
+    assert reconcile(index).purges_ended == 0, "serving goes on"
+    monkeypatch.undo()
+    assert reconcile(index).purges_ended == 1
+    assert holding(index.home, pack_tokens(CANARY[-20:])) == []
+    assert reconcile(index) == Reconciled()
 
 
 def test_what_was_set_aside_goes_with_a_conversation_of_its_model(index: Index, talks: tuple[str, str]) -> None:
