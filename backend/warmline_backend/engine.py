@@ -16,7 +16,7 @@ from warmline_backend.model import ServedModel
 from warmline_backend.scheduler import Scheduler
 from warmline_backend.tally import Tally
 from warmline_wire.logs import told_of
-from warmline_wire.messages import Rate, Resident
+from warmline_wire.messages import LOADING, Rate, Resident
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Engine(threading.Thread):
         for future in (self.loaded, self.ended):
             future.set_running_or_notify_cancel()  # whoever gives up waiting must not cancel them for the others
         self.snapshot, self.beat = Snapshot(), Beat()
-        self.failure = "the model is still loading"
+        self.failure = LOADING
 
     # ---- any thread
 
@@ -127,7 +127,7 @@ class Engine(threading.Thread):
     @property
     def scheduler(self) -> Scheduler:
         if self._scheduler is None:
-            raise EngineStopped("the model is still loading")
+            raise EngineStopped(LOADING)
         return self._scheduler
 
     def let_sleep(self) -> None:

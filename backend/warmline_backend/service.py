@@ -41,6 +41,7 @@ from warmline_backend.storage import Storage
 from warmline_wire.home import Home
 from warmline_wire.keys import TOKEN_BYTES, pack_tokens
 from warmline_wire.messages import (
+    LOADING,
     PromptReply,
     PromptRequest,
     Pulse,
@@ -149,7 +150,7 @@ class Service:
     @property
     def failure(self) -> str:
         """Why nothing can be asked of this process; "" where it can."""
-        return self._engine.failure or ("" if self._loaded else "the model is still loading")
+        return self._engine.failure or ("" if self._loaded else LOADING)
 
     @property
     def loaded(self) -> Loaded:

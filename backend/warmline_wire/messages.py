@@ -225,6 +225,9 @@ class Vitals(msgspec.Struct, kw_only=True):
     bytes_unaccounted: int = 0  # the backend's: mlx memory beyond weights, residents and running requests
 
 
+LOADING = "the model is still loading"  # a Pulse's failure while that is so
+
+
 class Pulse(msgspec.Struct, kw_only=True):
     """GET /health of the backend, without a secret: whether its engine moves.  Answered at once, whatever it is at."""
 

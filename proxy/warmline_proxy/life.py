@@ -16,6 +16,8 @@ from warmline_proxy.trace import Trace
 from warmline_wire.keys import TOKEN_BYTES, common_prefix
 from warmline_wire.messages import Layout, PromptReply, Settled
 
+STAGES = ("arriving", "waiting", "restoring", "prefilling", "answering")
+
 
 @dataclass(eq=False)
 class Life:
@@ -78,7 +80,9 @@ class Life:
 
     @property
     def stage(self) -> str:
-        """How far it has come, before its end: "arriving", "waiting", "restoring", "prefilling" or "answering"."""
+        """How far it has come, before its end: one of STAGES."""
+        if self.parts:  # as far as the furthest of its choices
+            return max((part.stage for part in self.parts), key=STAGES.index)
         if self.trace.ttft_s:
             return "answering"
         if self.generation is not None:

@@ -207,7 +207,7 @@ STATUS = """{
     ("change", "state", "text"),
     [
         ("reuse = 'off'", "ready", "Ready"),
-        ("engine.ready = false", "loading", "Loading the model"),
+        ("loading = true; status.backend = 'the model is still loading'", "loading", "Loading the model"),
         ("engine.failure = 'no weights'", "down", "Failed"),
         ("backend = 'it does not answer'", "down", "Backend down"),
         ("persistence = 'the disk is full'", "warning", "Ready, not saving"),
@@ -223,6 +223,77 @@ def test_what_is_wrong_is_said_in_words(browser: Chromium, pair: Pair, change: s
     keeps = "off" if "Ready" in text else "on"
     assert browser.run("document.querySelector('#facts [data-key=persistence] dd').textContent") == keeps
     assert browser.run("looks.faint()") == []
+
+
+def test_what_is_purged_is_not_explained_any_more(browser: Chromium, pair: Pair) -> None:
+    """Its texts don't stay in a panel that was open, whoever purged it."""
+    for name in ("harbours", "crews"):
+        system = {"role": "system", "content": SYSTEM.replace("ships", name)}
+        speak(pair, [system, {"role": "user", "content": "What else?"}], name)
+    visit(browser, pair)
+    browser.wait("document.querySelector('#session-rows b').textContent === 'crews'")
+    browser.wait("document.querySelector('.row .who').textContent.startsWith('crews')")
+    browser.run("document.querySelector('.row').click()")
+    panel = "document.querySelector('.panel:not([hidden])').textContent"
+    browser.wait(f"{panel}.includes('What came instead') && {panel}.includes('first token')")
+    button = "document.querySelector('.panel:not([hidden]) > button')"
+    browser.run(f"{button}.focus()")
+    session = browser.run("document.querySelector('#session-rows tr').dataset.key")
+    browser.run(f"import('/admin/api.js').then((api) => api.post('purge', {{ session: '{session}' }}))")
+    poll(browser)
+    browser.wait(f"{panel}.includes('No more is known of it') && !{panel}.includes('What came instead')")
+    assert browser.run(f"document.activeElement === {button}"), "the focus stays"
+
+
+def test_there_is_one_question_at_a_time(browser: Chromium, pair: Pair) -> None:
+    """And none about what somebody else has purged meanwhile."""
+    for name in ("first", "second"):
+        speak(pair, [{"role": "user", "content": name * 40}], name)
+    visit(browser, pair)
+    first, second = (
+        f"[...document.querySelectorAll('#session-rows tr')].find((each) => each.textContent.startsWith('{name}'))"
+        for name in ("first", "second")
+    )
+    browser.wait(f"{first} && {second}")
+    browser.run(f"{first}.querySelector('.danger').click(), {second}.querySelector('.danger').click()")
+    browser.wait("document.querySelector('#dialog').open")
+    session = browser.run(f"{first}.dataset.key")
+    browser.run(f"import('/admin/api.js').then((api) => api.post('purge', {{ session: '{session}' }}))")
+    assert browser.run("document.querySelector('#dialog-title').textContent") == "Purge “first”?"
+    browser.run("document.querySelector('#dialog-do').click()")
+    browser.wait(f"document.querySelector('#said').textContent === 'Conversation {session} is not stored any more.'")
+    browser.wait(f"!({first})")
+    browser.run(f"{second}.querySelector('.danger').click()")
+    browser.wait("document.querySelector('#dialog-title').textContent === 'Purge “second”?'")
+    browser.press("Escape")
+
+
+def test_what_can_not_be_seen_is_spelled_out(browser: Chromium, pair: Pair) -> None:
+    """Texts may differ by that alone, and what turns text around would hide where they do."""
+    visit(browser, pair)
+    text = json.dumps("a\u200bb\u202ec\x1b[1m\x00\u2028\n\tä 字 ✓")
+    shown = browser.run(f"import('/admin/format.js').then((page) => page.visible({text}))")
+    assert shown == "a\\u{200b}b\\u{202e}c\\u{1b}[1m\\u{0}\\u{2028}\n\tä 字 ✓"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("new Response('<html>Somebody else')", "The proxy's answers can't be read: reload this page (since "),
+        ("new Response('{}')", "The proxy's answers can't be read: reload this page (since "),
+        ("Promise.reject(new TypeError('network'))", "Proxy unreachable (since "),
+        ("new Response('No.', { status: 401 })", "The proxy refuses: No. Reload this page to be asked for the key. ("),
+    ],
+)
+def test_whatever_comes_instead_of_an_answer_is_told(browser: Chromium, pair: Pair, answer: str, said: str) -> None:
+    visit(browser, pair)
+    browser.run(f"window.asks = window.fetch, window.fetch = async () => {answer}, 0")
+    browser.run("document.dispatchEvent(new Event('visibilitychange'))")
+    browser.wait("document.querySelector('#banner').checkVisibility()")
+    assert browser.run("document.querySelector('#banner').textContent").startswith(said)
+    browser.run("window.fetch = window.asks, 0")
+    poll(browser)
+    assert not browser.run("document.querySelector('#banner').checkVisibility()")
 
 
 def test_what_runs_is_shown_with_its_progress(browser: Chromium, pair: Pair) -> None:

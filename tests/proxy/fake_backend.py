@@ -119,6 +119,8 @@ class FakeBackend:
         self.saving_allowed.set()
         self.texts_allowed = asyncio.Event()
         self.texts_allowed.set()
+        self.listing_allowed = asyncio.Event()
+        self.listing_allowed.set()
         self._prompts_by_id: dict[str, dict[str, Any]] = {}
         self._running: dict[str, asyncio.Event] = {}
         self._settled: dict[str, asyncio.Future[Settled]] = {}
@@ -302,6 +304,7 @@ class FakeBackend:
 
     async def _residents(self, request: web.Request) -> web.Response:
         self._note("residents", request.query_string)
+        await self.listing_allowed.wait()
         with_ids = request.query.get("ids") == "1"
         return self._reply(
             ResidentsReply(

@@ -166,7 +166,9 @@ async def test_several_choices_end_each_for_itself(tmp_path: Path) -> None:
         proxy.backend.hold_after = 1
         asking = asyncio.create_task(proxy.chat(headers=NAMED, n=2))
         await proxy.backend.called("generate", 2)
-        await when(lambda: [life.stage for life in proxy.app[LIVES]].count("answering") == 2)
+        await when(lambda: [life.stage for life in proxy.app[LIVES]].count("answering") == 3)
+        told = [(each["phase"], each["choices"]) for each in (await proxy.status())["live"]]
+        assert told == [("answering", 2), ("answering", 0), ("answering", 0)]
         await delete(proxy)
         assert (await asking).status == 499
         assert await ended(proxy) == {("decode", "delete"): 2}

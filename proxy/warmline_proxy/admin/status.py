@@ -18,8 +18,10 @@ from warmline_proxy.persistence import Persistence
 from warmline_proxy.rows import Totals
 from warmline_proxy.upstream import Upstream, UpstreamError
 from warmline_proxy.watchdog import Watchdog
-from warmline_wire.messages import Resident, Status, Vitals
+from warmline_wire.messages import LOADING, Resident, Status, Vitals
 from warmline_wire.vitals import take_vitals
+
+ASK_TIMEOUT_S = 5.0  # whoever looks wants to know soon that the backend is stuck
 
 
 class LiveRequest(msgspec.Struct, kw_only=True):
@@ -39,6 +41,7 @@ class LiveRequest(msgspec.Struct, kw_only=True):
     reused_tokens: int
     prefilled_tokens: int  # prompt tokens that have rows, reused ones included
     spoken: int  # pieces of its answer so far, about one a token
+    choices: int = 0  # that have begun, each a request of its own; 0 where it is one itself
 
 
 class ProxyStatus(msgspec.Struct, kw_only=True):
@@ -59,6 +62,7 @@ class ProxyStatus(msgspec.Struct, kw_only=True):
     backend_kills: int  # of wedged backends, since the start
     vitals: Vitals
     backend: str = ""  # why the backend could not be asked; "" where it could
+    loading: bool = False  # the model
     engine: Status | None = None  # what the backend last said of itself
     persistence: str = "ok"  # or why what is computed can't be saved
     unsaved: int = 0  # residents that are in memory alone
@@ -104,12 +108,15 @@ class StatusPath:
         residents, engine, backend = [], None, ""
         try:
             if self._watchdog.is_up:
-                residents = (await self._upstream.residents(ids=False)).residents
-                engine = await self._knowledge.status()
+                async with asyncio.timeout(ASK_TIMEOUT_S):
+                    residents = (await self._upstream.residents(ids=False)).residents
+                    engine = await self._knowledge.status()
             else:
                 backend = self._watchdog.why_down
         except UpstreamError as error:
             backend = str(error)
+        except TimeoutError:
+            backend = f"the backend has not answered for {ASK_TIMEOUT_S:g} s"
         answer = ProxyStatus(
             at=time.time(),
             uptime_s=time.monotonic() - self._began,
@@ -126,6 +133,7 @@ class StatusPath:
             backend_kills=self._watchdog.kills,
             vitals=take_vitals(),
             backend=backend,
+            loading=LOADING in (backend, engine.failure if engine else ""),
             engine=engine,
             persistence=self._persistence.state,
             unsaved=len(self._knowledge.mirror.not_durable()),
@@ -152,6 +160,7 @@ def live_request(life: Life) -> LiveRequest:
         reused_tokens=trace.plan.reuse if trace.plan else 0,
         prefilled_tokens=life.prefilled,
         spoken=life.spoken,
+        choices=len(life.parts),
     )
 
 

@@ -7,6 +7,9 @@ const TIMEOUT_MS = 20_000;
 /** The proxy did not answer at all. */
 export class Unreachable extends Error {}
 
+/** Something answered that is not this page's proxy, or is of another version. */
+export class Unreadable extends Error {}
+
 /** It refused. */
 export class Refused extends Error {
   constructor(status, message) {
@@ -27,11 +30,14 @@ export function tried(act) {
     try {
       await act(...given);
     } catch (error) {
-      if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+      if (!isAnswer(error)) throw error;
       say(`That did not work: ${error.message}`);
     }
   };
 }
+
+/** Whether that is how an attempt to ask may end. */
+export const isAnswer = (error) => [Refused, Unreachable, Unreadable].some((kind) => error instanceof kind);
 
 async function ask(method, path, body) {
   const options = { method, cache: "no-store", redirect: "error" };
@@ -48,8 +54,16 @@ async function ask(method, path, body) {
   } catch (error) {
     throw new Unreachable(error.message);
   }
-  if (response.ok) return JSON.parse(text);
+  if (response.ok) return parsed(text);
   throw new Refused(response.status, messageIn(text) || `status ${response.status}`);
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw new Unreadable("what answers is not Warmline's proxy");
+  }
 }
 
 function messageIn(text) {

@@ -1,22 +1,42 @@
 // Where a request left what is stored, and why: GET /warmline/explain, laid out in place.
 
-import { Refused, Unreachable, get } from "./api.js";
+import { Refused, get, isAnswer } from "./api.js";
 import { button, describe, make } from "./dom.js";
-import { count, many, seconds } from "./format.js";
+import { count, many, seconds, visible } from "./format.js";
 
 /** Fills `panel`; `showPath` is called to show where the request landed. */
 export async function explain(panel, request, showPath) {
-  panel.replaceChildren(make("p", "note", "Asking why…"));
-  const parts = [numbers(request)];
+  const why = make("div", "verdict", make("p", "note", "Asking why…"));
+  panel.replaceChildren(why);
+  await explainAgain(panel, request);
+  if (panel.hidden || why.parentElement !== panel) return; // closed meanwhile
+  panel.append(numbers(request));
+  if (request.session) panel.append(button("Show where it landed", "quiet", showPath));
+}
+
+/**
+ * Of a panel that was filled: what is stored may have changed since, or been purged.  Throws Unreachable and Unreadable
+ * where it has an explanation.
+ */
+export async function explainAgain(panel, request) {
+  const why = panel.firstChild;
+  const { parts, said } = await reasons(request, Boolean(why.said));
+  if (why.said === said) return; // left as it is, with what is selected in it
+  why.said = said;
+  why.replaceChildren(...parts);
+}
+
+/** What is to be shown, and as a text, to compare by. */
+async function reasons(request, again) {
   try {
-    parts.unshift(...verdicts(await get("explain", { request: request.id })));
+    const reply = await get("explain", { request: request.id });
+    return { parts: verdicts(reply), said: JSON.stringify(reply) };
   } catch (error) {
-    if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+    if (!isAnswer(error) || (again && !(error instanceof Refused))) throw error;
     const reason = request.error || request.why_not_warmer || "Nothing was left to reuse.";
-    parts.unshift(make("p", "cause", reason), make("p", "note", `No more is known of it: ${error.message}`));
+    const note = `No more is known of it: ${error.message}`;
+    return { parts: [make("p", "cause", reason), make("p", "note", note)], said: note };
   }
-  if (request.session) parts.push(button("Show where it landed", "quiet", showPath));
-  if (!panel.hidden) panel.replaceChildren(...parts);
 }
 
 function verdicts({ verdict, besides, where, known, prompt, now }) {
@@ -50,7 +70,7 @@ function fateOf({ tokens, branch }) {
 /** A window of a text with what differs marked. */
 function side(title, { text, differs }) {
   const characters = [...text]; // ranges count these, not UTF-16's units
-  const cut = (from, until) => characters.slice(from, until).join("");
+  const cut = (from, until) => visible(characters.slice(from, until).join(""));
   const words = make("pre");
   let at = 0;
   for (const [from, until] of differs) {

@@ -40,14 +40,20 @@ export function seconds(number) {
 
 export const share = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(part < whole ? 1 : 0)} %` : "–");
 
-/** Unix seconds as "17:02:09", with the day where it is not today's. */
+/** Unix seconds as "17:02:09", with the day where it is not today's, and that alone where it is another year's. */
 export function clock(at) {
   const then = new Date(at * 1000);
   const time = `${two(then.getHours())}:${two(then.getMinutes())}:${two(then.getSeconds())}`;
-  return then.toDateString() === new Date().toDateString() ? time : `${day(then)} ${time.slice(0, 5)}`;
+  const now = new Date();
+  if (then.getFullYear() !== now.getFullYear()) return `${day(then)} ${then.getFullYear()}`;
+  return then.toDateString() === now.toDateString() ? time : `${day(then)} ${time.slice(0, 5)}`;
 }
 
 const day = (then) => `${then.getDate()} ${MONTHS[then.getMonth()]}`;
+
+/** With what can't be seen, or turns other text around, spelled out: "\u{200b}". */
+export const visible = (text) =>
+  text.replace(/(?![\n\t])[\p{C}\p{Zl}\p{Zp}]/gu, (sign) => `\\u{${sign.codePointAt(0).toString(16)}}`);
 
 /** "3 min ago". */
 export function ago(at, now) {

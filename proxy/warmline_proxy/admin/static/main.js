@@ -1,15 +1,16 @@
 // Starts the page and asks for what it shows, every two seconds while somebody can see it.
 
-import { Refused, Unreachable, get } from "./api.js";
+import { Refused, Unreachable, get, isAnswer } from "./api.js";
 import { showHistory } from "./chart.js";
 import { byId, setText } from "./dom.js";
 import { clock } from "./format.js";
 import { bytesUsed, showStatus } from "./overview.js";
-import { requestsWanted, showRequests, startRequests } from "./requests.js";
+import { refreshExplanation, requestsWanted, showRequests, startRequests } from "./requests.js";
 import { refreshSessions, startSessions } from "./sessions.js";
 import { highlight, refreshTree, startTree } from "./tree.js";
 
 const REST_MS = 2000;
+const UNAUTHORIZED = 401;
 const STORED_REST_MS = 10_000; // how long what is stored is not asked for again, where its sums don't change
 const state = { timer: 0, asking: false, lostAt: 0, stored: "", storedAt: 0 };
 
@@ -33,7 +34,7 @@ async function ask() {
   showStatus(status);
   showHistory(activity.history);
   showRequests(activity);
-  byId("empty").hidden = activity.total > 0 || status.totals.sessions > 0;
+  byId("empty").hidden = activity.total > 0 || status.totals.sessions > 0 || status.live.length > 0;
   await askForStored(status);
 }
 
@@ -43,7 +44,7 @@ async function askForStored({ at, totals }) {
   if (sums === state.stored && performance.now() - state.storedAt < STORED_REST_MS) return;
   Object.assign(state, { stored: sums, storedAt: performance.now() }); // first: what `changed` meanwhile is asked again
   try {
-    await Promise.all([refreshSessions(at), refreshTree(totals)]);
+    await Promise.all([refreshSessions(at), refreshTree(totals), refreshExplanation()]);
   } catch (error) {
     state.stored = "";
     throw error;
@@ -63,11 +64,17 @@ function found() {
 
 /** What is shown stays, and what is wrong stands above it. */
 function lost(error) {
-  if (!(error instanceof Unreachable || error instanceof Refused)) throw error;
   state.lostAt ||= Date.now() / 1000;
-  const what = error instanceof Refused ? `The proxy refuses: ${error.message}` : "Proxy unreachable";
-  setText(byId("banner"), `${what} (since ${clock(state.lostAt)}; it is asked again every 2 s)`);
+  setText(byId("banner"), `${whatIsWrong(error)} (since ${clock(state.lostAt)}; it is asked again every 2 s)`);
   byId("banner").hidden = false;
+  if (!isAnswer(error)) throw error;
+}
+
+function whatIsWrong(error) {
+  if (error instanceof Unreachable) return "Proxy unreachable";
+  if (!(error instanceof Refused)) return "The proxy's answers can't be read: reload this page";
+  const advice = error.status === UNAUTHORIZED ? " Reload this page to be asked for the key." : "";
+  return `The proxy refuses: ${error.message}${advice}`;
 }
 
 function curl() {

@@ -43,10 +43,10 @@ function stateOf(status) {
   const { engine, backend } = status;
   const cause = whyUnsaved(status);
   const unsaved = cause && `What is computed can't be saved: ${cause}.`;
+  if (status.loading) return { word: "loading", text: "Loading the model", why: "" };
   if (backend) return { word: "down", text: "Backend down", why: sentence(backend) };
   if (!engine) return { word: "down", text: "Backend unknown", why: "" };
   if (engine.failure) return { word: "down", text: "Failed", why: sentence(engine.failure) };
-  if (!engine.ready) return { word: "loading", text: "Loading the model", why: "" };
   return { word: unsaved ? "warning" : "ready", text: unsaved ? "Ready, not saving" : "Ready", why: unsaved };
 }
 
@@ -128,5 +128,6 @@ function updateLive(element, request) {
   bar.firstChild.style.width = `${Math.min(100, done)}%`;
   const reused = request.reused_tokens ? `, ${short(request.reused_tokens)} ${request.source}` : "";
   const progress = `${short(request.prefilled_tokens)} of ${short(request.prompt_tokens)} tokens`;
-  setText(amount, (request.prompt_tokens ? progress : "") + reused);
+  const choices = request.choices ? many(request.choices, "choice") : "";
+  setText(amount, request.prompt_tokens ? progress + reused : choices);
 }

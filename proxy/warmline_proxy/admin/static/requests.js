@@ -2,11 +2,12 @@
 
 import { get, tried } from "./api.js";
 import { byId, button, keep, make, setAttribute, setText } from "./dom.js";
-import { explain } from "./explain.js";
+import { explain, explainAgain } from "./explain.js";
 import { clock, count, many, seconds, short } from "./format.js";
 
 const PAGE = 15;
 const PARTS = ["queue", "restore", "prefill", "decode"];
+const SHOWN = [...PARTS, "other"]; // which is what is left of its time, as while it waits for another's prefill
 const view = { offset: 0, open: "", shown: [], showPath: () => {} }; // `open`: the key of the row that is explained
 
 /** `showPath(request)` shows in the tree where a request landed. */
@@ -30,6 +31,7 @@ const keyOf = (request) => `${request.id}-${request.at}`;
 export function showRequests(reply) {
   if (reply.offset !== view.offset) return; // asked for before the page was turned
   const { requests, total } = reply;
+  if (!requests.length && view.offset) return turn(-view.offset); // there are fewer than there were
   setText(byId("requests-count"), total ? `${count(total)} kept` : "none yet");
   const held = view.open || byId("timeline").contains(document.activeElement);
   const place = held ? requests.findIndex((each) => keyOf(each) === keyOf(view.shown[0])) : 0;
@@ -46,7 +48,7 @@ function show(requests, total) {
   view.shown = requests;
   byId("newer").hidden = view.offset === 0;
   if (view.offset) setText(byId("newer"), "Show the newest");
-  const longest = Math.max(0.001, ...requests.map(time));
+  const longest = Math.max(0.001, ...requests.map((each) => sum(spans(each))));
   keep(byId("timeline"), requests, keyOf, createRow, (row, each) => updateRow(row, each, longest));
   byId("requests-back").disabled = view.offset === 0;
   byId("requests-on").disabled = view.offset + requests.length >= total;
@@ -58,15 +60,20 @@ const turn = tried(async (by) => {
   showRequests(await get("activity", requestsWanted()));
 });
 
-/** The parts lie one after the other; where a request is sent again, what it waited before is left out. */
-const time = (each) => PARTS.reduce((sum, part) => sum + each[`${part}_s`], 0);
+/** Seconds of each of SHOWN, which lie one after the other. */
+function spans(request) {
+  const known = PARTS.map((part) => request[`${part}_s`]);
+  return [...known, Math.max(0, request.total_s - sum(known))];
+}
+
+const sum = (numbers) => numbers.reduce((all, number) => all + number, 0);
 
 function createRow(request) {
   const key = keyOf(request);
   const row = button("", "row", () => toggle(key));
   row.id = `request-${key}`;
   row.setAttribute("aria-expanded", "false");
-  const bar = make("span", "bar", ...PARTS.map((part) => make("i", part)));
+  const bar = make("span", "bar", ...SHOWN.map((part) => make("i", part)));
   bar.setAttribute("aria-hidden", "true");
   const spoken = make("span", "spoken");
   row.append(
@@ -87,10 +94,11 @@ function updateRow(item, request, longest) {
   setAttribute(who, "title", `${request.endpoint} ${request.client_model} ${request.id}`);
   setText(source, request.outcome === "ok" ? request.source : request.outcome);
   setAttribute(source, "data-source", request.outcome === "ok" ? request.source : "failed");
-  PARTS.forEach((part, place) => {
-    bar.children[place].style.width = `${(100 * request[`${part}_s`]) / longest}%`;
+  const times = spans(request);
+  times.forEach((time, place) => {
+    bar.children[place].style.width = `${(100 * time) / longest}%`;
   });
-  setText(spoken, PARTS.map((part) => `${part} ${seconds(request[`${part}_s`])}`).join(", "));
+  setText(spoken, SHOWN.map((part, place) => `${part} ${seconds(times[place])}`).join(", "));
   setText(tokens, `${short(request.cached_tokens)} of ${short(request.prompt_tokens)} reused`);
   setAttribute(tokens, "title", `${count(request.cached_tokens)} of ${many(request.prompt_tokens, "prompt token")}`);
   setText(ttft, request.ttft_s ? seconds(request.ttft_s) : "–");
@@ -110,6 +118,12 @@ async function toggle(key) {
   if (!opens) return;
   const request = view.shown.find((each) => keyOf(each) === key);
   await explain(byId(`explanation-${key}`), request, () => view.showPath(request));
+}
+
+/** What is stored has changed: of what was purged, no text stays. */
+export async function refreshExplanation() {
+  const panel = view.open && byId(`explanation-${view.open}`);
+  if (panel?.childElementCount) await explainAgain(panel, view.shown.find((each) => keyOf(each) === view.open));
 }
 
 function setOpen(key, open) {

@@ -16,7 +16,7 @@ const COLUMNS = [
   { name: "requests", title: "Requests", first: "-" },
   { name: "last_used", title: "Last used", first: "-" },
 ];
-const view = { offset: 0, sort: "-last_used", wanted: "", now: 0, changed: () => {}, showPath: () => {} };
+const view = { offset: 0, sort: "-last_used", wanted: "", now: 0, asking: false, changed: () => {}, showPath: () => {} };
 
 /** `changed()` is called when something was purged or pinned; `showPath(session)` shows a conversation in the tree. */
 export function startSessions(changed, showPath) {
@@ -125,13 +125,18 @@ async function setPinned(session, pin) {
   }
 }
 
+/** One question at a time: none takes another's place under somebody's finger. */
 async function purge(session, row) {
+  if (view.asking) return;
+  view.asking = true;
   const name = row.firstChild.firstChild.textContent;
   try {
     const would = await post("purge", { session, dry_run: true });
+    if (!would.sessions.length) return isGone(session);
     const doing = would.bytes_freed ? `Purge ${bytes(would.bytes_freed)}` : "Purge";
     if (!(await confirm(`Purge “${name}”?`, question(session, would), doing))) return;
     const did = await post("purge", { session });
+    if (!did.sessions.length) return isGone(session);
     const left = did.cuts.filter((cut) => cut.why_not);
     const stays = left.map((cut) => ` ${bytes(cut.bytes_count)} of segment ${cut.segment} stay: ${cut.why_not}.`).join("");
     say(`Purged ${many(did.sessions.length, "conversation")}, ${bytes(did.bytes_freed)}.${stays}`);
@@ -139,7 +144,14 @@ async function purge(session, row) {
     byId("search").focus(); // the button that was pressed is gone
   } catch (error) {
     say(`Not purged: ${error.message}`);
+  } finally {
+    view.asking = false;
   }
+}
+
+function isGone(session) {
+  say(`Conversation ${session} is not stored any more.`);
+  view.changed();
 }
 
 function question(session, { sessions, segments, checkpoints, cuts, bytes_freed }) {
