@@ -307,6 +307,11 @@ def test_what_runs_is_shown_with_its_progress(browser: Chromium, pair: Pair) -> 
     assert browser.run("document.querySelector('#live .amount').textContent") == "5,000 of 20k tokens, 4,000 restored"
     assert browser.run("document.querySelector('#live [role=progressbar]').ariaValueNow") == "5000"
     assert browser.run("document.querySelector('#live .bar i').style.width") == "25%"
+    live = f"{{...{live}, phase: 'waiting', source: 'shared', prompt_tokens: 0, choices: 2}}"
+    browser.run(f"import('/admin/overview.js').then((page) => page.showStatus({{...{STATUS}, live: [{live}]}}))")
+    assert browser.run("document.querySelector('#live .phase').textContent") == "waiting for another's prefill, 3.00 s"
+    assert browser.run("document.querySelector('#live .amount').textContent") == "2 choices"
+    assert not browser.run("document.querySelector('#live .bar').checkVisibility()")
 
 
 def test_requests_of_one_name_are_rows_of_their_own(browser: Chromium, pair: Pair) -> None:

@@ -115,13 +115,19 @@ function createLive(request) {
   return make("li", "", make("span", "who"), make("span", "phase"), bar, make("span", "amount"));
 }
 
+function phaseOf({ phase, source }) {
+  if (phase === "waiting" && source === "shared") return "waiting for another's prefill";
+  return PHASES[phase] ?? phase;
+}
+
 function updateLive(element, request) {
   if (!request) return;
   const [who, phase, bar, amount] = element.children;
   const name = request.client_session || request.client_model || request.endpoint;
   setText(who, name);
   setAttribute(who, "title", `${request.id} ${request.client_model} ${request.client_session}`);
-  setText(phase, `${PHASES[request.phase] ?? request.phase}, ${seconds(request.age_s)}`);
+  setText(phase, `${phaseOf(request)}, ${seconds(request.age_s)}`);
+  bar.hidden = request.choices > 0; // each has its own
   setAttribute(bar, "aria-valuemax", Math.max(1, request.prompt_tokens));
   setAttribute(bar, "aria-valuenow", request.prefilled_tokens);
   const done = request.prompt_tokens ? (100 * request.prefilled_tokens) / request.prompt_tokens : 0;
