@@ -242,7 +242,7 @@ def test_a_process_does_not_wait_for_a_disk_that_does_not_answer(tiny_folder: Fo
     backend = Backend(tiny_folder("llama"), tmp_path, ["-c", HANGING], says="the disk does not answer")
     with backend.running as running:
         backend.signal(signal.SIGTERM)
-        running.wait_for("helper_0: still at work; the process ends without waiting")
+        running.wait_for(r"helper_\d: still at work; the process ends without waiting")
         assert backend.code() == 0
         assert not backend.home.pid_file("backend").exists()
 

@@ -43,7 +43,10 @@ def messages(root: Path) -> list[Said]:
     failures = _failures(modules)
     makers = {each.name for module in modules for each in module.functions if _makes(each, failures)}
     elsewhere = _returned_by_one(modules)
-    found = {said for module in modules for said in module.said(failures | makers, elsewhere)}
+    constants = {
+        f"{Path(module.name).stem}.{name}": values for module in modules for name, values in module.constants.items()
+    }
+    found = {said for module in modules for said in module.said(failures | makers, elsewhere, constants)}
     return sorted(said for said in found if len(words(said.text)) >= WORDS_MIN)
 
 
@@ -70,10 +73,27 @@ class Module:
             for function in self.functions
         }
 
-    def said(self, carriers: set[str], elsewhere: Mapping[str, list[ast.expr]]) -> Iterator[Said]:
-        """`elsewhere`: what functions of other modules return."""
+    @cached_property
+    def constants(self) -> dict[str, list[ast.expr]]:
+        """What is assigned at its top."""
+        return _assigned(self.tree)
+
+    def said(
+        self,
+        carriers: set[str],
+        elsewhere: Mapping[str, list[ast.expr]],
+        constants: Mapping[str, list[ast.expr]],
+    ) -> Iterator[Said]:
+        """`elsewhere`: what functions of other modules return; `constants`: of other modules, by module and name."""
         self._known = {**elsewhere, **self.returned}
-        yield from self._said_in(self.tree, carriers, {})
+        imported = {
+            alias.asname or alias.name: constants[f"{(each.module or '').rpartition('.')[2]}.{alias.name}"]
+            for each in ast.walk(self.tree)
+            if isinstance(each, ast.ImportFrom)
+            for alias in each.names
+            if f"{(each.module or '').rpartition('.')[2]}.{alias.name}" in constants
+        }
+        yield from self._said_in(self.tree, carriers, imported)
 
     def _said_in(self, node: ast.AST, carriers: set[str], names: Mapping[str, list[ast.expr]]) -> Iterator[Said]:
         if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef):
