@@ -327,7 +327,8 @@ class Index(IndexReader):
                 if (died or probed) and not index_probe.is_readable(self.home.index):
                     raise DamagedIndex("the index is damaged: no process gets through it")
                 with self._env.reading() as tables:
-                    return any(index_flaws.flaws(tables)) or tables.is_begun_anew()
+                    flaws = list(index_flaws.flaws(tables))  # all: beyond the first may be pages that can't be read
+                    return bool(flaws) or tables.is_begun_anew()
             except DamagedIndex as error:
                 damage = error
             self._submit(lambda: self._env.begin_anew(damage)).result()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from damage import OTHER, A, chain, flip, mend, tables_of, talk, texts
-from index_helpers import BUDGET, break_page, commit, matched, planned, save, write_plan
+from index_helpers import BUDGET, FLAGS_AT, OVERFLOW, PAGE_BYTES, break_page, commit, matched, planned, save, write_plan
 from segment_files import rewrite
 
 from warmline_proxy.index import Index, IndexFailure, IndexReader
@@ -92,6 +92,25 @@ def test_a_cut_index_is_made_anew(home: Home) -> None:
         index.compact()  # so that no page is a free one, which nobody would miss
     (data,) = home.index.glob("*/data.mdb")
     os.truncate(data, 3 * data.stat().st_size // 4)
+    with Index(home, BUDGET) as index:
+        assert reconcile(index).mended
+        assert texts(index) == whole and index.verify(deep=True) == []
+
+
+def test_a_page_that_can_not_be_read_is_met_beyond_a_first_flaw(home: Home) -> None:
+    """Else the repair would meet it, with the index half written anew."""
+    with Index(home, BUDGET) as index:
+        talk(index)
+        whole = texts(index)
+    with tables_of(home) as table:
+        key, _ = table("segments").entries()[0]
+        table("segments").put(key, b"garbage")
+    (data,) = home.index.glob("*/data.mdb")
+    pages = bytearray(data.read_bytes())
+    for at in range(2 * PAGE_BYTES, len(pages), PAGE_BYTES):
+        if b"reason" in pages[at : at + PAGE_BYTES]:  # a row of quarantine
+            pages[at + FLAGS_AT] = OVERFLOW
+    data.write_bytes(pages)
     with Index(home, BUDGET) as index:
         assert reconcile(index).mended
         assert texts(index) == whole and index.verify(deep=True) == []
