@@ -5,10 +5,13 @@ is as good as its source, or is not made.
 """
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
+from warmline_wire import disk
 from warmline_wire.keys import TOKEN_BYTES
+from warmline_wire.messages import SavedFile
 from warmline_wire.segment_file import (
     CHECKSUMS,
     DTYPE_BYTES,
@@ -127,3 +130,19 @@ class _Cut:
             yield False, self._first * row
             yield True, (self._end - self._first) * row
             yield False, (self._rows - self._end) * row
+
+
+def write_copy(path: Path, make: Callable[[], SegmentCopy]) -> SavedFile:
+    """The file of what `make` gives, complete and durable.  Blocks; raises SegmentFileError, OSError.
+
+    Made and written anew where its draft is gone: a backend that starts meanwhile sweeps drafts, once.
+    """
+    try:
+        return _write(path, make())
+    except FileNotFoundError:
+        return _write(path, make())
+
+
+def _write(path: Path, copy: SegmentCopy) -> SavedFile:
+    size = disk.write_whole(path, copy.parts())
+    return SavedFile(id=copy.meta.id, bytes_written=size, checksum=copy.checksum)

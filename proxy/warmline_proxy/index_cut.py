@@ -23,7 +23,7 @@ from warmline_wire import disk
 from warmline_wire.home import Home
 from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES
 from warmline_wire.messages import SavedFile, SegmentSpec
-from warmline_wire.segment_copy import SegmentCopy
+from warmline_wire.segment_copy import SegmentCopy, write_copy
 from warmline_wire.segment_file import SegmentFileError, SegmentHeader, checksums_in, file_checksum, header_in
 
 ROUNDS_MAX = 3  # that what is to be cut changes while files are made
@@ -169,15 +169,7 @@ def _written(home: Home, row: SegmentRow, plan: SavePlan) -> SavedFile:
     """Raises SegmentFileError, OSError."""
     spec = plan.segments[0]
     with _opened(home, row) as source:
-        for is_last in (False, True):
-            copy = _shorter(source, row, spec.id, spec.end)
-            try:
-                size = disk.write_whole(home.segment_file(spec.id), copy.parts())
-                break
-            except FileNotFoundError:  # a backend has started meanwhile: it sweeps drafts, once
-                if is_last:
-                    raise
-    return SavedFile(id=spec.id, bytes_written=size, checksum=copy.checksum)
+        return write_copy(home.segment_file(spec.id), lambda: _shorter(source, row, spec.id, spec.end))
 
 
 def _opened(home: Home, row: SegmentRow) -> BufferedReader:

@@ -31,6 +31,7 @@ from warmline_proxy.moving.tar import ArchiveError
 from warmline_proxy.purge import purge
 from warmline_proxy.reconcile import reconcile
 from warmline_proxy.rows import PurgeRequest, SavePlan
+from warmline_wire import disk
 from warmline_wire.keys import namespace, pack_tokens, unpack_tokens
 
 # ---- there and back
@@ -205,8 +206,8 @@ def test_a_failed_write_leaves_nothing(index: Index, other: Index, monkeypatch: 
             raise OSError(28, "No space left on device")
         return real(*arguments)
 
-    real = importing.disk.write_whole
-    monkeypatch.setattr(importing.disk, "write_whole", failing)
+    real = disk.write_whole
+    monkeypatch.setattr(disk, "write_whole", failing)
     with pytest.raises(OSError, match="No space"):
         imported(other, data)
     assert everything(other.home) == {} and other.totals().bytes_writing == 0 and other.segments() == []
@@ -215,14 +216,14 @@ def test_a_failed_write_leaves_nothing(index: Index, other: Index, monkeypatch: 
 def test_a_backend_that_starts_meanwhile_sweeps_drafts_and_nothing_is_lost(
     index: Index, other: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, sync = archived(index, talk(index)), importing.disk.sync
+    data, sync = archived(index, talk(index)), disk.sync
 
     def swept(file: Any) -> None:
-        monkeypatch.setattr(importing.disk, "sync", sync)
+        monkeypatch.setattr(disk, "sync", sync)
         assert sweep_drafts(other.home.segments) == 1
         sync(file)
 
-    monkeypatch.setattr(importing.disk, "sync", swept)
+    monkeypatch.setattr(disk, "sync", swept)
     imported(other, data)
     check_content(other, TALK, checkpoints=STATES)
 

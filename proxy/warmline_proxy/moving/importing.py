@@ -16,10 +16,9 @@ from warmline_proxy.moving.archive import Archive, Progress, verify
 from warmline_proxy.moving.manifest import Manifest
 from warmline_proxy.moving.tar import ArchiveError
 from warmline_proxy.rows import SavePlan, SessionUpdate, TurnRow
-from warmline_wire import disk
 from warmline_wire.keys import namespace, prefix_digests
 from warmline_wire.messages import CheckpointRef, Layout, SavedFile, SaveReply, SegmentSpec
-from warmline_wire.segment_copy import SegmentCopy
+from warmline_wire.segment_copy import SegmentCopy, write_copy
 from warmline_wire.segment_file import FileMeta, SegmentFileError, SegmentHeader, read_header
 
 TRIES_MAX = 3  # that something else is saved in its place meanwhile
@@ -219,19 +218,11 @@ def _state(manifest: Manifest, plan: SavePlan, ref: CheckpointRef, prefix: str) 
 
 
 def _copied(index: Index, archive: Archive, number: int, header: SegmentHeader, meta: FileMeta) -> SavedFile:
+    path = index.home.segment_file(meta.id)
     try:
-        try:
-            return _written(index, archive, number, header, meta)
-        except FileNotFoundError:  # a backend has started meanwhile: it sweeps drafts, once
-            return _written(index, archive, number, header, meta)
+        return write_copy(path, lambda: SegmentCopy(archive.window(number), header, meta))
     except SegmentFileError as error:
         raise ArchiveError(f"{archive.members[number].name} in it can't be used: {error}") from error
-
-
-def _written(index: Index, archive: Archive, number: int, header: SegmentHeader, meta: FileMeta) -> SavedFile:
-    copy = SegmentCopy(archive.window(number), header, meta)
-    size = disk.write_whole(index.home.segment_file(meta.id), copy.parts())
-    return SavedFile(id=meta.id, bytes_written=size, checksum=copy.checksum)
 
 
 def _cost_s(manifest: Manifest, plan: SavePlan) -> float:
