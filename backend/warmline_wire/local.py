@@ -13,7 +13,7 @@ _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.~-]+)?)\]|([A-Za-z0-9._-]+))(?:
 
 def is_local(peer: str, hosts: Sequence[str], also: Collection[str] = ()) -> bool:
     """`peer`: the other end's address; `hosts`: all Host headers; `also`: further names that mean this machine."""
-    if not _is_loopback(peer) or len(hosts) != 1:
+    if not _is_from_here(peer) or len(hosts) != 1:
         return False
     name = host_name(hosts[0])
     return name in also or is_loopback_name(name)
@@ -35,6 +35,11 @@ def is_address(name: str) -> bool:
     return True
 
 
+def is_loopback(host: str) -> bool:
+    """Whether binding `host` stays on this machine."""
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
 def is_loopback_name(name: str) -> bool:
     """Names and addresses that mean this machine to whoever uses them."""
     if name == "localhost" or name.endswith(".localhost"):
@@ -42,7 +47,7 @@ def is_loopback_name(name: str) -> bool:
     return is_address(name) and ipaddress.ip_address(name).is_loopback
 
 
-def _is_loopback(peer: str) -> bool:
+def _is_from_here(peer: str) -> bool:
     try:
         address = ipaddress.ip_address(peer)
     except ValueError:

@@ -1,6 +1,5 @@
 """What `cachectl doctor` looks at before it judges: the home, the index, the proxy, the machine.  Changes nothing."""
 
-import ipaddress
 import os
 import resource
 import shutil
@@ -22,6 +21,7 @@ from warmline_proxy.index_files import too_open
 from warmline_proxy.index_probe import is_readable
 from warmline_proxy.rows import Finding, RequestRecord, Totals
 from warmline_wire.home import Home
+from warmline_wire.local import is_loopback
 from warmline_wire.lock import holder_of, is_alive
 
 ASK_TIMEOUT_S = 5.0
@@ -135,16 +135,8 @@ def _settings(home: Home, status: Mapping[str, Any] | None = None) -> Settings:
         stabilize=configured.setting(home, "stabilize", ""),
         key_in_settings=bool(configured.setting(home, "client_key", "")),
         disk_budget_bytes=configured.disk_budget_bytes(home),
-        on_loopback=_is_loopback(host) and (bool(bound) or not lan),
+        on_loopback=is_loopback(host) and (bool(bound) or not lan),
     )
-
-
-def _is_loopback(host: str) -> bool:
-    """As the proxy's `config.is_loopback`, which would bring a server and a client library along."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _open(home: Home) -> list[tuple[Path, int]]:

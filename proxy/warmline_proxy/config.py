@@ -1,7 +1,6 @@
 """The proxy's configuration: flags and one environment variable, parsed and validated once."""
 
 import argparse
-import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from warmline_proxy.hygiene.stabilize import RULES
 from warmline_wire.flags import GB, gigabytes
 from warmline_wire.home import Home
 from warmline_wire.lines import say
+from warmline_wire.local import is_loopback
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -146,16 +146,6 @@ class Config:
     @property
     def allowed_origins(self) -> frozenset[str]:
         return origins(self.cors_origins)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether binding `host` stays on this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class _Parser(argparse.ArgumentParser):
