@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,6 +17,33 @@ from warmline_run.settings import SETTINGS
 
 LISTENERS = ("port", "backend_port")
 LOCKS = ("home.lock", "run/backend.lock")
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What a proxy says of itself in its home's run/proxy.json."""
+
+    url: str
+    pid: int
+
+
+def announced(home: Path) -> Announced | None:
+    """By this home's proxy, or by one that was killed and left it behind; None where none did."""
+    try:
+        told = json.loads((home / "run" / "proxy.json").read_text())
+        return Announced(str(told["url"]), int(told["pid"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def running(home: Path) -> Announced | None:
+    """The same, where the process is there and this user's."""
+    told = announced(home)
+    with suppress(OSError, OverflowError):
+        if told:
+            os.kill(told.pid, 0)
+            return told
+    return None
 
 
 def occupied(config: Config, own_ports: Collection[int] = ()) -> str:
@@ -43,10 +71,8 @@ def _why_not(host: str, number: int) -> str:
 
 def _who(home: Path) -> str:
     """A pair that runs from the same home says where it listens."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        running = json.loads((home / "run" / "proxy.json").read_text())
-        os.kill(int(running["pid"]), 0)
-        what = f"process {running['pid']} serves {home} at {running['url']}"
+    if found := running(home):
+        what = f"process {found.pid} serves {home} at {found.url}"
         return f" ({what}; where `warmline serve` or an agent runs, stop it first, or use other ports and another home)"
     return ""
 
@@ -65,9 +91,9 @@ def held(home: Path, own: Collection[int] = ()) -> str:
 
 def is_listening(home: Path, port: int) -> bool:
     """Whether the proxy that has this home listens on the port, and nobody else."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        told = json.loads((home / "run" / "proxy.json").read_text())
-        return urlsplit(told["url"]).port == port and _holder(home / "home.lock") == str(told["pid"])
+    told = announced(home)
+    with suppress(ValueError):  # its address may make no sense
+        return bool(told and urlsplit(told.url).port == port and _holder(home / "home.lock") == str(told.pid))
     return False
 
 

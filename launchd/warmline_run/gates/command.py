@@ -1,8 +1,6 @@
 """`warmline gates` itself: whom to ask, reaching them, running, reporting; the exit code."""
 
 import asyncio
-import json
-import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from warmline_run import ports
 from warmline_run.address import Address
 from warmline_run.gates import report, running
 from warmline_run.gates.answers import read_models
@@ -68,11 +67,10 @@ def _is_named(config: Config) -> bool:
 
 def running_url(home: Path) -> str:
     """The base URL of the proxy that runs from this home; "" where none does, or did and was killed."""
+    found = ports.running(home)
     try:
-        told = json.loads((home / "run" / "proxy.json").read_text())
-        os.kill(int(told["pid"]), 0)
-        return base_url(str(told["url"]))
-    except (OSError, ValueError, KeyError, TypeError, ConfigurationError):
+        return base_url(found.url) if found else ""
+    except ConfigurationError:
         return ""
 
 
