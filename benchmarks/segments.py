@@ -13,12 +13,12 @@ Usage: .venv/bin/python benchmarks/segments.py [--tiny] [--tokens N] [--repeats 
 """
 
 import argparse
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 
 import mlx.core as mx
@@ -31,6 +31,7 @@ from rich.table import Table
 from warmline_backend.codecs import CacheLayout
 from warmline_backend.kv import KV
 from warmline_backend.segments import Loader, as_bytes, write_file
+from warmline_wire import disk
 from warmline_wire.keys import SEGMENT_TOKENS_MAX, pack_tokens, prefix_digest
 from warmline_wire.messages import SegmentRef
 from warmline_wire.segment_file import FileMeta
@@ -100,10 +101,9 @@ def load_like_mlx_lm(path: Path) -> None:
 
 
 def write_raw(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    with FileIO(path, "wb") as file:
+        disk.write(file, data)
+        disk.sync(file)
 
 
 def read_raw(files: list[Path], buffer: memoryview) -> None:

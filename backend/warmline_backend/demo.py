@@ -26,6 +26,7 @@ from typing import Any
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from warmline_wire import disk
 from warmline_wire.home import Home
 from warmline_wire.lines import say
 from warmline_wire.modes import begin_private
@@ -255,12 +256,10 @@ def _write_tokenizer(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def _make_durable(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    for path in folder.iterdir():
+        with disk.open_to_read(path) as file:
+            disk.sync(file)
+    disk.sync_folder(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

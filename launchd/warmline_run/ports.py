@@ -37,13 +37,9 @@ def announced(home: Path) -> Announced | None:
 
 
 def running(home: Path) -> Announced | None:
-    """The same, where the process is there and this user's."""
+    """The same, where that process has the home: who else has its pid or its port by now must not be taken for it."""
     told = announced(home)
-    with suppress(OSError, OverflowError):
-        if told:
-            os.kill(told.pid, 0)
-            return told
-    return None
+    return told if told and _holder(home / "home.lock") == str(told.pid) else None
 
 
 def occupied(config: Config, own_ports: Collection[int] = ()) -> str:
@@ -91,9 +87,9 @@ def held(home: Path, own: Collection[int] = ()) -> str:
 
 def is_listening(home: Path, port: int) -> bool:
     """Whether the proxy that has this home listens on the port, and nobody else."""
-    told = announced(home)
+    found = running(home)
     with suppress(ValueError):  # its address may make no sense
-        return bool(told and urlsplit(told.url).port == port and _holder(home / "home.lock") == str(told.pid))
+        return bool(found and urlsplit(found.url).port == port)
     return False
 
 

@@ -23,6 +23,7 @@ OF_PATHS |= {"chmod"}
 OF_MODULES = {
     "os": OF_PATHS
     | {"fsync", "fdatasync", "replace", "remove", "removedirs", "renames", "link", "makedirs", "truncate"},
+    "fcntl": {"fcntl"},
     "shutil": {"rmtree", "move", "copy", "copy2", "copyfile", "copytree"},
     "Path": {"replace"},
 }

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,6 +49,7 @@ from warmline_run.gates.gate import FAILED, NOT_RUN, PASSED, Outcome, Scale, Vis
 from warmline_run.gates.running import GATES, chosen, run
 from warmline_run.gates.server import Server
 from warmline_run.resolve import ConfigurationError, resolve
+from warmline_wire.lock import process_lock
 
 NAMES = [gate.name for gate in GATES]
 SMALL = Scale(turns_count=6, turn_bytes=400, long_tokens=1500, quick_s=0.0)
@@ -146,18 +146,21 @@ def test_the_running_proxy_of_the_home_is_asked_unless_something_else_is_named(t
     (tmp_path / "run").mkdir()
     told = tmp_path / "run" / "proxy.json"
     config = resolve({"home": str(tmp_path)}, {})
-    told.write_text(json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:9000"}))
+    place = json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:9000"})
+    told.write_text(place)
     running, settings = "http://127.0.0.1:9000/v1", "http://127.0.0.1:8026/v1"
-    assert target(config, "", {}) == target(config, running, {}) == Target(running, "hush", tmp_path)
-    assert target(config, settings, {}).url == settings
-    assert target(config, "http://other/v1", {}).url == "http://other/v1"
-    variable = {"WARMLINE_PORT": "9001"}
-    assert target(resolve({"home": str(tmp_path)}, variable), "", variable).url == "http://127.0.0.1:9001/v1"
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    for stale in (json.dumps({"pid": ended.pid, "url": "http://127.0.0.1:9000"}), "", "[]", '{"pid": 1}'):
-        told.write_text(stale)
-        assert target(config, "", {}).url == settings
+    with process_lock(tmp_path / "home.lock"):
+        assert target(config, "", {}) == target(config, running, {}) == Target(running, "hush", tmp_path)
+        assert target(config, settings, {}).url == settings
+        assert target(config, "http://other/v1", {}).url == "http://other/v1"
+        variable = {"WARMLINE_PORT": "9001"}
+        assert target(resolve({"home": str(tmp_path)}, variable), "", variable).url == "http://127.0.0.1:9001/v1"
+        for broken in (json.dumps({"pid": 1, "url": running}), "", "[]", '{"pid": 1}'):
+            told.write_text(broken)
+            assert target(config, "", {}).url == settings
+    told.write_text(place)  # left by one that was killed: its pid, and its port, may be somebody else's by now
+    assert target(config, "", {}).url == settings
+    assert target(config, running, {}) == Target(running, "", tmp_path), "who listens there hears no key"
 
 
 @pytest.mark.parametrize(

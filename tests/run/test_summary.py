@@ -121,3 +121,6 @@ def test_who_listens_and_is_not_the_homes_proxy_is_not_shown_the_secret(tmp_path
         with lock.open() as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             assert ports.is_listening(tmp_path, port) and not ports.is_listening(tmp_path, port + 1)
+            config = config_of(home=str(tmp_path), port=str(port))
+            assert f"(process {os.getpid()} serves {tmp_path} at {place['url']}; " in ports.occupied(config)
+        assert ports.occupied(config).endswith("(--port): Address already in use"), "and is not taken for it"

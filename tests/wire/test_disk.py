@@ -1,6 +1,7 @@
 """The steps that change a home, where they fail; a home that can't be written to."""
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,31 @@ def test_a_file_is_whole_private_and_in_one_piece(tmp_path: Path) -> None:
     disk.delete_tree(tmp_path / "a")
     disk.delete_tree(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("refusal", [0, errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.EIO])
+def test_where_a_drive_can_be_told_to_write_its_cache_it_is(
+    refusal: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def told(descriptor: int, command: int) -> int:
+        assert os.fstat(descriptor) and command == 51
+        asked.append("drive")
+        if refusal:
+            raise OSError(refusal, os.strerror(refusal))
+        return 0
+
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)  # macOS has it
+    monkeypatch.setattr(fcntl, "fcntl", told)
+    monkeypatch.setattr(os, "fsync", lambda _: asked.append("system"))
+    if refusal == errno.EIO:
+        with pytest.raises(OSError, match="Input/output"):
+            disk.sync_folder(tmp_path)
+        assert asked == ["drive"]
+        return
+    disk.write_whole(tmp_path / "file", [b"one"])
+    assert asked == (["drive", "system"] if refusal else ["drive"]) * 2, "the file, and its folder"
 
 
 def test_a_secret_is_made_once_and_no_draft_of_it_stays(tmp_path: Path) -> None:
