@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from aiohttp import web
 
@@ -108,11 +109,17 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
         with suppress(OSError):
             for path in told:
                 disk.delete(path)
-        if busy := _others(at_rest):  # in a step, or at a disk, that may never answer: Python would wait for them
+        if busy := _others(at_rest):  # in a step, or at a disk, that may never answer
             log.warning("%s: still at work; the process ends without waiting", ", ".join(busy))
-            logging.shutdown()
-            os._exit(kept.exit_code(code))
-    return code
+        _end_at_once(kept.exit_code(code))
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """Python would wait for threads; and while it takes itself apart, mlx's own end the process with a signal where
+    the engine has used a GPU (seen with CUDA): whoever keeps us running would take a clean stop for a crash.
+    """
+    logging.shutdown()
+    os._exit(code)
 
 
 def _told_where(config: BackendConfig, home: Home) -> list[Path]:

@@ -179,6 +179,17 @@ sys.exit(__main__.main(sys.argv[1:]))
 """
 
 
+ABORTING = """
+import atexit
+import os
+import sys
+from warmline_backend import __main__
+
+atexit.register(os.abort)  # as a library's own threads do, while Python takes itself apart
+sys.exit(__main__.main(sys.argv[1:]))
+"""
+
+
 class Backend:
     """A backend process of its own."""
 
@@ -245,6 +256,14 @@ def test_a_process_does_not_wait_for_a_disk_that_does_not_answer(tiny_folder: Fo
         running.wait_for(r"helper_\d: still at work; the process ends without waiting")
         assert backend.code() == 0
         assert not backend.home.pid_file("backend").exists()
+
+
+def test_a_clean_stop_stays_one_whatever_libraries_do_at_the_end(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    backend = Backend(tiny_folder("llama"), tmp_path, ["-c", ABORTING])
+    with backend.running as running:
+        backend.signal(signal.SIGTERM)
+        assert backend.code() == 0
+        assert not any("at work" in line for line in running.seen)
 
 
 def test_a_second_backend_on_a_home_is_refused_before_it_touches_anything(
