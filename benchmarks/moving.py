@@ -9,9 +9,10 @@ Two conversations begin alike and part halfway.  Each round the first one is tak
   verify    `--deep`: every byte of every file                   limit: reading the same files into one buffer
   ls        what any command takes: starting Python and opening the index
 
-At last the next turn of both is asked for, and of the backend directly, which starts cold.
+At last the next turn of both is asked for, and of the backend directly, which starts cold.  In 16-bit types and fast
+mode the two answers may part by rounding; with `--exact` they may not.
 
-Usage: .venv/bin/python benchmarks/moving.py [--quick | --shape llama | --model DIR] [--tokens N] [--repeats N]
+Usage: .venv/bin/python benchmarks/moving.py [--quick | --shape llama | --model DIR] [--exact] [--tokens N]
 """
 
 import argparse
@@ -155,12 +156,13 @@ def run(options: argparse.Namespace, console: Console) -> None:
             mx.clear_cache()
         elif not options.model:
             tiny_models.build("bench", model)
-        with warmline(model, place / "home", options.log or place / "log") as (pair, direct):
+        mode = ("--reuse", "exact" if options.exact else "fast")
+        with warmline(model, place / "home", options.log or place / "log", *mode) as (pair, direct):
             home, talks = Home(place / "home", place), conversations(options.tokens)
             answers = [ask(pair, messages) for messages in talks]
             pair.settle()
             measured = rounds(home, options.repeats)
-            what = f"{options.tokens:,} tokens, half of them shared; median of {options.repeats}"
+            what = f"{mode[1]} mode; {options.tokens:,} tokens, half of them shared; median of {options.repeats}"
             measured.print(console, what)
             names = ("moved", "the other")
             turns = {
@@ -175,6 +177,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few tokens, once: shows that it runs, and no more")
     parser.add_argument("--shape", default="", help="random bfloat16 weights, see large_models: for a GPU")
     parser.add_argument("--model", type=Path, help="a model of your own")
+    parser.add_argument("--exact", action="store_true", help="in exact mode: what is warm is cold, bit for bit")
     parser.add_argument("--tokens", type=int, default=8192, help="a conversation (default: 8192)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--place", type=Path, help="a folder on the disk that is to be measured")
