@@ -2,7 +2,7 @@
 
 import os
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -18,6 +18,7 @@ from warmline_cachectl import (
     top_cli,
 )
 from warmline_cachectl.options import EXIT_REFUSED, EXIT_STOPPED, EXIT_UNREAD, fail
+from warmline_wire.version import version
 
 
 class Grouped(TyperGroup):
@@ -69,3 +70,17 @@ app.add_typer(doctor_cli.app)
 app.add_typer(changing_cli.app)
 app.add_typer(moving_cli.app)
 app.add_typer(keys_cli.group)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"cachectl {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    asked: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None: ...

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -363,3 +364,8 @@ def test_the_command_does_not_wait_for_libraries_that_it_has_no_use_for() -> Non
     program = "import sys, warmline_cachectl.cli; print(*{'aiohttp', 'httpx'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_the_version_is_the_installed_one(home: Home) -> None:
+    done = run(home, "--version")
+    assert (done.returncode, done.stdout) == (0, f"cachectl {version('warmline')}\n")
