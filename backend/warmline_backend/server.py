@@ -32,7 +32,7 @@ from warmline_backend.segments import BadChain, Cancelled, Damaged
 from warmline_backend.service import NotReady, Service
 from warmline_wire.local import DOCKER_HOST, is_local
 from warmline_wire.logs import about
-from warmline_wire.masking import shown_path
+from warmline_wire.masking import quoted, shown_path
 from warmline_wire.messages import (
     HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
@@ -330,7 +330,7 @@ async def _body(request: web.Request, kind: type[T]) -> T:
 def _number(headers: Any, name: str) -> int:
     text = headers.get(name, "0")
     if not text.isdecimal():
-        raise BadRequest(f"the header {name} must be a number of tokens, not {text!r}")
+        raise BadRequest(f"the header {name} must be a number of tokens, not {quoted(text)}")
     return int(text)
 
 

@@ -4,6 +4,7 @@ Our messages have names of fields in single quotes, and what a client sent in do
 long as it looks like one, and of anything else in quotes nobody may read more than that it was there.
 """
 
+import json
 import re
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ NAME_CHARS_MAX = 40
 
 _NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_$.\[\]-]*")
 _QUOTED = re.compile(r"(?<!\w)b?'(.*?)(?:'(?!\w)|\Z)")  # not an apostrophe; what was cut off has no end
-_END = re.compile(r".*'(?!\w)")
+_END = re.compile(r""".*(?:'(?!\w)|")""")  # of either kind: the text itself may have the other
 _PLACE = re.compile(
     r"\$[\w.\[\]-]*|(?:str|int|float|bool|array|object|null|bytes)(?: \| \w+)*"
 )  # as msgspec names them
@@ -21,6 +22,11 @@ _LONG_NUMBER = re.compile(r"\d{13,}")
 _PATH_WORD = re.compile(r"v\d|[a-z]+(?:[_.-][a-z]+)*")
 PATH_WORD_CHARS_MAX = 24
 PATH_WORDS_MAX = 8
+
+
+def quoted(text: str) -> str:
+    """What a client sent, for a message: in double quotes, plain ASCII, on one line."""
+    return json.dumps(text)
 
 
 def is_name(text: str) -> bool:

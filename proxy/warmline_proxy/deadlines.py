@@ -12,6 +12,7 @@ from types import TracebackType
 
 from warmline_proxy.errors import ClientError, bad_request, timed_out, unavailable
 from warmline_proxy.watchdog import STRETCH
+from warmline_wire.masking import quoted
 from warmline_wire.messages import (
     HEADER_CONNECT_TIMEOUT,
     HEADER_QUEUE_TIMEOUT,
@@ -47,7 +48,9 @@ def _seconds(header: str, text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1e9:  # also refuses nan
-        raise bad_request(f"The header {header} must be a number of seconds below 1e9 (0: no limit), not {text!r}.")
+        raise bad_request(
+            f"The header {header} must be a number of seconds below 1e9 (0: no limit), not {quoted(text[:80])}."
+        )
     return value
 
 

@@ -13,6 +13,7 @@ from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
 from warmline_proxy.rendering import Renderer
+from warmline_wire.masking import quoted
 
 ID_PREFIX = "resp_"
 
@@ -53,7 +54,7 @@ class ResponsePaths:
 
 
 def _not_stored(name: str) -> ClientError:
-    message = f"Response {name[:80]!r} is neither on its way nor stored: no responses are stored here."
+    message = f"Response {quoted(name[:80])} is neither on its way nor stored: no responses are stored here."
     return bad_request(message, status=404, code="not_found")
 
 

@@ -10,6 +10,7 @@ from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request, from_
 from warmline_proxy.plan import COLD, RESTORED, Plan
 from warmline_proxy.rows import Parting, RequestRecord
 from warmline_proxy.upstream import UpstreamError
+from warmline_wire.masking import quoted
 from warmline_wire.messages import HEADER_REQUEST, Settled
 
 OK, ERROR, CANCELLED = "ok", "error", "cancelled"
@@ -27,7 +28,8 @@ def read_request_id(given: str | None) -> str:
     if given is None:
         return new_request_id()
     if not _GIVEN_ID.fullmatch(given):
-        raise bad_request(f"The header {HEADER_REQUEST} must be 1 to 64 of A-Z a-z 0-9 . _ -, not {given[:80]!r}.")
+        shown = quoted(given[:80])
+        raise bad_request(f"The header {HEADER_REQUEST} must be 1 to 64 of A-Z a-z 0-9 . _ -, not {shown}.")
     return given
 
 

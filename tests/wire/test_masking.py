@@ -19,6 +19,7 @@ WITH_HIDDEN = [
     ("'my secret' is not known", "'…' is not known"),
     ("no 'it's a secret' here, don't", "no '…' here, don't"),
     ("no 'my secret' and 'that' here", "no '…' here"),
+    (f"not {chr(39)}a{chr(92)}{chr(39)} secret {chr(34)}x{chr(39)}.", "not '…'"),
     ("Invalid chunk: b'secret words'", "Invalid chunk: '…'"),
     ("seed 12345678901234567890 is too large", "seed … is too large"),
     (f"'{'a' * 41}' is not known", "'…' is not known"),
