@@ -58,6 +58,7 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(tmp_path: Path) -> N
         ("port = 70000", "port .*warmline.toml.*from 1 to 65535, not 70000"),
         ("port = true", "port .*whole number"),
         ("port = ", "no valid TOML"),
+        ("reuse = exact", "no valid TOML: .*line 1.*; texts want quotes"),
         ("disk_budget_gb = -1", "disk_budget_gb .*0 or more"),
         ("disk_budget_gb = nan", "disk_budget_gb .*0 or more"),
         ('reuse = "sometimes"', "reuse .*fast, exact or off, not 'sometimes'"),
