@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from warmline_backend.kv import KV
@@ -129,11 +130,11 @@ class Residents:
         self._listed = None
         return self._entries.pop(resident_id, None) is not None
 
-    def drop_all(self) -> None:
+    def drop_all(self, but: Collection[str] = ()) -> None:
         """Leased ones too: who was about to start from one is told that it is gone."""
-        self._entries.clear()
+        self._entries = {name: entry for name, entry in self._entries.items() if name in but}
         self._rank.clear()
-        self._left_by.clear()
+        self._left_by = OrderedDict((left_by, name) for left_by, name in self._left_by.items() if name in but)
         self._listed = None
 
     def order(self, drop_first: list[str]) -> None:

@@ -45,6 +45,7 @@ from warmline_wire.messages import (
     HEADER_ROOT,
     ErrorBody,
     ErrorReply,
+    ForgetRequest,
     KeepOrder,
     PromptRequest,
     RestoreRefused,
@@ -244,7 +245,8 @@ class _Routes:
         return _json({"dropped": dropped}, 200 if dropped else 410)
 
     async def forget(self, request: web.Request) -> web.Response:
-        await self._service.forget()
+        wanted = await _body(request, ForgetRequest) if request.can_read_body else ForgetRequest()
+        await self._service.forget(wanted.keep)
         return _json({})
 
     async def order_residents(self, request: web.Request) -> web.Response:

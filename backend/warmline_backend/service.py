@@ -8,7 +8,7 @@ and what the engine does (ResidentGone, ResidentMismatch, TooLarge).
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -326,12 +326,15 @@ class Service:
     async def drop_resident(self, resident_id: str) -> bool:
         return await self._ask(lambda scheduler: scheduler.residents.drop(resident_id))
 
-    async def forget(self) -> None:
-        """Let go of all that is held of conversations, but of those that are being computed.  Raises NotReady."""
+    async def forget(self, keep: Collection[str]) -> None:
+        """Let go of all that is held of conversations, but of these residents, and of what is being computed.
+
+        Raises NotReady.
+        """
         self.prompts.clear()
         self.generations.forget_settled()
         self.loaded.grammars.forget()
-        await self._ask(_forget)
+        await self._ask(lambda scheduler: _forget(scheduler, keep))
 
     async def order_residents(self, drop_first: list[str]) -> None:
         await self._ask(lambda scheduler: scheduler.residents.order(drop_first))
@@ -376,7 +379,7 @@ class Service:
         return await asyncio.wrap_future(self._engine.ask(work))
 
 
-def _forget(scheduler: Scheduler) -> None:
+def _forget(scheduler: Scheduler, keep: Collection[str]) -> None:
     """Engine thread."""
-    scheduler.residents.drop_all()
+    scheduler.residents.drop_all(keep)
     mx.clear_cache()

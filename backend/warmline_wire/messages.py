@@ -196,6 +196,12 @@ class KeepOrder(msgspec.Struct, kw_only=True):
     drop_first: list[str]
 
 
+class ForgetRequest(msgspec.Struct, kw_only=True):
+    """POST /kv/forget: let go of all that is held of conversations, but of those that are being computed."""
+
+    keep: list[str] = []  # residents that stay: what is nowhere else, and was not meant
+
+
 class Layout(msgspec.Struct, kw_only=True):
     """What one token and one state cost, and what the model's caches can do."""
 

@@ -95,7 +95,9 @@ def purge(home: Home, request: PurgeRequest) -> PurgeReply:
             return reply
         why = forget_in_backend(home)
         strays.clear(index)
-        if why:
+        if not why:
+            index.note_told()
+        else:
             raise Refused(f"it is gone from the disk, but {why}")
         return reply
 

@@ -322,6 +322,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     async def adopt() -> None:
         """What an earlier proxy left in the backend's memory may be nowhere else."""
         await watchdog.up()
+        await purging.forget_what_is_untold()
         await knowledge.status()
         await settler.save_residents()
 

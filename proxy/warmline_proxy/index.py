@@ -312,6 +312,15 @@ class Index(IndexReader):
             self.compact()
         return has_traces
 
+    def is_untold(self) -> bool:
+        """Whether a backend may hold in memory what was purged: whoever purged it was ended before that was told."""
+        with self._env.reading() as tables:
+            return tables.is_untold()
+
+    def note_told(self) -> None:
+        """No backend holds it any more."""
+        self._write(Tables.is_told)
+
     def tidy(self) -> list[Path]:
         """Delete what lies beside the index's newest generation and is none of a compaction under way."""
         return self._submit(self._env.tidy).result()

@@ -54,6 +54,7 @@ TABLES_ADDED = frozenset({"turns", "calls"})  # an index that an older version w
 SUMS_KEY = b"sums"
 ANEW_KEY = b"anew"  # in meta, from when there was no index until all that is stored is in it
 TRACES_KEY = b"traces"  # in meta, from a purge until the file has no trace of what went, which a compaction sees to
+UNTOLD_KEY = b"untold"  # in meta, from a purge until no backend can have in memory what went
 REQUESTS_MAX = 1000
 GONE_MAX = 10_000
 HASH_BYTES = 16
@@ -189,7 +190,16 @@ class Tables:
         return self.get("meta", TRACES_KEY) is not None
 
     def leaves_traces(self) -> None:
+        """Something is purged: until that is seen to, the file may hold it, and a backend may, too."""
         self.put("meta", TRACES_KEY, b"")
+        self.put("meta", UNTOLD_KEY, b"")
+
+    def is_untold(self) -> bool:
+        """Whether a backend may hold in memory what was purged."""
+        return self.get("meta", UNTOLD_KEY) is not None
+
+    def is_told(self) -> None:
+        self.delete("meta", UNTOLD_KEY)
 
     def totals(self, bytes_index: int) -> Totals:
         return Totals(**msgspec.structs.asdict(self.sums()), bytes_index=bytes_index)

@@ -47,6 +47,11 @@ class Knowledge:
     def _loaded(self) -> Status | None:
         return self._status if self._status and self._status.layout else None
 
+    @property
+    def model(self) -> str:
+        """The served one's name, as last told; "" until it was."""
+        return self._status.model if self._status else ""
+
     def costs(self) -> Costs:
         if self._status is None:
             return Costs()

@@ -159,7 +159,8 @@ def held_after(life: Life, settled: Settled) -> Held:
     tokens = (life.prompt.tokens + settled.generated)[: settled.prefilled_until * TOKEN_BYTES]
     turn_end = life.prompt.turn_end
     beyond = life.prompt.tokens[len(tokens) : turn_end * TOKEN_BYTES]
-    return Held(life.root, tokens, settled.positions, turn_end=turn_end, beyond=beyond)
+    head = next(iter(life.prompt.boundaries), 0)
+    return Held(life.root, tokens, settled.positions, turn_end=turn_end, beyond=beyond, head=head)
 
 
 def _anywhere(layout: Layout | None) -> bool:

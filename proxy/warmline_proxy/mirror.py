@@ -25,6 +25,7 @@ class Held:
     turn_end: int = 0  # where the last message of its prompt ends; see plan.Candidate
     beyond: bytes = b""  # packed tokens from its end to `turn_end`, where that lies further
     durable: bool = False  # known to be on disk, all of it
+    head: int = 0  # where system texts and tools end, which are many conversations' alike; 0: not known
 
     def __len__(self) -> int:
         return len(self.tokens) // TOKEN_BYTES

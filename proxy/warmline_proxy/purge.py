@@ -84,6 +84,19 @@ def remove(index: Index, request: PurgeRequest, cutter: Cutter) -> PurgeReply | 
     return index.change(lambda tables: _select_and_remove(tables, request, cutter), frees=True)
 
 
+def remove_turns_of(index: Index, calls: Collection[tuple[bytes, str]]) -> None:
+    """What requests have sampled, each by its namespace and first call.  Blocks; raises IndexFailure."""
+    if not calls:
+        return
+    index.flush()
+
+    def change(tables: Tables) -> None:
+        wanted = set(calls)
+        remove_turns(tables, (pair for pair in turns(tables) if (pair[1].root, pair[1].calls[0]) in wanted))
+
+    index.change(change, frees=True)
+
+
 def erase(index: Index, reply: PurgeReply) -> PurgeReply:
     """Files whose rows are gone, then every trace in the index file.  Blocks; raises IndexFailure.
 

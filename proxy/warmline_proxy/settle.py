@@ -116,6 +116,8 @@ class Settler:
         )
         try:
             async with self._one_at_a_time:
+                if not life.is_kept:  # it was purged while this waited
+                    return False
                 whole = (await self._save(unsaved)).whole
         except _SavingFails:
             return False
@@ -157,7 +159,8 @@ class Settler:
     async def _save_resident(self, unsaved: "_Unsaved") -> None:
         try:
             async with self._one_at_a_time:
-                await self._save(unsaved)
+                if self._knowledge.mirror.held(unsaved.source.resident):  # else it was purged, or dropped, meanwhile
+                    await self._save(unsaved)
         except NoRoom as error:  # the next one may be smaller
             log.info("%s could not be saved: %s", unsaved.source.resident, error)
 

@@ -38,6 +38,7 @@ from warmline_wire.messages import (
     HEADER_REUSE,
     HEADER_ROOT,
     ErrorReply,
+    ForgetRequest,
     KeepOrder,
     PromptReply,
     PromptRequest,
@@ -228,9 +229,9 @@ class Upstream:
             if error.status not in (404, 410):
                 raise
 
-    async def forget(self) -> None:
-        """Have it drop all that it holds of conversations in memory, but for requests that are being computed."""
-        await self._call("POST", "/kv/forget")
+    async def forget(self, keep: Sequence[str] = ()) -> None:
+        """Have it drop all that it holds of conversations in memory, but for these residents and what is computed."""
+        await self._call("POST", "/kv/forget", encode(ForgetRequest(keep=list(keep))))
 
     async def order_residents(self, drop_first: list[str]) -> None:
         """Whom the backend is to drop first when its memory is short."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from live import BODY, Live, settled, with_backend
 
 from warmline_wire.keys import pack_tokens, unpack_tokens
+from warmline_wire.messages import ForgetRequest
 
 FolderOf = Callable[..., Path]
 CANARY = "canary-in-the-backend"
@@ -23,8 +24,12 @@ def test_nothing_holds_what_was_said(tiny_folder: FolderOf, tmp_path: Path) -> N
             assert (await settled(response)).resident
         tokens = unpack_tokens(prompt.tokens)[20:60]
         assert len(holding(CANARY, tokens)) >= 2
+        (resident,) = backend.service.residents(with_ids=False).residents
+        status, _ = await backend.json("POST", "/kv/forget", ForgetRequest(keep=[resident.id]))
+        assert status == 200 and backend.service.residents(with_ids=False).residents == [resident]
         status, _ = await backend.json("POST", "/kv/forget")
         assert status == 200 and backend.service.residents(with_ids=False).residents == []
+        del resident
         async with backend.generation("b", waiting) as response:
             assert response.status == 410, "it is rendered again by who still wants it"
         assert (await backend.json("DELETE", "/requests/a"))[0] == 404

@@ -87,6 +87,12 @@ def test_one_that_does_not_is_named(home: Home, backend: Backend) -> None:
         client.Refused, match=rf"gone from the disk, but the backend, process {os.getpid()}, answered 503"
     ):
         client.purge(home, PurgeRequest(everything=True))
+    with Index(home, 1 << 30) as index:
+        assert index.is_untold(), "the next proxy tells it"
+    backend.status = 200
+    client.purge(home, PurgeRequest(everything=True))
+    with Index(home, 1 << 30) as index:
+        assert not index.is_untold()
 
 
 def test_what_a_killed_pair_was_saving_goes_too(home: Home) -> None:

@@ -7,7 +7,7 @@ import pytest
 from index_helpers import MODEL, ROOT, begin, save, turn
 
 from warmline_proxy.index import Index, IndexFailure
-from warmline_proxy.purge import purge
+from warmline_proxy.purge import purge, remove_turns_of
 from warmline_proxy.reconcile import Reconciled, reconcile
 from warmline_proxy.rows import PurgeRequest, RequestRecord
 from warmline_wire.home import Home
@@ -56,6 +56,15 @@ def test_no_byte_of_it_is_left(index: Index, talks: tuple[str, str], whole: bool
         if whole or left != pack_tokens(CANARY[:20]):
             assert holding(index.home, left) == []
     assert whole or holding(index.home, pack_tokens(KEPT[-20:]))
+
+
+def test_a_turn_that_was_noted_too_late_for_the_purge_goes_all_the_same(index: Index, talks: tuple[str, str]) -> None:
+    late, other = turn(91, 92), turn(93)
+    index.note_turn(late)
+    index.note_turn(other)
+    remove_turns_of(index, [(late.root, late.calls[0])])
+    index.compact()
+    assert index.turns(ROOT, [late.calls[0], other.calls[0]]) == [other]
 
 
 def test_a_purge_that_was_killed_before_the_index_was_written_anew_is_ended_by_a_start(

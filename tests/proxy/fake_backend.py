@@ -22,6 +22,7 @@ from warmline_wire.messages import (
     ErrorBody,
     ErrorReply,
     FirstLogits,
+    ForgetRequest,
     KeepOrder,
     Layout,
     PromptReply,
@@ -324,9 +325,11 @@ class FakeBackend:
             )
         )
 
-    async def _forget(self, _: web.Request) -> web.Response:
-        self._note("forget", "")
-        self.held.clear()
+    async def _forget(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        keep = decode(body, ForgetRequest).keep if body else []
+        self._note("forget", keep)
+        self.held = {resident: tokens for resident, tokens in self.held.items() if resident in keep}
         return web.json_response({})
 
     async def _texts(self, _: web.Request) -> web.Response:

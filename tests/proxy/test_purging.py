@@ -9,8 +9,12 @@ import pytest
 from harness import Pair, on_loop, pair
 
 from warmline_proxy import index_cut
+from warmline_proxy.admin import purging
+from warmline_proxy.app import LIVES
 from warmline_proxy.index import Index, IndexFull
+from warmline_proxy.index_tables import Tables
 from warmline_proxy.rows import SavePlan, SegmentRow
+from warmline_proxy.upstream import Unreachable, Upstream
 from warmline_wire.home import Home
 from warmline_wire.keys import namespace, pack_tokens
 from warmline_wire.messages import SampledTurn, SavedFile
@@ -78,9 +82,9 @@ async def test_a_turn_that_was_sampled_but_not_yet_saved_goes_too(tmp_path: Path
         proxy.backend.saving_allowed.clear()
         await proxy.chat(messages=NEXT)
         await proxy.backend.called("save", 2)
-        purging = asyncio.create_task(purged(proxy, session=session))
+        purge = asyncio.create_task(purged(proxy, session=session))
         proxy.backend.saving_allowed.set()
-        await purging
+        await purge
         assert proxy.index.turns(namespace("f" * 64), [CALL_ID]) == [] and proxy.index.segments() == []
 
 
@@ -91,13 +95,92 @@ async def test_what_begins_while_a_purge_waits_does_not_bring_it_back_either(tmp
         proxy.backend.saving_allowed.clear()
         await proxy.chat(messages=OTHER)
         await proxy.backend.called("save", 2)
-        purging = asyncio.create_task(purged(proxy, everything=True))
+        purge = asyncio.create_task(purged(proxy, everything=True))
         running = await held(proxy, NEXT)
         proxy.backend.saving_allowed.set()
-        assert len((await purging)["sessions"]) == 2
+        assert len((await purge)["sessions"]) == 2
         await let_go(proxy, running)
         assert (await proxy.settled())[0].saved_tokens == 0
         assert proxy.index.segments() == [] and not proxy.backend.held
+
+
+@on_loop
+async def test_a_part_that_waits_to_be_saved_meanwhile_does_not_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(tmp_path, partial_save_tokens=16) as proxy:
+        session = await spoken(proxy, FIRST)
+        began, may_go_on, loop, prepare = (
+            asyncio.Event(),
+            threading.Event(),
+            asyncio.get_running_loop(),
+            purging.prepare,
+        )
+
+        def preparing(*arguments: Any) -> None:
+            loop.call_soon_threadsafe(began.set)
+            may_go_on.wait()
+            prepare(*arguments)
+
+        monkeypatch.setattr(purging, "prepare", preparing)
+        purge = asyncio.create_task(purged(proxy, session=session))
+        await began.wait()
+        running = await held(proxy, NEXT)
+        (life,) = proxy.app[LIVES]
+        assert life.hearing is not None
+        life.hearing.started()
+        life.hearing.prefilled(life.trace.prompt_tokens)  # which waits for the purge to end
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await purge
+        await let_go(proxy, running)
+        await proxy.settled()
+        assert [save.running for save in proxy.backend.calls["save"]] == [""] and proxy.index.segments() == []
+
+
+@on_loop
+async def test_what_is_in_memory_alone_and_was_not_meant_stays(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        session = await spoken(proxy, FIRST)
+        proxy.backend.saves_fail = [507] * 8
+        await proxy.chat(messages=OTHER)
+        await proxy.chat(messages=NEXT)
+        assert [record.saved_tokens for record in await proxy.settled()][:2] == [0, 0]
+        others = min(proxy.backend.held, key=lambda name: len(proxy.backend.held[name]))
+        await purged(proxy, session=session)
+        assert proxy.backend.calls["forget"] == [[others]] and list(proxy.backend.held) == [others]
+        assert (await proxy.chat(messages=OTHER)).headers["X-Warmline-Cache"].startswith("resident ")
+        await purged(proxy, everything=True)
+        assert proxy.backend.calls["forget"][1:] == [[]]
+
+
+@on_loop
+async def test_nobody_starts_from_what_the_backend_could_not_be_told_to_forget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unreachable(_: Upstream, keep: object = ()) -> None:
+        raise Unreachable("nobody listens")
+
+    async with pair(tmp_path) as proxy:
+        session = await spoken(proxy, FIRST)
+        monkeypatch.setattr(Upstream, "forget", unreachable)
+        await purged(proxy, session=session)
+        proxy.backend.generation += 1  # something is pushed out, so all that it has is listed anew
+        assert (await proxy.chat(messages=NEXT)).headers["X-Warmline-Cache"] == "cold 0"
+        await proxy.settled()
+        assert proxy.index.is_untold()
+
+
+@on_loop
+async def test_a_start_tells_the_backend_of_a_purge_that_was_ended_before_that(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    home.prepare()
+    with Index(home, 1 << 30) as index:
+        index.change(Tables.leaves_traces)
+    async with pair(tmp_path) as proxy:
+        await proxy.backend.called("forget")
+        await proxy.backend.called("residents")
+        assert proxy.backend.calls["forget"] == [[]] and not proxy.index.is_untold()
 
 
 @on_loop
@@ -112,9 +195,9 @@ async def test_a_purge_whose_caller_left_is_finished(tmp_path: Path, monkeypatch
             compact(proxy.index)
 
         monkeypatch.setattr(proxy.index, "compact", compacting)
-        purging = asyncio.create_task(purged(proxy, session=session))
+        purge = asyncio.create_task(purged(proxy, session=session))
         await began.wait()
-        purging.cancel()
+        purge.cancel()
         while (await proxy.status())["connections"] > 1:
             pass
         may_go_on.set()
@@ -189,11 +272,11 @@ async def test_what_begins_while_the_rest_of_a_file_is_written_does_not_either(
             return written(*arguments)
 
         monkeypatch.setattr(index_cut, "_written", writing)
-        purging = asyncio.create_task(purged(proxy, session=session))
+        purge = asyncio.create_task(purged(proxy, session=session))
         await began.wait()
         running = await held(proxy, LONGER)
         may_go_on.set()
-        assert [cut["why_not"] for cut in (await purging)["cuts"]] == [""]
+        assert [cut["why_not"] for cut in (await purge)["cuts"]] == [""]
         await let_go(proxy, running)
         assert (await proxy.settled())[0].saved_tokens == 0
         assert len(proxy.index.sessions()) == 1
@@ -209,11 +292,11 @@ async def test_a_file_that_is_cut_and_being_read_goes_before_the_purge_answers(t
         proxy.backend.restoring_allowed.clear()
         running = asyncio.create_task(proxy.chat(messages=ALIKE))
         await proxy.backend.called("restore")
-        purging = asyncio.create_task(purged(proxy, session=session))
+        purge = asyncio.create_task(purged(proxy, session=session))
         await proxy.backend.called("forget")
-        assert proxy.home.segment_file(old).exists() and not purging.done()
+        assert proxy.home.segment_file(old).exists() and not purge.done()
         proxy.backend.restoring_allowed.set()
-        await purging
+        await purge
         assert not proxy.home.segment_file(old).exists()
         assert (await running).status == 200
         assert (await proxy.settled())[0].source == "restored"
@@ -260,11 +343,11 @@ async def test_a_file_that_is_being_read_goes_before_the_purge_answers(tmp_path:
         proxy.backend.restoring_allowed.clear()
         running = asyncio.create_task(proxy.chat(messages=NEXT))
         await proxy.backend.called("restore")
-        purging = asyncio.create_task(purged(proxy, session=session))
+        purge = asyncio.create_task(purged(proxy, session=session))
         await proxy.backend.called("forget")
-        assert proxy.home.segment_file(row.id).exists() and not purging.done()
+        assert proxy.home.segment_file(row.id).exists() and not purge.done()
         proxy.backend.restoring_allowed.set()
-        await purging
+        await purge
         assert not proxy.home.segment_file(row.id).exists()
         assert (await running).status == 200
         await proxy.settled()

@@ -1,9 +1,13 @@
-"""POST /warmline/purge: what goes from the disk leaves memory too, and what runs does not bring it back."""
+"""POST /warmline/purge: what goes from the disk leaves memory too, and what runs does not bring it back.
+
+What is in memory alone, and was not meant, stays there until it is saved: while the disk is full, which may be why
+somebody purges, that is all of it.
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 
 import msgspec
@@ -16,18 +20,19 @@ from warmline_proxy.bodies import json_answer, read_body
 from warmline_proxy.condemn import Condemner
 from warmline_proxy.errors import bad_request
 from warmline_proxy.hygiene.heads import Heads
-from warmline_proxy.index import Index
+from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.index_cut import Cutter
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
+from warmline_proxy.mirror import Held
 from warmline_proxy.partings import Partings
-from warmline_proxy.purge import check, erase, prepare, preview, remove
+from warmline_proxy.purge import check, erase, prepare, preview, remove, remove_turns_of
 from warmline_proxy.rows import PurgeReply, PurgeRequest
 from warmline_proxy.settle import Settler
 from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Upstream, UpstreamError
-from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES
+from warmline_wire.keys import BLOCK_TOKENS
 from warmline_wire.messages import SegmentRef, decode
 
 log = logging.getLogger(__name__)
@@ -85,39 +90,61 @@ class Purging:
         """
         with self._partings.paused():
             async with self._settler.paused():
-                reply, marked = await self._removed(wanted)
+                reply, marked, residents = await self._removed(wanted)
                 for life in marked:
                     life.purged = True
                 try:
+                    await asyncio.to_thread(remove_turns_of, self._index, _sampled(marked))
                     reply = await asyncio.to_thread(erase, self._index, reply)
                 finally:
-                    await self._forget()
+                    await self._forget(residents)
         return reply
 
-    async def _removed(self, wanted: PurgeRequest) -> tuple[PurgeReply, list[Life]]:
+    async def _removed(self, wanted: PurgeRequest) -> "Removed":
         """What takes long, writing what is left of files, is done before it is asked who runs."""
-        cutter = Cutter(self._index)
+        cutter, mirror = Cutter(self._index), self._knowledge.mirror
         try:
             while True:
                 await asyncio.to_thread(prepare, self._index, wanted, cutter)
-                removing = asyncio.to_thread(remove_with, self._index, wanted, cutter, list(self._lives))
+                running, unsaved = list(self._lives), mirror.not_durable()
+                whole = wanted.everything or wanted.model == self._knowledge.model != ""
+                removing = asyncio.to_thread(remove_with, self._index, wanted, cutter, running, unsaved, whole)
                 if (found := await removing) is not None:
                     return found
         finally:
             await asyncio.to_thread(cutter.close)
 
-    async def _forget(self) -> None:
-        """All of it: what is left on disk is read again where it is needed."""
+    async def _forget(self, residents: Collection[str]) -> None:
+        """All but what is nowhere else: what is on disk is read again where it is needed.
+
+        `residents`: those of what was purged; nobody is to start from one even where the backend can't be told.
+        """
         self._turns.forget()
         self._heads.forget()
         self._auditor.forget()
         self._condemner.forget()
-        for resident in self._knowledge.mirror.ids():
-            self._knowledge.mirror.drop(resident)
+        mirror = self._knowledge.mirror
+        keep = [resident for resident, _ in mirror.not_durable() if resident not in residents]
+        for resident in mirror.ids() - set(keep):
+            mirror.shun(resident)
         try:
-            await self._upstream.forget()
+            await self._upstream.forget(keep)
+            await asyncio.to_thread(self._index.note_told)
         except UpstreamError as error:
             log.warning("the backend may still hold in memory what was purged: %s", error)
+        except IndexFailure as error:
+            log.warning("the next start has the backend forget what is in memory once more: %s", error)
+
+    async def forget_what_is_untold(self) -> None:
+        """At a start: a purge was ended between what it removed from the disk and the backend's hearing of it.
+
+        All goes: what of it is that conversation's nobody knows any more.  Raises UpstreamError, IndexFailure.
+        """
+        if await asyncio.to_thread(self._index.is_untold):
+            await self._upstream.forget()
+            for resident in self._knowledge.mirror.ids():
+                self._knowledge.mirror.shun(resident)
+            await asyncio.to_thread(self._index.note_told)
 
     async def _until_deleted(self) -> None:
         """What a restore was reading goes when that ends."""
@@ -127,31 +154,53 @@ class Purging:
             await asyncio.to_thread(self._index.sweep)
 
 
+Removed = tuple[PurgeReply, list[Life], set[str]]
+
+
 def remove_with(
-    index: Index, wanted: PurgeRequest, cutter: Cutter, running: Sequence[Life]
-) -> tuple[PurgeReply, list[Life]] | None:
-    """On a thread: remove it, and say which of these requests go on from what is gone, or belong to it.
+    index: Index,
+    wanted: PurgeRequest,
+    cutter: Cutter,
+    running: Sequence[Life],
+    unsaved: Sequence[tuple[str, Held]],
+    whole: bool,
+) -> Removed | None:
+    """On a thread: remove it, and say which of these requests go on from what is gone, or belong to it; and which of
+    these residents do (all where the `whole` of what is served goes).
 
     None, and nothing is done, where it must be prepared again.
     """
     paths = [_path(index, life) for life in running]
+    held = {resident: _beyond_head(index, each) for resident, each in unsaved}
     if (reply := remove(index, wanted, cutter)) is None:
         return None
     gone = dict.fromkeys(reply.segments, 0) | {cut.segment: cut.until for cut in reply.cuts}
+
+    def goes(path: Sequence[SegmentRef]) -> bool:
+        return any(link.upto > gone.get(link.id, inf) for link in path)
+
     marked = [
         life
         for life, path in zip(running, paths, strict=True)
-        if wanted.everything
-        or (wanted.model and life.model == wanted.model)
-        or any(link.upto > gone.get(link.id, inf) for link in path)
+        if wanted.everything or (wanted.model and life.model == wanted.model) or goes(path)
     ]
-    return reply, marked
+    residents = {resident for resident, path in held.items() if whole or goes(path)}
+    return reply, marked, residents | {life.trace.settled.resident for life in marked if life.trace.settled}
+
+
+def _sampled(marked: Sequence[Life]) -> list[tuple[bytes, str]]:
+    """By namespace and first call, what they have sampled: maybe too late for the purge to see it in the index."""
+    turns = [(life.root, life.trace.settled.turn) for life in marked if life.trace.settled]
+    return [(root, turn.calls[0]) for root, turn in turns if turn and turn.calls]
 
 
 def _path(index: Index, life: Life) -> list[SegmentRef]:
-    """The segments that hold what it says after its head: system texts and tools are many conversations' alike."""
     if life.prompt is None or not life.root:
         return []
-    tokens, head = life.prompt.tokens, next(iter(life.prompt.boundaries), BLOCK_TOKENS)
-    chain = index.match(life.root, tokens, len(tokens) // TOKEN_BYTES).chain
-    return [link for link in chain if link.upto > head]
+    return _beyond_head(index, Held(life.root, life.prompt.tokens, head=next(iter(life.prompt.boundaries), 0)))
+
+
+def _beyond_head(index: Index, held: Held) -> list[SegmentRef]:
+    """The segments that hold what it says after its head: system texts and tools are many conversations' alike."""
+    chain = index.match(held.root, held.tokens, len(held)).chain
+    return [link for link in chain if link.upto > (held.head or BLOCK_TOKENS)]
