@@ -32,19 +32,19 @@ CAUSES = {
     "new-text": Cause("All that was known of the conversation was reused; what follows was never sent before."),
     "timestamp": Cause(
         "A time in the prompt is another one than last time, and all that stands after it must be computed anew.",
-        "In the system text, `stabilize = times` evens it out; elsewhere, have the client leave it out or say it last.",
+        'In the system text, `stabilize = "times"` evens it out; elsewhere, have the client drop it or say it last.',
     ),
     "date": Cause(
         "A date in the prompt is another one than last time, and all that stands after it must be computed anew.",
-        "Once a day this is the price of telling the date; `stabilize = dates` takes it out of the system text.",
+        'Once a day this is the price of telling the date; `stabilize = "dates"` takes it out of the system text.',
     ),
     "random-id": Cause(
         "An id or a hash in the prompt is another one than last time, and all that stands after it is computed anew.",
-        "In the system text, `stabilize = ids` evens it out; elsewhere, have the client leave it out or say it last.",
+        'In the system text, `stabilize = "ids"` evens it out; elsewhere, have the client drop it or say it last.',
     ),
     "billing-header": Cause(
         "The client puts a line for its own billing at the top of the prompt, which changes from request to request.",
-        "`stabilize = billing` takes it out.",
+        '`stabilize = "billing"` takes it out.',
     ),
     "number": Cause(
         "A number in the prompt is another one than last time: a count, a budget or a price, perhaps.",
@@ -60,7 +60,7 @@ CAUSES = {
     ),
     "tool-order": Cause(
         "The tools are the same, in another order.",
-        "`stabilize = tool-order` sorts them.",
+        '`stabilize = "tool-order"` sorts them.',
     ),
     "system-edited": Cause(
         "The system text was edited, or it is another agent's.",
@@ -129,7 +129,7 @@ CAUSES = {
     ),
     "exact-grid": Cause(
         "In exact mode only whole prefill steps are kept, so that each answer has a cold run's very bits.",
-        "A smaller `prefill_step_size` loses less; `reuse = fast` loses nothing.",
+        'A smaller `prefill_step_size` loses less; `reuse = "fast"` loses nothing.',
     ),
     "memory": Cause(
         "This model's cache can't be written to disk: it is reused while it is in memory, and no longer.",
@@ -147,14 +147,14 @@ CAUSES = {
         "If nobody meant that, undo it; what the other one stored is evicted by itself, or purged.",
     ),
     "other-key": Cause(
-        "The same prompt is stored, for another client key: each key has a cache of its own.",
-        "`share_cache = true` has all keys use one.",
+        "The same prompt is stored for another client key, or from before there were any: each has a cache of its own.",
+        "`share_cache = true` has all keys use the one of requests without a key.",
     ),
     "client-asked": Cause(
         "The request itself forbade it.",
         "Leave `cache_prompt: false` out.",
     ),
-    "reuse-off": Cause("The proxy runs with `reuse = off`.", "Set `reuse = fast`."),
+    "reuse-off": Cause("The proxy runs with `reuse = off`.", 'Set `reuse = "fast"`.'),
     "nothing-asked": Cause("No token was to be computed."),
     "not-planned": Cause("It ended before its start was planned: it was refused, or given up."),
     "unknown": Cause("Nothing is known of it."),

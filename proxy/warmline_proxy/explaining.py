@@ -216,7 +216,7 @@ def _told(
     for root in sorted(roots, key=lambda each: -same[each]):
         is_here = same[root] >= enough
         if is_here and prints[root] == own:
-            yield "other-key", f"{same[root]} of its tokens are stored for another key"
+            yield "other-key", f"{same[root]} of its tokens are stored for another key, or for none"
         names = {row.model for row in others if row.root == root}
         if prints[root] and prints[root] != own and (is_here or model in names):
             was = f"fingerprint {prints[root][:12]}, now {own[:12]}"

@@ -129,7 +129,7 @@ FINDINGS: dict[str, tuple[Facts, str, str, str, str]] = {  # what: facts, check,
     ),
     "no reuse": (but(settings__reuse="off"), "reuse", WARN, "off", "reuse = fast"),
     "times in prompts": (
-        but(index__records=records(20, cause="timestamp")), "hit rate", WARN, "10% of the prompts", "stabilize = times"
+        but(index__records=records(20, cause="timestamp")), "hit rate", WARN, "10% of", 'stabilize = "times"'
     ),
     "other misses": (
         but(index__records=records(20, why="evicted at token 81")),
