@@ -96,8 +96,8 @@ function updateRow(row, session) {
   const [name, tokens, size, alone, requests, used, actions] = row.children;
   const title = session.client || "unnamed";
   setText(name.firstChild, title);
-  setText(name.lastChild, [session.id, session.model, session.key].filter(Boolean).join(" · "));
-  setAttribute(name, "title", `${title} ${session.model}`);
+  setText(name.lastChild, [session.id, session.key, session.model].filter(Boolean).join(" · "));
+  setAttribute(name, "title", [title, session.key, session.model].filter(Boolean).join(" · "));
   setText(tokens, short(session.tokens));
   setText(size, bytes(session.bytes));
   setText(alone, bytes(session.bytes_alone));
