@@ -51,7 +51,12 @@ function verdicts({ verdict, besides, where, known, prompt, now }) {
 function told({ cause, means, detail, advice }) {
   const words = [make("b", "", cause), " ", means, detail ? ` ${detail}` : ""];
   const parts = [make("p", "cause", ...words)];
-  return advice ? [...parts, make("p", "advice", advice)] : parts;
+  return advice ? [...parts, make("p", "advice", ...worded(advice))] : parts;
+}
+
+/** What stands between backticks is set as code. */
+function worded(text) {
+  return text.split("`").map((part, place) => (place % 2 ? make("code", "", part) : part));
 }
 
 function placeOf({ token, message, message_last, role }) {
