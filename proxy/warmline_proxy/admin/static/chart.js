@@ -18,7 +18,7 @@ export function showHistory(history) {
   describe(byId("figures"), [
     ["prompt tokens reused", share(cached_tokens, prompt_tokens), `${count(cached_tokens)} of ${count(prompt_tokens)}`],
     ["tokens spared", short(cached_tokens), `${count(cached_tokens)} tokens were not computed again`],
-    ["warm requests", share(hits, requests), `${count(hits)} of ${count(requests)}`],
+    ["warm requests", share(hits, requests), `${count(hits)} of ${count(requests)}: they reused 64 tokens or more`],
     ["first token, warm", history.ttft_warm_s ? seconds(history.ttft_warm_s) : "–", "median"],
     ["first token, cold", history.ttft_cold_s ? seconds(history.ttft_cold_s) : "–", "median"],
   ]);
