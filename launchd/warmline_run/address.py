@@ -28,7 +28,7 @@ class Address:
     @property
     def url(self) -> str:
         """For others, where they can connect."""
-        return url_of(bonjour_name() if self.is_wildcard else self.host, self.port)
+        return url_of(_names()[0] if self.is_wildcard else self.host, self.port)
 
     @property
     def probe_host(self) -> str:
@@ -53,8 +53,7 @@ class Address:
         """A line with further ways to reach a wildcard address: names in .local are not known everywhere."""
         if not self.is_wildcard:
             return ""
-        addresses = [self.probe_host, *(each for each in [lan_address()] if each)]
-        return f"also {' and '.join(url_of(each, self.port) for each in reversed(addresses))}\n"
+        return f"also {' and '.join(url_of(each, self.port) for each in [*_names()[1:], self.probe_host])}\n"
 
     def curl(self, needs_key: bool) -> str:
         """A first request, to be pasted.  `needs_key`: without one it would be refused."""
@@ -90,6 +89,12 @@ def program(name: str) -> str:
 
 def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+def _names() -> list[str]:
+    """How others reach this machine, the likeliest first: Linux is often without mDNS, and knows no name in .local."""
+    names = [name for name in (bonjour_name(), lan_address()) if name]
+    return names if sys.platform == "darwin" else names[::-1]
 
 
 def bonjour_name() -> str:

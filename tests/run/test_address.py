@@ -23,12 +23,22 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ("127.0.0.1", "http://127.0.0.1:80/v1", ""),
         ("::1", "http://[::1]:80/v1", ""),
         ("192.168.1.9", "http://192.168.1.9:80/v1", ""),
-        ("0.0.0.0", "http://studio.local:80/v1", "also http://192.168.1.5:80/v1 and http://127.0.0.1:80/v1\n"),
-        ("::", "http://studio.local:80/v1", "also http://192.168.1.5:80/v1 and http://[::1]:80/v1\n"),
+        ("0.0.0.0", "http://192.168.1.5:80/v1", "also http://studio.local:80/v1 and http://127.0.0.1:80/v1\n"),
+        ("::", "http://192.168.1.5:80/v1", "also http://studio.local:80/v1 and http://[::1]:80/v1\n"),
     ],
 )
 def test_a_wildcard_is_told_by_names_that_others_know(host: str, url: str, more: str) -> None:
     assert (Address(host, 80).url, Address(host, 80).more) == (url, more)
+
+
+def test_a_mac_is_told_by_its_name_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(address, "bonjour_name", lambda: "studio.local")
+    told = Address("0.0.0.0", 80)
+    assert told.url == "http://studio.local:80/v1"
+    assert told.more == "also http://192.168.1.5:80/v1 and http://127.0.0.1:80/v1\n"
+    monkeypatch.setattr(address, "lan_address", lambda: "")
+    assert (told.url, told.more) == ("http://studio.local:80/v1", "also http://127.0.0.1:80/v1\n")
 
 
 def test_the_line_to_paste_shows_the_key_where_one_is_asked_for() -> None:
