@@ -28,7 +28,8 @@ class Tightened:
 
     def __str__(self) -> str:
         """One line; "" where all was well."""
-        done = f"{self.count} files and folders were open to others, such as {self.first}: now they are private"
+        some = "1 file or folder was" if self.count == 1 else f"{self.count} files and folders were"
+        done = f"{some} open to others, such as {self.first}: private now"
         left = f"open to others, and left so: {', '.join(self.left_open[:3])}"
         return "; ".join([*([done] if self.count else []), *([left] if self.left_open else [])])
 

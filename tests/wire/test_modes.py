@@ -33,8 +33,10 @@ def test_all_of_it_is_tightened_and_said_once(home: Home) -> None:
     count = len(open_to_others(home))
     said = str(tighten(home))
     assert open_to_others(home) == [] and stat.S_IMODE(home.segments.stat().st_mode) == 0o700
-    assert said == f"{count} files and folders were open to others, such as {home.root}: now they are private"
+    assert said == f"{count} files and folders were open to others, such as {home.root}: private now"
     assert str(tighten(home)) == ""
+    home.root.chmod(0o755)
+    assert str(tighten(home)) == f"1 file or folder was open to others, such as {home.root}: private now"
 
 
 def test_what_is_not_ours_is_left_alone_and_told(home: Home, tmp_path: Path) -> None:
