@@ -146,8 +146,10 @@ def pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> None:
         held.append(browser.run("document.activeElement.id"))
         browser.press("Tab")
     assert {"dialog-cancel", "dialog-do"} <= set(held) <= {"dialog-cancel", "dialog-do", "dialog", ""}
+    # Shut before its answer is heard, and there is one question at a time.
+    browser.run("document.querySelector('#dialog').addEventListener('close', () => { window.answered = true })")
     browser.press("Escape")
-    browser.wait("!document.querySelector('#dialog').open")
+    browser.wait("window.answered && !document.querySelector('#dialog').open")
     assert browser.run(f"document.activeElement === {row}.querySelector('.danger')"), "back where it was asked from"
     assert {each["id"] for each in pair.cachectl("inspect")["sessions"]} == {kept["id"], gone["id"]}
 
