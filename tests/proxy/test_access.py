@@ -151,6 +151,13 @@ async def answered(proxy: Pair, method: str, path: str, headers: dict[str, str],
         return response.status, response.headers.get("WWW-Authenticate", "")
 
 
+@pytest.mark.parametrize("needs_key", [True, False])
+def test_who_is_refused_is_told_of_this_machine_only_where_that_is_enough(needs_key: bool) -> None:
+    with pytest.raises(ClientError, match="cachectl key show admin") as caught:
+        check_owner(Asked("GET", LAN, ["127.0.0.1"], CIMultiDict(), page=True), NOTHING, needs_key)
+    assert ("localhost" in str(caught.value)) is not needs_key
+
+
 @on_loop
 async def test_client_keys_administer_nothing_and_the_admin_key_asks_for_no_answers(tmp_path: Path) -> None:
     async with pair(tmp_path, admin_needs_key=True) as proxy:

@@ -72,7 +72,7 @@ def check_owner(asked: Asked, shown: str, needs_key: bool) -> None:
     if shown == SECRET:
         return
     if shown == WRONG or (shown == NOTHING and (needs_key or not _is_here(asked))):
-        raise _not_the_owner(asked)
+        raise _not_the_owner(asked, needs_key)
     if is_foreign(asked):
         raise bad_request("This path is not for other web pages.", status=403, code="foreign_page")
     if asked.method not in READING and asked.headers.get(ADMIN_HEADER) != "1":
@@ -104,10 +104,10 @@ def _tells_of_another(header: str) -> bool:
     return header in FORWARDED or header.startswith(FORWARDED_PREFIXES)
 
 
-def _not_the_owner(asked: Asked) -> ClientError:
+def _not_the_owner(asked: Asked, needs_key: bool) -> ClientError:
+    otherwise = "" if needs_key else ", or ask on the machine itself, at 127.0.0.1 or localhost"
     message = (
-        "This path is for the owner of the home directory: show the admin key (cachectl key show admin), "
-        "or ask on the machine itself, at 127.0.0.1 or localhost."
+        f"This path is for the owner of the home directory: show the admin key (cachectl key show admin){otherwise}."
     )
     error = bad_request(message, status=401, code="invalid_api_key")
     if asked.page:
