@@ -11,7 +11,10 @@ from warmline_run.resolve import ConfigurationError
 
 PROPERTIES = "LoadState,ActiveState,SubState,MainPID,ExecMainCode,ExecMainStatus,ExecMainExitTimestampMonotonic"
 EXITED = "1"  # ExecMainCode is waitid's si_code
-NO_SESSION = "is there a session of yours?  `sudo loginctl enable-linger $USER` makes one that lasts"
+NO_SESSION = (
+    "is there a session of yours?  `sudo loginctl enable-linger $USER` makes one that lasts;"
+    " where there is no systemd, as in most containers, use `warmline serve`"
+)
 
 
 class Systemd(ServiceManager):
