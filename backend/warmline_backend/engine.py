@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BLOCKED_WAIT_S = 0.1  # a lease may end without anybody saying so
+REST_S = 1.0  # after the last step: what mlx had computed ahead is over by then, and what it took is free again
 Command = Callable[[bool], None]  # told whether the engine has ended
 
 
@@ -48,7 +49,9 @@ class Beat:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the engine was like after its last turn; read by anybody, at once, even while a chunk takes a minute."""
+    """What the engine was like after its last turn, or once at rest; read by anybody, at once, even while a chunk takes
+    a minute.
+    """
 
     running: int = 0
     queued: int = 0
@@ -83,7 +86,7 @@ class Engine(threading.Thread):
         self._make_scheduler = make_scheduler
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = False
-        self._keepalive_s, self._computed_at = keepalive_s, time.monotonic()
+        self._keepalive_s, self._computed_at, self._weighed_at = keepalive_s, time.monotonic(), 0.0
         self._closing, self._closed = threading.Lock(), False
         self._scheduler: Scheduler | None = None
         self.loaded: Future[ServedModel] = Future()
@@ -194,7 +197,7 @@ class Engine(threading.Thread):
             return
         self.beat = Beat(self.beat.steps)
         try:
-            command = self._commands.get(timeout=BLOCKED_WAIT_S if blocked else self._until_keepalive_s())
+            command = self._commands.get(timeout=BLOCKED_WAIT_S if blocked else self._patience_s())
         except queue.Empty:
             command = None
         finally:
@@ -202,13 +205,23 @@ class Engine(threading.Thread):
         if command is not None:
             command(False)
             self._count_command()
-        elif not blocked and self._keepalive_s:  # it may be over by now
+        elif not blocked and self._until_keepalive_s() == 0.0:
             self.scheduler.keep_awake()
             self._count_command()
             self._computed_at = time.monotonic()
 
+    def _patience_s(self) -> float | None:
+        """How long an idle engine waits to be asked for something; None: until it is."""
+        waits = (self._until_keepalive_s(), self._until_rest_s())
+        return min((wait for wait in waits if wait is not None), default=None)
+
     def _until_keepalive_s(self) -> float | None:
         return max(0.0, self._computed_at + self._keepalive_s - time.monotonic()) if self._keepalive_s else None
+
+    def _until_rest_s(self) -> float | None:
+        """Until a snapshot shows the engine at rest; None where the last one does."""
+        rest = self._computed_at + REST_S
+        return max(0.0, rest - time.monotonic()) if self._weighed_at < rest else None
 
     def _obey(self) -> None:
         """Do what has been asked so far; what is asked meanwhile waits for the next step, so that there is one."""
@@ -229,6 +242,7 @@ class Engine(threading.Thread):
             self._commands.get()(True)
 
     def _take_snapshot(self) -> None:
+        self._weighed_at = time.monotonic()
         scheduler = self.scheduler
         rates, running, kept = scheduler.rates, scheduler.running_bytes, scheduler.residents.bytes_held
         active, weights = mx.get_active_memory(), scheduler.served.weight_bytes

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from drive import Drive
 from families import prompt_of, served
@@ -45,9 +46,13 @@ TIME_IS_UP = object()
 class Kept:
     """An engine with such a mailbox, and a clock that stands still but for `clock[0]`."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, keepalive_s: float = KEEPALIVE_S) -> None:
+    def __init__(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, keepalive_s: float = KEEPALIVE_S, rest_s: float = 0.0
+    ) -> None:
         self.clock = [100.0]
         monkeypatch.setattr(engine_module.time, "monotonic", lambda: self.clock[0])
+        monkeypatch.setattr(engine_module, "REST_S", rest_s)
+        self._wait = 0.0
         self.engine = Engine(lambda: Drive(served.__wrapped__("llama", root)).scheduler, keepalive_s)
         self.mailbox = Mailbox()
         self.engine._commands = self.mailbox  # type: ignore[assignment]
@@ -56,9 +61,13 @@ class Kept:
 
     def idle(self) -> float | None:
         """Once it waits: for how long it is going to."""
-        return self.mailbox.waits.get(timeout=WAIT_S)
+        wait = self.mailbox.waits.get(timeout=WAIT_S)
+        self._wait = wait or 0.0
+        return wait
 
     def time_is_up(self) -> None:
+        """It has waited for so long."""
+        self.clock[0] += self._wait
         self.mailbox.put(TIME_IS_UP)
 
     @property
@@ -91,7 +100,6 @@ def test_a_token_each_time_that_it_was_idle_for_so_long(kept: Kept) -> None:
     for steps in range(3):
         assert kept.idle() == KEEPALIVE_S
         assert kept.steps == steps and not kept.engine.beat.busy
-        kept.clock[0] += KEEPALIVE_S
         kept.time_is_up()
     assert kept.idle() == KEEPALIVE_S and kept.steps == 3
     assert kept.engine.snapshot.running_bytes == kept.engine.snapshot.resident_bytes == 0
@@ -152,6 +160,29 @@ def test_without_the_setting_it_waits_without_end(root: Path, monkeypatch: pytes
     assert kept.idle() is None
     kept.end()
     assert kept.steps == 0
+
+
+def test_an_engine_at_rest_says_what_is_in_memory_then(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step computes one ahead, which may hold memory when everybody has gone."""
+    kept = Kept(root, monkeypatch, rest_s=1.0)
+    ahead = [mx.zeros((1 << 18,))]
+    mx.eval(ahead)
+    ended, first = Future[None](), Future[None]()
+    assert kept.idle() == 1.0
+    kept.engine.ask(lambda scheduler: scheduler.submit(generation(ended, first))).result(WAIT_S)
+    ended.result(WAIT_S)
+    assert kept.idle() == 1.0
+    with_it = kept.engine.snapshot.memory_active_bytes
+    ahead.clear()
+    kept.clock[0] += 0.25
+    kept.engine.ask(lambda scheduler: ahead.append(mx.zeros((1 << 18,))) or mx.eval(ahead)).result(WAIT_S)
+    assert kept.idle() == 0.75 and kept.engine.snapshot.memory_active_bytes >= with_it - (1 << 19)
+    ahead.clear()
+    kept.time_is_up()
+    assert kept.idle() == KEEPALIVE_S - 1.0
+    assert kept.engine.snapshot.memory_active_bytes <= with_it - (1 << 19)
+    assert kept.steps == 0 and not kept.engine.beat.busy
+    kept.end()
 
 
 def test_a_token_that_fails_is_tried_again_and_a_broken_device_ends_the_engine(
