@@ -24,7 +24,7 @@ from typing import Any
 
 from warmline_wire import disk, lines
 from warmline_wire.home import Home
-from warmline_wire.masking import CHARS_MAX, masked
+from warmline_wire.masking import CHARS_MAX, masked, visible
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FILE_BYTES_MAX = 10_000_000
@@ -120,7 +120,7 @@ class TextFormatter(_Formatter):
     """Lines for people.  Where a line does not name its request, that stands at its end."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        line, request_id = super().formatMessage(record), _request_of(record)
+        line, request_id = visible(super().formatMessage(record), line_end="\n    "), _request_of(record)
         return line if not request_id or request_id in record.message else f"{line} (request {request_id})"
 
 
@@ -164,7 +164,7 @@ def traceback_of(error: BaseException) -> str:
     for each, link in reversed(_chain(error)):
         told.append("Traceback (most recent call last):\n")
         told += traceback.format_tb(each.__traceback__)
-        words = words_of(each)
+        words = visible(words_of(each))
         told.append(f"{type(each).__qualname__}{words and ': '}{words}\n{link}")
     return "".join(told).rstrip("\n")
 

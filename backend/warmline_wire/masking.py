@@ -29,6 +29,15 @@ def quoted(text: str) -> str:
     return json.dumps(text)
 
 
+def visible(text: str, line_end: str = "\\n") -> str:
+    """On one line, unless `line_end` says otherwise: what moves a terminal's cursor, or reads from right to left, is
+    spelled out, so that no text can look like a line of its own.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else line_end if each == "\n" else ascii(each)[1:-1] for each in text)
+
+
 def is_name(text: str) -> bool:
     """Whether it looks like the name of a field, `messages[0].content`, and like nothing else."""
     return len(text) <= NAME_CHARS_MAX and _NAME.fullmatch(text) is not None

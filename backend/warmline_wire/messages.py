@@ -334,7 +334,12 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
     if kind not in _decoders:
         with _making:  # msgspec (0.22) crashes where two threads meet a struct for the first time at once
             _decoders.setdefault(kind, msgspec.json.Decoder(kind).decode)
-    return cast(T, _decoders[kind](data))
+    try:
+        return cast(T, _decoders[kind](data))
+    except UnicodeDecodeError as error:  # a kind of its own; what it quotes may be a text that was sent
+        raise msgspec.DecodeError(f"it is not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise msgspec.DecodeError("it nests too deeply") from None
 
 
 def message_in(body: bytes) -> str:

@@ -5,7 +5,8 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
-from aiohttp import web
+import aiohttp
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from warmline_proxy.admin.browsing import Browsing
@@ -185,6 +186,17 @@ async def errors_as_answers(request: web.Request, handler: Handler) -> web.Strea
         return web.Response(status=499, reason="Client Closed Request")
 
 
+async def expected(request: web.Request) -> None:
+    """Before a handler: a client waits to be told to go on.  aiohttp's own one repeats what it can't write."""
+    if request.version < aiohttp.HttpVersion11:
+        return
+    if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
+        error = bad_request("The header Expect must be 100-continue, or not there.", status=417)
+        raise web.HTTPExpectationFailed(text=error.body.decode(), content_type="application/json")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # nothing of the answer is out yet
+
+
 def _refusal(request: web.Request, error: ClientError) -> web.Response:
     request.app[METRICS].refused(error)
     return error.response(api_at(request.path.rstrip("/")).refusal(error))
@@ -317,7 +329,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         anthropic=Anthropic(MESSAGES, config, renderer, knowledge),
         response_paths=ResponsePaths(RESPONSES, config, renderer, lives, ending),
     )
-    app.router.add_route("*", r"/{path:[\s\S]*}", face.handle)
+    app.router.add_route("*", r"/{path:[\s\S]*}", face.handle, expect_handler=expected)
 
     async def adopt() -> None:
         """What an earlier proxy left in the backend's memory may be nowhere else."""

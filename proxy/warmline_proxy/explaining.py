@@ -14,6 +14,7 @@ from warmline_proxy.plan import COLD
 from warmline_proxy.rows import Parting, RequestRecord, SegmentRow, SessionRow
 from warmline_proxy.side_by_side import differences
 from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES, unpack_tokens
+from warmline_wire.masking import quoted
 from warmline_wire.segment_file import SegmentFileError, read_header
 
 LAST = "last"
@@ -85,10 +86,10 @@ def find(records: Sequence[RequestRecord], asked: str) -> RequestRecord:
     if len(requests) == 1:
         return found[-1]
     if found:
-        raise UnknownRequest(f"{asked[:80]} may be any of {_named(found)}")
+        raise UnknownRequest(f"{quoted(asked[:80])} may be any of {_named(found)}")
     short = f" (a beginning has {ID_PREFIX_MIN} characters at least)" if len(meant) < ID_PREFIX_MIN else ""
     recent = f"; the last ones are {_named(records)}" if records else ""
-    raise UnknownRequest(f"none of the last {len(records)} requests is called {asked[:80]}{short}{recent}")
+    raise UnknownRequest(f"none of the last {len(records)} requests is called {quoted(asked[:80])}{short}{recent}")
 
 
 def _last(records: Sequence[RequestRecord]) -> RequestRecord:

@@ -10,6 +10,7 @@ import msgspec
 from warmline_proxy.index import Index
 from warmline_proxy.index_tables import Tables
 from warmline_proxy.rows import PinReply, PinRequest, Snapshot
+from warmline_wire.masking import quoted
 
 PINNED_SHARE_MAX = 0.8  # of the budget: the rest is what other conversations live on
 
@@ -57,7 +58,7 @@ def pin(index: Index, request: PinRequest) -> PinReply:
 def _pin(tables: Tables, request: PinRequest, most: int) -> PinReply:
     snapshot = tables.snapshot()
     if (row := snapshot.sessions.get(request.session)) is None:
-        raise NotStored(f"no conversation is called {request.session}")
+        raise NotStored(f"no conversation is called {quoted(request.session)}")
     wanted = pinned_after(snapshot, row.id, request.off)
     weight = weigh(snapshot, wanted)
     if not request.off and weight > most:

@@ -17,6 +17,7 @@ from warmline_proxy.recompute import OtherModel, Recomputer
 from warmline_proxy.rows import Replay, ReplayReply, ReplayRequest, SessionRow
 from warmline_proxy.upstream import Refused, RestoreFailed
 from warmline_wire.keys import TOKEN_BYTES
+from warmline_wire.masking import quoted
 from warmline_wire.messages import FirstLogits
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Replayer:
         if request.session:
             rows = [row for row in rows if row.id == request.session]
             if not rows:
-                raise ValueError(f"no session {request.session}")
+                raise ValueError(f"no session {quoted(request.session)}")
         replays = []
         async with self._one_at_a_time:
             for row in rows[: max(1, request.count)]:

@@ -61,7 +61,7 @@ def test_pin_goes_through_the_proxy(warm_pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "code", "says"),
     [
-        ("pin", {"session": "feedfeed"}, 404, "no conversation is called feedfeed"),
+        ("pin", {"session": "feedfeed"}, 404, 'no conversation is called "feedfeed"'),
         ("pin", {}, 400, "Not a pin"),
         ("gc", {"to_bytes": -1}, 400, "0 or more"),
     ],

@@ -324,3 +324,38 @@ async def test_a_proxy_that_stops_cancels_and_keeps_what_runs(tmp_path: Path) ->
         proxy.index.flush()
         assert proxy.index.requests()[0].outcome == "cancelled"
         assert proxy.index.totals().tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("expected", "status"),
+    [(b"100-continue", b"200"), (b"100-Continue", b"200"), (b"\xed\xa0", b"417")],
+)
+@on_loop
+async def test_a_client_may_expect_to_be_told_to_go_on(tmp_path: Path, expected: bytes, status: bytes) -> None:
+    async with pair(tmp_path) as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
+        body = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
+        lines = [
+            b"POST /v1/chat/completions HTTP/1.1",
+            b"Host: localhost",
+            b"Expect: " + expected,
+            b"Connection: close",
+        ]
+        writer.write(b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", b""]))
+        if status == b"200":
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(body)
+        answer = await reader.read()
+        writer.close()
+        assert answer.split()[1] == status
+        assert status == b"200" or b'"message":"The header Expect must be 100-continue' in answer
+
+
+@pytest.mark.parametrize("path", ["purge", "pin", "replay", "import", "texts"])
+@on_loop
+async def test_an_owners_body_that_is_no_text_is_a_400(tmp_path: Path, path: str) -> None:
+    async with pair(tmp_path) as proxy:
+        for body in (b'{"path": "\xff", "segment": "\xff", "session": "\xff"}', b'{"x": ' + b"[" * 100_000):
+            url, headers = f"{proxy.url}/warmline/{path}", {"X-Warmline-Admin": "1"}
+            async with proxy.client.post(url, data=body, headers=headers) as response:
+                assert response.status == 400, await response.text()

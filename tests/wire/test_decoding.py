@@ -9,6 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+import pytest
+
+from warmline_wire.messages import ErrorBody, decode
+
 PACKAGES = Path(__file__).parents[2]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DECODE = "messages.py"  # whose `decode` sees to it
@@ -52,6 +57,12 @@ def test_nobody_decodes_otherwise() -> None:
     assert len(paths) > 80
     typed = [f"{path.name}:{line}" for path in paths for line in lines_of_typed_decoding(path)]
     assert not typed, "use warmline_wire.messages.decode"
+
+
+@pytest.mark.parametrize("data", [b'{"message": "\xff"}', b'{"x": ' + b"[" * 100_000])
+def test_whatever_is_wrong_is_one_kind_of_error(data: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode(data, ErrorBody)
 
 
 def lines_of_typed_decoding(path: Path) -> list[int]:

@@ -66,6 +66,19 @@ def test_a_line_names_its_request_once(log: logging.Logger, heard: io.StringIO) 
     ]
 
 
+def test_no_text_looks_like_a_line_of_its_own(log: logging.Logger, heard: io.StringIO) -> None:
+    add(log, logging.StreamHandler(heard), TextFormatter("%(levelname)s %(message)s"))
+    log.info("called %s", "x\nERROR all is lost \x1b[2K\r\u202eend\u2028")
+    log.error("fails", exc_info=RuntimeError("\x1b[2J"))
+    assert heard.getvalue().splitlines() == [
+        "INFO called x",
+        r"    ERROR all is lost \x1b[2K\r\u202eend\u2028",
+        "ERROR fails",
+        "Traceback (most recent call last):",
+        r"RuntimeError: \x1b[2J",
+    ]
+
+
 def test_json_is_an_object_a_line(log: logging.Logger, heard: io.StringIO) -> None:
     add(log, logging.StreamHandler(heard), JsonFormatter("proxy"))
     with about("r-1"):

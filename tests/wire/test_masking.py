@@ -2,7 +2,7 @@
 
 import pytest
 
-from warmline_wire.masking import is_name, masked, shown_path
+from warmline_wire.masking import is_name, masked, quoted, shown_path
 
 KEPT = [
     "'temperature' must be a number from 0 to 2",
@@ -42,6 +42,11 @@ def test_where_a_library_quotes_nothing_is_a_name() -> None:
 
 def test_a_message_is_one_line_of_bounded_length() -> None:
     assert masked("a\nb\r\n  c") == "a b c" and len(masked("word " * 1000)) <= 500
+
+
+@pytest.mark.parametrize("text", ["my secret", "'it' is", 'so "it" is', "'\" it \"'", "\x1b[2K\n\udcff"])
+def test_what_is_quoted_is_told_nowhere(text: str) -> None:
+    assert quoted(text).isprintable() and masked(f"not {quoted(text)}, please") == 'not "…", please'
 
 
 @pytest.mark.parametrize(

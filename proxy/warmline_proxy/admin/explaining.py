@@ -14,6 +14,7 @@ from warmline_proxy.index import Index
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.rows import RequestRecord, TextsOf
 from warmline_proxy.upstream import Upstream, UpstreamError
+from warmline_wire.masking import quoted
 from warmline_wire.messages import TextsReply, decode
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Explaining:
             raise bad_request(f"Not a question for texts: {error}") from error
         row = await asyncio.to_thread(self._index.segment, wanted.segment)
         if row is None:
-            raise bad_request(f"Segment {wanted.segment} is not stored.", status=404, code="not_stored")
+            raise bad_request(f"Segment {quoted(wanted.segment)} is not stored.", status=404, code="not_stored")
         if not await self._is_served(row.root):
             message = "These tokens are another model's than the one that is served now."
             raise bad_request(message, status=409, code="other_model")

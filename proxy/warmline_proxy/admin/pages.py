@@ -8,6 +8,7 @@ from importlib.resources import files
 from aiohttp import web
 
 from warmline_proxy.errors import bad_request, not_allowed
+from warmline_wire.masking import quoted
 
 ADMIN = "/admin"
 PAGE = "dashboard.html"
@@ -40,7 +41,9 @@ class Pages:
         """`path` has no trailing slash.  Raises ClientError."""
         name = path.removeprefix(ADMIN).removeprefix("/") or PAGE
         if (data := self._files.get(name)) is None:
-            raise bad_request(f"No such page: {path[:200]}; the dashboard is {ADMIN}.", status=404, code="not_found")
+            raise bad_request(
+                f"No such page: {quoted(path[:200])}; the dashboard is {ADMIN}.", status=404, code="not_found"
+            )
         if request.method not in ("GET", "HEAD"):
             raise not_allowed(request.method, "GET")
         return web.Response(body=data, content_type=TYPES[_suffix(name)], charset="utf-8", headers=HEADERS)
