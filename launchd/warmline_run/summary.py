@@ -12,6 +12,7 @@ from warmline_run.settings import is_loopback
 PARTS = ("segments", "checkpoints", "quarantined", "writing", "doomed", "index")  # what counts against the disk budget
 WIDTH = len("dashboard")
 KEY_HINT = "the admin key opens it: cachectl key show admin"
+ELSEWHERE_HINT = "from other machines it asks for the admin key: cachectl key show admin"
 
 
 def found(config: Config) -> str:
@@ -75,7 +76,7 @@ def _dashboard(config: Config, address: Address) -> str:
     behind = is_loopback(address.host) and config["allowed_hosts"]  # a proxy on this machine: local is nobody then
     if config["admin_needs_key"] or behind or not address.is_local:
         return f"{here} ({KEY_HINT})"
-    return here
+    return f"{here} ({ELSEWHERE_HINT})" if address.is_wildcard else here
 
 
 def _bytes(number: float) -> str:

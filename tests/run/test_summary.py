@@ -78,11 +78,15 @@ def test_it_says_why_nothing_outlasts_a_restart(change: dict[str, Any], kept: st
 @pytest.mark.parametrize(
     ("settings", "where"),
     [
-        ({"lan": "true"}, "http://127.0.0.1:8026/admin"),
+        ({"lan": "true"}, f"http://127.0.0.1:8026/admin ({summary.ELSEWHERE_HINT})"),
         ({"host": "::1", "port": "80"}, "http://[::1]:80/admin"),
         ({"admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({summary.KEY_HINT})"),
         ({"allowed_hosts": "llm.example.org"}, f"http://127.0.0.1:8026/admin ({summary.KEY_HINT})"),
-        ({"lan": "true", "allowed_hosts": "llm.example.org"}, "http://127.0.0.1:8026/admin"),
+        (
+            {"lan": "true", "allowed_hosts": "llm.example.org"},
+            f"http://127.0.0.1:8026/admin ({summary.ELSEWHERE_HINT})",
+        ),
+        ({"lan": "true", "admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({summary.KEY_HINT})"),
         ({"lan": "true", "host": "10.0.0.7"}, f"http://10.0.0.7:8026/admin ({summary.KEY_HINT})"),
     ],
 )
