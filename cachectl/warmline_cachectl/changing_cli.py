@@ -63,17 +63,14 @@ def purge(
     """Remove conversations from disk, and every trace of them from the index; pinned ones too."""
     if sum(map(bool, (session, model, older_than, everything))) != 1:
         fail("name exactly one of --session, --model, --older-than, --all", EXIT_USAGE)
-    if not (dry_run or yes or sys.stdin.isatty()):
-        fail("purge asks before it removes anything; without a terminal, say --yes or --dry-run", EXIT_USAGE)
     older_than_s = _seconds(older_than)
     with reading(home) as reader:
         named = session_id(reader.snapshot(), session)
         request = PurgeRequest(session=named, model=model, older_than_s=older_than_s, everything=everything)
         reply = _preview(reader, request)
     if not dry_run:
-        wanted = tables.purged(reply).removeprefix("would ")
-        if not (yes or typer.confirm(f"{wanted}?", err=True)):
-            fail("nothing was purged", EXIT_OK)
+        if not yes:
+            _ask(reply)
         with failing(), waiting("removing", quiet):
             reply = client.purge(home_at(home), request)
     show(msgspec.to_builtins(reply), [tables.purged(reply)], as_json)
@@ -127,6 +124,14 @@ def gc(
         reply = client.gc(home_at(home), GcRequest(to_bytes=None if to_gb is None else int(to_gb * GB)))
     show(msgspec.to_builtins(reply), tables.collected(reply), as_json)
     _fail_for_what_stays(reply.cuts)
+
+
+def _ask(reply: PurgeReply) -> None:
+    """Ends the command unless whoever types wants it gone."""
+    if not sys.stdin.isatty():
+        fail("purge asks before it removes anything; without a terminal, say --yes or --dry-run", EXIT_USAGE)
+    if not typer.confirm(f"{tables.purged(reply).removeprefix('would ')}?", err=True):
+        fail("nothing was purged", EXIT_OK)
 
 
 def _preview(reader: IndexReader, request: PurgeRequest) -> PurgeReply:

@@ -59,9 +59,7 @@ def list_(home: HomeOption = HOME, as_json: JsonOption = False) -> None:
     """List the names of all keys, and since when each has its present value."""
     with _failing():
         entries = keys_file.read(home_at(home))
-    table = Table(box=None, pad_edge=False)
-    for title in ("name", "kind", "since"):
-        table.add_column(title)
+    table = Table("name", "kind", "since")
     for each in entries:
         table.add_row(each.name, each.kind, f"{tables.span(max(0.0, time.time() - each.created))} ago")
     shown = [{"name": each.name, "kind": each.kind, "created": each.created} for each in entries]

@@ -151,6 +151,7 @@ def test_purge_asks_on_a_terminal(home: Home, typed: str, left: int) -> None:
         (["purge", "--yes"], "exactly one"),
         (["purge", "--all", "--session", "ab", "--yes"], "exactly one"),
         (["purge", "--older-than", "7 days", "--yes"], "no age"),
+        (["purge", "--older-than", "3x"], "no age"),  # before anything is asked
         (["inspect", "--home", "/nowhere"], "no home at /nowhere"),
         (["nonsense"], "No such command"),
         (["verify", "feedfeed"], "add --replay"),

@@ -56,7 +56,9 @@ def test_the_admin_key_is_made_when_it_is_first_shown(home: Home) -> None:
 def test_lists_tell_no_keys(home: Home) -> None:
     shown = [as_json(home, "add", name) for name in ("one", "two")]
     assert [sorted(each) for each in shown] == [["created", "key", "kind", "name"]] * 2
-    listed = key(home, "list").stdout + json.dumps(as_json(home, "list"))
+    table = key(home, "list").stdout
+    assert table.splitlines()[0].startswith("┏"), "it has a box, as all tables have"
+    listed = table + json.dumps(as_json(home, "list"))
     assert "one" in listed and not any(each["key"] in listed for each in shown)
     assert [sorted(each) for each in as_json(home, "list")["keys"]] == [["created", "kind", "name"]] * 2
 
