@@ -1,6 +1,6 @@
 """The last requests, added up by time: how much of their prompts was reused, and what that saved.  Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 import msgspec
@@ -36,7 +36,7 @@ class History(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     cached_tokens: int  # of the prompts: prefill that was saved
     generated_tokens: int
-    ttft_warm_s: float  # medians; 0.0 where there was none
+    ttft_warm_s: float  # medians, of hits and of those that computed most of their prompt; 0.0 where there was none
     ttft_cold_s: float
 
 
@@ -59,8 +59,8 @@ def history(records: Sequence[RequestRecord], now: float) -> History:
         prompt_tokens=sum(bucket.prompt_tokens for bucket in buckets),
         cached_tokens=sum(bucket.cached_tokens for bucket in buckets),
         generated_tokens=sum(record.generated_tokens for record in records),
-        ttft_warm_s=_median_ttft(records, warm=True),
-        ttft_cold_s=_median_ttft(records, warm=False),
+        ttft_warm_s=_median_ttft(filter(_is_hit, records)),
+        ttft_cold_s=_median_ttft(filter(_is_cold, records)),
     )
 
 
@@ -74,10 +74,15 @@ def _span(first: float, last: float) -> tuple[int, int, int]:
     return width_s, (int(last) // width_s - BUCKETS_MAX + 1) * width_s, BUCKETS_MAX
 
 
-def _median_ttft(records: Sequence[RequestRecord], *, warm: bool) -> float:
-    times = [each.ttft_s for each in records if each.ttft_s > 0 and _is_hit(each) == warm]
+def _median_ttft(records: Iterable[RequestRecord]) -> float:
+    times = [each.ttft_s for each in records if each.ttft_s > 0]
     return median(times) if times else 0.0
 
 
 def _is_hit(record: RequestRecord) -> bool:
     return record.cached_tokens >= BLOCK_TOKENS
+
+
+def _is_cold(record: RequestRecord) -> bool:
+    """A short prompt that was reused is no hit, but not cold either; one that shares a template's first words is."""
+    return not _is_hit(record) and 2 * record.cached_tokens < record.prompt_tokens

@@ -142,9 +142,10 @@ def test_what_was_reused_and_how_fast() -> None:
         record(NOW, 100, 80, ttft_s=0.1),
         record(NOW, 200, 160, ttft_s=0.3),
         record(NOW, 100, 5, ttft_s=6.0),  # a template's first words
+        record(NOW, 40, 38, ttft_s=0.01),  # short, and warm: no hit, but not cold either
     ]
     found = history(records, NOW)
-    assert (found.hits, found.prompt_tokens, found.cached_tokens) == (2, 500, 245)
+    assert (found.hits, found.prompt_tokens, found.cached_tokens) == (2, 540, 283)
     assert (found.ttft_warm_s, found.ttft_cold_s) == (0.2, 5.0)
 
 

@@ -7,6 +7,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 480;
 const HEIGHT = 96;
 const GAP = 1.5;
+const COLD = "median of those that reused fewer than 64 tokens and less than half of their prompt";
 let shown = "";
 
 export function showHistory(history) {
@@ -19,8 +20,8 @@ export function showHistory(history) {
     ["prompt tokens reused", share(cached_tokens, prompt_tokens), `${count(cached_tokens)} of ${count(prompt_tokens)}`],
     ["tokens spared", short(cached_tokens), `${count(cached_tokens)} tokens were not computed again`],
     ["warm requests", share(hits, requests), `${count(hits)} of ${count(requests)}: they reused 64 tokens or more`],
-    ["first token, warm", history.ttft_warm_s ? seconds(history.ttft_warm_s) : "–", "median"],
-    ["first token, cold", history.ttft_cold_s ? seconds(history.ttft_cold_s) : "–", "median"],
+    ["first token, warm", history.ttft_warm_s ? seconds(history.ttft_warm_s) : "–", "median of the warm requests"],
+    ["first token, cold", history.ttft_cold_s ? seconds(history.ttft_cold_s) : "–", COLD],
   ]);
   drawBars(buckets, `${share(cached_tokens, prompt_tokens)} of the prompt tokens were reused`);
   setText(byId("chart-from"), buckets.length ? clock(buckets[0].at) : "");
