@@ -14,7 +14,7 @@ from warmline_proxy.admin.explaining import Explaining
 from warmline_proxy.admin.health import Health
 from warmline_proxy.admin.looking import Looking
 from warmline_proxy.admin.moving import Moving
-from warmline_proxy.admin.pages import Pages, is_page
+from warmline_proxy.admin.pages import Pages, is_page, is_visit, to_the_page
 from warmline_proxy.admin.paths import PREFIX, OwnerPaths
 from warmline_proxy.admin.purging import Purging
 from warmline_proxy.admin.scraping import Scraping
@@ -115,6 +115,8 @@ class Face:
         if is_page(path):
             self._doors.check_owner(request, page=True)
             return self._pages.answer(request, path)
+        if is_visit(request, path) and self._doors.may_see_pages(request):
+            return to_the_page()
         if request.method == "OPTIONS":
             return web.Response(status=204, headers={"Allow": "GET, HEAD, POST, DELETE, OPTIONS"})
         client = self._doors.client(request)

@@ -49,13 +49,24 @@ class Doors:
 
     def check_owner(self, request: web.Request, *, page: bool = False) -> None:
         """`page`: it is for people, whose browser is to ask them for the admin key."""
-        hosts = request.headers.getall(hdrs.HOST, [])
-        asked = Asked(request.method, request.remote or "", hosts, request.headers, page, _version(request))
         try:
-            check_owner(asked, self._shown(request), self._owner_needs_key)
+            self._check_owner(request, page)
         except ClientError as error:
             self._note_refusal(OWNERS, request, error)
             raise
+
+    def may_see_pages(self, request: web.Request) -> bool:
+        """Of whoever asked for something else, and is refused nothing by this."""
+        try:
+            self._check_owner(request, page=True)
+        except ClientError:
+            return False
+        return True
+
+    def _check_owner(self, request: web.Request, page: bool) -> None:
+        hosts = request.headers.getall(hdrs.HOST, [])
+        asked = Asked(request.method, request.remote or "", hosts, request.headers, page, _version(request))
+        check_owner(asked, self._shown(request), self._owner_needs_key)
 
     def check_client_or_owner(self, request: web.Request) -> None:
         """For what both may see."""

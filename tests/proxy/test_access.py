@@ -218,3 +218,57 @@ async def test_behind_a_proxy_on_this_machine_nobody_is_the_owner_by_his_address
     assert not Config(home=home, lan=True, allowed_hosts="llm.example.org").owner_needs_key
     assert Config(home=home, lan=True, admin_needs_key=True).owner_needs_key
     assert not Config(home=home).owner_needs_key
+
+
+BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+@on_loop
+async def test_a_browser_is_led_from_the_address_alone_to_the_page(tmp_path: Path) -> None:
+    """Where it may see it; whoever else asks there is answered, and counted, as ever."""
+    async with pair(tmp_path) as proxy:
+
+        async def asked(method: str, headers: dict[str, str], path: str = "/") -> tuple[int, str]:
+            more = {"headers": headers, "allow_redirects": False}
+            async with proxy.client.request(method, proxy.url + path, **more) as response:
+                if response.status == 303:
+                    assert response.headers["Cache-Control"] == "no-store" and await response.read() == b""
+                return response.status, response.headers.get("Location", "")
+
+        for method in ("GET", "HEAD"):
+            for headers in (BROWSER, {**BROWSER, **VISIT}):
+                assert await asked(method, headers, "/?x=1") == (303, "/admin")
+            for headers in ({}, {"Accept": "text/html-not, */*"}, {**BROWSER, "Sec-Fetch-Site": "cross-site"}):
+                assert await asked(method, headers) == (404, "")
+            assert await asked(method, {**BROWSER, "X-Forwarded-For": "10.0.0.1"}) == (404, ""), "from elsewhere"
+            assert await asked(method, {**BROWSER, "Host": "stranger.example"}) == (403, "")
+        assert await asked("POST", BROWSER) == await asked("GET", BROWSER, "/v1") == (404, "")
+        client, admin = (keys_file.ensure(proxy.home, name).key for name in (keys_file.CLIENT, keys_file.ADMIN))
+        away = {**BROWSER, "Host": f"{LAN}:8026"}
+        assert await asked("GET", BROWSER) == (303, "/admin")
+        assert await asked("GET", away) == (401, "")
+        assert await asked("GET", {**away, "Authorization": f"Bearer {client}"}) == (404, "")
+        assert await asked("GET", {**away, "Authorization": basic(f":{admin}")}) == (303, "/admin")
+        async with proxy.client.get(f"{proxy.url}/metrics", headers={"X-Api-Key": admin}) as response:
+            assert 'warmline_unauthorized_total{door="owner"} 0.0' in await response.text()
+
+
+@pytest.mark.parametrize(
+    ("headers", "alone"),
+    [
+        ({}, True),
+        ({"Host": "localhost:8026"}, True),
+        ({"Host": "[::1]:8026"}, True),
+        ({"Host": f"{LAN}:8026"}, False),
+        ({"Host": f"{LAN}:8026", **VISIT}, True),  # by HTTPS
+    ],
+)
+@on_loop
+async def test_only_browsers_that_heed_it_are_told_to_keep_the_page_alone(
+    tmp_path: Path, headers: dict[str, str], alone: bool
+) -> None:
+    async with pair(tmp_path) as proxy:
+        shown = {"Authorization": f"Bearer {proxy.home.secret()}", **headers}
+        async with proxy.client.get(f"{proxy.url}/admin", headers=shown) as response:
+            assert response.status == 200
+            assert ("Cross-Origin-Opener-Policy" in response.headers) == alone

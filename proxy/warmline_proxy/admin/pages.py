@@ -5,9 +5,10 @@ Nothing is built and nothing is fetched from elsewhere; the policy has the brows
 
 from importlib.resources import files
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from warmline_proxy.errors import bad_request, not_allowed
+from warmline_wire.local import host_name, is_loopback_name
 from warmline_wire.masking import quoted
 
 ADMIN = "/admin"
@@ -18,16 +19,27 @@ HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " require-trusted-types-for 'script'; trusted-types 'none'",
-    "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
+ALONE = {"Cross-Origin-Opener-Policy": "same-origin"}  # where it counts, see `_is_trusted`
 
 
 def is_page(path: str) -> bool:
     return path == ADMIN or path.startswith(f"{ADMIN}/")
+
+
+def is_visit(request: web.Request, path: str) -> bool:
+    """Whether a person has typed our address alone into a browser, as far as that can be told."""
+    kinds = (kind.partition(";")[0].strip().lower() for kind in request.headers.get(hdrs.ACCEPT, "").split(","))
+    return path == "/" and request.method in (hdrs.METH_GET, hdrs.METH_HEAD) and "text/html" in kinds
+
+
+def to_the_page() -> web.Response:
+    """Kept by no browser: whoever asks next may be somebody else, or want something else."""
+    return web.Response(status=303, headers={"Location": ADMIN, "Cache-Control": "no-store", "Vary": "Accept"})
 
 
 class Pages:
@@ -46,7 +58,16 @@ class Pages:
             )
         if request.method not in ("GET", "HEAD"):
             raise not_allowed(request.method, "GET")
-        return web.Response(body=data, content_type=TYPES[_suffix(name)], charset="utf-8", headers=HEADERS)
+        headers = HEADERS | ALONE if _is_trusted(request) else HEADERS
+        return web.Response(body=data, content_type=TYPES[_suffix(name)], charset="utf-8", headers=headers)
+
+
+def _is_trusted(request: web.Request) -> bool:
+    """Whether the browser trusts the connection: HTTPS (which ends at a proxy before us), or this machine.
+
+    Elsewhere it takes no such policy and complains of it.  It sends Sec-Fetch headers only where it does trust.
+    """
+    return "Sec-Fetch-Dest" in request.headers or is_loopback_name(host_name(request.headers.get(hdrs.HOST, "")))
 
 
 def _suffix(name: str) -> str:
