@@ -3,7 +3,8 @@
 CannotDo       the reason is for people
 ├── NoHome     no such home, or nothing was ever stored in it
 ├── NoProxy    none runs on this home
-└── Refused    the proxy said no, or another process holds the home
+└── Refused    another process holds the home, or it can't be done
+    └── RefusedByProxy    the proxy said no, in its own words
 """
 
 import json
@@ -41,7 +42,7 @@ from warmline_proxy.rows import (
 )
 from warmline_wire.home import Home
 from warmline_wire.lock import holder_of
-from warmline_wire.messages import decode, encode, message_in
+from warmline_wire.messages import ErrorReply, decode, encode, message_in
 
 REPAIR_TIMEOUT_S = 24 * 3600.0  # every byte that is stored is read
 CHANGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
@@ -65,6 +66,14 @@ class NoProxy(CannotDo):
 
 class Refused(CannotDo):
     pass
+
+
+class RefusedByProxy(Refused):
+    """The message is what it would be without a proxy; `status` is HTTP's."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def open_reader(home: Home) -> IndexReader:
@@ -212,10 +221,18 @@ def _ask_proxy(url: str, secret: str, path: str, request: object, kind: type[T],
         with direct.open(call, timeout=timeout_s) as answer:
             return decode(answer.read(), kind)
     except HTTPError as error:
-        raise Refused(f"the proxy at {url} answered {error.code}: {message_in(error.read())}") from error
+        raise _refusal(url, error.code, error.read()) from error
     except URLError as error:
         if isinstance(error.reason, ConnectionRefusedError):
             raise error.reason from error
         raise Refused(f"can't reach the proxy at {url}: {error.reason}") from error
     except (OSError, HTTPException, msgspec.MsgspecError) as error:
         raise Refused(f"the proxy at {url} gave no answer: {error}") from error
+
+
+def _refusal(url: str, status: int, body: bytes) -> Refused:
+    """What is no error of the proxy's own says who sent it: something else may listen there by now."""
+    try:
+        return RefusedByProxy(decode(body, ErrorReply).error.message, status)
+    except msgspec.DecodeError:
+        return Refused(f"the proxy at {url} answered {status}: {message_in(body)}")

@@ -44,6 +44,7 @@ from warmline_wire.lock import is_alive
 
 IMPORT_TIMEOUT_S = 24 * 3600.0  # every byte is read twice, and what is new is written
 STANDARD = "-"
+ABOUT_THE_ARCHIVE = (400, 409)  # what a proxy answers; other refusals are about who asks, or the proxy itself
 
 app = typer.Typer()
 
@@ -104,18 +105,25 @@ def import_(
     place = home_at(home)
     with failing():
         client.check_home(place)
-        with _archives(file), _on_disk(place, file) as path:
-            told = _imported(place, ImportRequest(path=str(path), key=key, anyway=anyway), quiet)
+        with _on_disk(place, file) as path:
+            told = _imported(place, file, ImportRequest(path=str(path), key=key, anyway=anyway), quiet)
     show(msgspec.structs.asdict(told), [_stored(told)], as_json)
 
 
 @contextmanager
 def _archives(what: str) -> Iterator[None]:
-    """What can be wrong with one becomes a line and an exit code."""
+    """What can be wrong with one becomes a line and an exit code, the same whether a proxy found it or we did."""
+    name = "standard input" if what == STANDARD else what
     try:
         yield
-    except (ArchiveError, NoRoom, KeysUnusable) as error:
-        fail(f"{'standard input' if what == STANDARD else what}: {error}", EXIT_REFUSED)
+    except NoRoom as error:
+        fail(f"{name}: there is no room for it: {error}", EXIT_REFUSED)
+    except (ArchiveError, KeysUnusable) as error:
+        fail(f"{name}: {error}", EXIT_REFUSED)
+    except client.RefusedByProxy as error:
+        if error.status not in ABOUT_THE_ARCHIVE:
+            raise
+        fail(f"{name}: {error}", EXIT_REFUSED)
 
 
 # ---- export
@@ -191,12 +199,17 @@ class _Spool:
         return len(data)
 
 
-def _imported(home: Home, request: ImportRequest, quiet: bool) -> Imported:
+def _imported(home: Home, file: str, request: ImportRequest, quiet: bool) -> Imported:
     """By the proxy where one runs, else here."""
-    with suppress(client.NoProxy), waiting("importing", quiet):
+    with suppress(client.NoProxy), _archives(file), waiting("importing", quiet):
         return client.ask(home, "/warmline/import", Imported, IMPORT_TIMEOUT_S, request)
     home.prepare()
-    return client.owned(home, lambda index: _import_here(index, request, quiet))
+
+    def here(index: Index) -> Imported:
+        with _archives(file):
+            return _import_here(index, request, quiet)
+
+    return client.owned(home, here)
 
 
 def _import_here(index: Index, request: ImportRequest, quiet: bool) -> Imported:

@@ -22,9 +22,9 @@ from warmline_wire.lock import process_lock
 
 
 class Backend(HTTPServer):
-    """Notes what it is asked, and answers with `status`."""
+    """Notes what it is asked, and answers with `status` and `body`."""
 
-    status = 200
+    status, body = 200, b""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Asked)
@@ -38,6 +38,7 @@ class Asked(BaseHTTPRequestHandler):
         self.server.asked.append((self.path, self.headers["Authorization"]))
         self.send_response(self.server.status)
         self.end_headers()
+        self.wfile.write(self.server.body)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -93,6 +94,21 @@ def test_one_that_does_not_is_named(home: Home, backend: Backend) -> None:
     client.purge(home, PurgeRequest(everything=True))
     with Index(home, 1 << 30) as index:
         assert not index.is_untold()
+
+
+def test_a_proxys_own_words_stand_alone_and_who_is_none_is_named(home: Home, backend: Backend) -> None:
+    url = f"http://127.0.0.1:{backend.server_address[1]}"
+    (home.run / "proxy.json").write_text(json.dumps({"url": url, "pid": os.getpid()}))
+    backend.status = 409
+    with process_lock(home.lock):
+        for body, told in (
+            (b'{"error": {"message": "there is no room", "type": "invalid_request_error"}}', "there is no room"),
+            (b"<h1>Conflict</h1>", f"the proxy at {url} answered 409: <h1>Conflict</h1>"),
+        ):
+            backend.body = body
+            with pytest.raises(client.Refused) as refused:
+                client.purge(home, PurgeRequest(everything=True))
+            assert str(refused.value) == told
 
 
 def test_what_a_killed_pair_was_saving_goes_too(home: Home) -> None:

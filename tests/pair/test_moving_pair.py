@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from pair import FolderOf, Message, Pair
+from warmline_cachectl.cli import app as cachectl
+from warmline_wire.home import Home
 from warmline_wire.keys import pack_tokens
 
 TALK: list[Message] = [
@@ -50,11 +53,19 @@ def test_it_goes_on_elsewhere_as_it_would_have_here(warm_pair: Pair, elsewhere: 
     assert len(sessions) == 1 and sessions[0]["tokens"] > told["tokens"], "it is the same conversation, longer"
 
 
-def test_what_the_proxy_refuses_is_told_in_one_line(elsewhere: Pair, tmp_path: Path) -> None:
+def test_what_the_proxy_refuses_is_told_in_the_line_that_is_told_without_one(elsewhere: Pair, tmp_path: Path) -> None:
     (tmp_path / "junk").write_bytes(b"x" * 4096)
+    idle = Home(tmp_path / "idle")
+    idle.prepare()
     before = elsewhere.cachectl("stats")["stored"]["segments"]
-    assert elsewhere.cachectl("import", str(tmp_path / "junk"), code=3) is None
-    assert elsewhere.cachectl("import", str(tmp_path / "nothing"), code=3) is None
+    for words in (["junk"], ["nothing"], ["junk", "--key", "nobody"]):
+        file = str(tmp_path / words[0])
+        lines = [
+            CliRunner().invoke(cachectl, ["import", file, *words[1:], "--home", str(home.root)]).stderr
+            for home in (elsewhere.home, idle)
+        ]
+        assert lines[0] == lines[1] and lines[0].startswith(f"cachectl: {file}: ") and lines[0].count("\n") == 1
+        assert elsewhere.cachectl("import", file, *words[1:], code=3) is None
     reply = elsewhere.as_owner("POST", f"{elsewhere.url}/warmline/import", b'{"path": "junk"}')
     assert (reply.status, reply.json["error"]["param"]) == (400, "path")
     assert elsewhere.cachectl("stats")["stored"]["segments"] == before
