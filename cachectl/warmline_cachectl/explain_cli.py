@@ -25,7 +25,7 @@ from warmline_cachectl.options import (
 )
 from warmline_cachectl.showing import show
 from warmline_proxy.comparing import Comparison, Stored, compare, stored, windows, with_texts
-from warmline_proxy.explaining import LAST, ExplainReply, UnknownRequest, explain, find
+from warmline_proxy.explaining import LAST, ExplainReply, UnknownRequest, explain, find_with_since
 from warmline_proxy.index import IndexReader
 from warmline_proxy.rows import TextsOf
 from warmline_wire.messages import TextsReply
@@ -72,7 +72,8 @@ def _explained(home: Path, request: str) -> ExplainReply:
         path = f"/warmline/explain?request={quote(request, safe='')}"
         return client.ask(home_at(home), path, ExplainReply, EXPLAIN_TIMEOUT_S)
     with reading(home) as reader:
-        return explain(reader, find(reader.requests(), request))
+        record, since = find_with_since(reader.requests(), request)
+        return explain(reader, record, since)
 
 
 @app.command(

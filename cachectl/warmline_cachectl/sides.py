@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from warmline_cachectl.columns import printable
-from warmline_cachectl.tables import console, span
+from warmline_cachectl.tables import console, count, span
 from warmline_proxy.comparing import Comparison
 from warmline_proxy.explaining import ExplainReply, Side, Where
 from warmline_proxy.rows import AFTER_TOKENS
@@ -24,8 +24,13 @@ Parts = Iterable[Table | Text | str]
 
 def explanation(reply: ExplainReply) -> Parts:
     record, verdict = reply.request, reply.verdict
-    age = span(max(0.0, time.time() - record.at))
-    asked = f"{record.endpoint}, {printable(record.client_model) or 'no model named'}, {age} ago, {record.outcome}"
+    asked = (
+        f"{record.endpoint}, {printable(record.client_model) or 'no model named'}, {_ago(record.at)}, {record.outcome}"
+    )
+    if since := reply.since:
+        were = "were, the last of them" if since.warm > 1 else "was:"
+        warm = f"{count(since.warm, 'request')} since then {were} {since.last} ({_ago(since.at)})"
+        yield f"The last one that was not warm; {warm}.\n"
     yield f"request {record.id} ({asked})"
     yield f"reused {record.cached_tokens:,} of {record.prompt_tokens:,} prompt tokens ({record.source})"
     yield f"\n{verdict.cause}: {verdict.means}"
@@ -41,6 +46,10 @@ def explanation(reply: ExplainReply) -> Parts:
         yield f"\nIt parts from what was known {_place(reply.where)}:"
         yield from _sides(("known", reply.known), ("this prompt", reply.prompt), reply.where)
     yield f"\n{_now(reply)}"
+
+
+def _ago(at: float) -> str:
+    return f"{span(max(0.0, time.time() - at))} ago"
 
 
 def comparison(found: Comparison) -> Parts:

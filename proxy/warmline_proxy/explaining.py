@@ -3,6 +3,7 @@
 Needs nothing but an index that can be read, so it works whether a proxy runs or not.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -10,7 +11,7 @@ import msgspec
 
 from warmline_proxy.causes import CAUSES, cause_of, causes_besides
 from warmline_proxy.index import IndexReader
-from warmline_proxy.plan import COLD
+from warmline_proxy.plan import COLD, SHARED
 from warmline_proxy.rows import Parting, RequestRecord, SegmentRow, SessionRow
 from warmline_proxy.side_by_side import differences
 from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES, unpack_tokens
@@ -21,8 +22,9 @@ LAST = "last"
 ID_PREFIX_MIN = 4
 RECENT = 8  # requests that are named where the one that is asked for is not known
 FILES_ASKED_MAX = 3  # for their fingerprint, until one can be read
+WARM = ("warm", "new-text", "shared")  # causes of requests that reused all there was
 # What is asked about last: of these requests there is nothing to explain.
-QUIET = ("warm", "new-text", "shared", "nothing-asked", "not-planned")
+QUIET = (*WARM, "nothing-asked", "not-planned")
 _ANSWER_ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)(.+)")
 
 
@@ -59,6 +61,14 @@ class StoredNow(msgspec.Struct, kw_only=True):
     branch: bool  # whether what it differed from is
 
 
+class Since(msgspec.Struct, kw_only=True):
+    """The requests after the one that is told of, which were warm: it is not the last one."""
+
+    warm: int  # how many, at least 1; each choice of a request is one
+    last: str  # the id of the last one of these
+    at: float  # when that one came, Unix seconds
+
+
 class ExplainReply(msgspec.Struct, kw_only=True):
     """GET /warmline/explain of the proxy, and what `cachectl explain --json` prints."""
 
@@ -69,6 +79,7 @@ class ExplainReply(msgspec.Struct, kw_only=True):
     known: Side | None = None  # what was known there
     prompt: Side | None = None  # what came instead
     now: StoredNow
+    since: Since | None = None  # None where this very request was asked about, or none was warm since
 
 
 def find(records: Sequence[RequestRecord], asked: str) -> RequestRecord:
@@ -92,6 +103,23 @@ def find(records: Sequence[RequestRecord], asked: str) -> RequestRecord:
     raise UnknownRequest(f"none of the last {len(records)} requests is called {quoted(asked[:80])}{short}{recent}")
 
 
+def find_with_since(records: Sequence[RequestRecord], asked: str) -> tuple[RequestRecord, Since | None]:
+    """The same, and what came after it where the last one was asked for.  Raises UnknownRequest."""
+    record = find(records, asked)
+    return record, _warm_since(records, record) if asked == LAST else None
+
+
+def _warm_since(records: Sequence[RequestRecord], record: RequestRecord) -> Since | None:
+    """But for the choices of one request that followed its first."""
+    newer = itertools.takewhile(lambda each: each is not record, records)
+    warm = [each for each in newer if _cause(each) in WARM and not _follows(each, record)]
+    return Since(warm=len(warm), last=warm[0].id, at=warm[0].at) if warm else None
+
+
+def _follows(choice: RequestRecord, first: RequestRecord) -> bool:
+    return choice.source == SHARED and choice.id.rpartition(".")[0] == first.id.rpartition(".")[0] != ""
+
+
 def _last(records: Sequence[RequestRecord]) -> RequestRecord:
     if not records:
         raise UnknownRequest("no request is remembered: none was answered yet, or a purge has forgotten them")
@@ -102,7 +130,7 @@ def _named(records: Sequence[RequestRecord]) -> str:
     return ", ".join(each.id for each in records[:RECENT])
 
 
-def explain(reader: IndexReader, record: RequestRecord) -> ExplainReply:
+def explain(reader: IndexReader, record: RequestRecord, since: Since | None = None) -> ExplainReply:
     """Blocks; raises IndexFailure."""
     seen = record.parting
     cause, detail = _cause(record), ""
@@ -117,6 +145,7 @@ def explain(reader: IndexReader, record: RequestRecord) -> ExplainReply:
         known=known,
         prompt=prompt,
         now=_now(reader, record),
+        since=since,
     )
 
 

@@ -9,7 +9,16 @@ from index_helpers import LAYOUT, MODEL, ROOT, files_on_disk, matched, save, why
 from warmline_proxy import index_walk
 from warmline_proxy.causes import cause_of
 from warmline_proxy.comparing import compare, stored
-from warmline_proxy.explaining import LAST, UnknownRequest, explain, find, fingerprint_of, with_texts
+from warmline_proxy.explaining import (
+    LAST,
+    Since,
+    UnknownRequest,
+    explain,
+    find,
+    find_with_since,
+    fingerprint_of,
+    with_texts,
+)
 from warmline_proxy.index import Index
 from warmline_proxy.index_tables import Tables
 from warmline_proxy.purge import purge
@@ -162,6 +171,18 @@ def test_a_request_is_found_by_whatever_it_is_called(index: Index) -> None:
             find(records, asked)
     with pytest.raises(UnknownRequest, match="none was answered yet, or a purge"):
         find([], LAST)
+
+
+def test_it_says_how_many_were_warm_since_the_last_one_that_was_not() -> None:
+    followed = record("missed.1", source="shared", why_not_warmer="another request computes up to token 64")
+    missed = record("missed.0", why_not_warmer="nothing stored")
+    refused = record("refused", outcome="error")
+    warm = [record(f"warm.{number}", source="resident", cached_tokens=9, at=number) for number in (2, 1)]
+    records = [refused, warm[0], followed, warm[1], missed]
+    assert find_with_since(records, LAST) == (missed, Since(warm=2, last="warm.2", at=2.0))
+    for asked in ([refused, followed, missed], [missed], warm, [refused]):
+        assert find_with_since(asked, LAST)[1] is None
+    assert find_with_since(records, missed.id) == (missed, None), "it was named"
 
 
 def test_any_purge_forgets_what_prompts_said(index: Index) -> None:

@@ -130,12 +130,25 @@ def test_cachectl_shows_both_texts_with_the_proxy_and_without(pair: Pair, monkey
     told = asked(pair, body(clock("15:00:00")))
     first = told["request"]["id"]
     by_proxy = pair.cachectl("explain", first)
-    monkeypatch.setattr("warmline_cachectl.client.proxy_url", lambda home: "")
+    monkeypatch.setattr("warmline_cachectl.client._announced", lambda home: ("", ""))
     assert pair.cachectl("explain", first[:8]) == by_proxy == told
     assert pair.cachectl("explain", "nobody", code=1) is None
     monkeypatch.setattr(sides, "console", lambda: Console(width=80))
     text = CliRunner().invoke(app, ["explain", first, "--home", str(pair.home.root)]).stdout
     assert "timestamp: A time in the prompt" in text and "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}15" in text
+
+
+def test_that_later_ones_were_warm_is_said(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    cold = asked(pair, body("I came first."))["request"]["id"]
+    warm = [asked(pair, body("I came first."))["request"]["id"] for _ in range(2)]
+    by_proxy = pair.cachectl("explain")
+    assert by_proxy["request"]["id"] == cold
+    assert (by_proxy["since"]["warm"], by_proxy["since"]["last"]) == (2, warm[-1])
+    assert pair.cachectl("explain", cold)["since"] is None
+    monkeypatch.setattr("warmline_cachectl.client._announced", lambda home: ("", ""))
+    assert pair.cachectl("explain") == by_proxy
+    text = CliRunner().invoke(app, ["explain", "--home", str(pair.home.root)]).stdout
+    assert text.startswith(f"The last one that was not warm; 2 requests since then were, the last of them {warm[-1]} (")
 
 
 def test_two_conversations_are_compared_in_their_words(pair: Pair) -> None:

@@ -9,7 +9,15 @@ from aiohttp import web
 from warmline_proxy.admin.paths import Paths
 from warmline_proxy.bodies import json_answer, read_body
 from warmline_proxy.errors import bad_request
-from warmline_proxy.explaining import LAST, UnknownRequest, explain, find, fingerprint_of, with_texts
+from warmline_proxy.explaining import (
+    LAST,
+    Since,
+    UnknownRequest,
+    explain,
+    find_with_since,
+    fingerprint_of,
+    with_texts,
+)
 from warmline_proxy.index import Index
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.rows import RequestRecord, TextsOf
@@ -34,11 +42,11 @@ class Explaining:
     async def explain(self, request: web.Request) -> web.Response:
         """Of `?request=`, an id or its beginning, or an answer's id; of the last one that is worth it without."""
         try:
-            record = await asyncio.to_thread(self._find, request.query.get("request") or LAST)
+            record, since = await asyncio.to_thread(self._find, request.query.get("request") or LAST)
         except UnknownRequest as error:
             raise bad_request(f"{error}.", status=404, code="unknown_request") from error
         record = await self._with_texts(record)
-        return json_answer(await asyncio.to_thread(explain, self._index, record))
+        return json_answer(await asyncio.to_thread(explain, self._index, record, since))
 
     async def texts(self, request: web.Request) -> web.Response:
         """Of tokens that are stored in a segment, or before it."""
@@ -54,9 +62,9 @@ class Explaining:
             raise bad_request(message, status=409, code="other_model")
         return json_answer(TextsReply(texts=await self._upstream.texts(wanted.sequences)))
 
-    def _find(self, asked: str) -> RequestRecord:
+    def _find(self, asked: str) -> tuple[RequestRecord, Since | None]:
         self._index.flush()
-        return find(self._index.requests(), asked)
+        return find_with_since(self._index.requests(), asked)
 
     async def _with_texts(self, record: RequestRecord) -> RequestRecord:
         """Where they could not be asked for in time."""
