@@ -1,5 +1,6 @@
 """What must hold of the index and its files, checked in one snapshot."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from warmline_proxy.index_turns import keys_of, turns
 from warmline_proxy.rows import CheckpointRow, Finding, SegmentRow, SessionRow
 from warmline_wire.home import Home
 from warmline_wire.keys import TOKEN_BYTES, Prefix
+from warmline_wire.lock import holder_of
 
+COMPACTION_S_MAX = 600.0
 FILE_FINDINGS = {"file", "place", "missing", "truncated", "checksum", "foreign", "tokens", "io"}
 
 
@@ -344,11 +347,20 @@ def _orphans(tables: Tables, home: Home, listing: Listing) -> Iterator[Finding]:
         # A quarantined file may still be on its way.  A temporary file is right only while something is being written.
         *((i, path) for i, path in listing.stored if not (i in known | quarantined if i else plans)),
         *((i, path) for i, path in listing.aside if i not in quarantined | known),
-        *(("", path) for path in index_files.superseded(listing.index)),
+        *(("", path) for path in index_files.superseded(listing.index) if not _may_be_compacting(home, path)),
     ]
     for file_id, path in orphans:
         if path.exists():
             yield _finding("orphan", file_id, str(path.relative_to(home.root)))
+
+
+def _may_be_compacting(home: Home, path: Path) -> bool:
+    """Whether who has the home may be writing, or deleting, this generation of the index at this moment."""
+    try:
+        age_s = time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return True
+    return age_s < COMPACTION_S_MAX and bool(holder_of(home.lock))
 
 
 def _modes(home: Home) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from segment_files import rewrite
 
 from warmline_proxy.index import Index
 from warmline_proxy.index_tables import ANEW_KEY, TABLES, Tables, slot
+from warmline_proxy.lock import home_lock
 from warmline_proxy.repair import repair
 from warmline_proxy.rows import QuarantineRow, RequestRecord, SegmentRow, SessionRow
 from warmline_wire.keys import pack_tokens
@@ -219,6 +220,16 @@ def test_an_entry_that_cannot_be_read_is_found_in_every_table(talk: Index, table
     assert {(finding.what, finding.detail.split(":")[0]) for finding in talk.verify()} == {("entry", table)}
     assert repair(talk, deep=True, saving=False).did
     assert talk.verify(deep=True) == [] and matched(talk, WHOLE) == 1503
+
+
+def test_what_a_compaction_has_under_way_is_nobodys_only_where_nobody_has_the_home(talk: Index) -> None:
+    draft = talk.home.index / ".2.tmp"
+    draft.mkdir(0o700)
+    with home_lock(talk.home, 0.0):
+        assert talk.verify() == []
+        os.utime(draft, (1.0, 1.0))
+        assert [finding.what for finding in talk.verify()] == ["orphan"]
+    assert talk.tidy() == [draft]
 
 
 def test_numbers_that_make_no_sense_are_found(talk: Index) -> None:
