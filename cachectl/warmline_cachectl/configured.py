@@ -7,6 +7,7 @@ import os
 import tomllib
 from typing import Any
 
+from warmline_proxy.whose import Holders, holders
 from warmline_wire.flags import GB
 from warmline_wire.home import Home
 
@@ -26,6 +27,11 @@ def setting(home: Home, name: str, default: Any) -> Any:
 
 def disk_budget_bytes(home: Home) -> int:
     return int(setting(home, "disk_budget_gb", DISK_BUDGET_GB) * GB)
+
+
+def key_holders(home: Home) -> Holders:
+    """The client keys in the home, and the one that the settings name.  Raises KeysUnusable."""
+    return holders(home, client_key=setting(home, "client_key", ""), share_cache=setting(home, "share_cache", False))
 
 
 def _from_file(home: Home) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from warmline_proxy.keys_file import KeysUnusable
 from warmline_proxy.moving.archive import open_archive
 from warmline_proxy.moving.exporting import Export, Exported
 from warmline_proxy.moving.importing import Imported, ImportRequest, import_archive, known_from_files
-from warmline_proxy.moving.owner import tenant_for
 from warmline_proxy.moving.tar import ArchiveError
 from warmline_proxy.reconcile import reconcile
 from warmline_wire import disk
@@ -216,12 +215,7 @@ def _import_here(index: Index, request: ImportRequest, quiet: bool) -> Imported:
     """As a proxy would after its start: what an earlier one left undone is put in order first."""
     home, done = index.home, 0
     reconcile(index)
-    tenant = tenant_for(
-        home,
-        request.key,
-        client_key=configured.setting(home, "client_key", ""),
-        share_cache=configured.setting(home, "share_cache", False),
-    )
+    tenant = configured.key_holders(home).tenant(request.key)
     with (
         open_archive(Path(request.path)) as archive,
         counting("importing", 2 * archive.bytes_count, quiet) as advance,

@@ -13,6 +13,7 @@ from warmline_proxy import keys_file
 from warmline_proxy.config import Config, ConfigError
 from warmline_proxy.errors import ClientError, error_body
 from warmline_proxy.keys_file import ADMIN, CLIENT, ENVIRONMENT_NAME, KeyEntry, KeysUnusable, tenant_of
+from warmline_proxy.whose import Holders
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,13 @@ class ClientKeys:
         """All that there are or were, since the start."""
         self._look()
         return frozenset(self._tenants)
+
+    @property
+    def holders(self) -> Holders:
+        """Those that there are now."""
+        self._look()
+        tenants = {client.name: client.holder for _, client in self._clients}
+        return Holders(tenants=tenants, shares=self._share)
 
     def client(self, headers: Mapping[str, str]) -> Client:
         """Raises ClientError 401 where a key is asked for and another, or none, was shown."""

@@ -52,6 +52,11 @@ class Knowledge:
         """The served one's name, as last told; "" until it was."""
         return self._status.model if self._status else ""
 
+    @property
+    def fingerprint(self) -> str:
+        """The same of its fingerprint."""
+        return self._status.fingerprint if self._status else ""
+
     def costs(self) -> Costs:
         if self._status is None:
             return Costs()

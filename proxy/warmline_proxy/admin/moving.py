@@ -24,9 +24,9 @@ from warmline_proxy.moving.importing import (
     import_archive,
     known_from_files,
 )
-from warmline_proxy.moving.owner import tenant_for
 from warmline_proxy.moving.tar import ArchiveError
 from warmline_proxy.upstream import UpstreamError
+from warmline_proxy.whose import holders
 from warmline_wire.messages import decode
 
 
@@ -86,6 +86,7 @@ class Moving:
                 raise _GivenUp
 
         config = self._config
-        tenant = tenant_for(config.home, wanted.key, client_key=config.client_key, share_cache=config.share_cache)
+        keys = holders(config.home, client_key=config.client_key, share_cache=config.share_cache)
+        tenant = keys.tenant(wanted.key)
         with open_archive(Path(wanted.path)) as archive:
             return import_archive(self._index, archive, tenant, known, anyway=wanted.anyway, progress=progress)
