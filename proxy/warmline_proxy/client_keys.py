@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 NO_KEY = "No API key provided: send this server's client key as 'Authorization: Bearer KEY' or as 'X-Api-Key: KEY'."
 WRONG_KEY = "Incorrect API key provided: it is no client key of this server."
+NO_KEYS = "This server has no client key, and lets in nobody without one: make one (cachectl key add NAME)."
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ def bearer(headers: Mapping[str, str]) -> str:
     """The key that a client shows, as OpenAI's or as Anthropic's clients send it; "" where there is none."""
     scheme, _, key = headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("X-Api-Key", "")
+
+
+def not_let_in(message: str) -> ClientError:
+    return ClientError(401, error_body(message, "authentication_error", "invalid_api_key"))
 
 
 def digest(key: str) -> bytes:
@@ -88,6 +93,12 @@ class ClientKeys:
         return bool(self._clients) or self._closed
 
     @property
+    def open_nothing(self) -> bool:
+        """Whether a client has to show a key, and there is none."""
+        self._look()
+        return self._closed and not self._clients
+
+    @property
     def tenants(self) -> frozenset[str]:
         """All that there are or were, since the start."""
         self._look()
@@ -106,9 +117,7 @@ class ClientKeys:
             return EVERYBODY
         shown = bearer(headers)
         if (client := self._holder(shown)) is None:
-            raise ClientError(
-                401, error_body(WRONG_KEY if shown else NO_KEY, "authentication_error", "invalid_api_key")
-            )
+            raise not_let_in(WRONG_KEY if shown else NO_KEY)
         return client
 
     def is_admin(self, shown: str) -> bool:

@@ -5,8 +5,18 @@ import time
 
 from aiohttp import hdrs, web
 
-from warmline_proxy.admin.access import ADMIN, NOTHING, SECRET, WRONG, Asked, check_owner, is_by_password, shown_key
-from warmline_proxy.client_keys import EVERYBODY, Client, ClientKeys, same_secret
+from warmline_proxy.admin.access import (
+    ADMIN,
+    NOTHING,
+    SECRET,
+    WRONG,
+    Asked,
+    check_owner,
+    is_by_password,
+    is_told_how_it_stands,
+    shown_key,
+)
+from warmline_proxy.client_keys import EVERYBODY, NO_KEYS, Client, ClientKeys, not_let_in, same_secret
 from warmline_proxy.config import Config
 from warmline_proxy.cors import is_strange
 from warmline_proxy.errors import UNAUTHORIZED, ClientError, bad_request
@@ -40,6 +50,8 @@ class Doors:
             client = self._keys.client(request.headers)
         except ClientError as error:
             self._note_refusal(CLIENTS, request, error)
+            if self._keys.open_nothing and self._is_told_how_it_stands(request):
+                raise not_let_in(NO_KEYS) from error
             raise
         origin, hosts = request.headers.get(hdrs.ORIGIN), request.headers.getall(hdrs.HOST, [])
         if client == EVERYBODY and is_strange(origin, hosts, self._origins):
@@ -64,14 +76,15 @@ class Doors:
         return True
 
     def _check_owner(self, request: web.Request, page: bool) -> None:
-        hosts = request.headers.getall(hdrs.HOST, [])
-        asked = Asked(request.method, request.remote or "", hosts, request.headers, page, _version(request))
-        check_owner(asked, self._shown(request), self._owner_needs_key)
+        check_owner(_asked(request, page), self._shown(request), self._owner_needs_key)
 
     def check_client_or_owner(self, request: web.Request) -> None:
         """For what both may see."""
         if self._shown(request) not in (SECRET, ADMIN):
             self.client(request)
+
+    def _is_told_how_it_stands(self, request: web.Request) -> bool:
+        return is_told_how_it_stands(_asked(request), self._shown(request), self._owner_needs_key)
 
     def _shown(self, request: web.Request) -> str:
         if not (key := shown_key(request.headers)):
@@ -96,6 +109,11 @@ class Doors:
             message = "%s with a wrong key, or none, for the %s's paths, the last one from %s"
             log.log(level, message, count, door, request.remote)
             self._unlogged, self._logged_at = 0, now
+
+
+def _asked(request: web.Request, page: bool = False) -> Asked:
+    hosts = request.headers.getall(hdrs.HOST, [])
+    return Asked(request.method, request.remote or "", hosts, request.headers, page, _version(request))
 
 
 def _version(request: web.Request) -> tuple[int, int]:

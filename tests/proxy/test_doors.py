@@ -34,6 +34,28 @@ async def test_a_key_is_asked_for(tmp_path: Path) -> None:
             assert response.status == 200
 
 
+@on_loop
+async def test_that_there_is_no_key_left_is_for_the_owner_to_know(tmp_path: Path) -> None:
+    async with pair(tmp_path, lan=True) as proxy:
+        admin = keys_file.ensure(proxy.home, keys_file.ADMIN).key
+        keys_file.add(proxy.home, "laptop")
+        old, elsewhere = {"X-Api-Key": keys_file.remove(proxy.home, "laptop").key}, {"Host": "192.168.1.5"}
+        for headers, words in (
+            ({}, "make one (cachectl key add NAME)"),
+            (old, "make one (cachectl key add NAME)"),
+            (elsewhere | {"X-Api-Key": admin}, "make one (cachectl key add NAME)"),
+            (elsewhere, "send this server's client key"),
+            (elsewhere | old, "it is no client key"),
+            ({"X-Forwarded-For": "192.168.1.7"}, "send this server's client key"),
+            ({"Origin": "http://a.page"}, "send this server's client key"),
+        ):
+            refused = await proxy.chat(headers=headers)
+            assert refused.status == 401 and words in await refused.text(), headers
+        new = keys_file.add(proxy.home, "laptop").key
+        assert "it is no client key" in await (await proxy.chat(headers=old)).text(), "there is one"
+        assert (await proxy.chat(headers={"X-Api-Key": new})).status == 200
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [("localhost", 200), ("127.0.0.1:8026", 200), ("[::1]:8026", 200), ("evil.example", 403), ("localhost.evil", 403)],

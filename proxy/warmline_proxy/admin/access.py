@@ -80,6 +80,15 @@ def check_owner(asked: Asked, shown: str, needs_key: bool) -> None:
         raise bad_request(message, status=403, code="admin_header_missing")
 
 
+def is_told_how_it_stands(asked: Asked, shown: str, needs_key: bool) -> bool:
+    """Whether a client that is refused may hear why nobody is let in: the owner, and whoever sits at this machine, also
+    with a key that opens nothing.  Nobody else is to learn what keys there are, or that there are none.
+    """
+    if shown == SECRET:
+        return True
+    return not is_foreign(asked) and (shown == ADMIN or (not needs_key and _is_here(asked)))
+
+
 def _is_here(asked: Asked) -> bool:
     """From this machine, to a name that means this machine, and passed on by nobody."""
     if not is_local(asked.peer, asked.hosts):
