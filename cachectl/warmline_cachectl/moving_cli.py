@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from warmline_cachectl import client, configured, tables
+from warmline_cachectl.columns import printable
 from warmline_cachectl.completing import session_ids
 from warmline_cachectl.options import (
     CHANGING,
@@ -76,7 +77,7 @@ def export(
                 _written(file, _counted(opened.parts(), progress))
             told = opened.told
     if file == STANDARD:
-        print(_exported(told, "standard output"), file=sys.stderr)
+        print(printable(_exported(told, "standard output")), file=sys.stderr)
     else:
         show({**msgspec.structs.asdict(told), "file": file}, [_exported(told, file)], as_json)
 

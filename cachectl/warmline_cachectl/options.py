@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from warmline_cachectl import client, views
+from warmline_cachectl.columns import printable
 from warmline_proxy.index import IndexFailure, IndexReader
 from warmline_proxy.rows import Snapshot
 from warmline_wire.home import Home
@@ -58,7 +59,7 @@ def failing() -> Iterator[None]:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    print(f"cachectl: {message}", file=sys.stderr)
+    print(f"cachectl: {printable(message)}", file=sys.stderr)  # it may name what an archive calls its model
     raise typer.Exit(code)
 
 

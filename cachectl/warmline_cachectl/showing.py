@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from warmline_cachectl import tables
+from warmline_cachectl.columns import printable
 
 
 def show(view: dict[str, Any], for_people: Iterable[Any], as_json: bool) -> None:
@@ -20,7 +21,7 @@ def show(view: dict[str, Any], for_people: Iterable[Any], as_json: bool) -> None
     console = tables.console()
     for part in for_people:
         is_line = isinstance(part, str) and not console.is_terminal  # which stays one, for whoever searches it
-        console.print(part, soft_wrap=is_line)
+        console.print(printable(part) if isinstance(part, str) else part, soft_wrap=is_line)
 
 
 @contextmanager

@@ -3,9 +3,10 @@
 import io
 
 import pytest
+import typer
 from rich.console import Console
 
-from warmline_cachectl import showing, tables
+from warmline_cachectl import options, showing, tables
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,12 @@ def test_a_line_wraps_between_words_on_a_terminal_alone(
     monkeypatch.setattr(tables, "console", lambda: Console(file=out, force_terminal=terminal, width=14))
     showing.show({}, ["what is told " * 2 + "what is told"], as_json=False)
     assert [line.rstrip() for line in out.getvalue().splitlines()] == lines
+
+
+def test_no_name_moves_a_terminals_cursor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "console", lambda: Console(force_terminal=True, color_system=None, width=80))
+    showing.show({}, ["of model \x1b[2Jx"], as_json=False)
+    with pytest.raises(typer.Exit):
+        options.fail("made with \x1b[2Jx", 2)
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("of model \ufffd[2Jx\n", "cachectl: made with \ufffd[2Jx\n")
