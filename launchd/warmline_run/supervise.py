@@ -53,11 +53,11 @@ def run(backend: Command, proxy: Command, address: Address, needs_key: NeedsKey 
 
 
 async def _serve(backend: Command, proxy: Command, address: Address, needs_key: NeedsKey, found: Found) -> int:
-    signals = _Signals()
+    signals, outage = _Signals(), _Outage(address)
     with _lifeline() as pipe:
-        keepers = [_Keeper(proxy, pipe, signals), _Keeper(backend, pipe, signals)]  # in the order of stopping
+        keepers = [_Keeper(each, pipe, signals, outage) for each in (proxy, backend)]  # in the order of stopping
         kept = [asyncio.create_task(keeper.keep()) for keeper in reversed(keepers)]
-        announcing = asyncio.create_task(_announce(address, needs_key, found))
+        announcing = asyncio.create_task(_announce(address, needs_key, found, outage))
         asked = asyncio.create_task(signals.stop.wait())
         try:
             done, _ = await asyncio.wait([*kept, asked], return_when=asyncio.FIRST_COMPLETED)
@@ -67,6 +67,7 @@ async def _serve(backend: Command, proxy: Command, address: Address, needs_key: 
         finally:
             for task in (announcing, asked, *kept):
                 task.cancel()
+            outage.close()
             for keeper in keepers:
                 await keeper.end()
 
@@ -98,10 +99,11 @@ def _lifeline() -> Iterator[int]:
 class _Keeper:
     """Keeps one child running.  `keep` returns only on a configuration error; after cancelling it, call `end`."""
 
-    def __init__(self, command: Command, pipe: int, signals: _Signals) -> None:
+    def __init__(self, command: Command, pipe: int, signals: _Signals, outage: "_Outage") -> None:
         self._command = command
         self._pipe = pipe
         self._signals = signals
+        self._outage = outage
         self._process: asyncio.subprocess.Process | None = None
 
     async def keep(self) -> int:
@@ -116,7 +118,9 @@ class _Keeper:
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )
+            self._outage.note_start(self._command.name)
             code = await self._process.wait()
+            self._outage.note_end(self._command.name)
             if code == EXIT_CONFIGURATION:
                 say(f"the {self._command.name} can't run as configured (see its message above)")
                 return code
@@ -151,13 +155,57 @@ def _ending(code: int) -> str:
     return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
-async def _announce(address: Address, needs_key: NeedsKey, found: Found) -> None:
+class _Outage:
+    """Says, once after children have died, that requests are served again; one that dies meanwhile prolongs it.
+
+    Until requests are served for the first time there is none: that is announced by itself.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self.is_possible = False
+        self._address = address
+        self._began = 0.0  # time.monotonic()
+        self._died: list[str] = []  # since requests were served
+        self._gone: set[str] = set()  # those of them that do not run
+        self.asking: asyncio.Task[None] | None = None
+
+    def note_end(self, name: str) -> None:
+        if not self.is_possible:
+            return
+        self.close()
+        if not self._died:
+            self._began = time.monotonic()
+        if name not in self._died:
+            self._died.append(name)
+        self._gone.add(name)
+
+    def note_start(self, name: str) -> None:
+        self._gone.discard(name)
+        if self._died and not self._gone:
+            self.asking = asyncio.create_task(self._end())
+
+    def close(self) -> None:
+        if self.asking is not None:
+            self.asking.cancel()
+
+    async def _end(self) -> None:
+        await _until_served(self._address)
+        say(f"ready again, {time.monotonic() - self._began:.1f} s after the {' and the '.join(self._died)} ended")
+        self._died.clear()
+
+
+async def _announce(address: Address, needs_key: NeedsKey, found: Found, outage: _Outage) -> None:
     """Print, once, that requests are served; first what scripts wait for, then what people want to know."""
+    await _until_served(address)
+    outage.is_possible = True
+    curl = address.curl(await asyncio.to_thread(needs_key))
+    _write(sys.stdout, f"ready {address.url}\n{address.more}{curl}\n")
+    if more := await asyncio.to_thread(found):
+        _write(sys.stdout, more)
+
+
+async def _until_served(address: Address) -> None:
     while True:
         if (await asyncio.to_thread(asking.readiness, address)).ready:
-            curl = address.curl(await asyncio.to_thread(needs_key))
-            _write(sys.stdout, f"ready {address.url}\n{address.more}{curl}\n")
-            if more := await asyncio.to_thread(found):
-                _write(sys.stdout, more)
             return
         await asyncio.sleep(PROBE_INTERVAL_S)

@@ -59,7 +59,7 @@ def test_answers_restarts_what_dies_and_stops_cleanly(tmp_path: Path, model: Pat
             old = pid(tmp_path, process)
             os.kill(old, signal.SIGKILL)
             serve.wait_for(f"the {process} was killed by SIGKILL")
-            serve.wait_for("serving .* at http://" if process == "backend" else "listening on http://")
+            serve.wait_for(f"^warmline: ready again, .* s after the {process} ended$")
             assert pid(tmp_path, process) != old
             assert ask(url, "hello", max_tokens=8)["choices"][0]["message"]["content"] == before
         serve.process.send_signal(signal.SIGINT)

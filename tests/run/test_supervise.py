@@ -1,5 +1,6 @@
 """The supervisor over stand-ins, as real processes."""
 
+import asyncio
 import os
 import re
 import signal
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from processes import Running, free_port, writes_of
+from warmline_run import asking, supervise
+from warmline_run.address import Address
 
 DRIVER = str(Path(__file__).with_name("drive_supervise.py"))
 
@@ -61,7 +64,10 @@ def test_restarts_a_killed_child_and_waits_longer_each_time() -> None:
         first = int(up[1])
         os.kill(first, signal.SIGKILL)
         assert serve.wait_for(r"the backend was killed by SIGKILL; starting it again in (\S+) s")[1] == "1"
-        up_again = serve.wait_for(r"^backend up (\d+)")
+        up_again, again = serve.wait_for_all(
+            r"^backend up (\d+)", r"^warmline: ready again, (\S+) s after the backend ended$"
+        )
+        assert float(again[1]) >= 1
         second = int(up_again[1])
         assert second != first
         assert up.string.endswith(" keeper=None") and up_again.string.endswith(" keeper=serve"), (
@@ -73,6 +79,45 @@ def test_restarts_a_killed_child_and_waits_longer_each_time() -> None:
         serve.wait_for("^proxy stopping$")
         serve.wait_for_silence()
         assert serve.process.wait() == 0
+
+
+def test_that_all_is_ready_again_is_said_once_however_often_they_died(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready = False
+    monkeypatch.setattr(asking, "readiness", lambda _: asking.Readiness(ready))
+    monkeypatch.setattr(supervise, "PROBE_INTERVAL_S", 0.0)
+
+    async def live() -> None:
+        nonlocal ready
+        outage = supervise._Outage(Address("127.0.0.1", 1))
+        outage.note_end("backend")
+        outage.note_start("backend")
+        assert outage.asking is None, "that requests are served for the first time is announced otherwise"
+        outage.is_possible = True
+        outage.note_end("backend")
+        outage.note_start("backend")
+        first = outage.asking
+        assert first is not None
+        outage.note_end("backend")
+        outage.note_end("proxy")
+        ready = True
+        outage.note_start("proxy")
+        assert outage.asking is first, "the backend does not run yet"
+        await asyncio.wait([first])
+        assert first.cancelled(), "it died again meanwhile"
+        outage.note_start("backend")
+        await outage.asking
+        outage.note_end("proxy")
+        outage.note_start("proxy")
+        await outage.asking
+
+    asyncio.run(live())
+    lines = [re.sub(r"\d+\.\d", "N", line) for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "warmline: ready again, N s after the backend and the proxy ended",
+        "warmline: ready again, N s after the proxy ended",
+    ]
 
 
 def test_a_child_that_reports_a_configuration_error_ends_serve_with_code_2() -> None:
