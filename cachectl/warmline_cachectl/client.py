@@ -8,7 +8,7 @@ CannotDo       the reason is for people
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from http.client import HTTPException
 from typing import TypeVar
@@ -24,9 +24,11 @@ from warmline_proxy import strays
 from warmline_proxy.gc import collect
 from warmline_proxy.index import Index, IndexFailure, IndexReader, NoIndex
 from warmline_proxy.index_probe import is_readable
+from warmline_proxy.keys_file import KeysUnusable, NoSuchKey
 from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.pin import NotStored, TooMuchPinned
 from warmline_proxy.pin import pin as pin_in
+from warmline_proxy.purge import by_roots
 from warmline_proxy.purge import purge as purge_index
 from warmline_proxy.repair import repair as repair_index
 from warmline_proxy.rows import (
@@ -39,7 +41,10 @@ from warmline_proxy.rows import (
     RepairReply,
     ReplayReply,
     ReplayRequest,
+    SegmentRow,
 )
+from warmline_proxy.whose import Whose, models_of
+from warmline_proxy.whose import whose as whose_by_keys
 from warmline_wire.home import Home
 from warmline_wire.lock import holder_of
 from warmline_wire.messages import ErrorReply, decode, encode, message_in
@@ -47,6 +52,7 @@ from warmline_wire.messages import ErrorReply, decode, encode, message_in
 REPAIR_TIMEOUT_S = 24 * 3600.0  # every byte that is stored is read
 CHANGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
 LOCK_WAIT_S = 0.5  # who only looks whether it is held, holds it for a moment
+WHOSE_TIMEOUT_S = 2.0  # a proxy that hangs keeps nobody from looking
 REPLAY_TIMEOUT_S = 24 * 3600.0  # it waits for others, and computes long prompts from their first token
 
 T = TypeVar("T")
@@ -87,6 +93,37 @@ def open_reader(home: Home) -> IndexReader:
         raise Refused(str(error)) from error
 
 
+def whose(home: Home, rows: Iterable[SegmentRow]) -> Whose:
+    """Whose what is stored is: as the proxy says where one runs, which may have been given settings that nobody else
+    knows of; else by the home's files, a header for each root.  Raises Refused where the keys can't be read.
+    """
+    with suppress(CannotDo):
+        return ask(home, "/warmline/whose", Whose, WHOSE_TIMEOUT_S)
+    return _whose_here(home, rows)
+
+
+def whose_as_far_as_known(reader: IndexReader) -> Whose:
+    """The same, and nobody's where the keys can't be read: whoever only looks needs no more.  Raises IndexFailure."""
+    try:
+        return whose(reader.home, reader.segments())
+    except Refused:
+        return Whose()
+
+
+def _whose_here(home: Home, rows: Iterable[SegmentRow]) -> Whose:
+    try:
+        return whose_by_keys(configured.key_holders(home), models_of(home, rows))
+    except KeysUnusable as error:
+        raise Refused(str(error)) from error
+
+
+def _by_roots(home: Home, index: Index, request: PurgeRequest) -> PurgeRequest:
+    try:
+        return by_roots(request, _whose_here(home, index.segments()) if request.key else Whose())
+    except NoSuchKey as error:
+        raise Refused(str(error)) from error
+
+
 def check_readable(home: Home) -> None:
     """Raises Refused where reading the index through would end this process, IndexFailure."""
     if not is_readable(home.index):
@@ -99,7 +136,7 @@ def purge(home: Home, request: PurgeRequest) -> PurgeReply:
     """Raises CannotDo."""
 
     def here(index: Index) -> PurgeReply:
-        reply = purge_index(index, request)
+        reply = purge_index(index, _by_roots(home, index, request))
         if request.dry_run:
             return reply
         why = forget_in_backend(home)

@@ -9,6 +9,7 @@ import aiohttp
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
+from warmline_proxy.admin.attributing import Attribution
 from warmline_proxy.admin.browsing import Browsing
 from warmline_proxy.admin.explaining import Explaining
 from warmline_proxy.admin.health import Health
@@ -292,8 +293,10 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         host=config.bind_host,
         needs_key=lambda: keys.required,
     )
+    attribution = Attribution(index, keys, knowledge)
     purging = Purging(
         index=index,
+        attribution=attribution,
         upstream=upstream,
         knowledge=knowledge,
         lives=lives,
@@ -308,7 +311,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     )
     replayer = Replayer(index, knowledge, recomputer, condemner, metrics, config.audit_tolerance)
     upkeep = Upkeep(index, replayer, config.receive_timeout_s)
-    explaining = Explaining(index, upstream, knowledge, config.receive_timeout_s)
+    explaining = Explaining(index, upstream, knowledge, attribution, config.receive_timeout_s)
     looking = Looking(index)
     face = Face(
         doors=Doors(config, secret, keys, metrics),
@@ -324,7 +327,8 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
             upkeep.paths,
             looking.paths,
             explaining.paths,
-            Browsing(index).paths,
+            attribution.paths,
+            Browsing(index, attribution).paths,
             Moving(index, knowledge, config).paths,
         ),
         pages=Pages(),

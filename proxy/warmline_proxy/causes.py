@@ -150,6 +150,11 @@ CAUSES = {
         "The same prompt is stored for another client key, or from before there were any: each has a cache of its own.",
         "`share_cache = true` has all keys use the one of requests without a key.",
     ),
+    "removed-key": Cause(
+        "The same prompt is stored for a client key that was removed; nobody can use that any more.",
+        "`cachectl key rotate` renews a key and keeps its cache; `cachectl purge --key 'a removed key'` removes what"
+        " such keys have left.",
+    ),
     "client-asked": Cause(
         "The request itself forbade it.",
         "Leave `cache_prompt: false` out.",

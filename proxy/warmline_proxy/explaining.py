@@ -5,7 +5,7 @@ Needs nothing but an index that can be read, so it works whether a proxy runs or
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -14,14 +14,13 @@ from warmline_proxy.index import IndexReader
 from warmline_proxy.plan import COLD, SHARED
 from warmline_proxy.rows import Parting, RequestRecord, SegmentRow, SessionRow
 from warmline_proxy.side_by_side import differences
+from warmline_proxy.whose import REMOVED, Whose, fingerprint_in, in_a_sentence
 from warmline_wire.keys import BLOCK_TOKENS, TOKEN_BYTES, unpack_tokens
 from warmline_wire.masking import quoted
-from warmline_wire.segment_file import SegmentFileError, read_header
 
 LAST = "last"
 ID_PREFIX_MIN = 4
 RECENT = 8  # requests that are named where the one that is asked for is not known
-FILES_ASKED_MAX = 3  # for their fingerprint, until one can be read
 WARM = ("warm", "new-text", "shared")  # causes of requests that reused all there was
 # What is asked about last: of these requests there is nothing to explain.
 QUIET = (*WARM, "nothing-asked", "not-planned")
@@ -130,19 +129,22 @@ def _named(records: Sequence[RequestRecord]) -> str:
     return ", ".join(each.id for each in records[:RECENT])
 
 
-def explain(reader: IndexReader, record: RequestRecord, since: Since | None = None) -> ExplainReply:
-    """Blocks; raises IndexFailure."""
+def explain(
+    reader: IndexReader, record: RequestRecord, since: Since | None = None, known: Whose | None = None
+) -> ExplainReply:
+    """`known`: whose what is stored is.  Blocks; raises IndexFailure."""
+    known = known or Whose()
     seen = record.parting
     cause, detail = _cause(record), ""
     if cause == "first-request":
-        cause, detail = _elsewhere(reader, record)
-    known, prompt = _sides(seen) if seen else (None, None)
+        cause, detail = _elsewhere(reader, record, known)
+    stored, prompt = _sides(seen) if seen else (None, None)
     return ExplainReply(
-        request=msgspec.structs.replace(record, parting=None),
+        request=msgspec.structs.replace(record, parting=None, key=known.shown(record)),
         verdict=_verdict(cause, detail),
         besides=[_verdict(name) for name in causes_besides(record.why_not_warmer, cause)],
         where=_where(seen) if seen else None,
-        known=known,
+        known=stored,
         prompt=prompt,
         now=_now(reader, record),
         since=since,
@@ -160,16 +162,7 @@ def with_texts(record: RequestRecord, texts: Sequence[str]) -> RequestRecord:
 
 def fingerprint_of(reader: IndexReader, root: bytes) -> str:
     """Of the model that wrote what is stored under this root, as its files say; "" where none does."""
-    return _fingerprint(reader, (row for row in reader.segments() if row.root == root))
-
-
-def _fingerprint(reader: IndexReader, rows: Iterable[SegmentRow]) -> str:
-    for _, row in zip(range(FILES_ASKED_MAX), rows, strict=False):
-        try:
-            return read_header(reader.home.segment_file(row.id)).meta.fingerprint
-        except (SegmentFileError, OSError):
-            continue
-    return ""
+    return fingerprint_in(reader.home, (row for row in reader.segments() if row.root == root))
 
 
 def _cause(record: RequestRecord) -> str:
@@ -224,29 +217,31 @@ def _is_stored(reader: IndexReader, record: RequestRecord, session: SessionRow |
     return reader.match(record.root, known, count).tokens == count
 
 
-def _elsewhere(reader: IndexReader, record: RequestRecord) -> tuple[str, str]:
+def _elsewhere(reader: IndexReader, record: RequestRecord, known: Whose) -> tuple[str, str]:
     """Nothing was stored under its root: whether there was something under another one, and whose that is."""
     rows = reader.segments()
     mine = [row for row in rows if row.root == record.root]
     others = [row for row in rows if row.root != record.root and row.created < record.at]
-    if not others or not (own := _fingerprint(reader, mine)):
+    if not others or not (own := fingerprint_in(reader.home, mine)):
         return "first-request", ""
     tokens = _prompt(reader, record)
-    return next(_told(reader, own, mine[0].model, others, tokens), ("first-request", ""))
+    return next(_told(reader, own, mine[0].model, others, tokens, known), ("first-request", ""))
 
 
 def _told(
-    reader: IndexReader, own: str, model: str, others: Sequence[SegmentRow], tokens: bytes
+    reader: IndexReader, own: str, model: str, others: Sequence[SegmentRow], tokens: bytes, known: Whose
 ) -> Iterator[tuple[str, str]]:
     """The same tokens first: they leave no doubt."""
     roots = dict.fromkeys(row.root for row in others)
-    prints = {root: _fingerprint(reader, (row for row in others if row.root == root)) for root in roots}
+    prints = {root: fingerprint_in(reader.home, (row for row in others if row.root == root)) for root in roots}
     same = {root: reader.match(root, tokens, len(tokens) // TOKEN_BYTES).tokens for root in roots}
     enough = min(BLOCK_TOKENS, max(1, len(tokens) // TOKEN_BYTES))
     for root in sorted(roots, key=lambda each: -same[each]):
         is_here = same[root] >= enough
         if is_here and prints[root] == own:
-            yield "other-key", f"{same[root]} of its tokens are stored for another key, or for none"
+            word = known.word(root)
+            cause = "removed-key" if word == REMOVED else "other-key"
+            yield cause, f"{same[root]} of its tokens are stored for {in_a_sentence(word)}"
         names = {row.model for row in others if row.root == root}
         if prints[root] and prints[root] != own and (is_here or model in names):
             was = f"fingerprint {prints[root][:12]}, now {own[:12]}"

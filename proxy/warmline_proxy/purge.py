@@ -14,6 +14,7 @@ from warmline_proxy.index_tree import drop
 from warmline_proxy.index_turns import remove_turns, turns
 from warmline_proxy.pin import let_go_of_unclaimed
 from warmline_proxy.rows import Cut, PurgeReply, PurgeRequest, SegmentRow, SessionRow, Snapshot, TurnRow
+from warmline_proxy.whose import Whose
 
 
 class Selection(msgspec.Struct, kw_only=True):
@@ -29,21 +30,34 @@ class Selection(msgspec.Struct, kw_only=True):
 
 def check(request: PurgeRequest) -> None:
     """Raises ValueError unless it names exactly one thing."""
-    given = [bool(request.session), bool(request.model), request.older_than_s is not None, request.everything]
-    if sum(given) != 1:
-        raise ValueError("name exactly one of: a session, a model, an age, everything")
+    named = [bool(request.session), bool(request.model), bool(request.key), request.roots is not None]
+    if sum([*named, request.older_than_s is not None, request.everything]) != 1:
+        raise ValueError("name exactly one of: a session, a model, a key, roots, an age, everything")
+
+
+def by_roots(request: PurgeRequest, known: Whose) -> PurgeRequest:
+    """The same, with roots for a key.  Raises NoSuchKey."""
+    return msgspec.structs.replace(request, key="", roots=known.roots(request.key)) if request.key else request
+
+
+def roots_of(request: PurgeRequest) -> Set[bytes]:
+    """Those that it names."""
+    return frozenset(map(bytes.fromhex, request.roots or ()))
 
 
 def select(snapshot: Snapshot, request: PurgeRequest, now: float) -> Selection:
     """Raises ValueError unless the request names exactly one thing; an empty selection where it matches nothing.
 
-    A conversation takes along only what no other one needs, and that to the token.
+    A conversation takes along only what no other one needs, and that to the token.  A key is named `by_roots`.
     """
     check(request)
+    assert not request.key, "it must be found out first which roots are its"
     if request.everything:
         return _measured(snapshot, set(snapshot.sessions), set(snapshot.segments), set(snapshot.quarantined))
     if request.model:
         return _of_model(snapshot, request.model)
+    if request.roots is not None:
+        return _of_roots(snapshot, roots_of(request))
     if request.session:
         return _of_sessions(snapshot, {request.session} & snapshot.sessions.keys())
     return _older_than(snapshot, now - (request.older_than_s or 0.0))
@@ -138,7 +152,7 @@ def _select_and_remove(tables: Tables, request: PurgeRequest, cutter: Cutter) ->
     let_go_of_unclaimed(tables)
     _remove_records(tables, snapshot, selection, request, now)
     for plan in tables.saves():
-        if request.everything or request.model == plan.model != "":
+        if request.everything or request.model == plan.model != "" or plan.root in roots_of(request):
             abort(tables, plan)
     remove_turns(tables, (pair for pair in turns(tables) if _goes(pair[1], kept, selection, request, now)))
     return _told(selection, cuts, dry_run=False)
@@ -152,7 +166,7 @@ def _goes(turn: TurnRow, kept: Collection[str], selection: Selection, request: P
     if request.older_than_s is not None and turn.at < now - request.older_than_s:
         return turn.session not in kept
     of_session = turn.session in selection.sessions or (bool(request.session) and not turn.session)
-    return request.everything or of_session or request.model == turn.model != ""
+    return request.everything or of_session or request.model == turn.model != "" or turn.root in roots_of(request)
 
 
 def _of_model(snapshot: Snapshot, model: str) -> Selection:
@@ -160,6 +174,13 @@ def _of_model(snapshot: Snapshot, model: str) -> Selection:
     sessions = {row.id for row in snapshot.sessions.values() if row.model == model}
     quarantined = {row.id for row in snapshot.quarantined.values() if row.model == model}
     return _measured(snapshot, sessions, segments, quarantined)
+
+
+def _of_roots(snapshot: Snapshot, roots: Set[bytes]) -> Selection:
+    """With all that was set aside: whose that was can no longer be told for sure."""
+    segments = {row.id for row in snapshot.segments.values() if row.root in roots}
+    sessions = {row.id for row in snapshot.sessions.values() if row.root in roots}
+    return _measured(snapshot, sessions, segments, set(snapshot.quarantined))
 
 
 def _older_than(snapshot: Snapshot, before: float) -> Selection:
@@ -256,7 +277,7 @@ def _remove_records(
 ) -> None:
     """Of requests, those of what goes, whether or not anything was stored of them."""
     rows: list[SegmentRow | SessionRow] = [*snapshot.segments.values(), *snapshot.sessions.values()]
-    roots = {row.root for row in rows if row.model == request.model != ""}
+    roots = {row.root for row in rows if row.model == request.model != ""} | roots_of(request)
     kept = snapshot.sessions.keys() - selection.sessions
     before = -inf if request.older_than_s is None else now - request.older_than_s
     for key, record in tables.requests():

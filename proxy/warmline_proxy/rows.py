@@ -7,6 +7,7 @@ import msgspec
 from warmline_wire.messages import CheckpointRef, SegmentRef, SegmentSpec
 
 FileId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]  # also the file's name
+RootId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]  # a root of chains, in hex
 MaybeFileId = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")]  # "" for none
 Hash = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # xxh3_128
 CallId = Annotated[str, msgspec.Meta(pattern="^call_[0-9a-f]{24}$")]
@@ -232,10 +233,12 @@ class Finding(msgspec.Struct, kw_only=True):
 
 
 class PurgeRequest(msgspec.Struct, kw_only=True):
-    """POST /warmline/purge of the proxy; exactly one of the first four is given."""
+    """POST /warmline/purge of the proxy; exactly one of the first six is given."""
 
     session: str = ""
     model: str = ""
+    key: str = ""  # whose it is: a client key's name, or what else `whose` calls it
+    roots: list[RootId] | None = None  # the same, by all roots that are theirs
     older_than_s: float | None = None
     everything: bool = False
     dry_run: bool = False

@@ -89,6 +89,18 @@ def _no_key_called(name: str, known: Iterable[str]) -> str:
     return f"there is no client key {name!r}; " + (f"there are {names}" if names else "there is none")
 
 
+def in_a_sentence(word: str) -> str:
+    """Something is stored for ..."""
+    told = {
+        "": "another key, or for none",
+        NO_KEY: "requests without a key",
+        SHARED: "all keys, which share it",
+        SHARED_BY_ALL: "all keys, which share it",
+        REMOVED: "a key that was removed",
+    }
+    return told.get(word, f"the key {word}")
+
+
 def holders(home: Home, *, client_key: str, share_cache: bool) -> Holders:
     """`client_key` is the settings' own.  Raises KeysUnusable."""
     own = {ENVIRONMENT_NAME: tenant_of(client_key)} if client_key else {}

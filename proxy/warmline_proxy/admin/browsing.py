@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from warmline_proxy.admin.asked import number, one_of
+from warmline_proxy.admin.attributing import Attribution
 from warmline_proxy.admin.paths import Paths
 from warmline_proxy.bodies import json_answer
 from warmline_proxy.census import Census, Conversation, Run, census
@@ -20,6 +21,7 @@ from warmline_proxy.errors import bad_request
 from warmline_proxy.history import History, history
 from warmline_proxy.index import Index
 from warmline_proxy.rows import RequestRecord
+from warmline_proxy.whose import Whose
 
 PAGE_MAX = 200
 PAGE_DEFAULT = 50
@@ -73,7 +75,7 @@ class SessionLine(msgspec.Struct, kw_only=True):
     id: str
     client: str  # what its client calls it
     model: str
-    key: str  # name of the client key that last asked in its namespace, as far as the records tell
+    key: str  # whose it is, as `whose` says it
     tokens: int
     bytes: int  # of all files on its path
     bytes_alone: int  # of those that no other conversation stands on
@@ -159,8 +161,8 @@ SORTS_ASKED = (*SORTS, *(f"-{name}" for name in SORTS))
 class Browsing:
     """Handlers.  What they keep belongs to the event loop."""
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
+    def __init__(self, index: Index, attribution: Attribution) -> None:
+        self._index, self._attribution = index, attribution
         self._building = asyncio.Lock()
         self._kept: _Kept | None = None
 
@@ -175,16 +177,17 @@ class Browsing:
 
     async def activity(self, request: web.Request) -> web.Response:
         offset, count = _page(request)
-        return json_answer(await asyncio.to_thread(self._activity, offset, count))
+        known = await self._attribution.whose()
+        return json_answer(await asyncio.to_thread(self._activity, offset, count, known))
 
-    def _activity(self, offset: int, count: int) -> ActivityReply:
+    def _activity(self, offset: int, count: int, known: Whose) -> ActivityReply:
         records = self._index.requests()
         page = records[offset : offset + count]
         named = {each: self._index.session(each) for each in {record.session for record in page} if each}
         clients = {each: row.client for each, row in named.items() if row}
         return ActivityReply(
             history=history(records, time.time()),
-            requests=[_request_line(record, clients.get(record.session, "")) for record in page],
+            requests=[_request_line(record, clients.get(record.session, ""), known) for record in page],
             offset=offset,
             total=len(records),
         )
@@ -219,6 +222,7 @@ class Browsing:
         async with self._building:
             if self._kept is None or not self._kept.holds(self._index):
                 self._kept = await asyncio.to_thread(_Kept, self._index)
+            self._kept.whose = await self._attribution.whose()
             return self._kept
 
 
@@ -228,7 +232,7 @@ class _Kept:
     def __init__(self, index: Index) -> None:
         self.changes, self.bookkept, self.at = index.changes, index.bookkept, time.monotonic()
         self.census: Census = census(index.snapshot())
-        self.keys = {each.root.hex(): each.key for each in reversed(index.requests()) if each.root and each.key}
+        self.whose = Whose()  # at the last look
 
     def holds(self, index: Index) -> bool:
         if index.changes != self.changes:
@@ -241,9 +245,10 @@ def _page(request: web.Request) -> tuple[int, int]:
     return number(request, "offset", 0, OFFSET_MAX), number(request, "count", PAGE_DEFAULT, PAGE_MAX)
 
 
-def _request_line(record: RequestRecord, client: str) -> RequestLine:
+def _request_line(record: RequestRecord, client: str, known: Whose) -> RequestLine:
     line = msgspec.convert(record, RequestLine, from_attributes=True)
     line.client = client
+    line.key = known.shown(record)
     line.cause = record.parting.cause if record.parting else ""
     return line
 
@@ -263,7 +268,7 @@ def _sessions(kept: _Kept, offset: int, count: int, sort: str, wanted: str) -> S
 
 def _matches(each: Conversation, kept: _Kept, wanted: str) -> bool:
     """In its id, its names, or the name of its key."""
-    names = (each.row.id, each.row.client, each.row.model, kept.keys.get(each.row.root.hex(), ""))
+    names = (each.row.id, each.row.client, each.row.model, kept.whose.word(each.row.root))
     return any(wanted in name.casefold() for name in names)
 
 
@@ -273,7 +278,7 @@ def _session_line(each: Conversation, kept: _Kept) -> SessionLine:
         id=row.id,
         client=row.client,
         model=row.model,
-        key=kept.keys.get(row.root.hex(), ""),
+        key=kept.whose.word(row.root),
         tokens=row.tokens,
         bytes=each.bytes_path,
         bytes_alone=each.bytes_alone,
@@ -302,7 +307,7 @@ def _node(kept: _Kept, run: Run) -> TreeNode:
         id=run.id,
         root=run.root,
         model=run.model,
-        key=kept.keys.get(run.root, ""),
+        key=kept.whose.words.get(run.root, ""),
         start=run.start,
         end=run.end,
         segments=len(run.segments),

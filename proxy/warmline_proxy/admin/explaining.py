@@ -6,6 +6,7 @@ import logging
 import msgspec
 from aiohttp import web
 
+from warmline_proxy.admin.attributing import Attribution
 from warmline_proxy.admin.paths import Paths
 from warmline_proxy.bodies import json_answer, read_body
 from warmline_proxy.errors import bad_request
@@ -31,9 +32,16 @@ log = logging.getLogger(__name__)
 class Explaining:
     """Handlers.  The index is read on threads."""
 
-    def __init__(self, index: Index, upstream: Upstream, knowledge: Knowledge, receive_timeout_s: float) -> None:
+    def __init__(
+        self,
+        index: Index,
+        upstream: Upstream,
+        knowledge: Knowledge,
+        attribution: Attribution,
+        receive_timeout_s: float,
+    ) -> None:
         self._index, self._upstream, self._knowledge = index, upstream, knowledge
-        self._receive_timeout_s = receive_timeout_s
+        self._attribution, self._receive_timeout_s = attribution, receive_timeout_s
 
     @property
     def paths(self) -> Paths:
@@ -46,7 +54,8 @@ class Explaining:
         except UnknownRequest as error:
             raise bad_request(f"{error}.", status=404, code="unknown_request") from error
         record = await self._with_texts(record)
-        return json_answer(await asyncio.to_thread(explain, self._index, record, since))
+        known = await self._attribution.whose()
+        return json_answer(await asyncio.to_thread(explain, self._index, record, since, known))
 
     async def texts(self, request: web.Request) -> web.Response:
         """Of tokens that are stored in a segment, or before it."""

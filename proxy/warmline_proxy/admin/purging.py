@@ -13,6 +13,7 @@ from math import inf
 import msgspec
 from aiohttp import web
 
+from warmline_proxy.admin.attributing import Attribution
 from warmline_proxy.admin.paths import Paths
 from warmline_proxy.audit import Auditor
 from warmline_proxy.background import Background
@@ -22,12 +23,13 @@ from warmline_proxy.errors import bad_request
 from warmline_proxy.hygiene.heads import Heads
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.index_cut import Cutter
+from warmline_proxy.keys_file import NoSuchKey
 from warmline_proxy.knowledge import Knowledge
 from warmline_proxy.life import Life
 from warmline_proxy.lives import Lives
 from warmline_proxy.mirror import Held
 from warmline_proxy.partings import Partings
-from warmline_proxy.purge import check, erase, prepare, preview, remove, remove_turns_of
+from warmline_proxy.purge import by_roots, check, erase, prepare, preview, remove, remove_turns_of, roots_of
 from warmline_proxy.rows import PurgeReply, PurgeRequest
 from warmline_proxy.settle import Settler
 from warmline_proxy.turns import Turns
@@ -48,6 +50,7 @@ class Purging:
         self,
         *,
         index: Index,
+        attribution: Attribution,
         upstream: Upstream,
         knowledge: Knowledge,
         lives: Lives,
@@ -61,6 +64,7 @@ class Purging:
         receive_timeout_s: float,
     ) -> None:
         self._index, self._upstream, self._knowledge, self._lives = index, upstream, knowledge, lives
+        self._attribution = attribution
         self._settler, self._turns, self._heads, self._partings = settler, turns, heads, partings
         self._auditor, self._condemner, self._background = auditor, condemner, background
         self._receive_timeout_s = receive_timeout_s
@@ -76,12 +80,24 @@ class Purging:
             check(wanted)
         except (msgspec.DecodeError, ValueError) as error:
             raise bad_request(f"Not a purge: {error}") from error
+        found = await self._found(wanted)
         if wanted.dry_run:
-            return json_answer(await asyncio.to_thread(preview, self._index, wanted))
+            return json_answer(await asyncio.to_thread(preview, self._index, found))
         # A caller that leaves meanwhile does not keep it from being finished.
         reply = await asyncio.shield(self._background.spawn(self._purge(wanted), "purge"))
         await self._until_deleted()
         return json_answer(reply)
+
+    async def _found(self, wanted: PurgeRequest) -> PurgeRequest:
+        """With roots for a key, also of what is in memory alone.  Raises ClientError 400 where nobody is called so."""
+        if not wanted.key:
+            return wanted
+        running = {life.root for life in self._lives} - {b""}
+        held = {held.root for _, held in self._knowledge.mirror.not_durable()}
+        try:
+            return by_roots(wanted, await self._attribution.whose(running | held))
+        except NoSuchKey as error:
+            raise bad_request(str(error), param="key") from error
 
     async def _purge(self, wanted: PurgeRequest) -> PurgeReply:
         """While nothing is being saved; who runs on what goes is marked before anything of it can be.
@@ -90,7 +106,7 @@ class Purging:
         """
         with self._partings.paused():
             async with self._settler.paused():
-                reply, marked, residents = await self._removed(wanted)
+                reply, marked, residents = await self._removed(await self._found(wanted))
                 for life in marked:
                     life.purged = True
                 try:
@@ -174,6 +190,7 @@ def remove_with(
     held = {resident: _beyond_head(index, each) for resident, each in unsaved}
     if (reply := remove(index, wanted, cutter)) is None:
         return None
+    roots = roots_of(wanted)
     gone = dict.fromkeys(reply.segments, 0) | {cut.segment: cut.until for cut in reply.cuts}
 
     def goes(path: Sequence[SegmentRef]) -> bool:
@@ -182,9 +199,9 @@ def remove_with(
     marked = [
         life
         for life, path in zip(running, paths, strict=True)
-        if wanted.everything or (wanted.model and life.model == wanted.model) or goes(path)
+        if wanted.everything or (wanted.model and life.model == wanted.model) or life.root in roots or goes(path)
     ]
-    residents = {resident for resident, path in held.items() if whole or goes(path)}
+    residents = {resident for resident, each in unsaved if whole or each.root in roots or goes(held[resident])}
     return reply, marked, residents | {life.trace.settled.resident for life in marked if life.trace.settled}
 
 

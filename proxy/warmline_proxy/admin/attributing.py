@@ -1,0 +1,43 @@
+"""GET /warmline/whose: whose what is stored is, by the keys that there are at this moment."""
+
+import asyncio
+from collections.abc import Iterable
+
+from aiohttp import web
+
+from warmline_proxy.admin.paths import Paths
+from warmline_proxy.bodies import json_answer
+from warmline_proxy.client_keys import ClientKeys
+from warmline_proxy.index import Index
+from warmline_proxy.knowledge import Knowledge
+from warmline_proxy.whose import Whose, models_of, whose
+
+
+class Attribution:
+    """Its one handler, and what others here ask.  What it keeps belongs to the event loop.
+
+    Of which model a root is holds for good, so a file is asked once for each; keys come and go.
+    """
+
+    def __init__(self, index: Index, keys: ClientKeys, knowledge: Knowledge) -> None:
+        self._index, self._keys, self._knowledge = index, keys, knowledge
+        self._models: dict[bytes, str] = {}
+        self._changes = -1  # of the index, when it was looked at
+
+    @property
+    def paths(self) -> Paths:
+        return {("GET", "/warmline/whose"): self.answer}
+
+    async def answer(self, request: web.Request) -> web.Response:
+        return json_answer(await self.whose())
+
+    async def whose(self, in_memory: Iterable[bytes] = ()) -> Whose:
+        """`in_memory`: roots of the served model that nothing may be stored under.  Raises IndexFailure."""
+        if (changes := self._index.changes) != self._changes:
+            self._models = await asyncio.to_thread(self._look, self._models)
+            self._changes = changes
+        served = self._knowledge.fingerprint
+        return whose(self._keys.holders, dict.fromkeys(in_memory, served) | self._models, served)
+
+    def _look(self, known: dict[bytes, str]) -> dict[bytes, str]:
+        return models_of(self._index.home, self._index.segments(), known)
