@@ -60,7 +60,23 @@ def test_an_empty_page_teaches_how_to_begin(browser: Chromium, pair: Pair, scree
     browser.picture(screenshots / "empty.png")
     assert pair.post("/v1/chat/completions", json.loads(body)).status == 200, "what it says to send is answered"
     pair.settle()
+    unnamed_is_told_apart(browser, pair)
     pair.cachectl("purge", "--all", "--yes")
+
+
+def unnamed_is_told_apart(browser: Chromium, pair: Pair) -> None:
+    """Its client has given no name, so the page says since when it is kept: in all three places."""
+    poll(browser)
+    browser.wait("document.querySelector('#session-rows b.unnamed') && document.querySelector('.row .who')")
+    name = browser.run("document.querySelector('#session-rows b').textContent")
+    assert re.fullmatch(r"kept since \d\d:\d\d:\d\d", name)
+    assert browser.run("document.querySelector('.row .who').textContent") == f"{name} · chat"
+    assert f"ends: {name}" in browser.run("document.querySelector('#tree').textContent"), "the one tree is open"
+    browser.run("document.querySelector('#session-rows .danger').click()")
+    browser.wait("document.querySelector('#dialog').open")
+    assert browser.run("document.querySelector('#dialog-title').textContent") == f"Purge the conversation {name}?"
+    browser.press("Escape")
+    browser.wait("!document.querySelector('#dialog').open")
 
 
 def test_a_conversation_from_warm_to_purged(browser: Chromium, pair: Pair, screenshots: Path) -> None:
@@ -137,7 +153,7 @@ def pin_and_purge(browser: Chromium, pair: Pair, screenshots: Path) -> None:
     browser.press("Enter")
     browser.wait("document.querySelector('#dialog').open")
     assert HOSTILE in browser.run("document.querySelector('#dialog-title').textContent")
-    would = f"Conversation {gone['id']} goes: 1 segment and 0 checkpoints, {gone['bytes_alone'] / 1000:.0f} KB."
+    would = f"Conversation {gone['id']} goes: 1 segment, {gone['bytes_alone'] / 1000:.0f} KB."
     assert browser.run("document.querySelector('#dialog-text').textContent").startswith(would)
     assert browser.run("looks.faint()") == browser.run("looks.wide()") == []
     browser.picture(screenshots / "purge.png")
@@ -305,13 +321,13 @@ def test_what_runs_is_shown_with_its_progress(browser: Chromium, pair: Pair) -> 
         prefilled_tokens: 5000}"""
     browser.run(f"import('/admin/overview.js').then((page) => page.showStatus({{...{STATUS}, live: [{live}]}}))")
     assert browser.run("document.querySelector('#live .who').textContent") == "<b>s</b>"
-    assert browser.run("document.querySelector('#live .phase').textContent") == "prefilling, 3.00 s"
+    assert browser.run("document.querySelector('#live .phase').textContent") == "prefilling, 3 s"
     assert browser.run("document.querySelector('#live .amount').textContent") == "5,000 of 20k tokens, 4,000 restored"
     assert browser.run("document.querySelector('#live [role=progressbar]').ariaValueNow") == "5000"
     assert browser.run("document.querySelector('#live .bar i').style.width") == "25%"
     live = f"{{...{live}, phase: 'waiting', source: 'shared', prompt_tokens: 0, choices: 2}}"
     browser.run(f"import('/admin/overview.js').then((page) => page.showStatus({{...{STATUS}, live: [{live}]}}))")
-    assert browser.run("document.querySelector('#live .phase').textContent") == "waiting for another's prefill, 3.00 s"
+    assert browser.run("document.querySelector('#live .phase').textContent") == "waiting for another's prefill, 3 s"
     assert browser.run("document.querySelector('#live .amount').textContent") == "2 choices"
     assert not browser.run("document.querySelector('#live .bar').checkVisibility()")
 

@@ -83,7 +83,7 @@ async def test_the_path_to_a_conversation(tmp_path: Path) -> None:
         path = await asked(served, "/warmline/path", session=line["id"])
         assert [each["start"] for each in path["nodes"]] == [0, 0, 128] and path["tokens"] == line["tokens"]
         leaf = path["nodes"][-1]
-        assert leaf["ending"] == [{"id": line["id"], "client": "client-5"}]
+        assert leaf["ending"] == [{"id": line["id"], "client": "client-5", "created": line["created"]}]
         assert await asked(served, "/warmline/path", segment=leaf["id"]) == path
 
 
@@ -116,6 +116,8 @@ async def test_requests_with_the_names_of_their_conversations(tmp_path: Path) ->
         assert (reply["total"], reply["history"]["requests"]) == (3, 3)
         assert [each["id"] for each in reply["requests"]] == [record.id for record in records[:2]]
         assert [each["client"] for each in reply["requests"]] == ["talk 2", "talk 1"]
+        kept = {each["id"]: each["created"] for each in (await asked(served, "/warmline/sessions"))["sessions"]}
+        assert [each["created"] for each in reply["requests"]] == [kept[record.session] for record in records[:2]]
         assert "parting" not in reply["requests"][0] and "root" not in reply["requests"][0]
         assert (await asked(served, "/warmline/activity", offset="2"))["requests"][0]["id"] == records[2].id
 

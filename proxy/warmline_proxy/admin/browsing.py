@@ -20,7 +20,7 @@ from warmline_proxy.census import Census, Conversation, Run, census
 from warmline_proxy.errors import bad_request
 from warmline_proxy.history import History, history
 from warmline_proxy.index import Index
-from warmline_proxy.rows import RequestRecord
+from warmline_proxy.rows import RequestRecord, SessionRow
 from warmline_proxy.whose import Whose
 
 PAGE_MAX = 200
@@ -39,6 +39,7 @@ class RequestLine(msgspec.Struct, kw_only=True):
     client_model: str
     session: str
     client: str = ""  # what its client calls the conversation, while that is stored
+    created: float = 0.0  # when that was first stored, likewise
     key: str
     outcome: str
     source: str
@@ -102,6 +103,7 @@ class Ending(msgspec.Struct, kw_only=True):
 
     id: str
     client: str
+    created: float
 
 
 class TreeNode(msgspec.Struct, kw_only=True):
@@ -145,7 +147,7 @@ class PathReply(msgspec.Struct, kw_only=True):
 
 
 SORTS: dict[str, Callable[[Conversation], Any]] = {
-    "client": lambda each: each.row.client.casefold(),
+    "client": lambda each: (each.row.client.casefold(), each.row.created),
     "model": lambda each: each.row.model.casefold(),
     "tokens": lambda each: each.row.tokens,
     "bytes": lambda each: each.bytes_path,
@@ -184,10 +186,9 @@ class Browsing:
         records = self._index.requests()
         page = records[offset : offset + count]
         named = {each: self._index.session(each) for each in {record.session for record in page} if each}
-        clients = {each: row.client for each, row in named.items() if row}
         return ActivityReply(
             history=history(records, time.time()),
-            requests=[_request_line(record, clients.get(record.session, ""), known) for record in page],
+            requests=[_request_line(record, named.get(record.session), known) for record in page],
             offset=offset,
             total=len(records),
         )
@@ -245,9 +246,10 @@ def _page(request: web.Request) -> tuple[int, int]:
     return number(request, "offset", 0, OFFSET_MAX), number(request, "count", PAGE_DEFAULT, PAGE_MAX)
 
 
-def _request_line(record: RequestRecord, client: str, known: Whose) -> RequestLine:
+def _request_line(record: RequestRecord, session: SessionRow | None, known: Whose) -> RequestLine:
     line = msgspec.convert(record, RequestLine, from_attributes=True)
-    line.client = client
+    if session:
+        line.client, line.created = session.client, session.created
     line.key = known.shown(record)
     line.cause = record.parting.cause if record.parting else ""
     return line
@@ -316,7 +318,7 @@ def _node(kept: _Kept, run: Run) -> TreeNode:
         last_used=run.last_used,
         pinned=run.pinned,
         checkpoints=run.checkpoints,
-        ending=[Ending(id=row.id, client=row.client) for row in run.ending[:LABELS_MAX]],
+        ending=[Ending(id=row.id, client=row.client, created=row.created) for row in run.ending[:LABELS_MAX]],
         sessions_ending=len(run.ending),
         sessions_below=run.sessions_below,
         segments_below=run.segments_below,

@@ -7,6 +7,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 480;
 const HEIGHT = 96;
 const GAP = 1.5;
+const BARS_MIN = 12; // what is younger stands at the right
 const COLD = "median of those that reused fewer than 64 tokens and less than half of their prompt";
 let shown = "";
 
@@ -23,10 +24,19 @@ export function showHistory(history) {
     ["first token, warm", history.ttft_warm_s ? seconds(history.ttft_warm_s) : "–", "median of the warm requests"],
     ["first token, cold", history.ttft_cold_s ? seconds(history.ttft_cold_s) : "–", COLD],
   ]);
-  drawBars(buckets, `${share(cached_tokens, prompt_tokens)} of the prompt tokens were reused`);
-  setText(byId("chart-from"), buckets.length ? clock(buckets[0].at) : "");
-  setText(byId("chart-until"), buckets.length > 1 ? `to ${clock(buckets.at(-1).at + history.width_s)}` : "");
+  const bars = padded(buckets, history.width_s);
+  drawBars(bars, `${share(cached_tokens, prompt_tokens)} of the prompt tokens were reused`);
+  const most = Math.max(...bars.map((bucket) => bucket.prompt_tokens));
+  setText(byId("chart-from"), clock(bars[0].at));
+  setText(byId("chart-most"), most ? many(most, "prompt token") : "");
+  setText(byId("chart-until"), clock(bars.at(-1).at + history.width_s));
   fillTable(buckets.filter((bucket) => bucket.requests));
+}
+
+function padded(buckets, width_s) {
+  const missing = Math.max(0, BARS_MIN - buckets.length);
+  const before = Array.from({ length: missing }, (_, place) => buckets[0].at - (missing - place) * width_s);
+  return [...before.map((at) => ({ at, prompt_tokens: 0, cached_tokens: 0 })), ...buckets];
 }
 
 function drawBars(buckets, label) {
@@ -36,7 +46,7 @@ function drawBars(buckets, label) {
   svg.setAttribute("role", "img");
   svg.setAttribute("aria-label", `Prompt tokens over time: ${label}`);
   const most = Math.max(1, ...buckets.map((bucket) => bucket.prompt_tokens));
-  const step = WIDTH / Math.max(12, buckets.length);
+  const step = WIDTH / buckets.length;
   buckets.forEach((bucket, place) => {
     const tall = (tokens) => (tokens ? Math.max(1, (HEIGHT * tokens) / most) : 0);
     const cached = tall(bucket.cached_tokens);

@@ -38,6 +38,9 @@ export function seconds(number) {
   return `${Math.floor(whole / 86_400)} days`;
 }
 
+/** Of something that goes on: in whole seconds. */
+export const age = (number) => (number < 60 ? `${Math.floor(Math.max(0, number))} s` : seconds(number));
+
 export const share = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(part < whole ? 1 : 0)} %` : "–");
 
 /** Unix seconds as "17:02:09", with the day where it is not today's, and that alone where it is another year's. */
@@ -48,6 +51,9 @@ export function clock(at) {
   if (then.getFullYear() !== now.getFullYear()) return `${day(then)} ${then.getFullYear()}`;
   return then.toDateString() === now.toDateString() ? time : `${day(then)} ${time.slice(0, 5)}`;
 }
+
+/** What a conversation is called: as its client calls it, or else by when it was first stored. */
+export const nameOf = ({ client, created }) => client || `kept since ${clock(created)}`;
 
 const day = (then) => `${then.getDate()} ${MONTHS[then.getMonth()]}`;
 

@@ -1,7 +1,7 @@
 // The header, and what runs now: all from GET /warmline/status.
 
 import { byId, describe, keep, make, setAttribute, setText } from "./dom.js";
-import { bytes, count, many, seconds, share, short } from "./format.js";
+import { age, bytes, count, many, share, short } from "./format.js";
 
 const PHASES = {
   arriving: "arriving",
@@ -66,7 +66,7 @@ function facts(status) {
     ["decode", rate(engine?.decode_tokens_per_s ?? 0)],
     ["stored", `${short(totals.tokens)} tokens`, `${count(totals.tokens)} tokens`],
     ["connections", count(connections)],
-    ["up", seconds(uptime_s)],
+    ["up", age(uptime_s)],
   ];
   if (backend_kills) pairs.push(["backend restarts", count(backend_kills), "it hung, and was ended"]);
   return pairs;
@@ -126,7 +126,7 @@ function updateLive(element, request) {
   const name = request.client_session || request.client_model || request.endpoint;
   setText(who, name);
   setAttribute(who, "title", `${request.id} ${request.client_model} ${request.client_session}`);
-  setText(phase, `${phaseOf(request)}, ${seconds(request.age_s)}`);
+  setText(phase, `${phaseOf(request)}, ${age(request.age_s)}`);
   bar.hidden = request.choices > 0; // each has its own
   setAttribute(bar, "aria-valuemax", Math.max(1, request.prompt_tokens));
   setAttribute(bar, "aria-valuenow", request.prefilled_tokens);
@@ -135,5 +135,7 @@ function updateLive(element, request) {
   const reused = request.reused_tokens ? `, ${short(request.reused_tokens)} ${request.source}` : "";
   const progress = `${short(request.prefilled_tokens)} of ${short(request.prompt_tokens)} tokens`;
   const choices = request.choices ? many(request.choices, "choice") : "";
-  setText(amount, request.prompt_tokens ? progress + reused : choices);
+  const spoken = request.spoken ? `${short(request.prompt_tokens)} tokens${reused} · ${short(request.spoken)} answered` : "";
+  setAttribute(element, "data-phase", request.phase);
+  setText(amount, spoken || (request.prompt_tokens ? progress + reused : choices));
 }

@@ -3,9 +3,10 @@
 import { get, tried } from "./api.js";
 import { byId, button, keep, make, setAttribute, setText } from "./dom.js";
 import { explain, explainAgain } from "./explain.js";
-import { clock, count, many, seconds, short } from "./format.js";
+import { clock, count, many, nameOf, seconds, short } from "./format.js";
 
 const PAGE = 15;
+const BLOCK = 64;
 const PARTS = ["queue", "restore", "prefill", "decode"];
 const SHOWN = [...PARTS, "other"]; // which is what is left of its time, as while it waits for another's prefill
 const view = { offset: 0, open: "", shown: [], showPath: () => {} }; // `open`: the key of the row that is explained
@@ -90,20 +91,27 @@ function createRow(request) {
 function updateRow(item, request, longest) {
   const [at, who, source, bar, spoken, tokens, ttft, reason] = item.firstChild.children;
   setText(at, clock(request.at));
-  setText(who, [request.client, request.client_model || request.endpoint].filter(Boolean).join(" · "));
+  const name = request.client || request.created ? nameOf(request) : "";
+  setText(who, [name, request.client_model || request.endpoint].filter(Boolean).join(" · "));
   setAttribute(who, "title", `${request.endpoint} ${request.client_model} ${request.id}`);
   setText(source, request.outcome === "ok" ? request.source : request.outcome);
-  setAttribute(source, "data-source", request.outcome === "ok" ? request.source : "failed");
+  setAttribute(source, "data-start", request.outcome === "ok" ? startOf(request) : request.outcome);
   const times = spans(request);
   times.forEach((time, place) => {
     bar.children[place].style.width = `${(100 * time) / longest}%`;
   });
   setText(spoken, SHOWN.map((part, place) => `${part} ${seconds(times[place])}`).join(", "));
-  setText(tokens, `${short(request.cached_tokens)} of ${short(request.prompt_tokens)} reused`);
+  const reused = `${short(request.cached_tokens)} of ${short(request.prompt_tokens)} reused`;
+  setText(tokens, request.prompt_tokens ? reused : "–"); // refused before it had a prompt
   setAttribute(tokens, "title", `${count(request.cached_tokens)} of ${many(request.prompt_tokens, "prompt token")}`);
   setText(ttft, request.ttft_s ? seconds(request.ttft_s) : "–");
   setAttribute(ttft, "title", "time to the first token");
   setText(reason, request.error || request.why_not_warmer);
+}
+
+/** Begun with a few tokens, which many begin with, is as good as cold, wherever they were. */
+function startOf({ cached_tokens, prompt_tokens }) {
+  return cached_tokens < BLOCK && 2 * cached_tokens < prompt_tokens ? "cold" : "warm";
 }
 
 function close() {

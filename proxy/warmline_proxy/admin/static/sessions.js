@@ -3,7 +3,7 @@
 import { get, post, tried } from "./api.js";
 import { confirm } from "./dialog.js";
 import { byId, button, keep, make, say, setAttribute, setText } from "./dom.js";
-import { ago, bytes, clock, count, many, short } from "./format.js";
+import { ago, bytes, clock, count, many, nameOf, short } from "./format.js";
 
 const PAGE = 12;
 const NAMED_MAX = 6; // conversations that the question before a purge names
@@ -94,8 +94,9 @@ function createRow(session) {
 
 function updateRow(row, session) {
   const [name, tokens, size, alone, requests, used, actions] = row.children;
-  const title = session.client || "unnamed";
+  const title = nameOf(session);
   setText(name.firstChild, title);
+  name.firstChild.classList.toggle("unnamed", !session.client);
   setText(name.lastChild, [session.id, session.key, session.model].filter(Boolean).join(" · "));
   setAttribute(name, "title", [title, session.key, session.model].filter(Boolean).join(" · "));
   setText(tokens, short(session.tokens));
@@ -129,12 +130,13 @@ async function setPinned(session, pin) {
 async function purge(session, row) {
   if (view.asking) return;
   view.asking = true;
-  const name = row.firstChild.firstChild.textContent;
+  const { textContent, classList } = row.firstChild.firstChild;
+  const name = classList.contains("unnamed") ? `the conversation ${textContent}` : `“${textContent}”`;
   try {
     const would = await post("purge", { session, dry_run: true });
     if (!would.sessions.length) return isGone(session);
     const doing = would.bytes_freed ? `Purge ${bytes(would.bytes_freed)}` : "Purge";
-    if (!(await confirm(`Purge “${name}”?`, question(session, would), doing))) return;
+    if (!(await confirm(`Purge ${name}?`, question(session, would), doing))) return;
     const did = await post("purge", { session });
     if (!did.sessions.length) return isGone(session);
     const left = did.cuts.filter((cut) => cut.why_not);
@@ -156,9 +158,10 @@ function isGone(session) {
 
 function question(session, { sessions, segments, checkpoints, cuts, bytes_freed }) {
   const others = sessions.filter((each) => each !== session);
-  const files = [many(segments.length, "segment"), many(checkpoints.length, "checkpoint")];
-  if (cuts.length) files.splice(1, 0, `a part of ${count(cuts.length)} more`);
-  const listed = `${files.slice(0, -1).join(", ")} and ${files.at(-1)}`;
+  const files = [many(segments.length, "segment")];
+  if (cuts.length) files.push(`a part of ${count(cuts.length)} more`);
+  if (checkpoints.length) files.push(many(checkpoints.length, "checkpoint"));
+  const listed = [files.slice(0, -1).join(", "), files.at(-1)].filter(Boolean).join(" and ");
   const freed = bytes_freed ? `${listed}, ${bytes(bytes_freed)}` : "its name only, as others begin with all of it";
   const parts = [make("p", "", `Conversation ${session} goes: ${freed}. It can't be undone.`)];
   if (others.length) {

@@ -2,7 +2,7 @@
 
 import { Refused, get, tried } from "./api.js";
 import { byId, keep, make, say, setAttribute, setText } from "./dom.js";
-import { ago, bytes, count, many, share, short } from "./format.js";
+import { ago, bytes, count, many, nameOf, share, short } from "./format.js";
 
 const PAGE = 30;
 const PAGE_MAX = 200; // of the proxy
@@ -32,7 +32,10 @@ export async function refreshTree(totals) {
   view.now = Date.now() / 1000;
   setText(byId("tree-count"), totals.segments ? many(totals.segments, "segment") : "");
   if (view.marked) await refreshPath(view.marked);
+  const wasEmpty = !view.branches.get(ROOT)?.nodes.length;
   for (const parent of [ROOT, ...view.open]) await reload(parent);
+  const nodes = view.branches.get(ROOT)?.nodes ?? [];
+  if (wasEmpty && nodes.length === 1) await open(nodes[0].id); // there is nothing to choose from
   draw();
 }
 
@@ -214,7 +217,7 @@ function describe(node) {
 }
 
 function names({ ending, sessions_ending }) {
-  const named = ending.map((each) => each.client || each.id).join(", ");
+  const named = ending.map(nameOf).join(", ");
   return sessions_ending > ending.length ? `${named} and ${short(sessions_ending - ending.length)} more` : named;
 }
 
@@ -235,13 +238,15 @@ async function activate(item) {
   itemOf(view.active)?.focus();
 }
 
-async function setOpen(item, open) {
+async function setOpen(item, isOpen) {
   const id = item.dataset.key;
-  if (!open) view.open.delete(id);
-  else {
-    await reload(id);
-    if (view.branches.has(id)) view.open.add(id);
-  }
+  if (isOpen) await open(id);
+  else view.open.delete(id);
+}
+
+async function open(id) {
+  await reload(id);
+  if (view.branches.has(id)) view.open.add(id);
 }
 
 const MOVES = {
