@@ -16,7 +16,7 @@ export function showHistory(history) {
   if (signature === shown) return;
   shown = signature;
   const { buckets, requests, hits, prompt_tokens, cached_tokens } = history;
-  setText(byId("reuse-span"), `of the last ${many(requests, "request")}`);
+  setText(byId("reuse-span"), requests ? `of the last ${many(requests, "request")}` : "none yet");
   describe(byId("figures"), [
     ["prompt tokens reused", share(cached_tokens, prompt_tokens), `${count(cached_tokens)} of ${count(prompt_tokens)}`],
     ["tokens spared", short(cached_tokens), `${count(cached_tokens)} tokens were not computed again`],

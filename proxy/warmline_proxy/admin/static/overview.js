@@ -108,7 +108,7 @@ function showLive({ live, running, queued, settling }) {
 
 function createLive(request) {
   if (!request) return make("li", "none", "Nothing is running.");
-  const bar = make("div", "bar", make("i"));
+  const bar = make("div", "bar", make("i"), make("i")); // reused, computed
   bar.setAttribute("role", "progressbar");
   bar.setAttribute("aria-label", "prompt tokens with rows");
   bar.setAttribute("aria-valuemin", "0");
@@ -130,12 +130,13 @@ function updateLive(element, request) {
   bar.hidden = request.choices > 0; // each has its own
   setAttribute(bar, "aria-valuemax", Math.max(1, request.prompt_tokens));
   setAttribute(bar, "aria-valuenow", request.prefilled_tokens);
-  const done = request.prompt_tokens ? (100 * request.prefilled_tokens) / request.prompt_tokens : 0;
-  bar.firstChild.style.width = `${Math.min(100, done)}%`;
+  const warm = Math.min(request.reused_tokens, request.prefilled_tokens);
+  const part = (tokens) => `${request.prompt_tokens ? Math.min(100, (100 * tokens) / request.prompt_tokens) : 0}%`;
+  bar.firstChild.style.width = part(warm);
+  bar.lastChild.style.width = part(request.prefilled_tokens - warm);
   const reused = request.reused_tokens ? `, ${short(request.reused_tokens)} ${request.source}` : "";
   const progress = `${short(request.prefilled_tokens)} of ${short(request.prompt_tokens)} tokens`;
   const choices = request.choices ? many(request.choices, "choice") : "";
   const spoken = request.spoken ? `${short(request.prompt_tokens)} tokens${reused} · ${short(request.spoken)} answered` : "";
-  setAttribute(element, "data-phase", request.phase);
   setText(amount, spoken || (request.prompt_tokens ? progress + reused : choices));
 }
