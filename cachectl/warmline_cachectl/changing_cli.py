@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from warmline_cachectl import client, tables
-from warmline_cachectl.completing import session_ids
+from warmline_cachectl.completing import key_names, session_ids
 from warmline_cachectl.options import (
     CHANGING,
     EXIT_FOUND,
@@ -28,8 +28,10 @@ from warmline_cachectl.options import (
 )
 from warmline_cachectl.showing import show, waiting
 from warmline_proxy.index import IndexReader
-from warmline_proxy.purge import preview
-from warmline_proxy.rows import Cut, GcRequest, PinRequest, PurgeReply, PurgeRequest
+from warmline_proxy.keys_file import NoSuchKey
+from warmline_proxy.purge import by_roots, preview
+from warmline_proxy.rows import Cut, GcRequest, PinRequest, PurgeReply, PurgeRequest, Snapshot
+from warmline_proxy.whose import SHARED, SHARED_BY_ALL, Whose
 from warmline_wire.flags import GB
 
 TO_GB_MAX = 1e9  # more bytes than a message can say
@@ -43,7 +45,7 @@ app = typer.Typer()
     rich_help_panel=CHANGING,
     epilog=examples(
         "cachectl purge --session SESSION --dry-run  # only say what would go",
-        "cachectl purge --older-than 30d --yes",
+        "cachectl purge --key laptop --yes  # what is stored under one key, as `cachectl ls` names it",
         "cachectl purge --all --yes",
     ),
 )
@@ -52,6 +54,13 @@ def purge(
         str, typer.Option(help="One conversation, by id or its beginning.", autocompletion=session_ids)
     ] = "",
     model: Annotated[str, typer.Option(help="Everything of one model.")] = "",
+    key: Annotated[
+        str,
+        typer.Option(
+            help="What is stored under one key, by its name; or 'no key', shared, 'a removed key', as tables say it.",
+            autocompletion=key_names,
+        ),
+    ] = "",
     older_than: Annotated[str, typer.Option(help="What was last used before: 90s, 30m, 12h, 7d, 2w.")] = "",
     everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
@@ -61,13 +70,15 @@ def purge(
     as_json: JsonOption = False,
 ) -> None:
     """Remove conversations from disk, and every trace of them from the index; pinned ones too."""
-    if sum(map(bool, (session, model, older_than, everything))) != 1:
-        fail("name exactly one of --session, --model, --older-than, --all", EXIT_USAGE)
+    if sum(map(bool, (session, model, key, older_than, everything))) != 1:
+        fail("name exactly one of --session, --model, --key, --older-than, --all", EXIT_USAGE)
     older_than_s = _seconds(older_than)
     with reading(home) as reader:
-        named = session_id(reader.snapshot(), session)
-        request = PurgeRequest(session=named, model=model, older_than_s=older_than_s, everything=everything)
-        reply = _preview(reader, request)
+        snapshot = reader.snapshot()
+        known = client.whose(reader.home, snapshot) if key else Whose()
+        named = session_id(snapshot, session)
+        request = PurgeRequest(session=named, model=model, key=key, older_than_s=older_than_s, everything=everything)
+        reply = _preview(reader, request, known)
     if not dry_run:
         if not yes:
             _ask(reply)
@@ -75,6 +86,8 @@ def purge(
             reply = client.purge(home_at(home), request)
     show(msgspec.to_builtins(reply), [tables.purged(reply)], as_json)
     _fail_for_what_stays(reply.cuts)
+    if key:
+        _fail_for_what_is_untold(snapshot, known)
 
 
 @app.command(
@@ -134,12 +147,23 @@ def _ask(reply: PurgeReply) -> None:
         fail("nothing was purged", EXIT_OK)
 
 
-def _preview(reader: IndexReader, request: PurgeRequest) -> PurgeReply:
+def _preview(reader: IndexReader, request: PurgeRequest, known: Whose) -> PurgeReply:
     """What would go; ends with exit code 1 where that is nothing."""
-    reply = preview(reader, request)
+    try:
+        reply = preview(reader, by_roots(request, known))
+    except NoSuchKey as error:
+        fail(str(error), EXIT_FOUND)
     if not (reply.sessions or reply.segments or reply.quarantined or request.everything):
-        fail("nothing matches", EXIT_FOUND)
+        shared = next((word for word in (SHARED, SHARED_BY_ALL) if request.key and word in known.words.values()), "")
+        fail("nothing matches" + (f"; all keys share a cache: --key {shared!r}" if shared else ""), EXIT_FOUND)
     return reply
+
+
+def _fail_for_what_is_untold(snapshot: Snapshot, known: Whose) -> None:
+    """Ends with exit code 3 where there is something that may be that key's too."""
+    if untold := sum(row.root.hex() not in known.words for row in snapshot.segments.values()):
+        what = tables.count(untold, "segment")
+        fail(f"whose {what} more may be can't be told from damaged files: cachectl verify --repair", EXIT_REFUSED)
 
 
 def _fail_for_what_stays(cuts: list[Cut]) -> None:

@@ -42,6 +42,7 @@ from warmline_proxy.rows import (
     ReplayReply,
     ReplayRequest,
     SegmentRow,
+    Snapshot,
 )
 from warmline_proxy.whose import Whose, models_of
 from warmline_proxy.whose import whose as whose_by_keys
@@ -93,19 +94,19 @@ def open_reader(home: Home) -> IndexReader:
         raise Refused(str(error)) from error
 
 
-def whose(home: Home, rows: Iterable[SegmentRow]) -> Whose:
+def whose(home: Home, snapshot: Snapshot) -> Whose:
     """Whose what is stored is: as the proxy says where one runs, which may have been given settings that nobody else
     knows of; else by the home's files, a header for each root.  Raises Refused where the keys can't be read.
     """
     with suppress(CannotDo):
         return ask(home, "/warmline/whose", Whose, WHOSE_TIMEOUT_S)
-    return _whose_here(home, rows)
+    return _whose_here(home, snapshot.segments.values())
 
 
-def whose_as_far_as_known(reader: IndexReader) -> Whose:
-    """The same, and nobody's where the keys can't be read: whoever only looks needs no more.  Raises IndexFailure."""
+def whose_as_far_as_known(home: Home, snapshot: Snapshot) -> Whose:
+    """The same; where the keys can't be read, that of nothing it is known."""
     try:
-        return whose(reader.home, reader.segments())
+        return whose(home, snapshot)
     except Refused:
         return Whose()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from warmline_cachectl.columns import printable
 from warmline_proxy.index import IndexFailure, IndexReader
+from warmline_proxy.keys_file import KeysUnusable, client_keys
 from warmline_proxy.rows import SessionRow
 from warmline_wire.home import Home
 
@@ -25,6 +26,14 @@ def any_ids(ctx: Any, incomplete: str) -> list[tuple[str, str]]:
         segments = (row_id for row_id in _segments(ctx) if row_id.startswith(incomplete))
         found += [(row_id, "a segment") for row_id, _ in zip(segments, range(SEGMENTS_MAX), strict=False)]
     return found
+
+
+def key_names(ctx: Any, incomplete: str) -> list[str]:
+    """Of clients' keys."""
+    try:
+        return [each.name for each in client_keys(_home(ctx)) if each.name.startswith(incomplete)]
+    except KeysUnusable:
+        return []
 
 
 def _told(row: SessionRow) -> str:

@@ -73,7 +73,7 @@ def _explained(home: Path, request: str) -> ExplainReply:
         return client.ask(home_at(home), path, ExplainReply, EXPLAIN_TIMEOUT_S)
     with reading(home) as reader:
         record, since = find_with_since(reader.requests(), request)
-        return explain(reader, record, since, client.whose_as_far_as_known(reader))
+        return explain(reader, record, since, client.whose_as_far_as_known(reader.home, reader.snapshot()))
 
 
 @app.command(

@@ -1,9 +1,10 @@
 """What is stored as a forest: who hangs below whom, computed once for all views of one snapshot.  Pure."""
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from warmline_proxy.rows import CheckpointRow, SegmentRow, SessionRow, Snapshot
+from warmline_proxy.whose import Whose
 
 
 @dataclass(frozen=True)
@@ -13,9 +14,10 @@ class Forest:
     states: dict[str, list[CheckpointRow]]  # by the segment's id, by position
     users: Counter[str]  # how many conversations stand on a segment
     ends: dict[str, list[SessionRow]]  # the conversations that end in a segment, last used first
+    whose: Whose = field(default_factory=Whose)
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> "Forest":
+    def of(cls, snapshot: Snapshot, whose: Whose | None = None) -> "Forest":
         children, states, ends = defaultdict(list), defaultdict(list), defaultdict(list)
         for row in sorted(snapshot.segments.values(), key=lambda row: (row.start, row.created, row.id)):
             children[row.parent if row.parent in snapshot.segments else ""].append(row)
@@ -26,7 +28,7 @@ class Forest:
         users: Counter[str] = Counter()
         for leaf, sessions in ends.items():
             users.update({link.id: len(sessions) for link in snapshot.path(leaf)})
-        return cls(snapshot, dict(children), dict(states), users, dict(ends))
+        return cls(snapshot, dict(children), dict(states), users, dict(ends), whose or Whose())
 
     def bytes_of(self, row: SegmentRow) -> int:
         """With its checkpoints."""

@@ -5,13 +5,14 @@ Exit codes: 0 fine, 1 there is no such key, 2 usage, 3 refused (the name is take
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.table import Table
 
-from warmline_cachectl import tables
+from warmline_cachectl import client, tables
 from warmline_cachectl.options import (
     CHANGING,
     EXIT_FOUND,
@@ -22,12 +23,18 @@ from warmline_cachectl.options import (
     JsonOption,
     examples,
     fail,
+    failing,
     home_at,
 )
 from warmline_cachectl.showing import show as show_view
 from warmline_proxy import keys_file
+from warmline_proxy.index import IndexFailure
 from warmline_proxy.keys_file import ADMIN, KeyEntry
+from warmline_proxy.rows import PurgeRequest
+from warmline_proxy.whose import REMOVED
+from warmline_wire.home import Home
 
+ROOT_CHARS = 8  # as `cachectl tree` shows it
 HOW_TO_MAKE_ONE = "make one with `cachectl key add NAME`, or start with `warmline serve --lan`"
 
 NameArgument = Annotated[str, typer.Argument(help="Whose key; without it the only one, or the one called default.")]
@@ -93,15 +100,55 @@ def rotate(name: NameArgument = "", home: HomeOption = HOME, as_json: JsonOption
     _show_key(entry, as_json)
 
 
-@app.command(short_help="Remove a key.", epilog=examples("cachectl key remove laptop"))
+@app.command(
+    short_help="Remove a key.",
+    epilog=examples("cachectl key remove laptop", "cachectl key remove laptop --purge  # and what is stored under it"),
+)
 def remove(
-    name: Annotated[str, typer.Argument(help="Whose.")], home: HomeOption = HOME, as_json: JsonOption = False
+    name: Annotated[str, typer.Argument(help="Whose.")],
+    purge: Annotated[bool, typer.Option("--purge", help="Remove what is stored under it, too.")] = False,
+    home: HomeOption = HOME,
+    as_json: JsonOption = False,
 ) -> None:
-    """Remove a key.  What is stored under it is used by nobody any more, and evicted in time."""
+    """Remove a key.  What is stored under it is used by nobody any more, and stays until its room is needed."""
     place = home_at(home)
+    roots: list[str] = []
+    stored: list[str] = []
+    with failing() if purge else suppress(client.CannotDo, IndexFailure):  # a key can be removed whatever is stored
+        roots, stored = _stored_under(place, name)
     with _failing():
         entry = keys_file.remove(place, name)
-    show_view({"removed": entry.name}, [f"removed {entry.name}"], as_json)
+    view: dict[str, Any] = {"removed": entry.name, "stored": stored, "purged": None}
+    told = [f"removed {entry.name}"]
+    if purge and roots:  # after the key, so that nothing is stored under it any more
+        with failing():
+            reply = client.purge(place, PurgeRequest(roots=roots))
+        view |= {"stored": [], "purged": msgspec.to_builtins(reply)}
+        told.append(tables.purged(reply))
+    elif stored:
+        told.append(_how_to_purge(stored))
+    show_view(view, told, as_json)
+
+
+def _stored_under(home: Home, name: str) -> tuple[list[str], list[str]]:
+    """The roots that a key's conversations have, in hex, and those of them that something is stored under.
+
+    Raises CannotDo, IndexFailure.
+    """
+    try:
+        with client.open_reader(home) as reader:
+            snapshot = reader.snapshot()
+            known = client.whose_as_far_as_known(home, snapshot)
+    except client.NoHome:
+        return [], []
+    roots = [root for root, word in known.words.items() if word == name in known.keys]
+    return roots, [root for root in roots if bytes.fromhex(root) in {row.root for row in snapshot.segments.values()}]
+
+
+def _how_to_purge(stored: list[str]) -> str:
+    one = f" {stored[0][:ROOT_CHARS]}" if len(stored) == 1 else ""
+    command = f"cachectl purge --key '{REMOVED}{one}'"
+    return f"what is stored under it stays until its room is needed; `{command}` removes it"
 
 
 def _show_key(entry: KeyEntry, as_json: bool) -> None:

@@ -1,11 +1,12 @@
 """The verbs that look: they change nothing, and give the same answers whether the proxy runs or not."""
 
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from warmline_cachectl import tables, tree_view, views
+from warmline_cachectl import client, tables, tree_view, views
 from warmline_cachectl.completing import any_ids, session_ids
 from warmline_cachectl.forest import Forest
 from warmline_cachectl.options import HOME, LOOKING, HomeOption, JsonOption, examples, reading, resolved, session_id
@@ -25,9 +26,11 @@ app = typer.Typer()
     epilog=examples("cachectl ls", "cachectl ls SESSION  # its segments", "cachectl ls --json"),
 )
 def list_(session: SessionArgument = "", home: HomeOption = HOME, as_json: JsonOption = False) -> None:
-    """The conversations shortly, last used first; or the segments that one of them stands on."""
-    with reading(home) as reader:
-        forest = Forest.of(reader.snapshot())
+    """The conversations shortly, last used first; or the segments that one of them stands on.
+
+    `key` says whose they are, where there are keys: purge --key takes what stands there.
+    """
+    forest = _forest(home)
     if session:
         view = views.segments_of(forest, session_id(forest.snapshot, session))
         return show(view, tables.segments(view), as_json)
@@ -55,8 +58,7 @@ def inspect(
     `alone` is what no other conversation shares, `files` are segments + checkpoints, `hits` those of its requests that
     reused a block (64 tokens) or more.
     """
-    with reading(home) as reader:
-        forest = Forest.of(reader.snapshot())
+    forest = _forest(home)
     if not item:
         view = views.conversations(forest, time.time())
         return show(view, tables.conversations(view), as_json)
@@ -84,8 +86,7 @@ def tree(
     A line is a run of tokens up to the next fork, with its last segment's id. Where there are too many lines, the
     heaviest are shown; --json has all.
     """
-    with reading(home) as reader:
-        view = tree_view.tree(Forest.of(reader.snapshot()), depth)
+    view = tree_view.tree(_forest(home), depth)
     show(view, tree_view.shown(view), as_json)
 
 
@@ -99,3 +100,9 @@ def stats(home: HomeOption = HOME, as_json: JsonOption = False) -> None:
     with reading(home) as reader:
         view = views.stats(reader.totals(), reader.requests(), reader.snapshot())
     show(view, tables.stats(view), as_json)
+
+
+def _forest(home: Path) -> Forest:
+    with reading(home) as reader:
+        snapshot = reader.snapshot()
+        return Forest.of(snapshot, client.whose_as_far_as_known(reader.home, snapshot))

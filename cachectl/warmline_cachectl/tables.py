@@ -77,17 +77,18 @@ def count(number: int, one: str, many: str = "") -> str:
 
 
 def conversations(view: dict[str, Any]) -> Parts:
-    pinned = any(row["pinned"] for row in view["sessions"])
+    pinned, keys = any(row["pinned"] for row in view["sessions"]), any(row["key"] for row in view["sessions"])
     columns = [
         Column("session", kind="id"),
+        *([Column("key", 4, "text")] if keys else []),
         Column("model", 3, "text"),
         Column("tokens"),
         Column("size"),
-        Column("alone", 6),
-        Column("files", 8),
-        Column("requests", 5),
-        Column("hits", 4),
-        Column("age", 7),
+        Column("alone", 7),
+        Column("files", 9),
+        Column("requests", 6),
+        Column("hits", 5),
+        Column("age", 8),
         Column("idle"),
         *([Column("pinned", 1, "text")] if pinned else []),
         Column("client", 2, "text"),
@@ -95,6 +96,7 @@ def conversations(view: dict[str, Any]) -> Parts:
     rows = [
         [
             row["id"],
+            *([row["key"]] if keys else []),
             row["model"],
             f"{row['tokens']:,}",
             size(row["bytes"]),
@@ -167,8 +169,10 @@ def conversation(view: dict[str, Any]) -> Parts:
 
 
 def listing(view: dict[str, Any]) -> Parts:
+    keys = any(row["key"] for row in view["sessions"])
     columns = [
         Column("session", kind="id"),
+        *([Column("key", 3, "text")] if keys else []),
         Column("tokens"),
         Column("size", 2),
         Column("idle"),
@@ -177,6 +181,7 @@ def listing(view: dict[str, Any]) -> Parts:
     rows = [
         [
             row["id"],
+            *([row["key"]] if keys else []),
             f"{row['tokens']:,}",
             size(row["bytes"]),
             span(row["idle_s"]),

@@ -54,6 +54,7 @@ def _node(forest: Forest, links: list[SegmentRow], parent: str, depth: int) -> V
         "id": links[-1].id,
         "parent": parent,
         "root": links[0].root.hex(),
+        "key": forest.whose.word(links[0].root),
         "model": links[0].model,
         "depth": depth,
         "start": links[0].start,
@@ -74,7 +75,8 @@ def _trees(nodes: Any) -> list[View]:
     for node in nodes:
         row = trees.setdefault(
             node["root"],
-            {"root": node["root"], "model": node["model"], "segments": 0, "checkpoints": 0, "bytes": 0, "sessions": 0},
+            {name: node[name] for name in ("root", "key", "model")}
+            | {"segments": 0, "checkpoints": 0, "bytes": 0, "sessions": 0},
         )
         for name in ("segments", "checkpoints", "bytes"):
             row[name] += node[name]
@@ -110,8 +112,9 @@ def _heaviest(below: dict[str, list[View]], roots: list[str], most: int) -> set[
 
 
 def _branches(row: View, below: dict[str, list[View]], chosen: set[str]) -> Tree:
+    whose = f"{row['key']}, " if row["key"] else ""
     title = (
-        f"{row['model']} ({row['root'][:8]}): {count(row['sessions'], 'conversation')}, "
+        f"{whose}{row['model']} ({row['root'][:8]}): {count(row['sessions'], 'conversation')}, "
         f"{count(row['segments'], 'segment')}, {size(row['bytes'])}"
     )
     trunk = Tree(_line(title))

@@ -80,6 +80,7 @@ def segment(forest: Forest, segment_id: str) -> View:
     return {
         "segment": _segment(forest, row)
         | {
+            "key": forest.whose.word(row.root),
             "children": sorted(child.id for child in forest.children.get(segment_id, ())),
             "sessions": sorted(
                 session.id
@@ -100,7 +101,7 @@ def quarantined(forest: Forest, file_id: str) -> View:
 
 def listing(forest: Forest, now: float) -> View:
     """The conversations, shortly, last used first."""
-    names = ("id", "model", "tokens", "bytes", "pinned", "last_used", "idle_s", "client")
+    names = ("id", "key", "model", "tokens", "bytes", "pinned", "last_used", "idle_s", "client")
     return {"sessions": [{name: row[name] for name in names} for row in conversations(forest, now)["sessions"]]}
 
 
@@ -162,6 +163,7 @@ def _session(forest: Forest, row: SessionRow, now: float) -> View:
     passed = [state.id for link, upto in left_at for state in forest.states.get(link.id, ()) if state.position <= upto]
     return {
         "id": row.id,
+        "key": forest.whose.word(row.root),
         "model": row.model,
         "client": row.client,
         "tokens": row.tokens,

@@ -71,7 +71,7 @@ def test_what_goes_wrong_is_a_line_and_a_code(home: Home) -> None:
     assert "already" in key(home, "add", "one", code=3).stderr
     for name in ("admin", "a b", ""):
         key(home, "add", name, code=2)
-    assert as_json(home, "remove", "two") == {"removed": "two"}
+    assert as_json(home, "remove", "two") == {"removed": "two", "stored": [], "purged": None}
     home.keys.write_text("{")
     assert "is damaged" in key(home, "list", code=3).stderr
 

@@ -31,11 +31,11 @@ SEGMENT = (
     "checkpoints"
 )
 SESSION = (
-    "id model client tokens bytes bytes_alone segments checkpoints requests hits created last_used age_s idle_s leaf "
-    "pinned"
+    "id key model client tokens bytes bytes_alone segments checkpoints requests hits created last_used age_s idle_s "
+    "leaf pinned"
 )
 SHAPES = {  # by verb: the names at the top, and of the first row of each list
-    "ls": {"": "sessions", "sessions": "id model tokens bytes pinned last_used idle_s client"},
+    "ls": {"": "sessions", "sessions": "id key model tokens bytes pinned last_used idle_s client"},
     "ls SESSION": {"": "session segments", "segments": "id start end bytes checkpoints shared pinned"},
     "inspect": {
         "": "sessions quarantined",
@@ -45,9 +45,10 @@ SHAPES = {  # by verb: the names at the top, and of the first row of each list
     "inspect SESSION": {"": "session path", "session": SESSION, "path": SEGMENT},
     "tree": {
         "": "trees nodes omitted",
-        "trees": "root model segments checkpoints bytes sessions",
+        "trees": "root key model segments checkpoints bytes sessions",
         "nodes": (
-            "id parent root model depth start end segments checkpoints bytes bytes_below segments_below pinned sessions"
+            "id parent root key model depth start end segments checkpoints bytes bytes_below segments_below pinned "
+            "sessions"
         ),
     },
     "stats": {
@@ -184,7 +185,7 @@ def test_the_examples_in_its_help_run(home: Home, verb: str) -> None:
     for line in found:
         typed = line.replace("SESSION", called(home, "first")).replace("SEGMENT", segment).split()[1:]
         done = run(home, *typed)
-        usual = {"doctor": (1,), "top": (3,)}.get(verb, (0, 1) if "older-than" in line else (0,))
+        usual = {"doctor": (1,), "top": (3,)}.get(verb, (0, 1) if "--key" in line else (0,))
         assert done.returncode in usual, (line, done.stderr)
         if "--all" in line:
             break  # nothing is left
