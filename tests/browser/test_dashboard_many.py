@@ -171,12 +171,15 @@ def test_columns_sort_both_ways(page: Chromium) -> None:
 def test_a_proxy_that_dies_is_said_to_and_found_again(page: Chromium, proxy: Proxy) -> None:
     assert page.run("document.querySelector('#state').textContent") == "Backend down"
     assert page.run("document.querySelector('#why').checkVisibility()")
+    before = page.run("document.querySelector('main').getBoundingClientRect().top + scrollY")
     proxy.kill()
     page.run(POLL)
     page.wait("document.querySelector('#banner').checkVisibility()")
     assert page.run("document.querySelector('#banner').textContent").startswith("Proxy unreachable (since ")
+    assert page.run("document.querySelector('#state').textContent") == "Not known"
     assert page.run("looks.faint()") == page.run("looks.wide()") == []
     assert page.run("document.querySelectorAll('#session-rows tr').length") == 12, "what was known stays"
+    assert page.run("document.querySelector('main').getBoundingClientRect().top + scrollY") == before, "where it was"
     proxy.start()
     page.run(POLL)
     page.wait("!document.querySelector('#banner').checkVisibility()")

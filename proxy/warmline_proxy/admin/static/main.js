@@ -4,7 +4,7 @@ import { Refused, Unreachable, get, isAnswer } from "./api.js";
 import { showHistory } from "./chart.js";
 import { byId, setText } from "./dom.js";
 import { clock } from "./format.js";
-import { bytesUsed, showStatus } from "./overview.js";
+import { bytesUsed, showStatus, showUnknown } from "./overview.js";
 import { refreshExplanation, requestsWanted, showRequests, startRequests } from "./requests.js";
 import { refreshSessions, startSessions } from "./sessions.js";
 import { highlight, refreshTree, startTree } from "./tree.js";
@@ -67,6 +67,7 @@ function lost(error) {
   state.lostAt ||= Date.now() / 1000;
   setText(byId("banner"), `${whatIsWrong(error)} (since ${clock(state.lostAt)}; it is asked again every 2 s)`);
   byId("banner").hidden = false;
+  showUnknown();
   if (!isAnswer(error)) throw error;
 }
 

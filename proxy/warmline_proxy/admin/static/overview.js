@@ -32,6 +32,12 @@ export function showStatus(status) {
   showLive(status);
 }
 
+/** What was last told may not be so any more. */
+export function showUnknown() {
+  setAttribute(byId("state"), "data-state", "unknown");
+  setText(byId("state"), "Not known");
+}
+
 /** Why nothing outlasts the backend; "" where it does. */
 function whyUnsaved({ engine, persistence }) {
   if (persistence !== "ok") return persistence;
