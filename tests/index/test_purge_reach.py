@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from index_helpers import MODEL, ROOT, begin, save, turn
+from index_helpers import MODEL, ROOT, begin, commit, save, turn
 
 from warmline_proxy.index import Index, IndexFailure
 from warmline_proxy.purge import purge, remove_turns_of
 from warmline_proxy.reconcile import Reconciled, reconcile
 from warmline_proxy.rows import PurgeRequest, RequestRecord
 from warmline_wire.home import Home
-from warmline_wire.keys import pack_tokens
+from warmline_wire.keys import namespace, pack_tokens
 
 CANARY = list(range(77_000, 77_200))
 KEPT = list(range(5_000, 5_200))
@@ -127,3 +127,28 @@ def test_a_save_under_way_of_the_model_is_given_up(index: Index, talks: tuple[st
     assert index.totals().bytes_writing > 0
     purge(index, PurgeRequest(model=MODEL))
     assert index.totals().bytes_writing == 0
+
+
+def test_all_of_one_key_goes_and_nothing_of_another(index: Index, talks: tuple[str, str]) -> None:
+    """What it has stored of any model, what was set aside, what is being written, what it sampled, its records."""
+    mine = [namespace(model, "mine") for model in ("model-a", "model-b")]
+    for root in mine:
+        plan = begin(index, CANARY, root=root)
+        assert plan is not None
+        commit(index, plan, client="mine")
+        index.note_turn(turn(int(root == mine[0]), root=root))
+        index.record(record(1, root=root))
+    assert begin(index, [*CANARY, 1], root=mine[0]) is not None
+    theirs = turn(3)
+    index.note_turn(theirs)
+    index.record(record(2))
+    save(index, [9] * 40)
+    index.quarantine(next(row.id for row in index.segments() if row.root == ROOT and row.end == 40), "checksum")
+    reply = purge(index, PurgeRequest(roots=[root.hex() for root in mine]))
+    assert (len(reply.sessions), len(reply.segments), len(reply.quarantined)) == (2, 2, 1)
+    assert {row.root for row in index.segments()} == {ROOT} and {row.id for row in index.sessions()} == set(talks)
+    assert index.totals().bytes_writing == 0 and index.quarantined() == []
+    assert [each.id for each in index.requests()] == ["r2"]
+    assert index.turns(ROOT, theirs.calls) == [theirs]
+    assert [index.turns(root, [f"call_{number:024x}" for number in (0, 1)]) for root in mine] == [[], []]
+    assert holding(index.home, b"mine") == [] and holding(index.home, pack_tokens(CANARY[-20:])) != []

@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 from harness import Pair, on_loop, pair
 
+sys.path.append(str(Path(__file__).parents[1] / "index"))
+from index_helpers import begin, commit
+
 import warmline_proxy.admin
 from many_segments import CHAIN, MODEL, fill
+from warmline_proxy import keys_file
+from warmline_proxy.rows import RequestRecord
 from warmline_wire.keys import namespace
 
 ANSWER_BYTES_MAX = 120_000
@@ -73,6 +78,58 @@ async def test_the_tree_from_its_namespaces_down(tmp_path: Path) -> None:
         assert sizes == sorted(sizes, reverse=True) and stem["bytes"] + sum(sizes) == stem["bytes_below"]
         short = next(each for each in nodes if each["children"])
         assert short["ending"][0]["client"].startswith("client-half-") and short["sessions_below"] == 2
+
+
+@on_loop
+async def test_a_new_key_of_the_same_name_is_told_from_the_old_one(tmp_path: Path) -> None:
+    """And both from what was stored without a key."""
+    async with pair(tmp_path) as served:
+        stored_for(served, "", 1)
+        assert await keys_told(served) == [""]
+        for number in (2, 3):
+            key = keys_file.add(served.home, "default")
+            stored_for(served, key.tenant, number)
+            served.index.record(record(number, namespace(MODEL, key.tenant)))
+            assert (await keys_told(served))[-1] == "default"
+            keys_file.remove(served.home, "default")
+            assert (await keys_told(served))[-1] == "a removed key", "the index is as it was, keys are not"
+        key = keys_file.add(served.home, "default")
+        stored_for(served, key.tenant, 4)
+        assert await keys_told(served) == ["no key", "a removed key", "a removed key", "default"]
+        tree = await asked(served, "/warmline/tree")
+        assert sorted(each["key"] for each in tree["nodes"]) == sorted(await keys_told(served))
+        found = await asked(served, "/warmline/sessions", q="removed")
+        assert found["matching"] == 2
+        served.index.record(record(4, namespace(MODEL, key.tenant)))
+        served.index.flush()
+        activity = await asked(served, "/warmline/activity")
+        assert [each["key"] for each in activity["requests"]] == ["default", "default (removed)", "default (removed)"]
+        explained = await asked(served, "/warmline/explain", request="request-2")
+        assert explained["request"]["key"] == "default (removed)"
+
+
+async def keys_told(served: Pair) -> list[str]:
+    """Of the conversations, in the order in which they were stored."""
+    return [each["key"] for each in (await asked(served, "/warmline/sessions", sort="client"))["sessions"]]
+
+
+def stored_for(served: Pair, tenant: str, number: int) -> None:
+    plan = begin(served.index, range(100), root=namespace(MODEL, tenant))
+    assert plan is not None
+    commit(served.index, plan, client=str(number))
+
+
+def record(number: int, root: bytes) -> RequestRecord:
+    return RequestRecord(
+        id=f"request-{number}",
+        at=float(number),
+        endpoint="chat",
+        client_model="any",
+        key="default",
+        root=root,
+        outcome="ok",
+        source="cold",
+    )
 
 
 @on_loop

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness import Pair, on_loop, pair
 
-from warmline_proxy import index_cut
+from warmline_proxy import index_cut, keys_file
 from warmline_proxy.admin import purging
 from warmline_proxy.app import LIVES
 from warmline_proxy.index import Index, IndexFull
@@ -41,11 +41,11 @@ async def spoken(proxy: Pair, messages: list[dict[str, str]]) -> str:
     return (await proxy.settled())[0].session
 
 
-async def held(proxy: Pair, messages: list[dict[str, str]]) -> "asyncio.Task[Any]":
+async def held(proxy: Pair, messages: list[dict[str, str]], key: str = "") -> "asyncio.Task[Any]":
     """A request that is being answered, until the backend is let go on."""
     proxy.backend.hold_after = 1
     proxy.backend.holding.clear()
-    running = asyncio.create_task(proxy.chat(messages=messages))
+    running = asyncio.create_task(proxy.chat(messages=messages, headers={"X-Api-Key": key} if key else None))
     await proxy.backend.holding.wait()
     return running
 
@@ -321,6 +321,50 @@ async def test_nothing_that_runs_survives_a_purge_of_everything(tmp_path: Path) 
         await let_go(proxy, running)
         await proxy.settled()
         assert proxy.index.segments() == [] and not proxy.backend.held
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+@on_loop
+async def test_all_of_one_key_goes_and_nothing_of_another(tmp_path: Path, is_removed: bool) -> None:
+    """What runs, what is in memory alone, what was sampled, and records."""
+    async with pair(tmp_path) as proxy:
+        mine, yours = (keys_file.add(proxy.home, name) for name in ("mine", "yours"))
+        root_of = {each.name: namespace("f" * 64, each.tenant) for each in (mine, yours)}
+        for messages in (FIRST, OTHER):
+            for entry in (yours, mine):
+                await proxy.chat(messages=messages, headers={"X-Api-Key": entry.key})
+                await proxy.settled()
+            proxy.backend.saves_fail = [507] * 4
+        (kept,) = [row for row in proxy.index.sessions() if row.root == root_of["yours"]]
+        proxy.backend.turn = SampledTurn(calls=[CALL_ID], tokens=pack_tokens([1, 2, 3]))
+        running = await held(proxy, LONG, mine.key)
+        if is_removed:
+            keys_file.remove(proxy.home, "mine")
+        asked = {"key": "a removed key" if is_removed else "mine"}
+        assert len((await purged(proxy, **asked, dry_run=True))["sessions"]) == 1
+        assert len((await purged(proxy, **asked))["sessions"]) == 1
+        assert {proxy.backend.roots[name] for name in proxy.backend.held} == {root_of["yours"]}
+        assert [each.key for each in proxy.index.requests()] == ["yours", "yours"]
+        await let_go(proxy, running)
+        assert (await proxy.settled())[0].saved_tokens == 0
+        assert proxy.index.sessions() == [kept] and proxy.index.turns(root_of["mine"], [CALL_ID]) == []
+        assert {row.root for row in proxy.index.segments()} == {root_of["yours"]}
+
+
+@on_loop
+async def test_a_purge_of_a_key_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await spoken(proxy, FIRST)
+        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        for what, why in (
+            ({"key": "mine"}, "there is no client key 'mine'; there is none"),
+            ({"key": "mine", "everything": True}, "name exactly one of: a session, a model, a key, roots, "),
+            ({"roots": ["f" * 30]}, "roots"),
+        ):
+            url = f"{proxy.url}/warmline/purge"
+            async with proxy.client.post(url, json=what, headers=owner) as response:
+                assert response.status == 400 and why in (await response.json())["error"]["message"]
+        assert (await purged(proxy, roots=["f" * 32]))["sessions"] == [] and len(proxy.index.sessions()) == 1
 
 
 @on_loop

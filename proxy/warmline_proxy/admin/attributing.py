@@ -37,7 +37,8 @@ class Attribution:
             self._models = await asyncio.to_thread(self._look, self._models)
             self._changes = changes
         served = self._knowledge.fingerprint
-        return whose(self._keys.holders, dict.fromkeys(in_memory, served) | self._models, served)
+        models = self._models | {root: self._models.get(root) or served for root in in_memory}
+        return whose(self._keys.holders, models, served)
 
     def _look(self, known: dict[bytes, str]) -> dict[bytes, str]:
         return models_of(self._index.home, self._index.segments(), known)

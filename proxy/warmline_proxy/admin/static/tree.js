@@ -7,6 +7,7 @@ import { ago, bytes, count, many, nameOf, share, short } from "./format.js";
 const PAGE = 30;
 const PAGE_MAX = 200; // of the proxy
 const ROOT = "";
+const NOT_NAMES = ["no key", "shared", "shared by all keys", "a removed key"]; // whose a cache may be besides a key's
 const view = {
   branches: new Map(), // by parent's id: { nodes, total }
   open: new Set(), // ids of nodes whose branch is shown
@@ -205,6 +206,7 @@ function update(item, node, level) {
 
 function describe(node) {
   const parts = [];
+  if (!node.segments && node.key) parts.push(NOT_NAMES.includes(node.key) ? node.key : `key ${node.key}`);
   if (!node.segments) parts.push(many(node.sessions_below, "conversation"), many(node.segments_below, "segment"));
   else if (node.children) parts.push(many(node.children, "branch", "branches"));
   if (node.segments > 1) parts.push(many(node.segments, "segment"));
@@ -212,7 +214,6 @@ function describe(node) {
   if (node.hits) parts.push(many(node.hits, "hit"));
   if (node.checkpoints) parts.push(many(node.checkpoints, "checkpoint"));
   if (node.pinned) parts.push("pinned");
-  if (node.key) parts.push(`key ${node.key}`);
   return parts.join(" · ");
 }
 
