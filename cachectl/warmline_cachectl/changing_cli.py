@@ -162,8 +162,9 @@ def _preview(reader: IndexReader, request: PurgeRequest, known: Whose) -> PurgeR
 def _fail_for_what_is_untold(snapshot: Snapshot, known: Whose) -> None:
     """Ends with exit code 3 where there is something that may be that key's too."""
     if untold := sum(row.root.hex() not in known.words for row in snapshot.segments.values()):
-        what = tables.count(untold, "segment")
-        fail(f"whose {what} more may be can't be told from damaged files: cachectl verify --repair", EXIT_REFUSED)
+        what = tables.count(untold, "more segment")
+        mend = "`cachectl verify --repair` sets them aside, then purge again"
+        fail(f"{what} may be that key's too; damaged files don't say whose they are: {mend}", EXIT_REFUSED)
 
 
 def _fail_for_what_stays(cuts: list[Cut]) -> None:
