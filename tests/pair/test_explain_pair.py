@@ -177,3 +177,13 @@ def test_a_prompt_that_another_key_has_stored_is_named(pair: Pair) -> None:
     asked(pair, body(), Authorization=f"Bearer {keys[KEY]}")
     told = asked(pair, body(), Authorization=f"Bearer {keys[OTHER_KEY]}")
     assert (told["verdict"]["cause"], told["request"]["key"]) == ("other-key", OTHER_KEY)
+    assert told["verdict"]["detail"].endswith(f" stored for the key {KEY}")
+    named = {each["key"] for each in pair.cachectl("ls")["sessions"]}
+    assert named == {"no key", KEY, OTHER_KEY}
+    left = pair.cachectl("key", "remove", KEY)["stored"]
+    assert [each["root"] for each in pair.cachectl("tree")["trees"] if each["key"] == "a removed key"] == left
+    fresh = keys_file.add(pair.home, KEY).key
+    asked(pair, body("C."), Authorization=f"Bearer {fresh}")
+    assert pair.cachectl("purge", "--key", f"a removed key {left[0][:8]}", "--yes")["sessions"]
+    assert {each["key"] for each in pair.cachectl("ls")["sessions"]} == named, "the new one's, which is called so too"
+    assert left[0] not in {each["root"] for each in pair.cachectl("tree")["trees"]}
