@@ -104,7 +104,8 @@ def _read(file: Path) -> Mapping[str, object]:
     except FileNotFoundError:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f'{file} is no valid TOML: {error}; texts want quotes, as in reuse = "exact"') from None
+        advice = 'texts want quotes, as in reuse = "exact"'
+        raise ConfigurationError(f"{file} is no valid TOML: {error}; {advice}") from None
     except OSError as error:
         raise ConfigurationError(f"{file} can't be read: {error.strerror}") from None
     known = [name for name, setting in SETTINGS.items() if setting.in_toml]

@@ -261,7 +261,7 @@ def test_a_proxy_that_says_no_is_quoted(proxy: FakeProxy) -> None:
     (proxy.home.root / "secret").write_text("another")
     proxy.home = Home(proxy.home.run)  # whose secret is its own
     done = process(Home(proxy.index.home.root), "purge", "--all", "--yes")
-    assert done.returncode == 3 and "401: not for you" in done.stderr
+    assert (done.returncode, done.stderr) == (3, "cachectl: not for you\n")
 
 
 def test_a_home_in_use_by_a_silent_process_is_left_alone(home: Home) -> None:
