@@ -97,7 +97,9 @@ class Starter:
 
         Cancelled, it leaves the restore to `life.restoring`, for whoever ends the request to end it too.
         """
-        restoring = life.restoring = asyncio.create_task(self._restore(life, plan), name=f"restore {life.trace.id}")
+        restoring = life.restoring = asyncio.create_task(
+            self._restore(life, plan, life.purged), name=f"restore {life.trace.id}"
+        )
         restoring.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # where nobody is left to ask
         stall_s, began = life.limits.stall_s or None, time.monotonic()
         while not (await asyncio.wait({restoring}, timeout=stall_s))[0]:
@@ -139,7 +141,8 @@ class Starter:
             return match
         return msgspec.structs.replace(match, why=f"what is stored after token {trusted} is suspect")
 
-    async def _restore(self, life: Life, plan: Plan) -> _Restored:
+    async def _restore(self, life: Life, plan: Plan, purged: bool) -> _Restored:
+        """`purged`: what it went on from was, before this was planned, which is none of that."""
         held = held_at(life, plan.reuse)
         request = RestoreRequest(
             request_id=life.trace.id,
@@ -152,11 +155,12 @@ class Starter:
         self._index.lease(plan.files)
         try:
             reply = await self._upstream.restore(request)
-            if life.suspect:  # what it was about to start from was found wrong in the meantime
+            if life.suspect or life.purged != purged:  # what it was about to start from was so in the meantime
+                why_not = "what was restored " + ("is suspect" if life.suspect else "was purged")
                 life.suspect = False
                 self._knowledge.mirror.shun(reply.resident)
                 await self._upstream.drop_resident(reply.resident)
-                return _Restored(why_not="what was restored is suspect", plan_again=True)
+                return _Restored(why_not=why_not, plan_again=True)
         except RestoreFailed as error:
             return await self._set_aside(error, plan.files)
         except (Unreachable, Broken):  # the backend is lost, and the request is dispatched again
