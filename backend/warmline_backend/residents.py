@@ -131,10 +131,14 @@ class Residents:
         return self._entries.pop(resident_id, None) is not None
 
     def drop_all(self, but: Collection[str] = ()) -> None:
-        """Leased ones too: who was about to start from one is told that it is gone."""
-        self._entries = {name: entry for name, entry in self._entries.items() if name in but}
+        """Leased ones too: who was about to start from one is told that it is gone.
+
+        `but`: residents, or requests that left one.
+        """
+        kept = {*but, *(name for left_by, name in self._left_by.items() if left_by in but)}
+        self._entries = {name: entry for name, entry in self._entries.items() if name in kept}
         self._rank.clear()
-        self._left_by = OrderedDict((left_by, name) for left_by, name in self._left_by.items() if name in but)
+        self._left_by = OrderedDict((left_by, name) for left_by, name in self._left_by.items() if name in kept)
         self._listed = None
 
     def order(self, drop_first: list[str]) -> None:

@@ -327,7 +327,7 @@ class Service:
         return await self._ask(lambda scheduler: scheduler.residents.drop(resident_id))
 
     async def forget(self, keep: Collection[str]) -> None:
-        """Let go of all that is held of conversations, but of these residents, and of what is being computed.
+        """Let go of all that is held of conversations, but of these residents or requests, and of what is computed.
 
         Raises NotReady.
         """

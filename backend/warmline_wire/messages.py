@@ -199,7 +199,7 @@ class KeepOrder(msgspec.Struct, kw_only=True):
 class ForgetRequest(msgspec.Struct, kw_only=True):
     """POST /kv/forget: let go of all that is held of conversations, but of those that are being computed."""
 
-    keep: list[str] = []  # residents that stay: what is nowhere else, and was not meant
+    keep: list[str] = []  # residents that stay, and requests whose do: what is nowhere else, and was not meant
 
 
 class Layout(msgspec.Struct, kw_only=True):

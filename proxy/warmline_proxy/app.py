@@ -309,6 +309,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         background=background,
         receive_timeout_s=config.receive_timeout_s,
     )
+    knowledge.before_listing = purging.tell_what_is_untold
     replayer = Replayer(index, knowledge, recomputer, condemner, metrics, config.audit_tolerance)
     upkeep = Upkeep(index, replayer, config.receive_timeout_s)
     explaining = Explaining(index, upstream, knowledge, attribution, config.receive_timeout_s)
@@ -340,7 +341,6 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
     async def adopt() -> None:
         """What an earlier proxy left in the backend's memory may be nowhere else."""
         await watchdog.up()
-        await purging.forget_what_is_untold()
         await knowledge.status()
         await settler.save_residents()
 
@@ -355,6 +355,7 @@ def build(config: Config, secret: str, index: Index) -> web.Application:
         auditor.start()
         yield
         adopting.cancel()
+        purging.close()
         await auditor.stop()
         await background.drain(END_TIMEOUT_S)
         for task in watching:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from warmline_proxy.mirror import Mirror
@@ -33,6 +34,7 @@ class Knowledge:
         self._measured_at = 0.0  # time.monotonic()
         self._refreshing = asyncio.Lock()
         self._suspicions: set[Suspicion] = set()
+        self.before_listing: Callable[[], Awaitable[None]] | None = None  # may raise UpstreamError
 
     async def status(self) -> Status:
         """The last status; asked for where there is none, or one of a model that was still loading.
@@ -83,6 +85,8 @@ class Knowledge:
             await self._refresh()
 
     async def _refresh(self) -> Status:
+        if self.before_listing:
+            await self.before_listing()
         known = self.mirror.ids()
         listing = await self._upstream.residents(ids=True)
         # The status last: where the backend restarts in between, the mirror is behind, and asks again.

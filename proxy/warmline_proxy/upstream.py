@@ -230,7 +230,9 @@ class Upstream:
                 raise
 
     async def forget(self, keep: Sequence[str] = ()) -> None:
-        """Have it drop all that it holds of conversations in memory, but for these residents and what is computed."""
+        """Have it drop all that it holds of conversations in memory, but for what is computed, and for these residents,
+        or what these requests have left.
+        """
         await self._call("POST", "/kv/forget", encode(ForgetRequest(keep=list(keep))))
 
     async def order_residents(self, drop_first: list[str]) -> None:

@@ -25,8 +25,9 @@ def test_nothing_holds_what_was_said(tiny_folder: FolderOf, tmp_path: Path) -> N
         tokens = unpack_tokens(prompt.tokens)[20:60]
         assert len(holding(CANARY, tokens)) >= 2
         (resident,) = backend.service.residents(with_ids=False).residents
-        status, _ = await backend.json("POST", "/kv/forget", ForgetRequest(keep=[resident.id]))
-        assert status == 200 and backend.service.residents(with_ids=False).residents == [resident]
+        for kept in (resident.id, "a"):
+            status, _ = await backend.json("POST", "/kv/forget", ForgetRequest(keep=[kept]))
+            assert status == 200 and backend.service.residents(with_ids=False).residents == [resident]
         status, _ = await backend.json("POST", "/kv/forget")
         assert status == 200 and backend.service.residents(with_ids=False).residents == []
         del resident

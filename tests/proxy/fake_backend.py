@@ -105,6 +105,7 @@ class FakeBackend:
         self.background_allowed.set()
         self.held: dict[str, bytes] = {}  # residents: packed tokens
         self.roots: dict[str, bytes] = {}  # whose they are
+        self.left_by: dict[str, str] = {}  # residents by the ids of the requests that left them
         self.checkpoints: dict[str, list[int]] = {}
         self.calls: defaultdict[str, list[Any]] = defaultdict(list)
         self.raw: list[bytes] | None = None  # a stream's bytes instead of the usual ones
@@ -329,7 +330,8 @@ class FakeBackend:
         body = await request.read()
         keep = decode(body, ForgetRequest).keep if body else []
         self._note("forget", keep)
-        self.held = {resident: tokens for resident, tokens in self.held.items() if resident in keep}
+        kept = {*keep, *(self.left_by.get(each, "") for each in keep)}
+        self.held = {resident: tokens for resident, tokens in self.held.items() if resident in kept}
         return web.json_response({})
 
     async def _texts(self, _: web.Request) -> web.Response:
@@ -440,7 +442,7 @@ class FakeBackend:
         right = background and reuse <= self.right_until
         logprob = self.cold_logprobs.pop(0) if right and self.cold_logprobs else self.logprob
         if resident:
-            self.held[resident] = packed(prompt + generated)
+            self.held[resident], self.left_by[request_id] = packed(prompt + generated), resident
             self.roots[resident] = bytes.fromhex(headers[HEADER_ROOT])
         at = [int(position) for position in headers.get(HEADER_CHECKPOINTS, "").split(",") if position]
         self.checkpoints[resident] = [*at, len(prompt + generated)] if self.layout.has_states else []

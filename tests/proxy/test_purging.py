@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_backend import packed, rendered
 from harness import Pair, on_loop, pair
 
 from warmline_proxy import index_cut, keys_file
@@ -19,6 +21,7 @@ from warmline_wire.home import Home
 from warmline_wire.keys import namespace, pack_tokens
 from warmline_wire.messages import SampledTurn, SavedFile
 
+ROOT = namespace("f" * 64)  # of who needs no key
 CALL_ID = "call_00112233445566778899aabb"
 FIRST = [{"role": "user", "content": "a long first question " * 8}]
 NEXT = [*FIRST, {"role": "assistant", "content": "Paris."}, {"role": "user", "content": "and then?"}]
@@ -169,6 +172,94 @@ async def test_nobody_starts_from_what_the_backend_could_not_be_told_to_forget(
         assert (await proxy.chat(messages=NEXT)).headers["X-Warmline-Cache"] == "cold 0"
         await proxy.settled()
         assert proxy.index.is_untold()
+
+
+@on_loop
+async def test_a_backend_that_could_not_be_told_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget, failing = Upstream.forget, [Unreachable("nobody listens")] * 2
+
+    async def unreachable(upstream: Upstream, keep: Sequence[str] = ()) -> None:
+        if failing:
+            raise failing.pop()
+        await forget(upstream, keep)
+
+    async with pair(tmp_path) as proxy:
+        monkeypatch.setattr(Upstream, "forget", unreachable)
+        monkeypatch.setattr(purging, "TELL_INTERVAL_S", 0.0)
+        await purged(proxy, session=await spoken(proxy, FIRST))
+        await proxy.backend.called("forget")
+        assert not proxy.backend.held
+
+
+@on_loop
+async def test_what_ends_while_the_backend_is_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left something in memory that is nowhere else, and nobody knew of that when the word was sent."""
+    forget = Upstream.forget
+
+    async def late(upstream: Upstream, keep: Sequence[str] = ()) -> None:
+        await let_go(proxy, running)
+        await forget(upstream, keep)
+
+    async with pair(tmp_path) as proxy:
+        session = await spoken(proxy, FIRST)
+        running = await held(proxy, OTHER)
+        monkeypatch.setattr(Upstream, "forget", late)
+        await purged(proxy, session=session)
+        assert (await proxy.settled())[0].saved_tokens > 0
+        (kept,) = proxy.backend.held
+        assert kept in proxy.backend.left_by.values() and len(proxy.index.sessions()) == 1
+
+
+@on_loop
+async def test_nobody_starts_from_what_is_purged_while_the_index_is_compacted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(tmp_path) as proxy:
+        session = await spoken(proxy, FIRST)
+        began, may_go_on, loop, compact = asyncio.Event(), threading.Event(), asyncio.get_running_loop(), Index.compact
+
+        def compacting() -> None:
+            loop.call_soon_threadsafe(began.set)
+            may_go_on.wait()
+            compact(proxy.index)
+
+        monkeypatch.setattr(proxy.index, "compact", compacting)
+        purge = asyncio.create_task(purged(proxy, session=session))
+        await began.wait()
+        try:
+            assert (await proxy.chat(messages=NEXT)).headers["X-Warmline-Cache"] == "cold 0"
+        finally:
+            may_go_on.set()
+        await purge
+        assert (await proxy.settled())[0].saved_tokens > 0, "it came after the purge"
+
+
+@on_loop
+async def test_nothing_of_an_earlier_proxy_is_used_before_the_backend_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget, asked, may_go_on = Upstream.forget, asyncio.Event(), asyncio.Event()
+
+    async def late(upstream: Upstream, keep: Sequence[str] = ()) -> None:
+        asked.set()
+        await may_go_on.wait()
+        await forget(upstream, keep)
+
+    home = Home(tmp_path / "home")
+    home.prepare()
+    with Index(home, 1 << 30) as index:
+        index.change(Tables.leaves_traces)
+    monkeypatch.setattr(Upstream, "forget", late)
+    async with pair(tmp_path) as proxy:
+        proxy.backend.held["old"], proxy.backend.roots["old"] = packed(rendered({"messages": FIRST})[0]), ROOT
+        await asked.wait()
+        running = asyncio.create_task(proxy.chat(messages=NEXT))
+        while not list(proxy.app[LIVES]):
+            async with proxy.client.get(f"{proxy.url}/health") as response:
+                assert response.status == 200
+        assert not proxy.backend.calls["residents"]
+        may_go_on.set()
+        assert (await running).headers["X-Warmline-Cache"] == "cold 0"
 
 
 @on_loop
@@ -447,3 +538,19 @@ def _attributes(value: object) -> list[tuple[str, object]]:
     fields = [*getattr(value, "__struct_fields__", ()), *slots]
     named = {name: getattr(value, name) for name in fields if hasattr(value, name)}
     return [*named.items(), *getattr(value, "__dict__", {}).items()]
+
+
+@on_loop
+async def test_what_is_being_read_meanwhile_is_left_to_nobody(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        session = await spoken(proxy, FIRST)
+        proxy.backend.restart()
+        proxy.backend.restoring_allowed.clear()
+        running = asyncio.create_task(proxy.chat(messages=NEXT))
+        await proxy.backend.called("restore")
+        purge = asyncio.create_task(purged(proxy, session=session))
+        await proxy.backend.called("forget")
+        proxy.backend.restoring_allowed.set()
+        await purge
+        assert (await running).headers["X-Warmline-Cache"] == "cold 0"
+        assert len(proxy.backend.calls["drop"]) == 2, "what was read, and what was made of it"

@@ -7,7 +7,8 @@ somebody purges, that is all of it.
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 
 import msgspec
@@ -33,7 +34,7 @@ from warmline_proxy.purge import by_roots, check, erase, prepare, preview, remov
 from warmline_proxy.rows import PurgeReply, PurgeRequest
 from warmline_proxy.settle import Settler
 from warmline_proxy.turns import Turns
-from warmline_proxy.upstream import Upstream, UpstreamError
+from warmline_proxy.upstream import Refused, Upstream, UpstreamError
 from warmline_wire.keys import BLOCK_TOKENS
 from warmline_wire.messages import SegmentRef, decode
 
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 60.0  # of a restore that reads a file which was purged
 RELEASE_INTERVAL_S = 0.1
+LOADING = 503  # HTTP status of a backend that has no model yet, and nothing in memory
+TELL_INTERVAL_S = 5.0  # between tries to tell the backend
 
 
 class Purging:
@@ -68,6 +71,7 @@ class Purging:
         self._settler, self._turns, self._heads, self._partings = settler, turns, heads, partings
         self._auditor, self._condemner, self._background = auditor, condemner, background
         self._receive_timeout_s = receive_timeout_s
+        self._telling: asyncio.Task[None] | None = None
 
     @property
     def paths(self) -> Paths:
@@ -100,7 +104,8 @@ class Purging:
             raise bad_request(str(error), param="key") from error
 
     async def _purge(self, wanted: PurgeRequest) -> PurgeReply:
-        """While nothing is being saved; who runs on what goes is marked before anything of it can be.
+        """While nothing is being saved; who runs on what goes is marked before anything of it can be, and nobody starts
+        from what is in memory of it, though the backend may be told late.
 
         Once rows are gone memory is emptied too, whatever the disk does.
         """
@@ -109,11 +114,13 @@ class Purging:
                 reply, marked, residents = await self._removed(await self._found(wanted))
                 for life in marked:
                     life.purged = True
+                for resident in residents.union(self._knowledge.mirror.durable()):
+                    self._knowledge.mirror.shun(resident)
                 try:
                     await asyncio.to_thread(remove_turns_of, self._index, _sampled(marked))
                     reply = await asyncio.to_thread(erase, self._index, reply)
                 finally:
-                    await self._forget(residents)
+                    await self._forget()
         return reply
 
     async def _removed(self, wanted: PurgeRequest) -> "Removed":
@@ -130,37 +137,67 @@ class Purging:
         finally:
             await asyncio.to_thread(cutter.close)
 
-    async def _forget(self, residents: Collection[str]) -> None:
-        """All but what is nowhere else: what is on disk is read again where it is needed.
-
-        `residents`: those of what was purged; nobody is to start from one even where the backend can't be told.
-        """
+    async def _forget(self) -> None:
+        """All but what is nowhere else: what is on disk is read again where it is needed."""
         self._turns.forget()
         self._heads.forget()
         self._auditor.forget()
         self._condemner.forget()
+        try:
+            await self._tell()
+        except UpstreamError as error:
+            log.warning("the backend may still hold in memory what was purged; it is told again: %s", error)
+            if self._telling is None or self._telling.done():
+                self._telling = self._background.spawn(self._tell_later(), "word of a purge")
+
+    async def _tell(self) -> None:
+        """All goes from memory but what is nowhere else, and what who runs is to leave there meanwhile.
+
+        Raises UpstreamError.
+        """
         mirror = self._knowledge.mirror
-        keep = [resident for resident, _ in mirror.not_durable() if resident not in residents]
+        keep = [resident for resident, _ in mirror.not_durable()]
+        running = [life.trace.id for life in self._lives if life.is_kept and life.sent and not life.trace.settled]
         for resident in mirror.ids() - set(keep):
             mirror.shun(resident)
+        await self._upstream.forget([*keep, *running])
         try:
-            await self._upstream.forget(keep)
             await asyncio.to_thread(self._index.note_told)
-        except UpstreamError as error:
-            log.warning("the backend may still hold in memory what was purged: %s", error)
         except IndexFailure as error:
             log.warning("the next start has the backend forget what is in memory once more: %s", error)
 
-    async def forget_what_is_untold(self) -> None:
-        """At a start: a purge was ended between what it removed from the disk and the backend's hearing of it.
+    def close(self) -> None:
+        """Tell the backend no more: the next proxy does."""
+        if self._telling:
+            self._telling.cancel()
 
-        All goes: what of it is that conversation's nobody knows any more.  Raises UpstreamError, IndexFailure.
+    async def _tell_later(self) -> None:
+        while await self._is_untold():
+            await asyncio.sleep(TELL_INTERVAL_S)
+            with suppress(UpstreamError):
+                await self.tell_what_is_untold()
+
+    async def tell_what_is_untold(self) -> None:
+        """A purge was ended between what it removed from the disk and the backend's hearing of it: before anything that
+        the backend has is taken over, it is told.  Raises UpstreamError.
+
+        What an earlier proxy left goes, all of it: what is whose conversation's nobody knows any more.
         """
-        if await asyncio.to_thread(self._index.is_untold):
-            await self._upstream.forget()
-            for resident in self._knowledge.mirror.ids():
-                self._knowledge.mirror.shun(resident)
-            await asyncio.to_thread(self._index.note_told)
+        if not await self._is_untold():
+            return
+        try:
+            await self._tell()
+        except Refused as error:
+            if error.status != LOADING:
+                raise
+
+    async def _is_untold(self) -> bool:
+        """False where the index can't say."""
+        try:
+            return await asyncio.to_thread(self._index.is_untold)
+        except IndexFailure as error:
+            log.warning("whether the backend has heard of all purges is not known: %s", error)
+            return False
 
     async def _until_deleted(self) -> None:
         """What a restore was reading goes when that ends."""
