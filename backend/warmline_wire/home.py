@@ -59,6 +59,11 @@ class Home:
         return self.run / "keys.lock"
 
     @property
+    def settings_tenant(self) -> Path:
+        """Whose cache the settings' own key has, as the proxy last found them: others may not know these."""
+        return self.run / "settings-tenant"
+
+    @property
     def backend_lock(self) -> Path:
         """Held by the backend: two would write and sweep each other's files."""
         return self.run / "backend.lock"

@@ -15,6 +15,7 @@ from warmline_proxy.client_keys import prepare_keys
 from warmline_proxy.config import Config, ConfigError, parse
 from warmline_proxy.connections import listening
 from warmline_proxy.index import Index, IndexFailure
+from warmline_proxy.keys_file import tenant_of
 from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_proxy.reconcile import reconcile
 from warmline_wire import disk, kept
@@ -135,10 +136,17 @@ async def unless(event: asyncio.Event, work: Coroutine[None, None, None]) -> Non
 
 @asynccontextmanager
 async def announced(config: Config, port: int, retry_interval_s: float = ANNOUNCE_INTERVAL_S) -> AsyncIterator[None]:
-    """While the proxy listens, its pid and address can be read from the run directory, as soon as that takes them."""
+    """While the proxy listens, its pid and address can be read from the run directory, as soon as that takes them; and
+    from then on, whose cache the settings' key has.
+    """
     address = json.dumps({"pid": os.getpid(), "url": local_url(config.bind_host, port)})
     texts = {config.home.run / "proxy.json": address, config.home.pid_file("proxy"): f"{os.getpid()}\n"}
-    telling = None if _tell(texts) else asyncio.create_task(_tell_later(texts, retry_interval_s))
+    if tenant := tenant_of(config.client_key):
+        told = {config.home.settings_tenant: f"{tenant}\n", **texts}
+    else:
+        told = texts
+        remove([config.home.settings_tenant])
+    telling = None if _tell(told) else asyncio.create_task(_tell_later(told, retry_interval_s))
     try:
         yield
     finally:

@@ -119,6 +119,14 @@ def tenant_of(client_key: str) -> str:
     return hashlib.sha256(client_key.encode()).hexdigest()[:16] if client_key else ""
 
 
+def last_tenant(home: Home) -> str:
+    """Of the settings' key that the last proxy had; "" where it had none, or that is not known."""
+    try:
+        return home.settings_tenant.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 def add(home: Home, name: str) -> KeyEntry:
     """A new client's key.  Raises KeysUnusable, also where the name is taken."""
     check_name(name)

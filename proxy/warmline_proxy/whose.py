@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from warmline_proxy.keys_file import ENVIRONMENT_NAME, NoSuchKey, client_keys, tenant_of
+from warmline_proxy.keys_file import ENVIRONMENT_NAME, NoSuchKey, client_keys, last_tenant, tenant_of
 from warmline_proxy.rows import RequestRecord, SegmentRow
 from warmline_wire.home import Home
 from warmline_wire.keys import namespace
@@ -102,8 +102,12 @@ def in_a_sentence(word: str) -> str:
 
 
 def holders(home: Home, *, client_key: str, share_cache: bool) -> Holders:
-    """`client_key` is the settings' own.  Raises KeysUnusable."""
-    own = {ENVIRONMENT_NAME: tenant_of(client_key)} if client_key else {}
+    """`client_key` is the settings' own, as far as they are known here: without one, a proxy may have been given one.
+
+    Raises KeysUnusable.
+    """
+    tenant = tenant_of(client_key) or last_tenant(home)
+    own = {ENVIRONMENT_NAME: tenant} if tenant else {}
     return Holders(tenants=own | {each.name: each.tenant for each in client_keys(home)}, shares=share_cache)
 
 

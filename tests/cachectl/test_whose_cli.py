@@ -85,6 +85,9 @@ def test_nothing_is_said_where_there_was_never_a_key(tmp_path: Path) -> None:
 def test_the_settings_have_their_say(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     stored_for(home, tenant_of("wl-settings"), "fifth")
     assert told(home)["fifth"] == "a removed key"
+    home.settings_tenant.write_text(tenant_of("wl-settings"))
+    assert told(home)["fifth"] == "environment", "as the last proxy knew, which alone may have been given it"
+    home.settings_tenant.unlink()
     monkeypatch.setenv("WARMLINE_CLIENT_KEY", "wl-settings")
     (home.root / "warmline.toml").write_text("share_cache = true")
     assert told(home) == WORDS | {"first": "shared", "fifth": "environment"}

@@ -21,6 +21,7 @@ from harness import on_loop, serve
 
 import warmline_proxy.__main__ as proxy
 from warmline_proxy.config import parse
+from warmline_proxy.keys_file import last_tenant, tenant_of
 from warmline_proxy.lock import HomeLocked, home_lock
 from warmline_wire import disk
 from warmline_wire.home import Home
@@ -83,6 +84,7 @@ async def test_it_tells_where_it_listens_once_that_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A home that is full, or read-only, is mended while we serve; cachectl finds us from then on."""
+    monkeypatch.setenv("WARMLINE_CLIENT_KEY", "wl-settings")
     config, tries, written = parse(["--home", str(tmp_path)]), [0], asyncio.Event()
     config.home.prepare()
     loop, real = asyncio.get_running_loop(), disk.write_small
@@ -100,7 +102,10 @@ async def test_it_tells_where_it_listens_once_that_can_be_written(
         assert not list((tmp_path / "run").iterdir())
         await asyncio.wait_for(written.wait(), START_TIMEOUT_S)
         assert json.loads((tmp_path / "run" / "proxy.json").read_text())["url"] == "http://127.0.0.1:8026"
-    assert not list((tmp_path / "run").iterdir())
+    assert list((tmp_path / "run").iterdir()) == [config.home.settings_tenant], (
+        "whose cache the settings' key has stays"
+    )
+    assert last_tenant(config.home) == tenant_of("wl-settings")
     assert caplog.text.count("could not be written down") == 1
 
 
