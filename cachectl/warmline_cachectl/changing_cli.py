@@ -79,11 +79,14 @@ def purge(
         named = session_id(snapshot, session)
         request = PurgeRequest(session=named, model=model, key=key, older_than_s=older_than_s, everything=everything)
         reply = _preview(reader, request, known)
+    if dry_run or not key:  # records and memory may have something of a key of which nothing is on disk
+        _fail_for_nothing(reply, request, known)
     if not dry_run:
         if not yes:
             _ask(reply)
         with failing(), waiting("removing", quiet):
             reply = client.purge(home_at(home), request)
+        _fail_for_nothing(reply, request, known)
     show(msgspec.to_builtins(reply), [tables.purged(reply)], as_json)
     _fail_for_what_stays(reply.cuts)
     if key:
@@ -148,15 +151,18 @@ def _ask(reply: PurgeReply) -> None:
 
 
 def _preview(reader: IndexReader, request: PurgeRequest, known: Whose) -> PurgeReply:
-    """What would go; ends with exit code 1 where that is nothing."""
+    """What would go; ends with exit code 1 where nobody has that key."""
     try:
-        reply = preview(reader, by_roots(request, known))
+        return preview(reader, by_roots(request, known))
     except NoSuchKey as error:
         fail(str(error), EXIT_FOUND)
+
+
+def _fail_for_nothing(reply: PurgeReply, request: PurgeRequest, known: Whose) -> None:
+    """Ends with exit code 1 where nothing went, or would."""
     if not (reply.sessions or reply.segments or reply.quarantined or request.everything):
         shared = next((word for word in (SHARED, SHARED_BY_ALL) if request.key and word in known.words.values()), "")
         fail("nothing matches" + (f"; all keys share a cache: --key {shared!r}" if shared else ""), EXIT_FOUND)
-    return reply
 
 
 def _fail_for_what_is_untold(snapshot: Snapshot, known: Whose) -> None:

@@ -14,9 +14,10 @@ sys.path.append(str(Path(__file__).parents[1] / "index"))
 from index_helpers import MODEL, begin, commit, make_home
 
 from warmline_proxy import keys_file
-from warmline_proxy.index import Index
+from warmline_proxy.index import Index, IndexReader
 from warmline_proxy.keys_file import tenant_of
 from warmline_proxy.lock import home_lock
+from warmline_proxy.rows import RequestRecord
 from warmline_proxy.whose import Whose
 from warmline_wire.home import Home
 from warmline_wire.keys import namespace
@@ -196,3 +197,26 @@ def test_a_key_can_be_removed_whatever_is_stored(home: Home) -> None:
     assert run(home, "key", "remove", "laptop", "--purge").returncode == 3
     assert [each.name for each in keys_file.read(home)] == ["default", "laptop"]
     assert run(home, "key", "remove", "laptop").stdout == "removed laptop\n"
+
+
+def test_what_is_said_of_a_key_in_records_goes_though_nothing_is_stored(home: Home) -> None:
+    root = namespace(MODEL, keys_file.add(home, "desktop").tenant)
+    with Index(home, 1 << 30) as index:
+        index.record(
+            RequestRecord(
+                id="r1",
+                at=1.0,
+                endpoint="chat",
+                client_model="m",
+                key="desktop",
+                outcome="ok",
+                source="cold",
+                root=root,
+            )
+        )
+        index.flush()
+    assert run(home, "purge", "--key", "desktop", "--dry-run").returncode == 1
+    done = run(home, "purge", "--key", "desktop", "--yes")
+    assert done.returncode == 1 and done.stderr.endswith("nothing matches\n")
+    with IndexReader(home) as reader:
+        assert reader.requests() == [] and len(reader.sessions()) == len(WORDS)

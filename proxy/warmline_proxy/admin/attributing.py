@@ -31,12 +31,13 @@ class Attribution:
     async def answer(self, request: web.Request) -> web.Response:
         return json_answer(await self.whose())
 
-    async def whose(self, in_memory: Iterable[bytes] = ()) -> Whose:
-        """`in_memory`: roots of the served model that nothing may be stored under.  Raises IndexFailure."""
+    async def whose(self, running: Iterable[bytes] = ()) -> Whose:
+        """Also of what is in memory alone; `running`: more roots of the served model.  Raises IndexFailure."""
         if (changes := self._index.changes) != self._changes:
             self._models = await asyncio.to_thread(self._look, self._models)
             self._changes = changes
         served = self._knowledge.fingerprint
+        in_memory = {*running, *(held.root for _, held in self._knowledge.mirror.not_durable())}
         models = self._models | {root: self._models.get(root) or served for root in in_memory}
         return whose(self._keys.holders, models, served)
 

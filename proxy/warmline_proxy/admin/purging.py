@@ -93,13 +93,12 @@ class Purging:
         return json_answer(reply)
 
     async def _found(self, wanted: PurgeRequest) -> PurgeRequest:
-        """With roots for a key, also of what is in memory alone.  Raises ClientError 400 where nobody is called so."""
+        """With roots for a key, also of what runs.  Raises ClientError 400 where nobody is called so."""
         if not wanted.key:
             return wanted
         running = {life.root for life in self._lives} - {b""}
-        held = {held.root for _, held in self._knowledge.mirror.not_durable()}
         try:
-            return by_roots(wanted, await self._attribution.whose(running | held))
+            return by_roots(wanted, await self._attribution.whose(running))
         except NoSuchKey as error:
             raise bad_request(str(error), param="key") from error
 
