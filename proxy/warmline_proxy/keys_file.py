@@ -86,7 +86,15 @@ def read(home: Home) -> list[KeyEntry]:
         raise KeysUnusable(f"{home.keys} is damaged: restore it, or delete it and make new keys") from None
     if content.version != VERSION or not all(each.key and each.kind in (CLIENT, ADMIN) for each in content.keys):
         raise KeysUnusable(f"{home.keys} is of another version of Warmline, or has an empty key")
+    if twice := _ambiguous(content.keys):
+        raise KeysUnusable(f"{home.keys} has another key called {twice!r}: whose is what is stored?  Rename that key")
     return content.keys
+
+
+def _ambiguous(entries: Sequence[KeyEntry]) -> str:
+    """A name that two keys have, or that one of the settings may have; "" where there is none."""
+    names = [each.name for each in entries]
+    return next((name for at, name in enumerate(names) if name == ENVIRONMENT_NAME or name in names[:at]), "")
 
 
 def keep_private(home: Home) -> None:

@@ -16,7 +16,7 @@ from warmline_proxy.app import build
 from warmline_proxy.client_keys import EVERYBODY, Client, ClientKeys
 from warmline_proxy.config import Config
 from warmline_proxy.connections import listening
-from warmline_proxy.keys_file import ADMIN, CLIENT, KeysUnusable, NoKeys, NoSuchKey
+from warmline_proxy.keys_file import ADMIN, CLIENT, ENVIRONMENT_NAME, KeysUnusable, NoKeys, NoSuchKey
 from warmline_wire.home import Home
 from warmline_wire.messages import SampledTurn
 
@@ -88,6 +88,16 @@ def test_a_damaged_file_is_one_line_without_what_is_in_it(home: Home, content: s
     assert "hush" not in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(KeysUnusable):
         keys_file.add(home, "me")
+
+
+@pytest.mark.parametrize("name", ["first", ENVIRONMENT_NAME])
+def test_no_name_means_two_keys(home: Home, name: str) -> None:
+    """What one of them has stored would be called a removed key's."""
+    keys_file.add(home, "first")
+    keys_file.add(home, "second")
+    home.keys.write_text(home.keys.read_text().replace('"second"', f'"{name}"'))
+    with pytest.raises(KeysUnusable, match=rf"another key called '{name}'.*Rename"):
+        keys_file.read(home)
 
 
 def test_a_running_proxy_hears_of_changes_at_once(home: Home) -> None:
