@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from warmline_proxy.rows import SavePlan, SegmentRow
 from warmline_proxy.upstream import Unreachable, Upstream
 from warmline_wire.home import Home
 from warmline_wire.keys import namespace, pack_tokens
-from warmline_wire.messages import SampledTurn, SavedFile
+from warmline_wire.messages import SampledTurn, SavedFile, encode
 
 ROOT = namespace("f" * 64)  # of who needs no key
 CALL_ID = "call_00112233445566778899aabb"
@@ -440,6 +440,31 @@ async def test_all_of_one_key_goes_and_nothing_of_another(tmp_path: Path, is_rem
         assert (await proxy.settled())[0].saved_tokens == 0
         assert proxy.index.sessions() == [kept] and proxy.index.turns(root_of["mine"], [CALL_ID]) == []
         assert {row.root for row in proxy.index.segments()} == {root_of["yours"]}
+
+
+@on_loop
+async def test_what_of_a_key_arrives_while_that_is_purged_is_not_kept(tmp_path: Path) -> None:
+    """It was let in by a key that is no more, so nobody could ever use it."""
+    async with pair(tmp_path) as proxy:
+        mine = keys_file.add(proxy.home, "mine")
+        headers, rest = {"X-Api-Key": mine.key, "Content-Type": "application/json"}, asyncio.Event()
+        await proxy.chat(messages=FIRST, headers=headers)
+        body = encode({"model": "any", "messages": FIRST})
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield body[:10]
+            await rest.wait()
+            yield body[10:]
+
+        chat = f"{proxy.url}/v1/chat/completions"
+        running = asyncio.create_task(proxy.client.post(chat, data=slowly(), headers=headers))
+        while not (await proxy.status())["live"]:
+            pass
+        keys_file.remove(proxy.home, "mine")
+        await purged(proxy, roots=[namespace("f" * 64, mine.tenant).hex()])
+        rest.set()
+        assert (await running).status == 200
+        assert (await proxy.settled())[0].saved_tokens == 0 and proxy.index.sessions() == []
 
 
 @on_loop

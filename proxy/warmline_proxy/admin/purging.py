@@ -7,7 +7,7 @@ somebody purges, that is all of it.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from math import inf
 
@@ -35,7 +35,7 @@ from warmline_proxy.rows import PurgeReply, PurgeRequest
 from warmline_proxy.settle import Settler
 from warmline_proxy.turns import Turns
 from warmline_proxy.upstream import Refused, Upstream, UpstreamError
-from warmline_wire.keys import BLOCK_TOKENS
+from warmline_wire.keys import BLOCK_TOKENS, namespace
 from warmline_wire.messages import SegmentRef, decode
 
 log = logging.getLogger(__name__)
@@ -110,8 +110,9 @@ class Purging:
         """
         with self._partings.paused():
             async with self._settler.paused():
-                reply, marked, residents = await self._removed(await self._found(wanted))
-                for life in marked:
+                wanted = await self._found(wanted)
+                reply, marked, residents = await self._removed(wanted)
+                for life in [*marked, *self._arriving(roots_of(wanted))]:
                     life.purged = True
                 for resident in residents.union(self._knowledge.mirror.durable()):
                     self._knowledge.mirror.shun(resident)
@@ -121,6 +122,11 @@ class Purging:
                 finally:
                     await self._forget()
         return reply
+
+    def _arriving(self, roots: Set[bytes]) -> list[Life]:
+        """Whose prompt is not known yet, and whose cache this is: its key may be one that is no more."""
+        served = self._knowledge.fingerprint
+        return [life for life in self._lives if not life.root and namespace(served, life.client.tenant) in roots]
 
     async def _removed(self, wanted: PurgeRequest) -> "Removed":
         """What takes long, writing what is left of files, is done before it is asked who runs."""
