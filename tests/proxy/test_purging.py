@@ -2,62 +2,20 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_backend import packed, rendered
-from harness import Pair, on_loop, pair
+from harness import on_loop, pair
+from purges import CALL_ID, FIRST, LONG, NEXT, OTHER, held, let_go, purged, slow_compaction, spoken
 
-from warmline_proxy import index_cut, keys_file
+from warmline_proxy import keys_file
 from warmline_proxy.admin import purging
 from warmline_proxy.app import LIVES
-from warmline_proxy.index import Index, IndexFull
-from warmline_proxy.index_tables import Tables
-from warmline_proxy.rows import SavePlan, SegmentRow
-from warmline_proxy.upstream import Unreachable, Upstream
-from warmline_wire.home import Home
+from warmline_proxy.index import IndexFull
 from warmline_wire.keys import namespace, pack_tokens
-from warmline_wire.messages import SampledTurn, SavedFile, encode
-
-ROOT = namespace("f" * 64)  # of who needs no key
-CALL_ID = "call_00112233445566778899aabb"
-FIRST = [{"role": "user", "content": "a long first question " * 8}]
-NEXT = [*FIRST, {"role": "assistant", "content": "Paris."}, {"role": "user", "content": "and then?"}]
-LONG = [{"role": "user", "content": "What begins alike " * 8 + "and ends otherwise than the other one. " * 4}]
-ALIKE = [{"role": "user", "content": "What begins alike " * 8 + "may be another matter altogether. " * 4}]
-LONGER = [*LONG, *NEXT[1:]]
-OTHER = [{"role": "user", "content": "something else " * 10}]
-
-
-async def purged(proxy: Pair, **what: Any) -> Any:
-    owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
-    async with proxy.client.post(f"{proxy.url}/warmline/purge", json=what, headers=owner) as response:
-        assert response.status == 200, await response.text()
-        return await response.json()
-
-
-async def spoken(proxy: Pair, messages: list[dict[str, str]]) -> str:
-    """Its conversation's id, once it is stored."""
-    await proxy.chat(messages=messages)
-    return (await proxy.settled())[0].session
-
-
-async def held(proxy: Pair, messages: list[dict[str, str]], key: str = "") -> "asyncio.Task[Any]":
-    """A request that is being answered, until the backend is let go on."""
-    proxy.backend.hold_after = 1
-    proxy.backend.holding.clear()
-    running = asyncio.create_task(proxy.chat(messages=messages, headers={"X-Api-Key": key} if key else None))
-    await proxy.backend.holding.wait()
-    return running
-
-
-async def let_go(proxy: Pair, running: "asyncio.Task[Any]") -> None:
-    proxy.backend.hold_after = None
-    proxy.backend.let_go.set()
-    assert (await running).status == 200
-    proxy.backend.let_go.clear()
+from warmline_wire.messages import SampledTurn, encode
 
 
 @on_loop
@@ -142,156 +100,15 @@ async def test_a_part_that_waits_to_be_saved_meanwhile_does_not_either(
 
 
 @on_loop
-async def test_what_is_in_memory_alone_and_was_not_meant_stays(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
-        proxy.backend.saves_fail = [507] * 8
-        await proxy.chat(messages=OTHER)
-        await proxy.chat(messages=NEXT)
-        assert [record.saved_tokens for record in await proxy.settled()][:2] == [0, 0]
-        others = min(proxy.backend.held, key=lambda name: len(proxy.backend.held[name]))
-        await purged(proxy, session=session)
-        assert proxy.backend.calls["forget"] == [[others]] and list(proxy.backend.held) == [others]
-        assert (await proxy.chat(messages=OTHER)).headers["X-Warmline-Cache"].startswith("resident ")
-        await purged(proxy, everything=True)
-        assert proxy.backend.calls["forget"][1:] == [[]]
-
-
-@on_loop
-async def test_nobody_starts_from_what_the_backend_could_not_be_told_to_forget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def unreachable(_: Upstream, keep: object = ()) -> None:
-        raise Unreachable("nobody listens")
-
-    async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
-        monkeypatch.setattr(Upstream, "forget", unreachable)
-        await purged(proxy, session=session)
-        proxy.backend.generation += 1  # something is pushed out, so all that it has is listed anew
-        assert (await proxy.chat(messages=NEXT)).headers["X-Warmline-Cache"] == "cold 0"
-        await proxy.settled()
-        assert proxy.index.is_untold()
-
-
-@on_loop
-async def test_a_backend_that_could_not_be_told_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget, failing = Upstream.forget, [Unreachable("nobody listens")] * 2
-
-    async def unreachable(upstream: Upstream, keep: Sequence[str] = ()) -> None:
-        if failing:
-            raise failing.pop()
-        await forget(upstream, keep)
-
-    async with pair(tmp_path) as proxy:
-        monkeypatch.setattr(Upstream, "forget", unreachable)
-        monkeypatch.setattr(purging, "TELL_INTERVAL_S", 0.0)
-        await purged(proxy, session=await spoken(proxy, FIRST))
-        await proxy.backend.called("forget")
-        assert not proxy.backend.held
-
-
-@on_loop
-async def test_what_ends_while_the_backend_is_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It left something in memory that is nowhere else, and nobody knew of that when the word was sent."""
-    forget = Upstream.forget
-
-    async def late(upstream: Upstream, keep: Sequence[str] = ()) -> None:
-        await let_go(proxy, running)
-        await forget(upstream, keep)
-
-    async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
-        running = await held(proxy, OTHER)
-        monkeypatch.setattr(Upstream, "forget", late)
-        await purged(proxy, session=session)
-        assert (await proxy.settled())[0].saved_tokens > 0
-        (kept,) = proxy.backend.held
-        assert kept in proxy.backend.left_by.values() and len(proxy.index.sessions()) == 1
-
-
-@on_loop
-async def test_nobody_starts_from_what_is_purged_while_the_index_is_compacted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with pair(tmp_path) as proxy:
-        session = await spoken(proxy, FIRST)
-        began, may_go_on, loop, compact = asyncio.Event(), threading.Event(), asyncio.get_running_loop(), Index.compact
-
-        def compacting() -> None:
-            loop.call_soon_threadsafe(began.set)
-            may_go_on.wait()
-            compact(proxy.index)
-
-        monkeypatch.setattr(proxy.index, "compact", compacting)
-        purge = asyncio.create_task(purged(proxy, session=session))
-        await began.wait()
-        try:
-            assert (await proxy.chat(messages=NEXT)).headers["X-Warmline-Cache"] == "cold 0"
-        finally:
-            may_go_on.set()
-        await purge
-        assert (await proxy.settled())[0].saved_tokens > 0, "it came after the purge"
-
-
-@on_loop
-async def test_nothing_of_an_earlier_proxy_is_used_before_the_backend_was_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forget, asked, may_go_on = Upstream.forget, asyncio.Event(), asyncio.Event()
-
-    async def late(upstream: Upstream, keep: Sequence[str] = ()) -> None:
-        asked.set()
-        await may_go_on.wait()
-        await forget(upstream, keep)
-
-    home = Home(tmp_path / "home")
-    home.prepare()
-    with Index(home, 1 << 30) as index:
-        index.change(Tables.leaves_traces)
-    monkeypatch.setattr(Upstream, "forget", late)
-    async with pair(tmp_path) as proxy:
-        proxy.backend.held["old"], proxy.backend.roots["old"] = packed(rendered({"messages": FIRST})[0]), ROOT
-        await asked.wait()
-        running = asyncio.create_task(proxy.chat(messages=NEXT))
-        while not list(proxy.app[LIVES]):
-            async with proxy.client.get(f"{proxy.url}/health") as response:
-                assert response.status == 200
-        assert not proxy.backend.calls["residents"]
-        may_go_on.set()
-        assert (await running).headers["X-Warmline-Cache"] == "cold 0"
-
-
-@on_loop
-async def test_a_start_tells_the_backend_of_a_purge_that_was_ended_before_that(tmp_path: Path) -> None:
-    home = Home(tmp_path / "home")
-    home.prepare()
-    with Index(home, 1 << 30) as index:
-        index.change(Tables.leaves_traces)
-    async with pair(tmp_path) as proxy:
-        await proxy.backend.called("forget")
-        await proxy.backend.called("residents")
-        assert proxy.backend.calls["forget"] == [[]] and not proxy.index.is_untold()
-
-
-@on_loop
 async def test_a_purge_whose_caller_left_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(tmp_path) as proxy:
         session = await spoken(proxy, FIRST)
-        began, may_go_on, loop, compact = asyncio.Event(), threading.Event(), asyncio.get_running_loop(), Index.compact
-
-        def compacting() -> None:
-            loop.call_soon_threadsafe(began.set)
-            may_go_on.wait()
-            compact(proxy.index)
-
-        monkeypatch.setattr(proxy.index, "compact", compacting)
-        purge = asyncio.create_task(purged(proxy, session=session))
-        await began.wait()
-        purge.cancel()
-        while (await proxy.status())["connections"] > 1:
-            pass
-        may_go_on.set()
+        with slow_compaction(proxy, monkeypatch) as began:
+            purge = asyncio.create_task(purged(proxy, session=session))
+            await began.wait()
+            purge.cancel()
+            while (await proxy.status())["connections"] > 1:
+                pass
         await proxy.backend.called("forget")
         assert proxy.index.sessions() == [] and not proxy.backend.held
 
@@ -315,82 +132,6 @@ async def test_memory_is_emptied_though_the_index_can_not_be_compacted(
         await let_go(proxy, running)
         assert (await proxy.settled())[0].saved_tokens == 0
         assert proxy.backend.calls["forget"] and proxy.index.segments() == []
-
-
-def written(home: Home, row: SegmentRow, plan: SavePlan) -> SavedFile:
-    """The rest of a file such as the fake backend writes them: nothing is in it."""
-    path = home.segment_file(plan.segments[0].id)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    path.write_bytes(b"rest")
-    return SavedFile(id=plan.segments[0].id, bytes_written=4, checksum="rest")
-
-
-@pytest.fixture
-def cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_cut, "_written", written)
-
-
-@pytest.mark.usefixtures("cuts")
-@on_loop
-async def test_what_runs_on_what_is_cut_away_does_not_bring_it_back(tmp_path: Path) -> None:
-    """And what runs on the rest of the same file is kept."""
-    async with pair(tmp_path) as proxy:
-        session, other = await spoken(proxy, LONG), await spoken(proxy, ALIKE)
-        running = await held(proxy, LONGER)
-        (cut,) = (await purged(proxy, session=session))["cuts"]
-        assert cut["until"] < cut["end"] and not cut["why_not"]
-        await let_go(proxy, running)
-        assert (await proxy.settled())[0].saved_tokens == 0
-        assert [row.id for row in proxy.index.sessions()] == [other]
-        assert proxy.index.segment(cut["became"])
-        running = await held(proxy, [*ALIKE, *LONGER[1:]])
-        await purged(proxy, session="0" * 12)
-        await let_go(proxy, running)
-        assert (await proxy.settled())[0].saved_tokens > 0
-
-
-@on_loop
-async def test_what_begins_while_the_rest_of_a_file_is_written_does_not_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with pair(tmp_path) as proxy:
-        session, _ = await spoken(proxy, LONG), await spoken(proxy, ALIKE)
-        began, may_go_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
-
-        def writing(*arguments: Any) -> Any:
-            loop.call_soon_threadsafe(began.set)
-            may_go_on.wait()
-            return written(*arguments)
-
-        monkeypatch.setattr(index_cut, "_written", writing)
-        purge = asyncio.create_task(purged(proxy, session=session))
-        await began.wait()
-        running = await held(proxy, LONGER)
-        may_go_on.set()
-        assert [cut["why_not"] for cut in (await purge)["cuts"]] == [""]
-        await let_go(proxy, running)
-        assert (await proxy.settled())[0].saved_tokens == 0
-        assert len(proxy.index.sessions()) == 1
-
-
-@pytest.mark.usefixtures("cuts")
-@on_loop
-async def test_a_file_that_is_cut_and_being_read_goes_before_the_purge_answers(tmp_path: Path) -> None:
-    async with pair(tmp_path) as proxy:
-        session, _ = await spoken(proxy, LONG), await spoken(proxy, ALIKE)
-        (old,) = [row.id for row in proxy.index.segments() if not row.parent]
-        proxy.backend.restart()
-        proxy.backend.restoring_allowed.clear()
-        running = asyncio.create_task(proxy.chat(messages=ALIKE))
-        await proxy.backend.called("restore")
-        purge = asyncio.create_task(purged(proxy, session=session))
-        await proxy.backend.called("forget")
-        assert proxy.home.segment_file(old).exists() and not purge.done()
-        proxy.backend.restoring_allowed.set()
-        await purge
-        assert not proxy.home.segment_file(old).exists()
-        assert (await running).status == 200
-        assert (await proxy.settled())[0].source == "restored"
 
 
 @on_loop
