@@ -27,19 +27,17 @@ class Announced:
     pid: int
 
 
-def announced(home: Path) -> Announced | None:
-    """By this home's proxy, or by one that was killed and left it behind; None where none did."""
+def running(home: Path) -> Announced | None:
+    """By the proxy that has this home; None where none does.
+
+    One that was killed leaves it behind: who else has its pid or its port by now must not be taken for it.
+    """
     try:
         told = json.loads((home / "run" / "proxy.json").read_text())
-        return Announced(str(told["url"]), int(told["pid"]))
+        found = Announced(str(told["url"]), int(told["pid"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def running(home: Path) -> Announced | None:
-    """The same, where that process has the home: who else has its pid or its port by now must not be taken for it."""
-    told = announced(home)
-    return told if told and _holder(home / "home.lock") == str(told.pid) else None
+    return found if _holder(home / "home.lock") == str(found.pid) else None
 
 
 def occupied(config: Config, own_ports: Collection[int] = ()) -> str:
