@@ -144,7 +144,7 @@ def _select_and_remove(tables: Tables, request: PurgeRequest, cutter: Cutter) ->
     selection = select(snapshot, request, now)
     if not cutter.is_ready(tables, selection.cuts):
         return None
-    kept = snapshot.sessions.keys() - selection.sessions
+    kept, roots = snapshot.sessions.keys() - selection.sessions, roots_of(request)
     tables.leaves_traces()
     _remove(tables, selection)
     _disown(tables, snapshot, selection)
@@ -152,13 +152,20 @@ def _select_and_remove(tables: Tables, request: PurgeRequest, cutter: Cutter) ->
     let_go_of_unclaimed(tables)
     _remove_records(tables, snapshot, selection, request, now)
     for plan in tables.saves():
-        if request.everything or request.model == plan.model != "" or plan.root in roots_of(request):
+        if request.everything or request.model == plan.model != "" or plan.root in roots:
             abort(tables, plan)
-    remove_turns(tables, (pair for pair in turns(tables) if _goes(pair[1], kept, selection, request, now)))
+    remove_turns(tables, (pair for pair in turns(tables) if _goes(pair[1], kept, selection, request, roots, now)))
     return _told(selection, cuts, dry_run=False)
 
 
-def _goes(turn: TurnRow, kept: Collection[str], selection: Selection, request: PurgeRequest, now: float) -> bool:
+def _goes(
+    turn: TurnRow,
+    kept: Collection[str],
+    selection: Selection,
+    request: PurgeRequest,
+    roots: Set[bytes],
+    now: float,
+) -> bool:
     """What a model sampled is gone with its conversation: the first turn of one that goes on is not old.
 
     What belongs to no conversation yet may belong to the one that goes.
@@ -166,7 +173,7 @@ def _goes(turn: TurnRow, kept: Collection[str], selection: Selection, request: P
     if request.older_than_s is not None and turn.at < now - request.older_than_s:
         return turn.session not in kept
     of_session = turn.session in selection.sessions or (bool(request.session) and not turn.session)
-    return request.everything or of_session or request.model == turn.model != "" or turn.root in roots_of(request)
+    return request.everything or of_session or request.model == turn.model != "" or turn.root in roots
 
 
 def _of_model(snapshot: Snapshot, model: str) -> Selection:

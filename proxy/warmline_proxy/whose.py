@@ -9,6 +9,7 @@ All that is under one root is of one model and one tenant, and only a hash of bo
 tried with each tenant that is known.
 """
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -138,7 +139,7 @@ def models_of(home: Home, rows: Iterable[SegmentRow], known: Mapping[bytes, str]
 
 def fingerprint_in(home: Home, rows: Iterable[SegmentRow]) -> str:
     """Of the model that wrote these, which have one root, as the first few files say; "" where none does."""
-    for _, row in zip(range(FILES_ASKED_MAX), rows, strict=False):
+    for row in itertools.islice(rows, FILES_ASKED_MAX):
         try:
             meta = read_header(home.segment_file(row.id)).meta
         except (SegmentFileError, OSError):
