@@ -51,6 +51,19 @@ async def let_go(proxy: Pair, running: "asyncio.Task[Any]") -> None:
     proxy.backend.let_go.clear()
 
 
+async def purged_while_read(
+    proxy: Pair, session: str, messages: list[dict[str, str]]
+) -> "tuple[asyncio.Task[Any], asyncio.Task[Any]]":
+    """(the request with these messages, whose restore reads until the backend may go on; the purge meanwhile)."""
+    proxy.backend.restart()
+    proxy.backend.restoring_allowed.clear()
+    running = asyncio.create_task(proxy.chat(messages=messages))
+    await proxy.backend.called("restore")
+    purge = asyncio.create_task(purged(proxy, session=session))
+    await proxy.backend.called("forget")
+    return running, purge
+
+
 @contextmanager
 def slow_compaction(proxy: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Event]:
     """Within this the index is compacted only at its end; tells when somebody waits for that."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from harness import on_loop, pair
-from purges import ALIKE, LONG, LONGER, held, let_go, purged, spoken
+from purges import ALIKE, LONG, LONGER, held, let_go, purged, purged_while_read, spoken
 
 from warmline_proxy import index_cut
 from warmline_proxy.rows import SavePlan, SegmentRow
@@ -77,12 +77,7 @@ async def test_a_file_that_is_cut_and_being_read_goes_before_the_purge_answers(t
     async with pair(tmp_path) as proxy:
         session, _ = await spoken(proxy, LONG), await spoken(proxy, ALIKE)
         (old,) = [row.id for row in proxy.index.segments() if not row.parent]
-        proxy.backend.restart()
-        proxy.backend.restoring_allowed.clear()
-        running = asyncio.create_task(proxy.chat(messages=ALIKE))
-        await proxy.backend.called("restore")
-        purge = asyncio.create_task(purged(proxy, session=session))
-        await proxy.backend.called("forget")
+        running, purge = await purged_while_read(proxy, session, ALIKE)
         assert proxy.home.segment_file(old).exists() and not purge.done()
         proxy.backend.restoring_allowed.set()
         await purge

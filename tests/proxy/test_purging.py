@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import on_loop, pair
-from purges import CALL_ID, FIRST, LONG, NEXT, OTHER, held, let_go, purged, slow_compaction, spoken
+from purges import CALL_ID, FIRST, LONG, NEXT, OTHER, held, let_go, purged, purged_while_read, slow_compaction, spoken
 
 from warmline_proxy import keys_file
 from warmline_proxy.admin import purging
@@ -240,12 +240,7 @@ async def test_a_file_that_is_being_read_goes_before_the_purge_answers(tmp_path:
     async with pair(tmp_path) as proxy:
         session = await spoken(proxy, FIRST)
         (row,) = proxy.index.segments()
-        proxy.backend.restart()
-        proxy.backend.restoring_allowed.clear()
-        running = asyncio.create_task(proxy.chat(messages=NEXT))
-        await proxy.backend.called("restore")
-        purge = asyncio.create_task(purged(proxy, session=session))
-        await proxy.backend.called("forget")
+        running, purge = await purged_while_read(proxy, session, NEXT)
         assert proxy.home.segment_file(row.id).exists() and not purge.done()
         proxy.backend.restoring_allowed.set()
         await purge
@@ -310,12 +305,7 @@ def _attributes(value: object) -> list[tuple[str, object]]:
 async def test_what_is_being_read_meanwhile_is_left_to_nobody(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         session = await spoken(proxy, FIRST)
-        proxy.backend.restart()
-        proxy.backend.restoring_allowed.clear()
-        running = asyncio.create_task(proxy.chat(messages=NEXT))
-        await proxy.backend.called("restore")
-        purge = asyncio.create_task(purged(proxy, session=session))
-        await proxy.backend.called("forget")
+        running, purge = await purged_while_read(proxy, session, NEXT)
         proxy.backend.restoring_allowed.set()
         await purge
         assert (await running).headers["X-Warmline-Cache"] == "cold 0"

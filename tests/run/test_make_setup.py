@@ -5,8 +5,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 # Makes a .venv with itself in it, and installs nothing.
 PYTHON = """#!/bin/sh
@@ -15,7 +13,6 @@ echo "$@" >>asked
 """
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_each_long_step_is_told_of_before_it_begins(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     for name in ("Makefile", "pyproject.toml"):
