@@ -1,0 +1,189 @@
+"""What is seen of an agent: its state, its coming up, its logs, and how its process ends."""
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from warmline_run.address import Address
+from warmline_run.agents import kept, launchctl, logs, systemctl, waiting
+from warmline_run.agents.launchctl import Launchd
+from warmline_run.agents.manager import ManagerFailed, State
+from warmline_run.cli import main as warmline
+from warmline_wire import kept as wire_kept
+
+
+@pytest.mark.parametrize(
+    ("printed", "state"),
+    [
+        ("x = {\n\tstate = running\n\tpid = 7\n\tlast exit code = (never exited)\n}", State(True, 7)),
+        (
+            "x = {\n\tstate = not running\n\tlast exit code = 78: EX_CONFIG\n}",
+            State(True, None, "exit code 78: EX_CONFIG"),
+        ),
+        ("x = {\n\tlast terminating signal = Killed: 9\n}", State(True, None, "killed by signal Killed: 9")),
+        ("x = {\n\tstate = spawn scheduled\n\tlast exit code = 0\n}", State(True)),
+        ("x = {\n\tstate = spawn scheduled\n\tlast terminating signal = Terminated: 15\n}", State(True)),
+        ("x = {\n\tstate = spawn scheduled\n\tlast exit code = 1\n}", State(True, None, "exit code 1")),
+        ("x = {\n\tendpoints = {\n\t\tpid = 8\n\t}\n\tlast exit code = (never exited)\n}", State(True)),
+    ],
+)
+def test_what_launchctl_prints_is_read(printed: str, state: State) -> None:
+    assert launchctl.state_in(printed) == state
+
+
+@pytest.mark.parametrize(
+    ("shown", "state"),
+    [
+        ("LoadState=loaded\nMainPID=7\nExecMainExitTimestampMonotonic=0", State(True, 7)),
+        ("LoadState=not-found\nMainPID=0\nExecMainExitTimestampMonotonic=0", State(False)),
+        (
+            "LoadState=loaded\nMainPID=0\nExecMainCode=1\nExecMainStatus=2\nExecMainExitTimestampMonotonic=5",
+            State(True, None, "exit code 2"),
+        ),
+        (
+            "LoadState=loaded\nMainPID=0\nExecMainCode=2\nExecMainStatus=9\nExecMainExitTimestampMonotonic=5",
+            State(True, None, "killed by signal 9"),
+        ),
+    ],
+)
+def test_what_systemctl_shows_is_read(shown: str, state: State) -> None:
+    assert systemctl.state_in(shown) == state
+
+
+@contextmanager
+def answering(*answers: tuple[int, Any]) -> Iterator[Address]:
+    """A proxy that says these one after the other to whoever asks, and the last one for ever."""
+    left = list(answers)
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = left.pop(0) if len(left) > 1 else left[0]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield Address("127.0.0.1", server.server_port)
+        server.shutdown()
+
+
+class Running(Launchd):
+    """Agents of which all run."""
+
+    def state(self, which: object) -> State:
+        return State(True, 1)
+
+
+def test_waiting_tells_each_reason_once_and_ends_when_requests_are_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(waiting, "POLL_S", 0)
+    loading = (503, {"ready": False, "reason": "loading"})
+    told: list[str] = []
+    with answering(loading, loading, (503, []), (200, {"model": "tiny"})) as address:
+        assert waiting.until_ready(Running(), "", address, {}, 60, told.append) == ""
+    assert told == ["waiting: loading", "waiting: the proxy answers 503"]
+    with answering(loading) as address:
+        problem = waiting.until_ready(Running(), "", address, {}, 0, told.append)
+        assert problem == "not ready after 0 s: loading; it goes on starting"
+
+
+def test_the_last_lines_reach_back_over_a_rotation(tmp_path: Path) -> None:
+    log = tmp_path / "proxy.log"
+    assert logs.last_lines(log, 3) == []
+    log.with_name("proxy.log.1").write_text("one\ntwo\nthree\n")
+    log.write_text("four\n")
+    assert logs.last_lines(log, 3) == ["two", "three", "four"] and logs.last_lines(log, 1) == ["four"]
+    shown: list[str] = []
+    assert logs.show([tmp_path / "none", log], 1, shown.append) and shown == ["four\n"]
+
+
+def test_what_is_followed_goes_on_through_rotation_and_truncation(tmp_path: Path) -> None:
+    log = tmp_path / "proxy.log"
+    followed = logs.Followed(log)
+    assert followed.more() == ""
+    log.write_text("one\n")
+    assert followed.more() == "one\n"
+    with log.open("a") as file:
+        file.write("two\n")
+    log.rename(tmp_path / "proxy.log.1")
+    log.write_text("three\n")
+    assert followed.more() == "two\nthree\n"
+    log.write_text("4\n")
+    assert followed.more() == "4\n"
+    written: list[str] = []
+    turns = iter([False, True])
+
+    def is_over() -> bool:
+        with log.open("a") as file:
+            file.write("five\n")
+        return next(turns)
+
+    logs.follow([log, tmp_path / "other"], written.append, is_over)
+    assert written == [f"==> {log} <==\nfive\n"]
+    followed.close()
+
+
+# ---- in the processes
+
+
+@pytest.mark.parametrize(("keeper", "code"), [("launchd", 0), ("systemd", 2), ("", 2)])
+def test_a_configuration_error_is_one_line_and_0_under_launchd(
+    keeper: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from warmline_backend.config import parse_config
+    from warmline_proxy.__main__ import main as proxy
+
+    monkeypatch.setenv("WARMLINE_AGENT", keeper)
+    starts = [
+        lambda: wire_kept.end(lambda: proxy(["--no-such-flag"])),
+        lambda: wire_kept.end(lambda: proxy(["--host", "0.0.0.0", "--home", str(tmp_path)])),
+        lambda: wire_kept.end(lambda: len(str(parse_config(["--home", "x", "--model", "y", "--temp", "z"])))),
+        warmline,
+    ]
+    monkeypatch.setattr("sys.argv", ["warmline", "backend", "--home", str(tmp_path), "--port", "http"])
+    for start in starts:
+        with pytest.raises(SystemExit) as ended:
+            start()
+        assert ended.value.code == code
+        said = capfd.readouterr().err
+        assert said.count("\n") == 1 and said.startswith("warmline")
+
+
+def test_other_ends_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARMLINE_AGENT", "launchd")
+    assert [wire_kept.exit_code(code) for code in (0, 1, 2, 3)] == [0, 1, 0, 3]
+    assert [kept.exit_code(code) for code in (0, 1, 2, 3)] == [0, 1, 0, 3]
+    assert wire_kept.code_of_held() == 1, "who holds the home may let go"
+    monkeypatch.delenv("WARMLINE_AGENT")
+    assert wire_kept.code_of_held() == 2
+    assert kept.VARIABLE == wire_kept.KEEPER
+
+
+def test_the_file_with_what_a_kept_process_prints_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "OUTPUT_BYTES_MAX", 10)
+    with (tmp_path / "proxy.stderr").open("ab", 0) as file:
+        file.write(b"x" * 11)
+        kept.bound_output({}, file.fileno())
+        assert file.seek(0, 2) == 11
+        kept.bound_output({"WARMLINE_AGENT": "launchd"}, file.fileno())
+        file.write(b"new")
+    assert (tmp_path / "proxy.stderr").read_bytes() == b"new"
+
+
+def test_a_tool_that_says_nothing_is_told_by_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "launchctl").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "launchctl").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ManagerFailed, match="launchctl print x: exit code 9"):
+        Launchd().tell("print", "x")
