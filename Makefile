@@ -67,7 +67,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 reference: setup
-	$(BIN)/python -m warmline_run.reference docs/settings.md >docs/settings.md.draft
+	$(BIN)/python -m warmline_run.settings.reference docs/settings.md >docs/settings.md.draft
 	mv docs/settings.md.draft docs/settings.md
 
 setup: $(STAMP)

@@ -26,13 +26,13 @@ from rows import Rows
 from servers import blas_line, environment, tiny_models
 
 from warmline_backend import demo
-from warmline_backend.grammar.compiler import Grammars
-from warmline_backend.grammar.plan import Constraint
-from warmline_backend.model import ServedModel, load
-from warmline_backend.params import GenerationParams
-from warmline_backend.scheduler import Scheduler, SchedulerSettings
-from warmline_backend.sequence import Event, Generation, Piece
-from warmline_wire.home import Home
+from warmline_backend.generation.sequence import Event, Generation, Piece
+from warmline_backend.model.model import ServedModel, load
+from warmline_backend.request.params import GenerationParams
+from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
+from warmline_backend.structured_output.compiler import Grammars
+from warmline_backend.structured_output.constraint import Constraint
+from warmline_common.storage.home import Home
 
 TOGETHER = (1, 4)
 PROMPT_TOKENS = 64

@@ -24,7 +24,7 @@ from mlx_lm.models.cache import CacheList
 from rich.console import Console
 from rows import Rows
 
-from warmline_backend.models import glm_moe_dsa as ours
+from warmline_backend.model.architectures import glm_moe_dsa as ours
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import glm_5_2

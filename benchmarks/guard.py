@@ -22,7 +22,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from warmline_backend import demo
-from warmline_proxy.guard import Guard
+from warmline_proxy.response.repetition import Guard
 
 HERE = Path(__file__).parents[1]
 FILES_MAX = 2000

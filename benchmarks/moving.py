@@ -34,7 +34,7 @@ from rich.console import Console
 from rows import Rows
 from servers import Message, Server, ask, blas_line, median, noise, tiny_models, warmline
 
-from warmline_wire import disk
+from warmline_common.storage import disk
 
 CACHECTL = "from warmline_cachectl.cli import app; app()"
 BLOCK_BYTES = 8 << 20

@@ -38,13 +38,13 @@ from rows import Rows
 from servers import blas_line, environment
 
 from warmline_backend import demo
-from warmline_backend.first_logits import first_logits
-from warmline_backend.loading import ModelProblem
-from warmline_backend.model import ServedModel, load
-from warmline_backend.sequence import next_cut
-from warmline_proxy.compare import DIFFERS, Verdict, compare, judge
-from warmline_wire.home import Home
-from warmline_wire.messages import FirstLogits
+from warmline_backend.generation.first_logits import first_logits
+from warmline_backend.generation.sequence import next_cut
+from warmline_backend.model.loader import ModelProblem
+from warmline_backend.model.model import ServedModel, load
+from warmline_common.protocol.messages import FirstLogits
+from warmline_common.storage.home import Home
+from warmline_proxy.audit.comparison import DIFFERS, Verdict, compare, judge
 
 COLD_CHUNK = 2048
 OTHER_CHUNKS = (37, 500)

@@ -28,13 +28,13 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, s
 from rich.console import Console
 from rich.table import Table
 
-from warmline_backend.codecs import CacheLayout
-from warmline_backend.kv import KV
-from warmline_backend.segments import Loader, as_bytes, write_file
-from warmline_wire import disk
-from warmline_wire.keys import SEGMENT_TOKENS_MAX, pack_tokens, prefix_digest
-from warmline_wire.messages import SegmentRef
-from warmline_wire.segment_file import FileMeta
+from warmline_backend.kv_cache.codecs import CacheLayout
+from warmline_backend.kv_cache.kv import KV
+from warmline_backend.kv_cache.segment_io import Loader, as_bytes, write_file
+from warmline_common.protocol.messages import SegmentRef
+from warmline_common.protocol.tokens import SEGMENT_TOKENS_MAX, pack_tokens, prefix_digest
+from warmline_common.storage import disk
+from warmline_common.storage.segment_file import FileMeta
 
 SHAPES = {
     "8B": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "num_attention_heads": 32},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from warmline_wire.home import Home
+from warmline_common.storage.home import Home
 
 FolderOf = Callable[..., Path]
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 import tiny_models
-from warmline_backend.models.glm_moe_dsa import Model, ModelArgs
+from warmline_backend.model.architectures.glm_moe_dsa import Model, ModelArgs
 
 LAYERS = 78
 CONFIG: dict[str, Any] = {

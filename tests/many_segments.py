@@ -2,10 +2,10 @@
 
 import hashlib
 
-from warmline_proxy.index import Index
-from warmline_proxy.index_tables import Tables, blocks_within
-from warmline_proxy.rows import SegmentRow, SessionRow
-from warmline_wire.keys import chain_hashes, namespace, pack_tokens
+from warmline_common.protocol.tokens import chain_hashes, namespace, pack_tokens
+from warmline_proxy.index.index import Index
+from warmline_proxy.store.rows import SegmentRow, SessionRow
+from warmline_proxy.store.tables import Tables, blocks_within
 
 MODEL = "model-a"
 SYSTEM_TOKENS, TURN_TOKENS = 128, 64

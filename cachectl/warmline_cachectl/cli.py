@@ -7,18 +7,16 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from warmline_cachectl import (
-    changing_cli,
-    checking_cli,
-    doctor_cli,
-    explain_cli,
-    keys_cli,
-    looking_cli,
-    moving_cli,
-    top_cli,
-)
+from warmline_cachectl.commands import archive as moving_cli
+from warmline_cachectl.commands import doctor as doctor_cli
+from warmline_cachectl.commands import explain as explain_cli
+from warmline_cachectl.commands import inspect as looking_cli
+from warmline_cachectl.commands import keys as keys_cli
+from warmline_cachectl.commands import modify as changing_cli
+from warmline_cachectl.commands import top as top_cli
+from warmline_cachectl.commands import verify as checking_cli
 from warmline_cachectl.options import EXIT_REFUSED, EXIT_STOPPED, EXIT_UNREAD, fail
-from warmline_wire.version import version
+from warmline_common.process.version import version
 
 
 class Grouped(TyperGroup):

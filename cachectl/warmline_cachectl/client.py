@@ -19,19 +19,24 @@ from urllib.request import ProxyHandler, Request, build_opener
 import msgspec
 
 from warmline_cachectl import configured
-from warmline_cachectl.behind import forget_in_backend
-from warmline_proxy import strays
-from warmline_proxy.gc import collect
-from warmline_proxy.index import Index, IndexFailure, IndexReader, NoIndex
-from warmline_proxy.index_probe import is_readable
-from warmline_proxy.keys_file import KeysUnusable, NoSuchKey
-from warmline_proxy.lock import HomeLocked, home_lock
-from warmline_proxy.pin import NotStored, TooMuchPinned
-from warmline_proxy.pin import pin as pin_in
-from warmline_proxy.purge import by_roots
-from warmline_proxy.purge import purge as purge_index
-from warmline_proxy.repair import repair as repair_index
-from warmline_proxy.rows import (
+from warmline_cachectl.upstream import forget_in_backend
+from warmline_common.protocol.messages import ErrorReply, decode, encode, message_in
+from warmline_common.storage.file_lock import holder_of
+from warmline_common.storage.home import Home
+from warmline_proxy.auth.key_store import KeysUnusable, NoSuchKey
+from warmline_proxy.auth.owners import Whose, models_of
+from warmline_proxy.auth.owners import whose as whose_by_keys
+from warmline_proxy.home_lock import HomeLocked, home_lock
+from warmline_proxy.index.index import Index, IndexFailure, IndexReader, NoIndex
+from warmline_proxy.index.recovery import orphans as strays
+from warmline_proxy.index.recovery.repair import repair as repair_index
+from warmline_proxy.retention.gc import collect
+from warmline_proxy.retention.pin import NotStored, TooMuchPinned
+from warmline_proxy.retention.pin import pin as pin_in
+from warmline_proxy.retention.purge import by_roots
+from warmline_proxy.retention.purge import purge as purge_index
+from warmline_proxy.store.crash_probe import is_readable
+from warmline_proxy.store.rows import (
     GcReply,
     GcRequest,
     PinReply,
@@ -44,11 +49,6 @@ from warmline_proxy.rows import (
     SegmentRow,
     Snapshot,
 )
-from warmline_proxy.whose import Whose, models_of
-from warmline_proxy.whose import whose as whose_by_keys
-from warmline_wire.home import Home
-from warmline_wire.lock import holder_of
-from warmline_wire.messages import ErrorReply, decode, encode, message_in
 
 REPAIR_TIMEOUT_S = 24 * 3600.0  # every byte that is stored is read
 CHANGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted

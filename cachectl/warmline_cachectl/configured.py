@@ -7,9 +7,9 @@ import os
 import tomllib
 from typing import Any
 
-from warmline_proxy.whose import Holders, holders
-from warmline_wire.flags import GB
-from warmline_wire.home import Home
+from warmline_common.process.arguments import GB
+from warmline_common.storage.home import Home
+from warmline_proxy.auth.owners import Holders, holders
 
 DISK_BUDGET_GB = 50.0  # as in the table of settings
 

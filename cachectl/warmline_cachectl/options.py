@@ -12,11 +12,12 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from warmline_cachectl import client, views
-from warmline_cachectl.columns import printable
-from warmline_proxy.index import IndexFailure, IndexReader
-from warmline_proxy.rows import Snapshot
-from warmline_wire.home import Home
+from warmline_cachectl import client
+from warmline_cachectl.views import values as views
+from warmline_cachectl.views.columns import printable
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import IndexFailure, IndexReader
+from warmline_proxy.store.rows import Snapshot
 
 EXIT_OK, EXIT_FOUND, EXIT_USAGE, EXIT_REFUSED = 0, 1, 2, 3
 EXIT_STOPPED, EXIT_UNREAD = 130, 141  # as shells say it of SIGINT and SIGPIPE

@@ -8,8 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from warmline_run.resolve import Config
-from warmline_run.settings import SETTINGS, is_loopback
+from warmline_run.settings.resolve import Config
+from warmline_run.settings.schema import SETTINGS, is_loopback
 
 ANY_ADDRESS = "0.0.0.0"
 PROBED = {ANY_ADDRESS: "127.0.0.1", "::": "::1"}  # a wildcard address is no address to connect to

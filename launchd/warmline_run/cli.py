@@ -11,14 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
-from warmline_run import asking, commands, openblas, ports, summary, supervise
+from warmline_run import exit as kept
+from warmline_run import openblas, ports
+from warmline_run import probe as asking
+from warmline_run import processes as commands
+from warmline_run import startup_report as summary
+from warmline_run import supervisor as supervise
 from warmline_run.address import address_of
-from warmline_run.agents import kept
-from warmline_run.agents.cli import group
-from warmline_run.agents.manager import ServiceManager
-from warmline_run.options import with_settings
-from warmline_run.resolve import EXIT_CONFIGURATION, Config, ConfigurationError, Effective, resolve
-from warmline_run.settings import SETTINGS
+from warmline_run.services.cli import group
+from warmline_run.services.manager import ServiceManager
+from warmline_run.settings.cli_options import with_settings
+from warmline_run.settings.resolve import EXIT_CONFIGURATION, Config, ConfigurationError, Effective, resolve
+from warmline_run.settings.schema import SETTINGS
 
 app = typer.Typer(
     help="A caching proxy in front of an MLX model: what was prefilled once is never prefilled again.",
@@ -116,8 +120,8 @@ def gates(
     seed: Annotated[str, typer.Option(help="at the top of each prompt; default: a new one")] = "",
 ) -> None:
     """Check a running server, from a first token to a long transcript.  The key comes from WARMLINE_CLIENT_KEY."""
-    from warmline_run.gates import command  # here, since no other command needs what these import
-    from warmline_run.gates.gate import Scale
+    from warmline_run.smoke import command  # here, since no other command needs what these import
+    from warmline_run.smoke.check import Scale
 
     if names:
         print(command.listing())
@@ -188,13 +192,13 @@ def _check_ports_free(config: Config) -> None:
 
 
 def _launchd() -> ServiceManager:
-    from warmline_run.agents.launchctl import Launchd  # here, since no other command needs what this imports
+    from warmline_run.services.launchd import Launchd  # here, since no other command needs what this imports
 
     return Launchd()
 
 
 def _systemd() -> ServiceManager:
-    from warmline_run.agents.systemctl import Systemd
+    from warmline_run.services.systemd import Systemd
 
     return Systemd()
 

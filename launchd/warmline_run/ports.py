@@ -12,8 +12,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from warmline_run.address import address_of
-from warmline_run.resolve import Config
-from warmline_run.settings import SETTINGS
+from warmline_run.settings.resolve import Config
+from warmline_run.settings.schema import SETTINGS
 
 LISTENERS = ("port", "backend_port")
 LOCKS = ("home.lock", "run/backend.lock")

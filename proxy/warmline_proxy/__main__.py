@@ -10,21 +10,22 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from warmline_proxy.app import LIVES, build, drain
-from warmline_proxy.client_keys import prepare_keys
+from warmline_common.logging import start_logging, tell_of_loop
+from warmline_common.process import exit_codes as kept
+from warmline_common.process.console import say
+from warmline_common.process.file_limits import raise_descriptor_limit
+from warmline_common.process.parent_watch import end_with_parent
+from warmline_common.storage import disk
+from warmline_common.storage.home import unusable
+from warmline_common.storage.permissions import begin_private, tighten
+from warmline_proxy.auth.key_store import tenant_of
+from warmline_proxy.auth.principals import prepare_keys
 from warmline_proxy.config import Config, ConfigError, parse
-from warmline_proxy.connections import listening
-from warmline_proxy.index import Index, IndexFailure
-from warmline_proxy.keys_file import tenant_of
-from warmline_proxy.lock import HomeLocked, home_lock
-from warmline_proxy.reconcile import reconcile
-from warmline_wire import disk, kept
-from warmline_wire.descriptors import raise_descriptor_limit
-from warmline_wire.home import unusable
-from warmline_wire.lifeline import end_with_parent
-from warmline_wire.lines import say
-from warmline_wire.logs import start_logging, tell_of_loop
-from warmline_wire.modes import begin_private, tighten
+from warmline_proxy.home_lock import HomeLocked, home_lock
+from warmline_proxy.http.connections import listening
+from warmline_proxy.index.index import Index, IndexFailure
+from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.routes.dispatch import LIVES, build, drain
 
 log = logging.getLogger("warmline_proxy")
 

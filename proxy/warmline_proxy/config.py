@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from warmline_proxy.cors import origins
-from warmline_proxy.hosts import allowed_names
-from warmline_proxy.hygiene.stabilize import RULES
-from warmline_wire.flags import GB, gigabytes
-from warmline_wire.home import Home
-from warmline_wire.lines import say
-from warmline_wire.local import is_loopback
+from warmline_common.process.arguments import GB, gigabytes
+from warmline_common.process.console import say
+from warmline_common.process.loopback import is_loopback
+from warmline_common.storage.home import Home
+from warmline_proxy.explain.stabilize import RULES
+from warmline_proxy.http.cors import origins
+from warmline_proxy.http.host_filter import allowed_names
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import msgspec
 from aiohttp import web
 
-from warmline_proxy.upstream import Refused, Unreachable, UpstreamError
-from warmline_wire.messages import ErrorBody, ErrorReply, decode, encode, logged_in, message_in
+from warmline_common.protocol.messages import ErrorBody, ErrorReply, decode, encode, logged_in, message_in
+from warmline_proxy.upstream.client import Refused, Unreachable, UpstreamError
 
 RETRY_AFTER_S = 2
 _OVERFLOW = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")  # the backend's words

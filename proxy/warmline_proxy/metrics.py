@@ -20,9 +20,9 @@ from prometheus_client import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from warmline_common.process.version import version
 from warmline_proxy.errors import ClientError, read_error
-from warmline_proxy.rows import RequestRecord
-from warmline_wire.version import version
+from warmline_proxy.store.rows import RequestRecord
 
 # A prefill may take hours, a warm answer's first token milliseconds.
 SECONDS = (

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from warmline_backend import scheduler
+from warmline_backend.scheduler import scheduler
 
 
 @pytest.fixture(scope="session")

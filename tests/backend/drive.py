@@ -5,15 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from warmline_backend.kv import KV
-from warmline_backend.model import ServedModel
-from warmline_backend.params import GenerationParams
-from warmline_backend.scheduler import Scheduler, SchedulerSettings
-from warmline_backend.segments import Loader, as_bytes, write_file
-from warmline_backend.sequence import Ended, Event, Generation, Piece, Progress
-from warmline_wire.keys import pack_tokens, prefix_digests, unpack_tokens
-from warmline_wire.messages import CheckpointRef, SegmentRef, Settled
-from warmline_wire.segment_file import FileMeta
+from warmline_backend.generation.sequence import Ended, Event, Generation, Piece, Progress
+from warmline_backend.kv_cache.kv import KV
+from warmline_backend.kv_cache.segment_io import Loader, as_bytes, write_file
+from warmline_backend.model.model import ServedModel
+from warmline_backend.request.params import GenerationParams
+from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
+from warmline_common.protocol.messages import CheckpointRef, SegmentRef, Settled
+from warmline_common.protocol.tokens import pack_tokens, prefix_digests, unpack_tokens
+from warmline_common.storage.segment_file import FileMeta
 
 FINGERPRINT = "f" * 64
 TURNS_MAX = 5000

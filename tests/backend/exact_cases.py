@@ -18,11 +18,11 @@ from drive import Drive, Heard, cut_chain, loader, save
 from families import FAMILIES, prompt_of, served
 from numpy.typing import NDArray
 
-from warmline_backend.decode import DecodeGroup
-from warmline_backend.kv import RowsGone
-from warmline_backend.residents import ResidentMismatch
-from warmline_backend.sequence import Event, Sequence
-from warmline_wire.keys import pack_tokens
+from warmline_backend.generation.sequence import Event, Sequence
+from warmline_backend.kv_cache.kv import RowsGone
+from warmline_backend.kv_cache.residents import ResidentMismatch
+from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_common.protocol.tokens import pack_tokens
 
 Rows = list[NDArray[np.float32]]
 Told = list[tuple[Sequence, int, mx.array]]

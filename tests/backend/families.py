@@ -9,7 +9,7 @@ from cold_runs import Run, cold_logprobs
 from mlx_lm.models.cache import QuantizedKVCache
 
 import tiny_models
-from warmline_backend.model import ServedModel, load
+from warmline_backend.model.model import ServedModel, load
 
 # Where a warm run's logits may differ from a cold one's: rows computed while decoding, or in other chunks, round
 # differently.  Quantized rows turn a difference in the last bit into one of a step.  (On an NVIDIA GPU run these tests

@@ -10,8 +10,8 @@ import tool_families
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from warmline_backend.grammar.compiler import Grammars
-from warmline_backend.grammar.guide import Guide
+from warmline_backend.structured_output.compiler import Grammars
+from warmline_backend.structured_output.matcher import Guide
 
 EOS = "<|im_end|>"
 PADDING = 9  # rows of logits that stand for no token

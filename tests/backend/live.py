@@ -13,15 +13,14 @@ import pytest
 from aiohttp import web
 
 from warmline_backend.config import parse_config
-from warmline_backend.engine import Engine
-from warmline_backend.generations import Call
-from warmline_backend.model import load
-from warmline_backend.scheduler import Scheduler, SchedulerSettings
-from warmline_backend.sequence import Ended, Event, Sequence
-from warmline_backend.server import make_app
-from warmline_backend.service import Service
-from warmline_wire.home import Home
-from warmline_wire.messages import (
+from warmline_backend.engine.engine import Engine
+from warmline_backend.engine.inflight import Call
+from warmline_backend.generation.sequence import Ended, Event, Sequence
+from warmline_backend.model.model import load
+from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
+from warmline_backend.server.routes import make_app
+from warmline_backend.server.service import Service
+from warmline_common.protocol.messages import (
     HEADER_PROMPT,
     HEADER_REQUEST,
     SETTLED_EVENT,
@@ -31,7 +30,8 @@ from warmline_wire.messages import (
     decode,
     encode,
 )
-from warmline_wire.stream import EventParser
+from warmline_common.protocol.sse import EventParser
+from warmline_common.storage.home import Home
 
 WAIT_S = 20.0
 SECRET = "secret"
@@ -53,7 +53,7 @@ class Live:
     def call(
         self, method: str, path: str, body: object = None, **headers: str
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """For `async with`; JSON is whatever `warmline_wire.messages.encode` takes."""
+        """For `async with`; JSON is whatever `warmline_common.protocol.messages.encode` takes."""
         own = {"Authorization": f"Bearer {SECRET}", **headers}
         return self.session.request(method, path, data=None if body is None else encode(body), headers=own)
 

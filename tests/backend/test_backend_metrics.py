@@ -12,16 +12,16 @@ from families import prompt_of, served
 from live import BODY, SECRET, WAIT_S, Live, live, settled, with_backend
 
 from scraped import Scraped
-from warmline_backend import storage
-from warmline_backend.fits import TooLarge
-from warmline_backend.kv import RowsGone
-from warmline_backend.metrics import reason_of
-from warmline_backend.residents import ResidentGone
-from warmline_backend.scheduler import Scheduler
-from warmline_backend.segments import BadChain, Cancelled
-from warmline_backend.sequence import Sequence
-from warmline_backend.tally import Spread
-from warmline_wire.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
+from warmline_backend.engine import kv_transfer as storage
+from warmline_backend.generation.sequence import Sequence
+from warmline_backend.generation.step_stats import Spread
+from warmline_backend.kv_cache.kv import RowsGone
+from warmline_backend.kv_cache.residents import ResidentGone
+from warmline_backend.kv_cache.segment_io import BadChain, Cancelled
+from warmline_backend.scheduler.capacity import TooLarge
+from warmline_backend.scheduler.scheduler import Scheduler
+from warmline_backend.server.metrics import reason_of
+from warmline_common.protocol.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
 
 FolderOf = Callable[..., Path]
 ID = "a" * 32

@@ -9,8 +9,8 @@ from cold_runs import cold_logprobs
 from drive import Drive
 from families import FAMILIES, prompt_of, served, tolerance
 
-from warmline_backend.sequence import Piece
-from warmline_wire.messages import FirstLogits
+from warmline_backend.generation.sequence import Piece
+from warmline_common.protocol.messages import FirstLogits
 
 
 def told(first: FirstLogits | None) -> tuple[list[int], "np.ndarray[tuple[int], np.dtype[np.float32]]"]:

@@ -10,8 +10,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from small_tokenizers import byte_level, sentence_piece
 
-from warmline_backend.chunks import ChunkWriter, TokenNames
-from warmline_wire.stream import ChunkFold, EventParser
+from warmline_backend.server.chunks import ChunkWriter, TokenNames
+from warmline_common.protocol.sse import ChunkFold, EventParser
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from cold_runs import compare_greedy
 from drive import Drive
 from families import FAMILIES, cold, prompt_of, served, tolerance
 
-from warmline_backend.sequence import Piece
+from warmline_backend.generation.sequence import Piece
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,10 +13,11 @@ from rich.console import Console
 
 import tiny_models
 from warmline_backend.doctor import __main__ as command
-from warmline_backend.doctor import places, report
-from warmline_backend.doctor.examination import Examination, examine
+from warmline_backend.doctor import locations as places
+from warmline_backend.doctor import report
+from warmline_backend.doctor.examine import Examination, examine
 from warmline_backend.doctor.findings import Level
-from warmline_backend.doctor.question import Question
+from warmline_backend.doctor.sample_prompt import Question
 from warmline_backend.doctor.shards import LENGTH_BYTES, read_shard
 
 HUGE_BYTES = 100 * 10**9
@@ -215,7 +216,7 @@ def test_what_no_check_expects_is_a_finding_with_a_name(
         raise ZeroDivisionError("unheard of")
 
     folder = tiny_folder("llama", tools=True)
-    monkeypatch.setattr("warmline_backend.doctor.examination.check_cache", fails)
+    monkeypatch.setattr("warmline_backend.doctor.examine.check_cache", fails)
     (wrong,) = [finding for finding in look(folder).findings if finding.level is Level.FAIL]
     assert wrong.area == "cache" and str(folder) in wrong.what and "ZeroDivisionError: unheard of" in wrong.what
     monkeypatch.setattr("warmline_backend.doctor.files.read_shard", fails)

@@ -7,13 +7,13 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import tiny_models
-from warmline_backend.codecs import CacheLayout
-from warmline_backend.doctor import work
+from warmline_backend.doctor import activations as work
 from warmline_backend.doctor.findings import Level
 from warmline_backend.doctor.machines import GIB, Machine, mac_of
 from warmline_backend.doctor.memory import Needs, check_memory, plan
-from warmline_backend.loading import assemble
-from warmline_wire.flags import GB
+from warmline_backend.kv_cache.codecs import CacheLayout
+from warmline_backend.model.loader import assemble
+from warmline_common.process.arguments import GB
 
 ROW = 100_000
 STEP_GB = 5

@@ -14,11 +14,10 @@ import pytest
 from live import BODY, ENDLESS, WAIT_S, Hold, Live, settled, until, when, with_backend
 
 from processes import Running, free_port
-from warmline_backend import drain as draining
 from warmline_backend.config import ConfigError, parse_config
-from warmline_backend.drain import drain
-from warmline_wire.home import Home
-from warmline_wire.messages import (
+from warmline_backend.server import shutdown as draining
+from warmline_backend.server.shutdown import drain
+from warmline_common.protocol.messages import (
     HEADER_BACKGROUND,
     HEADER_PROMPT,
     HEADER_REQUEST,
@@ -27,6 +26,7 @@ from warmline_wire.messages import (
     SaveRequest,
     SegmentSpec,
 )
+from warmline_common.storage.home import Home
 
 FolderOf = Callable[..., Path]
 FEW = {**BODY, "max_tokens": 300}
@@ -148,7 +148,8 @@ def test_the_same_signal_again_is_a_hurry() -> None:
 BREAKING = """
 import sys
 from pathlib import Path
-from warmline_backend import __main__, scheduler
+from warmline_backend import __main__
+from warmline_backend.scheduler import scheduler
 
 real = scheduler.Scheduler.turn
 
@@ -167,7 +168,8 @@ HANGING = """
 import logging
 import sys
 import threading
-from warmline_backend import __main__, loaded
+from warmline_backend import __main__
+from warmline_backend.server import runtime as loaded
 
 def hang(*arguments, **options):
     logging.warning("the disk does not answer")

@@ -8,8 +8,8 @@ import pytest
 from live import Live, with_backend
 from mlx_lm.utils import load_tokenizer
 
-from warmline_backend.echo import echoed
-from warmline_backend.params import BadRequest, GenerationParams, parse_params
+from warmline_backend.output.echo import echoed
+from warmline_backend.request.params import BadRequest, GenerationParams, parse_params
 
 FolderOf = Callable[..., Path]
 

@@ -8,11 +8,11 @@ import pytest
 from drive import Drive, Heard
 from families import prompt_of, served
 
-from warmline_backend.engine import Engine, EngineStopped
-from warmline_backend.params import GenerationParams
-from warmline_backend.scheduler import Scheduler
-from warmline_backend.sequence import Ended, Event, Generation, Piece, Progress
-from warmline_wire.messages import Settled
+from warmline_backend.engine.engine import Engine, EngineStopped
+from warmline_backend.generation.sequence import Ended, Event, Generation, Piece, Progress
+from warmline_backend.request.params import GenerationParams
+from warmline_backend.scheduler.scheduler import Scheduler
+from warmline_common.protocol.messages import Settled
 
 WAIT_S = 20
 

@@ -7,10 +7,15 @@ import pytest
 from drive import Drive
 from families import prompt_of, served
 
-from warmline_backend import scheduler
-from warmline_backend.decode import DecodeGroup
-from warmline_backend.scheduler import CHUNKS_PASSED_OVER_MAX, DECODE_OWED_MAX_S, DECODE_SHARE, DECODE_STEPS_PER_CHUNK
-from warmline_backend.sequence import Sequence
+from warmline_backend.generation.sequence import Sequence
+from warmline_backend.scheduler import scheduler
+from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.scheduler import (
+    CHUNKS_PASSED_OVER_MAX,
+    DECODE_OWED_MAX_S,
+    DECODE_SHARE,
+    DECODE_STEPS_PER_CHUNK,
+)
 
 
 def test_a_running_stream_goes_on_during_a_long_prefill(root: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from drive import Drive, Heard
 from families import cold, prompt_of, served
 
-from warmline_backend.decode import DecodeGroup
-from warmline_backend.scheduler import FAILURES_MAX, DeviceBroken
+from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.scheduler import FAILURES_MAX, DeviceBroken
 
 
 class Planted(RuntimeError):

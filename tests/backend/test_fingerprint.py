@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from warmline_backend import arithmetic
-from warmline_backend import fingerprint as module
-from warmline_backend.fingerprint import fingerprint
+from warmline_backend.model import fingerprint as module
+from warmline_backend.model import numerics as arithmetic
+from warmline_backend.model.fingerprint import fingerprint
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_the_code_of_the_architecture_and_what_it_builds_on_matters(
 def test_our_own_architectures_matter_as_mlx_lms_do(tiny_folder: object) -> None:
     seen = {name for name, _ in module._code(tiny_folder("glm_moe_dsa"))}  # type: ignore[operator]
     used = ["mlx_lm.models.deepseek_v32", "mlx_lm.models.mla", "mlx_lm.models.cache", "mlx_lm.models.switch_layers"]
-    ours = {f"warmline_backend.models.glm_moe_dsa{part}" for part in ("", "_config")}
+    ours = {f"warmline_backend.model.architectures.glm_moe_dsa{part}" for part in ("", "_config")}
     assert seen >= {*ours, *used} and "mlx_lm.models.glm_moe_dsa" not in seen
 
 

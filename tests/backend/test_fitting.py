@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from small_tokenizers import CHATML, byte_level
 
-from warmline_backend.params import BadRequest
-from warmline_backend.prompts import Renderer
+from warmline_backend.prompt.renderer import Renderer
+from warmline_backend.request.params import BadRequest
 
 SYSTEM = {"role": "system", "content": "be brief"}
 LATE = {"role": "system", "content": "be kind"}

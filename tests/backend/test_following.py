@@ -8,8 +8,8 @@ from cold_runs import compare_greedy
 from drive import Drive, Heard
 from families import FAMILIES, cold, prompt_of, served, tolerance
 
-from warmline_backend.residents import ResidentGone, ResidentMismatch
-from warmline_backend.sequence import MEETINGS_APART_TOKENS, Piece, Progress, Started
+from warmline_backend.generation.sequence import MEETINGS_APART_TOKENS, Piece, Progress, Started
+from warmline_backend.kv_cache.residents import ResidentGone, ResidentMismatch
 
 ANYWHERE = [family for family in FAMILIES if family not in ("gemma3", "qwen3_5", "falcon_h1")]
 WITH_STATES = ["qwen3_5", "falcon_h1"]

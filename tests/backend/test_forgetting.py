@@ -7,8 +7,8 @@ from pathlib import Path
 
 from live import BODY, Live, settled, with_backend
 
-from warmline_wire.keys import pack_tokens, unpack_tokens
-from warmline_wire.messages import ForgetRequest
+from warmline_common.protocol.messages import ForgetRequest
+from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 
 FolderOf = Callable[..., Path]
 CANARY = "canary-in-the-backend"

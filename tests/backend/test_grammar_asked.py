@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from warmline_backend.grammar.asked import Asked, Form, asks_for_a_form, read_asked
-from warmline_backend.params import BadRequest
+from warmline_backend.request.params import BadRequest
+from warmline_backend.request.response_format import Asked, Form, asks_for_a_form, read_asked
 
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},

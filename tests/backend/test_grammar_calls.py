@@ -11,9 +11,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tool_families import BY_NAME, CALLS, HARMONY
 from tool_families import TOOLS as THEIRS
 
-from warmline_backend.grammar.compiler import Grammars
 from warmline_backend.output.turns import read_turn
-from warmline_backend.params import BadRequest
+from warmline_backend.request.params import BadRequest
+from warmline_backend.structured_output.compiler import Grammars
 
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in THEIRS]
 WEATHER = {

@@ -9,11 +9,11 @@ from drive import Drive, Heard
 from nasty_schemas import is_endless, nasty
 
 import tiny_models
-from warmline_backend import scheduler
-from warmline_backend.grammar.compiler import Grammars
-from warmline_backend.model import ServedModel, load
-from warmline_backend.params import GenerationParams
-from warmline_backend.sequence import Generation
+from warmline_backend.generation.sequence import Generation
+from warmline_backend.model.model import ServedModel, load
+from warmline_backend.request.params import GenerationParams
+from warmline_backend.scheduler import scheduler
+from warmline_backend.structured_output.compiler import Grammars
 
 SCHEMAS = 200
 LEVELS = 5

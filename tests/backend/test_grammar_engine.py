@@ -10,13 +10,13 @@ from drive import Drive, Heard
 from live import Live, with_backend
 
 import tiny_models
-from warmline_backend.grammar.compiler import Grammars
-from warmline_backend.grammar.guide import Guide, OffGrammar
-from warmline_backend.model import ServedModel, load
-from warmline_backend.params import BadRequest, GenerationParams
-from warmline_backend.sampling import LOGPROB_MIN
-from warmline_backend.sequence import Generation, Piece
-from warmline_wire.messages import PromptRequest
+from warmline_backend.generation.sampling import LOGPROB_MIN
+from warmline_backend.generation.sequence import Generation, Piece
+from warmline_backend.model.model import ServedModel, load
+from warmline_backend.request.params import BadRequest, GenerationParams
+from warmline_backend.structured_output.compiler import Grammars
+from warmline_backend.structured_output.matcher import Guide, OffGrammar
+from warmline_common.protocol.messages import PromptRequest
 
 PEOPLE = {
     "type": "array",

@@ -9,8 +9,8 @@ from grammar_cases import family_tokenizer, grammars_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from warmline_backend.grammar.compiler import Grammars
-from warmline_backend.params import BadRequest
+from warmline_backend.request.params import BadRequest
+from warmline_backend.structured_output.compiler import Grammars
 
 KEYWORDS = ["type", "json_schema", "schema", "name", "json", "regex", "choice", "grammar", "mode", "allowed_tools"]
 FAMILIES = ["json_tools", "glm47", "minicpm5", "pythonic", "gemma4", "kimi_k3", "deepseek_v32"]

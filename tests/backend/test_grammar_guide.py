@@ -10,9 +10,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from small_tokenizers import sentence_piece
 from transformers import PreTrainedTokenizerFast
 
-from warmline_backend.grammar.compiler import NEEDS_FAST, Grammars
-from warmline_backend.grammar.guide import Guide, OffGrammar
-from warmline_backend.params import BadRequest
+from warmline_backend.request.params import BadRequest
+from warmline_backend.structured_output.compiler import NEEDS_FAST, Grammars
+from warmline_backend.structured_output.matcher import Guide, OffGrammar
 
 YES_OR_NO = {"structured_outputs": {"choice": ["yes", "no"]}}
 
@@ -220,7 +220,7 @@ def test_compiled_grammars_are_kept_within_bounds(thinking: Any, monkeypatch: py
     constraints = [
         grammars.constraint("chat", {"guided_choice": [word]}, None, "</think>") for word in ("ab", "cd", "ef")
     ]
-    monkeypatch.setattr("warmline_backend.grammar.compiler.COMPILED_KEPT_MAX", 2)
+    monkeypatch.setattr("warmline_backend.structured_output.compiler.COMPILED_KEPT_MAX", 2)
     for constraint, word in [*zip(constraints, ("ab", "cd", "ef"), strict=True)] * 2:
         assert takes(grammars.guide(constraint), ids(tokenizer, word + EOS))
     assert len(grammars._compiled) == 2

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from warmline_backend.grammar.schemas import SCHEMA_DEPTH_MAX, SCHEMA_NODES_MAX, fitted
-from warmline_backend.params import BadRequest
+from warmline_backend.request.params import BadRequest
+from warmline_backend.structured_output.json_schema import SCHEMA_DEPTH_MAX, SCHEMA_NODES_MAX, fitted
 
 
 def branch(tag: object, **more: Any) -> dict[str, Any]:

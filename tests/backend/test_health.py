@@ -10,9 +10,9 @@ import mlx.core as mx
 import pytest
 from live import ENDLESS, WAIT_S, Chunks, Hold, Live, live, settled, until, with_backend
 
-from warmline_backend import health
-from warmline_backend.scheduler import Scheduler
-from warmline_wire.messages import Pulse, Status, decode
+from warmline_backend.scheduler.scheduler import Scheduler
+from warmline_backend.server import health
+from warmline_common.protocol.messages import Pulse, Status, decode
 
 FolderOf = Callable[..., Path]
 

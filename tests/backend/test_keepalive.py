@@ -11,11 +11,11 @@ import pytest
 from drive import Drive
 from families import prompt_of, served
 
-from warmline_backend import engine as engine_module
 from warmline_backend.config import ConfigError, parse_config
-from warmline_backend.engine import Engine
-from warmline_backend.params import GenerationParams
-from warmline_backend.sequence import Ended, Event, Generation, Piece
+from warmline_backend.engine import engine as engine_module
+from warmline_backend.engine.engine import Engine
+from warmline_backend.generation.sequence import Ended, Event, Generation, Piece
+from warmline_backend.request.params import GenerationParams
 
 WAIT_S = 20
 KEEPALIVE_S = 5.0

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from warmline_backend import known_fields
-from warmline_backend.known_fields import FOREIGN, FOREIGN_IN, SERVED, UNHEARD, Slips, meant_by, refused_in
+from warmline_backend.request import fields as known_fields
+from warmline_backend.request.fields import FOREIGN, FOREIGN_IN, SERVED, UNHEARD, Slips, meant_by, refused_in
 
 CASES = [
     (endpoint, name) for endpoint in ("chat", "completion") for name in sorted(FOREIGN.keys() | FOREIGN_IN[endpoint])

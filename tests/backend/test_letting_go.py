@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from live import BODY, ENDLESS, WAIT_S, Chunks, Hold, Live, settled, until, when, with_backend
 
-from warmline_backend import generations, segments, storage
-from warmline_backend.segments import write_file
-from warmline_backend.sequence import Ended, Generation
-from warmline_wire.messages import HEADER_REQUEST, RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
+from warmline_backend.engine import inflight as generations
+from warmline_backend.engine import kv_transfer as storage
+from warmline_backend.generation.sequence import Ended, Generation
+from warmline_backend.kv_cache import segment_io as segments
+from warmline_backend.kv_cache.segment_io import write_file
+from warmline_common.protocol.messages import HEADER_REQUEST, RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
 
 FolderOf = Callable[..., Path]
 PROMPT_TOKENS = 199  # of BODY

@@ -11,8 +11,8 @@ import pytest
 from drive import Drive, Heard, loader, save
 from families import cold, prompt_of, served
 
-from warmline_backend.fits import TooLarge
-from warmline_wire.keys import pack_tokens
+from warmline_backend.scheduler.capacity import TooLarge
+from warmline_common.protocol.tokens import pack_tokens
 
 
 def test_residents_stay_within_the_budget(root: Path) -> None:

@@ -12,18 +12,18 @@ from openai.lib.streaming._deltas import accumulate_delta
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tool_families import BY_NAME, TOOLS
 
-from warmline_backend.answer import SILENT_TOKENS_MAX, Answer
-from warmline_backend.chunks import TokenNames
+from warmline_backend.generation.sequence import Ended, Event, Piece, TokenLogprobs
 from warmline_backend.output.expected import Expected
-from warmline_backend.output.stream import OutputStream
+from warmline_backend.output.parser import OutputStream
 from warmline_backend.output.turns import read_turn
-from warmline_backend.params import GenerationParams
-from warmline_backend.prompt_store import StoredPrompt
-from warmline_backend.sequence import Ended, Event, Piece, TokenLogprobs
-from warmline_wire.keys import unpack_tokens
-from warmline_wire.messages import Settled, Timings, decode
-from warmline_wire.stream import ChunkFold, EventParser
-from warmline_wire.stream import Event as Sent
+from warmline_backend.request.params import GenerationParams
+from warmline_backend.server.chunks import TokenNames
+from warmline_backend.server.prompt_store import StoredPrompt
+from warmline_backend.server.response import SILENT_TOKENS_MAX, Answer
+from warmline_common.protocol.messages import Settled, Timings, decode
+from warmline_common.protocol.sse import ChunkFold, EventParser
+from warmline_common.protocol.sse import Event as Sent
+from warmline_common.protocol.tokens import unpack_tokens
 
 CALL = '<tool_call>\n{"name":"get_weather",  "arguments": {"days": "3", "city": "São Paulo"}}\n</tool_call>'
 PROMPT = StoredPrompt(

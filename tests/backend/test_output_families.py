@@ -9,9 +9,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tool_families import BY_NAME, CALLS, FAMILIES, TOOLS, Family
 
 from warmline_backend.output.dialect import dialect_of
+from warmline_backend.output.events import Called, Part, Said, Thought
 from warmline_backend.output.expected import Expected
-from warmline_backend.output.parts import Called, Part, Said, Thought
-from warmline_backend.output.stream import OutputStream
+from warmline_backend.output.parser import OutputStream
 from warmline_backend.output.turns import read_turn
 
 OURS = ("deepseek_v32", "deepseek_v3", "llama3", "seed_oss", "command_a", "phi4", "granite")  # unknown to mlx-lm

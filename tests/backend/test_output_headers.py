@@ -8,7 +8,7 @@ from small_tokenizers import marked
 from test_output_families import calls, content, ids, parts_of, reasoning
 from tool_families import CALLS, HARMONY, TOOLS
 
-from warmline_backend.output.parts import Called
+from warmline_backend.output.events import Called
 from warmline_backend.output.turns import read_turn
 
 TAIL = "<|start|>assistant"

@@ -11,9 +11,9 @@ from test_output_families import calls, content, parts_of
 from tool_families import BY_NAME, CALLS, FAMILIES, Family, tool
 
 from warmline_backend.output.dialect import dialect_of
-from warmline_backend.output.lenient import Unreadable, read_leniently
-from warmline_backend.output.schema_types import Bare, typed
-from warmline_backend.output.tagged import BROKEN_MAX
+from warmline_backend.tool_parsers.argument_types import Bare, typed
+from warmline_backend.tool_parsers.lenient_json import Unreadable, read_leniently
+from warmline_backend.tool_parsers.xml_style import BROKEN_MAX
 
 F = tool("f", a={"type": "string"}, n={"type": "integer"})
 

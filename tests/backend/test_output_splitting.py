@@ -11,9 +11,9 @@ from small_tokenizers import byte_level
 from tool_families import BY_NAME, HARMONY, TOOLS
 
 from warmline_backend.output.dialect import Dialect, dialect_of
+from warmline_backend.output.events import Called, Part, Said, Thought
 from warmline_backend.output.expected import Expected
-from warmline_backend.output.parts import Called, Part, Said, Thought
-from warmline_backend.output.stream import OutputStream, splitter_of
+from warmline_backend.output.parser import OutputStream, splitter_of
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {"a": "b"}}\n</tool_call>'
 MARKED = [

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmline_backend.params import TOKENS_UNBOUNDED, BadRequest, GenerationParams, parse_params
+from warmline_backend.request.params import TOKENS_UNBOUNDED, BadRequest, GenerationParams, parse_params
 
 VOCABULARY = 1000
 

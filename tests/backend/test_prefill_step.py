@@ -10,15 +10,15 @@ import pytest
 from families import served
 
 import tiny_models
-from warmline_backend import prefill_step
 from warmline_backend.__main__ import _make_scheduler
 from warmline_backend.config import ConfigError, parse_config
-from warmline_backend.engine import Engine
-from warmline_backend.loading import ModelProblem
-from warmline_backend.prefill_step import CHUNK_S_MAX, STEPS, Limits, Timed, choose, measure, resolve
-from warmline_backend.service import Service
-from warmline_wire import disk
-from warmline_wire.home import Home
+from warmline_backend.engine import chunk_size as prefill_step
+from warmline_backend.engine.chunk_size import CHUNK_S_MAX, STEPS, Limits, Timed, choose, measure, resolve
+from warmline_backend.engine.engine import Engine
+from warmline_backend.model.loader import ModelProblem
+from warmline_backend.server.service import Service
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
 
 ROOMY = Limits(tokens_max=1 << 20, working_bytes_max=1 << 40)
 BUDGET = 1 << 30

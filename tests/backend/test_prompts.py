@@ -12,8 +12,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from small_tokenizers import CHATML, byte_level, sentence_piece
 
 from tool_templates import TOOL_TEMPLATE
-from warmline_backend.params import BadRequest
-from warmline_backend.prompts import Rendered, Renderer
+from warmline_backend.prompt.renderer import Rendered, Renderer
+from warmline_backend.request.params import BadRequest
 
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "hello 😀"}

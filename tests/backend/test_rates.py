@@ -2,7 +2,7 @@
 
 import pytest
 
-from warmline_backend.rates import RECENT_CHUNKS, RECENT_DECODE_STEPS, TELLING_BYTES, Rates
+from warmline_backend.generation.rates import RECENT_CHUNKS, RECENT_DECODE_STEPS, TELLING_BYTES, Rates
 
 
 def test_many_decode_steps_do_not_hide_how_long_a_chunk_takes() -> None:

@@ -10,11 +10,11 @@ import small_tokenizers
 from small_tokenizers import CHATML, byte_level, sentence_piece
 
 from tool_templates import TOOL_TEMPLATE
-from warmline_backend import replaying
 from warmline_backend.output.turns import reader_of
-from warmline_backend.prompts import Rendered, Renderer
-from warmline_wire.keys import pack_tokens, unpack_tokens
-from warmline_wire.messages import SampledTurn
+from warmline_backend.prompt import replay as replaying
+from warmline_backend.prompt.renderer import Rendered, Renderer
+from warmline_common.protocol.messages import SampledTurn
+from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 
 ID, OTHER_ID = "call_0123456789abcdef01234567", "call_76543210fedcba9876543210"
 PARAMETERS = {"path": {"type": "string"}, "deep": {"type": "boolean"}, "depth": {"type": "number"}}

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from live import BODY, ENDLESS, SECRET, WAIT_S, Chunks, Live, settled, until, when, with_backend
 
-from warmline_backend import prompt_store, server
-from warmline_backend.fits import TooLarge
-from warmline_backend.params import GenerationParams
-from warmline_backend.sequence import Generation
-from warmline_wire.messages import (
+from warmline_backend.generation.sequence import Generation
+from warmline_backend.request.params import GenerationParams
+from warmline_backend.scheduler.capacity import TooLarge
+from warmline_backend.server import prompt_store
+from warmline_backend.server import routes as server
+from warmline_common.protocol.messages import (
     HEADER_FOLLOW,
     HEADER_PROMPT,
     HEADER_REQUEST,

@@ -11,8 +11,8 @@ from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
-from warmline_backend.params import GenerationParams
-from warmline_backend.sampling import Sampler, SamplerFault, make_processors, make_sampler, pick_logprobs
+from warmline_backend.generation.sampling import Sampler, SamplerFault, make_processors, make_sampler, pick_logprobs
+from warmline_backend.request.params import GenerationParams
 
 VOCABULARY = 50
 

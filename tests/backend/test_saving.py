@@ -6,8 +6,8 @@ import pytest
 from drive import Drive
 from families import FAMILIES, prompt_of, served
 
-from warmline_backend.kv import RowsGone
-from warmline_backend.residents import LEFT_BY_KEPT_MAX, ResidentGone
+from warmline_backend.kv_cache.kv import RowsGone
+from warmline_backend.kv_cache.residents import LEFT_BY_KEPT_MAX, ResidentGone
 
 
 @pytest.mark.parametrize("family", FAMILIES)

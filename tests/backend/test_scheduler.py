@@ -7,10 +7,10 @@ from cold_runs import compare_greedy
 from drive import Drive, Heard
 from families import FAMILIES, cold, prompt_of, served, tolerance
 
-from warmline_backend.kv import RowsGone
-from warmline_backend.params import GenerationParams
-from warmline_backend.residents import ResidentGone, ResidentMismatch
-from warmline_backend.sequence import Generation, Piece, Progress, next_cut
+from warmline_backend.generation.sequence import Generation, Piece, Progress, next_cut
+from warmline_backend.kv_cache.kv import RowsGone
+from warmline_backend.kv_cache.residents import ResidentGone, ResidentMismatch
+from warmline_backend.request.params import GenerationParams
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,13 +11,13 @@ from drive import FINGERPRINT, Drive, cut_chain, loader, save
 from families import FAMILIES, cold, prompt_of, served, tolerance
 from safetensors import safe_open
 
-from warmline_backend.kv import RowsGone
-from warmline_backend.segments import BadChain, Cancelled, Damaged, sweep_drafts
-from warmline_wire import disk
-from warmline_wire.keys import pack_tokens
-from warmline_wire.messages import CheckpointRef, SegmentRef
-from warmline_wire.segment_copy import SegmentCopy
-from warmline_wire.segment_file import header_in, read_tokens, verify_file
+from warmline_backend.kv_cache.kv import RowsGone
+from warmline_backend.kv_cache.segment_io import BadChain, Cancelled, Damaged, sweep_drafts
+from warmline_common.protocol.messages import CheckpointRef, SegmentRef
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage import disk
+from warmline_common.storage.segment_copy import SegmentCopy
+from warmline_common.storage.segment_file import header_in, read_tokens, verify_file
 
 PROMPT = prompt_of(170)
 CHECKPOINTS = (30, 90, 169)

@@ -11,19 +11,21 @@ from pathlib import Path
 import pytest
 
 import tiny_models
-from warmline_backend import prompt_store, rates, storage
 from warmline_backend.config import ConfigError, parse_config
-from warmline_backend.engine import Engine
-from warmline_backend.generations import UnknownRequest
-from warmline_backend.grammar.plan import Constraint
-from warmline_backend.model import load
-from warmline_backend.prompt_store import UnknownPrompt
-from warmline_backend.scheduler import Scheduler, SchedulerSettings
-from warmline_backend.segments import BadChain, Cancelled, write_file
-from warmline_backend.sequence import Ended
-from warmline_backend.service import Service
-from warmline_wire.home import Home
-from warmline_wire.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec, Settled
+from warmline_backend.engine import kv_transfer as storage
+from warmline_backend.engine.engine import Engine
+from warmline_backend.engine.inflight import UnknownRequest
+from warmline_backend.generation import rates
+from warmline_backend.generation.sequence import Ended
+from warmline_backend.kv_cache.segment_io import BadChain, Cancelled, write_file
+from warmline_backend.model.model import load
+from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
+from warmline_backend.server import prompt_store
+from warmline_backend.server.prompt_store import UnknownPrompt
+from warmline_backend.server.service import Service
+from warmline_backend.structured_output.constraint import Constraint
+from warmline_common.protocol.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec, Settled
+from warmline_common.storage.home import Home
 
 BODY = {"messages": [{"role": "user", "content": "hello " * 30}], "max_tokens": 6, "ignore_eos": True}
 IDS = ["a" * 32, "b" * 32]

@@ -15,13 +15,13 @@ from small_tokenizers import CHATML, byte_level
 from transformers import PreTrainedTokenizerBase
 
 from warmline_backend.config import ConfigError, parse_config
-from warmline_backend.conversation import RESERVED_KWARGS
-from warmline_backend.engine import Engine
-from warmline_backend.params import BadRequest
-from warmline_backend.prompts import Renderer
-from warmline_backend.service import Service
-from warmline_run.settings import SETTINGS
-from warmline_wire.home import Home
+from warmline_backend.engine.engine import Engine
+from warmline_backend.prompt.messages import RESERVED_KWARGS
+from warmline_backend.prompt.renderer import Renderer
+from warmline_backend.request.params import BadRequest
+from warmline_backend.server.service import Service
+from warmline_common.storage.home import Home
+from warmline_run.settings.schema import SETTINGS
 
 USER = {"role": "user", "content": "hello"}
 ANSWER = {"role": "assistant", "content": "hi"}

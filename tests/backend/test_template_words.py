@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from small_tokenizers import byte_level
 
-from warmline_backend.params import BadRequest
-from warmline_backend.prompts import Renderer
+from warmline_backend.prompt.renderer import Renderer
+from warmline_backend.request.params import BadRequest
 
 SAID = "the river sang"
 REFUSES = "the model's chat template refuses these messages"

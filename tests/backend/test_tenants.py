@@ -6,7 +6,7 @@ import pytest
 from drive import Drive
 from families import prompt_of, served
 
-from warmline_backend.residents import ResidentMismatch
+from warmline_backend.kv_cache.residents import ResidentMismatch
 
 MINE, THEIRS = b"m" * 16, b"t" * 16
 

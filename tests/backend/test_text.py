@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from small_tokenizers import byte_level, sentence_piece
 
-from warmline_backend.output.parts import Part, Said
-from warmline_backend.output.stream import OutputStream
+from warmline_backend.output.events import Part, Said
+from warmline_backend.output.parser import OutputStream
 
 
 @pytest.fixture(scope="module")

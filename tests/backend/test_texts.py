@@ -6,9 +6,9 @@ from pathlib import Path
 from live import Live, with_backend
 
 from tiny_models import EOS, VOCABULARY
-from warmline_backend import loaded
-from warmline_wire.keys import TOKEN_BYTES, pack_tokens
-from warmline_wire.messages import TextsRequest
+from warmline_backend.server import runtime as loaded
+from warmline_common.protocol.messages import TextsRequest
+from warmline_common.protocol.tokens import TOKEN_BYTES, pack_tokens
 
 FolderOf = Callable[..., Path]
 

@@ -7,12 +7,12 @@ import pytest
 from drive import Drive
 from families import FAMILIES, prompt_of, served
 
-from warmline_backend import warm_up as module
-from warmline_backend.decode import DecodeGroup
-from warmline_backend.loading import ModelProblem
-from warmline_backend.scheduler import SchedulerSettings
-from warmline_backend.sequence import Sequence
-from warmline_backend.warm_up import prompt_lengths, warm_up
+from warmline_backend.engine import warm_up as module
+from warmline_backend.engine.warm_up import prompt_lengths, warm_up
+from warmline_backend.generation.sequence import Sequence
+from warmline_backend.model.loader import ModelProblem
+from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.scheduler import SchedulerSettings
 
 LONG_S = 600.0
 

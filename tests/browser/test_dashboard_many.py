@@ -11,11 +11,11 @@ from chromium import Chromium
 
 from many_segments import CHAIN, fill
 from processes import Running, free_port
-from warmline_proxy.index import Index
-from warmline_proxy.index_tables import REQUESTS_MAX
-from warmline_proxy.keys_file import ADMIN, ensure
-from warmline_proxy.rows import RequestRecord
-from warmline_wire.home import Home
+from warmline_common.storage.home import Home
+from warmline_proxy.auth.key_store import ADMIN, ensure
+from warmline_proxy.index.index import Index
+from warmline_proxy.store.rows import RequestRecord
+from warmline_proxy.store.tables import REQUESTS_MAX
 
 LOOKS = (Path(__file__).parent / "looks.js").read_text()
 SEGMENTS = 10_000

@@ -16,11 +16,11 @@ from cachectl_homes import run
 sys.path.append(str(Path(__file__).parents[1] / "index"))
 from index_helpers import ROOT, make_home, save
 
-from warmline_proxy import index_tree
-from warmline_proxy.index import Index
-from warmline_proxy.rows import RequestRecord
-from warmline_wire.home import Home
-from warmline_wire.keys import pack_tokens
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage.home import Home
+from warmline_proxy.index import tree as index_tree
+from warmline_proxy.index.index import Index
+from warmline_proxy.store.rows import RequestRecord
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cachectl.md"
 COLUMNS = 80

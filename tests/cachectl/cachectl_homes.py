@@ -12,10 +12,10 @@ sys.path.append(str(Path(__file__).parents[1] / "index"))
 from index_helpers import ROOT, make_home, save
 
 from warmline_cachectl.cli import app
-from warmline_proxy.index import Index
-from warmline_proxy.rows import RequestRecord
-from warmline_wire.home import Home
-from warmline_wire.keys import pack_tokens
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import Index
+from warmline_proxy.store.rows import RequestRecord
 
 A = list(range(1000, 4000))
 BAD = "7a" * 16

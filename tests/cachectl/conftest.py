@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from cachectl_homes import filled
 
-from warmline_wire.home import Home
+from warmline_common.storage.home import Home
 
 
 @pytest.fixture

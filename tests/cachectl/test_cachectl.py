@@ -15,14 +15,14 @@ import pytest
 from cachectl_homes import A, Done, answer, run
 from index_helpers import begin, break_page, commit, make_home, matched, save
 
-from warmline_cachectl import views
-from warmline_proxy.index import Index
-from warmline_proxy.lock import home_lock
-from warmline_proxy.purge import purge
-from warmline_proxy.repair import repair
-from warmline_proxy.rows import PurgeRequest, Replay, ReplayReply, ReplayRequest
-from warmline_wire.home import Home
-from warmline_wire.messages import decode, encode
+from warmline_cachectl.views import values as views
+from warmline_common.protocol.messages import decode, encode
+from warmline_common.storage.home import Home
+from warmline_proxy.home_lock import home_lock
+from warmline_proxy.index.index import Index
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import PurgeRequest, Replay, ReplayReply, ReplayRequest
 
 
 def process(home: Home, *words: str, stdin: int = subprocess.DEVNULL) -> Done:

@@ -9,7 +9,7 @@ from test_verbs import OURS
 from typer.main import get_command
 
 from warmline_cachectl.cli import app
-from warmline_cachectl.top_view import snapshot
+from warmline_cachectl.views.top import snapshot
 
 
 def structure(text: str) -> str:

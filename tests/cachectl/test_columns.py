@@ -1,9 +1,9 @@
 """What is left out of a table that does not fit, and in which order; trees of many segments."""
 
-from warmline_cachectl import tree_view
-from warmline_cachectl.columns import Column, fitted, printable
-from warmline_cachectl.forest import Forest
-from warmline_proxy.rows import SegmentRow, Snapshot, Usage
+from warmline_cachectl.views import tree as tree_view
+from warmline_cachectl.views.columns import Column, fitted, printable
+from warmline_cachectl.views.forest import Forest
+from warmline_proxy.store.rows import SegmentRow, Snapshot, Usage
 
 COLUMNS = [Column("id", kind="id"), Column("size"), Column("hits", 2), Column("name", 1, "text")]
 ROWS = [["0123456789abcdef" * 2, "1.0 KB", "12", "a rather long name"]]

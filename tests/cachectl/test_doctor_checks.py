@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from cachectl_homes import answer, run
 
-from warmline_cachectl import facts as gathering
-from warmline_cachectl.checks import CHECKS, FAIL, OK, WARN, Check, examine
-from warmline_cachectl.facts import Facts, Index, Machine, Settings, gather
-from warmline_proxy.lock import home_lock
-from warmline_proxy.rows import Finding, Parting, RequestRecord, Totals
-from warmline_wire.home import Home
+from warmline_cachectl.doctor import facts as gathering
+from warmline_cachectl.doctor.checks import CHECKS, FAIL, OK, WARN, Check, examine
+from warmline_cachectl.doctor.facts import Facts, Index, Machine, Settings, gather
+from warmline_common.storage.home import Home
+from warmline_proxy.home_lock import home_lock
+from warmline_proxy.store.rows import Finding, Parting, RequestRecord, Totals
 
 GB = 10**9
 NOW = 1_000_000.0
@@ -235,7 +235,7 @@ def test_the_command(home: Home) -> None:
 
 
 def test_all_is_well_is_exit_code_0(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warmline_cachectl.doctor_cli.gather", lambda _: WELL)
+    monkeypatch.setattr("warmline_cachectl.commands.doctor.gather", lambda _: WELL)
     assert answer(home, "doctor")["findings"] == 0
     assert "all is well" in run(home, "doctor").stdout
 

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from warmline_cachectl.cli import app
-from warmline_proxy import keys_file
-from warmline_proxy.bodies import BODY_BYTES_MAX
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import key_store as keys_file
 from warmline_proxy.config import parse
-from warmline_proxy.connections import HEAD_LINE_BYTES_MAX, HEADERS_COUNT_MAX
-from warmline_wire.home import Home
+from warmline_proxy.http.bodies import BODY_BYTES_MAX
+from warmline_proxy.http.connections import HEAD_LINE_BYTES_MAX, HEADERS_COUNT_MAX
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from segment_files import rewrite
 from typer.testing import CliRunner
 
 from warmline_cachectl.cli import app
-from warmline_proxy import keys_file
-from warmline_proxy.index import Index, IndexReader
-from warmline_proxy.lock import home_lock
-from warmline_wire.home import Home
-from warmline_wire.keys import namespace
+from warmline_common.protocol.tokens import namespace
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.home_lock import home_lock
+from warmline_proxy.index.index import Index, IndexReader
 
 TOKENS = [*A[:1500], 1, 1]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cachectl_homes import called
 
-from warmline_wire.home import Home
+from warmline_common.storage.home import Home
 
 PROGRAM = "from warmline_cachectl.cli import app; app()"
 

@@ -14,11 +14,11 @@ sys.path.append(str(Path(__file__).parents[1] / "index"))
 from index_helpers import planned, save, write_plan
 
 from warmline_cachectl import client
-from warmline_proxy import index_files
-from warmline_proxy.index import Index
-from warmline_proxy.rows import PurgeRequest
-from warmline_wire.home import Home
-from warmline_wire.lock import process_lock
+from warmline_common.storage.file_lock import process_lock
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import Index
+from warmline_proxy.store import files as index_files
+from warmline_proxy.store.rows import PurgeRequest
 
 
 class Backend(HTTPServer):

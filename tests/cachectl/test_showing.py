@@ -6,7 +6,9 @@ import pytest
 import typer
 from rich.console import Console
 
-from warmline_cachectl import options, showing, tables
+from warmline_cachectl import options
+from warmline_cachectl.views import output as showing
+from warmline_cachectl.views import tables
 
 
 @pytest.mark.parametrize(

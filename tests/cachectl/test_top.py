@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from warmline_cachectl import top_view
-from warmline_wire.home import Home
+from warmline_cachectl.views import top as top_view
+from warmline_common.storage.home import Home
 
 GB = 10**9
 TIMEOUT_S = 30.0

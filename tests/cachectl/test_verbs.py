@@ -17,12 +17,12 @@ from index_helpers import BUDGET, make_home, matched, save
 
 from warmline_cachectl import client
 from warmline_cachectl.cli import app
-from warmline_cachectl.completing import session_ids
-from warmline_proxy import index_cut
-from warmline_proxy.index import Index
-from warmline_proxy.lock import home_lock
-from warmline_proxy.pin import bytes_pinned_max
-from warmline_wire.home import Home
+from warmline_cachectl.completion import session_ids
+from warmline_common.storage.home import Home
+from warmline_proxy.home_lock import home_lock
+from warmline_proxy.index.index import Index
+from warmline_proxy.retention import truncate as index_cut
+from warmline_proxy.retention.pin import bytes_pinned_max
 
 OURS = ("ls", "inspect", "tree", "stats", "top", "verify", "doctor", "purge", "pin", "gc")
 

@@ -13,15 +13,15 @@ from cachectl_homes import answer, run
 sys.path.append(str(Path(__file__).parents[1] / "index"))
 from index_helpers import MODEL, begin, commit, make_home
 
-from warmline_proxy import keys_file
-from warmline_proxy.index import Index, IndexReader
-from warmline_proxy.keys_file import tenant_of
-from warmline_proxy.lock import home_lock
-from warmline_proxy.rows import RequestRecord
-from warmline_proxy.whose import Whose
-from warmline_wire.home import Home
-from warmline_wire.keys import namespace
-from warmline_wire.messages import encode
+from warmline_common.protocol.messages import encode
+from warmline_common.protocol.tokens import namespace
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.auth.key_store import tenant_of
+from warmline_proxy.auth.owners import Whose
+from warmline_proxy.home_lock import home_lock
+from warmline_proxy.index.index import Index, IndexReader
+from warmline_proxy.store.rows import RequestRecord
 
 TALK = list(range(1000, 1300))
 

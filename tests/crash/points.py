@@ -38,13 +38,13 @@ from scenario import (  # noqa: E402
     stored,
 )
 
-from warmline_proxy.index import Index  # noqa: E402
-from warmline_proxy.reconcile import Reconciled, reconcile  # noqa: E402
-from warmline_proxy.rows import SaveCommitted, SavePlan  # noqa: E402
-from warmline_wire import disk  # noqa: E402
-from warmline_wire.home import Home  # noqa: E402
-from warmline_wire.keys import pack_tokens  # noqa: E402
-from warmline_wire.segment_file import read_header  # noqa: E402
+from warmline_common.protocol.tokens import pack_tokens  # noqa: E402
+from warmline_common.storage import disk  # noqa: E402
+from warmline_common.storage.home import Home  # noqa: E402
+from warmline_common.storage.segment_file import read_header  # noqa: E402
+from warmline_proxy.index.index import Index  # noqa: E402
+from warmline_proxy.index.recovery.startup import Reconciled, reconcile  # noqa: E402
+from warmline_proxy.store.rows import SaveCommitted, SavePlan  # noqa: E402
 
 PROBE = list(range(9000, 9200))
 

@@ -11,21 +11,22 @@ from unittest import mock
 
 import xxhash
 
-from warmline_backend.segments import Tensor, sweep_drafts, write_file
-from warmline_proxy import eviction, index_save
-from warmline_proxy.gc import collect
-from warmline_proxy.index import Index
-from warmline_proxy.moving.archive import read_archive
-from warmline_proxy.moving.exporting import Export
-from warmline_proxy.moving.importing import Known, import_archive
-from warmline_proxy.pin import pin
-from warmline_proxy.purge import purge
-from warmline_proxy.reconcile import reconcile
-from warmline_proxy.rows import GcRequest, PinRequest, PurgeRequest, RequestRecord, SavePlan, SessionUpdate
-from warmline_wire.home import Home
-from warmline_wire.keys import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
-from warmline_wire.messages import Layout, SaveReply
-from warmline_wire.segment_file import FileMeta
+from warmline_backend.kv_cache.segment_io import Tensor, sweep_drafts, write_file
+from warmline_common.protocol.messages import Layout, SaveReply
+from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
+from warmline_common.storage.home import Home
+from warmline_common.storage.segment_file import FileMeta
+from warmline_proxy.archive.exporter import Export
+from warmline_proxy.archive.importer import Known, import_archive
+from warmline_proxy.archive.reader import read_archive
+from warmline_proxy.index import eviction
+from warmline_proxy.index import save as index_save
+from warmline_proxy.index.index import Index
+from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.retention.gc import collect
+from warmline_proxy.retention.pin import pin
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import GcRequest, PinRequest, PurgeRequest, RequestRecord, SavePlan, SessionUpdate
 
 FINGERPRINT = "model-a"
 ROOT = namespace(FINGERPRINT)
@@ -67,7 +68,7 @@ def small_world(name: str) -> Iterator[None]:
         mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_TOKENS=70),
         mock.patch.object(eviction, "LOW_WATERMARK", 1.0),
         mock.patch("secrets.token_hex", token_hex),
-        mock.patch("warmline_proxy.index.FLUSH_INTERVAL_S", 3600.0),
+        mock.patch("warmline_proxy.index.index.FLUSH_INTERVAL_S", 3600.0),
     ):
         yield
 

@@ -13,7 +13,7 @@ import pytest
 
 POINTS = Path(__file__).with_name("points.py")
 PACKAGES = Path(__file__).parents[2]
-SEAM = PACKAGES / "backend" / "warmline_wire" / "disk.py"
+SEAM = PACKAGES / "backend" / "warmline_common" / "disk.py"
 
 # What changes a home must go through the seam.  `demo` makes a model's folder, whose files are written by mlx and
 # tokenizers, and which is no part of what is stored; `lock` a file that holds nothing; agents' files are no home's.

@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from warmline_cachectl.cli import app as cachectl
 from warmline_run.cli import app as warmline
-from warmline_run.settings import SETTINGS
+from warmline_run.settings.schema import SETTINGS
 
 PROGRAMS = {"cachectl": get_command(cachectl), "warmline": get_command(warmline)}
 TEXTS = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}

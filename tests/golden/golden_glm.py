@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 from recipe import CASES, checkpoint
 
-from warmline_backend.loading import check_parameters
-from warmline_backend.models.glm_moe_dsa import Model, ModelArgs
+from warmline_backend.model.architectures.glm_moe_dsa import Model, ModelArgs
+from warmline_backend.model.loader import check_parameters
 
 # Float32's last bits: the reference's and ours add in another order.  Logits are about 2.
 TOLERANCE = 5e-5

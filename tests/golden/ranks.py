@@ -12,7 +12,7 @@ from golden_glm import in_chunks, loaded, weights
 from mlx.utils import tree_flatten
 from recipe import CASES, tokens
 
-from warmline_backend.models.glm_moe_dsa import Model, ModelArgs
+from warmline_backend.model.architectures.glm_moe_dsa import Model, ModelArgs
 
 CHUNK = 20
 STEPS = 3  # at the end, token by token

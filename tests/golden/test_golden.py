@@ -7,7 +7,7 @@ from mlx_lm.models.cache import CacheList
 from recipe import CASES, TOKENS, TOPK
 from recipe import tokens as tokens_of
 
-from warmline_backend.models import glm_moe_dsa
+from warmline_backend.model.architectures import glm_moe_dsa
 
 each_case = pytest.mark.parametrize("case", CASES)
 

@@ -16,10 +16,10 @@ from mlx_lm.utils import quantize_model, save_model
 from recipe import CASES, tokens
 
 import tiny_models
-import warmline_backend.model
-from warmline_backend.loading import ModelProblem, ParameterMismatch, assemble, by_kind, model_classes
-from warmline_backend.model import load
-from warmline_backend.models.glm_moe_dsa import Model
+import warmline_backend.model.model
+from warmline_backend.model.architectures.glm_moe_dsa import Model
+from warmline_backend.model.loader import ModelProblem, ParameterMismatch, assemble, by_kind, model_classes
+from warmline_backend.model.model import load
 
 CASE = "shared_as_listed"  # full shared shared full shared
 CONFIG = CASES[CASE]
@@ -256,7 +256,7 @@ def test_a_repository_that_cannot_be_had_is_told_with_what_to_do(monkeypatch: py
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("nobody\nanswers")
 
-    monkeypatch.setattr(warmline_backend.model, "_download", unreachable)
+    monkeypatch.setattr(warmline_backend.model.model, "_download", unreachable)
     with pytest.raises(ModelProblem, match=r"neither a folder here nor in the hub's cache, .*nobody answers.*hf down"):
         load("owner/none", "none")
 

@@ -13,8 +13,8 @@ from golden_glm import arguments, assert_as_reference
 from recipe import CASES
 
 from processes import free_port
-from warmline_backend.models.glm_moe_dsa import Layers
-from warmline_backend.models.glm_moe_dsa_config import split_at_full
+from warmline_backend.model.architectures.glm_moe_dsa import Layers
+from warmline_backend.model.architectures.glm_moe_dsa_config import split_at_full
 
 RANKS = Path(__file__).with_name("ranks.py")
 CASE = "by_frequency_as_in_glm_5_2"

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from index_helpers import BUDGET, make_home
 
-from warmline_proxy.index import Index
-from warmline_wire.home import Home
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import Index
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 from moving_helpers import FINGERPRINT
 
-from warmline_proxy.index import Index
-from warmline_proxy.index_tables import TABLES, Tables
-from warmline_proxy.purge import purge
-from warmline_proxy.rows import PurgeReply, PurgeRequest, SegmentRow
-from warmline_wire.home import Home
-from warmline_wire.keys import namespace, pack_tokens
+from warmline_common.protocol.tokens import namespace, pack_tokens
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import Index
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import PurgeReply, PurgeRequest, SegmentRow
+from warmline_proxy.store.tables import TABLES, Tables
 
 ROOT = namespace(FINGERPRINT)
 LONG = list(range(1000, 1300))

@@ -11,12 +11,12 @@ import lmdb
 from index_helpers import ROOT, begin, commit, save, turn
 from test_machine import short_segments
 
-from warmline_proxy.index import Index
-from warmline_proxy.index_tables import TABLES
-from warmline_proxy.repair import repair
-from warmline_proxy.rows import RepairReply, RequestRecord
-from warmline_wire.home import Home
-from warmline_wire.keys import namespace, pack_tokens, unpack_tokens
+from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import Index
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.store.rows import RepairReply, RequestRecord
+from warmline_proxy.store.tables import TABLES
 
 A = list(range(1000, 4000))
 OTHER = namespace("model-b")

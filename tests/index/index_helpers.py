@@ -6,12 +6,12 @@ from typing import Any
 
 from segment_files import write_segment_file
 
-from warmline_proxy.index import Index
-from warmline_proxy.rows import SaveCommitted, SavePlan, SessionUpdate, TurnRow
-from warmline_wire.home import Home
-from warmline_wire.keys import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
-from warmline_wire.messages import Layout, SavedFile, SaveReply
-from warmline_wire.segment_file import FileMeta, file_checksum, read_checksums
+from warmline_common.protocol.messages import Layout, SavedFile, SaveReply
+from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
+from warmline_common.storage.home import Home
+from warmline_common.storage.segment_file import FileMeta, file_checksum, read_checksums
+from warmline_proxy.index.index import Index
+from warmline_proxy.store.rows import SaveCommitted, SavePlan, SessionUpdate, TurnRow
 
 ROOT = namespace("model-a")
 MODEL = "model-a"

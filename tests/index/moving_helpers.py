@@ -7,16 +7,11 @@ from pathlib import Path
 import xxhash
 from index_helpers import LAYOUT, MODEL
 
-from warmline_proxy.index import Index
-from warmline_proxy.moving.archive import read_archive
-from warmline_proxy.moving.exporting import Export
-from warmline_proxy.moving.importing import Imported, Known, import_archive
-from warmline_proxy.rows import SavePlan, SessionUpdate
-from warmline_wire import disk
-from warmline_wire.home import Home
-from warmline_wire.keys import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
-from warmline_wire.messages import SavedFile, SaveReply
-from warmline_wire.segment_file import (
+from warmline_common.protocol.messages import SavedFile, SaveReply
+from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+from warmline_common.storage.segment_file import (
     CHECKSUMS,
     TOKENS,
     FileMeta,
@@ -26,6 +21,11 @@ from warmline_wire.segment_file import (
     read_header,
     tensor_checksum,
 )
+from warmline_proxy.archive.exporter import Export
+from warmline_proxy.archive.importer import Imported, Known, import_archive
+from warmline_proxy.archive.reader import read_archive
+from warmline_proxy.index.index import Index
+from warmline_proxy.store.rows import SavePlan, SessionUpdate
 
 FINGERPRINT = "0123456789abcdef" * 4
 HEADS, WIDTH = 2, 3

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from warmline_wire.segment_file import FileMeta, header_checksum, read_header, tensor_checksum
+from warmline_common.storage.segment_file import FileMeta, header_checksum, read_header, tensor_checksum
 
 
 def write_segment_file(path: Path, meta: FileMeta, tokens: bytes | None, tensors: dict[str, bytes]) -> int:

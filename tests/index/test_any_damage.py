@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_helpers import BUDGET, make_home, matched, save
 
-from warmline_proxy.index import Index, IndexReader
-from warmline_proxy.reconcile import reconcile
-from warmline_proxy.repair import repair
-from warmline_wire.home import Home
-from warmline_wire.keys import pack_tokens
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import Index, IndexReader
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.startup import reconcile
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ import pytest
 from cut_helpers import DEEP, LONG, SHORT, forget_all, holding, purged, segment, stored
 from moving_helpers import archived, check_content, imported, save
 
-from warmline_proxy.gc import collect
-from warmline_proxy.index import Index
-from warmline_proxy.pin import pin
-from warmline_proxy.purge import purge
-from warmline_proxy.repair import repair
-from warmline_proxy.rows import Cut, GcRequest, PinRequest, PurgeRequest
+from warmline_proxy.index.index import Index
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.retention.gc import collect
+from warmline_proxy.retention.pin import pin
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import Cut, GcRequest, PinRequest, PurgeRequest
 
 
 def test_the_tail_is_gone_from_every_file_and_the_other_one_goes_on(index: Index) -> None:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from index_helpers import BUDGET, make_home
 from moving_helpers import check_content, save
 
-from warmline_proxy import index_save
-from warmline_proxy.index import Index
-from warmline_proxy.repair import repair
-from warmline_proxy.rows import SessionRow
-from warmline_wire.keys import common_prefix, pack_tokens, unpack_tokens
+from warmline_common.protocol.tokens import common_prefix, pack_tokens, unpack_tokens
+from warmline_proxy.index import save as index_save
+from warmline_proxy.index.index import Index
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.store.rows import SessionRow
 
 
 @dataclass(frozen=True)

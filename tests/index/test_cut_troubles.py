@@ -12,14 +12,15 @@ from index_helpers import commit, planned
 from index_helpers import save as save_plainly
 from moving_helpers import check_content, everything, save
 
-from warmline_proxy import index_cut, index_tree
-from warmline_proxy.gc import collect
-from warmline_proxy.index import Index, IndexFailure
-from warmline_proxy.index_cut import CHANGED, ROUNDS_MAX, Cutter
-from warmline_proxy.purge import prepare, purge
-from warmline_proxy.rows import GcRequest, PurgeRequest
-from warmline_wire import disk
-from warmline_wire.keys import pack_tokens
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage import disk
+from warmline_proxy.index import tree as index_tree
+from warmline_proxy.index.index import Index, IndexFailure
+from warmline_proxy.retention import truncate as index_cut
+from warmline_proxy.retention.gc import collect
+from warmline_proxy.retention.purge import prepare, purge
+from warmline_proxy.retention.truncate import CHANGED, ROUNDS_MAX, Cutter
+from warmline_proxy.store.rows import GcRequest, PurgeRequest
 
 # ---- what changes while a shorter file is being written
 

@@ -5,10 +5,10 @@ import time
 import pytest
 from index_helpers import ROOT, begin, commit, files_on_disk, matched, planned, save
 
-from warmline_proxy.eviction import LOW_WATERMARK, Candidate, bytes_to_free, choose
-from warmline_proxy.index import Index, NoRoom
-from warmline_wire.home import Home
-from warmline_wire.keys import pack_tokens
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage.home import Home
+from warmline_proxy.index.eviction import LOW_WATERMARK, Candidate, bytes_to_free, choose
+from warmline_proxy.index.index import Index, NoRoom
 
 NOW = 1_000_000.0
 

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from index_helpers import LAYOUT, MODEL, ROOT, files_on_disk, matched, save, why, write_plan
 
-from warmline_proxy import index_walk
-from warmline_proxy.causes import cause_of
-from warmline_proxy.comparing import compare, stored
-from warmline_proxy.explaining import (
+from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
+from warmline_proxy.explain.causes import cause_of
+from warmline_proxy.explain.diff import compare, stored
+from warmline_proxy.explain.explain import (
     LAST,
     Since,
     UnknownRequest,
@@ -19,11 +19,11 @@ from warmline_proxy.explaining import (
     fingerprint_of,
     with_texts,
 )
-from warmline_proxy.index import Index
-from warmline_proxy.index_tables import Tables
-from warmline_proxy.purge import purge
-from warmline_proxy.rows import AFTER_TOKENS, Parting, PurgeRequest, RequestRecord, SessionUpdate
-from warmline_wire.keys import namespace, pack_tokens, unpack_tokens
+from warmline_proxy.index import lookup as index_walk
+from warmline_proxy.index.index import Index
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import AFTER_TOKENS, Parting, PurgeRequest, RequestRecord, SessionUpdate
+from warmline_proxy.store.tables import Tables
 
 PROMPT = list(range(1000, 1200))
 OTHER_KEY = namespace("model-a", "tenant")

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from index_helpers import commit, make_home, matched, planned, save, turn, write_plan
 
-from warmline_proxy import strays
-from warmline_proxy.gc import RECORD_AGE_MAX_S, STRAY_AGE_MIN_S, collect
-from warmline_proxy.index import Index
-from warmline_proxy.index_tables import GONE_MAX, Tables
-from warmline_proxy.pin import pin
-from warmline_proxy.rows import GcRequest, PinRequest, RequestRecord
+from warmline_proxy.index.index import Index
+from warmline_proxy.index.recovery import orphans as strays
+from warmline_proxy.retention.gc import RECORD_AGE_MAX_S, STRAY_AGE_MIN_S, collect
+from warmline_proxy.retention.pin import pin
+from warmline_proxy.store.rows import GcRequest, PinRequest, RequestRecord
+from warmline_proxy.store.tables import GONE_MAX, Tables
 
 A = list(range(1000, 4000))
 
@@ -110,5 +110,5 @@ def test_old_records_and_turns_go(index: Index) -> None:
 def test_notes_on_what_is_gone_go_where_no_more_fit(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     index.free(1 << 30)
     assert collect(index, GcRequest(), saving=True).notes == 0
-    monkeypatch.setattr("warmline_proxy.gc.GONE_MAX", 2)
+    monkeypatch.setattr("warmline_proxy.retention.gc.GONE_MAX", 2)
     assert GONE_MAX > 2 and collect(index, GcRequest(), saving=True).notes == 2

@@ -11,16 +11,16 @@ import pytest
 from index_helpers import BUDGET, make_home
 from moving_helpers import ROWS, STATES, TALK, archived, check_content, everything, imported, talk, write_file
 
-from warmline_proxy.index import Index
-from warmline_proxy.moving import tar
-from warmline_proxy.moving.archive import open_archive, read_archive
-from warmline_proxy.moving.importing import Known
-from warmline_proxy.moving.manifest import MANIFEST, Manifest, sealed, unsealed
-from warmline_proxy.moving.tar import ArchiveError
-from warmline_proxy.purge import purge
-from warmline_proxy.rows import PurgeRequest
-from warmline_wire.keys import pack_tokens
-from warmline_wire.segment_file import read_header, read_tokens
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage.segment_file import read_header, read_tokens
+from warmline_proxy.archive import tar
+from warmline_proxy.archive.importer import Known
+from warmline_proxy.archive.manifest import MANIFEST, Manifest, sealed, unsealed
+from warmline_proxy.archive.reader import open_archive, read_archive
+from warmline_proxy.archive.tar import ArchiveError
+from warmline_proxy.index.index import Index
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import PurgeRequest
 
 
 def repacked(data: bytes, **changed: object) -> bytes:

@@ -5,10 +5,10 @@ import threading
 import pytest
 from index_helpers import ROOT, begin, commit, matched, planned, save, why, write_plan
 
-from warmline_proxy.index import Index
-from warmline_proxy.rows import SessionUpdate
-from warmline_wire.keys import chain_hashes, namespace, pack_tokens
-from warmline_wire.segment_file import SegmentFileError, read_header
+from warmline_common.protocol.tokens import chain_hashes, namespace, pack_tokens
+from warmline_common.storage.segment_file import SegmentFileError, read_header
+from warmline_proxy.index.index import Index
+from warmline_proxy.store.rows import SessionUpdate
 
 A = list(range(1000, 4000))
 

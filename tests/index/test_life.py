@@ -14,11 +14,11 @@ import lmdb
 import pytest
 from index_helpers import LAYOUT, MODEL, ROOT, make_home, matched, save
 
-from warmline_proxy.index import Index, IndexFailure, IndexFull, IndexReader, NoIndex, WrongSchema
-from warmline_proxy.rows import RequestRecord
-from warmline_wire import disk
-from warmline_wire.home import Home
-from warmline_wire.keys import pack_tokens, unpack_tokens
+from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import Index, IndexFailure, IndexFull, IndexReader, NoIndex, WrongSchema
+from warmline_proxy.store.rows import RequestRecord
 
 A = list(range(1000, 4000))
 
@@ -77,8 +77,8 @@ def test_a_full_map_grows(tmp_path: Path) -> None:
 READER = """
 import sys
 from pathlib import Path
-from warmline_proxy.index import IndexReader
-from warmline_wire.home import Home
+from warmline_proxy.index.index import IndexReader
+from warmline_common.storage.home import Home
 with IndexReader(Home(Path(sys.argv[1]))) as reader:
     for line in sys.stdin:
         print(len(reader.segments()), flush=True)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from index_helpers import ROOT, begin, commit, make_home
 
-from warmline_proxy import index_save
-from warmline_proxy.index import Index
-from warmline_proxy.purge import purge
-from warmline_proxy.reconcile import reconcile
-from warmline_proxy.repair import repair
-from warmline_proxy.rows import PurgeRequest, SavePlan, SessionRow
-from warmline_wire.keys import namespace, pack_tokens, unpack_tokens
+from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
+from warmline_proxy.index import save as index_save
+from warmline_proxy.index.index import Index
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import PurgeRequest, SavePlan, SessionRow
 
 ROOTS = (ROOT, namespace("model-b"))
 Text = tuple[int, ...]

@@ -20,19 +20,19 @@ from moving_helpers import (
     talk,
 )
 
-from warmline_backend.segments import sweep_drafts
-from warmline_proxy.index import Index, NoRoom
-from warmline_proxy.moving import importing
-from warmline_proxy.moving.archive import read_archive
-from warmline_proxy.moving.exporting import Export
-from warmline_proxy.moving.importing import Known, import_archive, known_from_files
-from warmline_proxy.moving.manifest import MANIFEST
-from warmline_proxy.moving.tar import ArchiveError
-from warmline_proxy.purge import purge
-from warmline_proxy.reconcile import reconcile
-from warmline_proxy.rows import PurgeRequest, SavePlan
-from warmline_wire import disk
-from warmline_wire.keys import namespace, pack_tokens, unpack_tokens
+from warmline_backend.kv_cache.segment_io import sweep_drafts
+from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
+from warmline_common.storage import disk
+from warmline_proxy.archive import importer as importing
+from warmline_proxy.archive.exporter import Export
+from warmline_proxy.archive.importer import Known, import_archive, known_from_files
+from warmline_proxy.archive.manifest import MANIFEST
+from warmline_proxy.archive.reader import read_archive
+from warmline_proxy.archive.tar import ArchiveError
+from warmline_proxy.index.index import Index, NoRoom
+from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import PurgeRequest, SavePlan
 
 # ---- there and back
 

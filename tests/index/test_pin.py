@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from index_helpers import make_home, matched, save
 
-from warmline_proxy.gc import collect
-from warmline_proxy.index import Index
-from warmline_proxy.pin import NotStored, TooMuchPinned, bytes_pinned_max, pin, weigh
-from warmline_proxy.purge import purge
-from warmline_proxy.rows import GcRequest, PinRequest, PurgeRequest
+from warmline_proxy.index.index import Index
+from warmline_proxy.retention.gc import collect
+from warmline_proxy.retention.pin import NotStored, TooMuchPinned, bytes_pinned_max, pin, weigh
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import GcRequest, PinRequest, PurgeRequest
 
 A = list(range(1000, 4000))
 BUDGET = 4_000_000

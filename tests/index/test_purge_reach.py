@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from index_helpers import MODEL, ROOT, begin, commit, save, turn
 
-from warmline_proxy.index import Index, IndexFailure
-from warmline_proxy.purge import purge, remove_turns_of
-from warmline_proxy.reconcile import Reconciled, reconcile
-from warmline_proxy.rows import PurgeRequest, RequestRecord
-from warmline_wire.home import Home
-from warmline_wire.keys import namespace, pack_tokens
+from warmline_common.protocol.tokens import namespace, pack_tokens
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import Index, IndexFailure
+from warmline_proxy.index.recovery.startup import Reconciled, reconcile
+from warmline_proxy.retention.purge import purge, remove_turns_of
+from warmline_proxy.store.rows import PurgeRequest, RequestRecord
 
 CANARY = list(range(77_000, 77_200))
 KEPT = list(range(5_000, 5_200))

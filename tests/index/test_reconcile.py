@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from index_helpers import ROOT, make_home, matched, planned, save, write_plan
 
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
 from warmline_proxy.__main__ import put_in_order
-from warmline_proxy.index import Index, IndexFailure, IndexReader
-from warmline_proxy.lock import HomeLocked, home_lock
-from warmline_proxy.purge import purge, select
-from warmline_proxy.reconcile import reconcile
-from warmline_proxy.rows import PurgeRequest
-from warmline_wire import disk
-from warmline_wire.home import Home
-from warmline_wire.keys import pack_tokens
+from warmline_proxy.home_lock import HomeLocked, home_lock
+from warmline_proxy.index.index import Index, IndexFailure, IndexReader
+from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.retention.purge import purge, select
+from warmline_proxy.store.rows import PurgeRequest
 
 A = list(range(100_000, 103_000))
 CHILD = """
@@ -27,8 +27,8 @@ import os, signal, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
 import index_helpers as helpers
-from warmline_proxy.index import Index
-from warmline_wire.home import Home
+from warmline_proxy.index.index import Index
+from warmline_common.storage.home import Home
 index = Index(Home(Path(sys.argv[1])), 1 << 30)
 plan = helpers.planned(index, [*range(100_000, 103_000), *range(3000)], checkpoints=[3500])
 """
@@ -38,7 +38,7 @@ STEPS = {
     "written": "helpers.write_plan(index.home, plan)",
     "committed": "helpers.commit(index, plan)",
     "evicted": "helpers.commit(index, plan); index.budget_bytes = 1; index.sweep = lambda: 0; index.make_room()",
-    "aside": "import warmline_proxy.index_files as f; f.set_aside = lambda *a: 0; helpers.commit(index, plan); "
+    "aside": "import warmline_proxy.store.files as f; f.set_aside = lambda *a: 0; helpers.commit(index, plan); "
     "index.quarantine(plan.segments[0].id, 'checksum')",
 }
 
@@ -110,8 +110,8 @@ def test_a_budget_that_became_smaller_holds_from_the_start(home: Home) -> None:
 
 
 def test_the_home_has_one_owner(home: Home) -> None:
-    hold = "import sys\nfrom pathlib import Path\nfrom warmline_proxy.lock import home_lock\n"
-    hold += "from warmline_wire.home import Home\n"
+    hold = "import sys\nfrom pathlib import Path\nfrom warmline_proxy.home_lock import home_lock\n"
+    hold += "from warmline_common.storage.home import Home\n"
     hold += "with home_lock(Home(Path(sys.argv[1]))):\n    print('held', flush=True)\n    sys.stdin.read()\n"
     with subprocess.Popen(
         [sys.executable, "-c", hold, str(home.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -131,8 +131,8 @@ import json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import index_helpers as helpers
-from warmline_proxy.index import IndexReader
-from warmline_wire.home import Home
+from warmline_proxy.index.index import IndexReader
+from warmline_common.storage.home import Home
 with IndexReader(Home(Path(sys.argv[1]))) as reader:
     for line in sys.stdin:
         print(json.dumps([reader.totals().segments, len(reader.verify()), len(reader.sessions())]), flush=True)

@@ -15,14 +15,14 @@ from damage import OTHER, A, chain, flip, mend, tables_of, talk, texts
 from index_helpers import BUDGET, FLAGS_AT, OVERFLOW, PAGE_BYTES, break_page, commit, matched, planned, save, write_plan
 from segment_files import rewrite
 
-from warmline_proxy.index import Index, IndexFailure, IndexReader
-from warmline_proxy.purge import purge
-from warmline_proxy.reconcile import reconcile
-from warmline_proxy.repair import repair
-from warmline_proxy.rows import PurgeRequest, RepairReply
-from warmline_wire import disk
-from warmline_wire.home import Home
-from warmline_wire.segment_file import file_checksum, read_checksums, read_header
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+from warmline_common.storage.segment_file import file_checksum, read_checksums, read_header
+from warmline_proxy.index.index import Index, IndexFailure, IndexReader
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import PurgeRequest, RepairReply
 
 
 def done(reply: RepairReply) -> set[str]:
@@ -123,8 +123,9 @@ def test_pages_that_end_the_process_which_reads_them_are_left_behind(home: Home)
             save(index, [number] * 5)
         whole = texts(index)
     break_page(home, max(whole))
-    code = "from pathlib import Path; from warmline_proxy.index import *; from warmline_proxy.reconcile import *\n"
-    code += "from warmline_wire.home import Home\n"
+    code = "from pathlib import Path; from warmline_proxy.index.index import *\n"
+    code += "from warmline_proxy.index.recovery.startup import *\n"
+    code += "from warmline_common.storage.home import Home\n"
     code += f"with Index(Home(Path({str(home.root)!r})), 1 << 30) as index: reconcile(index)"
     starts = [subprocess.run([sys.executable, "-c", code], check=False, capture_output=True) for _ in range(2)]
     assert [start.returncode for start in starts] == [-signal.SIGABRT, 0], starts

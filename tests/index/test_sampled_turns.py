@@ -4,16 +4,16 @@ import lmdb
 import pytest
 from index_helpers import BUDGET, MODEL, ROOT, save, turn
 
-from warmline_proxy import index_turns
-from warmline_proxy.index import Index, IndexReader
-from warmline_proxy.index_tables import TABLES_ADDED, Tables, number
-from warmline_proxy.purge import purge
-from warmline_proxy.repair import repair
-from warmline_proxy.rows import PurgeRequest, TurnRow
-from warmline_proxy.turns import Turns
-from warmline_wire.home import Home
-from warmline_wire.keys import namespace, pack_tokens
-from warmline_wire.messages import SampledTurn
+from warmline_common.protocol.messages import SampledTurn
+from warmline_common.protocol.tokens import namespace, pack_tokens
+from warmline_common.storage.home import Home
+from warmline_proxy.index import turns as index_turns
+from warmline_proxy.index.index import Index, IndexReader
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.pipeline.sampled_turns import Turns
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import PurgeRequest, TurnRow
+from warmline_proxy.store.tables import TABLES_ADDED, Tables, number
 
 OTHER = namespace("model-b")
 FINGERPRINT, TENANT = "f", "somebody"
@@ -186,7 +186,7 @@ def test_what_is_too_long_or_oddly_named_is_not_remembered(index: Index) -> None
 
 
 def test_memory_is_bounded_and_the_index_has_the_rest(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warmline_proxy.turns.KEPT_MAX", 2)
+    monkeypatch.setattr("warmline_proxy.pipeline.sampled_turns.KEPT_MAX", 2)
     memory, root = Turns(index), namespace(FINGERPRINT, TENANT)
     for call in range(4):
         memory.remember(root, MODEL, sampled(call))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from segment_files import write_segment_file
 
-from warmline_wire.keys import pack_tokens
-from warmline_wire.segment_file import (
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage.segment_file import (
     FileMeta,
     SegmentFileError,
     file_checksum,

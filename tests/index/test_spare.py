@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from index_helpers import files_on_disk, matched, save
 
-from warmline_proxy.gc import collect
-from warmline_proxy.index import Index, IndexFailure
-from warmline_proxy.purge import purge
-from warmline_proxy.rows import GcRequest, PurgeRequest
-from warmline_proxy.spare import SPARE_BYTES
-from warmline_wire import disk
-from warmline_wire.home import Home
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import Index, IndexFailure
+from warmline_proxy.retention.gc import collect
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.reserve import SPARE_BYTES
+from warmline_proxy.store.rows import GcRequest, PurgeRequest
 
 A = list(range(1000, 3000))
 

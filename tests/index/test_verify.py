@@ -8,13 +8,13 @@ import pytest
 from index_helpers import ROOT, matched, save, turn
 from segment_files import rewrite
 
-from warmline_proxy.index import Index
-from warmline_proxy.index_tables import ANEW_KEY, TABLES, Tables, slot
-from warmline_proxy.lock import home_lock
-from warmline_proxy.repair import repair
-from warmline_proxy.rows import QuarantineRow, RequestRecord, SegmentRow, SessionRow
-from warmline_wire.keys import pack_tokens
-from warmline_wire.segment_file import file_checksum, read_checksums
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage.segment_file import file_checksum, read_checksums
+from warmline_proxy.home_lock import home_lock
+from warmline_proxy.index.index import Index
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.store.rows import QuarantineRow, RequestRecord, SegmentRow, SessionRow
+from warmline_proxy.store.tables import ANEW_KEY, TABLES, Tables, slot
 
 A = list(range(1000, 3000))
 WHOLE = [*A[:1500], 7, 7, 7]

@@ -4,14 +4,14 @@ import msgspec
 import pytest
 from index_helpers import LAYOUT, MODEL, write_plan
 
-from warmline_proxy import keys_file
-from warmline_proxy.explaining import explain
-from warmline_proxy.index import Index
-from warmline_proxy.keys_file import NoSuchKey
-from warmline_proxy.rows import RequestRecord, SessionUpdate
-from warmline_proxy.whose import NO_KEY, REMOVED, SHARED, Holders, Whose, holders, models_of, whose
-from warmline_wire.home import Home
-from warmline_wire.keys import namespace, pack_tokens
+from warmline_common.protocol.tokens import namespace, pack_tokens
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.auth.key_store import NoSuchKey
+from warmline_proxy.auth.owners import NO_KEY, REMOVED, SHARED, Holders, Whose, holders, models_of, whose
+from warmline_proxy.explain.explain import explain
+from warmline_proxy.index.index import Index
+from warmline_proxy.store.rows import RequestRecord, SessionUpdate
 
 TALK = list(range(1000, 1200))
 OTHER_MODEL = "model-b"

@@ -5,7 +5,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from warmline_proxy.index_writer import Writer
+from warmline_proxy.store.writer import Writer
 
 WAIT_S = 20
 

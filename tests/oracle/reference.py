@@ -15,7 +15,7 @@ from verdict import Difference
 import tiny_models
 from pair import START_TIMEOUT_S, WARMLINE, Reply, ask
 from processes import Running, free_port
-from warmline_wire.home import Home
+from warmline_common.storage.home import Home
 
 STEP_TOKENS = 64
 OTHER_STEPS_TOKENS = (37, 23, 11, 50, 29)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pair import Pair, Reply
-from warmline_wire.stream import ChunkFold, Event, EventParser
+from warmline_common.protocol.sse import ChunkFold, Event, EventParser
 
 LIMIT_S = 60.0
 READ_BYTES = 65_536

@@ -19,9 +19,17 @@ from typer.testing import CliRunner
 
 from processes import Running, free_port
 from warmline_cachectl.cli import app as cachectl
-from warmline_proxy.index import IndexReader
-from warmline_wire.home import Home
-from warmline_wire.messages import PromptReply, PromptRequest, Resident, ResidentsReply, Status, decode, encode
+from warmline_common.protocol.messages import (
+    PromptReply,
+    PromptRequest,
+    Resident,
+    ResidentsReply,
+    Status,
+    decode,
+    encode,
+)
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import IndexReader
 
 WARMLINE = str(Path(sys.executable).with_name("warmline"))
 START_TIMEOUT_S = 120.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pair import Pair, Reply
-from warmline_wire.stream import EventParser
+from warmline_common.protocol.sse import EventParser
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "requests"
 CLIENTS = sorted(path.stem for path in FOLDER.glob("*.json"))

@@ -27,7 +27,7 @@ from storm_prompts import LONG, Questions, ask_cold
 
 from pair import WARMLINE, Pair
 from planted.faults import Planted
-from warmline_wire.messages import Vitals
+from warmline_common.protocol.messages import Vitals
 
 CACHECTL = str(Path(WARMLINE).with_name("cachectl"))
 FLAGS = (

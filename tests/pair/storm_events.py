@@ -12,7 +12,7 @@ from storm_log import Log
 
 from pair import Pair, ask
 from planted.faults import Planted
-from warmline_wire.messages import Pulse, decode
+from warmline_common.protocol.messages import Pulse, decode
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.5, 4.0
 RECOVERY_MAX_S = 60.0

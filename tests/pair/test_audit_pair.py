@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pair import POLL_S, SETTLE_TIMEOUT_S, FolderOf, Message, Pair, Reply
-from warmline_backend.segments import Tensor, write_file
-from warmline_wire.segment_file import read_header, read_tokens
+from warmline_backend.kv_cache.segment_io import Tensor, write_file
+from warmline_common.storage.segment_file import read_header, read_tokens
 
 MODES = {"fast": "llama", "exact": "qwen3_5"}
 STEP = 64

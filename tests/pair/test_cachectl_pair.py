@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pair import POLL_S, FolderOf, Message, Pair
-from warmline_wire.keys import TOKEN_BYTES, common_prefix
+from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix
 
 BUDGET_BYTES = 4_000_000
 TOKENS = 10

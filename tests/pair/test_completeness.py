@@ -8,8 +8,8 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from pair import Message, Pair
-from warmline_wire.keys import unpack_tokens
-from warmline_wire.messages import PromptReply, PromptRequest, decode, encode
+from warmline_common.protocol.messages import PromptReply, PromptRequest, decode, encode
+from warmline_common.protocol.tokens import unpack_tokens
 
 STORY = "Tell me a story about a fox and a hen that lived beside a river, long ago, and never met before winter. "
 

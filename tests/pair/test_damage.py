@@ -11,7 +11,7 @@ import pytest
 from answers import WITH_LOGPROBS, explain_difference
 
 from pair import FolderOf, Message, Pair, Reply
-from warmline_wire.segment_file import read_header
+from warmline_common.storage.segment_file import read_header
 
 TOKENS = 8
 UNTOUCHED = "untouched"

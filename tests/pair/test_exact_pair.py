@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pair import FolderOf, Message, Pair
+from warmline_common.protocol.tokens import common_prefix
 from warmline_run import openblas
-from warmline_wire.keys import common_prefix
 
 GRID = 64
 ALL = {"logprobs": True, "top_logprobs": 20, "max_tokens": 12}

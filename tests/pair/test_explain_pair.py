@@ -9,12 +9,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pair import FolderOf, Pair
-from warmline_cachectl import sides
 from warmline_cachectl.cli import app
-from warmline_proxy import keys_file
-from warmline_proxy.purge import PurgeRequest
-from warmline_wire.keys import common_prefix
-from warmline_wire.messages import encode
+from warmline_cachectl.views import explain as sides
+from warmline_common.protocol.messages import encode
+from warmline_common.protocol.tokens import common_prefix
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.retention.purge import PurgeRequest
 
 LOOK, WALK = (
     {"type": "function", "function": {"name": name, "description": f"To {name}.", "parameters": {"type": "object"}}}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pair import FolderOf, Message, Pair
-from warmline_wire.keys import TOKEN_BYTES, common_prefix
+from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix
 
 ATTEMPTS_MAX = 5  # a draft lives for a millisecond or two
 LOOK_INTERVAL_S = 0.0005  # else looking would take a core from what is looked at

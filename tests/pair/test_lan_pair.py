@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pair import FolderOf, Pair, Reply, ask
-from warmline_proxy import keys_file
-from warmline_wire.home import Home
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import key_store as keys_file
 
 TALE = "A stranger came to the village and told us the following. " * 12
 

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from pair import FolderOf, Message, Pair
 from warmline_cachectl.cli import app as cachectl
-from warmline_wire.home import Home
-from warmline_wire.keys import pack_tokens
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage.home import Home
 
 TALK: list[Message] = [
     {"role": "system", "content": "Moving house is a canary in this talk, of all talks."},

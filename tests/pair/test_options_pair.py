@@ -13,7 +13,7 @@ from answers import WITH_LOGPROBS, explain_difference
 import tiny_models
 from pair import WARMLINE, Message, Pair, Reply
 from processes import free_port
-from warmline_wire.keys import common_prefix
+from warmline_common.protocol.tokens import common_prefix
 
 # Thinks unless told not to; says its effort before all else, and knows two of them.
 TEMPLATE = (

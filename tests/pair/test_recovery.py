@@ -16,7 +16,7 @@ from test_leaving import until, wait_until_let_go
 
 from pair import FolderOf, Message, Pair, Reply, ask
 from planted.faults import FAULTS, WEDGES, Gate, Planted, Step
-from warmline_wire.messages import Vitals
+from warmline_common.protocol.messages import Vitals
 
 STEP, PART = 64, 256
 SHARED_MAX = 16  # the template's first tokens and a digit or two, which prompts have in common

@@ -6,8 +6,8 @@ import pytest
 from answers import TOLERANCE, TOLERANCE_QUANTIZED, WITH_LOGPROBS, explain_difference
 
 from pair import FolderOf, Message, Pair, Reply
-from warmline_wire.home import Home
-from warmline_wire.keys import TOKEN_BYTES, common_prefix
+from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix
+from warmline_common.storage.home import Home
 
 QUANTIZED = ("--kv-bits", "8", "--kv-group-size", "32")
 QUESTIONS = ["Hello, who are you?", "Tell me about the sea.", "And about ships?", "Thanks. And the moon?"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pair import FolderOf, Message, Pair
-from warmline_wire.keys import TOKEN_BYTES, common_prefix
-from warmline_wire.messages import Layout
-from warmline_wire.segment_file import read_header, verify_file
+from warmline_common.protocol.messages import Layout
+from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix
+from warmline_common.storage.segment_file import read_header, verify_file
 
 SYSTEM: Message = {"role": "system", "content": "You answer shortly. " * 70}
 TOKENS = 10

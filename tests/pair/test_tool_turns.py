@@ -13,7 +13,7 @@ import pytest
 from answers import WITH_LOGPROBS, explain_difference
 
 from pair import FolderOf, Pair, Reply
-from warmline_wire.messages import PromptReply, PromptRequest, decode, encode
+from warmline_common.protocol.messages import PromptReply, PromptRequest, decode, encode
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 LONG = "Look closely, and leave nothing out. "

@@ -74,7 +74,7 @@ class Planted:
         """Kill the "proxy" or "backend" with SIGKILL at its `nth` step of the disk from now on, 1 the first.
 
         `when`: "before" it, "after" it, or in its "middle": half of the data is written (other steps: before it).
-        `steps`: count these alone, by their names in `warmline_wire.disk`.
+        `steps`: count these alone, by their names in `warmline_common.storage.disk`.
         """
         self._order_disk(process, {"kill": nth, "when": when, "steps": list(steps)})
 
@@ -85,8 +85,8 @@ class Planted:
     def fail_disk(self, process: str, error: str, steps: Sequence[str], under: str = "", times: int = 0) -> None:
         """Have these steps raise OSError, until `mend_disk` or, where given, so many times.
 
-        `error`: its name ("ENOSPC").  `steps`: names in `warmline_wire.disk`; of "open_to_read" it is the reading that
-        fails.  `under`: only at paths with this in them.
+        `error`: its name ("ENOSPC").  `steps`: names in `warmline_common.storage.disk`; of "open_to_read" it is the
+        reading that fails.  `under`: only at paths with this in them.
         """
         self._order_disk(process, {"error": error, "steps": list(steps), "under": under, "times": times})
 

@@ -6,8 +6,8 @@ from typing import Any
 from fake_backend import FakeBackend
 from harness import Pair
 
-from warmline_proxy.rows import RequestRecord
-from warmline_wire.messages import HEADER_BACKGROUND
+from warmline_common.protocol.messages import HEADER_BACKGROUND
+from warmline_proxy.store.rows import RequestRecord
 
 TEXT = "word " * 40
 ASKED = f"<user>{TEXT}\n<assistant>"

@@ -8,9 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from warmline_wire.home import Home
-from warmline_wire.keys import pack_tokens
-from warmline_wire.messages import (
+from warmline_common.protocol.messages import (
     HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
     HEADER_PROMPT,
@@ -45,7 +43,9 @@ from warmline_wire.messages import (
     decode,
     encode,
 )
-from warmline_wire.stream import DONE, comment_event, data_event
+from warmline_common.protocol.sse import DONE, comment_event, data_event
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage.home import Home
 
 SERVED = "fake-model"
 

@@ -7,7 +7,7 @@ from typing import Any
 from harness import Pair
 
 from scraped import Scraped
-from warmline_proxy.app import LIVES
+from warmline_proxy.routes.dispatch import LIVES
 
 
 async def scrape(proxy: Pair, **headers: str) -> Scraped:

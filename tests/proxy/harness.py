@@ -13,12 +13,12 @@ import aiohttp
 from aiohttp import web
 from fake_backend import FakeBackend
 
-from warmline_proxy.app import build
+from warmline_common.storage.home import Home
 from warmline_proxy.config import GB, Config
-from warmline_proxy.connections import listening
-from warmline_proxy.index import Index
-from warmline_proxy.rows import RequestRecord
-from warmline_wire.home import Home
+from warmline_proxy.http.connections import listening
+from warmline_proxy.index.index import Index
+from warmline_proxy.routes.dispatch import build
+from warmline_proxy.store.rows import RequestRecord
 
 P = ParamSpec("P")
 TEST_TIMEOUT_S = 20.0

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from harness import Pair
 
-from warmline_proxy.index import Index
-from warmline_wire.keys import namespace
+from warmline_common.protocol.tokens import namespace
+from warmline_proxy.index.index import Index
 
 ROOT = namespace("f" * 64)  # of who needs no key
 CALL_ID = "call_00112233445566778899aabb"

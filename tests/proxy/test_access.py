@@ -8,11 +8,11 @@ import pytest
 from harness import Pair, on_loop, pair
 from multidict import CIMultiDict
 
-from warmline_proxy import keys_file
-from warmline_proxy.admin.access import ADMIN, NOTHING, SECRET, WRONG, Asked, check_owner, shown_key
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.auth.admin_access import ADMIN, NOTHING, SECRET, WRONG, Asked, check_owner, shown_key
 from warmline_proxy.config import Config
 from warmline_proxy.errors import ClientError
-from warmline_wire.home import Home
 
 HERE, LAN = "127.0.0.1", "192.168.1.7"
 OWN = "http://127.0.0.1:8026"

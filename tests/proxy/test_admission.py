@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from harness import on_loop
 
-from warmline_proxy.admission import Admission, Ticket
 from warmline_proxy.errors import ClientError
+from warmline_proxy.request.admission import Admission, Ticket
 
 
 def admission(running: int, queue: int) -> Admission:

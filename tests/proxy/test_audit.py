@@ -8,7 +8,7 @@ from audits import ASKED, COLLAPSED, TEXT, audited, audits, metric, records, tal
 from fake_backend import layout
 from harness import on_loop, pair
 
-from warmline_wire.messages import HEADER_REUSE
+from warmline_common.protocol.messages import HEADER_REUSE
 
 
 @on_loop

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from fake_backend import first_logits, layout, packed
 
-from warmline_proxy.audit import WAITING_MAX, Auditor
+from warmline_common.storage.home import Home
+from warmline_proxy.audit.auditor import WAITING_MAX, Auditor
 from warmline_proxy.config import Config
 from warmline_proxy.metrics import Metrics
-from warmline_wire.home import Home
 
 
 def auditor(folder: Path, fraction: float, noted: list[Any]) -> Any:

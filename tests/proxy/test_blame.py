@@ -7,13 +7,13 @@ from fake_backend import first_logits, layout, packed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmline_proxy import blame
-from warmline_proxy.blame import Blame, Contradiction
-from warmline_proxy.knowledge import Suspicion
-from warmline_proxy.plan import Plan
-from warmline_proxy.rows import Match
-from warmline_proxy.upstream import Broken, UpstreamError
-from warmline_wire.messages import CheckpointRef, FirstLogits, Layout, SegmentRef
+from warmline_common.protocol.messages import CheckpointRef, FirstLogits, Layout, SegmentRef
+from warmline_proxy.audit import bisect as blame
+from warmline_proxy.audit.bisect import Blame, Contradiction
+from warmline_proxy.planner import Plan
+from warmline_proxy.store.rows import Match
+from warmline_proxy.upstream.backend_state import Suspicion
+from warmline_proxy.upstream.client import Broken, UpstreamError
 
 PROMPT = 100
 COLD, WRONG = first_logits(-3.0), first_logits(-0.25)

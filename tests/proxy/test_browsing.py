@@ -13,11 +13,11 @@ from harness import Pair, on_loop, pair
 sys.path.append(str(Path(__file__).parents[1] / "index"))
 from index_helpers import begin, commit
 
-import warmline_proxy.admin
+import warmline_proxy.dashboard
 from many_segments import CHAIN, MODEL, fill
-from warmline_proxy import keys_file
-from warmline_proxy.rows import RequestRecord
-from warmline_wire.keys import namespace
+from warmline_common.protocol.tokens import namespace
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.store.rows import RequestRecord
 
 ANSWER_BYTES_MAX = 120_000
 
@@ -221,7 +221,7 @@ async def test_the_page_and_what_it_may_do(tmp_path: Path) -> None:
 
 
 def test_pages_name_nothing_from_elsewhere_and_run_no_code_of_attributes() -> None:
-    static = files(warmline_proxy.admin) / "static"
+    static = files(warmline_proxy.dashboard) / "static"
     for file in static.iterdir():
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
         assert "://" not in text and "innerHTML" not in text, file.name
@@ -233,5 +233,5 @@ def test_the_wheel_has_the_pages(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=root, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
-    packed = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if "/admin/static/" in name}
-    assert packed == {file.name for file in (files(warmline_proxy.admin) / "static").iterdir()} != set()
+    packed = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if "/dashboard/static/" in name}
+    assert packed == {file.name for file in (files(warmline_proxy.dashboard) / "static").iterdir()} != set()

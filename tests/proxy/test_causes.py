@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from warmline_proxy.causes import CAUSES, cause_of, causes_besides
-from warmline_proxy.rows import Parting
+from warmline_proxy.explain.causes import CAUSES, cause_of, causes_besides
+from warmline_proxy.store.rows import Parting
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "requests"
 ROOT = Path(__file__).parents[2]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from warmline_proxy.census import Census, census
-from warmline_proxy.history import BUCKETS_MAX, DAY_S, HOUR_S, MINUTE_S, history
-from warmline_proxy.rows import CheckpointRow, RequestRecord, SegmentRow, SessionRow, Snapshot, Usage
+from warmline_proxy.dashboard.aggregates import Census, census
+from warmline_proxy.dashboard.history import BUCKETS_MAX, DAY_S, HOUR_S, MINUTE_S, history
+from warmline_proxy.store.rows import CheckpointRow, RequestRecord, SegmentRow, SessionRow, Snapshot, Usage
 
 ROOT, OTHER = bytes(16), bytes([1]) * 16
 NOW = 1_700_000_000.0

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from harness import Pair, on_loop, pair
 
-from warmline_proxy.app import LIVES
+from warmline_proxy.routes.dispatch import LIVES
 
 QUESTION = "A long question. " * 20
 

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from warmline_proxy.choices import CHOICES_MAX, PROMPTS_MAX, Choice, Merger, split
 from warmline_proxy.errors import ClientError
+from warmline_proxy.response.choices import CHOICES_MAX, PROMPTS_MAX, Choice, Merger, split
 
 INT64_MAX = (1 << 63) - 1
 

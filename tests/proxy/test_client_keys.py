@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from harness import Pair, on_loop, pair
 
-from warmline_proxy import keys_file
-from warmline_proxy.admission import caller_of
-from warmline_proxy.app import build
-from warmline_proxy.client_keys import EVERYBODY, Client, ClientKeys
+from warmline_common.protocol.messages import SampledTurn
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.auth.key_store import ADMIN, CLIENT, ENVIRONMENT_NAME, KeysUnusable, NoKeys, NoSuchKey
+from warmline_proxy.auth.principals import EVERYBODY, Client, ClientKeys
 from warmline_proxy.config import Config
-from warmline_proxy.connections import listening
-from warmline_proxy.keys_file import ADMIN, CLIENT, ENVIRONMENT_NAME, KeysUnusable, NoKeys, NoSuchKey
-from warmline_wire.home import Home
-from warmline_wire.messages import SampledTurn
+from warmline_proxy.http.connections import listening
+from warmline_proxy.request.admission import caller_of
+from warmline_proxy.routes.dispatch import build
 
 PROMPT = "Once upon a time there was a conversation. " * 20
 

@@ -9,9 +9,9 @@ from fake_backend import layout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmline_proxy.compare import DIFFERS, EQUAL, UNSTABLE, WITHIN, compare, difference, judge, type_of
-from warmline_wire.keys import pack_tokens
-from warmline_wire.messages import FirstLogits
+from warmline_common.protocol.messages import FirstLogits
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_proxy.audit.comparison import DIFFERS, EQUAL, UNSTABLE, WITHIN, compare, difference, judge, type_of
 
 
 def first(row: dict[int, float], digest: str = "") -> FirstLogits:

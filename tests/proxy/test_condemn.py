@@ -8,11 +8,11 @@ from audits import TEXT, audited, audits, metric, records, talk, turn
 from fake_backend import layout
 from harness import Pair, on_loop, pair
 
-from warmline_proxy import condemn
-from warmline_proxy.app import LIVES
-from warmline_proxy.audit import Auditor
-from warmline_proxy.index import IndexFailure
-from warmline_proxy.plan import on_grid
+from warmline_proxy.audit import quarantine as condemn
+from warmline_proxy.audit.auditor import Auditor
+from warmline_proxy.index.index import IndexFailure
+from warmline_proxy.planner import on_grid
+from warmline_proxy.routes.dispatch import LIVES
 
 
 @on_loop

@@ -14,13 +14,13 @@ import pytest
 from aiohttp import web
 from harness import on_loop
 
-from warmline_proxy import connections
-from warmline_proxy.bodies import BODY_BYTES_MAX, read_body, send
+from warmline_common.process.file_limits import open_descriptors, raise_descriptor_limit
+from warmline_common.storage.home import Home
 from warmline_proxy.config import Config
-from warmline_proxy.connections import PROBE_AFTER_OPTION, Connections, listening, room_for
 from warmline_proxy.errors import ClientError
-from warmline_wire.descriptors import open_descriptors, raise_descriptor_limit
-from warmline_wire.home import Home
+from warmline_proxy.http import connections
+from warmline_proxy.http.bodies import BODY_BYTES_MAX, read_body, send
+from warmline_proxy.http.connections import PROBE_AFTER_OPTION, Connections, listening, room_for
 
 MANY = 1_000
 Answer = tuple[int, dict[str, str], Any]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from harness import Pair, on_loop, pair
 
+from warmline_common.storage.home import Home
 from warmline_proxy.config import Config, ConfigError
-from warmline_proxy.cors import cors_headers, is_strange, origins
-from warmline_wire.home import Home
+from warmline_proxy.http.cors import cors_headers, is_strange, origins
 
 PAGE = "https://chat.example"
 ALLOW = "Access-Control-Allow-Origin"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from harness import on_loop, pair
 
-from warmline_proxy import knowledge
+from warmline_proxy.upstream import backend_state as knowledge
 
 
 @on_loop

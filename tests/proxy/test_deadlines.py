@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from harness import on_loop, pair
 
-from warmline_proxy.deadlines import Alarm, Clock, Limits, overdue
+from warmline_common.protocol.sse import DONE, data_event
 from warmline_proxy.errors import ClientError, cancelled
-from warmline_wire.stream import DONE, data_event
+from warmline_proxy.request.deadlines import Alarm, Clock, Limits, overdue
 
 HEADERS = {
     "X-Warmline-Connect-Timeout": "1.5",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness import Pair, on_loop, pair
 
-from warmline_proxy.upstream import DISPATCHES_MAX
+from warmline_proxy.upstream.client import DISPATCHES_MAX
 
 
 async def text_of(proxy: Pair, **fields: object) -> str:

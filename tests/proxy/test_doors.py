@@ -10,13 +10,14 @@ import pytest
 import yarl
 from harness import on_loop, pair
 
-from warmline_proxy import doors, keys_file
-from warmline_proxy.client_keys import prepare_keys
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import authenticator as doors
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.auth.key_store import tenant_of
+from warmline_proxy.auth.principals import prepare_keys
 from warmline_proxy.config import Config, ConfigError, parse
-from warmline_proxy.index import IndexFailure
-from warmline_proxy.keys_file import tenant_of
-from warmline_wire import disk
-from warmline_wire.home import Home
+from warmline_proxy.index.index import IndexFailure
 
 
 @on_loop

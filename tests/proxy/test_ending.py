@@ -8,9 +8,9 @@ import aiohttp
 import pytest
 from harness import Pair, on_loop, pair
 
-from warmline_proxy.app import LIVES, drain
-from warmline_proxy.connections import CONNECTIONS
 from warmline_proxy.errors import cancelled
+from warmline_proxy.http.connections import CONNECTIONS
+from warmline_proxy.routes.dispatch import LIVES, drain
 
 NAMED = {"X-Warmline-Request": "mine-1"}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmline_proxy.guard import CYCLE_TOKENS_MAX, DIGITS_MAX, REPEATED_TOKENS_MAX, Guard, text_of
+from warmline_proxy.response.repetition import CYCLE_TOKENS_MAX, DIGITS_MAX, REPEATED_TOKENS_MAX, Guard, text_of
 
 
 def tripped(*pieces: str) -> str:

@@ -6,11 +6,11 @@ from typing import Any, cast
 from fake_backend import layout
 from harness import on_loop
 
-from warmline_proxy.background import Background
-from warmline_proxy.deadlines import Limits
-from warmline_proxy.hearing import Hearing
-from warmline_proxy.life import Life
-from warmline_proxy.trace import Trace
+from warmline_proxy.pipeline.progress import Hearing
+from warmline_proxy.request.deadlines import Limits
+from warmline_proxy.request.request import Life
+from warmline_proxy.request_log import Trace
+from warmline_proxy.tasks import Background
 
 
 class Saver:

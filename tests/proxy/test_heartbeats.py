@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from harness import on_loop, pair
 
-from warmline_proxy import overseer
+from warmline_proxy.pipeline import deadline_monitor as overseer
 
 BODY = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 

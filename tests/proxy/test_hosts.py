@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from harness import on_loop, pair
 
+from warmline_common.process.loopback import host_name
 from warmline_proxy.errors import ClientError
-from warmline_proxy.hosts import ANY, Hosts, allowed_names, machine_names
-from warmline_wire.local import host_name
+from warmline_proxy.http.host_filter import ANY, Hosts, allowed_names, machine_names
 
 HTTP_1_0, HTTP_1_1 = (1, 0), (1, 1)
 HOSTS = Hosts({"mac", "mac.local", "mac.tail1234.ts.net"})

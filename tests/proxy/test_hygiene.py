@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from warmline_proxy.hygiene.heads import TOOLS_BYTES_MAX, Head, Heads, head_of, what_changed
-from warmline_proxy.hygiene.stabilize import RULES, TOOL_ORDER, stabilized
-from warmline_proxy.hygiene.volatile import BILLING, DATES, IDS, TEXT_CHARS_MAX, TIMES, steadied, volatile_spans
+from warmline_proxy.explain.prompt_head import TOOLS_BYTES_MAX, Head, Heads, head_of, what_changed
+from warmline_proxy.explain.stabilize import RULES, TOOL_ORDER, stabilized
+from warmline_proxy.explain.volatile import BILLING, DATES, IDS, TEXT_CHARS_MAX, TIMES, steadied, volatile_spans
 
 UUID = "3f2b8c1e-9a4d-4c7e-8f10-2b6d5e7a9c33"
 

@@ -8,10 +8,10 @@ import pytest
 from anthropic import types
 from anthropic.lib.streaming._messages import accumulate_event
 
-from warmline_proxy.apis.api import Begun, Call, Chunk
-from warmline_proxy.apis.messages import Messages
+from warmline_common.protocol.sse import EventParser
+from warmline_proxy.api.anthropic.adapter import Messages
+from warmline_proxy.api.base import Begun, Call, Chunk
 from warmline_proxy.errors import ClientError, bad_gateway, bad_request, error_body, queue_full, timed_out, unavailable
-from warmline_wire.stream import EventParser
 
 BEGUN = Begun("0123456789abcdef01234567", "served", 20, 16)
 CALL = {"id": "call_00112233445566778899aabb", "type": "function"}

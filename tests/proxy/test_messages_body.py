@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from warmline_proxy.apis.api import Call
-from warmline_proxy.apis.messages import Messages
+from warmline_proxy.api.anthropic.adapter import Messages
+from warmline_proxy.api.base import Call
 from warmline_proxy.errors import ClientError
 
 CALL, TOOLU = "call_0123456789abcdef01234567", "toolu_0123456789abcdef01234567"

@@ -10,7 +10,7 @@ import pytest
 from fake_backend import chunk
 from harness import Pair, on_loop, pair
 
-from warmline_wire.stream import EventParser, data_event
+from warmline_common.protocol.sse import EventParser, data_event
 
 PATH = "/v1/messages"
 COUNT = f"{PATH}/count_tokens"

@@ -11,14 +11,14 @@ from figures import ended, scrape, until, when
 from harness import Pair, on_loop, pair
 
 from scraped import Scraped
-from warmline_proxy import gauges
-from warmline_proxy.app import LIVES
+from warmline_common.protocol.messages import HEADER_REQUEST, Rate
+from warmline_proxy.admin import metrics as gauges
 from warmline_proxy.errors import ClientError, bad_request, error_body
-from warmline_proxy.index import IndexFailure
+from warmline_proxy.index.index import IndexFailure
 from warmline_proxy.metrics import CODES_MAX, Metrics
-from warmline_proxy.plan import Costs, Prompt, Running, decide
-from warmline_proxy.rows import Match, RequestRecord, Totals
-from warmline_wire.messages import HEADER_REQUEST, Rate
+from warmline_proxy.planner import Costs, Prompt, Running, decide
+from warmline_proxy.routes.dispatch import LIVES
+from warmline_proxy.store.rows import Match, RequestRecord, Totals
 
 LONG = "A long question. " * 20
 NOTHING = Match(tokens=0, chain=[], checkpoints=[], why="nothing stored")

@@ -8,10 +8,10 @@ import pytest
 from figures import ended, scrape, until, when
 from harness import Pair, on_loop, pair
 
-from warmline_proxy.app import LIVES, drain
+from warmline_common.protocol.messages import HEADER_REQUEST
 from warmline_proxy.errors import ClientError, cancelled, timed_out, unavailable
 from warmline_proxy.metrics import ended_by
-from warmline_wire.messages import HEADER_REQUEST
+from warmline_proxy.routes.dispatch import LIVES, drain
 
 LONG = "A long question. " * 20
 NAMED = {HEADER_REQUEST: "mine-1"}

@@ -5,11 +5,11 @@ from pathlib import Path
 from fake_backend import layout
 from harness import on_loop, pair
 
-from warmline_proxy.knowledge import Knowledge
-from warmline_proxy.mirror import Held, Mirror
-from warmline_proxy.upstream import Upstream
-from warmline_wire.keys import pack_tokens
-from warmline_wire.messages import Resident
+from warmline_common.protocol.messages import Resident
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_proxy.upstream.backend_state import Knowledge
+from warmline_proxy.upstream.client import Upstream
+from warmline_proxy.upstream.resident_view import Held, Mirror
 
 ROOT, OTHER = b"r" * 16, b"o" * 16
 

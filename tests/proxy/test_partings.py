@@ -7,15 +7,15 @@ import pytest
 from fake_backend import packed
 from harness import Pair, on_loop, pair
 
-from warmline_proxy import partings
-from warmline_proxy.app import LIVES
-from warmline_proxy.life import Life
-from warmline_proxy.mirror import Mirror
-from warmline_proxy.partings import Partings, parting, stands_in
-from warmline_proxy.plan import COLD, Plan
-from warmline_proxy.rows import AFTER_TOKENS, BEFORE_TOKENS, Match, Parting
-from warmline_proxy.trace import Trace
-from warmline_wire.messages import MessageEnd, PromptReply
+from warmline_common.protocol.messages import MessageEnd, PromptReply
+from warmline_proxy.explain import divergence as partings
+from warmline_proxy.explain.divergence import Partings, parting, stands_in
+from warmline_proxy.planner import COLD, Plan
+from warmline_proxy.request.request import Life
+from warmline_proxy.request_log import Trace
+from warmline_proxy.routes.dispatch import LIVES
+from warmline_proxy.store.rows import AFTER_TOKENS, BEFORE_TOKENS, Match, Parting
+from warmline_proxy.upstream.resident_view import Mirror
 
 ASKED = "Where do the ships that came this morning come from, and whose are they, if that is known to anybody?"
 OTHER = ASKED.replace("morning", "evening")

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from warmline_proxy.metrics import Metrics
-from warmline_proxy.persistence import FILES, INDEX, Persistence
+from warmline_proxy.pipeline.save_health import FILES, INDEX, Persistence
 
 
 class Clock:

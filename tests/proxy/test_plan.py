@@ -7,7 +7,8 @@ from fake_backend import layout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmline_proxy.plan import (
+from warmline_common.protocol.messages import CheckpointRef, Layout, MessageEnd, Rate, SegmentRef
+from warmline_proxy.planner import (
     Candidate,
     Costs,
     Prompt,
@@ -17,8 +18,7 @@ from warmline_proxy.plan import (
     decide,
     prefill_seconds,
 )
-from warmline_proxy.rows import Match
-from warmline_wire.messages import CheckpointRef, Layout, MessageEnd, Rate, SegmentRef
+from warmline_proxy.store.rows import Match
 
 COSTS = Costs([Rate(tokens=1000, tokens_per_s=100.0)], 1e6)  # 10 ms a token to compute, 0.1 ms a row to read
 HYBRID = layout(has_states=True, state_bytes=1000)

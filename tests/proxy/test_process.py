@@ -20,11 +20,11 @@ from fake_backend import FakeBackend
 from harness import on_loop, serve
 
 import warmline_proxy.__main__ as proxy
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+from warmline_proxy.auth.key_store import last_tenant, tenant_of
 from warmline_proxy.config import parse
-from warmline_proxy.keys_file import last_tenant, tenant_of
-from warmline_proxy.lock import HomeLocked, home_lock
-from warmline_wire import disk
-from warmline_wire.home import Home
+from warmline_proxy.home_lock import HomeLocked, home_lock
 
 START_TIMEOUT_S = 15.0
 WITHOUT_PATIENCE = """

@@ -9,10 +9,10 @@ import pytest
 from harness import on_loop, pair
 from purges import ALIKE, LONG, LONGER, held, let_go, purged, purged_while_read, spoken
 
-from warmline_proxy import index_cut
-from warmline_proxy.rows import SavePlan, SegmentRow
-from warmline_wire.home import Home
-from warmline_wire.messages import SavedFile
+from warmline_common.protocol.messages import SavedFile
+from warmline_common.storage.home import Home
+from warmline_proxy.retention import truncate as index_cut
+from warmline_proxy.store.rows import SavePlan, SegmentRow
 
 
 def written(home: Home, row: SegmentRow, plan: SavePlan) -> SavedFile:

@@ -9,12 +9,12 @@ from fake_backend import packed, rendered
 from harness import on_loop, pair
 from purges import FIRST, NEXT, OTHER, ROOT, held, let_go, purged, slow_compaction, spoken
 
-from warmline_proxy.admin import purging
-from warmline_proxy.app import LIVES
-from warmline_proxy.index import Index
-from warmline_proxy.index_tables import Tables
-from warmline_proxy.upstream import Unreachable, Upstream
-from warmline_wire.home import Home
+from warmline_common.storage.home import Home
+from warmline_proxy.admin import purge as purging
+from warmline_proxy.index.index import Index
+from warmline_proxy.routes.dispatch import LIVES
+from warmline_proxy.store.tables import Tables
+from warmline_proxy.upstream.client import Unreachable, Upstream
 
 
 @on_loop

@@ -10,12 +10,12 @@ import pytest
 from harness import on_loop, pair
 from purges import CALL_ID, FIRST, LONG, NEXT, OTHER, held, let_go, purged, purged_while_read, slow_compaction, spoken
 
-from warmline_proxy import keys_file
-from warmline_proxy.admin import purging
-from warmline_proxy.app import LIVES
-from warmline_proxy.index import IndexFull
-from warmline_wire.keys import namespace, pack_tokens
-from warmline_wire.messages import SampledTurn, encode
+from warmline_common.protocol.messages import SampledTurn, encode
+from warmline_common.protocol.tokens import namespace, pack_tokens
+from warmline_proxy.admin import purge as purging
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.index.index import IndexFull
+from warmline_proxy.routes.dispatch import LIVES
 
 
 @on_loop

@@ -8,7 +8,7 @@ import pytest
 from fake_backend import SERVED, chunk, usage_chunk
 from harness import on_loop, pair
 
-from warmline_wire.stream import EventParser
+from warmline_common.protocol.sse import EventParser
 
 CHAT = {"messages": []}
 

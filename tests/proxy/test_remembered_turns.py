@@ -6,8 +6,8 @@ from typing import Any
 
 from harness import Pair, on_loop, pair
 
-from warmline_wire.keys import namespace, pack_tokens
-from warmline_wire.messages import SampledTurn
+from warmline_common.protocol.messages import SampledTurn
+from warmline_common.protocol.tokens import namespace, pack_tokens
 
 CALL_ID = "call_00112233445566778899aabb"
 TURN = SampledTurn(calls=[CALL_ID], tokens=pack_tokens([1, 2, 3]))

@@ -7,10 +7,10 @@ import pytest
 from audits import talk
 from harness import Pair, on_loop, pair
 
-from warmline_proxy.recompute import Recomputer
-from warmline_proxy.rows import Replay, ReplayReply, ReplayRequest
-from warmline_proxy.upstream import Refused
-from warmline_wire.messages import FirstLogits, decode, encode
+from warmline_common.protocol.messages import FirstLogits, decode, encode
+from warmline_proxy.store.rows import Replay, ReplayReply, ReplayRequest
+from warmline_proxy.upstream.client import Refused
+from warmline_proxy.upstream.first_token_probe import Recomputer
 
 
 async def replayed(proxy: Pair, **wanted: Any) -> list[Replay]:

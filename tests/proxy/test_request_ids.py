@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from harness import Pair, on_loop, pair
 
-from warmline_proxy.connections import last_answer, no_room
-from warmline_wire.logs import current_request
+from warmline_common.logging import current_request
+from warmline_proxy.http.connections import last_answer, no_room
 
 NAMES = ("X-Warmline-Request", "X-Request-Id", "Request-Id")
 

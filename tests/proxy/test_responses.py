@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from harness import Pair, on_loop, pair
 
-from warmline_wire.stream import EventParser
+from warmline_common.protocol.sse import EventParser
 
 PATH = "/v1/responses"
 

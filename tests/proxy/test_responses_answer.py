@@ -7,12 +7,12 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from warmline_proxy.apis.api import Begun
-from warmline_proxy.apis.responses import Responses
-from warmline_proxy.apis.responses_items import unseal
+from warmline_common.protocol.messages import encode
+from warmline_common.protocol.sse import EventParser
+from warmline_proxy.api.base import Begun
+from warmline_proxy.api.responses.adapter import Responses
+from warmline_proxy.api.responses.items import unseal
 from warmline_proxy.errors import bad_gateway, bad_request
-from warmline_wire.messages import encode
-from warmline_wire.stream import EventParser
 
 BEGUN = Begun(request_id="abc", model="served", prompt_tokens=9, cached_tokens=4)
 USAGE = {

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from warmline_proxy.apis.api import Call
-from warmline_proxy.apis.responses import Responses
-from warmline_proxy.apis.responses_items import IMAGE_OMITTED, seal, unseal
+from warmline_common.protocol.messages import ErrorReply, decode
+from warmline_proxy.api.base import Call
+from warmline_proxy.api.responses.adapter import Responses
+from warmline_proxy.api.responses.items import IMAGE_OMITTED, seal, unseal
 from warmline_proxy.errors import ClientError
-from warmline_wire.messages import ErrorReply, decode
 
 LOOK = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": False}
 PATCH = {"type": "custom", "name": "patch", "description": "Patches.", "format": {"type": "text"}}

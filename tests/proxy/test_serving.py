@@ -11,8 +11,8 @@ import pytest
 from fake_backend import layout
 from harness import on_loop, pair, perf_lines, serve
 
-from warmline_wire.keys import namespace, unpack_tokens
-from warmline_wire.messages import HEADER_CHECKPOINTS, HEADER_REUSE
+from warmline_common.protocol.messages import HEADER_CHECKPOINTS, HEADER_REUSE
+from warmline_common.protocol.tokens import namespace, unpack_tokens
 
 TEXT = "word " * 40
 

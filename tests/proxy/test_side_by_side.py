@@ -2,7 +2,7 @@
 
 import pytest
 
-from warmline_proxy.side_by_side import differences
+from warmline_proxy.explain.text_diff import differences
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from harness import on_loop, pair
 
-from warmline_proxy import watchdog
 from warmline_proxy.admin import status
+from warmline_proxy.upstream import watchdog
 
 
 @on_loop

@@ -14,10 +14,10 @@ from aiohttp import web
 from audits import metric
 from harness import on_loop, pair, serve
 
-from warmline_proxy import upstream
-from warmline_proxy.upstream import Upstream
-from warmline_proxy.watchdog import BACKEND, WARMING_STEPS, Standstill, Watchdog, command_of, limit_s
-from warmline_wire.messages import Pulse
+from warmline_common.protocol.messages import Pulse
+from warmline_proxy.upstream import client as upstream
+from warmline_proxy.upstream.client import Upstream
+from warmline_proxy.upstream.watchdog import BACKEND, WARMING_STEPS, Standstill, Watchdog, command_of, limit_s
 
 
 def pulse(step_age_s: float = 0.0, slowest_s: float = 0.0, steps: int = 1000) -> Pulse:

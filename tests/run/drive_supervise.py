@@ -7,9 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from warmline_run import supervise
+from warmline_run import supervisor as supervise
 from warmline_run.address import Address
-from warmline_run.commands import Command
+from warmline_run.processes import Command
 
 STANDIN = str(Path(__file__).with_name("standin.py"))
 

@@ -9,7 +9,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import FrameType
 
-from warmline_wire.lifeline import end_with_parent
+from warmline_common.process.parent_watch import end_with_parent
 
 
 class Ready(BaseHTTPRequestHandler):

@@ -6,7 +6,7 @@ import pytest
 
 from warmline_run import address
 from warmline_run.address import Address, address_of
-from warmline_run.resolve import resolve
+from warmline_run.settings.resolve import resolve
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from fake_managers import User
 
-from warmline_run.agents import plists, units
-from warmline_run.agents.agent import pair, settings_of
-from warmline_run.agents.launchctl import Launchd
-from warmline_run.agents.manager import Installed
-from warmline_run.agents.systemctl import Systemd
-from warmline_run.resolve import ConfigurationError, resolve
-from warmline_run.settings import SETTINGS
+from warmline_run.services import launchd_plists as plists
+from warmline_run.services import systemd_units as units
+from warmline_run.services.launchd import Launchd
+from warmline_run.services.manager import Installed
+from warmline_run.services.service import pair, settings_of
+from warmline_run.services.systemd import Systemd
+from warmline_run.settings.resolve import ConfigurationError, resolve
+from warmline_run.settings.schema import SETTINGS
 
 ODD_HOME = 'a home\\ of "odd" $HOME %h names'
 ODD_ARGUMENTS = '{"system": "50% of $HOME\\n"}'

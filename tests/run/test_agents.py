@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from fake_managers import User
 
-from warmline_run.agents import units
-from warmline_run.agents.agent import settings_of
-from warmline_wire.lock import process_lock
+from warmline_common.storage.file_lock import process_lock
+from warmline_run.services import systemd_units as units
+from warmline_run.services.service import settings_of
 
 
 def test_install_boots_both_in_the_users_domain_and_again_boots_them_out_first(mac: User) -> None:
@@ -158,7 +158,7 @@ def test_what_is_told_to_type_can_be_typed_in_that_order(mac: User, monkeypatch:
     text = (Path(__file__).parents[2] / "docs" / "launchd.md").read_text()
     typed = re.findall(r"^ *\.venv/bin/warmline launchd (.+)$", text, flags=re.MULTILINE)
     assert {words.split()[0] for words in typed} == {"install", "status", "restart", "logs", "uninstall"}
-    monkeypatch.setattr("warmline_run.agents.verbs.wait", lambda pair, config, wait_s: 0)
+    monkeypatch.setattr("warmline_run.services.actions.wait", lambda pair, config, wait_s: 0)
     for verb, *words in map(shlex.split, typed[: typed.index("uninstall") + 1]):
         codes = {"status": 1}  # nothing listens
         if verb == "install":

@@ -10,7 +10,7 @@ import pytest
 from fake_managers import User
 
 import tiny_models
-from warmline_wire.home import Home
+from warmline_common.storage.home import Home
 
 
 def ask(user: User) -> dict[str, Any]:

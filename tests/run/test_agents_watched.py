@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from warmline_common.process import exit_codes as wire_kept
+from warmline_run import exit as kept
 from warmline_run.address import Address
-from warmline_run.agents import kept, launchctl, logs, systemctl, waiting
-from warmline_run.agents.launchctl import Launchd
-from warmline_run.agents.manager import ManagerFailed, State
 from warmline_run.cli import main as warmline
-from warmline_wire import kept as wire_kept
+from warmline_run.services import launchd as launchctl
+from warmline_run.services import logs, waiting
+from warmline_run.services import systemd as systemctl
+from warmline_run.services.launchd import Launchd
+from warmline_run.services.manager import ManagerFailed, State
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import regex
 from mlx_lm import load
 
 from warmline_backend import demo
-from warmline_wire.home import Home
+from warmline_common.storage.home import Home
 
 ODD_TEXTS = [
     "Hello world",

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from warmline_run.gates.running import GATES
-from warmline_run.reference import BEGIN, END, renewed
-from warmline_run.settings import SETTINGS
+from warmline_run.settings.reference import BEGIN, END, renewed
+from warmline_run.settings.schema import SETTINGS
+from warmline_run.smoke.runner import GATES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]

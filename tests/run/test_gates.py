@@ -35,7 +35,11 @@ from gate_servers import (
     served,
 )
 
-from warmline_run.gates.command import (
+from warmline_common.storage.file_lock import process_lock
+from warmline_run.settings.resolve import ConfigurationError, resolve
+from warmline_run.smoke.check import FAILED, NOT_RUN, PASSED, Outcome, Scale, Visit
+from warmline_run.smoke.client import Server
+from warmline_run.smoke.command import (
     EXIT_FAILED,
     EXIT_PASSED,
     EXIT_UNREACHABLE,
@@ -45,11 +49,7 @@ from warmline_run.gates.command import (
     examine_visit,
     target,
 )
-from warmline_run.gates.gate import FAILED, NOT_RUN, PASSED, Outcome, Scale, Visit
-from warmline_run.gates.running import GATES, chosen, run
-from warmline_run.gates.server import Server
-from warmline_run.resolve import ConfigurationError, resolve
-from warmline_wire.lock import process_lock
+from warmline_run.smoke.runner import GATES, chosen, run
 
 NAMES = [gate.name for gate in GATES]
 SMALL = Scale(turns_count=6, turn_bytes=400, long_tokens=1500, quick_s=0.0)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from warmline_proxy.compare import TOLERANCES
-from warmline_run.gates import judging
-from warmline_run.gates.answers import Answer, Malformed, StreamFold, TokenChoice, error_of, read_answer
-from warmline_run.gates.events import EventReader
-from warmline_run.gates.judging import argument_flaw, collapsed, difference, disagreement, markup_in, tolerance_of
-from warmline_run.gates.tools import SCHEMA
-from warmline_run.gates.transcript import Transcript
+from warmline_proxy.audit.comparison import TOLERANCES
+from warmline_run.smoke import judge as judging
+from warmline_run.smoke.checks.tools import SCHEMA
+from warmline_run.smoke.judge import argument_flaw, collapsed, difference, disagreement, markup_in, tolerance_of
+from warmline_run.smoke.responses import Answer, Malformed, StreamFold, TokenChoice, error_of, read_answer
+from warmline_run.smoke.sse import EventReader
+from warmline_run.smoke.transcript import Transcript
 
 A, B = math.log(0.4), math.log(0.4) - 5e-4  # as near as float32 promises
 

@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 import glm_5_2
 from warmline_backend.doctor import report
-from warmline_backend.doctor.examination import Examination, examine
+from warmline_backend.doctor.examine import Examination, examine
 from warmline_backend.doctor.findings import Level, gigabytes
-from warmline_backend.doctor.question import Question
-from warmline_run.agents.agent import settings_of
+from warmline_backend.doctor.sample_prompt import Question
 from warmline_run.cli import app
-from warmline_run.resolve import resolve
-from warmline_run.settings import SETTINGS
+from warmline_run.services.service import settings_of
+from warmline_run.settings.resolve import resolve
+from warmline_run.settings.schema import SETTINGS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "glm-5.2.md").read_text()
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from warmline_proxy.rows import RequestRecord
-from warmline_proxy.trace import perf_fields, perf_line
-from warmline_wire import logs
-from warmline_wire.logs import JsonFormatter, about
+from warmline_common import logging as logs
+from warmline_common.logging import JsonFormatter, about
+from warmline_proxy.request_log import perf_fields, perf_line
+from warmline_proxy.store.rows import RequestRecord
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "logs.md").read_text()
 ROWS = re.findall(r"^\| `(\w+)` \| (?:`(\w+)`)? ?\| .*\|$", DOCUMENT, re.MULTILINE)

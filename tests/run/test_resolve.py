@@ -7,10 +7,11 @@ import pytest
 
 from warmline_backend.config import parse_config as parse_backend
 from warmline_proxy.config import parse as parse_proxy
-from warmline_proxy.hygiene.stabilize import RULES
-from warmline_run import commands, openblas
-from warmline_run.resolve import Config, ConfigurationError, misspelt, resolve
-from warmline_run.settings import SETTINGS, STABILIZE
+from warmline_proxy.explain.stabilize import RULES
+from warmline_run import openblas
+from warmline_run import processes as commands
+from warmline_run.settings.resolve import Config, ConfigurationError, misspelt, resolve
+from warmline_run.settings.schema import SETTINGS, STABILIZE
 
 
 def configured(home: Path, toml: str = "", environment: dict[str, str] | None = None, **flags: object) -> Config:

@@ -15,7 +15,7 @@ import pytest
 
 import tiny_models
 from processes import Running, free_port, writes_of
-from warmline_wire.home import Home
+from warmline_common.storage.home import Home
 
 
 @contextmanager

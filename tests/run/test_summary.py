@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from warmline_run import asking, ports, summary
+from warmline_run import ports
+from warmline_run import probe as asking
+from warmline_run import startup_report as summary
 from warmline_run.address import Address, address_of
-from warmline_run.resolve import Config, resolve
+from warmline_run.settings.resolve import Config, resolve
 
 STATUS: dict[str, Any] = {
     "persistence": "ok",

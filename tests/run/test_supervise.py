@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from processes import Running, free_port, writes_of
-from warmline_run import asking, supervise
+from warmline_run import probe as asking
+from warmline_run import supervisor as supervise
 from warmline_run.address import Address
 
 DRIVER = str(Path(__file__).with_name("drive_supervise.py"))

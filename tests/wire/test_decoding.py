@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from warmline_wire.messages import ErrorBody, decode
+from warmline_common.protocol.messages import ErrorBody, decode
 
 PACKAGES = Path(__file__).parents[2]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -22,7 +22,7 @@ RACE = """
 import sys, threading
 from typing import Literal
 import msgspec
-from warmline_wire.messages import decode
+from warmline_common.protocol.messages import decode
 
 sys.setswitchinterval(1e-6)
 names = {"msgspec": msgspec, "Literal": Literal}
@@ -53,10 +53,10 @@ def test_two_threads_may_meet_a_struct_at_once() -> None:
 
 def test_nobody_decodes_otherwise() -> None:
     """But with decoders that were made while the module was imported."""
-    paths = [path for path in PACKAGES.glob("*/warmline_*/*.py") if path.name != DECODE]
+    paths = [path for path in PACKAGES.glob("*/warmline_*/**/*.py") if path.name != DECODE]
     assert len(paths) > 80
     typed = [f"{path.name}:{line}" for path in paths for line in lines_of_typed_decoding(path)]
-    assert not typed, "use warmline_wire.messages.decode"
+    assert not typed, "use warmline_common.protocol.messages.decode"
 
 
 @pytest.mark.parametrize("data", [b'{"message": "\xff"}', b'{"x": ' + b"[" * 100_000])

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from warmline_wire.descriptors import open_descriptors
+from warmline_common.process.file_limits import open_descriptors
 
 PROGRAM = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
-from warmline_wire.descriptors import raise_descriptor_limit
+from warmline_common.process.file_limits import raise_descriptor_limit
 print(raise_descriptor_limit({wanted}), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from warmline_wire import disk
-from warmline_wire import lock as lock_module
-from warmline_wire.home import Home
-from warmline_wire.lock import Locked, holder_of, process_lock
+from warmline_common.storage import disk
+from warmline_common.storage import file_lock as lock_module
+from warmline_common.storage.file_lock import Locked, holder_of, process_lock
+from warmline_common.storage.home import Home
 
 
 def fail(*_: object) -> None:

@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmline_wire.keys import (
+from warmline_common.protocol.tokens import (
     BLOCK_TOKENS,
     Prefix,
     chain_hashes,

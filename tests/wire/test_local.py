@@ -2,7 +2,7 @@
 
 import pytest
 
-from warmline_wire.local import DOCKER_HOST, is_local
+from warmline_common.process.loopback import DOCKER_HOST, is_local
 
 
 @pytest.mark.parametrize(

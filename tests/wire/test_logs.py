@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from warmline_wire.logs import (
+from warmline_common.logging import (
     TEXT_FORMAT,
     JsonFormatter,
     LogFile,
@@ -199,9 +199,9 @@ def test_a_full_disk_costs_no_line(log: logging.Logger, heard: io.StringIO, tmp_
 START = """
 import sys, threading
 from pathlib import Path
-from warmline_wire.home import Home
-from warmline_wire.lines import say
-from warmline_wire.logs import start_logging
+from warmline_common.storage.home import Home
+from warmline_common.process.console import say
+from warmline_common.logging import start_logging
 start_logging("proxy", "info", sys.argv[2], sys.argv[3] == "files", Home(Path(sys.argv[1])))
 """
 

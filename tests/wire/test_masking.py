@@ -2,7 +2,7 @@
 
 import pytest
 
-from warmline_wire.masking import is_name, masked, quoted, shown_path
+from warmline_common.process.redaction import is_name, masked, quoted, shown_path
 
 KEPT = [
     "'temperature' must be a number from 0 to 2",

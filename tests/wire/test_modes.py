@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from warmline_wire import disk
-from warmline_wire.home import Home
-from warmline_wire.modes import tighten
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+from warmline_common.storage.permissions import tighten
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from warmline_wire.stream import DONE, ChunkFold, Event, EventParser, comment_event, data_event, parse_event
+from warmline_common.protocol.sse import DONE, ChunkFold, Event, EventParser, comment_event, data_event, parse_event
 
 PAYLOADS = st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3)
 COMMENTS = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), min_size=1, max_size=20)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from warmline_backend.config import reserved, step_size, template_args
 from warmline_backend.doctor.findings import Level
-from warmline_backend.doctor.question import Question
-from warmline_wire.flags import finite, gigabytes
+from warmline_backend.doctor.sample_prompt import Question
+from warmline_common.process.arguments import finite, gigabytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whatever is not here is a finding, not a download
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.basicConfig(level=logging.ERROR)
-    from warmline_backend.doctor import examination, report  # after the environment: transformers reads it once
+    from warmline_backend.doctor import examine as examination  # after the environment: transformers reads it once
+    from warmline_backend.doctor import report  # after the environment: transformers reads it once
 
     examined = examination.examine(Question(**given))
     if as_json:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from warmline_backend.doctor.findings import gigabytes
-from warmline_backend.model import device_name, machine_bytes
+from warmline_backend.model.model import device_name, machine_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 # What macOS lets the GPU wire while `iogpu.wired_limit_mb` is 0: two thirds of a small Mac, three quarters of a larger

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from warmline_backend.doctor.findings import Findings, gigabytes
 from warmline_backend.doctor.machines import Machine, raise_limit
-from warmline_backend.fits import ANSWER_TOKENS_RESERVED
-from warmline_backend.model import MEMORY_SHARE
-from warmline_backend.segments import buffer_tokens
-from warmline_wire.flags import GB
-from warmline_wire.keys import TOKEN_BYTES
+from warmline_backend.kv_cache.segment_io import buffer_tokens
+from warmline_backend.model.model import MEMORY_SHARE
+from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
+from warmline_common.process.arguments import GB
+from warmline_common.protocol.tokens import TOKEN_BYTES
 
 LENGTHS = (8_192, 32_768, 131_072, 200_000)
 UNBOUNDED_TOKENS = 10_000_000  # where a model doesn't say how long its context is

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from warmline_backend.doctor.examination import Examination
+from warmline_backend.doctor.examine import Examination
 from warmline_backend.doctor.findings import Finding, Level, gigabytes, shown
 from warmline_backend.doctor.memory import Plan
 

@@ -2,7 +2,7 @@
 
 import shlex
 
-from warmline_backend.doctor.question import Question
+from warmline_backend.doctor.sample_prompt import Question
 
 
 def serve_line(question: Question, *, own_code: bool, budget_wanted_gb: float) -> str:

@@ -5,9 +5,9 @@ from functools import lru_cache
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from warmline_backend.output.formats import ToolFormat, is_harmony, tool_format
 from warmline_backend.output.headers import HARMONY, MUSE, Headers
-from warmline_backend.output.scanner import Scanner
+from warmline_backend.output.markers import Scanner
+from warmline_backend.tool_parsers.registry import ToolFormat, is_harmony, tool_format
 
 # Markers of reasoning that mlx-lm does not know.
 _THINK = (

@@ -5,8 +5,8 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from warmline_backend.grammar.asked import form_of
-from warmline_backend.prompts import Rendered
+from warmline_backend.prompt.renderer import Rendered
+from warmline_backend.request.response_format import form_of
 
 _TAIL_TOKENS = 8  # of a prompt whose tail is not known: as many as the longest marker and what follows it have
 

@@ -3,11 +3,11 @@
 from typing import Any, Protocol
 
 from warmline_backend.output.dialect import Dialect, scanners_of
-from warmline_backend.output.formats import Opening
-from warmline_backend.output.lenient import Unreadable
-from warmline_backend.output.parts import Called, Part, Said
-from warmline_backend.output.scanner import Scanner
-from warmline_backend.output.teller import Teller
+from warmline_backend.output.emitter import Teller
+from warmline_backend.output.events import Called, Part, Said
+from warmline_backend.output.markers import Scanner
+from warmline_backend.tool_parsers.lenient_json import Unreadable
+from warmline_backend.tool_parsers.registry import Opening
 
 Tools = list[dict[str, Any]] | None
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from warmline_backend.output.events import Called, Said, Thought
 from warmline_backend.output.expected import Expected
-from warmline_backend.output.parts import Called, Said, Thought
-from warmline_backend.output.stream import OutputStream
+from warmline_backend.output.parser import OutputStream
 
 
 def read_turn(

@@ -2,13 +2,13 @@
 
 from aiohttp import web
 
-from warmline_proxy.admission import Admission
-from warmline_proxy.bodies import json_answer
 from warmline_proxy.errors import RETRY_AFTER_S
-from warmline_proxy.knowledge import Knowledge
-from warmline_proxy.persistence import Persistence
-from warmline_proxy.upstream import Upstream, UpstreamError
-from warmline_proxy.watchdog import Watchdog
+from warmline_proxy.http.bodies import json_answer
+from warmline_proxy.pipeline.save_health import Persistence
+from warmline_proxy.request.admission import Admission
+from warmline_proxy.upstream.backend_state import Knowledge
+from warmline_proxy.upstream.client import Upstream, UpstreamError
+from warmline_proxy.upstream.watchdog import Watchdog
 
 LOOK_TIMEOUT_S = 1.0
 

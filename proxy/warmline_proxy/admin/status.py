@@ -7,19 +7,19 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
-from warmline_proxy.admin.paths import Paths
-from warmline_proxy.admission import Admission
-from warmline_proxy.bodies import json_answer
-from warmline_proxy.index import Index
-from warmline_proxy.knowledge import Knowledge
-from warmline_proxy.life import Life
-from warmline_proxy.lives import Lives
-from warmline_proxy.persistence import Persistence
-from warmline_proxy.rows import Totals
-from warmline_proxy.upstream import Upstream, UpstreamError
-from warmline_proxy.watchdog import Watchdog
-from warmline_wire.messages import LOADING, Resident, Status, Vitals
-from warmline_wire.vitals import take_vitals
+from warmline_common.protocol.messages import LOADING, Resident, Status, Vitals
+from warmline_common.protocol.vitals import take_vitals
+from warmline_proxy.admin.routes import Paths
+from warmline_proxy.http.bodies import json_answer
+from warmline_proxy.index.index import Index
+from warmline_proxy.pipeline.save_health import Persistence
+from warmline_proxy.request.admission import Admission
+from warmline_proxy.request.registry import Lives
+from warmline_proxy.request.request import Life
+from warmline_proxy.store.rows import Totals
+from warmline_proxy.upstream.backend_state import Knowledge
+from warmline_proxy.upstream.client import Upstream, UpstreamError
+from warmline_proxy.upstream.watchdog import Watchdog
 
 ASK_TIMEOUT_S = 5.0  # whoever looks wants to know soon that the backend is stuck
 

@@ -45,11 +45,11 @@ def instead(owner: Any, name: str, bug: Callable[..., Any], active: Active, *bug
 
 
 def plant_in_backend(active: Active) -> None:
-    from warmline_backend import segments
-    from warmline_backend.decode import DecodeGroup
-    from warmline_backend.ends import Ends
-    from warmline_backend.kv import KV
-    from warmline_backend.scheduler import Scheduler
+    from warmline_backend.kv_cache import segment_io as segments
+    from warmline_backend.kv_cache.kv import KV
+    from warmline_backend.scheduler.decode_batch import DecodeGroup
+    from warmline_backend.scheduler.finish import Ends
+    from warmline_backend.scheduler.scheduler import Scheduler
 
     instead(KV, "rows", rows_but_the_last, active, SHORT_SEGMENT)
     instead(KV, "capture_checkpoint", capture_the_first_again, active, STALE_CHECKPOINT)
@@ -66,7 +66,9 @@ def plant_in_backend(active: Active) -> None:
 
 
 def plant_in_proxy(active: Active) -> None:
-    from warmline_proxy import hearing, hotpath, plan
+    from warmline_proxy import planner as plan
+    from warmline_proxy.pipeline import pipeline as hotpath
+    from warmline_proxy.pipeline import progress as hearing
 
     for module in (plan, hearing, hotpath):
         instead(module, "on_grid", lambda real, position, grid: position, active, OFF_GRID, DECODED)
@@ -108,8 +110,8 @@ def load_from_another(real: Any, self: Any, tokens: bytes, chain: list[Any], *re
 
 def another(loader: Any, link: Any) -> Any:
     """A segment that begins where this one does and reaches as far; the link itself where there is none."""
-    from warmline_wire.messages import SegmentRef
-    from warmline_wire.segment_file import read_header
+    from warmline_common.protocol.messages import SegmentRef
+    from warmline_common.storage.segment_file import read_header
 
     for path in sorted(loader.segment_file(link.id).parent.parent.glob("*/*")):
         meta = read_header(path).meta

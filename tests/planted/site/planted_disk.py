@@ -1,4 +1,4 @@
-"""Steps of `warmline_wire.disk` that are counted, killed at, or made to fail."""
+"""Steps of `warmline_common.storage.disk` that are counted, killed at, or made to fail."""
 
 import contextlib
 import errno

@@ -1,8 +1,8 @@
 """Faults in a real pair's processes, and a gate in the backend's; `planted.faults` has the other side.
 
 With this folder on PYTHONPATH, Python runs this file at the start of every process.  In proxy and backend it wraps each
-step of `warmline_wire.disk`, in the backend's also what the engine does in a step: a chunk of prefill ("prefill"), the
-decode step that ends a prefill ("first"), a decode step of a group ("decode").  Before each one it looks into the
+step of `warmline_common.storage.disk`, in the backend's also what the engine does in a step: a chunk of prefill
+("prefill"), the decode step that ends a prefill ("first"), a decode step of a group ("decode").  Before each one it looks into the
 folder that PLANTED_FOLDER names:
 
 - a socket `gate`: the engine's step is told there as a line of JSON, waits for a byte and, when it is over, says
@@ -168,9 +168,9 @@ def wrap_ask(kind: type) -> None:
 
 
 def plant_in_backend() -> None:
-    from warmline_backend.decode import DecodeGroup
-    from warmline_backend.engine import Engine
-    from warmline_backend.sequence import Sequence
+    from warmline_backend.engine.engine import Engine
+    from warmline_backend.generation.sequence import Sequence
+    from warmline_backend.scheduler.decode_batch import DecodeGroup
 
     wrap_step(Sequence, "prefill_chunk", "prefill", lambda one: [one])
     wrap_step(Sequence, "decode_batch", "first", lambda one: [one])
@@ -179,8 +179,8 @@ def plant_in_backend() -> None:
 
 
 def plant_in_proxy() -> None:
-    from warmline_proxy.index import Index
-    from warmline_proxy.persistence import Persistence
+    from warmline_proxy.index.index import Index
+    from warmline_proxy.pipeline.save_health import Persistence
 
     if map_bytes := os.environ.get("PLANTED_MAP_BYTES"):
         set_default(Index, "map_bytes", int(map_bytes))
@@ -197,7 +197,7 @@ def set_default(kind: type, name: str, value: object) -> None:
 def plant_in_disk(process: str) -> None:
     from planted_disk import Orders, wrap
 
-    from warmline_wire import disk
+    from warmline_common.storage import disk
 
     wrap(disk, Orders(FOLDER, process))
 
@@ -210,7 +210,7 @@ def plant_bugs(process: str) -> None:
 
 
 def plant_in_serve(delay_s: float) -> None:
-    from warmline_run import supervise
+    from warmline_run import supervisor as supervise
 
     assert delay_s < supervise.RESTART_DELAY_MAX_S
     supervise.RESTART_DELAY_FIRST_S = supervise.RESTART_DELAY_MAX_S = delay_s

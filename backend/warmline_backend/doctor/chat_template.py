@@ -1,0 +1,209 @@
+"""The tokenizer and the chat template: what agents send must be rendered, and read back."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from warmline_backend.doctor.findings import Findings, few
+from warmline_backend.model.loader import ModelProblem
+from warmline_backend.model.model import tokenizer_of, vocabulary_size
+from warmline_backend.prompt.renderer import Renderer
+from warmline_backend.request.params import BadRequest
+
+Message = dict[str, Any]
+
+USER: Message = {"role": "user", "content": "What is the weather in Lisbon?"}
+SYSTEM: Message = {"role": "system", "content": "Answer in the manner of warmlinemarker."}
+ANSWER: Message = {"role": "assistant", "content": "Sunny."}
+TOOL_NAME, RESULT = "warmline_weather", "warmlineresult"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": TOOL_NAME,
+            "description": "The weather in a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+_CALL = {"id": "call_1", "type": "function", "function": {"name": TOOL_NAME, "arguments": '{"city": "Lisbon"}'}}
+CALL: Message = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+CALL_RESULT: Message = {"role": "tool", "tool_call_id": "call_1", "content": RESULT}
+
+ANOTHER_TEMPLATE = "put the model's own chat_template.jinja into the folder, from the repository that it was made from"
+UNLESS_TRAINED_WITHOUT = f"nothing, if the model was trained without; otherwise {ANOTHER_TEMPLATE}"
+TODAY = "strftime_now"  # what templates call the clock
+
+
+def load(folder: Path, config: dict[str, Any], *, trust_remote_code: bool) -> tuple[Findings, TokenizerWrapper | None]:
+    findings = Findings("tokenizer")
+    try:
+        tokenizer = tokenizer_of(folder, config, trust_remote_code=trust_remote_code)
+    except ModelProblem as problem:
+        findings.fail(str(problem))
+        return findings, None
+    _check_tokens(tokenizer, vocabulary_size(config, tokenizer), findings)
+    return findings, tokenizer
+
+
+def _check_tokens(tokenizer: TokenizerWrapper, rows: int, findings: Findings) -> None:
+    known: dict[str, int] = tokenizer.get_vocab()
+    beyond = sorted((token for token in known if known[token] >= rows), key=lambda token: known[token])
+    if beyond:
+        findings.fail(
+            f"{len(beyond)} of the tokenizer's {len(known):,} tokens have no row in the embedding, which has {rows:,} "
+            f"(vocab_size): {few(beyond)}",
+            "take the tokenizer from the same repository as the weights",
+        )
+    else:
+        findings.ok(f"{len(known):,} tokens, {rows:,} rows in the embedding")
+    texts = {number: text for text, number in known.items()}
+    ends = sorted(tokenizer.eos_token_ids)
+    if not ends:
+        findings.fail(
+            "no token is known to end an answer, so answers end only at max_tokens",
+            "set eos_token_id in config.json or eos_token in tokenizer_config.json, as the model's repository has it",
+        )
+    elif unknown := [end for end in ends if end not in texts]:
+        findings.fail(
+            f"answers are to end at {few(map(str, unknown))} (eos_token_id), which the tokenizer does not have",
+            "take config.json and tokenizer from the same repository",
+        )
+    else:
+        findings.ok(f"answers end at {few(texts[end] for end in ends)}")
+
+
+class _Template:
+    """Renders as requests are rendered, and remembers what was found."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, rows: int, template_args: Mapping[str, Any]) -> None:
+        self.findings = Findings("template")
+        self._tokenizer = tokenizer
+        self._renderer = Renderer(tokenizer, rows, template_args)
+        self.traits = self._renderer.traits
+
+    def tokens(self, *messages: Message, **body: Any) -> list[int]:
+        """Raises BadRequest where the template refuses."""
+        return self._renderer.render("chat", {"messages": list(messages), **body}).tokens
+
+    def text(self, *messages: Message, **body: Any) -> str:
+        return str(self._tokenizer.decode(self.tokens(*messages, **body)))
+
+    def shows(self, what: str, needle: str, *messages: Message, **body: Any) -> bool:
+        """Whether the rendered conversation has `needle`; a warning where it doesn't."""
+        try:
+            if needle in self.text(*messages, **body):
+                return True
+            self.findings.warn(f"the template leaves out {what}", UNLESS_TRAINED_WITHOUT)
+        except BadRequest as refused:
+            self.findings.warn(f"the template refuses {what}: {_reason(refused)}", UNLESS_TRAINED_WITHOUT)
+        return False
+
+
+def check_template(
+    tokenizer: TokenizerWrapper, config: dict[str, Any], template_args: Mapping[str, Any] | None = None
+) -> Findings:
+    if not tokenizer.has_chat_template:
+        findings = Findings("template")
+        findings.warn("there is no chat template, so chats are refused, only completions are served", ANOTHER_TEMPLATE)
+        return findings
+    try:
+        template = _Template(tokenizer, vocabulary_size(config, tokenizer), template_args or {})
+        template.tokens(USER)
+    except (BadRequest, ValueError) as refused:
+        findings = Findings("template")
+        findings.fail(f"a chat of one message can't be rendered: {_reason(refused)}", ANOTHER_TEMPLATE)
+        return findings
+    shown = [
+        name
+        for name, is_shown in (
+            ("a user's message", True),
+            ("system messages", _system(template)),
+            ("tools", _tools(template, tokenizer)),
+        )
+        if is_shown
+    ]
+    template.findings.ok(f"renders {', '.join(shown)}")
+    _thinking(template, tokenizer)
+    _next_turn(template)
+    _clock(tokenizer, template.findings)
+    return template.findings
+
+
+def _reason(refused: Exception) -> str:
+    return str(refused).splitlines()[0]
+
+
+def _system(template: _Template) -> bool:
+    if template.traits.systems == "none":
+        template.findings.warn(
+            "the template leaves out or refuses system messages: their text is put into the first user's message",
+            UNLESS_TRAINED_WITHOUT,
+        )
+        return False
+    return template.shows("system messages", "warmlinemarker", SYSTEM, USER)
+
+
+def _tools(template: _Template, tokenizer: TokenizerWrapper) -> bool:
+    traits = template.traits
+    if not (traits.tools and traits.calls and traits.results):
+        parts = {"tools": traits.tools, "calls": traits.calls, "a tool's result": traits.results}
+        missing = ", ".join(part for part, shown in parts.items() if not shown)
+        template.findings.warn(
+            f"the template leaves out {missing}: the model is told in plain text between <tool_call> tags",
+            UNLESS_TRAINED_WITHOUT,
+        )
+        return False
+    offered = template.shows("tools", TOOL_NAME, USER, tools=TOOLS)
+    answered = offered and template.shows("a tool's result", RESULT, USER, CALL, CALL_RESULT, tools=TOOLS)
+    if offered and not tokenizer.has_tool_calling:
+        template.findings.warn(
+            "mlx-lm does not know how this model writes tool calls: clients get them as text",
+            'name one of mlx-lm\'s tool parsers in tokenizer_config.json, as "tool_parser_type"',
+        )
+    return answered
+
+
+def _thinking(template: _Template, tokenizer: TokenizerWrapper) -> None:
+    try:
+        on, off = (template.tokens(USER, chat_template_kwargs={"enable_thinking": choice}) for choice in (True, False))
+    except BadRequest as refused:
+        template.findings.warn(f"the template refuses enable_thinking: {_reason(refused)}", ANOTHER_TEMPLATE)
+        return
+    if not tokenizer.has_thinking:
+        template.findings.ok("no reasoning: the tokenizer has no tokens that open and close it")
+    elif on != off:
+        template.findings.ok(
+            f"reasons between {tokenizer.think_start} and {tokenizer.think_end}; enable_thinking turns it on and off"
+        )
+    else:
+        template.findings.ok(
+            f"reasoning stands between {tokenizer.think_start} and {tokenizer.think_end}; "
+            "enable_thinking makes no difference to the template"
+        )
+
+
+def _next_turn(template: _Template) -> None:
+    """The second turn must begin with the first one, or nothing of it can be reused."""
+    try:
+        first = template.tokens(SYSTEM, USER, add_generation_prompt=False)
+        second = template.tokens(SYSTEM, USER, ANSWER, USER)
+    except BadRequest:
+        return  # system messages or ends that the template refuses: said above, or no matter
+    if second[: len(first)] != first:
+        template.findings.warn(
+            "the second turn of a conversation does not begin with the first one, so the cache can't help there",
+            ANOTHER_TEMPLATE,
+        )
+    else:
+        template.findings.ok("the next turn begins with the last one: it can be reused")
+
+
+def _clock(tokenizer: TokenizerWrapper, findings: Findings) -> None:
+    if TODAY in str(tokenizer.chat_template or ""):
+        findings.warn(
+            "the template can put the date into prompts: on the next day conversations start cold",
+            "see whether it takes the date as an argument, and set a fixed one",
+        )

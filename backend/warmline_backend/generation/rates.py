@@ -1,0 +1,80 @@
+"""What this machine was measured to do: the figures that plans and admission go by.  Engine thread."""
+
+from collections import deque
+
+from warmline_common.protocol.messages import Rate
+
+SMOOTHING = 0.3  # weight of the newest sample
+SECONDS_MIN = 1e-9  # a clock may see none pass
+TELLING_BYTES = 16 << 20  # a smaller read or write takes as long as its calls do, and says nothing of a large one
+RECENT_CHUNKS, RECENT_DECODE_STEPS = 32, 64  # apart: a minute of decode steps must not hide how long a chunk takes
+
+
+class Smoothed:
+    """How much is done a second, the newest work counting most; 0 until the first sample.
+
+    Work and time are averaged apart, so that a sample weighs as much as was done: the few tokens of a short chunk,
+    which take longer each, say little of long ones.
+    """
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+
+    def add(self, amount: int, seconds: float) -> None:
+        weight = SMOOTHING if self._seconds else 1.0
+        self._amount += weight * (amount - self._amount)
+        self._seconds += weight * (max(seconds, SECONDS_MIN) - self._seconds)
+
+    @property
+    def per_second(self) -> float:
+        return self._amount / self._seconds if self._seconds else 0.0
+
+
+class Rates:
+    """Prefill tokens/s by context length (powers of two), decode tokens/s, disk bytes/s, the slowest recent step.
+
+    0 for what has not been measured yet.
+    """
+
+    def __init__(self) -> None:
+        self._prefill: dict[int, Smoothed] = {}
+        self._decode, self._restore, self._save = Smoothed(), Smoothed(), Smoothed()
+        self._chunks_s: deque[float] = deque(maxlen=RECENT_CHUNKS)
+        self._decode_steps_s: deque[float] = deque(maxlen=RECENT_DECODE_STEPS)
+
+    def prefilled(self, length: int, tokens: int, seconds: float) -> None:
+        """A chunk of `tokens` ended at `length`."""
+        self._chunks_s.append(seconds)
+        self._prefill.setdefault(1 << (length - 1).bit_length(), Smoothed()).add(tokens, seconds)
+
+    def decoded(self, tokens: int, seconds: float) -> None:
+        self._decode_steps_s.append(seconds)
+        self._decode.add(tokens, seconds)
+
+    def restored(self, bytes_read: int, seconds: float) -> None:
+        if bytes_read >= TELLING_BYTES:
+            self._restore.add(bytes_read, seconds)
+
+    def saved(self, bytes_written: int, seconds: float) -> None:
+        if bytes_written >= TELLING_BYTES:
+            self._save.add(bytes_written, seconds)
+
+    @property
+    def prefill(self) -> list[Rate]:
+        return [Rate(tokens=length, tokens_per_s=rate.per_second) for length, rate in sorted(self._prefill.items())]
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return self._decode.per_second
+
+    @property
+    def restore_bytes_per_s(self) -> float:
+        return self._restore.per_second
+
+    @property
+    def save_bytes_per_s(self) -> float:
+        return self._save.per_second
+
+    @property
+    def slowest_recent_step_s(self) -> float:
+        return max((*self._chunks_s, *self._decode_steps_s), default=0.0)

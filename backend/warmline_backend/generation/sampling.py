@@ -1,0 +1,190 @@
+"""Sampling, one sequence at a time: filters and penalties are mlx-lm's, the randomness is ours.
+
+mlx-lm draws from one global random state, so what a seed gives depends on who else is running.  Here each sequence has
+its own key, split once a step: a seed gives the same draws alone and in a batch.  All arrays are made on the thread
+that steps (the engine's): a lazy array can't be evaluated on another.
+"""
+
+import secrets
+from collections.abc import Callable, Collection
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.sample_utils import (
+    apply_min_p,
+    apply_top_k,
+    apply_top_p,
+    greedy_sampler,
+    make_frequency_penalty,
+    make_logits_processors,
+    make_presence_penalty,
+)
+
+from warmline_backend.request.params import GenerationParams
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+_ALL_TOKENS = 1 << 31
+_SEED_BITS = 64
+LOGPROB_MIN = -9999.0  # what OpenAI writes for a token that could not be drawn
+
+
+class SamplerFault:
+    """The first exception that a sequence's sampler or processor raised; its batch lives on, the request should not.
+
+    After a fault the sequence is decoded greedily and unpenalized, so the batch keeps its shape; whoever steps looks at
+    `error` after each step and ends the request.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def sampler(self, inner: Sampler) -> Sampler:
+        def guarded(logprobs: mx.array) -> mx.array:
+            if self.error is None:
+                try:
+                    return inner(logprobs)
+                except Exception as error:  # noqa: BLE001  whatever it is, it must not reach the other sequences
+                    self.error = error
+            return mx.argmax(logprobs, axis=-1)
+
+        return guarded
+
+    def processor(self, inner: LogitsProcessor) -> LogitsProcessor:
+        def guarded(tokens: mx.array, logits: mx.array) -> mx.array:
+            if self.error is None:
+                try:
+                    return inner(tokens, logits)
+                except Exception as error:  # noqa: BLE001  as above
+                    self.error = error
+            return logits
+
+        return guarded
+
+
+def make_sampler(params: GenerationParams, fault: SamplerFault) -> Sampler:
+    """A sampler of [1, vocabulary] log-probabilities, for one sequence and one run of it (it counts its steps).
+
+    Greedy is mlx-lm's own `greedy_sampler` object: a batch whose samplers are all that one samples in one call.
+    """
+    if params.greedy:
+        return greedy_sampler  # type: ignore[no-any-return]
+    return fault.sampler(_Seeded(params))
+
+
+class _Seeded:
+    """mlx-lm's filters in its order, then a draw with this sequence's own key."""
+
+    def __init__(self, params: GenerationParams) -> None:
+        self._params = params
+        seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
+        self._seed = seed % (1 << _SEED_BITS)
+        self._key: mx.array | None = None
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        return mx.random.categorical(self._filtered(logprobs) * (1.0 / self._params.temperature), key=self._next_key())
+
+    def _filtered(self, logprobs: mx.array) -> mx.array:
+        params = self._params
+        if 0 < params.top_p < 1:
+            logprobs = apply_top_p(logprobs, params.top_p)
+        if params.min_p > 0:
+            logprobs = apply_min_p(logprobs, params.min_p)
+        if 0 < params.top_k < logprobs.shape[-1]:
+            logprobs = apply_top_k(logprobs, params.top_k)
+        return logprobs
+
+    def _next_key(self) -> mx.array:
+        if self._key is None:
+            self._key = mx.random.key(self._seed)
+        self._key, drawn = mx.random.split(self._key)
+        return drawn
+
+
+def make_processors(
+    params: GenerationParams, prompt_tokens: int, fault: SamplerFault, eos: Collection[int] = ()
+) -> list[LogitsProcessor]:
+    """Processors of (all tokens so far, [1, vocabulary] logits); `eos` are the tokens with which a model ends.
+
+    Presence and frequency count what was generated, as OpenAI and vLLM do; mlx-lm's would count the last 20 tokens, the
+    prompt's among them.  Repetition looks at the last `repetition_context_size` tokens, as mlx-lm does.
+    """
+    penalty = params.repetition_penalty if params.repetition_penalty != 1 else None
+    processors: list[LogitsProcessor] = make_logits_processors(
+        logit_bias=params.logit_bias or None,
+        repetition_penalty=penalty,
+        repetition_context_size=params.repetition_context_size,
+    )
+    if params.presence_penalty:
+        processors.append(_on_generated(make_presence_penalty(params.presence_penalty, _ALL_TOKENS), prompt_tokens))
+    if params.frequency_penalty:
+        processors.append(_on_generated(make_frequency_penalty(params.frequency_penalty, _ALL_TOKENS), prompt_tokens))
+    if params.allowed_token_ids:
+        processors.append(_Only(params.allowed_token_ids))
+    if ends := {*params.stop_token_ids, *(() if params.ignore_eos else eos)} if params.min_tokens else ():
+        processors.append(_NotYet(ends, prompt_tokens + params.min_tokens))
+    return [fault.processor(processor) for processor in processors]
+
+
+class _Only:
+    """Nothing but these tokens is sampled."""
+
+    def __init__(self, allowed: Collection[int]) -> None:
+        self._allowed = list(allowed)
+        self._mask: mx.array | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._mask is None:
+            self._mask = _mask(self._allowed, logits)
+        return mx.where(self._mask, logits, mx.array(-mx.inf, logits.dtype))
+
+
+class _NotYet:
+    """These tokens are sampled only where nothing else may be, until there are `length` tokens.
+
+    So they are as unlikely as a number can say, rather than impossible: a form that is complete leaves nothing but an
+    end, and then it wins.
+    """
+
+    def __init__(self, ends: Collection[int], length: int) -> None:
+        self._ends, self._length = list(ends), length
+        self._mask: mx.array | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.shape[-1] >= self._length:
+            return logits
+        if self._mask is None:
+            self._mask = _mask(self._ends, logits)
+        return mx.where(self._mask, mx.array(mx.finfo(logits.dtype).min, logits.dtype), logits)
+
+
+def _mask(tokens: list[int], logits: mx.array) -> mx.array:
+    """[vocabulary]: true for these tokens."""
+    mask = np.zeros(logits.shape[-1], np.bool_)
+    mask[tokens] = True
+    return mx.array(mask)
+
+
+def _on_generated(inner: LogitsProcessor, prompt_tokens: int) -> LogitsProcessor:
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        return inner(tokens[prompt_tokens:], logits)
+
+    return processor
+
+
+def pick_logprobs(logprobs: mx.array, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
+    """The log-probability of `token` and the `count` likeliest tokens with theirs, likeliest first.  Engine thread.
+
+    `logprobs` is one sequence's [vocabulary] row.  What can't be sampled is as unlikely as OpenAI has it: JSON has no
+    infinity.
+    """
+    count = min(count, logprobs.shape[-1])
+    chosen = max(logprobs[token].astype(mx.float32).tolist(), LOGPROB_MIN)  # type: ignore[type-var]
+    assert isinstance(chosen, float)
+    if not count:
+        return chosen, []
+    ids = mx.argsort(-logprobs)[:count]
+    ids_list: list[int] = ids.tolist()  # type: ignore[assignment]
+    values: list[float] = logprobs[ids].astype(mx.float32).tolist()  # type: ignore[assignment]
+    return chosen, [(token, max(value, LOGPROB_MIN)) for token, value in zip(ids_list, values, strict=True)]

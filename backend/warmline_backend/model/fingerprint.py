@@ -1,0 +1,169 @@
+"""The identity of everything that makes KV meaningful.
+
+No equality check backs it, so it is sha256.  Weights are read once: a digest is remembered by inode, size and times,
+since reading 368 GB takes minutes.  Paths are left out, so that a moved or renamed model keeps its KV; tokenizer and
+template are left out too: they decide token ids, and ids are compared.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from types import ModuleType
+
+import mlx_lm.models.base
+import mlx_lm.models.cache
+from mlx_lm.utils import load_config
+
+from warmline_backend.model.loader import model_classes
+from warmline_backend.model.numerics import arithmetic
+from warmline_common.protocol.messages import SEGMENT_FORMAT
+from warmline_common.storage import disk
+
+PIECE_BYTES = 16 << 20
+READERS_MAX = 8
+DIGESTS_MAX = 4096  # remembered; the oldest are forgotten first
+_MODELS = ("mlx_lm.models.", "warmline_backend.model.architectures.")
+
+
+def fingerprint(
+    model_path: Path,
+    adapter_path: Path | None,
+    kv_bits: int | None,
+    kv_group_size: int,
+    dtype: str,
+    home_models_dir: Path,
+    shards: int = 1,
+    grid: int = 0,
+) -> str:
+    """64 hex digits.  Raises OSError where files can't be read, ValueError where mlx-lm doesn't know the model.
+
+    `dtype` is the KV's, `shards` how many ranks share the model.  With a `grid` (exact mode) it is also the identity of
+    what rounds the numbers; such KV and any other never meet.
+    """
+    digests = _Digests(home_models_dir / "digests.json")
+    weights = sorted(model_path.glob("model*.safetensors"))
+    if not weights:
+        raise FileNotFoundError(f"no model*.safetensors in {model_path}: its weights are missing, download it again")
+    adapter = _adapter_files(adapter_path)
+    known = digests.of([*weights, *adapter])
+    identity: dict[str, object] = {
+        "weights": [[path.name, known[path]] for path in weights],
+        "adapter": [[path.name, known[path]] for path in adapter],
+        "config": json.loads((model_path / "config.json").read_text()),
+        "code": _code(model_path),
+        "kv": [kv_bits, kv_group_size] if kv_bits else None,
+        "dtype": dtype,
+        "shards": shards,
+        "segment_format": SEGMENT_FORMAT,
+    }
+    if grid:
+        identity["exact"] = {"grid": grid, **arithmetic()}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def _adapter_files(adapter_path: Path | None) -> list[Path]:
+    """What mlx-lm reads of an adapter."""
+    if adapter_path is None:
+        return []
+    return [adapter_path / "adapter_config.json", *sorted(adapter_path.glob("*.safetensors"))]
+
+
+def _code(model_path: Path) -> list[list[str]]:
+    """Name and source digest of the modules that compute and hold this model's KV."""
+    config = load_config(model_path)
+    modules = [mlx_lm.models.base, mlx_lm.models.cache]
+    sources = {}
+    if model_file := config.get("model_file"):
+        sources["model_file"] = (model_path / model_file).read_bytes()
+    else:
+        architecture = inspect.getmodule(model_classes(config)[0])
+        assert architecture is not None
+        modules.append(architecture)
+    sources |= {module.__name__: inspect.getsource(module).encode() for module in _closure(modules)}
+    return [[name, hashlib.sha256(source).hexdigest()] for name, source in sorted(sources.items())]
+
+
+def _closure(modules: Iterable[ModuleType]) -> list[ModuleType]:
+    """These modules of models, mlx-lm's and ours, and those that they take something from, directly or not.
+
+    One architecture builds on others (qwen3_5 on qwen3_next), and on rope_utils, switch_layers and the like.
+    """
+    found: dict[str, ModuleType] = {}
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module.__name__ not in found:
+            found[module.__name__] = module
+            waiting.extend(_taken(module))
+    return list(found.values())
+
+
+def _taken(module: ModuleType) -> Iterator[ModuleType]:
+    for value in vars(module).values():
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if isinstance(name, str) and name.startswith(_MODELS):
+            yield sys.modules[name]
+
+
+class _Digests:
+    """sha256 of files, remembered in a private JSON file; a damaged one is begun again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._known = self._load()
+
+    def of(self, paths: Sequence[Path]) -> dict[Path, str]:
+        with ThreadPoolExecutor(max_workers=min(READERS_MAX, os.cpu_count() or 1)) as readers:
+            return dict(zip(paths, readers.map(self._digest, paths), strict=True))
+
+    def _digest(self, path: Path) -> str:
+        with path.open("rb", buffering=0) as file:
+            key = _identity(file)
+            if known := self._known.get(key):
+                return known
+            digest = _sha256(file)
+            if _identity(file) != key:
+                raise OSError(f"{path} changed while it was read")
+        self._remember(key, digest)
+        return digest
+
+    def _remember(self, key: str, digest: str) -> None:
+        """At once: whoever is stopped in the middle of a large model need not read all of it again."""
+        with self._lock:
+            self._known[key] = digest
+            while len(self._known) > DIGESTS_MAX:
+                del self._known[next(iter(self._known))]
+            with suppress(OSError):  # a digest that can't be remembered is computed again
+                disk.write_small(self._path, json.dumps(self._known, indent=1))
+
+    def _load(self) -> dict[str, str]:
+        try:
+            known = json.loads(self._path.read_text())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        valid = isinstance(known, dict) and all(isinstance(v, str) and len(v) == 64 for v in known.values())
+        return known if valid else {}
+
+
+def _identity(file: FileIO) -> str:
+    """Not the device: its number may change with a restart.  The change time, since the modification time can be set:
+    another model may be copied over this one, dates and all.
+    """
+    status = os.fstat(file.fileno())
+    return f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+
+
+def _sha256(file: FileIO) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+    return digest.hexdigest()

@@ -1,0 +1,211 @@
+"""A model from its folder, by mlx-lm's loader: our architectures before its own, and no parameter left to chance.
+
+A parameter that a checkpoint lacks would keep the random values that it was made with, and one that the model does not
+know would be work that is not done: both give answers that look right for a while.  So both are errors.  So are packed
+numbers that would be taken for plain ones: mlx reads 8-bit floats as integers.
+"""
+
+import glob
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes, load_config, load_model
+
+from warmline_backend.model.architectures import ARCHITECTURES
+
+T = TypeVar("T")
+
+PLACES_SHOWN_MAX = 12
+LAYERS_MAX = 10_000
+
+
+class ModelProblem(Exception):
+    """The model can't be served; says what is wrong and what to do."""
+
+
+class ParameterMismatch(ModelProblem):
+    """What the files hold is not what the model consists of.  `str` lists it by kind."""
+
+    def __init__(
+        self,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        wrong_shape: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (),
+        wrong_type: tuple[tuple[str, str, str], ...] = (),
+    ) -> None:
+        """Names of parameters; of a wrong shape or type also the one that the model needs and the one in the files."""
+        self.missing, self.unexpected = missing, unexpected
+        self.wrong_shape, self.wrong_type = wrong_shape, wrong_type
+        parts = [
+            *_part("missing", "that the model needs and the files lack", missing),
+            *_part("unexpected", "in the files that the model does not have", unexpected),
+            *_part("of another shape", "than the model needs", [name for name, *_ in wrong_shape]),
+            *(f"  {kind}: needed {needed}, found {found}" for kind, (needed, found) in differing(wrong_shape).items()),
+            *_part("of another type", "than the model computes with", [name for name, *_ in wrong_type]),
+            *(f"  {kind}: needed {needed}, found {found}" for kind, (needed, found) in differing(wrong_type).items()),
+        ]
+        super().__init__(
+            "its weights don't fit its config.json, and with any of them left out its answers would be wrong; "
+            "download it again, or find a conversion of this very model\n" + "\n".join(parts)
+        )
+
+
+def _part(what: str, why: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    if not names:
+        return []
+    return [f"{len(names)} {what} ({why}):", *(f"  {line}" for line in by_kind(names))]
+
+
+def kind_of(name: str) -> str:
+    """The name with its layer's number left open."""
+    return re.sub(r"\.\d+\.", ".*.", name, count=1)
+
+
+def differing(parameters: Iterable[tuple[str, T, T]]) -> dict[str, tuple[T, T]]:
+    """By kind what the model needs and what was found, of one parameter of each."""
+    return {kind_of(name): (needed, found) for name, needed, found in parameters}
+
+
+def by_kind(names: Iterable[str]) -> list[str]:
+    """A line for each kind of parameter, with the layers that it is about."""
+    places: dict[str, list[int]] = {}
+    for name in names:
+        number = re.search(r"\.(\d+)\.", name)
+        places.setdefault(kind_of(name), []).extend([int(number[1])] if number else [])
+    return [kind + _layers(sorted(set(numbers))) for kind, numbers in sorted(places.items())]
+
+
+def _layers(numbers: list[int]) -> str:
+    if not numbers:
+        return ""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:PLACES_SHOWN_MAX])
+    more = ", ..." if len(runs) > PLACES_SHOWN_MAX else ""
+    return f": {len(numbers)} layer{'s' * (len(numbers) > 1)} ({shown}{more})"
+
+
+def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    """The classes of a model and of its arguments.  Raises ValueError where nobody knows the architecture."""
+    if ours := ARCHITECTURES.get(config["model_type"]):
+        return ours.Model, ours.ModelArgs
+    try:
+        classes: tuple[type[nn.Module], type] = _get_classes(config)
+    except AttributeError:  # a module of mlx-lm that is no architecture
+        raise ValueError(f"Model type {config['model_type']} not supported.") from None
+    return classes
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """As mlx-lm reads config.json and generation_config.json.  Raises ModelProblem, OSError."""
+    try:
+        config: Any = load_config(folder)
+    except OSError:
+        raise
+    except Exception as error:  # JSON may be broken, no text, no object, or nested without end
+        raise ModelProblem(
+            f"config.json or generation_config.json in {folder} is damaged, download both again "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelProblem(f'{folder / "config.json"} names no model_type; expected one such as "llama"')
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise ModelProblem(f"text_config in {folder / 'config.json'} is no object; download the file again")
+    for layers in (config.get("num_hidden_layers"), text.get("num_hidden_layers")):
+        if isinstance(layers, int) and layers > LAYERS_MAX:  # making them would take all memory there is
+            raise ModelProblem(
+                f"num_hidden_layers in {folder / 'config.json'} is {layers}, and no model has more than {LAYERS_MAX}; "
+                "download the file again"
+            )
+    return config
+
+
+def assemble(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """The model with its weights, and its config; lazy, so that of the files only headers have been read.
+
+    Raises ParameterMismatch, ModelProblem for untrusted code and for whatever else an architecture can't do with the
+    config and the weights, ValueError for one that nobody knows or a config that contradicts itself, OSError for files
+    that can't be read, FileNotFoundError without weights.
+    """
+    config = read_config(folder)
+    if glob.escape(str(folder)) != str(folder):  # mlx-lm would take the path for a pattern, and find nothing, or others
+        raise ModelProblem(
+            f"mlx-lm can't read a folder with *, ? or [ in its path: {folder}; rename it, or give a link"
+        )
+    if (code := config.get("model_file")) and not trust_remote_code:
+        raise ModelProblem(
+            f"its config.json names {code}, code that comes with the model and would run here; read {folder / code}, "
+            "and pass --trust-remote-code if you trust it"
+        )
+    try:
+        model, config = load_model(
+            folder, lazy=True, get_model_classes=_checking_classes, trust_remote_code=trust_remote_code
+        )
+    except (ModelProblem, ValueError, OSError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:  # whatever constructors, mlx, and code that comes with a model raise
+        if code:
+            raise ModelProblem(
+                f"{folder / code}, code that comes with the model, fails; see what it needs installed, and whether "
+                f"it is made for these weights ({type(error).__name__}: {error})"
+            ) from error
+        raise ModelProblem(
+            f"config.json and the weights can't be those of one {config['model_type']}; download both again from the "
+            f"same repository, or find a conversion of this very model ({type(error).__name__}: {error})"
+        ) from error
+    return model, config
+
+
+def _checking_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    model_class, args_class = model_classes(config)
+    return _checking(model_class), args_class
+
+
+def _checking(model_class: type[nn.Module]) -> type[nn.Module]:
+    """The same class, but what is wrong with the weights is told by kind, all of it at once."""
+
+    class Checking(model_class):  # type: ignore[misc]
+        def load_weights(self, weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
+            check_parameters(self, dict(weights))
+            return super().load_weights(weights, strict)
+
+    Checking.__name__, Checking.__qualname__ = model_class.__name__, model_class.__qualname__
+    Checking.__module__ = model_class.__module__
+    return Checking
+
+
+def check_parameters(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
+    """Raises ParameterMismatch unless `weights` are all of the model's parameters and no others, each in its shape, and
+    of floating numbers where the model's is.
+    """
+    needed = dict(tree_flatten(model.parameters()))
+    missing = tuple(sorted(needed.keys() - weights.keys()))
+    unexpected = tuple(sorted(weights.keys() - needed.keys()))
+    wrong = tuple(
+        (name, tuple(needed[name].shape), tuple(weights[name].shape))
+        for name in sorted(needed.keys() & weights.keys())
+        if needed[name].shape != weights[name].shape
+    )
+    types = tuple(
+        (name, type_name(needed[name]), type_name(weights[name]))
+        for name in sorted(needed.keys() & weights.keys())
+        if mx.issubdtype(needed[name].dtype, mx.floating) and not mx.issubdtype(weights[name].dtype, mx.floating)
+    )
+    if missing or unexpected or wrong or types:
+        raise ParameterMismatch(missing, unexpected, wrong, types)
+
+
+def type_name(array: mx.array) -> str:
+    """Such as "bfloat16"."""
+    return str(array.dtype).removeprefix("mlx.core.")

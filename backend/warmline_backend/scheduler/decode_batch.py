@@ -1,0 +1,83 @@
+"""Decode groups: which sequences share a batch, and who leaves it with what.  Engine thread.
+
+A batch pads every row to its longest, so sequences share one only while the padding stays small; groups that can't
+share take turns.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from warmline_backend.generation.sequence import DecodeBatch, Sequence
+from warmline_backend.kv_cache.codecs import flatten, rebuild
+
+PADDING_MAX = 1.25  # rows computed / rows wanted
+
+
+@dataclass(eq=False)
+class DecodeGroup:
+    """Sequences in one batch.  `sequences[i]` is row i; each one's KV looks into the batch's cache."""
+
+    batch: DecodeBatch
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> "DecodeGroup":
+        """A group of one; computes its first step."""
+        group = cls(sequence.decode_batch(), [sequence])
+        group._place()
+        return group
+
+    def welcomes(self, sequence: Sequence) -> bool:
+        """Whether taking it in keeps the padding within bounds."""
+        lengths = [member.kv.length for member in self.sequences] + [sequence.kv.length]
+        return sequence.kv.layout.batches and len(lengths) * max(lengths) <= PADDING_MAX * sum(lengths)
+
+    def join(self, other: "DecodeGroup") -> None:
+        """Take over all of another group's sequences."""
+        self.batch.extend(other.batch)
+        self.sequences += other.sequences
+        self._place()
+
+    def step(self) -> list[tuple[Sequence, int, mx.array]]:
+        """One token for each: (sequence, token id, log-probabilities [vocabulary])."""
+        for sequence in self.sequences:
+            if sequence.kv.capture_due(1):
+                sequence.kv.capture_window()
+        responses = self.batch.next()
+        return [
+            (sequence, response.token, response.logprobs)
+            for sequence, response in zip(self.sequences, responses, strict=True)
+        ]
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take one out; its KV is its own from then on."""
+        place = self.sequences.index(sequence)
+        sequence.kv.capture_window()
+        if len(self.sequences) == 1:
+            sequence.kv.layers = list(self.batch.prompt_cache)  # moved: `filter` clears only the batch's own list
+        else:
+            sequence.kv.layers = self._lowered(sequence, place)
+        sequence.kv.index = 0
+        self.batch.filter([n for n in range(len(self.batch.uids)) if n != place])
+        del self.sequences[place]  # after it: where it fails, they still stand for the batch's rows
+        self._place()
+
+    def dissolve(self) -> list[Sequence]:
+        """Hold nothing any more, whoever still looks at this group.  Returns who was in it; their rows are gone."""
+        sequences, self.sequences = self.sequences, []
+        self.batch.prompt_cache.clear()
+        return sequences
+
+    def _lowered(self, sequence: Sequence, place: int) -> list[Any]:
+        layout = sequence.kv.layout
+        held = (leaf for _, leaf in flatten(self.batch.prompt_cache))
+        lowered = (leaf.codec.lower(cache, place) for leaf, cache in zip(layout.leaves, held, strict=True))
+        layers = rebuild(layout.template, lowered)
+        mx.eval([layer.state for layer in layers])
+        return layers
+
+    def _place(self) -> None:
+        for n, sequence in enumerate(self.sequences):
+            sequence.kv.index, sequence.kv.layers = n, self.batch.prompt_cache

@@ -1,0 +1,223 @@
+"""What the backend tells Prometheus.  Names and labels are a promise to whoever scrapes them: docs/metrics.md has all.
+
+The engine's thread takes no lock for it: what it has counted is in its last snapshot.  Labels are words of ours, and
+the served model's name.
+"""
+
+import errno
+import time
+from asyncio import CancelledError
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from warmline_backend.engine.engine import Engine
+from warmline_backend.generation.step_stats import Spread
+from warmline_backend.kv_cache.kv import RowsGone
+from warmline_backend.kv_cache.residents import ResidentGone
+from warmline_backend.kv_cache.segment_io import BadChain, Cancelled, Damaged
+from warmline_backend.scheduler.capacity import TooLarge
+from warmline_common.process.version import version
+from warmline_common.protocol.messages import Status
+
+PREFIX = "warmline_backend_"
+# Half a gigabyte a second is a good disk, and a conversation may weigh a hundred gigabytes.
+TRANSFER_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+RENDER_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class Transfers:
+    """Restores, or saves: how long they took, what they moved, why they failed.  Any thread."""
+
+    def __init__(self, name: str, about: str, registry: CollectorRegistry) -> None:
+        self._seconds = Histogram(
+            f"{PREFIX}{name}_seconds", f"{about}, start to end.", buckets=TRANSFER_SECONDS, registry=registry
+        )
+        self._bytes = Counter(f"{PREFIX}{name}_bytes", f"Bytes of files: {about}.", registry=registry)
+        self._failures = Counter(
+            f"{PREFIX}{name}_failures", f"Ended without success: {about}.", ["reason"], registry=registry
+        )
+
+    def done(self, bytes_moved: int, seconds: float) -> None:
+        self._seconds.observe(seconds)
+        self._bytes.inc(bytes_moved)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around one: counts how it fails."""
+        try:
+            yield
+        except BaseException as error:
+            self._failures.labels(reason=reason_of(error)).inc()
+            raise
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a restore or a save has failed, in a word."""
+    if isinstance(error, Damaged):
+        return error.reason
+    if isinstance(error, (Cancelled, CancelledError)):
+        return "cancelled"
+    if isinstance(error, (ResidentGone, RowsGone)):
+        return "gone"
+    if isinstance(error, TooLarge):
+        return "too_large"
+    if isinstance(error, BadChain):
+        return "bad_chain"
+    if isinstance(error, OSError):
+        return errno.errorcode.get(error.errno or 0, "EIO")
+    return "other"
+
+
+class Metrics:
+    """Counted where it happens, on any thread but the engine's; at a scrape, also what the engine last said."""
+
+    def __init__(self, engine: Engine, status: Callable[[], Status]) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # each would be a metric of its own in plain text
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)  # of Linux
+        Info(f"{PREFIX}build", "Which Warmline this is.", registry=registry).info({"version": version()})
+        self.restores = Transfers("restore", "Restores from disk", registry)
+        self.saves = Transfers("save", "Saves to disk", registry)
+        self._render = Histogram(
+            f"{PREFIX}render_seconds",
+            "Checking, rendering and tokenizing a body.",
+            buckets=RENDER_SECONDS,
+            registry=registry,
+        )
+        self._compile = Histogram(
+            f"{PREFIX}grammar_compile_seconds",
+            "Compiling a grammar that was not at hand.",
+            buckets=RENDER_SECONDS,
+            registry=registry,
+        )
+        registry.register(_State(engine, status))
+
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """What GET /metrics answers with, and its Content-Type: OpenMetrics where `accept` asks for it, or text.
+
+        Event loop thread.
+        """
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    @contextmanager
+    def rendering(self) -> Iterator[None]:
+        """Around the rendering of one prompt, refused or not."""
+        with _timed(self._render):
+            yield
+
+    def compiled(self, seconds: float) -> None:
+        """A grammar was."""
+        self._compile.observe(seconds)
+
+
+class _State(Collector):
+    """What the engine and the process are like, read at a scrape."""
+
+    def __init__(self, engine: Engine, status: Callable[[], Status]) -> None:
+        self._engine, self._status = engine, status
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._status()
+        yield from self._model(status)
+        yield from self._work(status)
+        yield from self._steps()
+        yield from self._memory(status)
+        yield from self._rates(status)
+        yield _gauge("tasks", "Tasks of the event loop.", status.vitals.tasks)
+        yield _gauge("threads", "Threads of the process.", status.vitals.threads)
+        yield _gauge("descriptors", "Files and sockets that the process has open.", status.vitals.descriptors)
+
+    def _model(self, status: Status) -> Iterable[Metric]:
+        about = {
+            "model": status.model,
+            "fingerprint": status.fingerprint,
+            "kv_dtype": status.layout.dtype if status.layout else "",
+        }
+        info = GaugeMetricFamily(f"{PREFIX}model_info", "The served model.", labels=list(about))
+        info.add_metric(list(about.values()), 1)
+        yield info
+        yield _gauge("ready", "1 while the model is loaded and the engine lives.", status.ready)
+        yield _gauge("weight_bytes", "Bytes of the model's weights.", self._engine.snapshot.weight_bytes)
+        yield _gauge("context_tokens_max", "The model's context; 0 where it doesn't say.", status.context_tokens_max)
+        yield _gauge("prefill_step_tokens", "The most tokens of a chunk.", status.prefill_step_size)
+
+    def _work(self, status: Status) -> Iterable[Metric]:
+        yield _gauge("generations_running", "Generations that prefill or decode.", status.running)
+        yield _gauge("generations_queued", "Generations that wait for their turn.", status.queued)
+        yield _counters(
+            "generations", "Generations that have ended.", "finish", dict(self._engine.snapshot.tally.ended)
+        )
+        yield _gauge("residents", "KV in memory between two requests.", status.residents)
+        yield _counter("residents_dropped", "Residents given up for want of memory.", self._engine.snapshot.generation)
+
+    def _steps(self) -> Iterable[Metric]:
+        beat, snapshot = self._engine.beat, self._engine.snapshot
+        tally = snapshot.tally
+        kinds = {"prefill": tally.chunks, "decode": tally.decodes, "other": tally.commands}
+        yield _spreads("step_seconds", "Steps of the engine.", "kind", kinds)
+        yield _spreads("decode_batch_sequences", "Sequences in a decode step.", "", {"": tally.batches})
+        yield _counter("prefilled_tokens", "Tokens of prompts that were computed.", tally.prefilled_tokens)
+        yield _counter("decoded_tokens", "Tokens that were generated.", tally.decoded_tokens)
+        yield _counter("failed_steps", "Steps that failed, with all in their batch.", tally.failed_steps)
+        yield _counter("keepalive_steps", "Tokens computed for nobody.", snapshot.keepalive_steps)
+        yield _gauge("step_age_seconds", "How long the present step has been going on.", beat.age_s)
+        yield _gauge("slowest_recent_step_seconds", "The slowest step of late.", snapshot.slowest_recent_step_s)
+
+    def _memory(self, status: Status) -> Iterable[Metric]:
+        snapshot = self._engine.snapshot
+        yield _gauge("memory_budget_bytes", "What the KV of all may take.", status.memory_budget_bytes)
+        yield _gauge("resident_bytes", "KV of residents.", status.resident_bytes)
+        yield _gauge("running_bytes", "KV of generations, and what is set aside for them.", status.running_bytes)
+        yield _gauge("memory_active_bytes", "What mlx holds, weights included.", snapshot.memory_active_bytes)
+        yield _gauge("memory_cache_bytes", "Freed buffers that mlx keeps.", snapshot.memory_cache_bytes)
+        yield _gauge("memory_peak_bytes", "The most that mlx has held.", snapshot.memory_peak_bytes)
+
+    def _rates(self, status: Status) -> Iterable[Metric]:
+        prefill = GaugeMetricFamily(
+            f"{PREFIX}prefill_tokens_per_second", "Prefill as last measured, by context length.", labels=["context"]
+        )
+        for rate in status.prefill_rates:
+            prefill.add_metric([str(rate.tokens)], rate.tokens_per_s)
+        yield prefill
+        yield _gauge("decode_tokens_per_second", "Decoding as last measured.", status.decode_tokens_per_s)
+        yield _gauge("restore_bytes_per_second", "Restores as last measured.", status.restore_bytes_per_s)
+        yield _gauge("save_bytes_per_second", "Saves as last measured.", status.save_bytes_per_s)
+
+
+@contextmanager
+def _timed(seconds: Histogram) -> Iterator[None]:
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds.observe(time.monotonic() - began)
+
+
+def _gauge(name: str, about: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, about, value=value)
+
+
+def _counter(name: str, about: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, about, value=value)
+
+
+def _counters(name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, about, labels=[label])
+    for word, value in values.items():
+        family.add_metric([word], value)
+    return family
+
+
+def _spreads(name: str, about: str, label: str, spreads: Mapping[str, Spread]) -> Metric:
+    """Without a label where that is ""."""
+    family = HistogramMetricFamily(PREFIX + name, about, labels=[label] if label else [])
+    for word, spread in spreads.items():
+        family.add_metric([word] if label else [], spread.buckets(), spread.sum)
+    return family

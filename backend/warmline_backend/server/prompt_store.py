@@ -1,0 +1,63 @@
+"""Prompts that were rendered ahead and wait to be generated from.  Event loop thread."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from warmline_backend.output.expected import Expected
+from warmline_backend.request.params import GenerationParams
+from warmline_backend.structured_output.constraint import Constraint
+from warmline_common.protocol.messages import MessageEnd
+
+PROMPTS_KEPT_MAX = 4096
+PROMPT_TOKENS_KEPT_MAX = 8_000_000
+CHARS_PER_TOKEN = 4  # of a grammar, to weigh it
+
+
+class UnknownPrompt(Exception):
+    """Forgotten, or never there."""
+
+
+@dataclass(frozen=True)
+class StoredPrompt:
+    id: str
+    endpoint: str
+    tokens: list[int]
+    params: GenerationParams
+    boundaries: list[int]
+    turn_end: int
+    messages: list[MessageEnd]
+    echo: str = ""  # what the answer begins with
+    constraint: Constraint | None = None  # what its answer must be
+    expected: Expected = Expected()  # noqa: RUF009  frozen
+
+    @property
+    def weight(self) -> int:
+        """In tokens: a constraint's grammar may be longer than its prompt."""
+        return len(self.tokens) + (len(self.constraint.grammar) // CHARS_PER_TOKEN if self.constraint else 0)
+
+
+class PromptStore:
+    """The latest prompts; the oldest are forgotten beyond either limit, never the latest one."""
+
+    def __init__(self) -> None:
+        self._prompts: OrderedDict[str, StoredPrompt] = OrderedDict()
+        self.tokens_kept = 0
+
+    def add(self, prompt: StoredPrompt) -> None:
+        self._prompts[prompt.id] = prompt
+        self.tokens_kept += prompt.weight
+        while len(self._prompts) > 1 and (
+            len(self._prompts) > PROMPTS_KEPT_MAX or self.tokens_kept > PROMPT_TOKENS_KEPT_MAX
+        ):
+            self.tokens_kept -= self._prompts.popitem(last=False)[1].weight
+
+    def clear(self) -> None:
+        """Who waits to be generated from is told that its prompt is gone, and renders it again."""
+        self._prompts.clear()
+        self.tokens_kept = 0
+
+    def get(self, prompt_id: str) -> StoredPrompt:
+        """Raises UnknownPrompt."""
+        if (prompt := self._prompts.get(prompt_id)) is None:
+            raise UnknownPrompt(f"no prompt {prompt_id}: it is too old, or this backend was restarted")
+        return prompt

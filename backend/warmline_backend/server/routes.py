@@ -1,0 +1,350 @@
+"""The backend's HTTP routes: the contract of warmline_common.protocol.messages, and OpenAI's endpoints.
+
+Errors are translated here, once, into OpenAI's error object with a status that the proxy goes by:
+
+    BadRequest 400 (or its own)   TooLarge, BadChain, DecodeError 400   Damaged 409   ResidentMismatch 409
+    ResidentGone, RowsGone, UnknownPrompt 410    UnknownRequest 404    Cancelled, ConnectionResetError 499
+    NotReady, EngineStopped 503   OSError 507
+"""
+
+import asyncio
+import errno
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from warmline_backend.engine.engine import EngineStopped
+from warmline_backend.engine.inflight import Call, UnknownRequest
+from warmline_backend.kv_cache.kv import RowsGone
+from warmline_backend.kv_cache.residents import ResidentGone, ResidentMismatch
+from warmline_backend.kv_cache.segment_io import BadChain, Cancelled, Damaged
+from warmline_backend.request.params import BadRequest
+from warmline_backend.scheduler.capacity import TooLarge
+from warmline_backend.server.prompt_store import UnknownPrompt
+from warmline_backend.server.response import Answer
+from warmline_backend.server.service import NotReady, Service
+from warmline_common.logging import about
+from warmline_common.process.loopback import DOCKER_HOST, is_local
+from warmline_common.process.redaction import quoted, shown_path
+from warmline_common.protocol.messages import (
+    HEADER_BACKGROUND,
+    HEADER_CHECKPOINTS,
+    HEADER_FOLLOW,
+    HEADER_KEEP,
+    HEADER_PROMPT,
+    HEADER_REQUEST,
+    HEADER_RESIDENT,
+    HEADER_REUSE,
+    HEADER_ROOT,
+    ErrorBody,
+    ErrorReply,
+    ForgetRequest,
+    KeepOrder,
+    PromptRequest,
+    RestoreRefused,
+    RestoreRequest,
+    SaveRequest,
+    TextsReply,
+    TextsRequest,
+    decode,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+BODY_BYTES_MAX = 512 << 20
+STATUS_CLIENT_GONE = 499  # nginx's word for it
+RETRY_AFTER_S = "2"
+SEND_TIMEOUT_S = 300.0  # for the next piece of a stream to be taken
+POLLED = ("/health", "/metrics", "/kv/status")  # too often to be told of
+_ID = re.compile(r"[A-Za-z0-9._-]{1,80}")  # the proxy gives a name that is taken an ending, and so it does each choice
+# Of an answer that is no stream; else 500.
+STATUS_OF_FINISH = {"cancelled": STATUS_CLIENT_GONE, "discarded": 503, "leaderless": 503}
+
+
+def make_app(service: Service, secret: str) -> web.Application:
+    """The whole application; `secret` is what every call but /health, and /metrics from this machine, must bear."""
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_named, _translate, _authenticate(secret)])
+    routes = _Routes(service)
+    app.add_routes(
+        [
+            web.get("/health", routes.health),
+            web.get("/ready", routes.ready),
+            web.get("/metrics", routes.metrics),
+            web.get("/v1/models", routes.models),
+            web.get("/v1/models/{model:.+}", routes.model),
+            web.post("/v1/chat/completions", routes.chat),
+            web.post("/v1/completions", routes.completion),
+            web.post("/kv/prompts", routes.prompts),
+            web.post("/kv/texts", routes.texts),
+            web.post("/kv/restore", routes.restore),
+            web.post("/kv/save", routes.save),
+            web.get("/kv/status", routes.status),
+            web.get("/kv/residents", routes.residents),
+            web.put("/kv/residents/order", routes.order_residents),
+            web.delete("/kv/residents/{resident}", routes.drop_resident),
+            web.post("/kv/forget", routes.forget),
+            web.delete("/requests/{request}", routes.cancel),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Outermost: what is logged meanwhile is about the request that the proxy's call is for."""
+    named, began = request.headers.get(HEADER_REQUEST, ""), time.monotonic()
+    with about(named if _ID.fullmatch(named) else ""):
+        response = await handler(request)
+        if request.path not in POLLED:
+            path, seconds = shown_path(request.path), time.monotonic() - began
+            log.debug("%s %s: %d after %.3f s", request.method[:16], path, response.status, seconds)
+        return response
+
+
+def _authenticate(secret: str) -> Any:
+    expected = f"Bearer {secret}".encode()
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not (_is_open(request) or hmac.compare_digest(given, expected)):
+            return _error(401, "the backend's secret is missing or wrong; talk to the proxy instead", "authentication")
+        return await handler(request)
+
+    return middleware
+
+
+def _is_open(request: web.Request) -> bool:
+    """Whether no secret is wanted: it moves, and how much, is no secret on this machine."""
+    if request.path == "/metrics":
+        return is_local(request.remote or "", request.headers.getall("Host", []), (DOCKER_HOST,))
+    return request.path == "/health"
+
+
+@web.middleware
+async def _translate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        return web.Response(status=error.status, body=error.reply(), content_type="application/json")
+    except msgspec.DecodeError as error:
+        return _error(400, f"We could not parse the JSON body of your request: {error}")
+    except BadChain as error:
+        return _error(400, str(error))
+    except TooLarge as error:
+        return _error(400, str(error), code="kv_memory_exceeded")
+    except ResidentMismatch as error:
+        return _error(409, str(error), code="resident_mismatch")
+    except (ResidentGone, RowsGone, UnknownPrompt) as error:
+        return _error(410, f"{type(error).__name__}: {error}", code="gone")
+    except UnknownRequest as error:
+        return _error(404, f"no request {error} is running here", code="unknown_request")
+    except Cancelled:
+        return _error(STATUS_CLIENT_GONE, "cancelled", code="cancelled")
+    except (NotReady, EngineStopped) as error:
+        return _error(503, str(error), "unavailable", headers={"Retry-After": RETRY_AFTER_S})
+    except ConnectionResetError:  # an OSError too, but not the disk's
+        return _error(STATUS_CLIENT_GONE, "the client has left", code="cancelled")
+    except OSError as error:
+        return _error(507, f"writing failed: {error}", "storage", code=errno.errorcode.get(error.errno or 0, "EIO"))
+    except web.HTTPException as error:
+        return _error(error.status, f"{request.method} {request.path}: {error.reason}")
+
+
+def _error(
+    status: int,
+    message: str,
+    kind: str = "invalid_request_error",
+    *,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> web.Response:
+    body = encode(ErrorReply(error=ErrorBody(message=message, type=kind, code=code)))
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+def _json(message: object, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=encode(message), content_type="application/json")
+
+
+class _Routes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    # ---- state
+
+    async def health(self, request: web.Request) -> web.Response:
+        return _json(self._service.pulse())
+
+    async def ready(self, request: web.Request) -> web.Response:
+        reason = await self._service.why_not_ready()
+        return _json({"ready": not reason, "reason": reason}, 503 if reason else 200)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        body, content_type = self._service.metrics.exposition(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def status(self, request: web.Request) -> web.Response:
+        return _json(self._service.status())
+
+    async def models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._model(self._service.served_name)]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        return _json(self._model(request.match_info["model"]))
+
+    def _model(self, name: str) -> dict[str, object]:
+        """Whatever it is called, one model answers."""
+        root, created = self._service.served_name, self._service.status().model_created
+        return {"id": name, "object": "model", "created": created, "owned_by": "warmline", "root": root}
+
+    # ---- kv
+
+    async def prompts(self, request: web.Request) -> web.Response:
+        raw = await request.read()
+        return _json(await self._service.prompt(decode(raw, PromptRequest), len(raw)))
+
+    async def texts(self, request: web.Request) -> web.Response:
+        wanted = await _body(request, TextsRequest)
+        return _json(TextsReply(texts=await self._service.texts(wanted.sequences)))
+
+    async def restore(self, request: web.Request) -> web.Response:
+        try:
+            return _json(await self._service.restore(await _body(request, RestoreRequest)))
+        except Damaged as error:
+            status = self._service.status()
+            refused = RestoreRefused(
+                boot=status.boot,
+                generation=status.generation,
+                reason=error.reason,
+                bad=error.bad,
+                good_prefix=error.good_prefix,
+                detail=error.detail,
+            )
+            return _json(refused, 409)
+
+    async def save(self, request: web.Request) -> web.Response:
+        return _json(await self._service.save(await _body(request, SaveRequest)))
+
+    async def residents(self, request: web.Request) -> web.Response:
+        return _json(self._service.residents(with_ids=request.query.get("ids") == "1"))
+
+    async def drop_resident(self, request: web.Request) -> web.Response:
+        dropped = await self._service.drop_resident(request.match_info["resident"])
+        return _json({"dropped": dropped}, 200 if dropped else 410)
+
+    async def forget(self, request: web.Request) -> web.Response:
+        wanted = await _body(request, ForgetRequest) if request.can_read_body else ForgetRequest()
+        await self._service.forget(wanted.keep)
+        return _json({})
+
+    async def order_residents(self, request: web.Request) -> web.Response:
+        await self._service.order_residents((await _body(request, KeepOrder)).drop_first)
+        return _json({})
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        request_id, finish = request.match_info["request"], request.query.get("finish")
+        if finish is None:
+            return _json(await self._service.cancel(request_id))
+        if finish != "prefill":
+            raise BadRequest(f"finish={finish}: expected prefill, or no finish at all to cancel at once", "finish")
+        settled = await self._service.finish_prefill(request_id)
+        return _json(settled) if settled else _json({}, 202)
+
+    # ---- generations
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "chat")
+
+    async def completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "completion")
+
+    async def _generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
+        """A prompt that was rendered ahead is the proxy's: it always wants a stream and usage, and sends no body."""
+        service, headers = self._service, request.headers
+        if HEADER_FOLLOW in headers and HEADER_RESIDENT in headers:
+            raise BadRequest(f"a request starts from {HEADER_FOLLOW} or from {HEADER_RESIDENT}, not from both")
+        background = headers.get(HEADER_BACKGROUND) == "1"
+        with service.accepted(headers.get(HEADER_REQUEST) or secrets.token_hex(8)) as call:
+            if prompt_id := headers.get(HEADER_PROMPT):
+                prompt = service.prompts.get(prompt_id)
+            else:
+                raw = await request.read()
+                prompt = await service.render(endpoint, decode(raw, dict[str, Any]), len(raw))
+            if background and prompt.params.max_tokens != 1:
+                raise BadRequest(f"with {HEADER_BACKGROUND} one token is computed: send max_tokens 1", "max_tokens")
+            await service.generate(
+                call,
+                prompt,
+                resident=headers.get(HEADER_RESIDENT, ""),
+                follow=headers.get(HEADER_FOLLOW, ""),
+                reuse=_number(headers, HEADER_REUSE),
+                keep=headers.get(HEADER_KEEP) == "1",
+                # Whoever gives no name to its request has no use for a resident.
+                kept=HEADER_REQUEST in headers and not background,
+                background=background,
+                root=_root(headers),
+                checkpoints=_positions(headers),
+            )
+            streamed = bool(prompt_id) or prompt.params.stream
+            with_usage = bool(prompt_id) or prompt.params.include_usage or not streamed
+            answer = Answer(prompt, call.id, service.served_name, service.loaded.names, with_usage)
+            return await (self._stream(request, answer, call) if streamed else self._whole(answer, call))
+
+    async def _stream(self, request: web.Request, answer: Answer, call: Call) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        try:
+            async for data in answer.stream(call.events, closing_event=HEADER_REQUEST in request.headers):
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await response.write(data)
+            await response.write_eof()
+        except TimeoutError:
+            log.warning(
+                "request %s: nobody has taken its answer for %g s; its connection is cut", call.id, SEND_TIMEOUT_S
+            )
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def _whole(self, answer: Answer, call: Call) -> web.Response:
+        folded = await answer.whole(call.events)
+        if answer.error:
+            return _error(STATUS_OF_FINISH.get(answer.finish, 500), answer.error, "server_error", code=answer.finish)
+        return _json(folded)
+
+
+async def _body(request: web.Request, kind: type[T]) -> T:
+    return decode(await request.read(), kind)
+
+
+def _number(headers: Any, name: str) -> int:
+    text = headers.get(name, "0")
+    if not text.isdecimal():
+        raise BadRequest(f"the header {name} must be a number of tokens, not {quoted(text)}")
+    return int(text)
+
+
+def _root(headers: Any) -> bytes:
+    text = headers.get(HEADER_ROOT, "")
+    if not re.fullmatch(r"(?:[0-9a-f]{32})?", text):
+        raise BadRequest(f"the header {HEADER_ROOT} must be 32 hexadecimal digits")
+    return bytes.fromhex(text)
+
+
+def _positions(headers: Any) -> tuple[int, ...]:
+    texts = [text for text in headers.get(HEADER_CHECKPOINTS, "").replace(" ", "").split(",") if text]
+    if not all(text.isdecimal() for text in texts):
+        raise BadRequest(f"the header {HEADER_CHECKPOINTS} must be token positions, such as 120,800")
+    return tuple(sorted({int(text) for text in texts}))

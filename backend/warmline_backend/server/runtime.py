@@ -1,0 +1,104 @@
+"""What there is once the model is loaded, and what becomes of a body then."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from warmline_backend.config import BackendConfig
+from warmline_backend.engine.kv_transfer import Storage
+from warmline_backend.model.fingerprint import fingerprint
+from warmline_backend.model.model import ServedModel
+from warmline_backend.output.detokenizer import text_of
+from warmline_backend.output.echo import echoed
+from warmline_backend.output.expected import expected_of
+from warmline_backend.prompt.renderer import Renderer
+from warmline_backend.request.params import BadRequest, parse_params
+from warmline_backend.scheduler.capacity import check_fits
+from warmline_backend.server.chunks import TokenNames
+from warmline_backend.server.prompt_store import StoredPrompt
+from warmline_backend.structured_output.compiler import Grammars
+from warmline_common.protocol.messages import SampledTurn
+from warmline_common.protocol.tokens import TOKEN_BYTES, unpack_tokens
+from warmline_common.storage.home import Home
+
+TEXTS_TOKENS_MAX = 65_536  # that are read for one question
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """All that exists once the model does.  Any thread, but for `storage`, which is the event loop's."""
+
+    served: ServedModel
+    fingerprint: str
+    renderer: Renderer
+    grammars: Grammars
+    names: TokenNames
+    storage: Storage
+    created: int  # when the model's config was last written, in Unix seconds
+    device: str  # that computes it, for people
+
+    def texts_of(self, sequences: Sequence[bytes]) -> list[str]:
+        """What packed token sequences say.  Raises BadRequest."""
+        if sum(map(len, sequences)) > TEXTS_TOKENS_MAX * TOKEN_BYTES:
+            raise BadRequest(f"the sequences have more than {TEXTS_TOKENS_MAX} tokens in all; send fewer", "sequences")
+        return [text_of(self.served.tokenizer, self._ids(sequence)) for sequence in sequences]
+
+    def _ids(self, sequence: bytes) -> list[int]:
+        if len(sequence) % TOKEN_BYTES:
+            raise BadRequest(f"a sequence has {len(sequence)} bytes; a token has {TOKEN_BYTES}", "sequences")
+        ids = unpack_tokens(sequence)
+        if ids and max(ids) >= self.served.vocabulary_size:
+            known = self.served.vocabulary_size - 1
+            raise BadRequest(f"token {max(ids)} is none of this model's, which end at {known}", "sequences")
+        return ids
+
+    def prompt_of(
+        self,
+        endpoint: str,
+        body: dict[str, Any],
+        turns: Sequence[SampledTurn],
+        config: BackendConfig,
+        budget_bytes: int,
+    ) -> StoredPrompt:
+        """A body checked, rendered and tokenized, with all that its answer needs.  Raises BadRequest, TooLarge."""
+        served = self.served
+        rendered = self.renderer.render(endpoint, body, turns)
+        expected = expected_of(endpoint, body, rendered, served.tokenizer)
+        params = parse_params(
+            endpoint,
+            body,
+            context_tokens_max=served.context_tokens_max,
+            prompt_tokens=len(rendered.tokens),
+            vocabulary_size=served.vocabulary_size,
+            default_max_tokens=config.max_tokens,
+            default_temperature=config.temperature,
+            default_top_p=config.top_p,
+        )
+        check_fits(served, len(rendered.tokens), params.max_tokens, budget_bytes)
+        return StoredPrompt(
+            id=secrets.token_hex(8),
+            endpoint=endpoint,
+            tokens=rendered.tokens,
+            params=params,
+            boundaries=rendered.boundaries,
+            turn_end=rendered.turn_end,
+            messages=rendered.messages,
+            echo=echoed(body, rendered.tokens, served.tokenizer) if params.echo else "",
+            constraint=self.grammars.constraint(endpoint, body, rendered.tools, expected.tail),
+            expected=expected,
+        )
+
+
+def mark_of(served: ServedModel, config: BackendConfig, home: Home, grid: int = 0) -> str:
+    """The fingerprint of what is served.  Raises OSError, ValueError; may read all weights."""
+    return fingerprint(
+        served.path,
+        Path(config.adapter_path) if config.adapter_path else None,
+        config.kv_bits,
+        config.kv_group_size,
+        served.dtype,
+        home.models,
+        grid=grid,
+    )

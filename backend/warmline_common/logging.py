@@ -1,0 +1,305 @@
+"""A process's log: lines for people or JSON, on stderr or in files that are rotated, each with the request it is about.
+
+Nothing of a prompt, an answer, a header or a key may get there.  Whoever logs an error logs its text without the
+client's values (`masking`); what exceptions of other libraries say is masked here, for they quote what they like.
+"""
+
+import asyncio
+import faulthandler
+import io
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from warmline_common.process import console as lines
+from warmline_common.process.redaction import CHARS_MAX, masked, visible
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+FILE_BYTES_MAX = 10_000_000
+FILES_KEPT = 5  # older ones, besides the one that is written to
+OURS = ("warmline_proxy", "warmline_backend", "warmline_common")  # others are heard from "warning" on
+FAULT_BYTES_MAX = 64 * 1024
+CAUSES_MAX = 8  # of an exception, that are told
+# Plain words about their own state, but for what they quote.  What others say may be a text that was sent.
+_PLAIN = (RuntimeError, MemoryError, TypeError, AssertionError, ArithmeticError, ImportError)
+_FOREIGN = ("jinja2", "msgspec", "tokenizers", "llguidance", "transformers")
+
+log = logging.getLogger(__name__)
+
+_request: ContextVar[str] = ContextVar("request", default="")
+
+
+# ---- which request a line is about
+
+
+def current_request() -> str:
+    """The id of the request that this task works for; "" for none."""
+    return _request.get()
+
+
+@contextmanager
+def about(request_id: str) -> Iterator[None]:
+    """Lines that are logged in here, and in tasks that are begun in here, are about this request."""
+    token = _request.set(request_id)
+    try:
+        yield
+    finally:
+        _request.reset(token)
+
+
+def name_request(request_id: str) -> None:
+    """The same from here on to the task's end, or to the end of the `about` that this is in."""
+    _request.set(request_id)
+
+
+# ---- start
+
+
+def start_logging(process: str, level: str, format: str, files: bool, home: Home) -> None:
+    """Once, at a process's start; where logging is set up already nothing happens.
+
+    `process` is "proxy" or "backend", `level` any case, `format` "text" or "json"; with `files` the log is
+    HOME/logs/{process}.log, and only what ends the process is on stderr, too.
+    """
+    root = logging.getLogger()
+    if root.handlers:
+        return
+    formatter = JsonFormatter(process) if format == "json" else TextFormatter(TEXT_FORMAT)
+    on_stderr = logging.StreamHandler(sys.stderr)
+    on_stderr.setFormatter(formatter)
+    if files:
+        in_file = LogFile(home.logs / f"{process}.log", on_stderr)
+        in_file.setFormatter(formatter)
+        root.addHandler(in_file)
+        last_words = logging.StreamHandler(sys.stderr)
+        last_words.setFormatter(formatter)
+        last_words.setLevel(logging.CRITICAL)
+        root.addHandler(last_words)
+    else:
+        root.addHandler(on_stderr)
+    _set_levels(level.upper())
+    logging.raiseExceptions = False  # a line that can't be written would be told with all its arguments
+    if files or format == "json":
+        lines.have_logged(log.error, alone=not files)
+    _hear_of_failures()
+    _hear_of_faults(home.logs / f"{process}.fault" if files else None)
+
+
+def _set_levels(level: str) -> None:
+    """What other libraries have to say of each byte that they move is of no use to anybody."""
+    logging.getLogger().setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level]))
+    for name in OURS:
+        logging.getLogger(name).setLevel(level)
+
+
+# ---- formats
+
+
+class _Formatter(logging.Formatter):
+    def formatException(self, ei: Any) -> str:
+        return traceback_of(ei[1]) if ei[1] is not None else ""
+
+
+def _request_of(record: logging.LogRecord) -> str:
+    return getattr(record, "request", "") or current_request()
+
+
+class TextFormatter(_Formatter):
+    """Lines for people.  Where a line does not name its request, that stands at its end."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line, request_id = visible(super().formatMessage(record), line_end="\n    "), _request_of(record)
+        return line if not request_id or request_id in record.message else f"{line} (request {request_id})"
+
+
+class JsonFormatter(_Formatter):
+    """An object a line.  `extra={"fields": {...}}` adds keys; with `event` among them the line is its fields."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: Mapping[str, object] = getattr(record, "fields", {})
+        entry: dict[str, object] = {
+            "time": rfc3339(record.created),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+        }
+        if request_id := _request_of(record):
+            entry["request"] = request_id
+        if "event" not in fields:
+            entry["message"] = record.getMessage()
+        entry |= fields
+        if record.exc_info and record.exc_info[1] is not None:
+            entry["traceback"] = traceback_of(record.exc_info[1])
+        return json.dumps(entry)
+
+
+def rfc3339(at: float) -> str:
+    """Unix seconds as UTC, to the millisecond."""
+    milliseconds = int(at * 1000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(milliseconds // 1000))}.{milliseconds % 1000:03d}Z"
+
+
+# ---- exceptions
+
+
+def traceback_of(error: BaseException) -> str:
+    """As Python writes it, but for what exceptions say: that is masked, or left out."""
+    told: list[str] = []
+    for each, link in reversed(_chain(error)):
+        told.append("Traceback (most recent call last):\n")
+        told += traceback.format_tb(each.__traceback__)
+        words = visible(words_of(each))
+        told.append(f"{type(each).__qualname__}{words and ': '}{words}\n{link}")
+    return "".join(told).rstrip("\n")
+
+
+def _chain(error: BaseException) -> list[tuple[BaseException, str]]:
+    """It and what it came from, each with what leads to the one before."""
+    chain: list[tuple[BaseException, str]] = [(error, "")]
+    while len(chain) < CAUSES_MAX:
+        last = chain[-1][0]
+        if last.__cause__ is not None:
+            chain.append((last.__cause__, "\nThe above exception was the direct cause of the following exception:\n\n"))
+        elif last.__context__ is not None and not last.__suppress_context__:
+            chain.append((last.__context__, "\nDuring handling of the above exception, another one occurred:\n\n"))
+        else:
+            break
+    return chain
+
+
+def words_of(error: BaseException) -> str:
+    """What an exception says, as far as anybody may read it; "" where that may be a text that was sent."""
+    module, words = type(error).__module__.partition(".")[0], str(error)[:CHARS_MAX]
+    if isinstance(error, OSError):  # it names files, and those are ours
+        return words
+    if module in OURS:
+        return masked(words)
+    if module not in _FOREIGN and (isinstance(error, _PLAIN) or words.startswith("[")):  # so mlx's begin
+        return masked(words, names=False)
+    return ""
+
+
+def told_of(error: BaseException) -> str:
+    """The same, or what it is."""
+    return words_of(error) or type(error).__qualname__
+
+
+def tell_of_loop(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An event loop's exception handler; asyncio's own writes down the values that exceptions have."""
+    log.error("%s", context.get("message", "the event loop failed"), exc_info=context.get("exception"))
+
+
+def _hear_of_failures() -> None:
+    """What nobody has caught goes into the log."""
+
+    def ends(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, at)
+        else:
+            log.critical("the process ends, by what nobody expected", exc_info=(kind, error, at))
+
+    def thread_ends(failed: threading.ExceptHookArgs) -> None:
+        if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit):
+            name = failed.thread.name if failed.thread else "a thread"
+            log.critical("%s ends, by what nobody expected", name, exc_info=failed.exc_value)
+
+    def left_over(failed: Any) -> None:
+        log.error("an error that could be raised nowhere", exc_info=failed.exc_value)
+
+    sys.excepthook, threading.excepthook, sys.unraisablehook = ends, thread_ends, left_over
+
+
+def _hear_of_faults(path: Path | None) -> None:
+    """Where a native library ends the process, its threads' frames go to stderr.
+
+    Or into a file of their own, which the next start tells of: nothing can be put into a log, and rotated, at such a
+    moment.
+    """
+    if path is None:
+        with suppress(OSError, ValueError, AttributeError):  # stderr is closed, or no file
+            faulthandler.enable(sys.stderr)
+        return
+    try:
+        disk.make_folders(path.parent)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        earlier = os.read(file, FAULT_BYTES_MAX).decode(errors="replace").strip()
+        os.ftruncate(file, 0)
+        os.lseek(file, 0, os.SEEK_SET)
+        faulthandler.enable(file)
+    except OSError as error:
+        log.warning("faults of the process will be told nowhere: %s", error)
+        return
+    if earlier:
+        log.critical("the run before this one was ended by a fault:\n%s", earlier)
+
+
+# ---- files
+
+
+def _private(path: str, flags: int) -> int:
+    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    with suppress(OSError):  # another user's
+        os.fchmod(file, 0o600)
+    return file
+
+
+class LogFile(RotatingFileHandler):
+    """A file of its owner's alone, FILE_BYTES_MAX long at most; FILES_KEPT older ones are NAME.1 and so on.
+
+    A line that the disk does not take goes to `otherwise`, and so does, once, why; the next one is tried again.  Not by
+    way of `disk`: a log is no part of what a home keeps, and what happens to it must not count as that.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        otherwise: logging.Handler,
+        bytes_max: int = FILE_BYTES_MAX,
+        files_kept: int = FILES_KEPT,
+    ) -> None:
+        super().__init__(path, maxBytes=bytes_max, backupCount=files_kept, encoding="utf-8", delay=True)
+        self._path, self._otherwise = path, otherwise
+        self._fails = self._complained = False
+
+    def _open(self) -> io.TextIOWrapper:
+        """Nothing is kept back: what a buffer could not be rid of would come twice, or in pieces."""
+        disk.make_folders(self._path.parent)
+        file = io.FileIO(self.baseFilename, "ab", opener=_private)
+        return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", write_through=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._fails = False
+        super().emit(record)
+        self._complained = self._complained and self._fails
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called where a line could not be written."""
+        self._fails, error = True, sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            return  # the line itself is at fault
+        if not self._complained:
+            self._complained = True
+            self._otherwise.handle(_complaint(record, f"the log can't be written to {self._path}: {error}"))
+        self._otherwise.handle(record)
+
+
+def _complaint(about_record: logging.LogRecord, what: str) -> logging.LogRecord:
+    message = f"{what}; it goes to stderr meanwhile"
+    return logging.LogRecord(log.name, logging.ERROR, about_record.pathname, about_record.lineno, message, (), None)

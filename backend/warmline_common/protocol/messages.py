@@ -1,0 +1,359 @@
+"""The backend's contract as msgspec structs.  JSON on the wire; `bytes` fields travel as base64; token ids are u32le.
+
+Replies that tell of KV carry `boot` and `generation`: `boot` changes when the backend process does, `generation` grows
+by one each time the backend drops a resident on its own.  A proxy that sees either change asks for
+the residents again (``GET /kv/residents``).
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from warmline_common.process.redaction import masked
+
+# Request headers of a generation call, set by the proxy.
+HEADER_REQUEST = "X-Warmline-Request"  # request id; asks for the closing `Settled` event
+HEADER_PROMPT = "X-Warmline-Prompt"  # id from POST /kv/prompts; no body is read then, a stream with usage comes
+HEADER_RESIDENT = "X-Warmline-Resident"  # resident to continue
+HEADER_REUSE = "X-Warmline-Reuse"  # tokens of it to reuse; 1 <= reuse < prompt tokens
+HEADER_KEEP = "X-Warmline-Keep"  # "1": the resident is copied and stays; without it the request takes it over
+HEADER_FOLLOW = "X-Warmline-Follow"  # request id of a generation that is computing the prompt's first `reuse` tokens
+HEADER_CHECKPOINTS = "X-Warmline-Checkpoints"  # "120,800": positions at which recurrent state is to be kept
+HEADER_ROOT = "X-Warmline-Root"  # namespace(fingerprint, tenant) in hex: whose the prompt is, and what it leaves
+HEADER_BACKGROUND = "X-Warmline-Background"  # "1": computed only while nobody else wants the engine; leaves nothing
+# Response headers, from the proxy to its client.
+HEADER_CACHE = "X-Warmline-Cache"  # "resident 812", "restored 812", "shared 812" or "cold 0"
+HEADER_STABILIZED = "X-Warmline-Stabilized"  # "times=2, ids=1": what was evened out at the top of the prompt
+
+# Request headers, from a client to the proxy: its own deadlines in seconds, and its own name for the request.
+HEADER_CONNECT_TIMEOUT = "X-Warmline-Connect-Timeout"
+HEADER_QUEUE_TIMEOUT = "X-Warmline-Queue-Timeout"
+HEADER_STALL_TIMEOUT = "X-Warmline-Stall-Timeout"
+HEADER_TOTAL_TIMEOUT = "X-Warmline-Total-Timeout"
+
+SETTLED_EVENT = "warmline"  # SSE event name of the closing event
+SEGMENT_FORMAT = 2
+
+T = TypeVar("T")
+
+_decoders: dict[Any, Callable[[Any], Any]] = {}
+_making = threading.Lock()
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """What every reply carries but those that only acknowledge (a resident dropped, an order taken)."""
+
+    boot: str
+    generation: int
+
+
+class SampledTurn(msgspec.Struct, kw_only=True, frozen=True):
+    """An answer that called tools, as it was sampled.
+
+    Clients send calls back as parsed; a template writes them anew, with other spaces, orders and escapes than the model
+    had.  Where the calls are still the same, these tokens stand in the prompt instead, and so the prefix holds.
+    """
+
+    calls: list[str]  # their ids, in order
+    tokens: bytes  # u32le: what was sampled after the reasoning, up to the end of the last call
+
+
+class PromptRequest(msgspec.Struct, kw_only=True):
+    """POST /kv/prompts: validate, render and tokenize a client's body once."""
+
+    request_id: str
+    endpoint: str  # "chat" or "completion"
+    body: dict[str, Any]
+    turns: list[SampledTurn] = []  # those whose calls the body repeats, as far as the proxy remembers them
+
+
+class MessageEnd(msgspec.Struct, kw_only=True, frozen=True):
+    """Where a message ends in its prompt: for people, who think in messages rather than tokens."""
+
+    end: int  # token offset
+    number: int  # of the message, from 1; 0 for tools before all messages
+    role: str
+    note: str = ""  # what of it is not in the prompt
+
+
+class PromptReply(Reply, kw_only=True):
+    prompt_id: str
+    tokens: bytes  # u32le ids of the whole prompt, generation prompt included
+    boundaries: list[int]  # token offsets, ascending: the end of system and tools first, then the ends of messages
+    turn_end: int  # the last boundary before the generation prompt (and a think tail); 0 when unknown
+    messages: list[MessageEnd] = []  # ascending; not every message's end is known
+    tokens_max: int  # how many tokens the request may still generate (its own limit or the model's)
+    fingerprint: str
+
+
+class TextsRequest(msgspec.Struct, kw_only=True):
+    """POST /kv/texts: what token sequences say, special tokens included; for people."""
+
+    sequences: list[bytes]  # u32le ids
+
+
+class TextsReply(msgspec.Struct, kw_only=True):
+    texts: list[str]  # one a sequence; a character that one of its ends cuts is U+FFFD
+
+
+class SegmentRef(msgspec.Struct, kw_only=True):
+    """One link of a restorable chain: the rows [start, upto) of a segment whose file holds [start, end)."""
+
+    id: str  # 32 hex digits, also the file's name
+    start: int
+    end: int
+    upto: int
+
+
+class CheckpointRef(msgspec.Struct, kw_only=True):
+    """A file with the state of all recurrent layers at `position`."""
+
+    id: str
+    position: int
+
+
+class RestoreRequest(msgspec.Struct, kw_only=True):
+    """POST /kv/restore: a chain, root first and without gaps, into a new resident of `position` tokens."""
+
+    request_id: str
+    tokens: bytes  # u32le ids of [0, position)
+    chain: list[SegmentRef]
+    checkpoint: CheckpointRef | None = None  # required where the layout has states
+    root: bytes = b""  # as in SaveRequest; each file must say that it belongs after these very tokens
+
+
+class RestoreReply(Reply, kw_only=True):
+    resident: str
+    position: int
+    bytes_read: int
+    seconds: float
+
+
+class RestoreRefused(Reply, kw_only=True):
+    """409 of POST /kv/restore: which file is at fault, why, and what of the chain before it was verified."""
+
+    reason: str  # "missing", "truncated", "checksum", "foreign", "tokens", "rows", "io"
+    bad: str  # id of the segment or checkpoint at fault
+    good_prefix: int  # tokens
+    detail: str
+
+
+class SegmentSpec(msgspec.Struct, kw_only=True):
+    """A segment to be written: rows [start, end)."""
+
+    id: str
+    start: int
+    end: int
+    parent: str = ""  # id of the segment that it continues; "" at the root
+
+
+class SaveRequest(msgspec.Struct, kw_only=True):
+    """POST /kv/save: write segments and checkpoints of a resident (or of the running request that took it over)."""
+
+    request_id: str
+    resident: str = ""  # either this ...
+    running: str = ""  # ... or the request id of a running request
+    segments: list[SegmentSpec] = []
+    checkpoints: list[CheckpointRef] = []
+    root: bytes = b""  # namespace(fingerprint, tenant); the files say it, so that an index can be made of them
+
+
+class SavedFile(msgspec.Struct, kw_only=True):
+    id: str
+    bytes_written: int
+    checksum: str  # xxh3-64 hex over the file's tensor checksums
+
+
+class SaveReply(Reply, kw_only=True):
+    """All files are durable (fsync'ed and renamed) when this arrives."""
+
+    segments: list[SavedFile]
+    checkpoints: list[SavedFile]
+    seconds: float
+
+
+class Resident(msgspec.Struct, kw_only=True):
+    """KV in the backend's memory for one token sequence."""
+
+    id: str
+    tokens: int
+    positions: list[int]  # where it can be continued, ascending; empty means: anywhere up to `tokens`
+    bytes_held: int
+    last_used: float  # Unix seconds
+    ids: bytes | None = None  # u32le; only on GET /kv/residents?ids=1
+    root: bytes = b""  # whose it is: the `HEADER_ROOT` of the request that left it, or the root of its restore
+
+
+class ResidentsReply(Reply, kw_only=True):
+    residents: list[Resident]
+
+
+class KeepOrder(msgspec.Struct, kw_only=True):
+    """PUT /kv/residents/order: which residents to drop first under pressure; those not named go last, oldest first."""
+
+    drop_first: list[str]
+
+
+class ForgetRequest(msgspec.Struct, kw_only=True):
+    """POST /kv/forget: let go of all that is held of conversations, but of those that are being computed."""
+
+    keep: list[str] = []  # residents that stay, and requests whose do: what is nowhere else, and was not meant
+
+
+class Layout(msgspec.Struct, kw_only=True):
+    """What one token and one state cost, and what the model's caches can do."""
+
+    row_bytes: int  # bytes of one token's rows over all layers
+    state_bytes: int  # bytes of one checkpoint; 0 where the model has no recurrent layers
+    has_rows: bool
+    has_states: bool
+    has_windows: bool  # rotating layers: a resident keeps only the last rows of these
+    persistent: bool  # every cache class has a codec
+    families: list[str]  # cache class names, for people
+    why_not: str = ""
+    grid: int = 0  # exact mode: KV ends, and is reused, only at multiples of so many tokens; 0: anywhere
+    dtype: str = ""  # of the KV: "float32", "bfloat16", "float16", or "q8", "q4" where it is quantized
+
+
+class Rate(msgspec.Struct, kw_only=True):
+    tokens: int  # at this context length
+    tokens_per_s: float
+
+
+class Vitals(msgspec.Struct, kw_only=True):
+    """What a process holds: for whoever looks for leaks."""
+
+    tasks: int = 0
+    threads: int = 0
+    descriptors: int = 0
+    bytes_unaccounted: int = 0  # the backend's: mlx memory beyond weights, residents and running requests
+
+
+LOADING = "the model is still loading"  # a Pulse's failure while that is so
+
+
+class Pulse(msgspec.Struct, kw_only=True):
+    """GET /health of the backend, without a secret: whether its engine moves.  Answered at once, whatever it is at."""
+
+    boot: str
+    pid: int
+    ready: bool  # the model is loaded and the engine lives
+    busy: bool  # a step is being computed
+    steps: int  # chunks, decode steps and commands done since the start
+    step_age_s: float  # how long the present step has been going on; 0.0 between steps
+    slowest_recent_step_s: float
+    failure: str = ""  # why it is not ready
+
+
+class Status(Reply, kw_only=True):
+    """GET /kv/status."""
+
+    ready: bool
+    model: str
+    model_path: str
+    fingerprint: str
+    layout: Layout | None
+    context_tokens_max: int
+    memory_budget_bytes: int
+    resident_bytes: int
+    running_bytes: int
+    residents: int
+    running: int
+    queued: int
+    prefill_rates: list[Rate]
+    decode_tokens_per_s: float
+    restore_bytes_per_s: float
+    save_bytes_per_s: float
+    slowest_recent_step_s: float
+    prefill_step_size: int
+    keepalive_steps: int = 0  # tokens computed for nobody, to keep the device awake
+    failure: str = ""
+    model_created: int = 0  # when its config was last written, in Unix seconds; 0: unknown
+    device: str = ""  # that computes, for people
+    vitals: Vitals = msgspec.field(default_factory=Vitals)
+
+
+class FirstLogits(msgspec.Struct, kw_only=True):
+    """The log-probabilities that a request's first token was chosen from, before any of its own processors."""
+
+    digest: str  # xxh3_128 in hex over the whole row as float32, little-endian
+    ids: bytes  # u32le: the likeliest tokens, likeliest first
+    logprobs: bytes  # float32, little-endian: one for each of `ids`
+
+
+class Timings(msgspec.Struct, kw_only=True):
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    prefilled: int = 0  # tokens computed in prefill
+    decoded: int = 0
+
+
+class Settled(Reply, kw_only=True):
+    """The closing event of a stream, and the reply of DELETE /requests/{id}: what the backend now holds.
+
+    The resident's tokens are ``(prompt + generated)[:prefilled_until]``; on a cancel in prefill, a part of the prompt.
+    """
+
+    request_id: str
+    # "stop", "length", "cancelled", "error"; "discarded": a step failed, of whatever request, and all in its batch is
+    # lost; "leaderless": the request that it followed ended too soon.  After the last two it is worth sending again.
+    finish: str
+    resident: str  # "" where nothing is kept
+    generated: bytes  # u32le ids sampled *and* computed: each has rows
+    prefilled_until: int  # tokens that have rows
+    checkpoints: list[int]  # positions whose state is kept in memory, ascending
+    positions: list[int]  # as in Resident
+    timings: Timings
+    error: str = ""
+    first: FirstLogits | None = None  # where a token was computed
+    turn: SampledTurn | None = None  # where tools were called
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """OpenAI's error object."""
+
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(msgspec.Struct, kw_only=True):
+    error: ErrorBody
+
+
+def encode(message: object) -> bytes:
+    return msgspec.json.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
+    """Strictly typed; raises msgspec.ValidationError or DecodeError.  Any thread."""
+    if kind not in _decoders:
+        with _making:  # msgspec (0.22) crashes where two threads meet a struct for the first time at once
+            _decoders.setdefault(kind, msgspec.json.Decoder(kind).decode)
+    try:
+        return cast(T, _decoders[kind](data))
+    except UnicodeDecodeError as error:  # a kind of its own; what it quotes may be a text that was sent
+        raise msgspec.DecodeError(f"it is not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise msgspec.DecodeError("it nests too deeply") from None
+
+
+def message_in(body: bytes) -> str:
+    """What an error object says, or the beginning of whatever else it is."""
+    try:
+        return decode(body, ErrorReply).error.message
+    except msgspec.DecodeError:
+        return body[:200].decode(errors="replace")
+
+
+def logged_in(body: bytes) -> str:
+    """The same without what a client sent: for logs."""
+    try:
+        error = decode(body, ErrorReply).error
+    except msgspec.DecodeError:
+        return "it is no error object of ours"
+    return masked(error.message)

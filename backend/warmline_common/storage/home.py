@@ -1,0 +1,103 @@
+"""Where everything lives: one home directory, private to its owner (directories 0700, files 0600)."""
+
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from warmline_common.storage import disk
+
+
+def unusable(home: "Home", error: OSError) -> str:
+    """What to say where `prepare` or `secret` failed."""
+    return f"the home {home.root} is not complete and can't be made so: {error}; make it writable or use another --home"
+
+
+@dataclass(frozen=True)
+class Home:
+    """The paths under one home directory.  `prepare` makes them and `secret` its file; the rest touches no disk."""
+
+    root: Path
+
+    @property
+    def index(self) -> Path:
+        return self.root / "index"
+
+    @property
+    def segments(self) -> Path:
+        return self.root / "segments"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def spare(self) -> Path:
+        """Room that is set aside for a full disk: a file of zeros."""
+        return self.root / "spare"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "home.lock"
+
+    @property
+    def keys(self) -> Path:
+        """Clients' keys and the admin key."""
+        return self.root / "keys.json"
+
+    @property
+    def keys_lock(self) -> Path:
+        """Held by whoever changes them."""
+        return self.run / "keys.lock"
+
+    @property
+    def settings_tenant(self) -> Path:
+        """Whose cache the settings' own key has, as the proxy last found them: others may not know these."""
+        return self.run / "settings-tenant"
+
+    @property
+    def backend_lock(self) -> Path:
+        """Held by the backend: two would write and sweep each other's files."""
+        return self.run / "backend.lock"
+
+    def segment_file(self, segment_id: str) -> Path:
+        """The file of a segment or checkpoint; 256 folders keep each one short."""
+        return self.segments / segment_id[:2] / f"{segment_id}.safetensors"
+
+    def pid_file(self, process: str) -> Path:
+        """`process` is "proxy" or "backend"."""
+        return self.run / f"{process}.pid"
+
+    def prepare(self) -> None:
+        """Make the directories.  Raises OSError where the place can't be written."""
+        for path in (self.root, self.index, self.segments, self.models, self.logs, self.run):
+            disk.make_folders(path)
+
+    def secret(self) -> str:
+        """What proxy and backend prove themselves with; made by whoever asks first.  Raises OSError."""
+        path = self.root / "secret"
+        if not path.exists():
+            self._make_secret(path)
+        for draft in self.root.glob(f".secret.*{disk.DRAFT_SUFFIX}"):  # ours, and of who was killed
+            disk.delete(draft)
+        if not (secret := path.read_text("latin-1").strip()) or not (secret.isascii() and secret.isprintable()):
+            raise OSError(f"{path} holds no secret; delete it, and a new one is made")
+        return secret
+
+    def _make_secret(self, path: Path) -> None:
+        """Written aside and linked: the other process never reads half a secret."""
+        draft = self.root / f".secret.{secrets.token_hex(8)}{disk.DRAFT_SUFFIX}"
+        with disk.create(draft) as file:
+            disk.write(file, secrets.token_hex(32).encode())
+            disk.sync(file)
+        with suppress(FileExistsError, FileNotFoundError):  # another process was sooner, and has swept
+            disk.link(draft, path)
+        disk.sync_folder(self.root)

@@ -1,0 +1,298 @@
+"""The frame of a segment or checkpoint file: a safetensors header, a place in a conversation, a checksum a tensor.
+
+Read with the standard library and xxhash alone, so that whoever owns the index can check what the backend wrote.
+
+    __metadata__["warmline"]  a JSON `FileMeta`
+    "tokens"                  U8 or U32: the u32le ids of [start, end); segments only
+    "checksums"               U64: `tensor_checksum` of every other tensor ("tokens" too), in the order of their names,
+                              and last `header_checksum`
+    layer.component.field     everything else
+
+Errors: SegmentFileError, whose `reason` is a word of RestoreRefused.reason.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from sys import byteorder
+from typing import BinaryIO, Literal
+
+import msgspec
+import xxhash
+
+from warmline_common.protocol.messages import SEGMENT_FORMAT, decode
+from warmline_common.protocol.tokens import TOKEN_BYTES
+from warmline_common.storage import disk
+
+METADATA_KEY = "warmline"
+TOKENS = "tokens"
+CHECKSUMS = "checksums"
+HEADER_BYTES_MAX = 16 << 20
+HEADER_ALIGN = 8
+READ_BYTES = 4 << 20
+DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4}
+DTYPE_BYTES |= {"U64": 8, "I64": 8, "F64": 8, "C64": 8}
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the last: brackets within brackets
+
+
+class SegmentFileError(Exception):
+    """A file that must not be served.  `reason`: "missing", "truncated", "checksum", "foreign", "tokens" or "io"."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class FileMeta(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What a file says it is: a segment with the rows of [start, end), or a checkpoint at `position`.
+
+    `prefix` proves its place: it names all tokens that come before, as rows and states are true only after these.
+    `parent` is the segment that it was written on; another one, with the same tokens, may have taken its place since.
+    """
+
+    format: int = SEGMENT_FORMAT
+    kind: Literal["segment", "checkpoint"]
+    id: str
+    fingerprint: str
+    root: str  # namespace(fingerprint, tenant), in hex
+    prefix: str  # keys.prefix_digest of the root and tokens [0, start), of a checkpoint [0, position)
+    start: int
+    end: int
+    position: int = 0
+    parent: str = ""
+    model: str = ""  # served model's name, for people
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """(start, end) as every tensor's checksum has it."""
+        return (self.start, self.end) if self.kind == "segment" else (self.position, self.position)
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor's bytes lie: `offset` counts from the file's first byte."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes_count: int
+
+
+@dataclass(frozen=True)
+class SegmentHeader:
+    meta: FileMeta
+    tensors: dict[str, TensorPlace]  # "checksums" included
+    file_bytes: int
+
+    def content(self) -> dict[str, TensorPlace]:
+        """The tensors that are KV."""
+        return {name: place for name, place in self.tensors.items() if name not in (TOKENS, CHECKSUMS)}
+
+    def checksummed(self) -> list[str]:
+        """The names that the checksums but the last stand for, in their order."""
+        return sorted(name for name in self.tensors if name != CHECKSUMS)
+
+    def verify(self, checksums: Sequence[int]) -> None:
+        """Compare the header itself with the file's checksums.  Raises SegmentFileError."""
+        shapes = {name: (place.dtype, place.shape) for name, place in self.tensors.items()}
+        if header_checksum(self.meta, shapes) != checksums[-1]:
+            raise SegmentFileError("checksum", f"header of {self.meta.kind} {self.meta.id}")
+
+
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def tensor_checksum(name: str, start: int, end: int, parts: Iterable[bytes | bytearray | memoryview]) -> int:
+    """xxh3_64 of a tensor's name, place and bytes; `parts` are its raw bytes in order, cut anywhere."""
+    hasher = tensor_hasher(name, start, end)
+    for part in parts:
+        hasher.update(part)
+    return hasher.intdigest()
+
+
+def tensor_hasher(name: str, start: int, end: int) -> xxhash.xxh3_64:
+    """To be fed a tensor's bytes: its `intdigest` is `tensor_checksum`."""
+    return xxhash.xxh3_64(name.encode() + start.to_bytes(8, "little") + end.to_bytes(8, "little"))
+
+
+def header_checksum(meta: FileMeta, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> int:
+    """xxh3_64 of what the file says of itself: its place, and each tensor's dtype and shape, however it is written."""
+    tensors = (f"\0{name} {shapes[name][0]} {list(shapes[name][1])}" for name in sorted(shapes) if name != CHECKSUMS)
+    return xxhash.xxh3_64_intdigest((meta.to_json() + "".join(tensors)).encode())
+
+
+def file_checksum(checksums: Iterable[int]) -> str:
+    """SavedFile.checksum: xxh3_64, in hex, over the file's checksums as u64le."""
+    return xxhash.xxh3_64_hexdigest(b"".join(value.to_bytes(8, "little") for value in checksums))
+
+
+def frame(meta: FileMeta, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
+    """The bytes before the tensors: what a file begins with whose tensors (dtype and shape) follow in this order."""
+    fields: dict[str, object] = {"__metadata__": {METADATA_KEY: meta.to_json()}}
+    offset = 0
+    for name, (dtype, shape) in shapes.items():
+        end = offset + math.prod(shape) * DTYPE_BYTES[dtype]
+        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, end)}
+        offset = end
+    text = msgspec.json.encode(fields)
+    text += b" " * (-len(text) % HEADER_ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(path: Path) -> SegmentHeader:
+    """The header alone; checks that the frame is whole and the file as long as it says, but no content."""
+    with _opened(path) as file:
+        return header_in(file)
+
+
+def read_checksums(path: Path) -> list[int]:
+    """One a tensor, in the order of `SegmentHeader.checksummed`, and the header's; not compared with anything."""
+    with _opened(path) as file:
+        return checksums_in(file, header_in(file))
+
+
+def read_tokens(path: Path) -> bytes:
+    """The packed ids of a segment, their checksum verified."""
+    with _opened(path) as file:
+        return tokens_in(file, header_in(file))
+
+
+def verify_file(path: Path) -> None:
+    """Read the whole file and compare the header and every tensor with its checksum."""
+    with _opened(path) as file:
+        verify_in(file, header_in(file))
+
+
+# ---- the same of an open file, which may lie within another one
+
+
+def tokens_in(file: BinaryIO, header: SegmentHeader) -> bytes:
+    """As `read_tokens`."""
+    _verify(file, header, [TOKENS])
+    return b"".join(bytes_in(file, header.tensors[TOKENS]))
+
+
+def verify_in(file: BinaryIO, header: SegmentHeader) -> None:
+    """As `verify_file`."""
+    _verify(file, header, header.checksummed())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with BufferedReader(disk.open_to_read(path)) as file:
+            yield file
+    except FileNotFoundError as error:
+        raise SegmentFileError("missing", path.name) from error
+    except OSError as error:
+        raise SegmentFileError("io", f"{path.name}: {error}") from error
+
+
+def header_in(file: BinaryIO) -> SegmentHeader:
+    """As `read_header`; the file ends where it can be read no further."""
+    file_bytes = file.seek(0, 2)
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if file_bytes < 8 or (length <= HEADER_BYTES_MAX and file_bytes < 8 + length):
+        raise SegmentFileError("truncated", f"{file_bytes} bytes end inside the header")
+    if length > HEADER_BYTES_MAX:
+        raise SegmentFileError("foreign", f"a header of {length} bytes")
+    fields = _fields(file.read(length))
+    meta = _meta(fields.pop("__metadata__", None))
+    tensors = {name: _place(name, raw, 8 + length, file_bytes) for name, raw in fields.items()}
+    header = SegmentHeader(meta, tensors, file_bytes)
+    _check_frame(header)
+    return header
+
+
+def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
+    try:
+        return decode(raw, dict[str, msgspec.Raw])
+    except _UNREADABLE as error:
+        raise SegmentFileError("checksum", f"header does not parse: {error}") from error
+
+
+def _meta(raw: msgspec.Raw | None) -> FileMeta:
+    try:
+        texts = decode(raw or b"{}", dict[str, str])
+        meta = decode(texts.get(METADATA_KEY, "").encode(), FileMeta)
+    except _UNREADABLE as error:
+        raise SegmentFileError("foreign", f"not a file of ours: {error}") from error
+    if meta.format != SEGMENT_FORMAT:
+        raise SegmentFileError("foreign", f"segment format {meta.format}, this version reads {SEGMENT_FORMAT}")
+    return meta
+
+
+def _place(name: str, raw: msgspec.Raw, data_start: int, file_bytes: int) -> TensorPlace:
+    try:
+        tensor = decode(raw, _Tensor)
+    except _UNREADABLE as error:
+        raise SegmentFileError("checksum", f"header of {name} does not parse: {error}") from error
+    begin, end = tensor.data_offsets
+    if begin < 0 or min(tensor.shape, default=0) < 0 or tensor.dtype not in DTYPE_BYTES:
+        raise SegmentFileError("checksum", f"header of {name} makes no sense")
+    if end - begin != math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]:
+        raise SegmentFileError("checksum", f"shape and bytes of {name} disagree")
+    if data_start + end > file_bytes:
+        raise SegmentFileError("truncated", f"{name} ends at byte {data_start + end} of {file_bytes}")
+    return TensorPlace(tensor.dtype, tuple(tensor.shape), data_start + begin, end - begin)
+
+
+def _check_frame(header: SegmentHeader) -> None:
+    meta, checksums, tokens = header.meta, header.tensors.get(CHECKSUMS), header.tensors.get(TOKENS)
+    if checksums is None or checksums.bytes_count != 8 * (len(header.checksummed()) + 1):
+        raise SegmentFileError("checksum", "not one checksum a tensor and one of the header")
+    places = header.tensors.values()
+    if max(place.offset + place.bytes_count for place in places) != header.file_bytes:
+        raise SegmentFileError("truncated", "the file is longer than its tensors")
+    data_bytes = header.file_bytes - min(place.offset for place in places)
+    if sum(place.bytes_count for place in places) > data_bytes:  # a copy would be larger than this file, without bounds
+        raise SegmentFileError("checksum", "tensors overlap")
+    if meta.kind == "checkpoint":
+        return
+    if not 0 <= meta.start < meta.end:
+        raise SegmentFileError("checksum", f"rows [{meta.start}, {meta.end})")
+    if tokens is None or tokens.bytes_count != (meta.end - meta.start) * TOKEN_BYTES:
+        raise SegmentFileError("tokens", f"not one token a row of [{meta.start}, {meta.end})")
+
+
+def _verify(file: BinaryIO, header: SegmentHeader, names: list[str]) -> None:
+    checksums = checksums_in(file, header)
+    header.verify(checksums)
+    wanted = dict(zip(header.checksummed(), checksums[:-1], strict=True))
+    for name in names:
+        if name not in wanted:
+            raise SegmentFileError("tokens", f"no tensor {name}")
+        if tensor_checksum(name, *header.meta.span, bytes_in(file, header.tensors[name])) != wanted[name]:
+            raise SegmentFileError("checksum", f"{name} of [{header.meta.start}, {header.meta.end})")
+
+
+def checksums_in(file: BinaryIO, header: SegmentHeader) -> list[int]:
+    """As `read_checksums`."""
+    values = array("Q", b"".join(bytes_in(file, header.tensors[CHECKSUMS])))
+    if byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+def bytes_in(file: BinaryIO, place: TensorPlace) -> Iterator[bytes]:
+    """A tensor's bytes, a few MB at a time.  Raises SegmentFileError where the file ends before."""
+    file.seek(place.offset)
+    left = place.bytes_count
+    while left:
+        part = file.read(min(left, READ_BYTES))
+        if not part:
+            raise SegmentFileError("truncated", "the file became shorter while it was read")
+        left -= len(part)
+        yield part

@@ -1,0 +1,61 @@
+"""`cachectl doctor`: what commonly goes wrong with a home and what runs on it, each with its mend."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import typer
+from rich.table import Table
+
+from warmline_cachectl.doctor.checks import OK, Check, examine
+from warmline_cachectl.doctor.facts import gather
+from warmline_cachectl.options import (
+    CHECKING,
+    EXIT_FOUND,
+    EXIT_USAGE,
+    HOME,
+    HomeOption,
+    JsonOption,
+    QuietOption,
+    examples,
+    failing,
+    home_at,
+)
+from warmline_cachectl.views.columns import printable
+from warmline_cachectl.views.output import show, waiting
+from warmline_cachectl.views.tables import count
+
+app = typer.Typer()
+
+
+@app.command(
+    short_help="Look for what commonly goes wrong.",
+    rich_help_panel=CHECKING,
+    epilog=examples("cachectl doctor", "cachectl doctor --json"),
+)
+def doctor(quiet: QuietOption = False, home: HomeOption = HOME, as_json: JsonOption = False) -> None:
+    """The home, the index, the running pair and this machine, each finding with its mend; exit code 1 where any is.
+
+    (`warmline doctor` is about a model: whether it can be served, and how.)
+    """
+    with failing(), waiting("looking", quiet or as_json):
+        facts = gather(home_at(home))
+    checks = examine(facts)
+    found = sum(check.status != OK for check in checks)
+    show({"checks": [asdict(check) for check in checks], "findings": found}, [_table(checks), _sum(found)], as_json)
+    if not facts.has_home:
+        raise typer.Exit(EXIT_USAGE)
+    if found:
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _sum(found: int) -> str:
+    return count(found, "finding") if found else "all is well"
+
+
+def _table(checks: Sequence[Check]) -> Table:
+    """What to do stands under what is seen: both may be long."""
+    table = Table("", "check", "seen")
+    for check in checks:
+        mend = f"\n→ {check.mend}" if check.mend else ""
+        table.add_row(check.status, check.name, printable(check.seen + mend))
+    return table

@@ -1,0 +1,191 @@
+"""The verbs that change what is stored: through the proxy where one runs, else under the home's lock."""
+
+import re
+import sys
+from typing import Annotated
+
+import msgspec
+import typer
+
+from warmline_cachectl import client
+from warmline_cachectl.completion import key_names, session_ids
+from warmline_cachectl.options import (
+    CHANGING,
+    EXIT_FOUND,
+    EXIT_OK,
+    EXIT_REFUSED,
+    EXIT_USAGE,
+    HOME,
+    HomeOption,
+    JsonOption,
+    QuietOption,
+    examples,
+    fail,
+    failing,
+    home_at,
+    reading,
+    session_id,
+)
+from warmline_cachectl.views import tables
+from warmline_cachectl.views.output import show, waiting
+from warmline_common.process.arguments import GB
+from warmline_proxy.auth.key_store import NoSuchKey
+from warmline_proxy.auth.owners import SHARED, SHARED_BY_ALL, Whose
+from warmline_proxy.index.index import IndexReader
+from warmline_proxy.retention.purge import by_roots, preview
+from warmline_proxy.store.rows import Cut, GcRequest, PinRequest, PurgeReply, PurgeRequest, Snapshot
+
+TO_GB_MAX = 1e9  # more bytes than a message can say
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+app = typer.Typer()
+
+
+@app.command(
+    short_help="Remove conversations.",
+    rich_help_panel=CHANGING,
+    epilog=examples(
+        "cachectl purge --session SESSION --dry-run  # only say what would go",
+        "cachectl purge --key laptop --yes  # what is stored under one key, as `cachectl ls` names it",
+        "cachectl purge --all --yes",
+    ),
+)
+def purge(
+    session: Annotated[
+        str, typer.Option(help="One conversation, by id or its beginning.", autocompletion=session_ids)
+    ] = "",
+    model: Annotated[str, typer.Option(help="Everything of one model.")] = "",
+    key: Annotated[
+        str,
+        typer.Option(
+            help="What is stored under one key, by its name; or 'no key', shared, 'a removed key', as tables say it.",
+            autocompletion=key_names,
+        ),
+    ] = "",
+    older_than: Annotated[str, typer.Option(help="What was last used before: 90s, 30m, 12h, 7d, 2w.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+    quiet: QuietOption = False,
+    home: HomeOption = HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove conversations from disk, and every trace of them from the index; pinned ones too."""
+    if sum(map(bool, (session, model, key, older_than, everything))) != 1:
+        fail("name exactly one of --session, --model, --key, --older-than, --all", EXIT_USAGE)
+    older_than_s = _seconds(older_than)
+    with reading(home) as reader:
+        snapshot = reader.snapshot()
+        known = client.whose(reader.home, snapshot) if key else Whose()
+        named = session_id(snapshot, session)
+        request = PurgeRequest(session=named, model=model, key=key, older_than_s=older_than_s, everything=everything)
+        reply = _preview(reader, request, known)
+    if dry_run or not key:  # records and memory may have something of a key of which nothing is on disk
+        _fail_for_nothing(reply, request, known)
+    if not dry_run:
+        if not yes:
+            _ask(reply)
+        with failing(), waiting("removing", quiet):
+            reply = client.purge(home_at(home), request)
+        _fail_for_nothing(reply, request, known)
+    show(msgspec.to_builtins(reply), [tables.purged(reply)], as_json)
+    _fail_for_what_stays(reply.cuts)
+    if key:
+        _fail_for_what_is_untold(snapshot, known)
+
+
+@app.command(
+    short_help="Keep a conversation from being evicted.",
+    rich_help_panel=CHANGING,
+    epilog=examples("cachectl pin SESSION", "cachectl pin SESSION --off"),
+)
+def pin(
+    session: Annotated[str, typer.Argument(help="A conversation's id, or its beginning.", autocompletion=session_ids)],
+    off: Annotated[bool, typer.Option("--off", help="Let it be evicted again.")] = False,
+    home: HomeOption = HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep what is stored of a conversation, however long it is not used; at most four fifths of the budget.
+
+    What it gains later is pinned once you pin it again. A purge removes it all the same.
+    """
+    with reading(home) as reader:
+        wanted = session_id(reader.snapshot(), session)
+    with failing():
+        reply = client.pin(home_at(home), PinRequest(session=wanted, off=off))
+    show(msgspec.structs.asdict(reply), [tables.pinned(reply)], as_json)
+
+
+@app.command(
+    short_help="Delete what nobody needs, and evict to the budget.",
+    rich_help_panel=CHANGING,
+    epilog=examples("cachectl gc", "cachectl gc --to-gb 20  # evict until no more is used"),
+)
+def gc(
+    to_gb: Annotated[
+        float | None, typer.Option("--to-gb", min=0, help="Evict until no more is used; default: the budget.")
+    ] = None,
+    quiet: QuietOption = False,
+    home: HomeOption = HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete files and drafts that nobody claims and records older than 30 days, compact the index, evict.
+
+    What is pinned, in use or being written stays.
+    """
+    if to_gb is not None and not to_gb <= TO_GB_MAX:  # nan is neither
+        fail(f"--to-gb {to_gb} is no size", EXIT_USAGE)
+    with reading(home):
+        pass  # where nothing was ever stored there is nothing to collect, and no index to be made
+    with failing(), waiting("collecting", quiet):
+        reply = client.gc(home_at(home), GcRequest(to_bytes=None if to_gb is None else int(to_gb * GB)))
+    show(msgspec.to_builtins(reply), tables.collected(reply), as_json)
+    _fail_for_what_stays(reply.cuts)
+
+
+def _ask(reply: PurgeReply) -> None:
+    """Ends the command unless whoever types wants it gone."""
+    if not sys.stdin.isatty():
+        fail("purge asks before it removes anything; without a terminal, say --yes or --dry-run", EXIT_USAGE)
+    if not typer.confirm(f"{tables.purged(reply).removeprefix('would ')}?", err=True):
+        fail("nothing was purged", EXIT_OK)
+
+
+def _preview(reader: IndexReader, request: PurgeRequest, known: Whose) -> PurgeReply:
+    """What would go; ends with exit code 1 where nobody has that key."""
+    try:
+        return preview(reader, by_roots(request, known))
+    except NoSuchKey as error:
+        fail(str(error), EXIT_FOUND)
+
+
+def _fail_for_nothing(reply: PurgeReply, request: PurgeRequest, known: Whose) -> None:
+    """Ends with exit code 1 where nothing went, or would."""
+    if not (reply.sessions or reply.segments or reply.quarantined or request.everything):
+        shared = next((word for word in (SHARED, SHARED_BY_ALL) if request.key and word in known.words.values()), "")
+        fail("nothing matches" + (f"; all keys share a cache: --key {shared!r}" if shared else ""), EXIT_FOUND)
+
+
+def _fail_for_what_is_untold(snapshot: Snapshot, known: Whose) -> None:
+    """Ends with exit code 3 where there is something that may be that key's too."""
+    if untold := sum(row.root.hex() not in known.words for row in snapshot.segments.values()):
+        what = tables.count(untold, "more segment")
+        mend = "`cachectl verify --repair` sets them aside, then purge again"
+        fail(f"{what} may be that key's too; damaged files don't say whose they are: {mend}", EXIT_REFUSED)
+
+
+def _fail_for_what_stays(cuts: list[Cut]) -> None:
+    """Ends with exit code 3 where a segment could not be cut."""
+    if left := [cut for cut in cuts if cut.why_not]:
+        why = "; ".join(f"segment {cut.segment}: {cut.why_not}" for cut in left)
+        weight = tables.size(sum(cut.bytes_count for cut in left))
+        fail(f"{weight} that nobody needs could not be cut away; cachectl gc tries again: {why}", EXIT_REFUSED)
+
+
+def _seconds(text: str) -> float | None:
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
+    if found is None:
+        fail(f"{text!r} is no age; say 90s, 30m, 12h, 7d or 2w", EXIT_USAGE)
+    return float(found[1]) * UNITS_S[found[2]]

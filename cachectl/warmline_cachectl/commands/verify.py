@@ -1,0 +1,99 @@
+"""The verbs that check what is stored, and mend it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from warmline_cachectl import client
+from warmline_cachectl.completion import session_ids
+from warmline_cachectl.options import (
+    CHECKING,
+    EXIT_FOUND,
+    EXIT_USAGE,
+    HOME,
+    HomeOption,
+    JsonOption,
+    QuietOption,
+    examples,
+    fail,
+    failing,
+    home_at,
+    reading,
+    session_id,
+)
+from warmline_cachectl.views import tables
+from warmline_cachectl.views import values as views
+from warmline_cachectl.views.output import counting, show, waiting
+from warmline_cachectl.views.tables import count
+from warmline_proxy.store.rows import Finding, ReplayRequest
+
+app = typer.Typer()
+
+
+@app.command(
+    short_help="Check the index and its files, and repair them.",
+    rich_help_panel=CHECKING,
+    epilog=examples("cachectl verify", "cachectl verify --deep", "cachectl verify --repair"),
+)
+def verify(
+    session: Annotated[
+        str,
+        typer.Argument(
+            help="With --replay: one conversation, by id or its beginning.",
+            autocompletion=session_ids,
+            show_default=False,
+        ),
+    ] = "",
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte of every file.")] = False,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Have the running pair compute what is stored again, cold, and compare.")
+    ] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Mend what can be mended, say what was done, then check all (--deep).")
+    ] = False,
+    quiet: QuietOption = False,
+    home: HomeOption = HOME,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the index and its files; exit code 1 where something is (or is left) wrong."""
+    if replay and repair:
+        fail("one at a time: --repair, then --replay", EXIT_USAGE)
+    if replay:
+        return _replay(session, home, as_json, quiet)
+    if session:
+        fail("one conversation alone can only be replayed: add --replay", EXIT_USAGE)
+    did: list[Finding] = []
+    if repair:
+        with failing(), waiting("mending", quiet):
+            did, deep = client.repair(home_at(home)).did, True
+    with reading(home) as reader:
+        client.check_readable(reader.home)
+        totals = reader.totals()
+        with counting("checking", totals.bytes_segments + totals.bytes_checkpoints, quiet or not deep) as progress:
+            found = reader.verify(deep, progress)
+    checked = f"{count(totals.segments, 'segment')} and {count(totals.checkpoints, 'checkpoint')} checked"
+    summary = f"{checked}: {count(len(found), 'finding')}"
+    view = {
+        "findings": [msgspec.structs.asdict(finding) for finding in found],
+        "segments": totals.segments,
+        "checkpoints": totals.checkpoints,
+        "deep": deep,
+    }
+    if repair:
+        view["did"] = [msgspec.structs.asdict(each) for each in did]
+    show(view, [*(tables.repaired(did) if repair else ()), *tables.findings(found, summary)], as_json)
+    if found:
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _replay(session: str, home: Path, as_json: bool, quiet: bool) -> None:
+    with reading(home) as reader:
+        wanted = session_id(reader.snapshot(), session)
+    with failing(), waiting("computing again", quiet):
+        reply = client.replay(home_at(home), ReplayRequest(session=wanted))
+    view = {"replays": [msgspec.structs.asdict(each) for each in reply.replays]}
+    show(view, tables.replays(reply.replays), as_json)
+    if any(each.outcome in views.REPLAYED_WRONG for each in reply.replays):
+        raise typer.Exit(EXIT_FOUND)

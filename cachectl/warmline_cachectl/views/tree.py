@@ -1,0 +1,148 @@
+"""The radix trees as plain values, and for people: a node is a run of segments without a fork.  Pure."""
+
+import heapq
+from typing import Any
+
+from rich.text import Text
+from rich.tree import Tree
+
+from warmline_cachectl.views.columns import printable
+from warmline_cachectl.views.forest import Forest
+from warmline_cachectl.views.tables import count, size
+from warmline_proxy.store.rows import SegmentRow
+
+View = dict[str, Any]
+LINES_MAX = 200  # for people; --json has all
+
+
+def tree(forest: Forest, depth_max: int = 0) -> View:
+    """All nodes as a flat list, parents first; `depth_max` forks deep (0: all).
+
+    `bytes` and `segments` are the node's own, `bytes_below` and `segments_below` count all that hangs below it too.
+    """
+    nodes: dict[str, View] = {}
+    waiting = [(row, "", 1) for row in reversed(forest.children.get("", []))]
+    while waiting:
+        first, parent, depth = waiting.pop()
+        links = _run(forest, first)
+        node = nodes[links[-1].id] = _node(forest, links, parent, depth)
+        waiting += [(child, node["id"], depth + 1) for child in reversed(forest.children.get(node["id"], []))]
+    for node in reversed(nodes.values()):
+        if above := nodes.get(node["parent"]):
+            above["bytes_below"] += node["bytes_below"]
+            above["segments_below"] += node["segments_below"]
+    shown = [node for node in nodes.values() if not depth_max or node["depth"] <= depth_max]
+    return {"trees": _trees(nodes.values()), "nodes": shown, "omitted": len(nodes) - len(shown)}
+
+
+def _run(forest: Forest, row: SegmentRow) -> list[SegmentRow]:
+    """From this segment to the next fork, or to where a conversation ends."""
+    links = [row]
+    while links[-1].id not in forest.ends and (child := _only_child(forest, links[-1])):
+        links.append(child)
+    return links
+
+
+def _only_child(forest: Forest, row: SegmentRow) -> SegmentRow | None:
+    below = forest.children.get(row.id, [])
+    return below[0] if len(below) == 1 and below[0].start == row.end else None
+
+
+def _node(forest: Forest, links: list[SegmentRow], parent: str, depth: int) -> View:
+    weight = sum(map(forest.bytes_of, links))
+    return {
+        "id": links[-1].id,
+        "parent": parent,
+        "root": links[0].root.hex(),
+        "key": forest.whose.word(links[0].root),
+        "model": links[0].model,
+        "depth": depth,
+        "start": links[0].start,
+        "end": links[-1].end,
+        "segments": len(links),
+        "checkpoints": sum(len(forest.states.get(link.id, ())) for link in links),
+        "bytes": weight,
+        "bytes_below": weight,
+        "segments_below": len(links),
+        "pinned": all(link.pinned for link in links),
+        "sessions": [{"id": row.id, "client": row.client} for row in forest.ends.get(links[-1].id, ())],
+    }
+
+
+def _trees(nodes: Any) -> list[View]:
+    """One for each namespace (a model with its key), largest first."""
+    trees: dict[str, View] = {}
+    for node in nodes:
+        row = trees.setdefault(
+            node["root"],
+            {name: node[name] for name in ("root", "key", "model")}
+            | {"segments": 0, "checkpoints": 0, "bytes": 0, "sessions": 0},
+        )
+        for name in ("segments", "checkpoints", "bytes"):
+            row[name] += node[name]
+        row["sessions"] += len(node["sessions"])
+    return sorted(trees.values(), key=lambda row: -row["bytes"])
+
+
+# --- for people ---
+
+
+def shown(view: View, lines_max: int = LINES_MAX) -> list[Tree | str]:
+    """A tree for each namespace; where there are too many nodes, the heaviest."""
+    if not view["trees"]:
+        return ["nothing is stored"]
+    below: dict[str, list[View]] = {}
+    for node in view["nodes"]:
+        below.setdefault(node["parent"] or node["root"], []).append(node)
+    chosen = _heaviest(below, [row["root"] for row in view["trees"]], lines_max)
+    return [_branches(row, below, chosen) for row in view["trees"]]
+
+
+def _heaviest(below: dict[str, list[View]], roots: list[str], most: int) -> set[str]:
+    """Each with all that it hangs on."""
+    heap = [(-node["bytes_below"], node["id"]) for root in roots for node in below.get(root, ())]
+    heapq.heapify(heap)
+    chosen: set[str] = set()
+    while heap and len(chosen) < most:
+        _, node_id = heapq.heappop(heap)
+        chosen.add(node_id)
+        for child in below.get(node_id, ()):
+            heapq.heappush(heap, (-child["bytes_below"], child["id"]))
+    return chosen
+
+
+def _branches(row: View, below: dict[str, list[View]], chosen: set[str]) -> Tree:
+    whose = f"{row['key']}, " if row["key"] else ""
+    title = (
+        f"{whose}{row['model']} ({row['root'][:8]}): {count(row['sessions'], 'conversation')}, "
+        f"{count(row['segments'], 'segment')}, {size(row['bytes'])}"
+    )
+    trunk = Tree(_line(title))
+    waiting = [(row["root"], trunk)]
+    while waiting:
+        above, branch = waiting.pop()
+        nodes = below.get(above, [])
+        for node in nodes:
+            if node["id"] in chosen:
+                waiting.append((node["id"], branch.add(_line(_label(node)))))
+        if hidden := [node for node in nodes if node["id"] not in chosen]:
+            weight = size(sum(node["bytes_below"] for node in hidden))
+            branch.add(f"… {count(len(hidden), 'more branch', 'more branches')}, {weight}")
+    return trunk
+
+
+def _line(text: str) -> Text:
+    return Text(printable(text), no_wrap=True, overflow="ellipsis")
+
+
+def _label(node: View) -> str:
+    words = [f"{node['start']:,}-{node['end']:,}", node["id"][:8], size(node["bytes"])]
+    if node["segments"] > 1:
+        words.append(f"in {node['segments']} segments")
+    if node["checkpoints"]:
+        words.append(count(node["checkpoints"], "checkpoint"))
+    if node["pinned"]:
+        words.append("pinned")
+    ends = [f"{row['id']} {row['client']}".strip() for row in node["sessions"][:3]]
+    more = len(node["sessions"]) - len(ends)
+    return "  ".join(words) + (f"  ● {', '.join(ends)}" if ends else "") + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,106 @@
+"""The agents' logs: their last lines, and what is added to them, through rotations."""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from warmline_run.services.service import log_file, output_file
+
+TAIL_BYTES_MAX = 4_000_000  # read of one file
+READ_BYTES_MAX = 1_000_000
+POLL_S = 0.25
+
+
+def files(home: Path, roles: Iterable[str]) -> list[Path]:
+    """What ends a start or crashes is in the one, all else in the other."""
+    return [file for role in roles for file in (output_file(home, role), log_file(home, role))]
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """At most `count`, without their ends; of the file before, where the present one was only just begun.
+
+    [] where there is none.
+    """
+    lines: list[str] = []
+    for part in (path, path.with_name(f"{path.name}.1")):
+        if len(lines) < count:
+            lines = [*_tail(part, count - len(lines)), *lines]
+    return lines
+
+
+def _tail(path: Path, count: int) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES_MAX))
+            return file.read().decode(errors="replace").splitlines()[-count:] if count else []
+    except OSError:
+        return []
+
+
+def show(paths: Sequence[Path], count: int, write: Callable[[str], None]) -> bool:
+    """The last lines of each, under its name where there are several.  False where all are missing or empty."""
+    found = [(path, lines) for path in paths if (lines := last_lines(path, max(count, 1)))]
+    for path, lines in found:
+        heading = f"==> {path} <==\n" if len(found) > 1 else ""
+        write(heading + "".join(f"{line}\n" for line in (lines if count else [])))
+    return bool(found)
+
+
+class Followed:
+    """One log from its present end on; a file that takes its name, or begins anew, is read from its start."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+        with suppress(OSError):
+            self._file = path.open("rb")
+            self._file.seek(0, 2)
+
+    def more(self) -> str:
+        """What was added since, "" where nothing was."""
+        added = self._rest()
+        if self._is_another():
+            added += self._rest()  # written before the name changed hands
+            self._open()
+            added += self._rest()
+        return added.decode(errors="replace")
+
+    def _rest(self) -> bytes:
+        return self._file.read(READ_BYTES_MAX) if self._file else b""
+
+    def _is_another(self) -> bool:
+        """The name leads elsewhere, or the file is shorter than what was read of it."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return False
+        if self._file is None:
+            return True
+        old = os.fstat(self._file.fileno())
+        return (now.st_dev, now.st_ino) != (old.st_dev, old.st_ino) or now.st_size < self._file.tell()
+
+    def _open(self) -> None:
+        self.close()
+        with suppress(OSError):
+            self._file = self.path.open("rb")
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+        self._file = None
+
+
+def follow(paths: Sequence[Path], write: Callable[[str], None], is_over: Callable[[], bool] = lambda: False) -> None:
+    """Until `is_over`, or an interrupt.  A heading says where the lines come from, whenever that changes."""
+    followed = [Followed(path) for path in paths]
+    last: Path | None = None
+    while not is_over():
+        for log in followed:
+            if added := log.more():
+                write((f"==> {log.path} <==\n" if log.path != last and len(paths) > 1 else "") + added)
+                last = log.path
+        time.sleep(POLL_S)

@@ -1,0 +1,132 @@
+"""Which value a setting has, and who said so: built-in default < HOME/warmline.toml < WARMLINE_* < flag."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from warmline_run.settings.schema import SETTINGS, Setting, Value, is_loopback
+
+FILE_NAME = "warmline.toml"
+KEYS_FILE = "keys.json"
+PREFIX = "WARMLINE_"
+OTHER_VARIABLES = ("WARMLINE_PARENT_PIPE", "WARMLINE_AGENT")  # ours, but no settings: see supervise, agents.kept
+
+
+class ConfigurationError(Exception):
+    """One line for the user; the process ends with `EXIT_CONFIGURATION`."""
+
+
+EXIT_CONFIGURATION = 2
+
+
+@dataclass(frozen=True)
+class Effective:
+    """A setting's value in force and its source: "default", the TOML file's path, a variable's name or a flag."""
+
+    value: Value
+    source: str
+
+
+class Config(Mapping[str, Value]):
+    """The values in force by setting name; `origin` has each with its source.  Immutable."""
+
+    def __init__(self, effective: Mapping[str, Effective]) -> None:
+        self.origin = dict(effective)
+
+    def __getitem__(self, name: str) -> Value:
+        return self.origin[name].value
+
+    def __iter__(self) -> Any:
+        return iter(self.origin)
+
+    def __len__(self) -> int:
+        return len(self.origin)
+
+
+def resolve(flags: Mapping[str, object], environment: Mapping[str, str]) -> Config:
+    """Merge all layers and check what concerns several settings.
+
+    `flags` has what was given on the command line, None for what wasn't.  Reads HOME/warmline.toml if it exists.
+    Raises ConfigurationError.
+    """
+    home = _effective(SETTINGS["home"], flags, environment, Path(), {})
+    file = Path(str(home.value)) / FILE_NAME
+    table = _read(file)
+    config = Config({name: _effective(setting, flags, environment, file, table) for name, setting in SETTINGS.items()})
+    _check(config)
+    return config
+
+
+def misspelt(environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like a setting and is none.  Not an error: it may be somebody else's."""
+    known = {setting.variable.removeprefix(PREFIX): setting.variable for setting in SETTINGS.values()}
+    lines = []
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in (*known.values(), *OTHER_VARIABLES):
+            near = difflib.get_close_matches(name.removeprefix(PREFIX), known, n=1)
+            hint = f"; did you mean {known[near[0]]}?" if near else ""
+            lines.append(f"{name} is no setting and has no effect{hint}")
+    return lines
+
+
+def _effective(
+    setting: Setting,
+    flags: Mapping[str, object],
+    environment: Mapping[str, str],
+    file: Path,
+    table: Mapping[str, object],
+) -> Effective:
+    layers = (
+        (flags.get(setting.name), setting.flag),
+        (environment.get(setting.variable), setting.variable),
+        (table.get(setting.name), str(file)),
+    )
+    for raw, source in layers:
+        if raw is not None:
+            return Effective(_parsed(setting, raw, source), source)
+    return Effective(setting.default, "default")
+
+
+def _parsed(setting: Setting, raw: object, source: str) -> Value:
+    try:
+        return setting.parse(raw)
+    except ValueError as error:
+        shown = "" if setting.secret else f", not {raw!r}"
+        raise ConfigurationError(f"{setting.name} (from {source}): {error}{shown}") from None
+
+
+def _read(file: Path) -> Mapping[str, object]:
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        advice = 'texts want quotes, as in reuse = "exact"'
+        raise ConfigurationError(f"{file} is no valid TOML: {error}; {advice}") from None
+    except OSError as error:
+        raise ConfigurationError(f"{file} can't be read: {error.strerror}") from None
+    known = [name for name, setting in SETTINGS.items() if setting.in_toml]
+    for key in table:
+        if key not in known:
+            raise ConfigurationError(f"{file}: unknown key {key!r}{_nearest(key, known)}")
+    return table
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
+
+
+def _check(config: Config) -> None:
+    host, keys = str(config["host"]), Path(str(config["home"])) / KEYS_FILE
+    has_key = config["lan"] or config["client_key"] or keys.exists()  # the proxy looks into the file
+    if not (is_loopback(host) or has_key):
+        raise ConfigurationError(
+            f"host {host} is reachable by others, and no client key keeps strangers out: use --lan, which makes one, "
+            "or make one first (cachectl key add NAME)"
+        )
+    if config["port"] == config["backend_port"]:
+        raise ConfigurationError(f"port and backend_port are both {config['port']}; they must differ")

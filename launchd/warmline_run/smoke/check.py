@@ -1,0 +1,81 @@
+"""What a gate is, how it ends, and what all gates are given."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from warmline_run.smoke.client import Server
+
+PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
+
+
+class Failed(Exception):
+    """The server is wrong: what was seen, and what to do about it."""
+
+    def __init__(self, seen: str, advice: str = "") -> None:
+        super().__init__(seen)
+        self.seen, self.advice = seen, advice
+
+
+class NotRun(Exception):
+    """Nothing was proved, for the reason that this states."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is asked."""
+
+    turns_count: int = 12
+    turn_bytes: int = 3000
+    answer_tokens: int = 32
+    long_tokens: int = 12_288  # of the prompt whose connection is dropped
+    quick_s: float = 2.0  # what a small request may take beside a long one, whatever that takes
+
+
+@dataclass
+class Visit:
+    """One run over one server.  Gates run one after another, on one event loop."""
+
+    server: Server
+    seed: str  # stands at the top of each prompt: another seed meets nothing that is cached
+    scale: Scale = field(default_factory=Scale)
+    tolerance: float = 0.0  # nats; 0: by the type of the log-probabilities
+    grid_tokens: int = 0  # what is kept ends at multiples of this; 0: at any token
+    home: Path | None = None  # that the server may run from
+    may_restart: bool = False
+    context_tokens: int = 0  # that a prompt and its answer may have; 0: not known
+
+    def kept(self, tokens: int, slack: int = 0) -> int:
+        """How many of so many computed tokens should be reused next time, give or take `slack`."""
+        tokens = max(0, tokens - slack)
+        return tokens - tokens % self.grid_tokens if self.grid_tokens else tokens
+
+    def opening(self, gate: str, text: str) -> list[dict[str, Any]]:
+        """A conversation of this run and gate alone."""
+        return [{"role": "user", "content": f"[{self.seed} {gate}] {text}"}]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """`check` returns a line of what was seen, or raises Failed, NotRun, or Unanswered."""
+
+    name: str
+    proves: str
+    check: Callable[[Visit], Awaitable[str]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one gate ended.  `advice` is "" unless it failed."""
+
+    gate: Gate
+    result: str  # PASSED, FAILED or NOT_RUN
+    seconds: float
+    detail: str
+    advice: str = ""
+
+
+def shown(text: str, limit: int = 60) -> str:
+    """As an error message shows an answer."""
+    return repr(text if len(text) <= limit else text[:limit] + "...")

@@ -1,0 +1,130 @@
+"""Whether answers are right, for any model.  Pure."""
+
+import math
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from warmline_run.smoke.responses import Answer, TokenChoice
+
+# Nats by what the log-probabilities were computed in: as audits have it (docs/correctness.md).
+TOLERANCE_FLOAT32, TOLERANCE_FLOAT16, TOLERANCE_BFLOAT16 = 1e-3, 0.125, 2.0
+TOLERANCES_KV_BITS = {8: 0.4, 4: 6.0}  # quantized KV, which the log-probabilities don't show
+_UNUSED_BITS = ((0xFFFF, TOLERANCE_BFLOAT16), (0x1FFF, TOLERANCE_FLOAT16))  # of a float32 that was widened from it
+LARGEST = 1e30  # and no NaN
+WINDOW_CHARACTERS = 8
+JUDGED_CHARACTERS_MIN = 24
+REPETITIVE, VARIED = 0.7, 0.4  # shares of windows that stood before
+MARKUP = re.compile(
+    r"<\|[\w ./-]{1,40}\|>|<\uff5c[^\uff5c\n]{1,40}\uff5c>"
+    r"|</?(?:think|tool_calls?|tool_response|arg_key|arg_value|function_calls?)>"
+    r"|<(?:function|parameter|invoke)=?[\w .\"'=-]{0,40}>|</(?:function|parameter|invoke)>"
+    r"|\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS|THINK|ARGS)\]|<</?SYS>>|</?s>"
+    r"|<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk)>|<\[?(?:BOS|EOS)\]?>"
+)
+
+
+def tolerance_of(tokens: Iterable[TokenChoice]) -> float:
+    """How far apart rounding may have two runs, by the bits that these values don't use."""
+    values = [value for token in tokens for value in (token.logprob, *token.top.values()) if abs(value) < LARGEST]
+    words = struct.unpack(f"<{len(values)}I", struct.pack(f"<{len(values)}f", *values))
+    used = [word for word in words if word]  # 0.0 says nothing
+    return next(
+        (tolerance for bits, tolerance in _UNUSED_BITS if used and not any(word & bits for word in used)),
+        TOLERANCE_FLOAT32,
+    )
+
+
+def disagreement(one: Answer, other: Answer, tolerance: float = 0.0) -> str:
+    """ "" where two greedy answers to one prompt are the same, or part at a near tie; else where and how they part.
+
+    A near tie: in either run the two tokens' log-probabilities are within `tolerance` nats (0: by their type).
+    """
+    if one.said == other.said and one.finish == other.finish:
+        return ""
+    if not one.tokens or not other.tokens:
+        return f"they part at character {_common(one.said, other.said)}, and there are no log-probabilities to judge by"
+    tolerance = tolerance or tolerance_of((*one.tokens, *other.tokens))
+    for place, (mine, theirs) in enumerate(zip(one.tokens, other.tokens, strict=False)):
+        if mine.token != theirs.token:
+            return _not_tied(place, max(_behind(mine, theirs.token), _behind(theirs, mine.token)), tolerance)
+    place = min(len(one.tokens), len(other.tokens))
+    longer = one.tokens if len(one.tokens) > place else other.tokens
+    if len(longer) == place:
+        return "the same tokens became different text" if one.said != other.said else "they end for different reasons"
+    return _not_tied(place, _runner_up_behind(longer[place]), tolerance)  # one goes on where the other one ends
+
+
+def _not_tied(place: int, gap: float, tolerance: float) -> str:
+    if gap <= tolerance:
+        return ""
+    apart = f"{gap:.3g} nats apart" if math.isfinite(gap) else "nowhere near each other"
+    return f"they part at token {place + 1}, where the two tokens are {apart} (tolerated: {tolerance:g})"
+
+
+def _behind(chosen: TokenChoice, token: str) -> float:
+    """How much less likely than the chosen one that token was; infinite where it was not among the likeliest."""
+    gap = chosen.logprob - chosen.top.get(token, -math.inf)
+    return math.inf if math.isnan(gap) else gap
+
+
+def _runner_up_behind(chosen: TokenChoice) -> float:
+    others = [value for token, value in chosen.top.items() if token != chosen.token]
+    return chosen.logprob - max(others, default=-math.inf)
+
+
+def _common(one: str, other: str) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def difference(one: Answer, other: Answer) -> float:
+    """The largest by which the log-probabilities of chosen tokens differ, as far as both chose the same; nats."""
+    largest = 0.0
+    for mine, theirs in zip(one.tokens, other.tokens, strict=False):
+        if mine.token != theirs.token:
+            break
+        largest = max(largest, abs(mine.logprob - theirs.logprob))
+    return largest
+
+
+def collapsed(text: str, beside: str) -> bool:
+    """Whether one text repeats itself as broken models do, while the one that it should be like does not."""
+    if min(len(text), len(beside)) < JUDGED_CHARACTERS_MIN:
+        return False
+    return repetition(text) > REPETITIVE and repetition(beside) < VARIED
+
+
+def repetition(text: str) -> float:
+    """The share of a text's windows that have stood in it before: 0 where it never repeats itself."""
+    windows = [text[at : at + WINDOW_CHARACTERS] for at in range(len(text) - WINDOW_CHARACTERS + 1)]
+    return 1 - len(set(windows)) / len(windows) if windows else 0.0
+
+
+def markup_in(text: str) -> str:
+    """The first of a template's, reasoning's or tool format's markers that stands there; "" for none."""
+    match = MARKUP.search(text)
+    return match[0] if match else ""
+
+
+def argument_flaw(arguments: Any, schema: Mapping[str, Any]) -> str:
+    """What of an object does not follow its schema ("enum", bounded "integer", "boolean"), or "" """
+    if not isinstance(arguments, Mapping):
+        return "they are no object"
+    properties: Mapping[str, Any] = schema["properties"]
+    if missing := [name for name in schema["required"] if name not in arguments]:
+        return f"{missing[0]!r} is missing"
+    if unknown := [name for name in arguments if name not in properties]:
+        return f"{unknown[0]!r} is no argument of it"
+    for name, value in arguments.items():
+        if not _fits(value, properties[name]):
+            return f"{name!r} is {value!r}, which its schema does not allow"
+    return ""
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    if "enum" in schema:
+        return value in schema["enum"]
+    if schema["type"] == "boolean":
+        return isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and schema["minimum"] <= value <= schema["maximum"]

@@ -1,0 +1,88 @@
+"""What a start has found, in a few lines for people: from what GET /warmline/status tells."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from warmline_run import probe as asking
+from warmline_run.address import Address, address_of
+from warmline_run.settings.resolve import Config
+from warmline_run.settings.schema import is_loopback
+
+PARTS = ("segments", "checkpoints", "quarantined", "writing", "doomed", "index")  # what counts against the disk budget
+WIDTH = len("dashboard")
+KEY_HINT = "the admin key opens it: cachectl key show admin"
+ELSEWHERE_HINT = "from other machines it asks for the admin key: cachectl key show admin"
+
+
+def found(config: Config) -> str:
+    """Of the pair that serves by these settings.  Blocks; "" where it does not tell."""
+    address = address_of(config)
+    return text(asking.state(address, Path(str(config["home"]))), config, address)
+
+
+def text(status: Mapping[str, Any], config: Config, address: Address) -> str:
+    """A line a fact; "" where the state is none that we know, such as another version's.  Pure."""
+    try:
+        facts = {
+            "model": _model(status["engine"]),
+            "context": _context(status["engine"]),
+            "memory": f"{_bytes(status['engine']['memory_budget_bytes'])} for conversations",
+            "disk": _disk(status["totals"], status["disk_budget_bytes"]),
+            "kept": _kept(status),
+            "dashboard": _dashboard(config, address),
+        }
+    except (KeyError, TypeError, ValueError):
+        return ""
+    return "".join(f"{name:<{WIDTH}}  {said}\n" for name, said in facts.items())
+
+
+def _model(engine: Mapping[str, Any]) -> str:
+    return f"{engine['model']} on {engine['device']}, KV in {engine['layout']['dtype']}"
+
+
+def _context(engine: Mapping[str, Any]) -> str:
+    tokens = engine["context_tokens_max"]
+    return f"{tokens:,} tokens" if tokens else "the model does not say how long"
+
+
+def _disk(totals: Mapping[str, Any], budget_bytes: int) -> str:
+    used = sum(totals[f"bytes_{part}"] for part in PARTS)
+    return f"{_bytes(used)} of {_bytes(budget_bytes)} used: {_stored(totals['sessions'], totals['tokens'])}"
+
+
+def _stored(conversations: int, tokens: int) -> str:
+    if not conversations:
+        return "no conversation is stored"
+    return f"{conversations:,} conversation{'s' * (conversations > 1)}, {tokens:,} tokens"
+
+
+def _kept(status: Mapping[str, Any]) -> str:
+    """How long what is computed stays."""
+    layout = status["engine"]["layout"]
+    if status["reuse"] == "off":
+        return "nothing, since reuse is off"
+    if not layout["persistent"]:
+        return f"in memory alone: {layout['why_not']}"
+    if status["persistence"] != "ok":
+        return f"in memory alone, since saving fails: {status['persistence']}"
+    if not status["disk_budget_bytes"]:
+        return "in memory alone, since the disk budget is 0"
+    return "on disk, across restarts"
+
+
+def _dashboard(config: Config, address: Address) -> str:
+    here = address.admin_url
+    behind = is_loopback(address.host) and config["allowed_hosts"]  # a proxy on this machine: local is nobody then
+    if config["admin_needs_key"] or behind or not address.is_local:
+        return f"{here} ({KEY_HINT})"
+    return f"{here} ({ELSEWHERE_HINT})" if address.is_wildcard else here
+
+
+def _bytes(number: float) -> str:
+    """In units of 1,000, as budgets are set."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.4g} TB"

@@ -1,0 +1,211 @@
+"""`serve`: keeps the backend and the proxy running until a signal, and ends with them.
+
+One asyncio loop owns everything.  Each child runs in its own session, so that a Ctrl-C in the terminal reaches only
+serve, which then stops the proxy before the backend under it.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from warmline_run import exit as kept
+from warmline_run import probe as asking
+from warmline_run.address import Address
+from warmline_run.processes import Command
+from warmline_run.settings.resolve import EXIT_CONFIGURATION
+
+PARENT_PIPE = "WARMLINE_PARENT_PIPE"  # warmline_common.process.parent_watch reads it in the children
+RESTART_DELAY_FIRST_S = 1.0
+RESTART_DELAY_MAX_S = 30.0
+STEADY_AFTER_S = 60.0  # a child up for this long has earned a fresh start
+STOP_MARGIN_S = 15.0  # beyond what a child gives to running requests: to let go of them, and to write what is kept
+PROBE_INTERVAL_S = 0.2
+
+NeedsKey = Callable[[], bool]
+Found = Callable[[], str]
+
+
+def say(line: str) -> None:
+    _write(sys.stderr, f"warmline: {line}\n")
+
+
+def _write(stream: TextIO, lines: str) -> None:
+    """At once and whole: the children write there too, and any of us may be killed at any moment.
+
+    print() writes a line's end by itself where output is unbuffered.
+    """
+    stream.write(lines)
+    stream.flush()
+
+
+def run(backend: Command, proxy: Command, address: Address, needs_key: NeedsKey = bool, found: Found = str) -> int:
+    """Blocks until SIGINT or SIGTERM (0) or until a child reports a configuration error (2).
+
+    Both are asked once, when requests are served, and may block: `needs_key` whether clients need one, `found` for the
+    lines that tell what the start has found.
+    """
+    return asyncio.run(_serve(backend, proxy, address, needs_key, found))
+
+
+async def _serve(backend: Command, proxy: Command, address: Address, needs_key: NeedsKey, found: Found) -> int:
+    signals, outage = _Signals(), _Outage(address)
+    with _lifeline() as pipe:
+        keepers = [_Keeper(each, pipe, signals, outage) for each in (proxy, backend)]  # in the order of stopping
+        kept = [asyncio.create_task(keeper.keep()) for keeper in reversed(keepers)]
+        announcing = asyncio.create_task(_announce(address, needs_key, found, outage))
+        asked = asyncio.create_task(signals.stop.wait())
+        try:
+            done, _ = await asyncio.wait([*kept, asked], return_when=asyncio.FIRST_COMPLETED)
+            if asked in done:
+                say("stopping; once more to end at once")  # how long that may take the proxy says, where anything runs
+            return next((task.result() for task in kept if task in done), 0)
+        finally:
+            for task in (announcing, asked, *kept):
+                task.cancel()
+            outage.close()
+            for keeper in keepers:
+                await keeper.end()
+
+
+class _Signals:
+    """The first SIGINT or SIGTERM asks to stop, the next one to hurry."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._arrived)
+
+    def _arrived(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+
+@contextmanager
+def _lifeline() -> Iterator[int]:
+    """The read end of a pipe whose write end only this process has: children see it close when we are gone."""
+    read_end, write_end = os.pipe()
+    try:
+        yield read_end
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+class _Keeper:
+    """Keeps one child running.  `keep` returns only on a configuration error; after cancelling it, call `end`."""
+
+    def __init__(self, command: Command, pipe: int, signals: _Signals, outage: "_Outage") -> None:
+        self._command = command
+        self._pipe = pipe
+        self._signals = signals
+        self._outage = outage
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def keep(self) -> int:
+        delay_s = RESTART_DELAY_FIRST_S
+        environment = {**self._command.environment, PARENT_PIPE: str(self._pipe)}
+        while True:
+            started = time.monotonic()
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command.arguments,
+                env=environment,
+                pass_fds=(self._pipe,),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self._outage.note_start(self._command.name)
+            code = await self._process.wait()
+            self._outage.note_end(self._command.name)
+            if code == EXIT_CONFIGURATION:
+                say(f"the {self._command.name} can't run as configured (see its message above)")
+                return code
+            if time.monotonic() - started >= STEADY_AFTER_S:
+                delay_s = RESTART_DELAY_FIRST_S
+            say(f"the {self._command.name} {_ending(code)}; starting it again in {delay_s:g} s")
+            environment.setdefault(kept.VARIABLE, kept.SERVE)  # a cachectl may have the home now, and let go of it
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, RESTART_DELAY_MAX_S)
+
+    async def end(self) -> None:
+        """SIGTERM, and SIGKILL after a grace or as soon as the user hurries."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        ended = asyncio.create_task(process.wait())
+        hurried = asyncio.create_task(self._signals.hurry.wait())
+        grace_s = self._command.drain_timeout_s + STOP_MARGIN_S
+        await asyncio.wait([ended, hurried], timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if not ended.done():
+            say(f"the {self._command.name} doesn't end; killing it")
+            process.kill()
+        await ended
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}  # real-time signals have no name of their own
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
+
+
+class _Outage:
+    """Says, once after children have died, that requests are served again; one that dies meanwhile prolongs it.
+
+    Until requests are served for the first time there is none: that is announced by itself.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self.is_possible = False
+        self._address = address
+        self._began = 0.0  # time.monotonic()
+        self._died: list[str] = []  # since requests were served
+        self._gone: set[str] = set()  # those of them that do not run
+        self.asking: asyncio.Task[None] | None = None
+
+    def note_end(self, name: str) -> None:
+        if not self.is_possible:
+            return
+        self.close()
+        if not self._died:
+            self._began = time.monotonic()
+        if name not in self._died:
+            self._died.append(name)
+        self._gone.add(name)
+
+    def note_start(self, name: str) -> None:
+        self._gone.discard(name)
+        if self._died and not self._gone:
+            self.asking = asyncio.create_task(self._end())
+
+    def close(self) -> None:
+        if self.asking is not None:
+            self.asking.cancel()
+
+    async def _end(self) -> None:
+        await _until_served(self._address)
+        say(f"ready again, {time.monotonic() - self._began:.1f} s after the {' and the '.join(self._died)} ended")
+        self._died.clear()
+
+
+async def _announce(address: Address, needs_key: NeedsKey, found: Found, outage: _Outage) -> None:
+    """Print, once, that requests are served; first what scripts wait for, then what people want to know."""
+    await _until_served(address)
+    outage.is_possible = True
+    curl = address.curl(await asyncio.to_thread(needs_key))
+    _write(sys.stdout, f"ready {address.url}\n{address.more}{curl}\n")
+    if more := await asyncio.to_thread(found):
+        _write(sys.stdout, more)
+
+
+async def _until_served(address: Address) -> None:
+    while True:
+        if (await asyncio.to_thread(asking.readiness, address)).ready:
+            return
+        await asyncio.sleep(PROBE_INTERVAL_S)

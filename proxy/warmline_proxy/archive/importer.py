@@ -1,0 +1,270 @@
+"""An archive into a home: as one save, so that all of it becomes visible at once, or nothing.
+
+All of the archive is checked before anything is written or evicted for it; what is stored already is skipped; whatever
+is killed in between, the next start deletes what was written.  Needs `home.lock`, as the index does.
+"""
+
+import shutil
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from warmline_common.protocol.messages import CheckpointRef, Layout, SavedFile, SaveReply, SegmentSpec
+from warmline_common.protocol.tokens import namespace, prefix_digests
+from warmline_common.storage.segment_copy import SegmentCopy, write_copy
+from warmline_common.storage.segment_file import FileMeta, SegmentFileError, SegmentHeader, read_header
+from warmline_proxy.archive.manifest import Manifest
+from warmline_proxy.archive.reader import Archive, Progress, verify
+from warmline_proxy.archive.tar import ArchiveError
+from warmline_proxy.index.index import Index, IndexReader, NoRoom
+from warmline_proxy.store.rows import SavePlan, SessionUpdate, TurnRow
+
+TRIES_MAX = 3  # that something else is saved in its place meanwhile
+FREE_BYTES_MIN = 64 << 20  # left on the disk, for the index and for others
+SHOWN = 12  # digits of a fingerprint
+
+
+class ImportRequest(msgspec.Struct, kw_only=True):
+    """POST /warmline/import of the proxy."""
+
+    path: str  # absolute, of a file that the proxy can read
+    key: str = ""  # whose it is to be, by the name of a client key; "": the only one's, or nobody's where there is none
+    anyway: bool = False  # also where no model that is known here can use it
+
+
+class Imported(msgspec.Struct, kw_only=True):
+    session: str  # as it is called here
+    model: str
+    fingerprint: str
+    tokens: int
+    tokens_known: int  # of these were stored already
+    segments: int  # written
+    checkpoints: int  # written
+    turns: int
+    bytes_written: int
+
+
+class Known(msgspec.Struct, kw_only=True):
+    """The models that what is imported could serve."""
+
+    fingerprints: Collection[str]
+    what: str  # for people: "the model served here (llama, 0123456789ab)"
+
+
+def known_from_files(reader: IndexReader) -> Known:
+    """Where no model is served: those of which something is stored; none where that is nothing."""
+    by_root = {row.root: row for row in reader.segments()}
+    found: dict[str, str] = {}
+    for row in by_root.values():
+        try:
+            found[read_header(reader.home.segment_file(row.id)).meta.fingerprint] = row.model
+        except SegmentFileError:
+            continue
+    named = ", ".join(f"{model} {fingerprint[:SHOWN]}" for fingerprint, model in sorted(found.items()))
+    return Known(fingerprints=found, what=f"what is stored here is of {named}")
+
+
+def import_archive(
+    index: Index,
+    archive: Archive,
+    tenant: str,
+    known: Known,
+    *,
+    anyway: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Imported:
+    """Blocks.  Raises ArchiveError, NoRoom and other IndexFailures, OSError; nothing of it is left then.
+
+    `progress` is told of bytes that are checked, then of those that are copied too.  What it raises ends the import.
+    """
+    manifest = archive.manifest
+    _check_fingerprint(manifest, known, anyway)
+    whole = archive.bytes_count
+    headers = verify(archive, lambda done, _: progress(done, 2 * whole))
+    root = namespace(manifest.fingerprint, tenant)
+    for _ in range(TRIES_MAX):
+        plan = _begin(index, manifest, headers, root)
+        if plan is None:
+            session = _went_on(index, manifest, root)
+            session = session or index.note_session(root, manifest.tokens, _update(manifest, 0))
+            return _finish(index, manifest, root, _imported(manifest, session))
+        with _aborted(index, plan):
+            reply = _write(index, archive, headers, plan, lambda done, of: progress(whole + done, whole + of))
+            committed = index.commit_save(plan, reply, prefill_s=_cost_s(manifest, plan), session=_update(manifest, 1))
+        if not committed.why_not:
+            return _finish(index, manifest, root, _imported(manifest, committed.session, plan, reply))
+    raise ArchiveError(f"something else is being stored in its place, again and again: {committed.why_not}")
+
+
+def _check_fingerprint(manifest: Manifest, known: Known, anyway: bool) -> None:
+    if anyway or not known.fingerprints or manifest.fingerprint in known.fingerprints:
+        return
+    raise ArchiveError(
+        f"it was made with {manifest.model}, fingerprint {manifest.fingerprint[:SHOWN]}, and {known.what}: nothing "
+        "here can use it; to store it for when that very model is served, say --anyway"
+    )
+
+
+def _went_on(index: Index, manifest: Manifest, root: bytes) -> str:
+    """The conversation that has all of these tokens already, and maybe more; "" where none has."""
+    chain = index.match(root, manifest.tokens, manifest.count).chain
+    if not chain or chain[-1].upto < manifest.count:
+        return ""
+    snapshot, last = index.snapshot(), chain[-1].id
+    for row in sorted(snapshot.sessions.values(), key=lambda row: -row.last_used):
+        path = snapshot.path(row.leaf)
+        leaves_at = [link.start for link in path[1:]] + [row.tokens]
+        if any(link.id == last and end >= manifest.count for link, end in zip(path, leaves_at, strict=True)):
+            return row.id
+    return ""
+
+
+def _update(manifest: Manifest, requests: int) -> SessionUpdate:
+    """`requests`: 1 where something of it is new here, so that it counts as often as it was asked."""
+    session = manifest.session
+    return SessionUpdate(turn_end=session.turn_end, client=session.client, requests=requests * session.requests)
+
+
+def _begin(index: Index, manifest: Manifest, headers: Sequence[SegmentHeader], root: bytes) -> SavePlan | None:
+    """Raises NoRoom, with figures."""
+    states = headers[len(manifest.segments) :]
+    rows_bytes = sum(header.file_bytes for header in headers[: len(manifest.segments)])
+    layout = Layout(
+        row_bytes=-(-rows_bytes // manifest.count),
+        state_bytes=max((header.file_bytes for header in states), default=0),
+        has_rows=True,
+        has_states=bool(states),
+        has_windows=False,
+        persistent=True,
+        families=[],
+    )
+    needed, free = sum(header.file_bytes for header in headers), shutil.disk_usage(index.home.segments).free
+    if needed + FREE_BYTES_MIN > free and index.match(root, manifest.tokens, manifest.count).tokens < manifest.count:
+        raise NoRoom(f"it takes {needed} bytes, and the disk of {index.home.segments} has {free} left")
+    return index.begin_save(
+        root,
+        manifest.model,
+        manifest.tokens,
+        checkpoints=[entry.position for entry in manifest.checkpoints],
+        layout=layout,
+        may_replace=False,
+        ends=manifest.ends,
+    )
+
+
+@contextmanager
+def _aborted(index: Index, plan: SavePlan) -> Iterator[None]:
+    """Where it fails, whatever it wrote goes."""
+    try:
+        yield
+    except BaseException:
+        index.abort_save(plan)
+        raise
+
+
+def _write(
+    index: Index, archive: Archive, headers: Sequence[SegmentHeader], plan: SavePlan, progress: Progress
+) -> SaveReply:
+    """What a backend does on POST /kv/save, out of the archive."""
+    manifest = archive.manifest
+    places = [*(spec.start for spec in plan.segments), *(ref.position for ref in plan.checkpoints)]
+    prefixes = prefix_digests(plan.root, plan.tokens, places)
+    wanted: list[tuple[int, FileMeta]] = []  # out of which of the archive's files
+    for spec in plan.segments:
+        number = next(number for number, end in enumerate(manifest.ends) if end >= spec.end)
+        wanted.append((number, _segment(manifest, plan, spec, prefixes[spec.start])))
+    positions = [entry.position for entry in manifest.checkpoints]
+    for ref in plan.checkpoints:
+        number = len(manifest.segments) + positions.index(ref.position)
+        wanted.append((number, _state(manifest, plan, ref, prefixes[ref.position])))
+    saved: list[SavedFile] = []
+    total, done = sum(archive.members[number].bytes_count for number, _ in wanted), 0
+    for number, meta in wanted:
+        saved.append(_copied(index, archive, number, headers[number], meta))
+        done += archive.members[number].bytes_count
+        progress(done, total)
+    count = len(plan.segments)
+    return SaveReply(boot="", generation=0, segments=saved[:count], checkpoints=saved[count:], seconds=0.0)
+
+
+def _segment(manifest: Manifest, plan: SavePlan, spec: SegmentSpec, prefix: str) -> FileMeta:
+    return FileMeta(
+        kind="segment",
+        id=spec.id,
+        fingerprint=manifest.fingerprint,
+        root=plan.root.hex(),
+        prefix=prefix,
+        start=spec.start,
+        end=spec.end,
+        parent=spec.parent,
+        model=manifest.model,
+    )
+
+
+def _state(manifest: Manifest, plan: SavePlan, ref: CheckpointRef, prefix: str) -> FileMeta:
+    return FileMeta(
+        kind="checkpoint",
+        id=ref.id,
+        fingerprint=manifest.fingerprint,
+        root=plan.root.hex(),
+        prefix=prefix,
+        start=ref.position,
+        end=ref.position,
+        position=ref.position,
+        model=manifest.model,
+    )
+
+
+def _copied(index: Index, archive: Archive, number: int, header: SegmentHeader, meta: FileMeta) -> SavedFile:
+    path = index.home.segment_file(meta.id)
+    try:
+        return write_copy(path, lambda: SegmentCopy(archive.window(number), header, meta))
+    except SegmentFileError as error:
+        raise ArchiveError(f"{archive.members[number].name} in it can't be used: {error}") from error
+
+
+def _cost_s(manifest: Manifest, plan: SavePlan) -> float:
+    """What prefilling the part that was not stored took."""
+    entries = zip(manifest.starts, manifest.ends, manifest.segments, strict=True)
+    return sum(
+        entry.prefill_s * max(0, end - max(start, plan.matched)) / (end - start) for start, end, entry in entries
+    )
+
+
+def _imported(
+    manifest: Manifest, session: str, plan: SavePlan | None = None, reply: SaveReply | None = None
+) -> Imported:
+    files = [*reply.segments, *reply.checkpoints] if reply else []
+    return Imported(
+        session=session,
+        model=manifest.model,
+        fingerprint=manifest.fingerprint,
+        tokens=manifest.count,
+        tokens_known=plan.matched if plan else manifest.count,
+        segments=len(reply.segments) if reply else 0,
+        checkpoints=len(reply.checkpoints) if reply else 0,
+        turns=0,
+        bytes_written=sum(file.bytes_written for file in files),
+    )
+
+
+def _finish(index: Index, manifest: Manifest, root: bytes, imported: Imported) -> Imported:
+    """What was sampled in it comes along, but for what is known here already."""
+    known = {call for row in index.turns(root, [turn.calls[0] for turn in manifest.turns]) for call in row.calls}
+    new = [turn for turn in manifest.turns if not known.intersection(turn.calls)]
+    for turn in new:
+        index.note_turn(
+            TurnRow(
+                root=root,
+                model=manifest.model,
+                session=imported.session,
+                calls=turn.calls,
+                tokens=turn.tokens,
+                at=time.time(),
+            )
+        )
+    index.flush()
+    imported.turns = len(new)
+    return imported

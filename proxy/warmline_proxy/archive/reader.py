@@ -1,0 +1,145 @@
+"""Reading an archive.  Nothing that it says is believed before all of it was checked: `open_archive`, then `verify`."""
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import BinaryIO
+
+from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, prefix_digests
+from warmline_common.storage.segment_file import (
+    FileMeta,
+    SegmentFileError,
+    SegmentHeader,
+    TensorPlace,
+    header_in,
+    tokens_in,
+    verify_in,
+)
+from warmline_proxy.archive import tar
+from warmline_proxy.archive.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest, unsealed
+from warmline_proxy.archive.tar import ArchiveError, Member, Window
+
+Progress = Callable[[int, int], object]  # bytes done, of how many
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An archive that is open, its frame checked: a manifest, then exactly the files that it names."""
+
+    file: BinaryIO
+    manifest: Manifest
+    members: list[Member]  # as in `Manifest.members`
+
+    @property
+    def bytes_count(self) -> int:
+        """Of all files in it."""
+        return sum(member.bytes_count for member in self.members)
+
+    def window(self, number: int) -> BinaryIO:
+        """One of its files; one window at a time."""
+        return BufferedReader(Window(self.file, self.members[number]))
+
+
+@contextmanager
+def open_archive(path: Path) -> Iterator[Archive]:
+    """Raises ArchiveError unless it is an archive of ours that can be read, whole as far as its frame tells."""
+    with _plain_file(path) as file:
+        yield read_archive(file)
+
+
+def _plain_file(path: Path) -> BinaryIO:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is not waited for
+    except OSError as error:
+        raise ArchiveError(f"it can't be read: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ArchiveError("it is no plain file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_archive(file: BinaryIO) -> Archive:
+    """As `open_archive`; of a file that can be read from any place."""
+    first = tar.read_member(file, 0, MANIFEST)
+    if first.bytes_count > MANIFEST_BYTES_MAX:
+        raise ArchiveError(f"a manifest of {first.bytes_count} bytes; {MANIFEST_BYTES_MAX} are allowed")
+    file.seek(first.offset)
+    raw = file.read(first.bytes_count)
+    if len(raw) < first.bytes_count:
+        raise ArchiveError("it ends within its manifest: it is not whole")
+    tar.check_padding(file, first)
+    manifest, at, members = unsealed(raw), first.end, []
+    for name, size in manifest.members:
+        member = tar.read_member(file, at, name)
+        if member.bytes_count != size:
+            raise ArchiveError(f"{name} has {member.bytes_count} bytes, the manifest says {size}")
+        tar.check_padding(file, member)
+        members.append(member)
+        at = member.end
+    tar.check_end(file, at)
+    return Archive(file, manifest, members)
+
+
+def verify(archive: Archive, progress: Progress = lambda done, total: None) -> list[SegmentHeader]:
+    """Read all of it: every checksum, every token, every place.  The headers of its files.  Raises ArchiveError.
+
+    A file's place is proved by the tokens before it under the namespace of its model and nobody.
+    """
+    manifest = archive.manifest
+    root = namespace(manifest.fingerprint)
+    places = [*manifest.starts, *(entry.position for entry in manifest.checkpoints)]
+    prefixes = prefix_digests(root, manifest.tokens, places)
+    headers: list[SegmentHeader] = []
+    done = 0
+    for number, (member, place) in enumerate(zip(archive.members, places, strict=True)):
+        file = archive.window(number)
+        try:
+            header = header_in(file)
+            verify_in(file, header)
+            _check(manifest, number, header.meta, root.hex(), prefixes[place])
+            if header.meta.kind == "segment":
+                _check_segment(manifest, headers, header, tokens_in(file, header))
+        except SegmentFileError as error:
+            raise ArchiveError(f"{member.name} in it can't be used: {error}") from error
+        headers.append(header)
+        done += member.bytes_count
+        progress(done, archive.bytes_count)
+    return headers
+
+
+def _check(manifest: Manifest, number: int, meta: FileMeta, root: str, prefix: str) -> None:
+    """Raises SegmentFileError unless a file is what the manifest says of it."""
+    count = len(manifest.segments)
+    if number < count:
+        named = ("segment", manifest.starts[number], manifest.ends[number])
+        is_named = (meta.kind, meta.start, meta.end) == named
+    else:
+        is_named = (meta.kind, meta.position) == ("checkpoint", manifest.checkpoints[number - count].position)
+    if not is_named:
+        raise SegmentFileError("foreign", f"a {meta.kind} of [{meta.start}, {meta.end}), position {meta.position}")
+    if meta.fingerprint != manifest.fingerprint:
+        raise SegmentFileError("foreign", f"made by another model ({meta.fingerprint[:12]})")
+    if meta.root != root or meta.prefix != prefix:
+        raise SegmentFileError("foreign", "it was computed after other tokens than the manifest has")
+
+
+def _check_segment(manifest: Manifest, before: list[SegmentHeader], header: SegmentHeader, tokens: bytes) -> None:
+    """Raises SegmentFileError unless it has the manifest's tokens, and tensors like those of the segments before it."""
+    meta = header.meta
+    if tokens != manifest.tokens[meta.start * TOKEN_BYTES : meta.end * TOKEN_BYTES]:
+        raise SegmentFileError("tokens", "not those of the manifest")
+    if before and _kinds(header) != _kinds(before[0]):
+        raise SegmentFileError("foreign", "its tensors are not those of the first segment")
+
+
+def _kinds(header: SegmentHeader) -> dict[str, tuple[object, ...]]:
+    """What all segments of one model have in common."""
+
+    def kind(place: TensorPlace) -> tuple[object, ...]:
+        return place.dtype, len(place.shape), place.shape[:2], place.shape[3:]
+
+    return {name: kind(place) for name, place in header.content().items()}

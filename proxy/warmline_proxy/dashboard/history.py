@@ -1,0 +1,88 @@
+"""The last requests, added up by time: how much of their prompts was reused, and what that saved.  Pure."""
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+import msgspec
+
+from warmline_common.protocol.tokens import BLOCK_TOKENS
+from warmline_proxy.store.rows import RequestRecord
+
+BUCKETS_MAX = 48
+MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
+WIDTHS_S = (
+    *(MINUTE_S, 2 * MINUTE_S, 5 * MINUTE_S, 10 * MINUTE_S, 30 * MINUTE_S),
+    *(HOUR_S, 2 * HOUR_S, 6 * HOUR_S, 12 * HOUR_S, DAY_S, 7 * DAY_S, 30 * DAY_S),
+)
+
+
+class Bucket(msgspec.Struct, kw_only=True):
+    """The requests that began in [at, at + width_s)."""
+
+    at: float  # Unix seconds
+    requests: int = 0
+    hits: int = 0  # that reused a block or more: fewer tokens begin alike by chance
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class History(msgspec.Struct, kw_only=True):
+    """Of all records that are kept."""
+
+    width_s: int
+    buckets: list[Bucket]  # oldest first, without gaps
+    requests: int
+    hits: int
+    prompt_tokens: int
+    cached_tokens: int  # of the prompts: prefill that was saved
+    generated_tokens: int
+    ttft_warm_s: float  # medians, of hits and of those that computed most of their prompt; 0.0 where there was none
+    ttft_cold_s: float
+
+
+def history(records: Sequence[RequestRecord], now: float) -> History:
+    """`records` in any order; those of other clocks' futures count as of now."""
+    begins = [min(record.at, now) for record in records]
+    width_s, first, count = _span(min(begins, default=now), now)
+    buckets = [Bucket(at=float(first + number * width_s)) for number in range(count)]
+    for at, record in zip(begins, records, strict=True):
+        bucket = buckets[max(0, min(count - 1, int(at - first) // width_s))]
+        bucket.requests += 1
+        bucket.hits += _is_hit(record)
+        bucket.prompt_tokens += record.prompt_tokens
+        bucket.cached_tokens += record.cached_tokens
+    return History(
+        width_s=width_s,
+        buckets=buckets,
+        requests=len(records),
+        hits=sum(bucket.hits for bucket in buckets),
+        prompt_tokens=sum(bucket.prompt_tokens for bucket in buckets),
+        cached_tokens=sum(bucket.cached_tokens for bucket in buckets),
+        generated_tokens=sum(record.generated_tokens for record in records),
+        ttft_warm_s=_median_ttft(filter(_is_hit, records)),
+        ttft_cold_s=_median_ttft(filter(_is_cold, records)),
+    )
+
+
+def _span(first: float, last: float) -> tuple[int, int, int]:
+    """The narrowest width with few enough buckets; where the first begins, at a multiple of it; how many."""
+    for width_s in WIDTHS_S:
+        begin, end = int(first) // width_s, int(last) // width_s
+        if end - begin < BUCKETS_MAX:
+            return width_s, begin * width_s, end - begin + 1
+    width_s = WIDTHS_S[-1]  # years: what is older stands in the first one
+    return width_s, (int(last) // width_s - BUCKETS_MAX + 1) * width_s, BUCKETS_MAX
+
+
+def _median_ttft(records: Iterable[RequestRecord]) -> float:
+    times = [each.ttft_s for each in records if each.ttft_s > 0]
+    return median(times) if times else 0.0
+
+
+def _is_hit(record: RequestRecord) -> bool:
+    return record.cached_tokens >= BLOCK_TOKENS
+
+
+def _is_cold(record: RequestRecord) -> bool:
+    """A short prompt that was reused is no hit, but not cold either; one that shares a template's first words is."""
+    return not _is_hit(record) and 2 * record.cached_tokens < record.prompt_tokens

@@ -1,0 +1,283 @@
+"""Why a request was no warmer: the likeliest cause of what was seen, in one word, and what to do about it.  Pure.
+
+What was seen is the planner's reason (`RequestRecord.why_not_warmer`) and, where a prompt differs from what was known,
+its `Parting` with what stands on both sides.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from warmline_common.protocol.tokens import common_chars
+from warmline_proxy.explain.volatile import BILLING, DATES, IDS, TIMES, replaced_at
+from warmline_proxy.planner import TOOLS
+from warmline_proxy.store.rows import Parting
+
+SAME_SPACED_CHARS_MIN = 16  # of two texts that differ in their spaces alone
+NEAR_CHARS = 16  # around where they part: a mark of reasoning there is that answer's
+_SYSTEM = ("system", "developer")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What a cause means, for people, and what they can do about it; "" where there is nothing to do."""
+
+    means: str
+    advice: str = ""
+
+
+# Every name that is given, here and in `explaining`, and what that makes of them; docs/explain.md shows it.
+CAUSES = {
+    "warm": Cause("All of the prompt but its last token was reused."),
+    "new-text": Cause("All that was known of the conversation was reused; what follows was never sent before."),
+    "timestamp": Cause(
+        "A time in the prompt is another one than last time, and all that stands after it must be computed anew.",
+        'In the system text, `stabilize = "times"` evens it out; elsewhere, have the client drop it or say it last.',
+    ),
+    "date": Cause(
+        "A date in the prompt is another one than last time, and all that stands after it must be computed anew.",
+        'Once a day this is the price of telling the date; `stabilize = "dates"` takes it out of the system text.',
+    ),
+    "random-id": Cause(
+        "An id or a hash in the prompt is another one than last time, and all that stands after it is computed anew.",
+        'In the system text, `stabilize = "ids"` evens it out; elsewhere, have the client drop it or say it last.',
+    ),
+    "billing-header": Cause(
+        "The client puts a line for its own billing at the top of the prompt, which changes from request to request.",
+        '`stabilize = "billing"` takes it out.',
+    ),
+    "number": Cause(
+        "A number in the prompt is another one than last time: a count, a budget or a price, perhaps.",
+        "Have the client leave it out or send it last; text that changes belongs at the end of a prompt.",
+    ),
+    "whitespace": Cause(
+        "Only spaces or line ends differ: the client trims or reformats what it sends back.",
+        "Have the client send texts back as they came.",
+    ),
+    "tools-changed": Cause(
+        "The tools are not the same: one was added, taken away or described otherwise.",
+        "Have the client offer the same tools all along; templates put them before all messages.",
+    ),
+    "tool-order": Cause(
+        "The tools are the same, in another order.",
+        '`stabilize = "tool-order"` sorts them.',
+    ),
+    "system-edited": Cause(
+        "The system text was edited, or it is another agent's.",
+        "Put what changes between requests at its end, or into the last message.",
+    ),
+    "message-edited": Cause(
+        "An earlier message was edited, or taken out, and the conversation goes on differently from there.",
+        "If nobody edited it, see what the client does to earlier messages: many shorten tool results.",
+    ),
+    "other-message": Cause(
+        "The prompts begin alike, and the last message is another one: a new conversation, or the last message edited.",
+    ),
+    "answer-changed": Cause(
+        "The client sends an earlier answer back otherwise than it was given, or gives one that was never generated.",
+        "Have the client send answers back as they came, calls and reasoning included.",
+    ),
+    "reasoning-left-out": Cause(
+        "The model's template leaves the reasoning of earlier turns out, as it does once a user has spoken again.",
+        "This is how the model was trained; what is lost is the last turn's answers. Some templates have an argument"
+        " that keeps the reasoning (`chat_template_args`).",
+    ),
+    "reasoning-dropped": Cause(
+        "The client sends an answer back without the reasoning that came before it.",
+        "Have the client send `reasoning_content` back with each of its messages, if it can.",
+    ),
+    "truncated": Cause(
+        "The client has left messages out in the middle: what follows here stood further on before.",
+        "Clients do this when their limit for the context is near; a higher limit makes it rarer.",
+    ),
+    "compacted": Cause(
+        "The client has put a summary in the place of earlier messages.",
+        "Clients do this when their limit for the context is near; a higher limit makes it rarer.",
+    ),
+    "template": Cause(
+        "The messages are the same, and the template ends the prompt otherwise: reasoning switched on or off, perhaps.",
+        "Keep `enable_thinking`, `reasoning_effort` and template arguments the same within a conversation.",
+    ),
+    "differs": Cause("Other text stands here than in all that was known."),
+    "evicted": Cause(
+        "The rest was stored, and was evicted since, for the disk budget.",
+        "Raise `disk_budget_gb`, or pin the conversation (`cachectl pin`).",
+    ),
+    "damaged": Cause(
+        "A file of it could not be used, and was taken out of use.",
+        "`cachectl verify --deep` reads all others; files that are damaged again and again speak of the disk.",
+    ),
+    "missing": Cause(
+        "A file of it had vanished from the home.",
+        "Nothing but Warmline should delete files there; the rest was computed anew and stored again.",
+    ),
+    "suspect": Cause(
+        "What is stored is being examined: an audit found an answer that differs from a cold run's.",
+        "`cachectl stats` shows the audits, docs/correctness.md what they do.",
+    ),
+    "restore-failed": Cause(
+        "Restoring failed or took too long, and was given up.",
+        "The log says more; see whether the disk is slow, or the memory short (`memory_budget_gb`).",
+    ),
+    "gone": Cause(
+        "What the request was to start from left the memory before it could, several times.",
+        "The memory is short of conversations: raise `memory_budget_gb`, or send fewer at once.",
+    ),
+    "no-checkpoint": Cause(
+        "The model goes on only where a checkpoint was kept, and the last one lies before this place.",
+        "Nothing to do: the next turn starts further on.",
+    ),
+    "exact-grid": Cause(
+        "In exact mode only whole prefill steps are kept, so that each answer has a cold run's very bits.",
+        'A smaller `prefill_step_size` loses less; `reuse = "fast"` loses nothing.',
+    ),
+    "memory": Cause(
+        "This model's cache can't be written to disk: it is reused while it is in memory, and no longer.",
+        "See docs/correctness.md for the caches that can.",
+    ),
+    "slower": Cause("More of it is on disk, and restoring that would have taken longer than computing it."),
+    "shared": Cause("Another request is computing the same beginning, and this one starts from a copy of it."),
+    "first-request": Cause(
+        "Nothing was stored for it: the first request with this model and client key since the home was made, or since"
+        " a purge.",
+    ),
+    "other-model": Cause(
+        "What is stored belongs to another model: its weights, configuration, adapter, KV quantization or code changed,"
+        " or in exact mode mlx did.",
+        "If nobody meant that, undo it; what the other one stored is evicted by itself, or purged.",
+    ),
+    "other-key": Cause(
+        "The same prompt is stored for another client key, or from before there were any: each has a cache of its own.",
+        "`share_cache = true` has all keys use the one of requests without a key.",
+    ),
+    "removed-key": Cause(
+        "The same prompt is stored for a client key that was removed; nobody can use that any more.",
+        "`cachectl key rotate` renews a key and keeps its cache; `cachectl purge --key 'a removed key'` removes what"
+        " such keys have left.",
+    ),
+    "client-asked": Cause(
+        "The request itself forbade it.",
+        "Leave `cache_prompt: false` out.",
+    ),
+    "reuse-off": Cause("The proxy runs with `reuse = off`.", 'Set `reuse = "fast"`.'),
+    "nothing-asked": Cause("No token was to be computed."),
+    "not-planned": Cause("It ended before its start was planned: it was refused, or given up."),
+    "unknown": Cause("Nothing is known of it."),
+}
+
+# What the planner says, most telling first; "" stands for what a parting's texts may tell better.
+_SAID = [
+    (r"^$", "warm"),
+    (r"reuse is off", "reuse-off"),
+    (r"nothing is to be computed", "nothing-asked"),
+    (r"the client asked for no reuse", "client-asked"),
+    (r"was gone, twice", "gone"),
+    (r"another request computes", "shared"),
+    (r"is suspect", "suspect"),
+    (r"restore failed|restoring took more than", "restore-failed"),
+    (r"quarantined \(|\b(truncated|checksum|foreign|tokens|rows|io|missing) in ([0-9a-f]{8}|the chain):", "damaged"),
+    (r"evicted after token", "evicted"),
+    (r"missing after token", "missing"),
+    (r"would take longer", "slower"),
+    (r"not persistent", "memory"),
+    (r"differs from what is", ""),
+    (r"nothing stored", "first-request"),
+    (r"no checkpoint after token", "no-checkpoint"),
+    (r"exact mode keeps", "exact-grid"),
+    (r"all of it is stored|stored up to token|in memory up to token", "new-text"),
+]
+_BESIDES = {"no-checkpoint": "no checkpoint after token", "exact-grid": "exact mode keeps"}
+# What the planner and the hygiene say of the place.
+_SAID_OF_PLACE = [
+    (r"the template leaves out its reasoning", "reasoning-left-out"),
+    (r": a time(?: of day)? in line|: a Unix time in line", "timestamp"),
+    (r": a date in line", "date"),
+    (r": a (?:UUID|hash or random id|random id) in line", "random-id"),
+    (r": a billing header in line", "billing-header"),
+    (r"the tools come in another order", "tool-order"),
+    (r": tools: ", "tools-changed"),
+]
+_RULES = {TIMES: "timestamp", DATES: "date", IDS: "random-id", BILLING: "billing-header"}
+_SUMMARY = re.compile(
+    r"summar|compact(?:ed|ion)|continued from|ran out of context|earlier (?:messages|conversation)", re.I
+)
+_REASONING = re.compile(r"</?think|<\|channel\|>analysis|\[/?THINK\]|<seed:think>", re.I)
+_TOOLS = re.compile(r"\"(?:parameters|input_schema|properties|function)\"\s*:")
+_NUMBER = re.compile(r"\d[\d.,_]*")
+
+
+def cause_of(why: str, parting: Parting | None) -> str:
+    """A name in CAUSES."""
+    said = next((cause for pattern, cause in _SAID if re.search(pattern, why)), "unknown")
+    if said:
+        return said
+    if parting is None:
+        return _said_of_place(why) or "differs"
+    return next(filter(None, _seen(why, parting)), "differs")
+
+
+def causes_besides(why: str, cause: str) -> list[str]:
+    """What kept the start from the place where the prompt differs, or its text ends."""
+    return [name for name, said in _BESIDES.items() if said in why and name != cause]
+
+
+def _seen(why: str, parting: Parting) -> Iterator[str]:
+    """Most telling first; "" for what does not apply."""
+    yield _said_of_place(why)
+    old, new = parting.stored_text, parting.prompt_text
+    if old and new:
+        yield _volatile(old, new)
+        yield "whitespace" if _same_but_for_spaces(old, new) else ""
+        yield "reasoning-dropped" if _lacks_reasoning(old, new) and parting.role in ("assistant", "") else ""
+    elif "it came without reasoning" in why:
+        yield "reasoning-dropped"
+    yield _by_place(parting, old, new)
+
+
+def _said_of_place(why: str) -> str:
+    return next((cause for pattern, cause in _SAID_OF_PLACE if re.search(pattern, why)), "")
+
+
+def _volatile(old: str, new: str) -> str:
+    """Whether both have a time, a date, an id or a number of their own where they part."""
+    at = common_chars(old, new)
+    if (span := replaced_at(old, new, at)) is not None:
+        return _RULES[span.rule]
+    return "number" if _number_at(old, at) and _number_at(new, at) else ""
+
+
+def _lacks_reasoning(old: str, new: str) -> bool:
+    """Whether only the old text has some where they part."""
+    at = common_chars(old, new)
+    near = slice(max(0, at - NEAR_CHARS), at + NEAR_CHARS)
+    return _REASONING.search(old[near]) is not None and _REASONING.search(new[near]) is None
+
+
+def _number_at(text: str, at: int) -> bool:
+    return any(found.start() <= at < found.end() for found in _NUMBER.finditer(text))
+
+
+def _same_but_for_spaces(old: str, new: str) -> bool:
+    at = common_chars(old, new)
+    bare = ["".join(text[at:].split()) for text in (old, new)]
+    shorter = min(map(len, bare))
+    # The windows have as many tokens, so one of them ends in the midst of what the other one still says.
+    return shorter >= SAME_SPACED_CHARS_MIN and common_chars(*bare) == shorter
+
+
+def _by_place(parting: Parting, old: str, new: str) -> str:
+    if parting.role == TOOLS:
+        return "tools-changed"
+    if _SUMMARY.search(new[common_chars(old, new) :]) and not _SUMMARY.search(old):
+        return "compacted"
+    if parting.role in _SYSTEM:  # where templates put the tools, too
+        return "tools-changed" if _TOOLS.search(old) and _TOOLS.search(new) else "system-edited"
+    if parting.role == "assistant":
+        return "answer-changed"
+    if parting.comes_later:
+        return "truncated"
+    if parting.messages and not parting.message:
+        return "template"
+    if parting.message:
+        return "other-message" if parting.message_last >= parting.messages else "message-edited"
+    return ""

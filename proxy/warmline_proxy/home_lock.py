@@ -1,0 +1,21 @@
+"""One owner of a home at a time: the proxy, or whoever changes the index while no proxy runs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from warmline_common.storage.file_lock import Locked, process_lock
+from warmline_common.storage.home import Home
+
+
+class HomeLocked(Exception):
+    """Another process owns this home."""
+
+
+@contextmanager
+def home_lock(home: Home, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold `home.lock`.  Raises HomeLocked, naming the holder, after `wait_s`."""
+    try:
+        with process_lock(home.lock, wait_s):
+            yield
+    except Locked as error:
+        raise HomeLocked(f"{home.root} is in use by process {error.holder}, a proxy or cachectl") from None

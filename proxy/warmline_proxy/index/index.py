@@ -1,0 +1,408 @@
+"""The index of what is stored: `IndexReader` for who looks, `Index` for the proxy, which owns it.
+
+The files are the index's to delete: a row goes first (its id is then "doomed"), the file after, and the doomed id last,
+so that whatever is killed in between, the next start finishes it.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+from warmline_common.protocol.messages import Layout, SaveReply
+from warmline_common.storage.home import Home
+from warmline_proxy.index import lookup as index_walk
+from warmline_proxy.index import save as index_save
+from warmline_proxy.index import tree as index_tree
+from warmline_proxy.index.reader import IndexReader
+from warmline_proxy.index.write_behind import Bookkeeping
+from warmline_proxy.store import crash_probe as index_probe
+from warmline_proxy.store import files as index_files
+from warmline_proxy.store import reserve as spare
+from warmline_proxy.store import row_checks as index_flaws
+from warmline_proxy.store.environment import MAP_BYTES, Env
+from warmline_proxy.store.errors import (
+    NO_SPACE,
+    DamagedIndex,
+    IndexFailure,
+    IndexFull,
+    NoIndex,
+    NoRoom,
+    ReadOnlyIndex,
+    WrongSchema,
+    code_of,
+    is_read_only,
+)
+from warmline_proxy.store.rows import RequestRecord, SaveCommitted, SavePlan, SessionUpdate, TurnRow
+from warmline_proxy.store.tables import Tables
+from warmline_proxy.store.writer import Writer
+
+__all__ = ["Index", "IndexFailure", "IndexFull", "IndexReader", "NoIndex", "NoRoom", "ReadOnlyIndex", "WrongSchema"]
+
+FLUSH_INTERVAL_S = 1.0
+READER_CHECK_INTERVAL_S = 60.0
+LIKE_FULL = (*NO_SPACE, "EIO")  # LMDB calls a write that was cut short an input/output error
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Index(IndexReader):
+    """The proxy's, under `home.lock`.  Methods may be called on any thread.
+
+    Those that write block until it is durable (on an event loop: `asyncio.to_thread`); `note_use`, `note_turn`,
+    `record`, `lease` and `release` return at once.  Any write may raise IndexFull: nothing was changed then, and
+    reading goes on.
+    """
+
+    def __init__(self, home: Home, budget_bytes: int, *, map_bytes: int = MAP_BYTES) -> None:
+        self.home = home
+        self.budget_bytes = budget_bytes
+        self.read_only = ""  # why nothing can be written, while what is stored can be read
+        self.read_only_code = ""  # as code_of
+        self.on_records: Callable[[IndexFailure | None], object] = _warn
+        # Any thread: why ("budget" or "disk_full"), how many files, their bytes.
+        self.on_evicted: Callable[[str, int, int], object] = _unheard
+        self.changes = 0  # how often something was written, but for bookkeeping: who keeps what it read compares
+        self.bookkept = 0  # how often bookkeeping was
+        try:
+            self._env = Env(home.index, writable=True, map_bytes=map_bytes)
+            self._env.reader_check()
+        except (IndexFailure, OSError) as error:
+            if not is_read_only(error):
+                raise
+            self.suspend(error)
+            self._env = Env(home.index, writable=False, alone=True, map_bytes=map_bytes)
+        self._spare_is_gone = False  # what was set aside for a full disk, and should be again
+        self._lock = threading.Lock()  # guards the leases
+        self._leases: Counter[str] = Counter()
+        self._bookkeeping = Bookkeeping()
+        self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
+        self._writer = Writer(self._tick, FLUSH_INTERVAL_S)
+
+    def suspend(self, error: IndexFailure | OSError) -> None:
+        """Write nothing any more, as the home can't be written to, or could not be reconciled; until `reopen`."""
+        self.read_only, self.read_only_code = str(error), code_of(error)
+
+    def reopen(self) -> bool:
+        """Where nothing could be written: whether it can be now; it is to be reconciled then.  Blocks."""
+        if not os.access(self.home.index, os.W_OK):
+            return False
+        try:
+            self._submit(self._env.become_writable).result()
+        except (IndexFailure, OSError) as error:
+            self.suspend(error)
+        else:
+            self.read_only = self.read_only_code = ""
+        return not self.read_only
+
+    # --- saving ---
+
+    def begin_save(
+        self,
+        root: bytes,
+        model: str,
+        tokens: bytes,
+        *,
+        checkpoints: Sequence[int],
+        layout: Layout,
+        may_replace: bool = True,
+        ends: Sequence[int] = (),
+    ) -> SavePlan | None:
+        """What of `tokens` (all of them with rows in memory) is to be written; None where all is stored.
+
+        `checkpoints`: positions whose state is in memory.  `may_replace`: the backend still has the rows of a small
+        parent, so that the first segment may swallow it.  `ends`: where segments are to end.  Evicts
+        what the budget needs, and deletes those files, before it returns; what the plan builds on stays.  Raises
+        NoRoom.
+        """
+        wish = index_save.Wish(
+            root=root,
+            model=model,
+            tokens=tokens,
+            checkpoints=checkpoints,
+            layout=layout,
+            may_replace=may_replace,
+            ends=ends,
+        )
+        leased = self._leased()
+
+        def change(tables: Tables) -> tuple[SavePlan | None, dict[str, int]]:
+            plan = index_save.begin(tables, wish, leased)
+            if plan is None:
+                return None, {}
+            room = index_save.room(tables, self.budget_bytes, 0, self._env.bytes_used(), leased, must=True)
+            return plan, _weighed(tables, room)
+
+        plan, evicted = self._write(change)
+        self._note_evicted("budget", evicted)
+        self.sweep()
+        return plan
+
+    def commit_save(
+        self, plan: SavePlan, reply: SaveReply, *, prefill_s: float, session: SessionUpdate
+    ) -> SaveCommitted:
+        """Make what the backend has written part of the tree, in one transaction, and advance (or open) its session.
+
+        `prefill_s`: what computing [plan.matched, end) cost.  What no longer fits (its parent is gone, another save was
+        sooner) is dropped and its file deleted.
+        """
+        committed = self._write(
+            lambda tables: index_save.commit(tables, plan, reply, prefill_s, session, time.time()),
+        )
+        self.sweep()
+        return committed
+
+    def abort_save(self, plan: SavePlan) -> None:
+        """Forget it, and delete what it may have written.  Nothing happens where it is over already."""
+        self._write(lambda tables: index_save.abort(tables, plan))
+        self.sweep()
+
+    def note_session(self, root: bytes, tokens: bytes, session: SessionUpdate) -> str:
+        """A conversation went on without anything to save: its session's id; "" where nothing of it is stored."""
+
+        def change(tables: Tables) -> str:
+            found = index_walk.walk(tables, root, tokens, len(tokens))
+            return index_tree.advance_session(tables, found, root, tokens, session, time.time())
+
+        return self._write(change)
+
+    # --- bookkeeping, off the hot path ---
+
+    def note_use(self, ids: Iterable[str]) -> None:
+        """Segments and checkpoints that a request reused; written within a second."""
+        if self._bookkeeping.note_use(ids):
+            self._submit(self._tick)
+
+    def record(self, record: RequestRecord) -> None:
+        """Keep it among the last 1,000; written within a second."""
+        if self._bookkeeping.record(record):
+            self._submit(self._tick)
+
+    def note_audit(self, request_id: str, audit: str, guard: str) -> None:
+        """Add to a request's record what an audit has found; written within a second."""
+        self._bookkeeping.note_audit(request_id, audit, guard)
+
+    def note_turn(self, row: TurnRow) -> None:
+        """Keep an answer that called tools; written within a second."""
+        if self._bookkeeping.note_turn(row):
+            self._submit(self._tick)
+
+    def flush(self) -> None:
+        """Write the bookkeeping now."""
+        self._submit(self._tick).result()
+
+    # --- leases, room, quarantine ---
+
+    def lease(self, ids: Iterable[str]) -> None:
+        """Keep these files while a restore reads them; counted, so each lease wants its release."""
+        with self._lock:
+            self._leases.update(ids)
+
+    def release(self, ids: Iterable[str]) -> None:
+        with self._lock:
+            self._leases.subtract(ids)
+            self._leases = +self._leases
+
+    def make_room(self, bytes_needed: int = 0) -> list[str]:
+        """Evict (and delete) until the budget holds with that much more; `begin_save` does it by itself.
+
+        The ids that went.  Raises NoRoom, except for 0 bytes: then what may go goes.
+        """
+        leased = self._leased()
+
+        def change(tables: Tables) -> dict[str, int]:
+            used, must = self._env.bytes_used(), bytes_needed > 0
+            return _weighed(tables, index_save.room(tables, self.budget_bytes, bytes_needed, used, leased, must=must))
+
+        evicted = self.change(change, frees=True)
+        self._note_evicted("budget", evicted)
+        self.sweep()
+        return list(evicted)
+
+    def free(self, bytes_wanted: int, why: str = "disk_full") -> list[str]:
+        """Evict (and delete) though the budget holds; the ids that went.  `why`: as `on_evicted` is told."""
+        leased = self._leased()
+        evicted = self.change(
+            lambda tables: _weighed(tables, index_save.free(tables, bytes_wanted, leased)), frees=True
+        )
+        self._note_evicted(why, evicted)
+        self.sweep()
+        return list(evicted)
+
+    def _note_evicted(self, why: str, evicted: dict[str, int]) -> None:
+        if evicted:
+            self.on_evicted(why, len(evicted), sum(evicted.values()))
+
+    def quarantine(self, file_id: str, reason: str) -> list[str]:
+        """Take a damaged, foreign or suspect file out of the tree, a segment with all that builds on it; their ids.
+
+        The files move to segments/quarantine/, count against the budget, and are the first to go.
+        """
+        ids = self._write(lambda tables: index_tree.quarantine(tables, file_id, reason, time.time()))
+        try:
+            index_files.set_aside(self.home, ids)
+        except OSError as error:  # nobody uses it any more, and the next start deletes it
+            log.error("%s is out of use, but stays where it is: %s", file_id, error)
+        self.weigh_quarantined()
+        return ids
+
+    def weigh_quarantined(self) -> None:
+        """Count what was set aside as what it weighs now, and forget what is not there."""
+
+        def size_of(file_id: str) -> int | None:
+            return index_files.size_aside(self.home, file_id)
+
+        self._write(lambda tables: index_tree.weigh_quarantined(tables, size_of))
+
+    def sweep(self) -> int:
+        """Delete the files whose rows are gone, but for leased ones; how many.  What removes rows calls it itself.
+
+        Those that the disk does not give away stay doomed, until the next sweep.
+        """
+        with self._env.reading() as tables:
+            doomed = tables.doomed().keys() - self._leased()
+        deleted = [file_id for file_id in doomed if index_files.deleted(self.home, file_id)]
+        if not deleted:
+            return 0
+
+        def change(tables: Tables) -> None:
+            for file_id in deleted:
+                tables.forget_doomed(file_id)
+
+        self._write(change)
+        return len(deleted)
+
+    # --- upkeep ---
+
+    def change(self, change: Callable[[Tables], T], *, frees: bool = False) -> T:
+        """A transaction of reconcile's or purge's own; nobody else needs it.
+
+        One that `frees` room takes what is set aside for it where the disk is full.
+        """
+        return self._with_spare(lambda: self._write(change)) if frees else self._write(change)
+
+    def _with_spare(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except IndexFailure as error:
+            if error.code not in LIKE_FULL or not spare.give_up(self.home):
+                raise
+            self._spare_is_gone = True  # first what was freed is for who wanted it
+        return work()
+
+    def keep_spare(self) -> None:
+        """Set room aside for deletions where the disk is full; without, they have to do with what is free."""
+        spare.keep(self.home)
+        self._spare_is_gone = not spare.is_whole(self.home)
+
+    def renew_spare(self) -> None:
+        """Where it was taken, set it aside again."""
+        if self._spare_is_gone:
+            self.keep_spare()
+
+    def compact(self) -> None:
+        """Rewrite the index file, so that nothing deleted is left in it.  Readers go on meanwhile."""
+        self._with_spare(lambda: self._submit(self._env.compact).result())
+
+    def erase_traces(self) -> bool:
+        """Compact where a purge has not come to that: whether it had not."""
+        with self._env.reading() as tables:
+            has_traces = tables.has_traces()
+        if has_traces:
+            self.compact()
+        return has_traces
+
+    def is_untold(self) -> bool:
+        """Whether a backend may hold in memory what was purged: whoever purged it was ended before that was told."""
+        with self._env.reading() as tables:
+            return tables.is_untold()
+
+    def note_told(self) -> None:
+        """No backend holds it any more."""
+        self._write(Tables.is_told)
+
+    def tidy(self) -> list[Path]:
+        """Delete what lies beside the index's newest generation and is none of a compaction under way."""
+        return self._submit(self._env.tidy).result()
+
+    def is_damaged(self, *, probed: bool = False) -> bool:
+        """Whether it lacks what is stored, or has entries that can't be read.
+
+        One whose file can't be read is replaced by an empty one.  Where reading it has ended a process, or that is to
+        be `probed`, another one tries first.
+        """
+        with index_probe.at_risk(self.home) as died:
+            try:
+                if (died or probed) and not index_probe.is_readable(self.home.index):
+                    raise DamagedIndex("the index is damaged: no process gets through it")
+                with self._env.reading() as tables:
+                    flaws = list(index_flaws.flaws(tables))  # all: beyond the first may be pages that can't be read
+                    return bool(flaws) or tables.is_begun_anew()
+            except DamagedIndex as error:
+                damage = error
+            self._submit(lambda: self._env.begin_anew(damage)).result()
+            return True
+
+    def close(self) -> None:
+        """Writes the bookkeeping first."""
+        self._writer.close()
+        self._env.close()
+
+    def _leased(self) -> set[str]:
+        with self._lock:
+            return set(self._leases)
+
+    def _submit(self, work: Callable[[], T]) -> "Future[T]":
+        try:
+            return self._writer.submit(work)
+        except RuntimeError as error:
+            raise IndexFailure(str(error)) from error
+
+    def _write(self, change: Callable[[Tables], T]) -> T:
+        if self.read_only:
+            error = ReadOnlyIndex(self.read_only)
+            error.code = self.read_only_code
+            raise error
+        return self._submit(lambda: self._write_now(change)).result()
+
+    def _write_now(self, change: Callable[[Tables], T]) -> T:
+        """On the writer thread."""
+        result = self._env.write(change)
+        self.changes += 1
+        return result
+
+    def _tick(self) -> None:
+        """On the writer thread, every second and at the end.  What can't be written is tried again at the next."""
+        try:
+            if self.read_only:
+                self._bookkeeping.clear()
+            elif self._bookkeeping.write(self._env.write):
+                self.bookkept += 1
+                self.on_records(None)
+            if time.monotonic() >= self._reader_check_due:
+                self._reader_check_due = time.monotonic() + READER_CHECK_INTERVAL_S
+                self._env.reader_check()
+                self.renew_spare()
+        except IndexFailure as error:
+            self.on_records(error)
+
+
+def _weighed(tables: Tables, evicted: list[str]) -> dict[str, int]:
+    """The bytes of each file that was just doomed."""
+    doomed = tables.doomed() if evicted else {}
+    return {file_id: doomed.get(file_id, 0) for file_id in evicted}
+
+
+def _unheard(why: str, files: int, bytes_count: int) -> None:
+    """Nobody counts."""
+
+
+def _warn(error: IndexFailure | None) -> None:
+    if error is not None:
+        log.warning("bookkeeping could not be written: %s", error)

@@ -1,0 +1,97 @@
+"""Start-up: make index and files agree again, whatever was killed in between.  Needs `home.lock`, no save running."""
+
+import logging
+import time
+from pathlib import Path
+
+import msgspec
+
+from warmline_common.storage import disk
+from warmline_proxy.index.index import Index, IndexFailure
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.save import abort
+from warmline_proxy.index.tree import drop, quarantine
+from warmline_proxy.store import files as index_files
+from warmline_proxy.store.tables import Tables
+
+log = logging.getLogger(__name__)
+
+
+class Reconciled(msgspec.Struct, kw_only=True):
+    """How much was put right; all 0 after a clean end."""
+
+    mended: int = 0  # what a repair did, where the index was damaged
+    saves_rolled_back: int = 0
+    rows_without_file: int = 0  # dropped, segments and checkpoints, with what built on them
+    rows_of_other_size: int = 0  # quarantined, with what built on them
+    files_without_row: int = 0
+    files_temporary: int = 0
+    files_doomed: int = 0  # rows were gone already
+    modes_set: int = 0  # of files and folders that others than their owner could use
+    evicted: int = 0  # the budget became smaller meanwhile
+    purges_ended: int = 0  # 1 where the index still had traces of what was removed
+
+    def __str__(self) -> str:
+        done = [f"{name} {count}" for name, count in msgspec.structs.asdict(self).items() if count]
+        return ", ".join(done).replace("_", " ") or "in order"
+
+
+def reconcile(index: Index) -> Reconciled:
+    home, counts = index.home, Reconciled()
+    if index.is_damaged() and (did := repair(index, deep=False, saving=False).did):
+        counts.mended, stored = len(did), index.totals()
+        log.warning("the index was mended: it has %d segments now, %d tokens", stored.segments, stored.tokens)
+    saves = index.change(lambda tables: [abort(tables, plan) for plan in tables.saves()], frees=True)
+    counts.saves_rolled_back = len(saves)
+    files = list(index_files.stored(home))
+    sizes = {file_id: path.stat().st_size for file_id, path in files if file_id}
+    index.change(lambda tables: _drop_rows(tables, sizes, counts), frees=True)
+    index_files.set_aside(home, [row.id for row in index.quarantined()])
+    index.weigh_quarantined()
+    counts.files_doomed = index.sweep()
+    _delete_strays(index, files, counts)
+    counts.modes_set = len(index_files.make_private(home))
+    counts.evicted = len(index.make_room())
+    counts.purges_ended = _end_purge(index)
+    return counts
+
+
+def _end_purge(index: Index) -> int:
+    """Where the disk has no room for that, the next start, purge or gc does it."""
+    try:
+        return int(index.erase_traces())
+    except IndexFailure as error:
+        log.warning("the index still has traces of what was purged: %s; free space, then run cachectl gc", error)
+        return 0
+
+
+def _drop_rows(tables: Tables, sizes: dict[str, int], counts: Reconciled) -> None:
+    for row in tables.files():
+        if not tables.holds(row.id):
+            continue  # it went with what it built on
+        size = sizes.get(row.id)
+        if size is None:
+            counts.rows_without_file += len(drop(tables, row.id, "missing"))
+        elif size != row.bytes_on_disk:
+            reason = "truncated" if size < row.bytes_on_disk else "foreign"
+            counts.rows_of_other_size += len(quarantine(tables, row.id, reason, time.time()))
+
+
+def _delete_strays(index: Index, files: list[tuple[str, Path]], counts: Reconciled) -> None:
+    snapshot = index.snapshot()
+    known = snapshot.segments.keys() | snapshot.checkpoints.keys()
+    for file_id, path in files:
+        if not file_id:
+            counts.files_temporary += _delete(path)
+        elif file_id not in known:
+            counts.files_without_row += _delete(path)
+    for file_id, path in list(index_files.aside(index.home)):
+        if file_id not in snapshot.quarantined:
+            counts.files_without_row += _delete(path)
+
+
+def _delete(path: Path) -> int:
+    """1 where it is not set aside, or deleted, already."""
+    was_there = path.exists()
+    disk.delete(path)
+    return int(was_there)

@@ -1,0 +1,369 @@
+"""What must hold of the index and its files, checked in one snapshot."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from warmline_common.protocol.tokens import TOKEN_BYTES, Prefix
+from warmline_common.storage.file_lock import holder_of
+from warmline_common.storage.home import Home
+from warmline_proxy.index.recovery.file_headers import Surveyed, survey
+from warmline_proxy.index.turns import keys_of, turns
+from warmline_proxy.store import files as index_files
+from warmline_proxy.store.row_checks import flaws
+from warmline_proxy.store.rows import CheckpointRow, Finding, SegmentRow, SessionRow
+from warmline_proxy.store.tables import Sums, Tables, first_token, hook, slot
+
+COMPACTION_S_MAX = 600.0
+FILE_FINDINGS = {"file", "place", "missing", "truncated", "checksum", "foreign", "tokens", "io"}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What lies on the disk.  Made before the snapshot: what is saved later is then no orphan."""
+
+    stored: list[tuple[str, Path]]  # (id, path) of the files in their places
+    aside: list[tuple[str, Path]]
+    index: list[Path]  # generations of the index and their drafts
+
+    @classmethod
+    def of(cls, home: Home) -> "Listing":
+        return cls(list(index_files.stored(home)), list(index_files.aside(home)), list(home.index.iterdir()))
+
+
+def verify(
+    tables: Tables, home: Home, listing: Listing, deep: bool, progress: Callable[[int], object]
+) -> list[Finding]:
+    """Where an entry can't be read, what could be said of the others means little: only that is told then.
+
+    `progress` hears each file's bytes once it was looked at.
+    """
+    if unreadable := list(flaws(tables)):
+        return unreadable
+    tree = _Tree.of(tables)
+    return [
+        *_segments(tables, tree),
+        *_children(tables, tree),
+        *_blocks(tables, tree),
+        *_checkpoints(tables, tree),
+        *_sessions(tables, tree),
+        *_bookkeeping(tables, tree),
+        *_turns(tables),
+        *_standings(tables),
+        *_sums(tables),
+        *_files(tables, tree, home, deep, progress),
+        *_quarantine(tables, home),
+        *_orphans(tables, home, listing),
+        *_modes(home),
+    ]
+
+
+def still_stored(tables: Tables, findings: Iterable[Finding]) -> list[Finding]:
+    """Without those about files that were evicted, or purged from quarantine, while they were looked at."""
+
+    def stands(finding: Finding) -> bool:
+        if finding.what in FILE_FINDINGS:
+            return tables.holds(finding.id)
+        return finding.what != "quarantine" or tables.is_quarantined(finding.id)
+
+    return [finding for finding in findings if stands(finding)]
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """The segments, and of each whose path to the root is whole all tokens before it."""
+
+    segments: dict[str, SegmentRow]
+    before: dict[str, Prefix]
+
+    @classmethod
+    def of(cls, tables: Tables) -> "_Tree":
+        segments = {row.id: row for row in tables.segments()}
+        tree = cls(segments, {})
+        for row in sorted(segments.values(), key=lambda row: row.start):  # parents start before their children
+            if not row.parent and row.start == 0:
+                tree.before[row.id] = Prefix(row.root)
+            elif row.parent in tree.before and _fits(row, segments[row.parent]):
+                tree.before[row.id] = tree.until(tables, row.parent, row.start)
+        return tree
+
+    def until(self, tables: Tables, segment_id: str, position: int) -> Prefix:
+        """All tokens of this segment's path before `position`, which lies in it."""
+        row = self.segments[segment_id]
+        return self.before[segment_id].then(tables.tokens(segment_id)[: (position - row.start) * TOKEN_BYTES])
+
+    def is_on_path(self, ancestor: str, segment_id: str) -> bool:
+        while segment_id in self.before and segment_id != ancestor:
+            segment_id = self.segments[segment_id].parent
+        return segment_id == ancestor
+
+
+def _fits(row: SegmentRow, parent: SegmentRow) -> bool:
+    return parent.root == row.root and parent.start < row.start <= parent.end
+
+
+def _finding(what: str, file_id: str, detail: str) -> Finding:
+    return Finding(what=what, id=file_id, detail=detail)
+
+
+# --- the tree ---
+
+
+def _segments(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+    for row in tree.segments.values():
+        tokens = tables.tokens(row.id)
+        if len(tokens) != (row.end - row.start) * TOKEN_BYTES:
+            yield _finding("tree", row.id, f"{len(tokens)} bytes of tokens for [{row.start}, {row.end})")
+            continue
+        if tables.child(row.root, row.parent, row.start, tokens[:TOKEN_BYTES]) != row.id:
+            yield _finding("tree", row.id, "its parent does not name it")
+        yield from _parent(tables, row, tree.segments.get(row.parent))
+
+
+def _parent(tables: Tables, row: SegmentRow, parent: SegmentRow | None) -> Iterator[Finding]:
+    if not row.parent:
+        if row.start != 0:
+            yield _finding("tree", row.id, f"starts at {row.start} without a parent")
+    elif parent is None:
+        yield _finding("tree", row.id, f"its parent {row.parent} is not stored")
+    elif not _fits(row, parent):
+        yield _finding("tree", row.id, f"starts at {row.start}, its parent has [{parent.start}, {parent.end})")
+    elif first_token(tables.tokens(parent.id), row.start - parent.start) == tables.tokens(row.id)[:TOKEN_BYTES]:
+        yield _finding("tree", row.id, f"begins like the rest of its parent at {row.start}")
+
+
+def _children(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+    """Everything that hangs on a segment hangs on one that is stored."""
+    slots = {slot(r.root, r.parent, r.start, tables.tokens(r.id)[:TOKEN_BYTES]) for r in tree.segments.values()}
+    for key, value in tables.items("children"):
+        if key not in slots:
+            yield _finding("tree", value.hex(), "named as a child, but not stored")
+    for table in ("tokens", "hashes"):
+        for key, _ in tables.items(table):
+            if key.hex() not in tree.segments:
+                yield _finding("tree", key.hex(), f"{table} without a row")
+    hooks = {hook(b"", segment_id) for segment_id in tree.segments}
+    for key, value in tables.items("gone"):
+        if key in slots:
+            yield _finding("tree", "", f"said to be gone ({value.decode()}), but stored")
+        elif key.startswith(b"s") and key[:17] not in hooks:
+            yield _finding("tree", key[1:17].hex(), "what is gone after it is noted, but it is not stored")
+
+
+def _blocks(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+    expected: dict[bytes, str] = {}
+    for row in tree.segments.values():
+        mine = tables.hashes(row.id)
+        before = tree.before.get(row.id)
+        if before is None or mine != before.with_hashes(tables.tokens(row.id))[1]:
+            yield _finding("block", row.id, "its chain hashes are not those of its tokens")
+        expected |= dict.fromkeys(mine, row.id)
+    actual = {key: value.hex() for key, value in tables.items("blocks")}
+    for key in expected.keys() | actual.keys():
+        if expected.get(key) != actual.get(key):
+            owner = expected.get(key, "no segment")
+            yield _finding("block", actual.get(key, ""), f"block {key.hex()} belongs to {owner}")
+
+
+def _checkpoints(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+    rows = tables.checkpoints()
+    for row in rows:
+        segment = tree.segments.get(row.segment)
+        if segment is None or not segment.start < row.position <= segment.end:
+            yield _finding("checkpoint", row.id, f"at {row.position}, outside its segment {row.segment}")
+        if tables.checkpoint_at(row.segment, row.position) != row.id:
+            yield _finding("checkpoint", row.id, "its place does not name it")
+    if tables.count("places") != len(rows):
+        yield _finding("checkpoint", "", f"{tables.count('places')} places for {len(rows)} checkpoints")
+
+
+# --- conversations ---
+
+
+def _sessions(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+    wanted = set()
+    for row in tables.sessions():
+        leaf = tree.segments.get(row.leaf)
+        if leaf is None or leaf.root != row.root or not leaf.start < row.tokens <= leaf.end:
+            yield _finding("session", row.id, f"ends at {row.tokens}, outside its segment {row.leaf}")
+        elif detail := _turn(tables, tree, row):
+            yield _finding("session", row.id, detail)
+        wanted |= {(anchor, row.id) for anchor in {row.leaf, row.turn_segment} - {""}}
+    anchors = {(key[:16].hex(), key[16:].decode(errors="replace")) for key, _ in tables.items("anchors")}
+    for anchor, session in wanted - anchors:
+        yield _finding("session", session, f"is not anchored in {anchor}")
+    for anchor, session in anchors - wanted:
+        yield _finding("session", session, f"is anchored in {anchor} for no reason")
+
+
+def _turn(tables: Tables, tree: _Tree, row: SessionRow) -> str:
+    """What is wrong with where its last turn ends; "" where nothing is."""
+    if not row.turn_segment:
+        return f"its turn ends at {row.turn_end}, in no segment" if row.turn_end <= row.tokens else ""
+    segment = tree.segments.get(row.turn_segment)
+    if segment is None or not segment.start < row.turn_end <= min(segment.end, row.tokens):
+        return f"its turn ends at {row.turn_end}, outside segment {row.turn_segment}"
+    if row.turn_segment not in tree.before:
+        return ""  # the tree is broken there, which is told of its segments
+    if not tree.is_on_path(row.turn_segment, row.leaf):
+        return f"its turn ends in {row.turn_segment}, which is not on its path"
+    if tree.until(tables, row.turn_segment, row.turn_end).tokens_digest != row.turn_digest:
+        return f"its first {row.turn_end} tokens are others"
+    return ""
+
+
+# --- bookkeeping ---
+
+
+def _bookkeeping(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+    stored = tree.segments.keys() | {row.id for row in tables.checkpoints()}
+    for key, _ in tables.items("usage"):
+        if key.hex() not in stored:
+            yield _finding("usage", key.hex(), "counted, but not stored")
+
+
+def _turns(tables: Tables) -> Iterator[Finding]:
+    """Each is found under its calls, and nothing else is."""
+    wanted: dict[bytes, bytes] = {}
+    for key, row in turns(tables):
+        for call, call_id in zip(keys_of(row), row.calls, strict=True):
+            if wanted.setdefault(call, key) != key:
+                yield _finding("turn", call_id, "is in two turns")
+    found = dict(tables.items("calls"))
+    for call in wanted.keys() | found.keys():
+        if wanted.get(call) != found.get(call):
+            yield _finding("turn", f"call_{call[16:].hex()}", "is not found under its turn")
+
+
+def _standings(tables: Tables) -> Iterator[Finding]:
+    """A file is stored, or being written, or set aside, or about to be deleted; one of these."""
+    seen: dict[str, str] = {}
+    standings = {
+        "stored": [row.id for row in tables.files()],
+        "being written": [file_id for plan in tables.saves() for file_id in plan.file_ids],
+        "quarantined": [row.id for row in tables.quarantined()],
+        "about to be deleted": list(tables.doomed()),
+    }
+    for standing, ids in standings.items():
+        for file_id in ids:
+            if file_id in seen:
+                yield _finding("standing", file_id, f"both {seen[file_id]} and {standing}")
+            seen[file_id] = standing
+
+
+def _sums(tables: Tables) -> Iterator[Finding]:
+    segments, checkpoints, quarantined = list(tables.segments()), tables.checkpoints(), tables.quarantined()
+    sampled = [row for _, row in turns(tables)]
+    counted = Sums(
+        segments=len(segments),
+        checkpoints=len(checkpoints),
+        sessions=tables.count("sessions"),
+        quarantined=len(quarantined),
+        tokens=sum(row.end - row.start for row in segments),
+        bytes_segments=sum(row.bytes_on_disk for row in segments),
+        bytes_checkpoints=sum(row.bytes_on_disk for row in checkpoints),
+        bytes_quarantined=sum(row.bytes_on_disk for row in quarantined),
+        bytes_writing=sum(plan.bytes_expected for plan in tables.saves()),
+        bytes_doomed=sum(tables.doomed().values()),
+        turns=len(sampled),
+        bytes_turns=sum(len(row.tokens) for row in sampled),
+    )
+    kept = msgspec.structs.asdict(tables.sums())
+    for name, value in msgspec.structs.asdict(counted).items():
+        if kept[name] != value:
+            yield _finding("sum", "", f"{name} is {value}, the index says {kept[name]}")
+
+
+# --- files ---
+
+
+def _files(tables: Tables, tree: _Tree, home: Home, deep: bool, progress: Callable[[int], object]) -> Iterator[Finding]:
+    for row in tables.files():
+        file = survey(home, row.id, deep=deep)
+        if file.reason:
+            yield _finding(file.reason, row.id, file.detail)
+        elif detail := _against_row(tables, row, file):
+            yield _finding("file", row.id, detail)
+        elif detail := _place(tables, tree, row, file):
+            yield _finding("place", row.id, detail)
+        progress(row.bytes_on_disk)
+
+
+def _against_row(tables: Tables, row: SegmentRow | CheckpointRow, file: Surveyed) -> str:
+    """What the file says otherwise than the row; "" where they agree.
+
+    Its parent may be another one by now, which holds the same tokens: `_place` looks at these.
+    """
+    assert file.meta is not None
+    meta = file.meta
+    if file.bytes_on_disk != row.bytes_on_disk:
+        return f"has {file.bytes_on_disk} bytes, {row.bytes_on_disk} were saved"
+    if isinstance(row, SegmentRow):
+        same = (meta.kind, meta.start, meta.end) == ("segment", row.start, row.end)
+    else:
+        same = (meta.kind, meta.position) == ("checkpoint", row.position)
+    if not same:
+        return f"is a {meta.kind} of [{meta.start}, {meta.end}), position {meta.position}"
+    if file.checksum != row.checksum:
+        return "its checksums are not those of when it was saved"
+    if isinstance(row, SegmentRow) and file.tokens != tables.tokens(row.id):
+        return "has other tokens than the index"
+    return ""
+
+
+def _place(tables: Tables, tree: _Tree, row: SegmentRow | CheckpointRow, file: Surveyed) -> str:
+    """Whether what the file holds was computed after the tokens that the index has before it."""
+    assert file.meta is not None
+    segment_id = row.id if isinstance(row, SegmentRow) else row.segment
+    if segment_id not in tree.before:
+        return ""  # the tree is broken there, which is told of its segments
+    position = row.start if isinstance(row, SegmentRow) else row.position
+    if file.root != tree.segments[segment_id].root:
+        return "belongs to another model or tenant"
+    if file.meta.prefix != tree.until(tables, segment_id, position).digest:
+        return "was computed after other tokens than the index has before it"
+    return ""
+
+
+def _quarantine(tables: Tables, home: Home) -> Iterator[Finding]:
+    for row in tables.quarantined():
+        size = index_files.size_aside(home, row.id)
+        if size is None:
+            yield _finding("quarantine", row.id, "its file is gone")
+        elif size != row.bytes_on_disk:
+            yield _finding("quarantine", row.id, f"has {size} bytes, the index says {row.bytes_on_disk}")
+
+
+def _orphans(tables: Tables, home: Home, listing: Listing) -> Iterator[Finding]:
+    """Files that nobody accounts for; those being written, or about to be deleted, are accounted for."""
+    plans = tables.saves()
+    known = {file_id for plan in plans for file_id in plan.file_ids} | tables.doomed().keys()
+    known |= {row.id for row in tables.files()}
+    quarantined = {row.id for row in tables.quarantined()}
+    orphans = [
+        # A quarantined file may still be on its way.  A temporary file is right only while something is being written.
+        *((i, path) for i, path in listing.stored if not (i in known | quarantined if i else plans)),
+        *((i, path) for i, path in listing.aside if i not in quarantined | known),
+        *(("", path) for path in index_files.superseded(listing.index) if not _may_be_compacting(home, path)),
+    ]
+    for file_id, path in orphans:
+        if path.exists():
+            yield _finding("orphan", file_id, str(path.relative_to(home.root)))
+
+
+def _may_be_compacting(home: Home, path: Path) -> bool:
+    """Whether who has the home may be writing, or deleting, this generation of the index at this moment."""
+    try:
+        age_s = time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return True
+    return age_s < COMPACTION_S_MAX and bool(holder_of(home.lock))
+
+
+def _modes(home: Home) -> Iterator[Finding]:
+    """KV is as private as the transcript."""
+    for path, mode in index_files.too_open(home):
+        yield _finding("mode", "", f"{path.relative_to(home.root)} is {mode:o}, open to others than its owner")

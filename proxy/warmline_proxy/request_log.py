@@ -1,0 +1,167 @@
+"""What is learnt of one request on its way; in the end its record and its one PERF line."""
+
+import json
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from warmline_common.process.redaction import quoted
+from warmline_common.protocol.messages import HEADER_REQUEST, Settled
+from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request, from_upstream
+from warmline_proxy.planner import COLD, RESTORED, Plan
+from warmline_proxy.store.rows import Parting, RequestRecord
+from warmline_proxy.upstream.client import UpstreamError
+
+OK, ERROR, CANCELLED = "ok", "error", "cancelled"
+
+
+_GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(12)
+
+
+def read_request_id(given: str | None) -> str:
+    """A client's own name for its request, or a new one.  Raises ClientError 400."""
+    if given is None:
+        return new_request_id()
+    if not _GIVEN_ID.fullmatch(given):
+        shown = quoted(given[:80])
+        raise bad_request(f"The header {HEADER_REQUEST} must be 1 to 64 of A-Z a-z 0-9 . _ -, not {shown}.")
+    return given
+
+
+@dataclass
+class Trace:
+    """Filled by the hot path, read by settle; owned by the event loop."""
+
+    endpoint: str
+    id: str = field(default_factory=new_request_id)
+    given_id: str = ""  # as its client named it
+    key: str = ""  # name of the key that its client showed
+    at: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.monotonic)
+    client_model: str = ""
+    session_hint: str = ""
+    stabilized: str = ""  # "times=2, ids=1": what was evened out at the top of its prompt
+    session: str = ""
+    outcome: str = ""
+    status: str = "none"  # the class of HTTP statuses that what its client was told belongs to, as "2xx"
+    error: str = ""
+    dispatches: int = 0  # how often it was sent to a backend; more than once where that was lost
+    plan: Plan | None = None
+    prompt_tokens: int = 0
+    saved_tokens: int = 0
+    collapse: str = ""  # what the garbage guard saw of its answer
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    settled: Settled | None = None
+    root: bytes = b""  # namespace of its prompt
+    parting: Parting | None = None  # where that differs from what was known
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.began
+
+    def saw_content(self) -> None:
+        """The first token's text is on its way to the client."""
+        self.ttft_s = self.ttft_s or self.elapsed_s()
+
+    def answered(self) -> None:
+        """The client has all of its answer; a failure in the midst of it stays one."""
+        if not self.outcome:
+            self.outcome, self.status = OK, "2xx"
+
+    def failed(self, error: ClientError | UpstreamError) -> None:
+        """A 499 is nobody's failure: somebody wanted it ended."""
+        wanted = isinstance(error, ClientError) and error.status == CLIENT_CLOSED
+        self.outcome, self.error = CANCELLED if wanted else ERROR, str(error)
+        self.status = f"{from_upstream(error).status // 100}xx"
+
+    def left(self) -> None:
+        """The client went before its answer was whole; what failed before that stays a failure."""
+        self.outcome = self.outcome or CANCELLED
+
+    def cache_header(self) -> str:
+        """X-Warmline-Cache: where the start came from and how many tokens it saved."""
+        assert self.plan is not None
+        return f"{self.plan.source} {self.plan.reuse}"
+
+    def _reused(self) -> int:
+        """Less than planned where a request that is followed can no longer be copied at just that place."""
+        planned = self.plan.reuse if self.plan else 0
+        return min(planned, self.prompt_tokens - self.settled.timings.prefilled) if self.settled else planned
+
+    def record(self) -> RequestRecord:
+        plan, timings = self.plan, self.settled.timings if self.settled else None
+        reuse = self._reused()
+        return RequestRecord(
+            id=self.id,
+            at=self.at,
+            endpoint=self.endpoint,
+            client_model=self.client_model,
+            session=self.session,
+            outcome=self.outcome or ERROR,
+            source=plan.source if plan else COLD,
+            why_not_warmer=plan.why_not_warmer if plan else "",
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=reuse,
+            restored_tokens=reuse if plan and plan.source == RESTORED else 0,
+            prefilled_tokens=timings.prefilled if timings else 0,
+            generated_tokens=timings.decoded if timings else 0,
+            saved_tokens=self.saved_tokens,
+            queue_s=self.queue_s + (timings.queue_s if timings else 0.0),
+            restore_s=self.restore_s,
+            prefill_s=timings.prefill_s if timings else 0.0,
+            ttft_s=self.ttft_s,
+            decode_s=timings.decode_s if timings else 0.0,
+            expected_ttft_s=plan.seconds if plan else 0.0,
+            decode_tokens_per_s=timings.decoded / timings.decode_s if timings and timings.decode_s > 0 else 0.0,
+            total_s=self.total_s or self.elapsed_s(),
+            key=self.key,
+            root=self.root,
+            parting=self.parting,
+            error=self.error,
+            dispatches=self.dispatches,
+            guard=self.collapse,
+        )
+
+
+# Of a record: where its prompt differs nobody is to read in a log; the others mean nothing there, or are not known yet.
+UNLOGGED = ("parting", "root", "audit")
+SECONDS_DIGITS = 6
+
+
+def perf_fields(record: RequestRecord, session_hint: str = "") -> dict[str, object]:
+    """The same as keys, under the names that records have."""
+    kept = {name: getattr(record, name) for name in record.__struct_fields__ if name not in UNLOGGED}
+    told = {name: round(value, SECONDS_DIGITS) if isinstance(value, float) else value for name, value in kept.items()}
+    return {"event": "perf", "request": told.pop("id"), **told, "client_session": session_hint}
+
+
+def perf_line(record: RequestRecord, session_hint: str = "") -> str:
+    """One line, `key=value`; texts that others chose are quoted."""
+    numbers = (
+        f"queue={record.queue_s:.3f}s restore={record.restore_s:.3f}s prefill={record.prefill_s:.3f}s"
+        f" ttft={record.ttft_s:.3f}s expected={record.expected_ttft_s:.3f}s total={record.total_s:.3f}s"
+        f" decode={record.decode_tokens_per_s:.1f}tok/s"
+        f" prompt={record.prompt_tokens} cached={record.cached_tokens} restored={record.restored_tokens}"
+        f" prefilled={record.prefilled_tokens} generated={record.generated_tokens} saved={record.saved_tokens}"
+    )
+    if record.dispatches > 1:
+        numbers += f" dispatches={record.dispatches}"
+    session = record.session or "-"
+    texts = f"miss={json.dumps(record.why_not_warmer)} model={json.dumps(record.client_model)}"
+    if session_hint:
+        texts += f" client_session={json.dumps(session_hint)}"
+    if record.guard:
+        texts += f" guard={json.dumps(record.guard)}"
+    if record.error:
+        texts += f" error={json.dumps(record.error)}"
+    return (
+        f"PERF request={record.id} session={session} endpoint={record.endpoint} outcome={record.outcome}"
+        f" source={record.source} {numbers} {texts}"
+    )

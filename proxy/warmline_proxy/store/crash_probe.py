@@ -1,0 +1,57 @@
+"""Reading an index through in a process of its own: LMDB's assertions end the process that meets a damaged page."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+from warmline_proxy.store.environment import Env
+from warmline_proxy.store.errors import DamagedIndex, IndexFailure
+from warmline_proxy.store.row_checks import flaws
+
+UNREADABLE = 3
+ENDS = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV}  # what LMDB's assertions and pages that are not there come to
+
+
+def is_readable(folder: Path) -> bool:
+    """Whether a process gets through all of it.  Raises IndexFailure where it could not try."""
+    command = [sys.executable, "-m", "warmline_proxy.store.crash_probe", str(folder)]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
+    if ran.returncode not in (0, UNREADABLE, *ENDS):
+        why = ran.stderr.strip().rpartition("\n")[2] or f"exit code {ran.returncode}"
+        raise IndexFailure(f"the index could not be read through: {why}")
+    return ran.returncode == 0
+
+
+@contextmanager
+def at_risk(home: Home) -> Iterator[bool]:
+    """Around reading an index through; gives whether who did so last did not come back from it, or could not say so."""
+    mark = home.run / "index.reading"
+    died, marked = mark.exists(), False
+    with suppress(OSError):  # a full disk is no reason not to start
+        disk.write_small(mark, f"{os.getpid()}\n")
+        marked = True
+    yield died or not marked
+    with suppress(OSError):
+        disk.delete(mark)
+
+
+def main(folder: str) -> int:
+    """The exit code: 0 where all entries could be read, flawed or not, UNREADABLE where not."""
+    try:
+        env = Env(Path(folder), writable=False)
+        with closing(env), env.reading() as tables:
+            sum(1 for _ in flaws(tables))
+    except DamagedIndex as error:
+        print(error, file=sys.stderr)
+        return UNREADABLE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,105 @@
+"""The files that the index accounts for: deleting, setting aside, listing, and who may read them."""
+
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+
+log = logging.getLogger(__name__)
+
+QUARANTINE = "quarantine"
+SUFFIX = ".safetensors"
+FILE_ID = re.compile("[0-9a-f]{32}")
+
+
+def quarantine_file(home: Home, file_id: str) -> Path:
+    return home.segments / QUARANTINE / f"{file_id}{SUFFIX}"
+
+
+def size_aside(home: Home, file_id: str) -> int | None:
+    """Of a file that was set aside, or is on its way there; None where it is gone."""
+    for path in (home.segment_file(file_id), quarantine_file(home, file_id)):  # as it moves, lest both looks miss it
+        with suppress(FileNotFoundError):
+            return path.stat().st_size
+    return None
+
+
+def delete(home: Home, file_id: str) -> None:
+    disk.delete(home.segment_file(file_id))
+    disk.delete(quarantine_file(home, file_id))
+
+
+def deleted(home: Home, file_id: str) -> bool:
+    """Delete it; False where the disk doesn't let it go."""
+    try:
+        delete(home, file_id)
+    except OSError as error:
+        log.info("%s could not be deleted: %s", file_id, error)
+        return False
+    return True
+
+
+def set_aside(home: Home, ids: Iterable[str]) -> None:
+    """Idempotent: what is aside, or gone, stays so."""
+    disk.make_folders(home.segments / QUARANTINE)
+    for file_id in ids:
+        with suppress(FileNotFoundError):
+            disk.rename(home.segment_file(file_id), quarantine_file(home, file_id))
+
+
+def stored(home: Home) -> Iterator[tuple[str, Path]]:
+    """(id, path) of each segment and checkpoint file in its place; id "" for what is none (a temporary file)."""
+    aside_folder = str(home.segments / QUARANTINE)
+    for folder, below, names in os.walk(home.segments):
+        below[:] = [name for name in below if f"{folder}/{name}" != aside_folder]
+        yield from _named(folder, names, home.segment_file)
+
+
+def aside(home: Home) -> Iterator[tuple[str, Path]]:
+    """The same of the files that were set aside."""
+    for folder, _, names in os.walk(home.segments / QUARANTINE):
+        yield from _named(folder, names, lambda file_id: quarantine_file(home, file_id))
+
+
+def _named(folder: str, names: Iterable[str], place: Callable[[str], Path]) -> Iterator[tuple[str, Path]]:
+    for name in names:
+        file_id = name.removesuffix(SUFFIX)
+        path = Path(folder, name)
+        yield (file_id if FILE_ID.fullmatch(file_id) and place(file_id) == path else ""), path
+
+
+def superseded(index: Iterable[Path]) -> list[Path]:
+    """Of what lies in the index's folder, all but the newest generation: what a compaction left that was killed."""
+    paths = list(index)
+    newest = max((int(path.name) for path in paths if path.name.isdigit()), default=0)
+    return [path for path in paths if path.name != str(newest)]
+
+
+def too_open(home: Home) -> Iterator[tuple[Path, int]]:
+    """Folders and files with what was said or computed that others than their owner may use, and their mode."""
+    for path in (str(home.root / "secret"), *_all_of(home.index), *_all_of(home.segments)):
+        with suppress(FileNotFoundError):
+            mode = stat.S_IMODE(os.lstat(path).st_mode)
+            if mode & 0o077 or mode & 0o600 != 0o600:
+                yield Path(path), mode
+
+
+def _all_of(folder: Path) -> Iterator[str]:
+    """Also the folder.  Strings, for there may be tens of thousands, and the proxy looks at each before it serves."""
+    for path, _, names in os.walk(folder):
+        yield path
+        yield from (f"{path}/{name}" for name in names)
+
+
+def make_private(home: Home) -> list[Path]:
+    """Set what `too_open` has found; the paths."""
+    found = [path for path, _ in too_open(home)]
+    for path in found:
+        disk.set_mode(path, 0o700 if path.is_dir() else 0o600)
+    return found

@@ -1,0 +1,95 @@
+"""Who is inside an open environment: it is closed, grown or replaced while nobody is."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from warmline_proxy.store.errors import IndexFailure, IndexFull
+
+ALONE_WAIT_S = 10.0  # readers take milliseconds, checking the whole index somewhat longer
+
+
+@dataclass
+class Generation:
+    """An open environment; closed when it is retired and its last transaction has ended."""
+
+    path: Path
+    env: Any
+    handles: dict[str, Any]
+    users: int = 0
+    retired: bool = False
+    lost: bool = False  # to be opened again before anybody uses it
+
+    def map_bytes(self) -> int:
+        return int(self.env.info()["map_size"])
+
+
+class Gate:
+    """The way into the current generation.  Thread-safe; `alone` and `take` are for one thread at a time."""
+
+    def __init__(self, current: Generation) -> None:
+        self.current = current
+        self._lock = threading.Condition()
+        self._alone_wanted = False
+        self._inside = threading.local()  # how often this thread is
+
+    @contextmanager
+    def using(self) -> Iterator[Generation]:
+        """Raises IndexFailure where it is closed, or could not be opened again."""
+        depth = getattr(self._inside, "depth", 0)
+        with self._lock:
+            if not depth:  # who is inside already is waited for
+                self._lock.wait_for(lambda: not self._alone_wanted)
+            generation = self.current
+            if generation.retired or generation.lost:
+                raise IndexFailure("the index is closed" + ", and could not be opened again" * generation.lost)
+            generation.users += 1
+        self._inside.depth = depth + 1
+        try:
+            yield generation
+        finally:
+            self._inside.depth = depth
+            with self._lock:
+                generation.users -= 1
+                if generation.retired and generation.users == 0:
+                    generation.env.close()
+                self._lock.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[Generation]:
+        """Nobody else is inside meanwhile; newcomers wait.  Raises IndexFull where somebody does not come to an end."""
+        with self._lock:
+            self._alone_wanted = True
+            generation = self.current
+            empty = self._lock.wait_for(lambda: not generation.users, ALONE_WAIT_S)
+        try:
+            if not empty:
+                raise IndexFull("the index can't be changed while somebody reads it for so long")
+            yield generation
+        finally:
+            with self._lock:
+                self._alone_wanted = False
+                self._lock.notify_all()
+
+    def take(self, fresh: Generation) -> Generation:
+        """Newcomers use this one; who is inside the old one, which is given, leaves in peace."""
+        with self._lock:
+            old, self.current = self.current, fresh
+        self._retire(old)
+        return old
+
+    def close(self) -> None:
+        """Waits for who is inside."""
+        self._retire(self.current)
+        with self._lock:
+            self._lock.wait_for(lambda: not self.current.users, ALONE_WAIT_S)
+
+    def _retire(self, generation: Generation) -> None:
+        with self._lock:
+            closing = not generation.retired and generation.users == 0
+            generation.retired = True
+        if closing:
+            generation.env.close()

@@ -1,0 +1,371 @@
+"""What the index stores and what it answers: plain values, no I/O."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from warmline_common.protocol.messages import CheckpointRef, SegmentRef, SegmentSpec
+
+FileId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]  # also the file's name
+RootId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]  # a root of chains, in hex
+MaybeFileId = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")]  # "" for none
+Hash = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # xxh3_128
+CallId = Annotated[str, msgspec.Meta(pattern="^call_[0-9a-f]{24}$")]
+Position = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # in tokens
+
+
+class SegmentRow(msgspec.Struct, kw_only=True):
+    """An immutable file with the rows of [start, end), on top of a parent.
+
+    Siblings differ at their first token (a radix tree): `parent.start < start <= parent.end`, and where
+    `start < parent.end` the child leaves its parent's tokens in the middle.  Its tokens have a table of their own.
+    """
+
+    id: FileId
+    parent: MaybeFileId  # "" at the root
+    root: Hash  # namespace(fingerprint, tenant)
+    model: str  # served model's name, for people and purge
+    start: Position
+    end: Position
+    bytes_on_disk: int = 0
+    checksum: str = ""
+    created: float = 0.0  # Unix seconds
+    session: str = ""  # which conversation wrote it
+    prefill_s: float = 0.0  # what computing these rows cost; eviction weighs it against the bytes
+    pinned: bool = False
+
+
+class CheckpointRow(msgspec.Struct, kw_only=True):
+    """The state of all recurrent layers at `position`, on the path through `segment` (start < position <= end)."""
+
+    id: FileId
+    segment: FileId
+    position: Position
+    bytes_on_disk: int = 0
+    checksum: str = ""
+    created: float = 0.0
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Bookkeeping of a segment or checkpoint, kept apart so that a hit does not rewrite its row."""
+
+    hits: int = 0
+    last_used: float = 0.0
+
+
+class SessionRow(msgspec.Struct, kw_only=True):
+    """A conversation: the path from the root to `leaf`.
+
+    It goes on with the next prompt whose first `turn_end` tokens have `turn_digest`: the tail that was generated after
+    them may come back rendered differently.
+    """
+
+    id: str  # 12 hex digits
+    root: Hash
+    model: str
+    leaf: FileId  # deepest segment
+    tokens: Position
+    turn_end: Position  # last message boundary of its last prompt (all tokens where that is unknown)
+    turn_digest: Hash  # xxh3_128 of the packed tokens [0, turn_end)
+    turn_segment: MaybeFileId  # where `turn_end` lies; "" once that is no longer stored
+    created: float
+    last_used: float
+    requests: int = 1
+    hits: int = 0
+    client: str = ""  # what the client called it (X-Session-ID ...); a hint for people, never proof
+    pinned: bool = False  # what was stored of it when it was pinned is not evicted
+
+
+class TurnRow(msgspec.Struct, kw_only=True):
+    """An answer that called tools, as it was sampled."""
+
+    root: Hash  # namespace(fingerprint, tenant)
+    model: str
+    session: str = ""  # the conversation; "" where nothing of it was stored
+    calls: Annotated[list[CallId], msgspec.Meta(min_length=1)]
+    tokens: bytes  # u32le
+    at: float  # Unix seconds
+
+
+BEFORE_TOKENS, AFTER_TOKENS = 32, 96  # what a parting shows on both sides of its place
+
+
+class Parting(msgspec.Struct, kw_only=True):
+    """Where a prompt left the longest that was known of it, with what stands there on both sides.
+
+    As private as the prompts themselves: every purge forgets all of them.
+    """
+
+    at: Position  # the first token that differs
+    begins: Position  # both windows begin here, somewhat before
+    stored: bytes  # u32le: what is known from there on
+    prompt: bytes  # u32le: what came instead
+    stored_text: str = ""  # the same as text; "" where nobody could say
+    prompt_text: str = ""
+    segment: MaybeFileId = ""  # in which the known tokens are stored; "" where they were in memory alone
+    message: int = 0  # of the prompt, from 1; 0 for tools, or where that is not known
+    message_last: int = 0  # more than `message` where it is one of several
+    role: str = ""  # "tools" for tools; "" where that is not known
+    messages: int = 0  # of the prompt in all, as far as is known
+    comes_later: bool = False  # what came instead stands further on in what is known
+    cause: str = ""  # the likeliest one, as `causes` names them
+
+
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """What happened to one request; the last N are kept."""
+
+    id: str
+    at: float  # Unix seconds
+    endpoint: str
+    client_model: str
+    session: str = ""
+    outcome: str  # "ok", "error", "cancelled"
+    source: str  # "resident", "restored", "shared", "cold"
+    why_not_warmer: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    restored_tokens: int = 0
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+    saved_tokens: int = 0
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    total_s: float = 0.0
+    expected_ttft_s: float = 0.0  # as planned, without waiting for a turn; 0.0: nothing was planned
+    key: str = ""  # name of the client key that it showed; "" without one
+    root: bytes = b""  # namespace of its prompt; b"" where it had none
+    parting: Parting | None = None  # where it differs from what was known
+    error: str = ""
+    dispatches: int = 1  # more than one where the backend was lost under it
+    audit: str = ""  # computed again, cold: "equal", "within", "differs", "unstable" or "abandoned"; "": it was not
+    guard: str = ""  # how its answer collapsed; "model: ..." or "cache: ..." once it is known whose doing that was
+
+
+class Match(msgspec.Struct, kw_only=True):
+    """The longest stored prefix of a prompt: every token compared."""
+
+    tokens: int  # 0 where nothing matches
+    chain: list[SegmentRef]  # root first, no gaps; the last one's `upto` is `tokens`
+    checkpoints: list[CheckpointRef]  # on this path at positions <= tokens, ascending
+    why: str  # why it is not longer: "nothing stored", "stored up to token 812", "evicted", "all of it" ...
+    differs: bool = False  # other tokens are stored there
+    beside: bytes = b""  # u32le: the first of these, of the youngest branch
+    beside_in: MaybeFileId = ""  # the segment that they begin in
+
+
+class SavePlan(msgspec.Struct, kw_only=True):
+    """What a save must write.  It stands in the index (as being written) until it is committed or aborted."""
+
+    id: str
+    root: bytes
+    model: str
+    matched: int  # tokens that were stored already
+    tokens: bytes  # u32le of [0, end of the last segment)
+    segments: list[SegmentSpec]
+    checkpoints: list[CheckpointRef]
+    bytes_expected: int  # reserved in the budget until it is over
+    replaces: str = ""  # a small parent that the first segment swallows
+
+    @property
+    def file_ids(self) -> list[str]:
+        return [spec.id for spec in self.segments] + [ref.id for ref in self.checkpoints]
+
+
+class SessionUpdate(msgspec.Struct, kw_only=True):
+    """What the proxy knows of the conversation that a request belongs to."""
+
+    turn_end: int  # PromptReply.turn_end
+    client: str = ""
+    hit: bool = False  # the request reused a block or more
+    requests: int = 1  # 0 where a part of a request is saved
+
+
+class SaveCommitted(msgspec.Struct, kw_only=True):
+    session: str  # the conversation's id; "" where nothing of it is stored
+    tokens_saved: int
+    removed: list[
+        str
+    ]  # segments swallowed, and files written in vain; they are off the disk already, or as soon as unleased
+    why_not: str = ""  # why (a part of) the plan was dropped
+
+
+class QuarantineRow(msgspec.Struct, kw_only=True):
+    """A file taken out of the tree; it lies in segments/quarantine/ until a purge, or until its room is needed."""
+
+    id: FileId
+    kind: Literal["segment", "checkpoint"]
+    model: str
+    start: Position
+    end: Position
+    bytes_on_disk: int
+    reason: str
+    at: float
+
+
+class Snapshot(msgspec.Struct, kw_only=True):
+    """Everything stored but tokens, by id, at one moment."""
+
+    segments: dict[str, SegmentRow]
+    checkpoints: dict[str, CheckpointRow]
+    sessions: dict[str, SessionRow]
+    quarantined: dict[str, QuarantineRow]
+    usage: dict[str, Usage]
+
+    def path(self, segment_id: str) -> list[SegmentRow]:
+        """From the root to this segment."""
+        rows: list[SegmentRow] = []
+        while segment_id in self.segments:
+            rows.append(self.segments[segment_id])
+            segment_id = rows[-1].parent
+        return rows[::-1]
+
+
+class Finding(msgspec.Struct, kw_only=True):
+    """Something that `verify` holds against the index or a file."""
+
+    what: str  # "tree", "block", "session", "sum", "missing", "orphan", "checksum" ...
+    id: str
+    detail: str
+
+
+class PurgeRequest(msgspec.Struct, kw_only=True):
+    """POST /warmline/purge of the proxy; exactly one of the first six is given."""
+
+    session: str = ""
+    model: str = ""
+    key: str = ""  # whose it is: a client key's name, or what else `whose` calls it
+    roots: list[RootId] | None = None  # the same, by all roots that are theirs
+    older_than_s: float | None = None
+    everything: bool = False
+    dry_run: bool = False
+
+
+class Cut(msgspec.Struct, kw_only=True):
+    """A segment that others stand on and that loses the rows from `until` on, which nobody else needs.
+
+    It becomes another file; where it can't (`why_not`), all of it stays.
+    """
+
+    segment: FileId
+    until: Position
+    end: Position  # where it ended
+    bytes_count: int  # of what is cut away, or stays
+    became: MaybeFileId = ""  # "" where it is not cut (yet)
+    why_not: str = ""
+
+
+class PurgeReply(msgspec.Struct, kw_only=True):
+    """What was purged, or would be."""
+
+    sessions: list[str]
+    segments: list[str]  # whole ones
+    checkpoints: list[str]
+    quarantined: list[str]
+    bytes_freed: int  # of files, with what is cut away
+    dry_run: bool
+    cuts: list[Cut] = []
+
+
+class PinRequest(msgspec.Struct, kw_only=True):
+    """POST /warmline/pin of the proxy."""
+
+    session: str
+    off: bool = False  # let it be evicted again
+
+
+class PinReply(msgspec.Struct, kw_only=True):
+    session: str
+    pinned: bool
+    segments: list[str]  # that are now, or no longer are
+    bytes_pinned: int  # of all that is pinned now
+    bytes_pinned_max: int
+
+
+class GcRequest(msgspec.Struct, kw_only=True):
+    """POST /warmline/gc of the proxy."""
+
+    to_bytes: int | None = None  # evict until no more are used; None: what the budget wants
+
+
+class GcReply(msgspec.Struct, kw_only=True):
+    """What went, by number, and what is used on disk."""
+
+    evicted: list[str] = []  # segments, checkpoints and quarantined files
+    orphans: int = 0  # files that nobody claimed
+    drafts: int = 0  # of saves and compactions that were killed
+    bytes_strays: int = 0  # of these two
+    doomed: int = 0  # files whose rows were gone already
+    records: int = 0  # of requests, too old
+    turns: int = 0  # sampled, too old, of what is not stored
+    notes: int = 0  # on why something is no longer stored
+    cuts: list[Cut] = []  # what only conversations that are gone needed
+    bytes_before: int = 0
+    bytes_after: int = 0
+    bytes_wanted: int = 0  # more than these are only left where what is pinned or in use needs them
+    bytes_index_before: int = 0
+    bytes_index_after: int = 0
+
+
+class RepairReply(msgspec.Struct, kw_only=True):
+    """Answer of POST /warmline/repair."""
+
+    did: list[Finding]  # `what` was done: "adopted", "quarantined", "deleted", "dropped", "session", "entries", "mode"
+
+
+class TextsOf(msgspec.Struct, kw_only=True):
+    """POST /warmline/texts of the proxy: what these packed tokens say to the model that wrote the segment."""
+
+    segment: FileId
+    sequences: list[bytes]
+
+
+class ReplayRequest(msgspec.Struct, kw_only=True):
+    """POST /warmline/replay of the proxy."""
+
+    session: str = ""  # "": the `count` last used ones
+    count: int = 32
+
+
+class Replay(msgspec.Struct, kw_only=True):
+    """One conversation's first token, computed from what is stored of it and again cold."""
+
+    session: str
+    tokens: int  # that are stored
+    reused: int = 0  # of these
+    outcome: str  # "equal", "within", "differs", "unstable", "damaged", or "skipped"
+    difference: float = 0.0  # in log-probability, of the likely tokens
+    tolerance: float = 0.0  # 0 in exact mode
+    quarantined: int = 0  # files
+    detail: str = ""
+
+
+class ReplayReply(msgspec.Struct, kw_only=True):
+    replays: list[Replay]
+
+
+class Totals(msgspec.Struct, kw_only=True):
+    """What is on disk."""
+
+    segments: int
+    checkpoints: int
+    sessions: int
+    quarantined: int
+    tokens: int
+    bytes_segments: int
+    bytes_checkpoints: int
+    bytes_quarantined: int
+    bytes_writing: int  # reserved by saves under way
+    bytes_doomed: int  # files whose rows are gone, about to be deleted
+    bytes_index: int
+    turns: int = 0
+    bytes_turns: int = 0  # within the index
+
+    @property
+    def bytes_used(self) -> int:
+        """What counts against the budget."""
+        files = self.bytes_segments + self.bytes_checkpoints + self.bytes_quarantined
+        return files + self.bytes_writing + self.bytes_doomed + self.bytes_index
