@@ -43,14 +43,14 @@ pytest: setup
 	$(BIN)/pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: setup
-	PYTHONPATH=tests $(BIN)/python tests/pair/storm.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	PYTHONPATH=tests $(BIN)/python tests/support/storm/storm.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 soak: setup
-	PYTHONPATH=tests:tests/pair $(BIN)/python tests/oracle/soak.py $(if $(STEPS),--steps $(STEPS)) \
+	PYTHONPATH=tests $(BIN)/python tests/support/oracle/soak.py $(if $(STEPS),--steps $(STEPS)) \
 		$(if $(FAMILIES),--families $(FAMILIES)) $(if $(MODES),--modes $(MODES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 terminal-bench: setup terminal-bench-setup
-	WARMLINE_TERMINAL_BENCH_PYTHON=$(abspath .venv-tb/bin/python) $(BIN)/pytest -q tests/tbench/check_terminal_bench.py $(ARGS)
+	WARMLINE_TERMINAL_BENCH_PYTHON=$(abspath .venv-tb/bin/python) $(BIN)/pytest -q tests/terminal_bench/check_terminal_bench.py $(ARGS)
 
 terminal-bench-setup: $(TB_STAMP)
 

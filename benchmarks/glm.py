@@ -27,7 +27,7 @@ from rows import Rows
 from warmline_backend.model.architectures import glm_moe_dsa as ours
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-import glm_5_2
+from support import glm_5_2
 
 GATHERED_FROM = ours.GATHERED_FROM
 STEPS = 5

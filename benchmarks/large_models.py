@@ -1,7 +1,7 @@
 """Models of a real size with random weights in bfloat16, and the tiny models' tokenizer: made in seconds on a GPU.
 
-The matrices have the scale that makes a random model's output vary (see tests/tiny_models.py), and only graphic ASCII
-is ever likely, so that what was generated comes back as the same tokens.
+The matrices have the scale that makes a random model's output vary (see tests/support/tiny_models.py), and only graphic
+ASCII is ever likely, so that what was generated comes back as the same tokens.
 """
 
 import importlib

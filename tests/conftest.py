@@ -26,7 +26,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
     root = tmp_path_factory.mktemp("models")
 
     def folder(family: str, **options: object) -> Path:
-        from tiny_models import build  # here, so that tests without a model don't import mlx
+        from support.tiny_models import build  # here, so that tests without a model don't import mlx
 
         name = "-".join([family, *(f"{key}={value}" for key, value in sorted(options.items()))])
         return build(family, root / name, **options)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chromium import Chromium
+
+from support.browser.chromium import Chromium
 
 BUILD = Path(__file__).parents[2] / "build"
 

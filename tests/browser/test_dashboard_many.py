@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chromium import Chromium
 
-from many_segments import CHAIN, fill
-from processes import Running, free_port
+from support.browser.chromium import Chromium
+from support.many_segments import CHAIN, fill
+from support.processes import Running, free_port
 from warmline_common.storage.home import Home
 from warmline_proxy.auth.key_store import ADMIN, ensure
 from warmline_proxy.index.index import Index
 from warmline_proxy.store.rows import RequestRecord
 from warmline_proxy.store.tables import REQUESTS_MAX
 
-LOOKS = (Path(__file__).parent / "looks.js").read_text()
+LOOKS = (Path(__file__).parents[1] / "support" / "browser" / "looks.js").read_text()
 SEGMENTS = 10_000
 MEMORY = Path("/dev/shm")  # ten thousand files take a disk seconds
 BUDGET_GB = 1.0

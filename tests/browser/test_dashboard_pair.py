@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chromium import Chromium
 
-from pair import FolderOf, Message, Pair
+from support.browser.chromium import Chromium
+from support.pair.pair import FolderOf, Message, Pair
 
-LOOKS = (Path(__file__).parent / "looks.js").read_text()
+LOOKS = (Path(__file__).parents[1] / "support" / "browser" / "looks.js").read_text()
 HOSTILE = "<img src=x onerror=\"document.title='taken over'\"> & </script>"
 SYSTEM = "You answer questions about the sea, its tides and its ships. " * 12
 DESKTOP, PHONE = (1280, 900), (360, 740)

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from cachectl_homes import filled
 
+from support.cachectl.homes import filled
 from warmline_common.storage.home import Home
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-POINTS = Path(__file__).with_name("points.py")
+POINTS = Path(__file__).parents[1] / "support" / "crash" / "points.py"
 PACKAGES = Path(__file__).parents[2]
 SEAM = PACKAGES / "backend" / "warmline_common" / "disk.py"
 

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from doc_commands import DOCUMENTS, ROOT, commands_in, has_commands, outside_of_blocks
-from doc_reader import HOST, CommandFailed, Reader
 
-from pair import FolderOf, Pair
+from support.docs.commands import DOCUMENTS, ROOT, commands_in, has_commands, outside_of_blocks
+from support.docs.reader import HOST, CommandFailed, Reader
+from support.pair.pair import FolderOf, Pair
 
 # Their transcripts of our own commands are held to the truth elsewhere.
-HELD_ELSEWHERE = {ROOT / "docs" / "cachectl.md": ROOT / "tests" / "cachectl" / "test_cachectl_doc.py"}
+HELD_ELSEWHERE = {ROOT / "docs" / "cachectl.md": ROOT / "tests" / "cachectl" / "test_documented_output.py"}
 
 TEXTS = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
 WITH_COMMANDS = [document for document, text in TEXTS.items() if has_commands(text)]

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from doc_commands import DOCUMENTS, ROOT
-from doc_spans import missing, paths, problem_with, spans, targets, variables
 from typer.main import get_command
 
+from support.docs.commands import DOCUMENTS, ROOT
+from support.docs.spans import missing, paths, problem_with, spans, targets, variables
 from warmline_cachectl.cli import app as cachectl
 from warmline_run.cli import app as warmline
 from warmline_run.settings.schema import SETTINGS

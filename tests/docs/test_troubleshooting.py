@@ -7,8 +7,9 @@ from fnmatch import fnmatch
 from functools import cache
 
 import pytest
-from doc_commands import ROOT
-from messages_said import Said, messages, words
+
+from support.docs.commands import ROOT
+from support.docs.printed_messages import Said, messages, words
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 CODES_MIN = 20

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pair import FolderOf
-from processes import free_port
+from support.pair.pair import FolderOf
+from support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 STEPS = ["Install", "Serve", "Point a client", "See it warm", "Keep it as a service", "Remove what was stored"]

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from functools import cache
 
 import pytest
-from duel import Duel
-from reference import FAMILIES, Reference
-from steps import AGAIN, APPEND, BEGIN, Any, Ask, Forget, Fresh, Together
-from verdict import Difference
 
-from planted.site import planted_bugs as bugs
+from support.oracle.duel import Duel
+from support.oracle.reference import FAMILIES, Reference
+from support.oracle.steps import AGAIN, APPEND, BEGIN, Any, Ask, Forget, Fresh, Together
+from support.oracle.verdict import Difference
+from support.planted.site import planted_bugs as bugs
 
 DuelOf = Callable[[str, str], Duel]
 

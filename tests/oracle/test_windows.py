@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from bounded import check
+
+from support.oracle.bounded import check
 
 
 @pytest.mark.parametrize(("family", "modes"), [("gemma3", ("exact",)), ("quantized", ("fast",))])

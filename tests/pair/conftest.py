@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pair import FolderOf, Pair
+from support.pair.pair import FolderOf, Pair
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +19,8 @@ def warm_pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def agent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the trained model that calls tools, see tests/agent_model/README.md.  Not to be written to."""
-    from agent_model.agent_folder import build  # here, so that tests without a model don't import mlx
+    """The folder of the trained model that calls tools (tests/support/agent_model).  Not to be written to."""
+    from support.agent_model.agent_folder import build  # here, so that tests without a model don't import mlx
 
     return build(tmp_path_factory.mktemp("models") / "agent")
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from fake_managers import User
+
+from support.run.fake_managers import User
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import free_port
+from support.processes import free_port
 
 
 def warmline(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

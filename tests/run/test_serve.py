@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-import tiny_models
-from processes import Running, free_port, writes_of
+from support import tiny_models
+from support.processes import Running, free_port, writes_of
 from warmline_common.storage.home import Home
 
 

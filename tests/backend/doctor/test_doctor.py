@@ -1,0 +1,372 @@
+"""`warmline doctor` on whole folders: good ones, and each broken in one way."""
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from rich.console import Console
+
+from support import tiny_models
+from warmline_backend.doctor import __main__ as command
+from warmline_backend.doctor import locations as places
+from warmline_backend.doctor import report
+from warmline_backend.doctor.examine import Examination, examine
+from warmline_backend.doctor.findings import Level
+from warmline_backend.doctor.sample_prompt import Question
+from warmline_backend.doctor.shards import LENGTH_BYTES, read_shard
+
+HUGE_BYTES = 100 * 10**9
+WEIGHTS = "model.safetensors"
+
+Copied = Callable[..., Path]
+
+
+@pytest.fixture
+def copied(tiny_folder: Callable[..., Path], tmp_path: Path) -> Copied:
+    """`copied(family)`: a tiny model's folder with everything that an agent needs, to be broken."""
+
+    def copy(family: str = "llama", **options: Any) -> Path:
+        return shutil.copytree(tiny_folder(family, **{"tools": True, **options}), tmp_path / "model")
+
+    return copy
+
+
+def look(folder: Path, **options: Any) -> Examination:
+    return examine(Question(str(folder), **options))
+
+
+def said(examination: Examination, level: Level) -> str:
+    return "\n".join(f"{each.area}: {each.what} -> {each.todo}" for each in examination.findings if each.level is level)
+
+
+def change(folder: Path, name: str, **changes: Any) -> None:
+    """Keys of a JSON file set anew, or taken out where they are None."""
+    content = {**json.loads((folder / name).read_text()), **changes}
+    (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, mx.array]], None]) -> None:
+    weights: Any = mx.load(str(folder / WEIGHTS))
+    mx.eval(weights)
+    change(weights)
+    mx.save_safetensors(str(folder / WEIGHTS), weights, {"format": "mlx"})
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "baichuan_m1", "glm_moe_dsa"])
+def test_a_good_folder_is_all_ok(tiny_folder: Callable[..., Path], family: str) -> None:
+    examination = look(tiny_folder(family, tools=True))
+    assert [finding for finding in examination.findings if finding.level is not Level.OK] == []
+    assert examination.verdict is Level.OK
+    assert {finding.area for finding in examination.findings} >= {"files", "config", "parameters", "cache", "memory"}
+    assert examination.serve.startswith("warmline serve --model ")
+
+
+def test_the_line_to_copy_is_whole_however_narrow_the_terminal(tiny_folder: Callable[..., Path]) -> None:
+    arguments = json.dumps({"enable_thinking": False, "reasoning_effort": None, "words": "of any number " * 9})
+    examination = look(tiny_folder("llama", tools=True), chat_template_args=arguments)
+    console = Console(file=io.StringIO(), width=40)
+    report.show(examination, console)
+    assert isinstance(console.file, io.StringIO)
+    assert f"\n  {examination.serve}\n" in console.file.getvalue() and arguments in examination.serve
+
+
+def test_a_recurrent_model_whose_tokenizer_class_adds_a_token(tiny_folder: Callable[..., Path]) -> None:
+    """transformers gives it <|endoftext|>, for which the tiny model has no row; all else is well."""
+    examination = look(tiny_folder("qwen3_5", tools=True))
+    (wrong,) = [finding for finding in examination.findings if finding.level is not Level.OK]
+    assert wrong.area == "tokenizer" and "<|endoftext|>" in wrong.what
+    assert "3 x ArraysCache, 1 x KVCache" in said(examination, Level.OK)
+    assert "can be taken up at its checkpoints" in said(examination, Level.OK)
+
+
+def test_layers_and_their_caches_are_told(tiny_folder: Callable[..., Path]) -> None:
+    examination = look(tiny_folder("glm_moe_dsa", tools=True))
+    assert "2 x CacheList(KVCache, KVCache), 2 x CacheList(KVCache)" in said(examination, Level.OK)
+    assert "2 layers select tokens, 2 share a selection" in said(examination, Level.OK)
+
+
+def test_no_folder_and_a_file(tmp_path: Path) -> None:
+    for model in (str(tmp_path / "none"), "none", str(Path(__file__))):
+        examination = examine(Question(model))
+        assert examination.verdict is Level.FAIL and examination.serve == ""
+    assert "there is no such folder" in said(look(tmp_path / "none"), Level.FAIL)
+    assert "no config.json" in said(look(tmp_path), Level.FAIL)
+
+
+def test_a_repository_is_looked_for_in_the_hub_s_cache(
+    tiny_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "HF_HUB_CACHE", str(tmp_path))
+    assert "hf download owner/tiny" in said(examine(Question("owner/tiny")), Level.FAIL)
+    repository = tmp_path / "models--owner--tiny"
+    shutil.copytree(tiny_folder("llama", tools=True), repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    assert examine(Question("owner/tiny")).serve == "warmline serve --model owner/tiny"
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "0123.incomplete").touch()
+    assert "interrupted download" in said(examine(Question("owner/tiny")), Level.WARN)
+
+
+def test_broken_files_never_reach_mlx(copied: Copied) -> None:
+    folder = copied()
+    whole = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
+    examination = look(folder)
+    assert "truncated" in said(examination, Level.FAIL)
+    assert {finding.area for finding in examination.findings if finding.level is Level.FAIL} == {"files"}
+    assert "parameters" not in {finding.area for finding in examination.findings}
+    assert "template" in {finding.area for finding in examination.findings}  # what can still be seen, is
+
+
+def test_an_indexer_in_a_truncated_file_is_not_missed(copied: Copied) -> None:
+    """Else the advice would be to look for another model, where a download is to be finished."""
+    folder = copied("glm_moe_dsa")
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
+    examination = look(folder)
+    assert {finding.area for finding in examination.findings if finding.level is Level.FAIL} == {"files"}
+
+
+def test_missing_unexpected_and_wrong_parameters(copied: Copied) -> None:
+    folder = copied()
+
+    def spoil(weights: dict[str, mx.array]) -> None:
+        for layer in (0, 1):
+            del weights[f"model.layers.{layer}.self_attn.q_proj.weight"]
+        weights["model.layers.1.self_attn.extra.weight"] = mx.zeros((2, 2))
+        weights["model.norm.weight"] = mx.zeros((3,))
+
+    change_weights(folder, spoil)
+    told = said(look(folder), Level.FAIL)
+    assert "2 parameters that the model needs are not in the weights" in told
+    assert "model.layers.*.self_attn.q_proj.weight: 2 layers (0-1)" in told
+    assert "1 parameters of the weights are not in the model" in told
+    assert "model.norm.weight [3], not [64]" in told
+
+
+@pytest.mark.parametrize(
+    ("types", "what"),
+    [
+        (["full", "shared"], "2 entries for 4 layers"),
+        (["full", "shared", "half", "shared"], "says half"),
+        (["shared", "full", "full", "shared"], "layer 0"),
+        (
+            ["full", "full", "full", "shared"],
+            '1 layers are "full" in indexer_types and have no indexer in the weights: 1',
+        ),
+        (["full", "shared", "shared", "shared"], '1 layers are "shared" in indexer_types and have an indexer'),
+        (None, '2 layers are "full" in indexer_types and have no indexer in the weights: 1, 3'),
+    ],
+)
+def test_indexer_types_that_contradict_themselves_or_the_weights(
+    copied: Copied, types: list[str] | None, what: str
+) -> None:
+    folder = copied("glm_moe_dsa")
+    change(folder, "config.json", indexer_types=types)
+    assert what in said(look(folder), Level.FAIL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"model_type": "no_such_model"}, "nobody here knows the architecture no_such_model"),
+        ({"model_type": None}, "names no model_type"),
+        ({"hidden_size": None}, "not complete for llama"),
+        ({"vocab_size": 300}, "have another shape"),
+        ({"vocab_size": 260}, "3 of the tokenizer's 263 tokens have no row in the embedding"),
+        ({"model_type": "base"}, "nobody here knows the architecture base"),
+        ({"model_type": "\x07"}, r"nobody here knows the architecture \x07"),
+        ({"text_config": "x"}, "text_config in"),
+        ({"hidden_size": "x"}, "llama"),
+        ({"rope_scaling": [1]}, "'list' object"),
+        ({"eos_token_id": 999}, "answers are to end at 999"),
+        ({"quantization": {"bits": 4}}, "quantization in config.json lacks group_size"),
+    ],
+)
+def test_a_config_that_is_wrong(copied: Copied, changes: dict[str, Any], what: str) -> None:
+    folder = copied()
+    change(folder, "config.json", **changes)
+    assert what in said(look(folder), Level.FAIL)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda folder: (folder / "generation_config.json").write_text("[]"), "generation_config.json in"),
+        (lambda folder: change(folder, "tokenizer_config.json", model_max_length="x"), "the tokenizer can't be loaded"),
+        (lambda folder: change(folder, "tokenizer_config.json", tool_parser_type="none"), "mlx_lm.tool_parsers.none"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{{ 'x' * 10**15 }}"), "the chat template in"),
+    ],
+)
+def test_whatever_is_broken_is_a_finding(copied: Copied, spoil: Callable[[Path], object], what: str) -> None:
+    folder = copied()
+    spoil(folder)
+    assert what in said(look(folder), Level.FAIL)
+
+
+def test_what_no_check_expects_is_a_finding_with_a_name(
+    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("unheard of")
+
+    folder = tiny_folder("llama", tools=True)
+    monkeypatch.setattr("warmline_backend.doctor.examine.check_cache", fails)
+    (wrong,) = [finding for finding in look(folder).findings if finding.level is Level.FAIL]
+    assert wrong.area == "cache" and str(folder) in wrong.what and "ZeroDivisionError: unheard of" in wrong.what
+    monkeypatch.setattr("warmline_backend.doctor.files.read_shard", fails)
+    assert f"{WEIGHTS} can't be examined: ZeroDivisionError" in said(look(folder), Level.FAIL)
+
+
+def test_answers_end_where_the_generation_config_says(copied: Copied) -> None:
+    folder = copied()
+    (folder / "generation_config.json").write_text('{"eos_token_id": [260, 257]}')
+    assert "answers end at <|im_end|>, <tool_call>" in said(look(folder), Level.OK)
+
+
+def test_names_can_t_reach_the_terminal(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copied()
+    change_weights(folder, lambda weights: weights.update({"\x1b[2J[red]" + "x" * 10_000: mx.zeros(1)}))
+    assert command.main([str(folder)]) == 1
+    told = capsys.readouterr().out
+    assert "\x1b" not in told and r"\x1b[2J[red]xxx" in told and len(told) < 10_000
+    assert command.main([str(folder) + "\udcff"]) == 1
+    assert r"\udcff" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", ["", "a" * 5000, "owner/" + "b" * 5000, "\x00", "~no_such_user_here/x", "..."])
+def test_what_is_no_folder_s_name(model: str) -> None:
+    examination = examine(Question(model))
+    assert examination.verdict is Level.FAIL and examination.folder is None
+
+
+def test_a_quantized_model_is_described(copied: Copied) -> None:
+    folder = copied()
+
+    def quantize(weights: dict[str, mx.array]) -> None:
+        for name in [name for name in weights if name.endswith("_proj.weight")]:
+            prefix = name.removesuffix("weight")
+            packed, scales, biases = mx.quantize(weights[name], group_size=32, bits=4)
+            weights |= {name: packed, prefix + "scales": scales, prefix + "biases": biases}
+
+    change_weights(folder, quantize)
+    change(folder, "config.json", quantization={"bits": 4, "group_size": 32})
+    examination = look(folder)
+    assert examination.verdict is Level.OK
+    assert "quantized: 14 modules 4 bits in groups of 32, affine" in said(examination, Level.OK)
+
+
+def test_a_tokenizer_without_a_template_without_an_end_and_none(copied: Copied) -> None:
+    folder = copied()
+    change(folder, "tokenizer_config.json", chat_template=None)
+    assert "there is no chat template" in said(look(folder), Level.WARN)
+    change(folder, "tokenizer_config.json", eos_token=None)
+    change(folder, "config.json", eos_token_id=None)
+    assert "no token is known to end an answer" in said(look(folder), Level.FAIL)
+    (folder / "tokenizer.json").write_text("{")
+    assert "the tokenizer can't be loaded" in said(look(folder), Level.FAIL)
+
+
+@pytest.mark.parametrize(
+    ("template", "level", "what"),
+    [
+        ("{{ raise_exception('not today') }}", Level.FAIL, "can't be rendered"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", Level.WARN, "the template leaves out tools"),
+        (
+            "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+            "{{ m.content }}{% endfor %}",
+            Level.WARN,
+            "refuses system messages",
+        ),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            Level.WARN,
+            "does not begin with",
+        ),
+        ("{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}", Level.WARN, "the date"),
+    ],
+)
+def test_templates_that_agents_have_trouble_with(copied: Copied, template: str, level: Level, what: str) -> None:
+    folder = copied()
+    change(folder, "tokenizer_config.json", chat_template=template)
+    assert what in said(look(folder), level)
+
+
+def test_quantized_kv_where_it_is_not_possible(tiny_folder: Callable[..., Path]) -> None:
+    folder = tiny_folder("gemma3", tools=True)
+    assert "--kv-bits 8: only plain KV caches can be quantized" in said(look(folder, kv_bits=8), Level.FAIL)
+    folder = tiny_folder("llama", tools=True)
+    assert "--kv-group-size that divides" in said(look(folder, kv_bits=8, kv_group_size=64), Level.FAIL)
+    examination = look(folder, kv_bits=8, kv_group_size=32)
+    assert examination.serve.endswith(" --kv-bits 8 --kv-group-size 32")
+
+
+def test_a_model_with_code_of_its_own_is_not_run_unasked(copied: Copied) -> None:
+    folder = copied()
+    change(folder, "config.json", model_file="own.py")
+    (folder / "own.py").write_text("from mlx_lm.models.llama import Model, ModelArgs\n")
+    assert "ask again with --trust-remote-code" in said(look(folder), Level.FAIL)
+    examination = look(folder, trust_remote_code=True)
+    assert "own.py" in said(examination, Level.WARN)
+    assert examination.verdict is Level.WARN and examination.serve.endswith(" --trust-remote-code")
+
+
+def test_no_weight_is_read(copied: Copied) -> None:
+    """A file whose tensors are 100 GB of nothing: whoever read them would need as much memory."""
+    folder = copied()
+    vocabulary = HUGE_BYTES // (64 * 4)
+    header = {}
+    end = 0
+    for name, tensor in read_shard(folder / WEIGHTS).tensors.items():
+        huge = name in ("model.embed_tokens.weight", "lm_head.weight")
+        shape = [vocabulary, 64] if huge else list(tensor.shape)
+        size = HUGE_BYTES if huge else tensor.bytes_count
+        header[name] = {"dtype": tensor.dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with (folder / WEIGHTS).open("wb") as file:
+        file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        file.truncate(LENGTH_BYTES + len(text) + end)
+    change(folder, "config.json", vocab_size=vocabulary)
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    examination = look(folder, memory_gb=512)
+    assert mx.get_peak_memory() - held < 1 << 20
+    assert examination.weights is not None and examination.weights.weight_bytes > 2 * HUGE_BYTES
+    assert examination.verdict is Level.OK and "whole context fit" in said(examination, Level.OK)
+
+
+def test_json_and_exit_codes(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copied("gemma3")
+    assert command.main([str(folder), "--json", "--memory-gb", "16", "--called", "my model"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) == {"model", "folder", "verdict", "findings", "weights", "cache", "memory", "serve"}
+    assert told["verdict"] == "ok" and told["serve"] == "warmline serve --model 'my model'"
+    assert all(set(finding) == {"level", "area", "what", "todo"} for finding in told["findings"])
+    assert told["cache"]["families"] == ["KVCache", "RotatingKVCache"]
+    assert told["cache"]["window_tokens"] == tiny_models.SLIDING_WINDOW and told["cache"]["persistent"] is True
+    assert [length["tokens"] for length in told["memory"]["lengths"]] == [8_192, 32_768, 131_072, 200_000]
+    assert told["weights"]["bytes"] == told["weights"]["bytes_by_dtype"]["float32"]
+    change(folder, "tokenizer_config.json", chat_template=None)
+    assert command.main([str(folder)]) == 0
+    assert "It can be served; see the warnings." in capsys.readouterr().out
+    (folder / WEIGHTS).unlink()
+    assert command.main([str(folder), "--json"]) == 1
+    broken = json.loads(capsys.readouterr().out)
+    assert broken["verdict"] == "FAIL" and broken["weights"] is broken["memory"] is None and broken["serve"] == ""
+    for usage in (
+        ["--memory-gb", "much"],
+        ["--memory-gb", "1e300"],
+        ["--prefill-step-size", "²"],
+        ["--chat-template-args", "[]"],
+        ["--chat-template-args", '{"a": NaN}'],
+        ["--chat-template-args", '{"tools": 1}'],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            command.main([str(folder), *usage])
+        assert ended.value.code == 2

@@ -1,0 +1,168 @@
+"""Requests in the background: computed only while nobody else is, and what a first token was chosen from is told."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from support.backend.cold_runs import cold_logprobs
+from support.backend.engine_driver import Drive
+from support.backend.families import FAMILIES, prompt_of, served, tolerance
+from warmline_backend.generation.sequence import Piece
+from warmline_common.protocol.messages import FirstLogits
+
+
+def told(first: FirstLogits | None) -> tuple[list[int], "np.ndarray[tuple[int], np.dtype[np.float32]]"]:
+    assert first is not None
+    return np.frombuffer(first.ids, "<u4").tolist(), np.frombuffer(first.logprobs, "<f4")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_first_token_was_chosen_from_is_the_models_own(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    plain = drive.run(prompt_of(70), 3).settled.first
+    ids, logprobs = told(plain)
+    assert len(ids) == 32 and list(logprobs) == sorted(logprobs, reverse=True)
+    processed = drive.run(prompt_of(70), 3, logit_bias={ids[0]: -100.0}, repetition_penalty=1.5, presence_penalty=1.0)
+    assert processed.generated[0] != ids[0], "its processors were at work"
+    assert processed.settled.first == plain, "but it is told what was there before them, to the last bit"
+
+
+def test_it_stands_for_the_whole_row(root: Path) -> None:
+    served_model = served("llama", root)
+    row = np.array(cold_logprobs(served_model.model, prompt_of(70), 50, 1).logprobs[0], dtype="<f4")
+    first = Drive(served_model, step=50).run(prompt_of(70), 1).settled.first
+    ids, logprobs = told(first)
+    assert first is not None and first.digest == xxhash.xxh3_128_hexdigest(row.tobytes())
+    assert ids == np.argsort(-row, kind="stable")[:32].tolist() and np.array_equal(logprobs, row[ids])
+
+
+def test_without_a_token_there_is_none(root: Path) -> None:
+    drive = Drive(served("llama", root), step=20)
+    name, heard = drive.submit(prompt_of(100), 3)
+    drive.until(lambda: len(heard.chunks) == 1)
+    drive.scheduler.cancel(name)
+    assert heard.settled.first is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_computes_what_anybody_would_and_leaves_nothing(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    warm = drive.run(prompt_of(130), 2)
+    drive.scheduler.residents.drop(warm.settled.resident)
+    again = drive.run(prompt_of(130), 1, background=True)
+    assert again.settled.first == warm.settled.first
+    assert (again.settled.finish, again.settled.resident) == ("length", "")
+    assert drive.scheduler.idle and not drive.scheduler.residents.bytes_held
+
+
+def test_it_waits_for_all_others_also_for_their_answers(root: Path) -> None:
+    drive = Drive(served("llama", root), step=20)
+    _, alone = drive.submit(prompt_of(100), 1, background=True)
+    drive.until(lambda: len(alone.chunks) == 2)
+    _, other = drive.submit(prompt_of(200, 2), 50)
+    while not other.over:
+        for _ in drive.scheduler.turn():
+            assert other.over or len(alone.chunks) == 2, "not one more chunk, though it is the shorter one"
+    drive.until(lambda: alone.over)
+    assert alone.settled.finish == "length"
+
+
+def test_it_does_not_begin_while_others_are_there(root: Path) -> None:
+    drive = Drive(served("llama", root), step=20)
+    _, other = drive.submit(prompt_of(60, 2), 20)
+    _, alone = drive.submit(prompt_of(30), 1, background=True)
+    _, later = drive.submit(prompt_of(60, 3), 20)
+    drive.until(lambda: other.over and later.over)
+    assert not alone.events
+    drive.until(lambda: alone.over)
+    assert alone.settled.first
+
+
+def test_it_makes_way_for_whoever_wants_its_memory(root: Path) -> None:
+    model = served("llama", root)
+    drive = Drive(model, step=20, budget=model.row_bytes * 1024)
+    _, alone = drive.submit(prompt_of(600), 1, background=True)
+    drive.until(lambda: len(alone.chunks) == 2)
+    _, other = drive.submit(prompt_of(600, 2), 2)
+    drive.until(lambda: other.over)
+    assert (alone.settled.finish, other.settled.finish) == ("cancelled", "length")
+
+
+def test_it_makes_way_for_whoever_wants_its_place(root: Path) -> None:
+    drive = Drive(served("llama", root), step=20, places=1)
+    _, alone = drive.submit(prompt_of(100), 1, background=True)
+    drive.until(lambda: len(alone.chunks) == 2)
+    _, other = drive.submit(prompt_of(60, 2), 2)
+    drive.until(lambda: other.over)
+    assert alone.settled.finish == "cancelled"
+
+
+def test_one_that_waits_gives_its_resident_up_to_a_restore(root: Path) -> None:
+    model = served("llama", root)
+    drive = Drive(model, step=20, budget=model.row_bytes * 1024)
+    resident = drive.saved(drive.run(prompt_of(400), 2))
+    _, stream = drive.submit(prompt_of(20, 2), 40)
+    drive.until(lambda: any(isinstance(event, Piece) for event in stream.events))
+    _, alone = drive.submit(prompt_of(420), 1, background=True, resident=resident, reuse=400)
+    granted: list[bool] = []
+    drive.scheduler.reserve("restore", model.row_bytes * 256, lambda: granted.append(True))
+    assert granted and alone.settled.finish == "cancelled" and not stream.over
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_warm_start_in_the_background_agrees_with_a_cold_one(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    before = drive.run(prompt_of(90), 4)
+    resident, prompt = drive.saved(before), [*prompt_of(90), *before.generated, 7, 8, 9]
+    warm = drive.run(prompt, 1, background=True, resident=resident, reuse=len(prompt) - 3, keep=True)
+    cold = drive.run(prompt, 1, background=True)
+    assert warm.reused == len(prompt) - 3 and resident in drive.scheduler.residents
+    (mine, values), (theirs, others) = told(warm.settled.first), told(cold.settled.first)
+    common = dict(zip(theirs, others, strict=True))
+    assert mine[0] == theirs[0] and abs(values[0] - common[mine[0]]) <= tolerance(family)
+
+
+def test_it_costs_nobody_what_is_in_memory(root: Path) -> None:
+    model = served("llama", root)
+    drive = Drive(model, step=20, budget=model.row_bytes * 1024)
+    kept = drive.saved(drive.run(prompt_of(500), 2))
+    _, alone = drive.submit(prompt_of(700, 2), 1, background=True)
+    drive.until(lambda: alone.over)
+    assert kept in drive.scheduler.residents and alone.settled.finish == "cancelled"
+
+
+def test_but_what_is_on_disk_and_first_to_go(root: Path) -> None:
+    model = served("llama", root)
+    drive = Drive(model, step=20, budget=model.row_bytes * 1024)
+    kept = drive.saved(drive.run(prompt_of(500), 2))
+    drive.scheduler.residents.order([kept])
+    _, alone = drive.submit(prompt_of(700, 2), 1, background=True)
+    drive.until(lambda: alone.over)
+    assert kept not in drive.scheduler.residents and alone.settled.finish == "length"
+
+
+def test_it_makes_way_before_what_is_in_memory(root: Path) -> None:
+    model = served("llama", root)
+    drive = Drive(model, step=20, budget=model.row_bytes * 1536)
+    kept = drive.saved(drive.run(prompt_of(200), 2))
+    _, alone = drive.submit(prompt_of(600), 1, background=True)
+    drive.until(lambda: len(alone.chunks) == 2)
+    _, other = drive.submit(prompt_of(600, 2), 2)
+    drive.until(lambda: other.over)
+    assert kept in drive.scheduler.residents
+    assert (alone.settled.finish, other.settled.finish) == ("cancelled", "length")
+
+
+def test_one_that_waits_with_a_resident_makes_way_too(root: Path) -> None:
+    model = served("llama", root)
+    drive = Drive(model, step=200, budget=model.row_bytes * 1536)
+    resident = drive.saved(drive.run(prompt_of(500), 2))
+    _, stream = drive.submit(prompt_of(20, 2), 200)
+    drive.until(lambda: any(isinstance(event, Piece) for event in stream.events))
+    _, alone = drive.submit(prompt_of(520), 1, background=True, resident=resident, reuse=500)
+    _, other = drive.submit(prompt_of(800, 3), 2)
+    drive.until(lambda: other.over)
+    assert not stream.over, "it did not wait for that"
+    assert alone.settled.finish == "cancelled"

@@ -1,0 +1,445 @@
+"""Every call can be cancelled in every phase, is acknowledged once nothing of it goes on, and leaves nothing behind."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.backend.live_backend import BODY, ENDLESS, WAIT_S, Chunks, Hold, Live, settled, until, when, with_backend
+from warmline_backend.engine import inflight as generations
+from warmline_backend.engine import kv_transfer as storage
+from warmline_backend.generation.sequence import Ended, Generation
+from warmline_backend.kv_cache import segment_io as segments
+from warmline_backend.kv_cache.segment_io import write_file
+from warmline_common.protocol.messages import HEADER_REQUEST, RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
+
+FolderOf = Callable[..., Path]
+PROMPT_TOKENS = 199  # of BODY
+LONG = {**BODY, "messages": [{"role": "user", "content": "hello " * 3_000}]}  # rendered on a thread of its own
+
+
+def asked(backend: Live, name: str, body: object) -> "asyncio.Task[tuple[int, Any]]":
+    call = backend.json("POST", "/v1/chat/completions", body, **{HEADER_REQUEST: name})
+    return asyncio.ensure_future(call)
+
+
+async def cancelled(backend: Live, request_id: str, query: str = "") -> tuple[int, dict[str, Any]]:
+    return await backend.json("DELETE", f"/requests/{request_id}{query}")
+
+
+async def assert_nothing_is_left(backend: Live, *, residents: int = 0) -> None:
+    scheduler = backend.engine.scheduler
+    assert await backend.ask(lambda _: (scheduler.idle, scheduler.running_bytes)) == (True, 0)
+    assert len(backend.service.residents(with_ids=False).residents) == residents
+    assert backend.service.generations.under_way == [] and not backend.service.loaded.storage.saving
+
+
+async def saved(backend: Live) -> RestoreRequest:
+    """A conversation on disk, and no longer in memory."""
+    async with backend.generation("first", await backend.prompt()) as response:
+        end = await settled(response)
+    upto, file = end.prefilled_until, "a" * 32
+    (resident,) = backend.service.residents(with_ids=True).residents
+    spec = SegmentSpec(id=file, start=0, end=upto)
+    await backend.service.save(SaveRequest(request_id="save", resident=resident.id, segments=[spec]))
+    assert await backend.service.drop_resident(resident.id)
+    link = SegmentRef(id=file, start=0, end=upto, upto=upto)
+    return RestoreRequest(request_id="restore", tokens=resident.ids or b"", chain=[link])
+
+
+# ---- generations
+
+
+def test_a_generation_that_is_not_submitted_yet(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(backend: Live) -> None:
+        rendering, go_on = threading.Event(), threading.Event()
+        renderer, real = type(backend.service.loaded.renderer), backend.service.loaded.renderer.render
+
+        def slow(self: object, *arguments: object) -> object:
+            rendering.set()
+            assert go_on.wait(WAIT_S)
+            return real(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(renderer, "render", slow)
+        asking = asked(backend, "early", LONG)
+        assert await asyncio.to_thread(rendering.wait, WAIT_S)
+        status, reply = await cancelled(backend, "early")
+        assert status == 200 and (reply["finish"], reply["resident"]) == ("cancelled", "")
+        go_on.set()
+        status, reply = await asking
+        assert status == 499, reply
+        await assert_nothing_is_left(backend)
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_a_generation_that_is_on_its_way_to_the_engine(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        async with Hold(backend.engine):
+            asking = asked(backend, "a", ENDLESS)
+            await when(lambda: "a" in backend.service.generations.under_way)
+            cancelling = asyncio.ensure_future(cancelled(backend, "a"))
+            leaving = asked(backend, "b", ENDLESS)
+            await when(lambda: "b" in backend.service.generations.under_way)
+            leaving.cancel()  # its connection breaks off
+            await when(lambda: backend.service.generations._calls["b"].left)
+        status, reply = await cancelling
+        assert status == 200 and reply["finish"] == "cancelled"
+        assert (await asking)[0] == 499
+        await asyncio.wait_for(backend.service.generations.until_none(), WAIT_S)
+        await assert_nothing_is_left(backend)
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_a_generation_in_prefill_and_in_decode(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = Chunks(monkeypatch)
+
+    async def work(backend: Live) -> None:
+        prompt = await backend.prompt(ENDLESS)
+        async with backend.generation("a", prompt) as response:
+            await chunks.begun()
+            assert await until(response, b": ") == b": started\n"
+            cancelling = asyncio.ensure_future(cancelled(backend, "a"))
+            await when(lambda: not backend.engine._commands.empty())
+            chunks.let_pass()  # one, and no more
+            _, reply = await cancelling
+            assert (reply["finish"], reply["prefilled_until"]) == ("cancelled", 64)
+            assert (await settled(response)).resident == reply["resident"] != ""
+        chunks.let_all_pass()
+        async with backend.generation("b", prompt) as response:
+            await until(response, b'"content":"')
+            status, reply = await cancelled(backend, "b")
+            assert status == 200 and reply["finish"] == "cancelled" and reply["resident"]
+            end = await settled(response)
+            assert end.prefilled_until == PROMPT_TOKENS + len(end.generated) // 4
+        assert (await cancelled(backend, "b"))[1] == reply, "how it ended is remembered"
+        assert (await cancelled(backend, "nobody"))[0] == 404
+        await assert_nothing_is_left(backend, residents=2)
+
+    with_backend(tiny_folder("llama"), tmp_path, work, step=64)
+
+
+def test_a_prefill_that_finishes_alone(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = Chunks(monkeypatch)
+
+    async def work(backend: Live) -> None:
+        prompt = await backend.prompt(ENDLESS)
+        async with backend.generation("a", prompt):
+            await chunks.begun()
+            finishing = asyncio.ensure_future(cancelled(backend, "a", "?finish=prefill"))
+            await when(lambda: not backend.engine._commands.empty())
+            chunks.let_pass()
+            assert await finishing == (202, {})
+        chunks.let_all_pass()  # its connection is closed, and it goes on all the same
+        await asyncio.wait_for(backend.service.generations.until_none(), WAIT_S)
+        (resident,) = backend.service.residents(with_ids=False).residents
+        assert resident.tokens == PROMPT_TOKENS - 1
+        status, reply = await cancelled(backend, "a")
+        assert (status, reply["finish"], reply["resident"]) == (200, "cancelled", resident.id)
+        async with backend.generation("b", prompt) as response:
+            await until(response, b'"content":"')
+            status, reply = await cancelled(backend, "b", "?finish=prefill")
+            assert (status, reply["finish"]) == (200, "cancelled"), "it decodes already"
+        status, reply = await cancelled(backend, "b", "?finish=never")
+        assert status == 400 and "expected prefill" in str(reply["error"])
+
+    with_backend(tiny_folder("llama"), tmp_path, work, step=64)
+
+
+def test_a_finish_alone_that_is_not_asked_to_its_end_leaves_nobody_behind(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked for it dies before the engine has heard: both its connections break off."""
+    chunks = Chunks(monkeypatch)
+
+    async def work(backend: Live) -> None:
+        service = backend.service
+        prompt = await service.render("chat", ENDLESS, 10)
+        with service.accepted("a") as call:
+            await service.generate(call, prompt)
+            await chunks.begun()
+            finishing = asyncio.ensure_future(service.finish_prefill("a"))
+            await when(lambda: not backend.engine._commands.empty())
+            finishing.cancel()
+            await asyncio.wait({finishing})
+            assert finishing.cancelled() and not call.alone
+        chunks.let_all_pass()
+        await asyncio.wait_for(service.generations.until_none(), WAIT_S)
+        assert (await service.cancel("a")).finish == "cancelled"
+        await assert_nothing_is_left(backend, residents=1)
+
+    with_backend(tiny_folder("llama"), tmp_path, work, step=64)
+
+
+def test_a_finish_alone_of_a_stream_that_is_closed_meanwhile_is_let_go(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream first, which counts on the other call; then that one too."""
+    chunks = Chunks(monkeypatch)
+
+    async def work(backend: Live) -> None:
+        service = backend.service
+        prompt = await service.render("chat", ENDLESS, 10)
+        with service.accepted("a") as call:
+            await service.generate(call, prompt)
+            await chunks.begun()
+            finishing = asyncio.ensure_future(service.finish_prefill("a"))
+            await when(lambda: call.alone)
+        assert not call.let_go
+        finishing.cancel()
+        await asyncio.wait({finishing})
+        assert call.let_go
+        chunks.let_all_pass()
+        await asyncio.wait_for(service.generations.until_none(), WAIT_S)
+        await assert_nothing_is_left(backend, residents=1)
+
+    with_backend(tiny_folder("llama"), tmp_path, work, step=64)
+
+
+def test_an_answer_that_nobody_reads_ends(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "EVENTS_WAITING_MAX", 50)
+
+    async def work(backend: Live) -> None:
+        prompt = await backend.service.render("chat", ENDLESS, 10)
+        with backend.service.accepted("a") as call:
+            await backend.service.generate(call, prompt)
+            await asyncio.wait_for(backend.service.generations.until_none(), WAIT_S)
+            assert call.events.qsize() == 51
+            said = [call.events.get_nowait() for _ in range(51)]
+        assert isinstance(said[-1], Ended) and said[-1].settled.finish == "error"
+        assert said[-1].settled.error == generations.UNREAD
+        await assert_nothing_is_left(backend, residents=1)
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_a_second_call_of_the_same_name_ends_the_first(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        async with backend.generation("a", await backend.prompt(ENDLESS)) as first:
+            await until(first, b'"content":"')
+            async with backend.generation("a", await backend.prompt()) as second:
+                assert (await settled(first)).finish == "cancelled"
+                assert (await settled(second)).finish == "length"
+        await assert_nothing_is_left(backend, residents=2)
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_a_second_call_ends_the_first_also_before_it_is_submitted(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        service = backend.service
+        prompt = await service.render("chat", ENDLESS, 10)
+        with service.accepted("a") as first, service.accepted("a") as second:
+            await service.generate(second, prompt)
+            with pytest.raises(segments.Cancelled):
+                await service.generate(first, prompt)
+            assert (await service.cancel("a")).finish == "cancelled"
+            assert not await backend.in_engine("a"), "one DELETE ends all of that name"
+        assert service.generations.under_way == []
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+# ---- restores and saves
+
+
+async def given_up(backend: Live) -> None:
+    await when(lambda: any(job.given_up.is_set() for job in backend.service.loaded.storage._jobs))
+
+
+async def acknowledged(backend: Live, work: "asyncio.Task[object]", name: str) -> None:
+    """Cancel a restore or save by its id; both calls are answered."""
+    status, reply = await cancelled(backend, name)
+    assert (status, reply["finish"]) == (200, "cancelled")
+    with pytest.raises(segments.Cancelled):
+        await work
+
+
+def restoring(backend: Live, request: RestoreRequest) -> "asyncio.Task[object]":
+    return asyncio.ensure_future(backend.service.restore(request))
+
+
+def test_a_restore_that_the_engine_has_not_heard_of(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        request = await saved(backend)
+        async with Hold(backend.engine):
+            task = restoring(backend, request)
+            await when(lambda: not backend.engine._commands.empty())
+            await acknowledged(backend, task, "restore")  # while the engine is still at something else
+        await assert_nothing_is_left(backend)
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_a_restore_that_waits_for_memory(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        request = await saved(backend)
+        await backend.ask(lambda scheduler: scheduler.reserve("other", scheduler.residents.budget_bytes, lambda: None))
+        task = restoring(backend, request)
+        while not await backend.ask(lambda scheduler: scheduler.blocked):
+            pass
+        await acknowledged(backend, task, "restore")
+        await backend.ask(lambda scheduler: scheduler.release("other"))
+        await assert_nothing_is_left(backend)
+        assert (await backend.service.restore(request)).position == len(request.tokens) // 4
+        await assert_nothing_is_left(backend, residents=1)
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_a_restore_that_waits_for_a_reader(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        request = await saved(backend)
+        go_on = threading.Event()
+        busy = [backend.service.loaded.storage._loaders.submit(go_on.wait, WAIT_S) for _ in range(storage.LOADERS)]
+        task = restoring(backend, request)
+        while not await backend.ask(lambda scheduler: scheduler.running_bytes):
+            pass
+        await acknowledged(backend, task, "restore")
+        await assert_nothing_is_left(backend)
+        go_on.set()
+        assert all(future.result(WAIT_S) for future in busy)
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+@pytest.mark.parametrize("leaving", ["cancelled", "the caller is gone"])
+def test_a_restore_that_reads_has_its_memory_until_it_has_stopped(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str
+) -> None:
+    reading, go_on, real = threading.Event(), threading.Event(), segments.read_header
+
+    def slow(path: Path) -> object:
+        reading.set()
+        assert go_on.wait(WAIT_S)
+        return real(path)
+
+    async def work(backend: Live) -> None:
+        request = await saved(backend)
+        monkeypatch.setattr(segments, "read_header", slow)
+        task = restoring(backend, request)
+        assert await asyncio.to_thread(reading.wait, WAIT_S)
+        if leaving == "cancelled":
+            ending = asyncio.ensure_future(acknowledged(backend, task, "restore"))
+            await given_up(backend)
+            assert not ending.done()
+        else:
+            task.cancel()
+            ending = asyncio.ensure_future(asyncio.wait({task}))
+            await ending
+        assert await backend.ask(lambda scheduler: scheduler.running_bytes) > 0
+        go_on.set()
+        await ending
+        while await backend.ask(lambda scheduler: scheduler.running_bytes):
+            pass
+        await assert_nothing_is_left(backend)
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+@pytest.mark.parametrize("leaving", ["cancelled", "the caller is gone"])
+def test_a_restore_that_is_given_up_while_it_is_installed_leaves_no_resident(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str
+) -> None:
+    async def work(backend: Live) -> None:
+        request = await saved(backend)
+        scheduler = backend.engine.scheduler
+        installing, go_on, real = threading.Event(), threading.Event(), scheduler.install
+
+        def slow(*arguments: object) -> str:
+            installing.set()
+            assert go_on.wait(WAIT_S)
+            return real(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(scheduler, "install", slow)
+        task = restoring(backend, request)
+        assert await asyncio.to_thread(installing.wait, WAIT_S)
+        if leaving == "cancelled":
+            cancelling = asyncio.ensure_future(acknowledged(backend, task, "restore"))
+            await given_up(backend)
+            go_on.set()
+            await cancelling
+        else:
+            task.cancel()
+            await asyncio.wait({task})
+            go_on.set()
+        while await backend.ask(lambda scheduler: len(scheduler.residents)):
+            pass
+        await assert_nothing_is_left(backend)
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_a_save_in_each_of_its_phases(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(backend: Live) -> None:
+        async with backend.generation("a", await backend.prompt()) as response:
+            end = await settled(response)
+        spec = SegmentSpec(id="a" * 32, start=0, end=end.prefilled_until)
+        request = SaveRequest(request_id="save", resident=end.resident, segments=[spec])
+
+        def saving() -> "asyncio.Task[object]":
+            return asyncio.ensure_future(backend.service.save(request))
+
+        async with Hold(backend.engine):
+            task = saving()
+            await asyncio.sleep(0)
+            await acknowledged(backend, task, "save")
+
+        go_on = threading.Event()
+        backend.service.loaded.storage._writer.submit(go_on.wait, WAIT_S)  # another save is being written
+        task = saving()
+        await when(lambda: backend.service.loaded.storage._writer._work_queue.qsize() > 0)
+        await acknowledged(backend, task, "save")
+        go_on.set()
+
+        writing, go_on = threading.Event(), threading.Event()
+
+        def slow(*arguments: object) -> object:
+            writing.set()
+            assert go_on.wait(WAIT_S)
+            return write_file(*arguments)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as planted:
+            planted.setattr(storage, "write_file", slow)
+            task = saving()
+            assert await asyncio.to_thread(writing.wait, WAIT_S)
+            cancelling = asyncio.ensure_future(acknowledged(backend, task, "save"))
+            await given_up(backend)
+            go_on.set()
+            await cancelling
+        assert list(backend.home.segments.rglob("*.safetensors")) == []
+        await assert_nothing_is_left(backend, residents=1)
+        await saving()
+        assert [file.stem for file in backend.home.segments.rglob("*.safetensors")] == ["a" * 32]
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_a_lagging_event_loop_does_not_hold_the_engine_up(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        prompt = await backend.service.render("chat", {**BODY, "max_tokens": 200}, 10)
+        ended = threading.Event()
+        with backend.service.accepted("a") as call:
+            listener = backend.service.generations.listener(call)
+
+            def listen(event: object) -> None:
+                listener(event)  # type: ignore[arg-type]
+                if isinstance(event, Ended):
+                    ended.set()
+
+            await backend.service.generations.submit(call, Generation("a", prompt.tokens, prompt.params, listen))
+            assert ended.wait(WAIT_S), "computed to its end, while this loop does nothing"
+            await asyncio.wait_for(backend.service.generations.until_none(), WAIT_S)
+            assert call.events.qsize() > 200
+
+    with_backend(tiny_folder("llama"), tmp_path, work)

@@ -1,0 +1,118 @@
+"""The engine thread: it answers whoever asks, and its end is noticed by all who wait."""
+
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from support.backend.engine_driver import Drive, Heard
+from support.backend.families import prompt_of, served
+from warmline_backend.engine.engine import Engine, EngineStopped
+from warmline_backend.generation.sequence import Ended, Event, Generation, Piece, Progress
+from warmline_backend.request.params import GenerationParams
+from warmline_backend.scheduler.scheduler import Scheduler
+from warmline_common.protocol.messages import Settled
+
+WAIT_S = 20
+
+
+def started(root: Path) -> Engine:
+    # Made on its own thread, as a model is: mlx arrays belong to the thread that computes with them.
+    engine = Engine(lambda: Drive(served.__wrapped__("llama", root)).scheduler)
+    engine.start()
+    engine.loaded.result(WAIT_S)
+    return engine
+
+
+def generation(name: str, ended: "Future[Heard]", max_tokens: int = 5) -> Generation:
+    heard = Heard()
+
+    def listen(event: Event) -> None:
+        heard.events.append(event)
+        if isinstance(event, Ended):
+            ended.set_result(heard)
+
+    return Generation(name, prompt_of(40), GenerationParams(max_tokens=max_tokens, ignore_eos=True), listen)
+
+
+def test_a_request_runs_and_what_it_leaves_is_seen_at_once(root: Path) -> None:
+    engine, ended = started(root), Future[Heard]()
+    engine.ask(lambda scheduler: scheduler.submit(generation("a", ended))).result(WAIT_S)
+    heard = ended.result(WAIT_S)
+    assert [resident.id for resident in engine.snapshot.residents] == [heard.settled.resident]
+    assert engine.ask(lambda scheduler: scheduler.residents.drop(heard.settled.resident)).result(WAIT_S)
+    assert engine.snapshot.residents == []
+    engine.stop()
+    engine.ended.result(WAIT_S)
+
+
+@pytest.mark.parametrize(("moment", "prefilled_until"), [(Progress, 16), (Piece, 41)], ids=["a chunk", "a token"])
+def test_a_cancel_is_obeyed_after_the_present_step(root: Path, moment: type[Event], prefilled_until: int) -> None:
+    """Asked for in the middle of a turn, which would go on for eight tokens."""
+    engine = Engine(lambda: Drive(served.__wrapped__("llama", root), step=16).scheduler)
+    engine.start()
+    engine.loaded.result(WAIT_S)
+    ended, cancelled = Future[Heard](), list[Future[Settled | None]]()
+    wanted = generation("a", ended, 1000)
+
+    def listen(event: Event) -> None:
+        wanted.listener(event)
+        if isinstance(event, moment) and not cancelled and getattr(event, "done", 1):
+            cancelled.append(engine.ask(lambda scheduler: scheduler.cancel("a")))
+
+    engine.ask(lambda scheduler: scheduler.submit(replace(wanted, listener=listen))).result(WAIT_S)
+    heard = ended.result(WAIT_S)
+    assert cancelled[0].result(WAIT_S) == heard.settled
+    assert (heard.settled.finish, heard.settled.prefilled_until) == ("cancelled", prefilled_until)
+    assert sum(isinstance(event, moment) and bool(getattr(event, "done", 1)) for event in heard.events) == 1
+    engine.stop()
+    engine.ended.result(WAIT_S)
+
+
+def test_the_engine_stops_after_the_present_step(root: Path) -> None:
+    engine, ended = started(root), Future[Heard]()
+    wanted = generation("a", ended, 1000)
+    pieces: list[Event] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Piece):
+            pieces.append(event)
+            engine.stop()
+
+    engine.ask(lambda scheduler: scheduler.submit(replace(wanted, listener=listen))).result(WAIT_S)
+    engine.ended.result(WAIT_S)
+    assert len(pieces) == 1 and not engine.beat.busy
+    assert engine.failure == "the engine has ended"
+
+
+def test_what_is_asked_fails_alone(root: Path) -> None:
+    engine = started(root)
+    with pytest.raises(ZeroDivisionError):
+        engine.ask(lambda scheduler: 1 / 0).result(WAIT_S)
+    assert engine.ask(lambda scheduler: scheduler.idle).result(WAIT_S)
+    engine.stop()
+    engine.ended.result(WAIT_S)
+    with pytest.raises(EngineStopped):
+        engine.ask(lambda scheduler: scheduler.idle).result(WAIT_S)
+
+
+def test_a_failure_outside_of_any_request_ends_the_engine_and_is_told(root: Path) -> None:
+    engine = started(root)
+
+    def break_it(scheduler: Scheduler) -> None:
+        scheduler._admit = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+
+    engine.ask(break_it).result(WAIT_S)
+    engine.ended.result(WAIT_S)
+    assert engine.failure == "the engine has ended: division by zero"
+    with pytest.raises(EngineStopped, match=engine.failure):
+        engine.ask(lambda scheduler: scheduler.idle).result(WAIT_S)
+
+
+def test_a_model_that_does_not_load_is_told() -> None:
+    engine = Engine(lambda: (_ for _ in ()).throw(FileNotFoundError("no such folder")))  # type: ignore[arg-type]
+    engine.start()
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        engine.loaded.result(WAIT_S)
+    engine.ended.result(WAIT_S)

@@ -1,0 +1,36 @@
+"""Runs exact_cases.py where it proves something: in a process of its own, with OpenBLAS in place of the reference BLAS.
+
+A BLAS can only be chosen before a process starts.  Where there is no OpenBLAS to choose (on macOS, with CUDA), what mlx
+computes with rounds differently from shape to shape anyway, and the cases' own control says so.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from warmline_run.openblas import preload
+
+CASES = Path(__file__).parents[2] / "support" / "backend" / "exact_cases.py"
+
+
+def test_warm_is_cold_bit_for_bit() -> None:
+    libraries, advice = preload(os.environ.get("LD_PRELOAD", ""))
+    assert not advice, advice
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        str(CASES),
+    ]
+    run = subprocess.run(
+        command, env=os.environ | {"LD_PRELOAD": libraries}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout

@@ -1,0 +1,213 @@
+"""An idle engine is kept awake: a token for nobody whenever it has had nothing to compute for a while."""
+
+import queue
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from support.backend.engine_driver import Drive
+from support.backend.families import prompt_of, served
+from warmline_backend.config import ConfigError, parse_config
+from warmline_backend.engine import engine as engine_module
+from warmline_backend.engine.engine import Engine
+from warmline_backend.generation.sequence import Ended, Event, Generation, Piece
+from warmline_backend.request.params import GenerationParams
+
+WAIT_S = 20
+KEEPALIVE_S = 5.0
+
+
+class Mailbox:
+    """The engine's, in which a wait with a limit ends only when the test says that the time is up."""
+
+    def __init__(self) -> None:
+        self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.waits: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+
+    put = property(lambda self: self._commands.put)
+    qsize = property(lambda self: self._commands.qsize)
+    empty = property(lambda self: self._commands.empty)
+
+    def get(self, timeout: float | None = -1.0) -> Any:
+        if timeout != -1.0:
+            self.waits.put(timeout)
+        if (command := self._commands.get()) is TIME_IS_UP:
+            raise queue.Empty
+        return command
+
+
+TIME_IS_UP = object()
+
+
+class Kept:
+    """An engine with such a mailbox, and a clock that stands still but for `clock[0]`."""
+
+    def __init__(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, keepalive_s: float = KEEPALIVE_S, rest_s: float = 0.0
+    ) -> None:
+        self.clock = [100.0]
+        monkeypatch.setattr(engine_module.time, "monotonic", lambda: self.clock[0])
+        monkeypatch.setattr(engine_module, "REST_S", rest_s)
+        self._wait = 0.0
+        self.engine = Engine(lambda: Drive(served.__wrapped__("llama", root)).scheduler, keepalive_s)
+        self.mailbox = Mailbox()
+        self.engine._commands = self.mailbox  # type: ignore[assignment]
+        self.engine.start()
+        self.engine.loaded.result(WAIT_S)
+
+    def idle(self) -> float | None:
+        """Once it waits: for how long it is going to."""
+        wait = self.mailbox.waits.get(timeout=WAIT_S)
+        self._wait = wait or 0.0
+        return wait
+
+    def time_is_up(self) -> None:
+        """It has waited for so long."""
+        self.clock[0] += self._wait
+        self.mailbox.put(TIME_IS_UP)
+
+    @property
+    def steps(self) -> int:
+        return self.engine.snapshot.keepalive_steps
+
+    def end(self) -> None:
+        self.engine.stop()
+        self.engine.ended.result(WAIT_S)
+
+
+@pytest.fixture
+def kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    kept = Kept(root, monkeypatch)
+    yield kept
+    kept.end()
+
+
+def generation(ended: "Future[None]", first: "Future[None]") -> Generation:
+    def listen(event: Event) -> None:
+        if isinstance(event, Piece) and not first.done():
+            first.set_result(None)
+        if isinstance(event, Ended):
+            ended.set_result(None)
+
+    return Generation("a", prompt_of(20), GenerationParams(max_tokens=4, ignore_eos=True), listen)
+
+
+def test_a_token_each_time_that_it_was_idle_for_so_long(kept: Kept) -> None:
+    for steps in range(3):
+        assert kept.idle() == KEEPALIVE_S
+        assert kept.steps == steps and not kept.engine.beat.busy
+        kept.time_is_up()
+    assert kept.idle() == KEEPALIVE_S and kept.steps == 3
+    assert kept.engine.snapshot.running_bytes == kept.engine.snapshot.resident_bytes == 0
+
+
+def test_what_computes_nothing_does_not_put_it_off(kept: Kept) -> None:
+    assert kept.idle() == KEEPALIVE_S
+    kept.clock[0] += 3.0
+    kept.engine.ask(lambda scheduler: scheduler.residents.order([])).result(WAIT_S)
+    assert kept.idle() == KEEPALIVE_S - 3.0
+    kept.clock[0] += 3.0
+    kept.engine.ask(lambda scheduler: scheduler.residents.order([])).result(WAIT_S)
+    assert kept.idle() == 0.0, "it is due, but first is done what is asked"
+    kept.time_is_up()
+    assert kept.idle() == KEEPALIVE_S and kept.steps == 1
+
+
+def test_a_request_puts_it_off_and_is_not_kept_waiting(kept: Kept) -> None:
+    assert kept.idle() == KEEPALIVE_S
+    kept.clock[0] += KEEPALIVE_S - 1.0
+    ended, first = Future[None](), Future[None]()
+    kept.engine.ask(lambda scheduler: scheduler.submit(generation(ended, first))).result(WAIT_S)
+    ended.result(WAIT_S)
+    assert kept.idle() == KEEPALIVE_S and kept.steps == 0
+
+
+def test_what_is_asked_during_the_step_is_done_right_after_it(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kept.idle() == KEEPALIVE_S
+    begun, go_on = threading.Event(), threading.Event()
+    probe = kept.engine.scheduler.probe
+
+    def held() -> None:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        probe()
+
+    monkeypatch.setattr(kept.engine.scheduler, "probe", held)
+    kept.time_is_up()
+    assert begun.wait(WAIT_S)
+    assert kept.engine.beat.busy, "a watchdog sees it, should it hang"
+    ended, first = Future[None](), Future[None]()
+    submitted = kept.engine.ask(lambda scheduler: scheduler.submit(generation(ended, first)))
+    go_on.set()
+    submitted.result(WAIT_S)
+    ended.result(WAIT_S)
+    assert kept.idle() == KEEPALIVE_S and kept.steps == 1
+
+
+def test_a_shutdown_ends_it(kept: Kept) -> None:
+    assert kept.idle() == KEEPALIVE_S
+    kept.engine.let_sleep()
+    kept.time_is_up()  # the wait that had begun
+    assert kept.idle() is None and kept.steps == 0
+
+
+def test_without_the_setting_it_waits_without_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(root, monkeypatch, keepalive_s=0.0)
+    assert kept.idle() is None
+    kept.end()
+    assert kept.steps == 0
+
+
+def test_an_engine_at_rest_says_what_is_in_memory_then(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step computes one ahead, which may hold memory when everybody has gone."""
+    kept = Kept(root, monkeypatch, rest_s=1.0)
+    ahead = [mx.zeros((1 << 18,))]
+    mx.eval(ahead)
+    ended, first = Future[None](), Future[None]()
+    assert kept.idle() == 1.0
+    kept.engine.ask(lambda scheduler: scheduler.submit(generation(ended, first))).result(WAIT_S)
+    ended.result(WAIT_S)
+    assert kept.idle() == 1.0
+    with_it = kept.engine.snapshot.memory_active_bytes
+    ahead.clear()
+    kept.clock[0] += 0.25
+    kept.engine.ask(lambda scheduler: ahead.append(mx.zeros((1 << 18,))) or mx.eval(ahead)).result(WAIT_S)
+    assert kept.idle() == 0.75 and kept.engine.snapshot.memory_active_bytes >= with_it - (1 << 19)
+    ahead.clear()
+    kept.time_is_up()
+    assert kept.idle() == KEEPALIVE_S - 1.0
+    assert kept.engine.snapshot.memory_active_bytes <= with_it - (1 << 19)
+    assert kept.steps == 0 and not kept.engine.beat.busy
+    kept.end()
+
+
+def test_a_token_that_fails_is_tried_again_and_a_broken_device_ends_the_engine(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(root, monkeypatch)
+    assert kept.idle() == KEEPALIVE_S
+    real, left = kept.engine.scheduler.probe, [1]
+
+    def failing() -> None:
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("the device is gone")
+        real()
+
+    monkeypatch.setattr(kept.engine.scheduler, "probe", failing)
+    kept.time_is_up()
+    assert kept.idle() == KEEPALIVE_S and kept.engine.failure == "", "a token could be computed after all"
+    left[0] = 2
+    kept.time_is_up()
+    kept.engine.ended.result(WAIT_S)
+    assert "a token could not be computed: the device is gone" in kept.engine.failure
+
+
+@pytest.mark.parametrize("given", ["-1", "nan", "inf", "1e12"])
+def test_what_is_no_time_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"--gpu-keepalive .*expected a number of seconds, 0 or more"):
+        parse_config(["--home", "h", "--model", "m", f"--gpu-keepalive={given}"])

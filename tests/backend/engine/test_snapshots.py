@@ -1,0 +1,88 @@
+"""A save finds its rows wherever they have gone meanwhile, and lets go only of what is on disk."""
+
+from pathlib import Path
+
+import pytest
+
+from support.backend.engine_driver import Drive
+from support.backend.families import FAMILIES, prompt_of, served
+from warmline_backend.kv_cache.kv import RowsGone
+from warmline_backend.kv_cache.residents import LEFT_BY_KEPT_MAX, ResidentGone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_save_under_way_goes_on_from_what_a_cancelled_request_left(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    name, heard = drive.submit(prompt_of(200), 8)
+    drive.until(lambda: heard.chunks == [50, 100])
+    scheduler = drive.scheduler
+    first = scheduler.kv_of(50, running=name).rows(0, 50)
+    settled = scheduler.cancel(name)
+    assert settled is not None and settled.prefilled_until == 100
+    held = scheduler.kv_of(100, running=name)
+    assert held is scheduler.residents.kv(settled.resident)
+    assert first.keys() == held.rows(50, 100).keys() == drive.served.row_names
+    with pytest.raises(RowsGone):
+        scheduler.kv_of(101, running=name)
+    assert scheduler.residents.some_leased
+    scheduler.saved("", name, 100)
+    assert not scheduler.residents.some_leased, "all of it is on disk"
+
+
+def test_a_part_that_is_saved_does_not_make_the_whole_droppable(root: Path) -> None:
+    drive = Drive(served("gemma3", root), step=50)
+    name, heard = drive.submit(prompt_of(200), 8)
+    drive.until(lambda: heard.chunks == [50, 100, 150])
+    settled = drive.scheduler.cancel(name)
+    assert settled is not None
+    before = drive.scheduler.residents.bytes_held
+    drive.scheduler.saved("", name, 100)
+    held = drive.scheduler.kv_of(150, resident=settled.resident)
+    assert drive.scheduler.residents.some_leased and drive.scheduler.residents.bytes_held < before
+    assert held.rows(100, 150).keys() == drive.served.row_names
+    with pytest.raises(RowsGone):
+        held.rows(50, 100)
+    drive.scheduler.saved(settled.resident, "", 150)
+    assert not drive.scheduler.residents.some_leased
+
+
+def test_states_stay_until_all_is_saved(root: Path) -> None:
+    drive = Drive(served("qwen3_5", root), step=50)
+    marks = (10, 20, 30, 40, 60, 70, 80)
+    name, heard = drive.submit(prompt_of(200), 8, checkpoints=marks)
+    drive.until(lambda: bool(heard.chunks) and heard.chunks[-1] == 80)
+    drive.scheduler.saved("", name, 80)
+    assert sorted(drive.scheduler.kv_of(80, running=name).checkpoints) == list(marks), "it goes on"
+    settled = drive.scheduler.cancel(name)
+    assert settled is not None and settled.checkpoints == list(marks)
+    drive.scheduler.saved(settled.resident, "", 70)
+    assert drive.scheduler.residents.some_leased
+    drive.scheduler.saved(settled.resident, "", 80)
+    assert sorted(drive.scheduler.kv_of(80, resident=settled.resident).checkpoints) == [10, 60, 70, 80]
+
+
+def test_what_another_request_took_over_is_found_by_who_left_it(root: Path) -> None:
+    drive = Drive(served("llama", root), step=50)
+    name, heard = drive.submit(prompt_of(90), 10)
+    drive.until(lambda: heard.over)
+    onward = prompt_of(90) + heard.generated + prompt_of(300, 3)
+    _, more = drive.submit(onward, 5, resident=heard.settled.resident, reuse=100)
+    drive.until(lambda: len(more.chunks) == 2)
+    assert drive.scheduler.kv_of(100, running=name).tokens[:100] == onward[:100]
+    with pytest.raises(RowsGone):
+        drive.scheduler.kv_of(101, running=name)
+
+
+def test_only_of_the_last_requests_it_is_known_what_they_left(root: Path) -> None:
+    drive = Drive(served("llama", root))
+    residents = drive.scheduler.residents
+    drive.run(prompt_of(20), 1)
+    assert residents.left_by("r1")
+    kv = drive.served.fresh_kv(journals=True)
+    for n in range(LEFT_BY_KEPT_MAX):
+        residents.drop(residents.add(kv, lease_s=0.0, left_by=f"other{n}"))
+    assert residents.left_by("r1") == "" and residents.left_by("other0")
+    with pytest.raises(ResidentGone):
+        drive.scheduler.kv_of(10, running="r1")
+    with pytest.raises(ResidentGone):
+        drive.scheduler.kv_of(0, running="other0")

@@ -1,0 +1,167 @@
+"""What a step that fails costs: its batch, or less, and the process only where the device is gone."""
+
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from support.backend.engine_driver import Drive, Heard
+from support.backend.families import cold, prompt_of, served
+from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.scheduler import FAILURES_MAX, DeviceBroken
+
+
+class Planted(RuntimeError):
+    pass
+
+
+class FailsAt:
+    """A model that raises once, at its `calls`-th call (of those with a batch of `batch`)."""
+
+    def __init__(self, model: object, calls: int, batch: int = 0) -> None:
+        self._model, self._left, self._batch = model, calls, batch
+
+    def __call__(self, tokens: mx.array, *args: object, **kwargs: object) -> mx.array:
+        if not self._batch or tokens.shape[0] == self._batch:
+            self._left -= 1
+            if self._left == 0:
+                raise Planted("a planted fault")
+        return self._model(tokens, *args, **kwargs)  # type: ignore[operator]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
+
+
+def failing(root: Path, calls: int, batch: int = 0) -> Drive:
+    model = served("llama", root)
+    return Drive(replace(model, model=FailsAt(model.model, calls, batch)), step=1000)
+
+
+def test_a_failed_step_discards_its_batch_and_no_other(root: Path) -> None:
+    drive = failing(root, 5, batch=2)
+    _, one = drive.submit(prompt_of(40), 30)
+    _, mate = drive.submit(prompt_of(41, 2), 30)
+    _, apart = drive.submit(prompt_of(400, 3), 30)
+    drive.until(lambda: one.over and mate.over and apart.over)
+    for heard in (one, mate):
+        assert (heard.settled.finish, heard.settled.resident) == ("discarded", "")
+        assert "a planted fault" in heard.settled.error
+    assert apart.generated == cold(served("llama", root), "llama", prompt_of(400, 3), 30).tokens
+    assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
+
+
+def test_a_fault_in_prefill_is_told_and_not_tried_again(root: Path) -> None:
+    drive = failing(root, 1)
+    heard = drive.run(prompt_of(40))
+    assert heard.settled.finish == "discarded" and drive.scheduler.idle
+    assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
+
+
+def test_a_process_with_many_failed_steps_is_left(root: Path) -> None:
+    drive = failing(root, 0)
+    for number in range(FAILURES_MAX - 1):
+        drive.scheduler._ends.discard([], Planted(number))
+        drive.turn()
+    assert drive.run(prompt_of(40), 5).settled.finish == "length"
+    drive.scheduler._ends.discard([], Planted("the last"))
+    with pytest.raises(DeviceBroken, match="steps have failed"):
+        drive.turn()
+
+
+def test_a_device_that_computes_nothing_any_more_ends_the_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = failing(root, 0)
+    _, heard = drive.submit(prompt_of(40), 30)
+    drive.until(lambda: len(heard.events) > 3)
+    monkeypatch.setattr(FailsAt, "__call__", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(DeviceBroken, match="division by zero"):
+        drive.turn()
+    assert heard.settled.finish == "discarded"
+    with pytest.raises(ZeroDivisionError):
+        drive.scheduler.probe()
+
+
+def decoding_together(drive: Drive) -> tuple[str, Heard, Heard]:
+    """Two in one batch.  The first one's name, and both."""
+    (name, one), (_, other) = (drive.submit(prompt_of(60, seed), 50) for seed in (1, 2))
+    drive.until(lambda: len(drive.scheduler._lineup.groups) == 1 and min(len(one.events), len(other.events)) > 5)
+    return name, one, other
+
+
+def can_not_be_left(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    (group,) = drive.scheduler._lineup.groups
+    monkeypatch.setattr(group.batch.prompt_cache[0], "filter", lambda keep: 1 / 0)
+
+
+def test_who_stays_in_a_batch_that_could_not_be_left_is_discarded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would go on with the rows of the one that has left."""
+    drive = Drive(served("llama", root))
+    name, one, other = decoding_together(drive)
+    can_not_be_left(drive, monkeypatch)
+    settled = drive.scheduler.cancel(name)
+    assert settled is not None and (settled.finish, settled.resident) == ("cancelled", "")
+    assert (other.settled.finish, other.settled.resident) == ("discarded", "")
+    assert cold(drive.served, "llama", prompt_of(60, 2), 50).tokens[: len(other.generated)] == other.generated
+    drive.turn()
+    assert one.over and drive.scheduler.idle
+
+
+def test_a_fault_of_what_was_asked_at_rest_is_looked_into_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Drive(served("llama", root))
+    name, _, _ = decoding_together(drive)
+    can_not_be_left(drive, monkeypatch)
+    drive.scheduler.cancel(name)
+    assert drive.scheduler.idle
+    monkeypatch.setattr(drive.scheduler, "probe", lambda: 1 / 0)
+    with pytest.raises(DeviceBroken):
+        drive.turn()
+
+
+def test_a_discarded_batch_is_gone_before_the_device_is_probed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What filled the memory must not keep the token from being computed that shows whether the device still does."""
+    drive = Drive(served("llama", root))
+    _, one, other = decoding_together(drive)
+    (group,) = drive.scheduler._lineup.groups
+    held = [*map(weakref.ref, group.sequences), *map(weakref.ref, group.batch.prompt_cache)]
+    del group
+    at_probe: list[object] = []
+    monkeypatch.setattr(drive.scheduler, "probe", lambda: at_probe.extend([each() for each in held]))
+    monkeypatch.setattr(DecodeGroup, "step", lambda group: 1 / 0)
+    drive.until(lambda: one.over and other.over)
+    assert at_probe == [None] * (2 + len(drive.served.layout.leaves))
+
+
+def test_an_end_is_told_though_what_has_changed_can_not_be(root: Path) -> None:
+    drive = Drive(served("llama", root))
+    drive.scheduler.changed = lambda: 1 / 0  # type: ignore[assignment, return-value]
+    assert drive.run(prompt_of(20), 3).settled.finish == "length"
+
+
+def test_one_answers_fault_is_its_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Drive(served("llama", root))
+    _, bad = drive.submit(prompt_of(50), 30)
+    _, good = drive.submit(prompt_of(50, 2), 30)
+    drive.until(lambda: len(bad.events) > 3)
+    sequence = next(s for s in drive.scheduler._lineup if s.request.prompt == prompt_of(50))
+    monkeypatch.setattr(sequence.text, "add", lambda token: 1 / 0)
+    drive.until(lambda: bad.over and good.over)
+    assert bad.settled.finish == "error" and "division" in bad.settled.error
+    assert good.generated == cold(drive.served, "llama", prompt_of(50, 2), 30).tokens
+
+
+def test_a_request_that_can_not_even_be_ended_takes_only_its_batch_along(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive = Drive(served("llama", root))
+    _, bad = drive.submit(prompt_of(50), 30)
+    _, mate = drive.submit(prompt_of(50, 2), 30)
+    _, apart = drive.submit(prompt_of(400, 3), 30)
+    drive.until(lambda: all(len(one.events) > 3 for one in (bad, mate, apart)))
+    sequence = next(each for each in drive.scheduler._lineup if each.request.prompt == prompt_of(50))
+    group = next(group for group in drive.scheduler._lineup.groups if sequence in group.sequences)
+    monkeypatch.setattr(sequence.text, "add", lambda token: 1 / 0)
+    monkeypatch.setattr(group, "leave", lambda sequence: 1 / 0)
+    drive.until(lambda: bad.over and mate.over and apart.over)
+    assert (bad.settled.finish, mate.settled.finish, apart.settled.finish) == ("error", "discarded", "length")
+    assert drive.run(prompt_of(50), 5).generated == cold(drive.served, "llama", prompt_of(50), 5).tokens

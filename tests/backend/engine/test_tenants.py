@@ -1,0 +1,32 @@
+"""Rows of one tenant are nobody else's, whatever the proxy asks for: residents and requests say whose they are."""
+
+from pathlib import Path
+
+import pytest
+
+from support.backend.engine_driver import Drive
+from support.backend.families import prompt_of, served
+from warmline_backend.kv_cache.residents import ResidentMismatch
+
+MINE, THEIRS = b"m" * 16, b"t" * 16
+
+
+def test_a_resident_is_taken_by_its_own_tenant_alone(root: Path) -> None:
+    drive, prompt = Drive(served("llama", root)), prompt_of(70)
+    resident = drive.run(prompt, 2, root=MINE).settled.resident
+    assert [each.root for each in drive.scheduler.residents.listed()] == [MINE]
+    for other in (THEIRS, b""):
+        for keep in (True, False):
+            with pytest.raises(ResidentMismatch, match="another model or tenant"):
+                drive.submit(prompt, 2, resident=resident, reuse=64, keep=keep, root=other)
+    assert drive.run(prompt, 2, resident=resident, reuse=64, root=MINE).reused == 64
+
+
+def test_a_running_request_is_followed_by_its_own_tenant_alone(root: Path) -> None:
+    drive, prompt = Drive(served("llama", root), step=16), prompt_of(70)
+    name, leader = drive.submit(prompt, 2, root=MINE)
+    with pytest.raises(ResidentMismatch, match="another tenant"):
+        drive.submit(prompt, 2, follow=name, reuse=64, root=THEIRS)
+    _, follower = drive.submit(prompt, 2, follow=name, reuse=64, root=MINE)
+    drive.until(lambda: leader.over and follower.over)
+    assert follower.reused == 64

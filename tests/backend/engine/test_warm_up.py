@@ -1,0 +1,149 @@
+"""What is computed for nobody at a start: what requests meet, as far as the time allows; and it leaves nothing."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from support.backend.engine_driver import Drive
+from support.backend.families import FAMILIES, prompt_of, served
+from warmline_backend.engine import warm_up as module
+from warmline_backend.engine.warm_up import prompt_lengths, warm_up
+from warmline_backend.generation.sequence import Sequence
+from warmline_backend.model.loader import ModelProblem
+from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.scheduler import SchedulerSettings
+
+LONG_S = 600.0
+
+
+def settings(step: int = 32, *, exact: bool = False, budget: int = 1 << 30) -> SchedulerSettings:
+    return SchedulerSettings("test", budget, step, 8, True, exact)
+
+
+class Watched:
+    """What chunks, joined batches and steps came by."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.chunks: list[tuple[int, int]] = []  # where it began, how long it was
+        self.batches: list[int] = []  # rows of each step
+        chunk, step = Sequence.prefill_chunk, DecodeGroup.step
+
+        def watched_chunk(sequence: Sequence, tokens: int) -> int:
+            start = sequence.kv.length
+            done = chunk(sequence, tokens)
+            self.chunks.append((start, done))
+            return done
+
+        def watched_step(group: DecodeGroup) -> object:
+            self.batches.append(len(group.sequences))
+            return step(group)
+
+        monkeypatch.setattr(Sequence, "prefill_chunk", watched_chunk)
+        monkeypatch.setattr(DecodeGroup, "step", watched_step)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_full_chunk_steps_alone_and_two_in_a_batch(family: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, watched = served(family, root), Watched(monkeypatch)
+    warm_up(model, settings(), LONG_S)
+    assert (0, 32) in watched.chunks
+    assert 1 in watched.batches
+    assert (2 in watched.batches) == model.layout.batches
+
+
+def test_a_sparse_model_computes_past_the_place_where_it_begins_to_select(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    warm_up(served("deepseek_v32", root), settings(), LONG_S)  # selects from 16 tokens on
+    assert {(0, 32), (32, 32), (64, 16)} <= set(watched.chunks)
+
+
+def test_in_exact_mode_nobody_shares_a_batch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    warm_up(served("llama", root), settings(exact=True), LONG_S)
+    assert (0, 32) in watched.chunks and set(watched.batches) == {1}
+
+
+@pytest.mark.parametrize(
+    ("step", "index_topk", "tokens_max", "lengths"),
+    [
+        (2048, 0, 100_000, [16, 64, 256, 1024, 2048]),
+        (2048, 2048, 100_000, [16, 64, 256, 1024, 2112]),
+        (512, 2048, 100_000, [16, 64, 256, 1024, 2112]),
+        (8192, 2048, 100_000, [16, 64, 256, 1024, 4096, 8192]),
+        (2048, 2048, 500, [16, 64, 256, 500]),
+        (2048, 0, 3, []),
+        (1, 0, 100_000, []),
+    ],
+)
+def test_prompts_grow_to_a_full_chunk_and_past_the_selection(
+    step: int, index_topk: int, tokens_max: int, lengths: list[int]
+) -> None:
+    assert prompt_lengths(step, index_topk, tokens_max) == lengths
+
+
+def test_it_ends_where_the_time_does(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which a token takes a second: what would not be done in time is not begun."""
+    clock, chunk = [0.0], Sequence.prefill_chunk
+
+    def slow(sequence: Sequence, tokens: int) -> int:
+        done = chunk(sequence, tokens)
+        clock[0] += done
+        return done
+
+    monkeypatch.setattr(Sequence, "prefill_chunk", slow)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    model, few, two = served("llama", root), 4, 8
+    for seconds_max, seconds in ((0.0, few), (few + two, few + two), (100.0, few + two + 16 + 32), (40.0, 4 + 8 + 16)):
+        began = clock[0]
+        warm_up(model, settings(), seconds_max)
+        assert clock[0] - began == seconds, seconds_max
+
+
+def test_no_more_is_computed_than_memory_and_context_have_room_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, watched = served("llama", root), Watched(monkeypatch)
+    warm_up(model, settings(2048, budget=300 * model.row_bytes), LONG_S)  # 256 rows, in whole buffers
+    assert max(tokens for _, tokens in watched.chunks) == 253
+    watched.chunks.clear()
+    warm_up(model, settings(2048, budget=0), LONG_S)
+    assert max(tokens for _, tokens in watched.chunks) == 4
+
+
+def test_a_device_that_cannot_is_told_of_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(sequence: Sequence, tokens: int) -> int:
+        raise RuntimeError("[metal::malloc] no memory")
+
+    monkeypatch.setattr(Sequence, "prefill_chunk", fail)
+    with pytest.raises(ModelProblem, match=r"can't compute 6 tokens.* no memory; a smaller --prefill-step-size"):
+        warm_up(served("llama", root), settings(), LONG_S)
+
+
+def test_it_leaves_no_memory_and_no_other_answers(root: Path) -> None:
+    model = served("llama", root)
+    before = Drive(model).run(prompt_of(40), temperature=1.0, seed=5).generated
+    warm_up(model, settings(), LONG_S)
+    held = mx.get_active_memory()
+    warm_up(model, settings(), LONG_S)
+    assert mx.get_active_memory() == held
+    assert Drive(model).run(prompt_of(40), temperature=1.0, seed=5).generated == before
+
+
+def test_on_a_cpu_it_takes_a_moment() -> None:
+    expected = module.CPU_S_MAX if mx.default_device().type == mx.DeviceType.cpu else module.GPU_S_MAX
+    assert module._seconds_max() == expected
+
+
+def test_a_very_slow_machine_is_asked_for_one_token(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, model, watched = [0.0], served("llama", root), Watched(monkeypatch)
+    compute = mx.eval
+
+    def slow(*arrays: object) -> None:
+        compute(*arrays)
+        clock[0] += 1.0
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(module.mx, "eval", slow)
+    assert warm_up(model, settings(), 2.0) == 1
+    assert watched.chunks == watched.batches == []

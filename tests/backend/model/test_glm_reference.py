@@ -1,0 +1,88 @@
+"""Our GLM against the reference's logits, at all positions up to four times what the indexer selects."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import CacheList
+
+from support.glm.golden_glm import assert_as_reference, golden, in_chunks, model
+from support.glm.recipe import CASES, TOKENS, TOPK
+from support.glm.recipe import tokens as tokens_of
+from warmline_backend.model.architectures import glm_moe_dsa
+
+each_case = pytest.mark.parametrize("case", CASES)
+
+
+def test_the_contexts_go_well_beyond_the_selection() -> None:
+    assert TOKENS >= 4 * TOPK
+    for case in CASES:
+        assert golden(case, "logits").shape == (TOKENS, 64)
+        assert golden(case, "tokens").tolist() == tokens_of(case)
+
+
+@each_case
+def test_layers_are_full_or_shared_as_in_the_reference(case: str) -> None:
+    assert model(case).args.indexer_types == golden(case, "indexer_types").tolist()
+
+
+@each_case
+def test_in_one_go(case: str) -> None:
+    assert_as_reference(case, model(case)(mx.array([tokens_of(case)]))[0])
+
+
+@each_case
+@pytest.mark.parametrize("size", [20, 64])
+def test_in_chunks(case: str, size: int) -> None:
+    assert_as_reference(case, in_chunks(model(case), tokens_of(case), size))
+
+
+AROUND = [each + more for each in (TOPK, 2 * TOPK) for more in (-1, 0, 1)]  # where selecting begins, and gathering
+
+
+@pytest.mark.parametrize("size", AROUND)
+def test_in_chunks_that_end_around_the_selection(size: int) -> None:
+    assert_as_reference("shared_as_listed", in_chunks(model("shared_as_listed"), tokens_of("shared_as_listed"), size))
+
+
+@pytest.mark.parametrize("position", AROUND)
+def test_cut_back_to_around_the_selection(position: int) -> None:
+    """As a restored or branched conversation is, and then gone on with, by one token or in a chunk."""
+    case = "shared_as_listed"
+    made, prompt = model(case), tokens_of(case)
+    for count in (1, TOKENS - position):
+        caches = made.make_cache()
+        mx.eval(made(mx.array([prompt[: position + 5]]), cache=caches), [layer.state for layer in caches])
+        assert [layer.trim(5) for layer in caches] == [5] * len(caches)
+        logits = made(mx.array([prompt[position : position + count]]), cache=caches)[0]
+        assert_as_reference(case, logits, slice(position, position + count))
+
+
+@each_case
+def test_token_by_token(case: str) -> None:
+    assert_as_reference(case, in_chunks(model(case), tokens_of(case), 1))
+
+
+@each_case
+def test_in_blocks_of_queries(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(glm_moe_dsa, "BLOCK_BYTES", 40_000)
+    assert_as_reference(case, model(case)(mx.array([tokens_of(case)]))[0])
+
+
+@each_case
+@pytest.mark.parametrize("gathered_from", [1, 1000], ids=["gathered", "masked"])
+def test_either_way_of_attending_to_a_selection(case: str, gathered_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(glm_moe_dsa, "GATHERED_FROM", gathered_from)
+    assert_as_reference(case, in_chunks(model(case), tokens_of(case), 20))
+
+
+@each_case
+def test_decoded_in_a_batch_where_the_shorter_is_padded(case: str) -> None:
+    made, prompt, lengths = model(case), tokens_of(case), (TOPK - 4, 3 * TOPK + 2)
+    held = []
+    for length in lengths:
+        held.append(made.make_cache())
+        mx.eval(made(mx.array([prompt[:length]]), cache=held[-1]), [layer.state for layer in held[-1]])
+    caches = [CacheList.merge(list(layers)) for layers in zip(*held, strict=True)]
+    for step in range(TOPK):  # over the place where the shorter one has more rows than are selected
+        at = [length + step for length in lengths]
+        logits = made(mx.array([[prompt[n]] for n in at]), cache=caches)[:, 0]
+        assert_as_reference(case, logits, at)

@@ -1,0 +1,227 @@
+"""Parts of an answer as OpenAI's chunks, streamed and folded; what is remembered of its calls."""
+
+import asyncio
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from openai.lib.streaming._deltas import accumulate_delta
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from support.backend.tool_families import BY_NAME, TOOLS
+from warmline_backend.generation.sequence import Ended, Event, Piece, TokenLogprobs
+from warmline_backend.output.expected import Expected
+from warmline_backend.output.parser import OutputStream
+from warmline_backend.output.turns import read_turn
+from warmline_backend.request.params import GenerationParams
+from warmline_backend.server.chunks import TokenNames
+from warmline_backend.server.prompt_store import StoredPrompt
+from warmline_backend.server.response import SILENT_TOKENS_MAX, Answer
+from warmline_common.protocol.messages import Settled, Timings, decode
+from warmline_common.protocol.sse import ChunkFold, EventParser
+from warmline_common.protocol.sse import Event as Sent
+from warmline_common.protocol.tokens import unpack_tokens
+
+CALL = '<tool_call>\n{"name":"get_weather",  "arguments": {"days": "3", "city": "São Paulo"}}\n</tool_call>'
+PROMPT = StoredPrompt(
+    id="p",
+    endpoint="chat",
+    tokens=[1, 2, 3],
+    params=GenerationParams(max_tokens=500),
+    boundaries=[],
+    turn_end=0,
+    messages=[],
+    expected=Expected(marked=True, tail="<think>\n", tools=TOOLS),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
+    return BY_NAME["json_tools"].tokenizer(tmp_path_factory.mktemp("answer"))
+
+
+def events_of(tokenizer: TokenizerWrapper, text: str, finish: str = "stop", stop: tuple[str, ...] = ()) -> list[Event]:
+    """What an engine would tell of a model that says this."""
+    stream, events = OutputStream(tokenizer, stop, PROMPT.expected), list[Event]()
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    for token in tokens:
+        parts = stream.add(token)
+        events.append(Piece(parts, token, TokenLogprobs(token, -0.5, []), stream.reasons, stream.stop_word))
+        if stream.stopped:
+            break
+    else:
+        last = events.pop()
+        assert isinstance(last, Piece)
+        events.append(replace(last, parts=[*last.parts, *stream.finish(finish == "stop")]))
+    settled = Settled(
+        boot="b",
+        generation=0,
+        request_id="r",
+        finish=finish,
+        resident="",
+        generated=b"",
+        prefilled_until=0,
+        checkpoints=[],
+        positions=[],
+        timings=Timings(decoded=len(tokens)),
+    )
+    return [*events, Ended(settled, 0)]
+
+
+def answered(tokenizer: TokenizerWrapper, events: list[Event]) -> tuple[list[Sent], dict[str, Any]]:
+    """What is streamed, and the JSON of whoever wants no stream; call ids are random."""
+
+    async def run() -> tuple[bytes, object]:
+        streamed = b"".join(
+            [data async for data in _asked(tokenizer, events).stream(_queue(events), closing_event=True)]
+        )
+        return streamed, await _asked(tokenizer, events).whole(_queue(events))
+
+    streamed, whole = asyncio.run(run())
+    assert isinstance(whole, dict)
+    return list(EventParser().feed(streamed)), whole
+
+
+def _asked(tokenizer: TokenizerWrapper, events: list[Event]) -> Answer:
+    return Answer(PROMPT, "r", "m", TokenNames(tokenizer), with_usage=True)
+
+
+def _queue(events: list[Event]) -> "asyncio.Queue[Event]":
+    queue: asyncio.Queue[Event] = asyncio.Queue()
+    for event in events:
+        queue.put_nowait(event)
+    return queue
+
+
+def chunks_in(sent: list[Sent]) -> list[dict[str, Any]]:
+    return [json.loads(event.data) for event in sent if event.data not in (b"", b"[DONE]") and not event.name]
+
+
+def folded(sent: list[Sent]) -> dict[str, Any]:
+    fold = ChunkFold()
+    for chunk in chunks_in(sent):
+        fold.add(chunk)
+    return fold.result()
+
+
+def without_ids(answer: dict[str, Any]) -> str:
+    return re.sub(r"call_[0-9a-f]{24}", "call_", json.dumps(answer))
+
+
+def settled_in(sent: list[Sent]) -> Settled:
+    return decode(next(event.data for event in sent if event.name), Settled)
+
+
+def test_streamed_and_whole_answers_are_the_same_to_the_sdk(tokenizer: TokenizerWrapper) -> None:
+    sent, whole = answered(tokenizer, events_of(tokenizer, f"Hm.\n</think>\n\nI look.\n{CALL}\n{CALL}"))
+    for chunk in chunks_in(sent):
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+    assert without_ids(folded(sent)) == without_ids(whole)
+    (choice,) = ChatCompletion.model_validate(whole, strict=True).choices
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm.", "Hm.", "I look.")
+    calls = choice.message.tool_calls
+    assert calls is not None and len({call.id for call in calls}) == 2
+    assert all(re.fullmatch("call_[0-9a-f]{24}", call.id) and call.type == "function" for call in calls)
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "get_weather", "arguments": '{"days": 3, "city": "São Paulo"}'}
+    ] * 2
+    assert choice.finish_reason == "tool_calls"
+    assert chunks_in(sent)[0]["choices"][0]["delta"] == {"role": "assistant"}
+
+
+@pytest.mark.parametrize(
+    "text", ["Hm.", f"Hm.\n</think>\n\n{CALL}", f"Hm.\n</think>\n\nI look.\n{CALL}", "</think>Yes."]
+)
+def test_content_adds_up_by_the_sdks_rules(tokenizer: TokenizerWrapper, text: str) -> None:
+    """It is null beside calls and "" where nothing else was told, in a stream as well."""
+    sent, whole = answered(tokenizer, events_of(tokenizer, text))
+    message: dict[object, object] = {}
+    for chunk in chunks_in(sent):
+        for choice in chunk["choices"]:
+            message = accumulate_delta(message, choice["delta"])
+    assert message.get("content") == whole["choices"][0]["message"]["content"]
+
+
+def test_calls_alone_have_null_for_content(tokenizer: TokenizerWrapper) -> None:
+    sent, whole = answered(tokenizer, events_of(tokenizer, f"Hm.\n</think>\n\n{CALL}"))
+    assert whole["choices"][0]["message"]["content"] is None is folded(sent)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "told"),
+    [
+        (f"</think>{CALL}", "stop", "tool_calls"),
+        (f"</think>{CALL}", "length", "length"),
+        (f"</think>{CALL}\n{CALL[:30]}", "length", "length"),
+        (f"</think>{CALL[:30]}", "stop", "stop"),
+        (f"</think>{CALL[:30]}", "length", "length"),
+        ("</think><tool_call>\nnothing\n</tool_call>", "stop", "stop"),
+    ],
+)
+def test_the_finish_says_tool_calls_only_where_one_was_told(
+    tokenizer: TokenizerWrapper, text: str, finish: str, told: str
+) -> None:
+    _, whole = answered(tokenizer, events_of(tokenizer, text, finish))
+    (choice,) = whole["choices"]
+    assert choice["finish_reason"] == told
+    assert bool(choice["message"].get("tool_calls")) or choice["message"]["content"], "never nothing at all"
+
+
+def test_what_is_remembered_of_a_turn_reads_as_it_was_told(tokenizer: TokenizerWrapper) -> None:
+    sent, _ = answered(tokenizer, events_of(tokenizer, f"Hm.\n</think>\n\nI look.\n{CALL}\n{CALL}\n"))
+    turn, message = settled_in(sent).turn, folded(sent)["choices"][0]["message"]
+    assert turn is not None and turn.calls == [call["id"] for call in message["tool_calls"]]
+    tokens = unpack_tokens(turn.tokens)
+    assert tokenizer.decode(tokens) == f"\n\nI look.\n{CALL}\n{CALL}"
+    said, calls = read_turn(tokens, tokenizer, TOOLS)
+    assert said.strip() == message["content"]
+    assert calls == [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+
+
+def test_nothing_is_remembered_of_an_answer_without_calls(tokenizer: TokenizerWrapper) -> None:
+    sent, _ = answered(tokenizer, events_of(tokenizer, "Hm.\n</think>\n\nNo."))
+    assert settled_in(sent).turn is None
+
+
+def test_reasoning_tokens_are_counted(tokenizer: TokenizerWrapper) -> None:
+    sent, whole = answered(tokenizer, events_of(tokenizer, "Hm.</think>Yes."))
+    assert (
+        whole["usage"]["completion_tokens_details"]
+        == {"reasoning_tokens": 4}
+        == folded(sent)["usage"]["completion_tokens_details"]
+    )
+    assert whole["usage"]["completion_tokens"] == 8
+
+
+def test_every_tokens_logprobs_are_told_once_in_order(tokenizer: TokenizerWrapper) -> None:
+    text = f"Hm.\n</think>\n\nI look.\n{CALL}\n"
+    sent, whole = answered(tokenizer, events_of(tokenizer, text))
+    told = [bytes(entry["bytes"]) for entry in whole["choices"][0]["logprobs"]["content"]]
+    assert (
+        b"".join(told)
+        == text.encode()
+        == b"".join(
+            bytes(entry["bytes"])
+            for chunk in chunks_in(sent)
+            for choice in chunk["choices"]
+            for entry in (choice["logprobs"] or {"content": []})["content"]
+        )
+    )
+
+
+def test_a_long_call_shows_that_the_engine_moves(tokenizer: TokenizerWrapper) -> None:
+    sent, _ = answered(tokenizer, events_of(tokenizer, f"</think>{CALL}"))
+    signs = [event for event in sent if event.comment == b"held"]
+    assert len(signs) == len(tokenizer.encode(CALL, add_special_tokens=False)) // SILENT_TOKENS_MAX
+
+
+def test_stop_words_count_in_content_alone(tokenizer: TokenizerWrapper) -> None:
+    stop = ("São", "look", "Hm")
+    _, whole = answered(tokenizer, events_of(tokenizer, f"Hm.</think>{CALL}I look.", stop=stop))
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning"], message["content"], len(message["tool_calls"])) == ("Hm.", "I ", 1)
+    assert whole["choices"][0]["stop_reason"] == "look"

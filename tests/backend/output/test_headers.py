@@ -1,0 +1,95 @@
+"""Answers of messages with headers, as gpt-oss and Muse write them."""
+
+from pathlib import Path
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from support.backend.parsed_output import calls, content, ids, parts_of, reasoning
+from support.backend.small_tokenizers import marked
+from support.backend.tool_families import CALLS, HARMONY, TOOLS
+from warmline_backend.output.events import Called
+from warmline_backend.output.turns import read_turn
+
+TAIL = "<|start|>assistant"
+THOUGHT = "<|channel|>analysis<|message|>They ask, so I look.<|end|>"
+WEATHER = '{"city": "São Paulo", "days": 3, "zip": "01310"}'
+CALL = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{WEATHER}"
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
+    return HARMONY.tokenizer(tmp_path_factory.mktemp("harmony"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel|>final<|message|>Sunny.<|return|>", ("", "Sunny.", [])),
+        (f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>Sunny.", ("They ask, so I look.", "Sunny.", [])),
+        (f"{THOUGHT}<|start|>assistant{CALL}<|call|>", ("They ask, so I look.", "", CALLS[:1])),
+        (CALL, ("", "", CALLS[:1])),
+        (
+            f" to=functions.get_weather<|channel|>commentary json<|message|>{WEATHER}<|call|>",
+            ("", "", CALLS[:1]),
+        ),
+        (
+            f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CALL}<|call|>",
+            ("", "I look.", CALLS[:1]),
+        ),
+        ("<|channel|>analysis<|message|>Hm", ("Hm", "", [])),
+        ("<|channel|>analysis to=python<|message|>{}<|call|>", ("", "", [("python", {})])),
+        ("<|channel|>final", ("", "", [])),
+        ("Just words.", ("", "Just words.", [])),
+        ("Sunny.<|end|>", ("", "Sunny.", [])),
+    ],
+)
+def test_each_message_is_what_its_header_says(
+    harmony: TokenizerWrapper, text: str, expected: tuple[str, str, list[object]]
+) -> None:
+    parts = parts_of(harmony, text, tail=TAIL)
+    assert (reasoning(parts), content(parts), calls(parts)) == expected
+
+
+def test_a_call_that_is_cut_or_no_json_is_text(harmony: TokenizerWrapper) -> None:
+    assert content(parts_of(harmony, CALL, tail=TAIL, natural=False)) == CALL
+    broken = CALL.replace('"city"', "city is") + "<|call|>"
+    assert content(parts_of(harmony, broken, tail=TAIL)) == broken
+
+
+def test_without_tools_a_call_is_its_text(harmony: TokenizerWrapper) -> None:
+    parts = parts_of(harmony, CALL, tail=TAIL, tools=None)
+    assert (content(parts), calls(parts)) == (WEATHER, [])
+
+
+def test_a_message_that_the_prompt_has_begun_goes_on(harmony: TokenizerWrapper) -> None:
+    begun = parts_of(harmony, " day.<|return|>", tail=f"{TAIL}<|channel|>final<|message|>A sunny")
+    assert (reasoning(begun), content(begun)) == ("", " day.")
+    assert reasoning(parts_of(harmony, " so.", tail=f"{TAIL}<|channel|>analysis<|message|>Hm,")) == " so."
+
+
+def test_a_turn_is_what_came_after_the_reasoning(harmony: TokenizerWrapper) -> None:
+    text = f"{THOUGHT}<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CALL}<|call|>"
+    (call,) = (part for part in parts_of(harmony, text, tail=TAIL) if isinstance(part, Called))
+    tokens = ids(harmony, text)
+    assert harmony.decode(tokens[: call.start]) == THOUGHT and harmony.decode(tokens[call.end :]) == "<|call|>"
+    said, read = read_turn(tokens[call.start : call.end], harmony, TOOLS)
+    assert (said, [name for name, _ in read]) == ("I look.", ["get_weather"])
+
+
+def test_muse_writes_calls_into_messages(tmp_path: Path) -> None:
+    markers = ["<|start|>", "<|message|>", "<|eom|>", "<|eot|>"]
+    tokenizer = marked(tmp_path, markers, "<atem:function_calls>", chat_template_type="muse_spark")
+    call = (
+        '<atem:function_calls>\n<atem:invoke name="get_weather">\n'
+        '<atem:parameter name="city">São Paulo</atem:parameter>\n'
+        '<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n</atem:function_calls>'
+    )
+    text = (
+        " to=self<|message|>Hm.<|eom|><|start|>assistant to=commentary<|message|>I look.<|eom|>"
+        f"<|start|>assistant to=get_weather<|message|>{call}"
+    )
+    parts = parts_of(tokenizer, text, tail="<|start|>assistant")
+    assert (reasoning(parts), content(parts)) == ("Hm.", "I look.")
+    assert calls(parts) == [("get_weather", {"city": "São Paulo", "days": 3})]
+    assert content(parts_of(tokenizer, " to=user<|message|>Sunny.<|eot|>", tail="<|start|>assistant")) == "Sunny."

@@ -1,0 +1,422 @@
+"""Prompts: the ids a template gives, and boundaries that another prompt can share."""
+
+import json
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from support.backend.small_tokenizers import CHATML, byte_level, sentence_piece
+from support.tool_templates import TOOL_TEMPLATE
+from warmline_backend.prompt.renderer import Rendered, Renderer
+from warmline_backend.request.params import BadRequest
+
+SYSTEM = {"role": "system", "content": "be brief"}
+USER = {"role": "user", "content": "hello 😀"}
+ANSWER = {"role": "assistant", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+STRICT = (
+    "{% if not messages or messages[-1].role == 'system' %}{{ raise_exception('No user query') }}{% endif %}" + CHATML
+)
+THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+# Earlier answers are rewritten once the user has spoken again, as reasoning models' templates do.
+FORGETFUL = CHATML.replace(
+    "{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else m.content[1:] }}"
+)
+# The system text goes into the first user message.
+MERGED = (
+    "<|im_start|>{% for m in messages %}{% if m.role == 'user' %}user\n"
+    "{% if loop.index0 == 1 %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+# Without a generation prompt the text is closed off.
+CLOSED = CHATML + "{% if not add_generation_prompt %}<|im_end|>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def renderer(template: str | None = CHATML) -> Renderer:
+        return Renderer(byte_level(tmp_path_factory.mktemp("model"), template))
+
+    return renderer
+
+
+def text_of(renderer: Renderer, tokens: list[int]) -> str:
+    return str(renderer._wrapper.decode(tokens))
+
+
+def cuts(renderer: Renderer, rendered: Rendered) -> list[str]:
+    """The prompt's text, cut at its boundaries."""
+    edges = [0, *rendered.boundaries, len(rendered.tokens)]
+    return [text_of(renderer, rendered.tokens[a:b]) for a, b in pairwise(edges)]
+
+
+def chat(renderer: Renderer, *messages: Any, **body: Any) -> Rendered:
+    return renderer.render("chat", {"messages": list(messages), **body})
+
+
+def refusal(renderer: Renderer, endpoint: str = "chat", **body: Any) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        renderer.render(endpoint, body)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_a_chat_is_what_the_tokenizer_makes_of_the_template(make: Any) -> None:
+    renderer = make()
+    expected = renderer._wrapper.apply_chat_template([SYSTEM, USER], add_generation_prompt=True)
+    assert chat(renderer, SYSTEM, USER).tokens == expected
+
+
+def test_boundaries_are_the_end_of_the_system_and_of_each_message(make: Any) -> None:
+    renderer = make()
+    rendered = chat(renderer, SYSTEM, USER, ANSWER, USER)
+    assert cuts(renderer, rendered) == [
+        "<|im_start|>system\nbe brief<|im_end|>\n",
+        "<|im_start|>user\nhello 😀<|im_end|>\n",
+        "<|im_start|>assistant\nhi<|im_end|>\n",
+        "<|im_start|>user\nhello 😀<|im_end|>\n",
+        "<|im_start|>assistant\n",
+    ]
+    assert rendered.turn_end == rendered.boundaries[-1]
+
+
+def test_without_a_system_message_the_first_boundary_is_a_message(make: Any) -> None:
+    renderer = make()
+    assert cuts(renderer, chat(renderer, USER)) == ["<|im_start|>user\nhello 😀<|im_end|>\n", "<|im_start|>assistant\n"]
+
+
+def test_the_end_of_tools_is_found_where_there_is_no_system_message(make: Any) -> None:
+    renderer = make()
+    first, second, *_ = cuts(renderer, chat(renderer, USER, tools=[TOOL]))
+    assert first.endswith("<|im_end|>\n<|im_start|>user\n") and '"look"' in first
+    assert second == "hello 😀<|im_end|>\n"
+
+
+def test_a_template_that_wants_a_user_still_gives_the_end_of_the_system(make: Any) -> None:
+    renderer = make(STRICT)
+    assert cuts(renderer, chat(renderer, SYSTEM, USER, tools=[TOOL]))[0].endswith(
+        "be brief<|im_end|>\n<|im_start|>user\n"
+    )
+
+
+def test_a_template_that_moves_the_system_text_gives_where_users_part(make: Any) -> None:
+    renderer = make(MERGED)
+    assert cuts(renderer, chat(renderer, SYSTEM, USER, ANSWER, USER))[0] == "<|im_start|>user\nbe brief\n\n"
+
+
+def test_turn_end_is_before_a_think_tail(make: Any) -> None:
+    renderer = make(THINKING)
+    rendered = chat(renderer, USER)
+    assert text_of(renderer, rendered.tokens[rendered.turn_end :]) == "<|im_start|>assistant\n<think>\n"
+
+
+def test_turn_end_is_found_where_the_template_closes_what_it_does_not_continue(make: Any) -> None:
+    renderer = make(CLOSED)
+    rendered = chat(renderer, USER)
+    assert text_of(renderer, rendered.tokens[rendered.turn_end :]) == "<|im_start|>assistant\n"
+
+
+def test_rewritten_turns_give_fewer_boundaries_and_no_wrong_one(make: Any) -> None:
+    renderer = make(FORGETFUL)
+    rendered = chat(renderer, SYSTEM, USER, ANSWER, USER)
+    assert cuts(renderer, rendered)[2] == "<|im_start|>assistant\ni<|im_end|>\n<|im_start|>user\nhello 😀<|im_end|>\n"
+
+
+def test_boundaries_of_a_conversation_are_shared_by_its_next_turn(make: Any) -> None:
+    renderer = make(THINKING)
+    before, after = chat(renderer, SYSTEM, USER), chat(renderer, SYSTEM, USER, ANSWER, USER)
+    assert before.turn_end in after.boundaries
+    assert before.tokens[: before.turn_end] == after.tokens[: before.turn_end]
+
+
+# ---- reasoning and tools
+
+
+def call(**arguments: object) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "look", "arguments": json.dumps(arguments)}}
+
+
+LOOKS = {"role": "assistant", "content": "", "reasoning_content": "let me look", "tool_calls": [call(path="/")]}
+SEEN = {"role": "tool", "content": "bin etc", "tool_call_id": "1"}
+SAYS = {"role": "assistant", "content": "<think>\nnow I know\n</think>\n\nTwo folders."}
+MORE = {"role": "user", "content": "and more?"}
+MANNERS = pytest.mark.parametrize("manner", [{}, {"chat_template_kwargs": {"manner": "open"}}], ids=["marked", "open"])
+LEFT_OUT, WITHOUT = "the template leaves out its reasoning", "it came without reasoning"
+
+
+def told(renderer: Renderer, rendered: Rendered) -> list[tuple[int, str, str, str]]:
+    """Number, role, note and text of each message whose end is known."""
+    starts = [0, *(message.end for message in rendered.messages)]
+    return [
+        (message.number, message.role, message.note, text_of(renderer, rendered.tokens[start : message.end]))
+        for start, message in zip(starts, rendered.messages, strict=False)
+    ]
+
+
+@MANNERS
+def test_each_step_of_a_loop_of_tools_repeats_the_one_before_up_to_its_turn_end(
+    make: Any, manner: dict[str, Any]
+) -> None:
+    renderer, messages, before = make(TOOL_TEMPLATE), [USER], None
+    for step in ([LOOKS, SEEN], [{**LOOKS, "reasoning_content": None}, SEEN], [SAYS, MORE], [LOOKS, SEEN, SEEN], []):
+        rendered = chat(renderer, *messages, tools=[TOOL], **manner)
+        assert "think" in text_of(renderer, rendered.tokens[rendered.turn_end :]), "the tail comes after the turn"
+        if before and messages[-1] is not MORE:
+            assert rendered.tokens[: before.turn_end] == before.tokens[: before.turn_end]
+            assert before.turn_end in [message.end for message in rendered.messages]
+        messages, before = [*messages, *step], rendered
+
+
+@MANNERS
+def test_messages_that_lost_their_reasoning_are_told_where_they_are(make: Any, manner: dict[str, Any]) -> None:
+    renderer = make(TOOL_TEMPLATE)
+    within = told(renderer, chat(renderer, USER, LOOKS, SEEN, SAYS, SEEN, **manner))
+    assert [(number, role, note) for number, role, note, _ in within] == [
+        (1, "user", ""), (2, "assistant", ""), (3, "tool", ""), (4, "assistant", ""), (5, "tool", "")
+    ]  # fmt: skip
+    rendered = chat(renderer, USER, LOOKS, SEEN, {**SAYS, "content": "Two folders."}, MORE, **manner)
+    after = told(renderer, rendered)
+    assert [(number, role, note) for number, role, note, _ in after] == [
+        (1, "user", ""), (2, "assistant", LEFT_OUT), (3, "tool", ""), (4, "assistant", WITHOUT), (5, "user", "")
+    ]  # fmt: skip
+    parts = [text for *_, text in after]
+    assert "hello 😀" in parts[0] and "/" in parts[1] and "bin etc" in parts[2] and "Two folders." in parts[3]
+    assert "and more?" in parts[4]
+    later = {message.end for message in rendered.messages[1:-1]}
+    assert not later.intersection(rendered.boundaries), "of use for people only"
+
+
+def test_reasoning_that_nobody_wanted_is_not_missed(make: Any) -> None:
+    renderer = make(TOOL_TEMPLATE)
+    rendered = chat(renderer, USER, ANSWER, USER, chat_template_kwargs={"enable_thinking": False})
+    assert [message.note for message in rendered.messages] == ["", "", ""]
+
+
+def test_where_a_long_loop_began_is_told(make: Any) -> None:
+    """That is where it differs once its reasoning is left out."""
+    renderer = make(TOOL_TEMPLATE)
+    rendered = chat(renderer, USER, *[LOOKS, SEEN] * 20, SAYS, MORE)
+    numbers = [message.number for message in rendered.messages]
+    assert numbers == [1, 2, 43]
+    assert rendered.messages[1].note == LEFT_OUT and rendered.messages[2].note == ""
+
+
+def test_a_token_that_straddles_a_boundary_is_not_counted(make: Any) -> None:
+    """Here "the" ends one message and " quick" begins the next, without a special token between them."""
+    renderer = make("{% for m in messages %}{{ m.content }}{% endfor %}")
+    rendered = chat(renderer, {"role": "user", "content": "the qu"}, {"role": "user", "content": "ick"})
+    (first, *_) = rendered.boundaries
+    whole = renderer._wrapper.encode("the quick", add_special_tokens=False)
+    assert rendered.tokens == whole
+    assert "the qu".startswith(text_of(renderer, whole[:first])) and len(text_of(renderer, whole[: first + 1])) > len(
+        "the qu"
+    )
+
+
+def test_a_long_conversation_looks_only_for_its_first_and_last_boundaries(make: Any) -> None:
+    renderer = make()
+    rendered = chat(renderer, SYSTEM, *[USER, ANSWER] * 20)
+    parts = cuts(renderer, rendered)
+    assert len(rendered.boundaries) == 10 and parts[0].startswith("<|im_start|>system")
+    assert parts[1].count("<|im_end|>") == 32  # the middle, in one piece
+
+
+def test_a_long_transcript_costs_a_few_tokenizations_at_most(make: Any) -> None:
+    renderer = make()
+    talk = {"role": "user", "content": "the quick brown fox jumps over the lazy dog " * 600}
+    messages = [SYSTEM, *[talk, talk] * 20]
+    text = renderer._wrapper.apply_chat_template(messages, tokenize=False)
+    started = time.thread_time()
+    tokens = renderer._wrapper.encode(text, add_special_tokens=False)
+    once = time.thread_time() - started
+    started = time.thread_time()
+    rendered = chat(renderer, *messages)
+    assert len(rendered.tokens) >= len(tokens) > 200_000
+    assert time.thread_time() - started < 4 * once + 0.5
+
+
+def test_the_wire_form_of_content_does_not_matter(make: Any) -> None:
+    renderer = make()
+    parts = {
+        "role": "user",
+        "content": [{"type": "text", "text": "hello "}, {"type": "text", "text": "😀"}],
+        "name": None,
+    }
+    assert chat(renderer, SYSTEM, parts) == chat(renderer, SYSTEM, USER)
+
+
+def test_tool_calls_reach_the_template_as_objects(make: Any) -> None:
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}"
+    renderer = make(template + "{{ k }}={{ v }};{% endfor %}{% endfor %}|{{ m.content }}{% endfor %}")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": "x"}'}}
+    none = {"id": "2", "type": "function", "function": {"name": "g", "arguments": ""}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call, none]}
+    assert text_of(renderer, chat(renderer, message).tokens) == "a=1;b=x;|"
+    assert call["function"]["arguments"] == '{"a": 1, "b": "x"}', "the client's body is left as it was"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("arguments", ["{broken", '{"a":' * 20_000], ids=["broken", "without end"])
+def test_arguments_that_do_not_parse_stay_a_string(make: Any, arguments: str) -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"
+    renderer = make("{% for m in messages %}" + calls + "{% endfor %}")
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    assert text_of(renderer, chat(renderer, message).tokens) == arguments
+
+
+def test_developer_is_system_unless_the_template_knows_it(make: Any) -> None:
+    developer = {"role": "developer", "content": "be brief"}
+    renderer = make()
+    assert chat(renderer, developer, USER) == chat(renderer, SYSTEM, USER)
+    knowing = make(CHATML + "{# developer #}")
+    rendered = chat(knowing, developer, USER)
+    assert cuts(knowing, rendered)[0] == "<|im_start|>developer\nbe brief<|im_end|>\n"
+
+
+def test_kwargs_reach_the_template_but_cannot_replace_it(make: Any) -> None:
+    renderer = make("{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert text_of(renderer, chat(renderer, USER, chat_template_kwargs={"mood": "gay"}).tokens) == "gayhello 😀"
+    for name in ("chat_template", "tokenize", "messages", "add_generation_prompt"):
+        assert name in refusal(renderer, messages=[USER], chat_template_kwargs={name: "x"}).message
+
+
+def test_the_last_message_can_be_continued(make: Any) -> None:
+    renderer = make()
+    rendered = chat(renderer, USER, ANSWER, continue_final_message=True, add_generation_prompt=False)
+    assert cuts(renderer, rendered) == ["<|im_start|>user\nhello 😀<|im_end|>\n", "<|im_start|>assistant\nhi"]
+    assert rendered.turn_end == rendered.boundaries[-1]
+    error = refusal(renderer, messages=[USER, ANSWER], continue_final_message=True)
+    assert error.param == "continue_final_message"
+
+
+def test_without_a_generation_prompt_the_last_boundary_is_the_end(make: Any) -> None:
+    rendered = chat(make(), USER, add_generation_prompt=False)
+    assert rendered.boundaries == [len(rendered.tokens)] and rendered.turn_end == len(rendered.tokens)
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": {"role": "user"}}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [USER, {"role": 5, "content": "x"}]}, "messages[1].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "messages[0].tool_calls"),
+        ({"messages": [USER, {"role": "usr", "content": "x"}]}, "messages[1].role"),
+        ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "system", "content": None}, USER]}, "messages[0].content"),
+        ({"messages": [USER, {"role": "tool", "tool_call_id": "1"}]}, "messages[1].content"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
+        ({"messages": [USER], "tools": [{"name": "f"}]}, "tools[0].function"),
+        ({"messages": [USER], "tools": [TOOL, {"type": "function", "function": "f"}]}, "tools[1].function"),
+        ({"messages": [USER], "tools": [{"function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"messages": [USER], "tools": [{"function": {"name": 5}}]}, "tools[0].function.name"),
+        (
+            {"messages": [USER], "tools": [{"function": {"name": "f", "parameters": "{}"}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"messages": [USER], "tools": [{"type": "web_search"}], "tool_choice": "none"}, "tools[0].type"),
+        ({"messages": [USER], "tools": [{"type": 5, "function": {"name": "f"}}]}, "tools[0].type"),
+        ({"messages": [USER], "tools": {"a": 1}}, "tools"),
+        ({"messages": [USER], "tools": ["x"]}, "tools"),
+        ({"messages": [USER], "chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"messages": [USER], "add_generation_prompt": 1}, "add_generation_prompt"),
+    ],
+)
+def test_malformed_chats_are_refused_by_name(make: Any, body: dict[str, Any], where: str) -> None:
+    error = refusal(make(), **body)
+    assert error.param == where and f"'{where}'" in error.message
+
+
+def test_images_are_refused_in_words(make: Any) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:..."}}
+    error = refusal(make(), messages=[{"role": "user", "content": [image]}])
+    assert "image_url" in error.message and "only text" in error.message
+
+
+def test_what_the_template_says_reaches_the_client(make: Any) -> None:
+    error = refusal(make(STRICT), messages=[SYSTEM])
+    assert "No user query" in error.message and error.param == "messages"
+    assert "chat template" in refusal(make("{{ messages[0].content + 1 }}"), messages=[USER]).message
+
+
+def test_a_model_without_a_template_says_so(make: Any) -> None:
+    assert "no chat template" in refusal(make(None), messages=[USER]).message
+
+
+def test_half_a_surrogate_pair_is_no_text(make: Any) -> None:
+    renderer = make()
+    assert "surrogate" in refusal(renderer, messages=[{"role": "user", "content": "\ud800"}]).message
+    assert "surrogate" in refusal(renderer, "completion", prompt="\ud800").message
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
+def test_a_completion_takes_token_ids(make: Any, prompt: object) -> None:
+    assert make().render("completion", {"prompt": prompt}) == Rendered(tokens=[1, 2, 3], boundaries=[], turn_end=0)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_completion_takes_text(make: Any, wrap: bool) -> None:
+    renderer = make()
+    prompt = "the quick <|im_end|> fox"
+    rendered = renderer.render("completion", {"prompt": [prompt] if wrap else prompt})
+    assert rendered.tokens == renderer._wrapper.encode(prompt)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, "", [], [""], [[]], ["a", "b"], [[1], [2]], 5, {}, [1, "a"], [True], [-1], [10**9], [1.0]]
+)
+def test_other_prompts_are_refused(make: Any, prompt: object) -> None:
+    assert refusal(make(), "completion", prompt=prompt).param == "prompt"
+
+
+@pytest.mark.parametrize("body", [None, [], "x"])
+def test_a_body_that_is_no_object_is_refused(make: Any, body: object) -> None:
+    with pytest.raises(BadRequest, match="JSON object"):
+        make().render("chat", body)
+
+
+def test_a_prompt_without_tokens_is_refused(make: Any) -> None:
+    assert "empty" in refusal(make("{# nothing #}"), messages=[USER]).message
+
+
+def test_many_threads_render_at_once(make: Any) -> None:
+    renderer, wrong = make(), []
+    bodies = [[SYSTEM, {"role": "user", "content": f"the quick {i} " * 50}] for i in range(4)]
+    expected = [chat(renderer, *messages) for messages in bodies]
+
+    def work(i: int) -> None:
+        wrong.extend(i for _ in range(20) if chat(renderer, *bodies[i]) != expected[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_sentencepiece_tokenizer_gives_boundaries_too(tmp_path: Path) -> None:
+    tokenizer: TokenizerWrapper = sentence_piece(tmp_path)
+    renderer = Renderer(tokenizer)
+    rendered = renderer.render("chat", {"messages": [SYSTEM, USER]})
+    expected = tokenizer.apply_chat_template([SYSTEM, USER], add_generation_prompt=True)
+    assert rendered.tokens == expected and len(rendered.boundaries) == 2
+    assert tokenizer.decode(rendered.tokens[: rendered.boundaries[0]]).endswith("be brief<|im_end|> \n")
+
+
+def test_settings_in_the_tokenizers_file_do_not_cut_the_prompt(tmp_path: Path) -> None:
+    tokenizer = byte_level(tmp_path)
+    tokenizer.backend_tokenizer.enable_truncation(max_length=8)
+    rendered = Renderer(tokenizer).render("chat", {"messages": [{"role": "user", "content": "the quick " * 20}]})
+    assert len(rendered.tokens) > 8

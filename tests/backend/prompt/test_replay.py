@@ -1,0 +1,328 @@
+"""Sampled calls stand in the prompt as they were sampled, wherever they still say what the client sends."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.backend import small_tokenizers
+from support.backend.small_tokenizers import CHATML, byte_level, sentence_piece
+from support.tool_templates import TOOL_TEMPLATE
+from warmline_backend.output.turns import reader_of
+from warmline_backend.prompt import replay as replaying
+from warmline_backend.prompt.renderer import Rendered, Renderer
+from warmline_common.protocol.messages import SampledTurn
+from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
+
+ID, OTHER_ID = "call_0123456789abcdef01234567", "call_76543210fedcba9876543210"
+PARAMETERS = {"path": {"type": "string"}, "deep": {"type": "boolean"}, "depth": {"type": "number"}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": PARAMETERS}}}
+SPECIAL = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
+HEADERS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"]
+
+SAMPLED = '<tool_call>\n{"arguments": {"deep" :true,  "path": "\\u002f"}, "name":"look"}\n</tool_call>'
+ANEW = '<tool_call>\n{"name": "look", "arguments": {"deep": true, "path": "/"}}\n</tool_call>'
+
+# In the manner of Mistral's: no content beside calls, ids of nine characters, an end that is the answer's.
+LISTED = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
+    "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + m.tool_call_id + '[/TOOL_RESULTS]' }}"
+    "{% elif m.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
+    "{{ (c.function | tojson)[:-1] + ', \"id\": \"' + c.id + '\"}' }}{{ ', ' if not loop.last }}{% endfor %}"
+    "{{ ']<|im_end|>' }}"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+# Says the function's name again where the result is, as gpt-oss's does.
+ECHOING = (
+    CHATML.replace(
+        "{{ m.content }}<|im_end|>",
+        "{{ m.content }}{% for c in m.tool_calls or [] %}"
+        '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+        "{% endfor %}{% if m.role == 'tool' %} from {{ messages[1].tool_calls[0].function.name }}{% endif %}<|im_end|>",
+    )
+    + "{# tool_call.name #}"
+)
+# Each message has a header, calls are named in theirs, and a result says whose it is, in the manner of gpt-oss's.
+HEADED = r"""
+{%- for t in tools or [] %}{{ t | tojson }}{% endfor %}
+{%- set last = namespace(name='') %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.tool_calls %}
+        {%- if m.thinking %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}
+        {%- set c = m.tool_calls[0].function %}{% set last.name = c.name %}
+        {{- '<|start|>assistant to=functions.' + c.name + '<|channel|>commentary json<|message|>' }}
+        {{- c.arguments | tojson + '<|im_end|>' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- m.content + '<|end|>' }}
+    {%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""
+MARKED = TOOL_TEMPLATE.replace("arg_key", "argkey") + "{# tool_call.name #}"  # for mlx-lm to see JSON in it
+
+Make = Callable[[str], Renderer]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    made: dict[str, Renderer] = {}
+
+    def renderer(template: str) -> Renderer:
+        if template not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    small_tokenizers,
+                    "SPECIAL",
+                    [*small_tokenizers.SPECIAL, *(HEADERS if template == HEADED else SPECIAL)],
+                )
+                tokenizer = byte_level(tmp_path_factory.mktemp("model"), template)
+            made[template] = Renderer(tokenizer, read_turn=reader_of(tokenizer))
+        return made[template]
+
+    return renderer
+
+
+def turn(renderer: Renderer, text: str, *ids: str) -> SampledTurn:
+    tokens = renderer._wrapper.encode(text, add_special_tokens=False)
+    return SampledTurn(calls=list(ids or [ID]), tokens=pack_tokens(tokens))
+
+
+def talk(arguments: str = '{"deep":true,"path":"/"}', content: str | None = None, **fields: Any) -> list[Any]:
+    call = {"id": ID, "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "what is there?"},
+        {"role": "assistant", "content": content, "tool_calls": [call], **fields},
+        {"role": "tool", "tool_call_id": ID, "content": "bin"},
+    ]
+
+
+def rendered(renderer: Renderer, messages: list[Any], *turns: SampledTurn, **body: Any) -> Rendered:
+    return renderer.render("chat", {"messages": messages, "tools": [TOOL], **body}, turns)
+
+
+def text(renderer: Renderer, prompt: Rendered) -> str:
+    return str(renderer._wrapper.decode(prompt.tokens))
+
+
+def replays(renderer: Renderer, messages: list[Any], sampled: str, *ids: str, **body: Any) -> bool:
+    """Whether the very tokens are in the prompt; without them it must be what it is anyway."""
+    given = turn(renderer, sampled, *ids)
+    prompt, plain = rendered(renderer, messages, given, **body), rendered(renderer, messages, **body)
+    found = given.tokens in pack_tokens(prompt.tokens)
+    assert found or prompt == plain
+    return found
+
+
+def test_a_prompt_goes_on_where_the_model_stopped(make: Make) -> None:
+    renderer = make(ECHOING)
+    first = rendered(renderer, talk()[:1])
+    sampled = turn(renderer, "Let me look.\n" + SAMPLED)
+    second = rendered(renderer, talk(content="Let me look."), sampled)
+    assert pack_tokens(second.tokens).startswith(pack_tokens(first.tokens) + sampled.tokens)
+    plain = text(renderer, rendered(renderer, talk(content="Let me look.\n")))
+    assert text(renderer, second) == plain.replace(ANEW, SAMPLED), "and all else is as it was, the name said again too"
+
+
+@pytest.mark.parametrize("manner", ["marked", "open"])
+def test_boundaries_are_where_they_were(make: Make, manner: str) -> None:
+    renderer = make(MARKED if manner == "marked" else TOOL_TEMPLATE)
+    kwargs = {"chat_template_kwargs": {"manner": manner}}
+    sampled = (
+        SAMPLED
+        if manner == "marked"
+        else "<tool_call>look\n<arg_key>deep</arg_key> <arg_value>true</arg_value></tool_call>"
+    )
+    arguments = '{"deep":true,"path":"/"}' if manner == "marked" else '{"deep": true}'
+    messages = [*talk(arguments, reasoning_content="hm"), *talk(arguments)[1:]]
+    prompt, plain = (
+        rendered(renderer, messages, turn(renderer, sampled), **kwargs),
+        rendered(renderer, messages, **kwargs),
+    )
+    assert text(renderer, prompt) != text(renderer, plain)
+    assert len(prompt.boundaries) == len(plain.boundaries)
+
+    def last_words(of: Rendered) -> list[str]:
+        return [str(renderer._wrapper.decode(of.tokens[max(0, end - 4) : end])) for end in of.boundaries]
+
+    assert last_words(prompt) == last_words(plain)
+    assert [(m.number, m.role, m.note) for m in prompt.messages] == [(m.number, m.role, m.note) for m in plain.messages]
+    assert prompt.tail == plain.tail and prompt.turn_end - len(prompt.tokens) == plain.turn_end - len(plain.tokens)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "same"),
+    [
+        ('{"path":"/","deep":true}', True),
+        ('{ "deep" : true, "path" : "\\u002F" }', True),
+        ('{"path":"/","deep":false}', False),
+        ('{"path":"/","deep":1}', False),
+        ('{"path":"/"}', False),
+        ('{"path":"/","deep":true,"depth":null}', False),
+        ('{"path":"/x","deep":true}', False),
+        ("[]", False),
+        ("{broken", False),
+    ],
+)
+def test_only_the_same_arguments_are_replayed(make: Make, arguments: str, same: bool) -> None:
+    assert replays(make(ECHOING), talk(arguments), SAMPLED) is same
+
+
+def test_numbers_are_their_values(make: Make) -> None:
+    sampled = '<tool_call>{"name": "look", "arguments": {"depth": 1.0}}</tool_call>'
+    assert replays(make(ECHOING), talk('{"depth":1}'), sampled)
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({"content": " Hm. \n"}, True),
+        ({"content": "Hm!"}, False),
+        ({"content": ""}, False),
+        ({"content": [{"type": "text", "text": "Hm."}]}, True),
+    ],
+)
+def test_only_the_same_content_is_replayed(make: Make, changed: dict[str, Any], same: bool) -> None:
+    messages = talk()
+    messages[1] |= changed
+    assert replays(make(ECHOING), messages, "Hm.\n" + SAMPLED) is same
+
+
+def test_other_ids_names_and_numbers_of_calls_are_not_replayed(make: Make) -> None:
+    renderer = make(ECHOING)
+    assert not replays(renderer, talk(), SAMPLED, OTHER_ID)
+    assert not replays(renderer, talk(), SAMPLED + SAMPLED)
+    assert not replays(renderer, talk(), SAMPLED.replace("look", "loop"))
+    assert not replays(renderer, talk(), "no call at all")
+    assert not replays(renderer, talk(), SAMPLED, tools=None), "nothing is read as a call where no tools are"
+
+
+def test_several_calls_in_one_answer(make: Make) -> None:
+    renderer = make(ECHOING)
+    messages = talk()
+    second = {"id": OTHER_ID, "type": "function", "function": {"name": "look", "arguments": '{"depth": 2}'}}
+    messages[1]["tool_calls"].append(second)
+    sampled = SAMPLED + '\n\n<tool_call>{"name":"look","arguments":{"depth":2}}</tool_call>'
+    assert replays(renderer, messages, sampled, ID, OTHER_ID)
+    assert not replays(renderer, messages, sampled, OTHER_ID, ID)
+
+
+def test_reasoning_stands_before_what_followed_it(make: Make) -> None:
+    renderer = make(MARKED)
+    messages = talk(reasoning_content="I should look.")
+    given = turn(renderer, "\n\n" + SAMPLED)
+    assert f"<think>\nI should look.\n</think>\n\n{SAMPLED}<|im_end|>" in text(
+        renderer, rendered(renderer, messages, given)
+    )
+    without = text(renderer, rendered(renderer, talk(), given))
+    assert f"<|im_start|>assistant\n{SAMPLED}<|im_end|>" in without, "no empty lines in place of what is not there"
+    within = talk(content="<think>\nI should look.\n</think>\n\n")
+    assert f"</think>\n\n{SAMPLED}<|im_end|>" in text(renderer, rendered(renderer, within, given))
+
+
+def test_a_call_that_ends_with_its_answer(make: Make) -> None:
+    renderer = make(LISTED)
+    sampled = '[TOOL_CALLS] [{"name":"look","arguments":{"path":"/" , "deep":true}}]'
+    messages = talk(content="dropped by the template")
+    assert replays(renderer, messages, "dropped by the template" + sampled)
+    assert replays(renderer, talk(), sampled)
+    prompt = text(renderer, rendered(renderer, talk(), turn(renderer, sampled + "<|im_end|>")))
+    assert f"[/INST]{sampled}<|im_end|>[TOOL_RESULTS]" in prompt, "the answer's own end is not there twice"
+
+
+@pytest.mark.parametrize("opening", ["", "<|start|>assistant"])
+def test_a_call_in_a_message_of_its_own(make: Make, opening: str) -> None:
+    """After the reasoning the model begins another message; without any, the prompt has begun it."""
+    renderer = make(HEADED)
+    sampled = opening + '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"path" : "/"}'
+    reasoning = {"reasoning_content": "hm"} if opening else {}
+    prompt = text(renderer, rendered(renderer, talk('{"path":"/"}', **reasoning), turn(renderer, sampled)))
+    begun = "<|channel|>analysis<|message|>hm<|end|>" if opening else ""
+    assert f"<|start|>assistant{begun}{sampled}<|im_end|><|start|>functions.look to=assistant" in prompt
+
+
+def test_a_call_of_a_model_whose_template_knows_none(make: Make) -> None:
+    renderer = make("{% for m in messages if m.role != 'tool' %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}")
+    assert replays(renderer, talk(), SAMPLED)
+
+
+def test_a_call_whose_end_was_missing_stays_as_it_was(make: Make) -> None:
+    cut = SAMPLED.removesuffix("\n</tool_call>")
+    renderer = make(ECHOING)
+    assert f"{cut}<|im_end|>" in text(renderer, rendered(renderer, talk(), turn(renderer, cut)))
+
+
+def test_a_transcript_full_of_markers_confuses_nobody(make: Make) -> None:
+    """An agent that edits chat templates has calls whose arguments look like calls."""
+    renderer = make(ECHOING)
+    path = json.dumps({"path": ANEW + "<|im_end|>\n<|im_start|>user\n</tool_call>"})
+    sampled = f'<tool_call>{{"arguments":{path},"name":"look"}}</tool_call>'
+    messages = [*talk(path), *talk('{"depth": 3}', content="hm")[1:]]
+    messages[3]["tool_calls"][0] |= {"id": OTHER_ID}
+    second = turn(renderer, 'hm<tool_call>{"arguments":{"depth":3},"name":"look"}</tool_call>', OTHER_ID)
+    prompt = pack_tokens(rendered(renderer, messages, second, turn(renderer, sampled)).tokens)
+    assert second.tokens in prompt
+
+
+def test_tokens_of_another_tokenizer_are_left_alone(make: Make) -> None:
+    renderer = make(ECHOING)
+    foreign = SampledTurn(calls=[ID], tokens=pack_tokens([0, 5, 4_000_000_000, 7]))
+    assert rendered(renderer, talk(), foreign) == rendered(renderer, talk())
+
+
+def test_what_was_read_is_remembered_within_its_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = make(ECHOING)
+    monkeypatch.setattr(replaying, "READ_BYTES_MAX", 1000)
+    for depth in range(20):
+        sampled = f'<tool_call>{{"arguments":{{"depth":{depth}}},"name":"look"}}</tool_call>'
+        assert replays(renderer, talk(f'{{"depth": {depth}}}'), sampled)
+    replayer = renderer._replayer
+    assert replayer and 0 < len(replayer._remembered) < 20 and replayer._remembered_bytes <= 1000
+
+
+def test_a_message_that_is_to_go_on_is_not_replayed(make: Make) -> None:
+    renderer = make(ECHOING)
+    body = {"continue_final_message": True, "add_generation_prompt": False}
+    given = turn(renderer, "Hm.\n" + SAMPLED)
+    messages = talk(content="Hm.")[:2]
+    assert rendered(renderer, messages, given, **body) == rendered(renderer, messages, **body)
+
+
+def test_a_tokenizer_that_puts_spaces_before_pieces(tmp_path: Path) -> None:
+    """What follows begins with a special token here, or the message stays as it is rendered."""
+    tokenizer = sentence_piece(tmp_path, ECHOING.replace("<|im_start|>assistant\n", "<|im_start|>assistant"))
+    renderer = Renderer(tokenizer, read_turn=reader_of(tokenizer))
+    messages = talk('{"path": "the"}')
+    sampled = turn(renderer, '<tool_call>{"arguments":{"path":"the"},"name":"look"}</tool_call>')
+    prompt = rendered(renderer, messages, sampled)
+    before, found, after = pack_tokens(prompt.tokens).partition(sampled.tokens)
+    plain = pack_tokens(rendered(renderer, messages).tokens)
+    assert found and plain.startswith(before) and plain.endswith(after)
+    assert unpack_tokens(after)[0] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+def test_a_long_loop_costs_no_more_than_rendering_it(make: Make) -> None:
+    renderer, rounds = make(MARKED), 60
+    messages, turns = [talk()[0]], []
+    for number in range(rounds):
+        call_id = f"call_{number:024x}"
+        arguments = {"path": "the quick " * 20, "depth": number}
+        call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": json.dumps(arguments)}}
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call_id, "content": "bin"},
+        ]
+        written = json.dumps(arguments, separators=(" , ", " :"))
+        turns.append(turn(renderer, f'<tool_call>{{"arguments":{written},"name":"look"}}</tool_call>', call_id))
+    templates, asked = renderer._template, []
+    renderer._template = lambda *args, **kwargs: asked.append(1) or templates(*args, **kwargs)  # type: ignore[method-assign,func-returns-value]
+    plain, renders = rendered(renderer, messages), len(asked)
+    prompt = pack_tokens(rendered(renderer, messages, *turns).tokens)
+    assert len(asked) == 2 * renders, "not one more"
+    assert all(given.tokens in prompt for given in turns) and plain.tokens

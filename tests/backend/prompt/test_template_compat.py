@@ -1,0 +1,269 @@
+"""Conversations of every shape, shown whole by templates of every kind; reasoning asked for in every client's words."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.backend.small_tokenizers import CHATML, byte_level
+from warmline_backend.prompt.renderer import Renderer
+from warmline_backend.request.params import BadRequest
+
+SYSTEM = {"role": "system", "content": "be brief"}
+LATE = {"role": "system", "content": "be kind"}
+USER = {"role": "user", "content": "hello"}
+MORE = {"role": "user", "content": "and more"}
+ANSWER = {"role": "assistant", "content": "hi"}
+ID, OTHER_ID = "call_0123456789abcdef01234567", "call_76543210fedcba9876543210"
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+RESULT = {"role": "tool", "tool_call_id": ID, "content": "bin"}
+
+
+def call(call_id: str = ID, arguments: Any = '{"path": "/"}') -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+CALLING = {"role": "assistant", "content": None, "tool_calls": [call()]}
+
+CALL = "[{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}]"
+CALLS = "{% for c in m.tool_calls or [] %}" + CALL + "{% endfor %}"
+LOOP = (
+    "{% if tools %}<{{ tools | tojson }}>{% endif %}"
+    "{% for m in messages %}BEFORE{{ m.role }}:{{ m.content }}" + CALLS + ";{% endfor %}"
+)
+PLAIN = LOOP.replace("BEFORE", "")
+
+
+def raising(condition: str, what: str) -> str:
+    return LOOP.replace("BEFORE", "{% if " + condition + " %}{{ raise_exception('" + what + "') }}{% endif %}")
+
+
+FIRST_ONLY = raising("m.role == 'system' and not loop.first", "the system message must be first")
+NO_SYSTEM = raising("m.role == 'system'", "no system")
+HOISTING = (
+    "{% for m in messages if m.role == 'system' %}{{ m.content }};{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }};{% endfor %}"
+)
+ALTERNATING = raising("not loop.first and m.role == loop.previtem.role and m.role != 'tool'", "roles must alternate")
+STRICT = raising(
+    "(m.role == 'user' and not loop.first and loop.previtem.role != 'assistant')"
+    " or (m.tool_calls and m.tool_calls[0].id | length != 9)",
+    "no",
+)
+TOOLLESS = (
+    "{% for m in messages if m.role in ('system', 'user', 'assistant') %}{{ m.role }}:{{ m.content }};{% endfor %}"
+)
+JSON_ARGUMENTS = PLAIN.replace("{{ c.function.arguments | tojson }}", "{{ c.function.arguments + '' }}")
+BY_ID = PLAIN.replace("{{ c.id }} {{ c.function.name }}", "{{ c.id }}").replace(
+    "{{ m.content }}", "{{ m.content }}{{ m.tool_call_id }}"
+)
+NAMING = PLAIN.replace("{{ m.content }}", "{{ m.content }}{% if m.role == 'tool' %} by {{ m.name }}{% endif %}")
+THINKING = PLAIN.replace("{{ m.content }}", "({{ m.thinking }}|{{ m.reasoning_content }}){{ m.content }}")
+ONE_THOUGHT = raising("m.tool_calls and m.content and m.thinking", "either content or thinking").replace(
+    "{{ m.content }}", "({{ m.thinking }}){{ m.content }}"
+)
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Renderer] = {}
+
+    def renderer(template: str) -> Renderer:
+        if template not in made:
+            made[template] = Renderer(byte_level(tmp_path_factory.mktemp("model"), template))
+        return made[template]
+
+    return renderer
+
+
+def shown(renderer: Renderer, *messages: Any, **body: Any) -> str:
+    return str(renderer._wrapper.decode(renderer.render("chat", {"messages": list(messages), **body}).tokens))
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (PLAIN, [USER, ANSWER, LATE, MORE], "user:hello;assistant:hi;system:be kind;user:and more;"),
+        (
+            FIRST_ONLY,
+            [SYSTEM, USER, ANSWER, LATE, MORE],
+            "system:be brief;user:hello;assistant:hi;"
+            "user:<system-reminder>\nbe kind\n</system-reminder>;user:and more;",
+        ),
+        (FIRST_ONLY, [SYSTEM, LATE, USER], "system:be brief\n\nbe kind;user:hello;"),
+        (PLAIN, [SYSTEM, LATE, USER], "system:be brief;system:be kind;user:hello;"),
+        (HOISTING, [USER, LATE], "user:hello;user:<system-reminder>\nbe kind\n</system-reminder>;"),
+        (NO_SYSTEM, [SYSTEM, USER, ANSWER], "user:be brief\n\nhello;assistant:hi;"),
+        (NO_SYSTEM, [SYSTEM, ANSWER], "user:be brief;assistant:hi;"),
+        (PLAIN, [USER, MORE], "user:hello;user:and more;"),
+        (ALTERNATING, [USER, MORE, ANSWER, ANSWER, USER], "user:hello\n\nand more;assistant:hi\n\nhi;user:hello;"),
+        (STRICT, [USER, ANSWER, USER], "user:hello;assistant:hi;user:hello;"),
+        (NAMING, [USER, CALLING, RESULT], f'user:hello;assistant:[{ID} look {{"path": "/"}}];tool:bin by look;'),
+        (
+            JSON_ARGUMENTS,
+            [USER, {**CALLING, "tool_calls": [call(arguments={"a": "é"})]}, RESULT],
+            f'user:hello;assistant:[{ID} look {{"a": "é"}}];tool:bin;',
+        ),
+        (
+            BY_ID,
+            [USER, CALLING, RESULT, {**CALLING, "tool_calls": [call(OTHER_ID)]}, {**RESULT, "tool_call_id": OTHER_ID}],
+            'user:hello;assistant:[functions.look:0 {"path": "/"}];tool:binfunctions.look:0;'
+            'assistant:[functions.look:1 {"path": "/"}];tool:binfunctions.look:1;',
+        ),
+        (
+            TOOLLESS,
+            [USER, {**CALLING, "content": "Hm."}, RESULT],
+            'user:hello;assistant:Hm.\n<tool_call>\n{"name": "look", "arguments": {"path": "/"}}\n</tool_call>;'
+            "user:<tool_response>\nbin\n</tool_response>;",
+        ),
+    ],
+)
+def test_every_message_is_shown_in_its_place(make: Any, template: str, messages: list[Any], expected: str) -> None:
+    assert shown(make(template), *messages) == expected
+
+
+def test_ids_are_shortened_alike_for_calls_and_results(make: Any) -> None:
+    template = STRICT.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_call_id }}")
+    renderer = make(template)
+    text = shown(renderer, USER, CALLING, RESULT)
+    (short,) = {word for word in text.replace("[", " ").replace("bin", " ").replace(";", " ").split() if len(word) == 9}
+    assert short.isalnum() and text.count(short) == 2 and ID not in text
+    assert shown(renderer, USER, CALLING, RESULT) == text, "the same each time"
+    given = {**CALLING, "tool_calls": [call("abc123XYZ")]}
+    assert shown(renderer, USER, given, {**RESULT, "tool_call_id": "abc123XYZ"}).count("abc123XYZ") == 2
+
+
+def test_a_user_who_speaks_right_after_a_result_is_heard(make: Any) -> None:
+    assert shown(make(STRICT), USER, CALLING, RESULT, MORE).endswith("tool:bin\n\nand more;")
+
+
+def test_tools_that_the_template_leaves_out_are_told(make: Any) -> None:
+    text = shown(make(TOOLLESS), SYSTEM, USER, tools=[TOOL])
+    assert text.startswith("system:be brief;system:# Tools\n") and json.dumps(TOOL["function"]) in text
+    assert shown(make(PLAIN), USER, tools=[TOOL]).count("look") == 1
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_goes_under_the_name_that_the_template_reads(make: Any, field: str) -> None:
+    assert shown(make(THINKING), USER, {**ANSWER, field: "hm"}).endswith("assistant:(hm|hm)hi;")
+
+
+def test_where_either_is_taken_content_joins_the_reasoning(make: Any) -> None:
+    text = shown(make(ONE_THOUGHT), USER, {**CALLING, "content": "So.", "reasoning": "hm"}, RESULT)
+    assert "assistant:(hm\n\nSo.)[" in text
+
+
+def test_what_sdks_send_back_of_an_answer_is_ignored(make: Any) -> None:
+    extras = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    assert shown(make(PLAIN), USER, {**ANSWER, **extras}) == shown(make(PLAIN), USER, ANSWER)
+    assert shown(make(PLAIN), {"role": "assistant", "content": None, "refusal": "no"}) == "assistant:no;"
+    part = [{"type": "refusal", "refusal": "no"}]
+    assert shown(make(PLAIN), {"role": "assistant", "content": part}) == "assistant:no;"
+
+
+POETIC = LOOP.replace("BEFORE", "{% if m.role == 'poet' %}~{% endif %}")
+HIDING = TOOLLESS + "{# 'poet' #}"
+
+
+@pytest.mark.parametrize("template", [PLAIN, TOOLLESS, HIDING])
+def test_a_role_that_the_template_does_not_know_or_hides_is_refused(make: Any, template: str) -> None:
+    with pytest.raises(
+        BadRequest, match=r"'messages\[1\]\.role' is \"poet\".*system, developer, .* or tool"
+    ) as refused:
+        shown(make(template), USER, {"role": "poet", "content": "a rose"})
+    assert refused.value.param == "messages[1].role"
+
+
+def test_a_role_that_the_template_knows_is_taken(make: Any) -> None:
+    assert shown(make(POETIC), USER, {"role": "poet", "content": "a rose"}) == "user:hello;~poet:a rose;"
+    assert shown(make(POETIC), USER, {"role": "poet"}) == "user:hello;~poet:;"
+
+
+def test_an_assistant_may_say_nothing(make: Any) -> None:
+    assert shown(make(PLAIN), USER, {"role": "assistant"}) == "user:hello;assistant:;"
+
+
+@pytest.mark.parametrize("function", [None, "look", {}, {"name": 5}])
+def test_a_call_without_a_function_is_refused(make: Any, function: Any) -> None:
+    with pytest.raises(BadRequest, match=r"messages\[0\]\.tool_calls\[0\]\.function"):
+        shown(make(PLAIN), {"role": "assistant", "tool_calls": [{"id": ID, "function": function}]})
+
+
+# ---- how much to reason
+
+SWITCH = (
+    CHATML + "{{ '(on)' if enable_thinking else '(off)' if enable_thinking is defined and enable_thinking is false }}"
+)
+OTHER_SWITCH = CHATML + "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}"
+EFFORT = (
+    CHATML
+    + "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}({{ reasoning_effort }})"
+)
+EFFORTS = EFFORT + "{# 'max' #}{{ 'max' if false }}"
+
+
+@pytest.mark.parametrize(
+    ("body", "switch", "other", "effort", "efforts"),
+    [
+        ({}, "(on)", "False", "(medium)", "(medium)"),
+        ({"reasoning_effort": "none"}, "(off)", "False", "(low)", "(low)"),
+        ({"reasoning_effort": "minimal"}, "(on)", "True", "(low)", "(low)"),
+        ({"reasoning_effort": "high"}, "(on)", "True", "(high)", "(high)"),
+        ({"reasoning_effort": "xhigh"}, "(on)", "True", "(high)", "(high)"),
+        ({"reasoning_effort": "max"}, "(on)", "True", "(high)", "(max)"),
+        ({"reasoning_effort": None, "thinking": None}, "(on)", "False", "(medium)", "(medium)"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "(on)", "True", "(medium)", "(medium)"),
+        ({"thinking": {"type": "disabled"}}, "(off)", "False", "(low)", "(low)"),
+        ({"thinking": {"type": "adaptive"}}, "(on)", "False", "(medium)", "(medium)"),
+        ({"thinking": {"type": "adaptive"}, "reasoning_effort": "low"}, "(on)", "True", "(low)", "(low)"),
+        ({"thinking": True}, "(on)", "True", "(medium)", "(medium)"),
+        ({"thinking": False, "reasoning_effort": "high"}, "(off)", "False", "(low)", "(low)"),
+        ({"enable_thinking": True}, "(on)", "True", "(medium)", "(medium)"),
+        ({"reasoning": {"effort": "high"}}, "(on)", "True", "(high)", "(high)"),
+        ({"reasoning": {"enabled": False}}, "(off)", "False", "(low)", "(low)"),
+        (
+            {
+                "reasoning_effort": "high",
+                "chat_template_kwargs": {"enable_thinking": False, "thinking": 7, "reasoning_effort": "own"},
+            },
+            "(off)",
+            "7",
+            "(own)",
+            "(own)",
+        ),
+    ],
+)
+def test_reasoning_is_asked_for_in_every_clients_words(
+    make: Any, body: dict[str, Any], switch: str, other: str, effort: str, efforts: str
+) -> None:
+    for template, expected in ((SWITCH, switch), (OTHER_SWITCH, other), (EFFORT, effort), (EFFORTS, efforts)):
+        assert shown(make(template), USER, **body).endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "expected"),
+    [
+        ({"reasoning_effort": "very"}, "reasoning_effort", "none, minimal, low, medium, high, xhigh, max"),
+        ({"reasoning_effort": 3}, "reasoning_effort", "one of"),
+        ({"thinking": "yes"}, "thinking", "enabled"),
+        ({"thinking": {"type": "sometimes"}}, "thinking", "adaptive"),
+        ({"thinking": {}}, "thinking", "type"),
+        ({"enable_thinking": "no"}, "enable_thinking", "true or false"),
+        ({"reasoning": "high"}, "reasoning", "a JSON object"),
+        ({"reasoning": {"effort": "very"}}, "reasoning.effort", "one of"),
+    ],
+)
+def test_unknown_switches_are_refused_with_what_was_expected(
+    make: Any, body: dict[str, Any], param: str, expected: str
+) -> None:
+    with pytest.raises(BadRequest, match=expected) as refused:
+        shown(make(SWITCH), USER, **body)
+    assert refused.value.param == param
+
+
+def test_a_requests_words_go_before_the_servers_settings(tmp_path: Path) -> None:
+    renderer = Renderer(byte_level(tmp_path, SWITCH), template_args={"enable_thinking": False})
+    assert shown(renderer, USER).endswith("(off)")
+    assert shown(renderer, USER, reasoning_effort="low").endswith("(on)")
+    assert shown(renderer, USER, thinking={"type": "adaptive"}).endswith("(off)")

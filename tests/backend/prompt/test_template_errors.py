@@ -1,0 +1,44 @@
+"""What a template says of a conversation is told as far as these are its own words."""
+
+from pathlib import Path
+
+import pytest
+
+from support.backend.small_tokenizers import byte_level
+from warmline_backend.prompt.renderer import Renderer
+from warmline_backend.request.params import BadRequest
+
+SAID = "the river sang"
+REFUSES = "the model's chat template refuses these messages"
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ raise_exception('bad start: ' + messages[0].content) }}", "bad start: …"),
+        ("{{ raise_exception('no ' + messages[0].content) }}", "TemplateError"),
+        ("{{ raise_exception(messages[0].content) }}", "TemplateError"),
+        ("{{ nothing.more }}", "'nothing' is undefined"),
+        ("{{ messages[0]['content'][messages[0].content].more }}", "… has no attribute …"),
+        ("{{ messages[0].content + 1 }}", 'can only concatenate str (not "int") to str'),
+        ("{{ '%x' % messages[0].content }}", "%x format: an integer is required, not str"),
+    ],
+)
+def test_a_messages_words_are_not_told(template: str, told: str, tmp_path: Path) -> None:
+    renderer = Renderer(byte_level(tmp_path, template))
+    with pytest.raises(BadRequest) as refused:
+        renderer.render("chat", {"messages": [{"role": "user", "content": SAID}]})
+    assert refused.value.message == f"{REFUSES}: {told}"
+
+
+def test_of_arguments_short_ones_are_told(tmp_path: Path) -> None:
+    renderer = Renderer(byte_level(tmp_path, "{{ raise_exception('it is no good') }}"))
+    body = {
+        "messages": [{"role": "user", "content": SAID}],
+        "chat_template_kwargs": {"a": "low", "b": SAID * 9, "c": [1]},
+    }
+    with pytest.raises(BadRequest) as refused:
+        renderer.render("chat", body)
+    shown = '{"a": "low", "b": "a string", "c": [1]}'
+    assert refused.value.message == f"{REFUSES} with the arguments {shown}: it is no good"

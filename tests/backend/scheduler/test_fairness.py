@@ -1,0 +1,105 @@
+"""Who computes when: nobody's stream stands still for long, and no prompt waits for ever."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.backend.engine_driver import Drive
+from support.backend.families import prompt_of, served
+from warmline_backend.generation.sequence import Sequence
+from warmline_backend.scheduler import scheduler
+from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.scheduler import (
+    CHUNKS_PASSED_OVER_MAX,
+    DECODE_OWED_MAX_S,
+    DECODE_SHARE,
+    DECODE_STEPS_PER_CHUNK,
+)
+
+
+def test_a_running_stream_goes_on_during_a_long_prefill(root: Path) -> None:
+    drive = Drive(served("llama", root), step=16)
+    _, stream = drive.submit(prompt_of(10), 200)
+    drive.until(lambda: len(stream.events) > 2)
+    before = len(stream.events)
+    _, long = drive.submit(prompt_of(161), 2)
+    drive.until(lambda: len(long.chunks) == 10)
+    assert len(stream.events) - before >= 9 * DECODE_STEPS_PER_CHUNK
+
+
+class Clock:
+    """In place of the scheduler's: a chunk takes 8 s, a decode step a tenth of one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(scheduler, "time", self)
+        monkeypatch.setattr(scheduler, "DECODE_OWED_MAX_S", DECODE_OWED_MAX_S)
+        for owner, step, seconds in ((Sequence, "prefill_chunk", 8.0), (DecodeGroup, "step", 0.1)):
+            monkeypatch.setattr(owner, step, self.taking(seconds, getattr(owner, step)))
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def taking(self, seconds: float, step: Callable[..., object]) -> Callable[..., object]:
+        def take(*given: object) -> object:
+            self.now += seconds
+            return step(*given)
+
+        return take
+
+
+def test_decoding_has_its_share_of_the_time_beside_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    drive = Drive(served("llama", root), step=16)
+    _, stream = drive.submit(prompt_of(10), 2000)
+    drive.until(lambda: len(stream.events) > 2)
+    _, long = drive.submit(prompt_of(400), 2)
+    drive.until(lambda: len(long.chunks) == 1)
+    before = len(stream.events)
+    drive.until(lambda: len(long.chunks) == 11)
+    owed = 10 * 8.0 * DECODE_SHARE / (1 - DECODE_SHARE)
+    assert abs((len(stream.events) - before) * 0.1 - owed) < 2.0
+
+
+def test_a_newcomer_does_not_wait_for_what_decoding_is_owed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    drive = Drive(served("llama", root), step=16)
+    _, stream = drive.submit(prompt_of(10), 2000)
+    _, long = drive.submit(prompt_of(400), 2)
+    drive.until(lambda: len(long.chunks) == 2)
+    turn = drive.scheduler.turn()
+    next(turn)
+    _, small = drive.submit(prompt_of(12), 1)
+    before = len(stream.events)
+    for _ in turn:
+        pass
+    assert len(stream.events) - before <= DECODE_STEPS_PER_CHUNK and small.chunks == [11] and len(long.chunks) == 2
+
+
+def test_a_small_request_is_answered_between_two_long_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of what decoding is owed is the newcomer's, too: it does not wait for another chunk in its midst."""
+    Clock(monkeypatch)
+    drive = Drive(served("llama", root), step=16)
+    drive.submit(prompt_of(10), 2000)
+    _, long = drive.submit(prompt_of(400), 2)
+    drive.until(lambda: len(long.chunks) == 2)
+    _, small = drive.submit(prompt_of(12), 20)
+    while not small.over:
+        for _ in drive.scheduler.turn():
+            if small.over:
+                break
+    assert len(long.chunks) == 2
+
+
+def test_short_prompts_go_first_and_long_ones_are_not_starved(root: Path) -> None:
+    drive = Drive(served("llama", root), step=16)
+    _, long = drive.submit(prompt_of(400), 1)
+    drive.until(lambda: len(long.chunks) == 2)
+    _, short = drive.submit(prompt_of(12), 1)
+    drive.until(lambda: short.over)
+    assert len(long.chunks) <= 3
+    seen = len(long.chunks)
+    shorts = [drive.submit(prompt_of(12, seed), 1)[1] for seed in range(2, 2 + 3 * (CHUNKS_PASSED_OVER_MAX + 1))]
+    drive.until(lambda: all(one.over for one in shorts))
+    assert len(long.chunks) >= seen + 2

@@ -1,0 +1,311 @@
+"""Requests that wait for another one's prefill: computed once, answered as alone, and never left waiting."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from support.backend.cold_runs import compare_greedy
+from support.backend.engine_driver import Drive, Heard
+from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
+from warmline_backend.generation.sequence import MEETINGS_APART_TOKENS, Piece, Progress, Started
+from warmline_backend.kv_cache.residents import ResidentGone, ResidentMismatch
+
+ANYWHERE = [family for family in FAMILIES if family not in ("gemma3", "qwen3_5", "falcon_h1")]
+WITH_STATES = ["qwen3_5", "falcon_h1"]
+EACH_KIND = ["llama", "qwen3_5", "gemma3"]  # rows alone, with states, with windows
+
+
+def assert_as_alone(drive: Drive, family: str, prompt: list[int], heard: Heard) -> None:
+    truth = cold(drive.served, family, prompt, len(heard.generated))
+    assert compare_greedy(truth.tokens, heard.generated, truth.margins, tolerance(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_identical_prompts_at_once_share_one_prefill(family: str, root: Path) -> None:
+    drive, prompt = Drive(served(family, root), step=50), prompt_of(130)
+    name, leader = drive.submit(prompt, 12)
+    followers = [drive.submit(prompt, 12, follow=name, reuse=129)[1] for _ in range(2)]
+    drive.turn()
+    assert (drive.scheduler.running, drive.scheduler.queued) == (1, 2)
+    drive.until(lambda: all(one.over for one in (leader, *followers)))
+    assert leader.settled.timings.prefilled == 130
+    assert [(one.settled.timings.prefilled, one.reused) for one in followers] == [(1, 129)] * 2
+    for one in (leader, *followers):
+        assert_as_alone(drive, family, prompt, one)
+        assert one.settled.prefilled_until == 142 and one.settled.resident in drive.scheduler.residents
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_that_parts_ways_starts_where_it_does(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    trunk, branch = prompt_of(200), prompt_of(70) + prompt_of(60, 7)
+    name, leader = drive.submit(trunk, 12)
+    _, follower = drive.submit(branch, 12, follow=name, reuse=70)
+    drive.until(lambda: leader.over and follower.over)
+    cuts = [50, 100, 150, 199] if family in ANYWHERE else [50, 70, 120, 170, 199]
+    assert leader.chunks == cuts, "rows are never split at a boundary"
+    assert (follower.reused, follower.settled.timings.prefilled) == (70, 60)
+    assert_as_alone(drive, family, trunk, leader)
+    assert_as_alone(drive, family, branch, follower)
+
+
+@pytest.mark.parametrize("family", EACH_KIND)
+def test_what_a_follower_leaves_can_be_continued(family: str, root: Path) -> None:
+    drive, prompt = Drive(served(family, root), step=50), prompt_of(130)
+    name, leader = drive.submit(prompt, 4)
+    _, follower = drive.submit(prompt, 4, follow=name, reuse=129)
+    drive.until(lambda: leader.over and follower.over)
+    held = drive.scheduler.kv_of(134, resident=follower.settled.resident)
+    assert held.rows(0, 134).keys() == drive.served.row_names, "all of it can be saved, windows too"
+    onward = prompt + follower.generated + prompt_of(20, 5)
+    more = drive.run(onward, 8, resident=follower.settled.resident, reuse=134)
+    assert_as_alone(drive, family, onward, more)
+
+
+@pytest.mark.parametrize("family", EACH_KIND)
+def test_a_longer_prompt_follows_to_the_end_of_a_shorter_one(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    short = prompt_of(90)
+    name, leader = drive.submit(short, 12)
+    longer = short + prompt_of(30, 3)
+    _, follower = drive.submit(longer, 12, follow=name, reuse=90)
+    drive.until(lambda: leader.over and follower.over)
+    assert (follower.reused, follower.settled.timings.prefilled) == (90, 30)
+    assert_as_alone(drive, family, longer, follower)
+
+
+@pytest.mark.parametrize("family", EACH_KIND)
+def test_who_comes_exactly_after_the_chunk_still_follows(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    name, leader = drive.submit(prompt_of(200), 4)
+    drive.until(lambda: leader.chunks == [50, 100])
+    branch = prompt_of(100) + prompt_of(9, 4)
+    _, follower = drive.submit(branch, 8, follow=name, reuse=100)
+    drive.until(lambda: leader.over and follower.over)
+    assert follower.reused == 100
+    assert_as_alone(drive, family, branch, follower)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v32"])
+def test_a_leader_that_has_passed_the_place_is_copied_there(family: str, root: Path) -> None:
+    """Out of a batch that it shares, too."""
+    drive = Drive(served(family, root), step=50)
+    running = [drive.submit(prompt_of(60 + n, n + 1), 40) for n in range(3)]
+    drive.until(lambda: all(len(heard.events) > 8 for _, heard in running))
+    branch = prompt_of(61, 2)[:45] + prompt_of(40, 9)
+    _, follower = drive.submit(branch, 12, follow=running[1][0], reuse=45)
+    assert follower.events == [Started()]
+    drive.until(lambda: follower.over and all(heard.over for _, heard in running))
+    assert follower.reused == 45
+    assert_as_alone(drive, family, branch, follower)
+    for n, (_, heard) in enumerate(running):
+        assert_as_alone(drive, family, prompt_of(60 + n, n + 1), heard)
+
+
+@pytest.mark.parametrize("family", WITH_STATES)
+def test_past_the_place_the_last_checkpoint_before_it_is_used(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    name, leader = drive.submit(prompt_of(200), 30, checkpoints=(30, 60))
+    drive.until(lambda: any(isinstance(event, Piece) for event in leader.events))
+    branch = prompt_of(75) + prompt_of(20, 4)
+    _, follower = drive.submit(branch, 8, follow=name, reuse=75)
+    drive.until(lambda: follower.over)
+    assert (follower.reused, follower.settled.timings.prefilled) == (60, 35)
+    assert_as_alone(drive, family, branch, follower)
+    with pytest.raises(ResidentMismatch, match="can't be copied at 20"):
+        drive.submit(prompt_of(20) + prompt_of(20, 4), follow=name, reuse=20)
+
+
+def test_a_window_that_has_passed_the_place_can_not_be_followed(root: Path) -> None:
+    drive = Drive(served("gemma3", root), step=50)
+    name, leader = drive.submit(prompt_of(200), 4)
+    drive.until(lambda: leader.chunks == [50, 100])
+    with pytest.raises(ResidentMismatch, match="can't be copied at 70"):
+        drive.submit(prompt_of(70) + prompt_of(20, 4), follow=name, reuse=70)
+
+
+def test_states_and_windows_in_one_model_can_be_followed_until_the_place_is_passed(root: Path) -> None:
+    drive = Drive(served("baichuan_m1", root), step=50)
+    name, leader = drive.submit(prompt_of(200), 30, checkpoints=(20, 70))
+    branch = prompt_of(110) + prompt_of(10, 4)
+    _, follower = drive.submit(branch, 12, follow=name, reuse=110)
+    drive.until(lambda: follower.over)
+    assert follower.reused == 70, "near enough, and there is a state anyway"
+    assert_as_alone(drive, "baichuan_m1", branch, follower)
+    assert not leader.over
+    for place in (70, 110):
+        with pytest.raises(ResidentMismatch, match=f"can't be copied at {place}"):
+            drive.submit(prompt_of(place) + prompt_of(20, 4), follow=name, reuse=place)
+
+
+def test_states_for_those_who_follow_are_few_and_soon_gone(root: Path) -> None:
+    drive = Drive(served("qwen3_5", root), step=500)
+    prompt, named = prompt_of(1000), (300, 310)
+    name, leader = drive.submit(prompt, 800, checkpoints=named)
+    wanted = [*range(999, 320, -40), *range(321, 999, 40)]
+    drive.until(lambda: bool(leader.chunks))
+    before = drive.scheduler.running_bytes
+    followers = [drive.submit(prompt_of(at) + prompt_of(5, 2), 1, follow=name, reuse=at)[1] for at in wanted]
+    (sequence,) = drive.scheduler._lineup.prefilling
+    cuts = [cut for cut in sequence.cuts if cut < 999]
+    gaps = [after - cut for cut, after in pairwise(cuts[1:])]
+    assert min(gaps) >= MEETINGS_APART_TOKENS and len(cuts) > 8
+    assert drive.scheduler.running_bytes - before == (len(sequence.cuts) - 2) * drive.served.state_bytes
+    drive.until(lambda: all(one.over for one in followers))
+    assert not leader.over and sorted(sequence.kv.checkpoints) == list(named)
+    late = [at - one.reused for at, one in zip(wanted, followers, strict=True)]
+    assert max(late) < 2 * MEETINGS_APART_TOKENS
+    for at, one in list(zip(wanted, followers, strict=True))[::10]:
+        assert one.settled.checkpoints[:2] == list(named) and one.reused not in one.settled.checkpoints
+        assert_as_alone(drive, "qwen3_5", prompt_of(at) + prompt_of(5, 2), one)
+
+
+def test_a_state_for_a_follower_that_is_cancelled_is_not_kept(root: Path) -> None:
+    drive = Drive(served("qwen3_5", root), step=50)
+    name, leader = drive.submit(prompt_of(200), 4)
+    followers = [drive.submit(prompt_of(200), 4, follow=name, reuse=120)[0] for _ in range(2)]
+    (sequence,) = drive.scheduler._lineup.waiting
+    drive.scheduler.cancel(followers[0])
+    assert sequence.cuts == [120], "the other one still wants it"
+    drive.scheduler.cancel(followers[1])
+    assert sequence.cuts == []
+    drive.until(lambda: leader.over)
+    assert leader.chunks == [50, 100, 150, 199] and leader.settled.checkpoints == [204]
+
+
+def test_only_what_is_the_same_can_be_followed(root: Path) -> None:
+    drive = Drive(served("llama", root))
+    name, _ = drive.submit(prompt_of(60))
+    with pytest.raises(ResidentGone, match="nobody"):
+        drive.submit(prompt_of(60), follow="nobody", reuse=40)
+    for prompt, reuse in ((prompt_of(60, 2), 40), (prompt_of(60), 60), (prompt_of(60), 0), (prompt_of(80), 70)):
+        with pytest.raises(ResidentMismatch, match="does not compute"):
+            drive.submit(prompt, follow=name, reuse=reuse)
+    assert drive.scheduler.queued == 1
+
+
+@pytest.mark.parametrize("family", EACH_KIND)
+def test_a_follower_is_followed_in_turn(family: str, root: Path) -> None:
+    drive, prompt = Drive(served(family, root), step=50), prompt_of(130)
+    first, leader = drive.submit(prompt_of(80) + prompt_of(100, 3), 8)
+    second, middle = drive.submit(prompt, 8, follow=first, reuse=80)
+    _, last = drive.submit(prompt, 8, follow=second, reuse=129)
+    drive.until(lambda: leader.over and middle.over and last.over)
+    assert [one.settled.timings.prefilled for one in (leader, middle, last)] == [180, 50, 1]
+    for one in (middle, last):
+        assert_as_alone(drive, family, prompt, one)
+
+
+@pytest.mark.parametrize("family", EACH_KIND)
+def test_what_a_follower_will_have_from_its_leader_is_the_leaders_to_give(family: str, root: Path) -> None:
+    drive = Drive(served(family, root), step=50)
+    first, leader = drive.submit(prompt_of(180), 8)
+    second, middle = drive.submit(prompt_of(150) + prompt_of(10, 3), 8, follow=first, reuse=150)
+    branch = prompt_of(70) + prompt_of(20, 4)
+    _, last = drive.submit(branch, 8, follow=second, reuse=70)
+    drive.scheduler.cancel(second)
+    assert middle.over and not last.over
+    drive.until(lambda: leader.over and last.over)
+    assert (last.reused, last.settled.timings.prefilled) == (70, 20)
+    assert_as_alone(drive, family, branch, last)
+
+
+def test_who_waits_hears_how_far_its_leader_has_come(root: Path) -> None:
+    drive = Drive(served("llama", root), step=40)
+    first, _ = drive.submit(prompt_of(200), 4)
+    second, middle = drive.submit(prompt_of(100) + prompt_of(50, 3), 4, follow=first, reuse=100)
+    _, last = drive.submit(prompt_of(90) + prompt_of(20, 5), 4, follow=second, reuse=90)
+    drive.until(lambda: len(middle.chunks) == 2)
+    assert [(e.done, e.total) for e in middle.events if isinstance(e, Progress)] == [(0, 150), (40, 150), (80, 150)]
+    assert [(e.done, e.total) for e in last.events if isinstance(e, Progress)] == [(0, 110), (40, 110), (80, 110)]
+    assert not any(isinstance(event, Started) for event in (*middle.events, *last.events))
+    drive.until(lambda: middle.over and last.over)
+    assert middle.events[4] == Started() and (middle.reused, last.reused) == (100, 90)
+
+
+def test_waiting_costs_no_memory_and_no_place(root: Path) -> None:
+    drive = Drive(served("llama", root), step=40, places=2)
+    name, leader = drive.submit(prompt_of(200), 4)
+    drive.turn()
+    alone = drive.scheduler.running_bytes
+    for _ in range(5):
+        drive.submit(prompt_of(200), 4, follow=name, reuse=199)
+    _, other = drive.submit(prompt_of(30, 2), 2)
+    drive.turn()
+    assert drive.scheduler.queued == 5 and other.events[0] == Started()
+    drive.until(lambda: other.over)
+    assert drive.scheduler.running_bytes == alone and not leader.over
+
+
+def test_a_leader_that_ends_too_soon_sends_all_behind_it_back(root: Path) -> None:
+    drive = Drive(served("qwen3_5", root), step=40)
+    name, leader = drive.submit(prompt_of(200), 4)
+    second, middle = drive.submit(prompt_of(200), 4, follow=name, reuse=199)
+    _, last = drive.submit(prompt_of(200), 4, follow=second, reuse=150)
+    drive.until(lambda: len(leader.chunks) == 2)
+    settled = drive.scheduler.cancel(name)
+    assert settled is not None and settled.prefilled_until == 80
+    for one in (middle, last):
+        assert (one.settled.finish, one.settled.resident, one.settled.prefilled_until) == ("leaderless", "", 0)
+        assert "ended" in one.settled.error
+    assert drive.scheduler.idle
+    again = drive.run(prompt_of(200), 4, resident=settled.resident, reuse=80)
+    assert_as_alone(drive, "qwen3_5", prompt_of(200), again)
+
+
+def test_a_leader_that_never_started_leaves_nobody_waiting(root: Path) -> None:
+    drive = Drive(served("llama", root), places=1)
+    _, running = drive.submit(prompt_of(20), 50)
+    name, leader = drive.submit(prompt_of(60), 4)
+    _, follower = drive.submit(prompt_of(60), 4, follow=name, reuse=59)
+    drive.turn()
+    drive.scheduler.cancel(name)
+    assert (leader.settled.finish, follower.settled.finish) == ("cancelled", "leaderless")
+    drive.until(lambda: running.over)
+
+
+def test_a_follower_that_is_cancelled_leaves_its_leader_alone(root: Path) -> None:
+    drive = Drive(served("gemma3", root), step=40)
+    name, leader = drive.submit(prompt_of(100), 6)
+    second, follower = drive.submit(prompt_of(100), 6, follow=name, reuse=99)
+    drive.turn()
+    drive.scheduler.cancel(second)
+    assert (follower.settled.finish, follower.settled.resident) == ("cancelled", "")
+    drive.until(lambda: leader.over)
+    assert_as_alone(drive, "gemma3", prompt_of(100), leader)
+
+
+def test_without_memory_rows_wait_until_their_leader_ends(root: Path) -> None:
+    drive = Drive(served("llama", root), step=100, budget=500_000)
+    name, leader = drive.submit(prompt_of(500), 20)
+    _, follower = drive.submit(prompt_of(500), 20, follow=name, reuse=499)
+    drive.until(lambda: any(isinstance(event, Piece) for event in leader.events))
+    assert drive.scheduler.queued == 1
+    drive.until(lambda: leader.over)
+    assert follower.settled.finish == "leaderless" and leader.settled.resident in drive.scheduler.residents
+    again = drive.run(prompt_of(500), 20, resident=leader.settled.resident, reuse=499)
+    assert_as_alone(drive, "llama", prompt_of(500), again)
+
+
+def test_without_memory_a_window_goes_on_without_its_follower(root: Path) -> None:
+    model = served("gemma3", root)
+    drive = Drive(model, step=100, budget=model.bytes_of(800))
+    name, leader = drive.submit(prompt_of(500), 4)
+    _, follower = drive.submit(prompt_of(500), 4, follow=name, reuse=300)
+    drive.until(lambda: follower.over)
+    assert follower.settled.finish == "leaderless" and leader.chunks == [100, 200, 300, 400]
+    drive.until(lambda: leader.over)
+    assert_as_alone(drive, "gemma3", prompt_of(500), leader)
+
+
+def test_a_copy_that_fails_costs_only_its_follower(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Drive(served("llama", root), step=40)
+    name, leader = drive.submit(prompt_of(100), 6)
+    _, follower = drive.submit(prompt_of(100), 6, follow=name, reuse=99)
+    drive.turn()
+    sequence = next(each for each in drive.scheduler._lineup if each.request.id == name)
+    monkeypatch.setattr(sequence.kv, "branch", lambda *args, **kwargs: 1 / 0)
+    drive.until(lambda: leader.over and follower.over)
+    assert follower.settled.finish == "discarded" and "division" in follower.settled.error
+    assert_as_alone(drive, "llama", prompt_of(100), leader)

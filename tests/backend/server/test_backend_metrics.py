@@ -1,0 +1,182 @@
+"""What the backend tells Prometheus: of a real engine, through its own door."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from support.backend.engine_driver import Drive
+from support.backend.families import prompt_of, served
+from support.backend.live_backend import BODY, SECRET, WAIT_S, Live, live, settled, with_backend
+from support.metrics_text import Scraped
+from warmline_backend.engine import kv_transfer as storage
+from warmline_backend.generation.sequence import Sequence
+from warmline_backend.generation.step_stats import Spread
+from warmline_backend.kv_cache.kv import RowsGone
+from warmline_backend.kv_cache.residents import ResidentGone
+from warmline_backend.kv_cache.segment_io import BadChain, Cancelled
+from warmline_backend.scheduler.capacity import TooLarge
+from warmline_backend.scheduler.scheduler import Scheduler
+from warmline_backend.server.metrics import reason_of
+from warmline_common.protocol.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
+
+FolderOf = Callable[..., Path]
+ID = "a" * 32
+P = "warmline_backend_"
+
+
+async def scrape(backend: Live, **headers: str) -> Scraped:
+    async with backend.session.get("/metrics", headers=headers) as response:  # without a secret
+        assert response.status == 200
+        return Scraped(await response.text(), openmetrics="openmetrics" in response.content_type)
+
+
+# ---- what is counted
+
+
+def test_values_are_spread_over_buckets() -> None:
+    spread = Spread((1.0, 2.5))
+    for value in (0.5, 1.0, 2.0, 9.0):
+        spread.add(value)
+    copied = spread.copy()
+    spread.add(9.0)
+    assert copied.buckets() == [("1.0", 2.0), ("2.5", 3.0), ("+Inf", 4.0)]
+    assert (copied.count, copied.sum, spread.count) == (4, 12.5, 5)
+
+
+def test_the_tally_has_what_requests_were_told(root: Path) -> None:
+    drive = Drive(served("llama", root), step=16)
+    _, one = drive.submit(prompt_of(40), 60)
+    _, two = drive.submit(prompt_of(40, 2), 60)
+    drive.until(lambda: one.over and two.over)
+    tally, timings = drive.scheduler.tally, [each.settled.timings for each in (one, two)]
+    assert tally.prefilled_tokens == sum(each.prefilled for each in timings) == 80
+    assert tally.decoded_tokens == sum(each.decoded for each in timings) == 120
+    assert tally.batches.sum == 120, "a token for each sequence of each step"
+    assert tally.batches.count == tally.decodes.count < 120, "two shared some steps"
+    assert tally.chunks.count == 6, "39 tokens, 16 at a time, twice"
+    assert {finish: count for finish, count in tally.ended.items() if count} == {"length": 2}
+    drive.turn()
+    assert tally.copy() is not tally and tally.copy().ended == tally.ended
+
+
+def test_a_failed_step_is_counted_with_what_it_took_along(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Drive(served("llama", root))
+
+    def fail(sequence: Sequence, step: int) -> int:
+        raise RuntimeError("a planted fault")
+
+    monkeypatch.setattr(Sequence, "prefill_chunk", fail)
+    drive.run(prompt_of(40))
+    assert drive.scheduler.tally.failed_steps == 1 and drive.scheduler.tally.ended["discarded"] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(28, "full"), "ENOSPC"),
+        (OSError("no number"), "EIO"),
+        (Cancelled(), "cancelled"),
+        (asyncio.CancelledError(), "cancelled"),
+        (ResidentGone("a"), "gone"),
+        (RowsGone("a"), "gone"),
+        (BadChain("a"), "bad_chain"),
+        (TooLarge("a"), "too_large"),
+        (ValueError("whose text says a secret"), "other"),
+    ],
+)
+def test_reasons_are_single_words(error: BaseException, reason: str) -> None:
+    assert reason_of(error) == reason
+
+
+# ---- through its door
+
+
+def test_what_a_backend_tells(tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(backend: Live) -> None:
+        prompt = await backend.prompt()
+        tokens = len(prompt.tokens) // 4
+        async with backend.generation("a", prompt) as response:
+            ended = await settled(response)
+        kept = ended.prefilled_until
+        save = SaveRequest(request_id="s", resident=ended.resident, segments=[SegmentSpec(id=ID, start=0, end=kept)])
+        with monkeypatch.context() as planted:
+            planted.setattr(storage, "write_file", no_space)
+            assert (await backend.json("POST", "/kv/save", save))[0] == 507
+        assert (await backend.json("POST", "/kv/save", save))[0] == 200
+        chain = [SegmentRef(id=ID, start=0, end=kept, upto=kept)]
+        held = backend.service.residents(with_ids=True).residents[-1].ids or b""
+        for name, status in ((ID, 200), ("b" * 32, 409)):
+            chain[0].id = name
+            restore = RestoreRequest(request_id=name, tokens=held, chain=chain)
+            assert (await backend.json("POST", "/kv/restore", restore))[0] == status
+        constrained = {**BODY, "response_format": {"type": "json_object"}, "ignore_eos": False}
+        await backend.json("POST", "/v1/chat/completions", constrained)
+        found = await scrape(backend)
+        status_now, snapshot = backend.service.status(), backend.engine.snapshot
+        assert found.total(f"{P}prefilled_tokens_total") > tokens == ended.timings.prefilled
+        assert found.total(f"{P}decoded_tokens_total") > ended.timings.decoded == 6
+        assert found.by(f"{P}generations_total", "finish") == {("length",): 2}
+        for kind in ("prefill", "decode", "other"):
+            assert found.total(f"{P}step_seconds_count", kind=kind) > 0, kind
+        steps = found.total(f"{P}step_seconds_count", kind="decode")
+        assert found.total(f"{P}decode_batch_sequences_count") == steps == found.total(f"{P}decode_batch_sequences_sum")
+        assert found.total(f"{P}restore_seconds_count") == found.total(f"{P}save_seconds_count") == 1
+        file_bytes = backend.home.segment_file(ID).stat().st_size
+        assert found.total(f"{P}save_bytes_total") == file_bytes
+        assert 0 < found.total(f"{P}restore_bytes_total") <= file_bytes
+        assert found.by(f"{P}restore_failures_total", "reason") == {("missing",): 1}
+        assert found.by(f"{P}save_failures_total", "reason") == {("ENOSPC",): 1}
+        assert found.total(f"{P}render_seconds_count") == 2 and found.total(f"{P}grammar_compile_seconds_count") >= 1
+        assert found.total(f"{P}residents") == status_now.residents == 2
+        assert found.total(f"{P}resident_bytes") == status_now.resident_bytes > 0
+        assert found.total(f"{P}memory_budget_bytes") == 1 << 30
+        assert found.total(f"{P}weight_bytes") == snapshot.weight_bytes > 0
+        active, peak = found.total(f"{P}memory_active_bytes"), found.total(f"{P}memory_peak_bytes")
+        assert snapshot.weight_bytes < active <= peak
+        assert found.total(f"{P}ready") == 1 and found.total(f"{P}generations_running") == 0
+        about = found.families[f"{P}model_info"].samples[0].labels
+        assert about == {"model": status_now.model, "fingerprint": status_now.fingerprint, "kv_dtype": "float32"}
+        assert found.total(f"{P}prefill_tokens_per_second") > 0 and found.total(f"{P}decode_tokens_per_second") > 0
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def no_space(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_it_tells_while_the_model_loads_and_without_a_secret_on_this_machine_alone(
+    tiny_folder: FolderOf, tmp_path: Path
+) -> None:
+    load_now = threading.Event()
+
+    def make(build: Callable[[], Scheduler]) -> Scheduler:
+        assert load_now.wait(WAIT_S)
+        return build()
+
+    async def run() -> None:
+        async with live(tiny_folder("llama"), tmp_path, make=make) as backend:
+            loading = await scrape(backend)
+            assert loading.total(f"{P}ready") == 0 and loading.total(f"{P}weight_bytes") == 0
+            load_now.set()
+            await backend.service.wait_until_loaded()
+            openmetrics = await scrape(backend, Accept="application/openmetrics-text;version=1.0.0")
+            assert openmetrics.total(f"{P}ready") == 1 and openmetrics.total(f"{P}weight_bytes") > 0
+            rebound = {"Host": "attacker.example:8025"}
+            assert await status_of(backend, rebound) == 401
+            assert await status_of(backend, {**rebound, "Authorization": f"Bearer {SECRET}"}) == 200
+            assert await status_of(backend, {"Host": "localhost:8025"}) == 200
+            assert await status_of(backend, {"Host": "host.docker.internal:8025"}) == 200
+            assert await status_of(backend, {**rebound, "Authorization": "Bearer \udcff"}) == 401
+
+    asyncio.run(run())
+
+
+async def status_of(backend: Live, headers: dict[str, str]) -> int:
+    async with backend.session.get("/metrics", headers=headers) as response:
+        assert isinstance(response, aiohttp.ClientResponse)
+        return response.status

@@ -1,0 +1,108 @@
+"""Chunks as the OpenAI SDK reads them, one by one and folded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from support.backend.small_tokenizers import byte_level, sentence_piece
+from warmline_backend.server.chunks import ChunkWriter, TokenNames
+from warmline_common.protocol.sse import ChunkFold, EventParser
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
+    return byte_level(tmp_path_factory.mktemp("bpe"))
+
+
+def payloads(*events: bytes) -> list[dict[str, Any]]:
+    parser = EventParser()
+    return [json.loads(event.data) for event in parser.feed(b"".join(events))]
+
+
+def folded(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    fold = ChunkFold()
+    for chunk in chunks:
+        fold.add(chunk)
+    return fold.result()
+
+
+def first_id(tokenizer: TokenizerWrapper, text: str) -> int:
+    return int(tokenizer.encode(text, add_special_tokens=False)[0])
+
+
+def test_a_chat_stream_is_what_the_sdk_expects() -> None:
+    writer = ChunkWriter("chat", "r1", "smol", 1234)
+    stream = [writer.role(), writer.text("Par"), writer.text("is"), writer.finish("stop"), writer.usage(10, 2, 8)]
+    chunks = payloads(*stream)
+    parsed = [ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in chunks]
+    assert {(chunk.id, chunk.model, chunk.created) for chunk in parsed} == {("chatcmpl-r1", "smol", 1234)}
+    assert [chunk.choices[0].delta.content for chunk in parsed[:4]] == [None, "Par", "is", None]
+    assert [chunk.choices[0].delta.role for chunk in parsed[:4]] == ["assistant", None, None, None]
+    assert [chunk.choices[0].finish_reason for chunk in parsed[:4]] == [None, None, None, "stop"]
+    assert parsed[4].choices == [] and parsed[4].usage is not None
+    answer = ChatCompletion.model_validate(folded(chunks), strict=True)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("Paris", "stop")
+    usage = answer.usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (10, 2, 12)
+    assert usage.prompt_tokens_details.cached_tokens == 8
+
+
+def test_a_completion_stream_is_what_the_sdk_expects() -> None:
+    writer = ChunkWriter("completion", "r1", "smol", 1234)
+    assert writer.role() == b""
+    chunks = payloads(writer.text(" Par"), writer.text("is"), writer.finish("stop", "END"), writer.usage(3, 2, 0))
+    Completion.model_validate(chunks[2], strict=True)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:3]] == [None, None, "stop"]
+    assert [chunk["object"] for chunk in chunks] == ["text_completion"] * 4
+    answer = Completion.model_validate(folded(chunks), strict=True)
+    assert (answer.id, answer.choices[0].text, answer.choices[0].finish_reason) == ("cmpl-r1", " Paris", "stop")
+    assert answer.choices[0].to_dict()["stop_reason"] == "END"
+
+
+def test_chat_logprobs_have_openais_shape(bpe: TokenizerWrapper) -> None:
+    names, writer = TokenNames(bpe), ChunkWriter("chat", "r", "m", 1)
+    a, b = first_id(bpe, "a"), first_id(bpe, "b")
+    entry = names.logprob(a, -0.25, [(a, -0.25), (b, -float("inf"))])
+    chunks = payloads(writer.text("a", [entry]), writer.text("a", [entry]), writer.finish("stop"))
+    ChatCompletionChunk.model_validate(chunks[0], strict=True)
+    answer = ChatCompletion.model_validate(folded(chunks), strict=True)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None and len(logprobs.content) == 2
+    first = logprobs.content[0]
+    assert (first.token, first.bytes, first.logprob) == ("a", [97], -0.25)
+    assert [(top.token, top.logprob) for top in first.top_logprobs] == [("a", -0.25), ("b", -9999.0)]
+
+
+def test_the_older_endpoints_logprobs_carry_offsets(bpe: TokenizerWrapper) -> None:
+    names, writer = TokenNames(bpe), ChunkWriter("completion", "r", "m", 1)
+    entries = [names.logprob(first_id(bpe, text), -1.0, [(first_id(bpe, "x"), -2.0)]) for text in ("a", "b", "c")]
+    chunks = payloads(writer.text("ab", entries[:2]), writer.text("c", entries[2:]), writer.finish("stop"))
+    answer = Completion.model_validate(folded(chunks), strict=True)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert (logprobs.tokens, logprobs.text_offset) == (["a", "b", "c"], [0, 1, 2])
+    assert logprobs.token_logprobs == [-1.0] * 3 and logprobs.top_logprobs == [{"x": -2.0}] * 3
+
+
+def test_a_token_that_is_half_a_character_has_its_exact_bytes(bpe: TokenizerWrapper) -> None:
+    ids = bpe.encode("é😀 \n", add_special_tokens=False)
+    entries = [TokenNames(bpe).logprob(token, -1.0) for token in ids]
+    assert b"".join(entry.raw for entry in entries) == "é😀 \n".encode()
+    assert entries[0].token == "\ufffd"
+
+
+def test_byte_fallback_tokens_have_their_exact_bytes(tmp_path: Path) -> None:
+    tokenizer = sentence_piece(tmp_path)
+    ids = tokenizer.encode("é", add_special_tokens=False)[-2:]
+    assert b"".join(TokenNames(tokenizer).logprob(token, -1.0).raw for token in ids) == "é".encode()
+
+
+def test_an_error_event_has_openais_error_object() -> None:
+    (error,) = payloads(ChunkWriter("chat", "r", "m", 1).error("it broke", code="x"))
+    assert error == {"error": {"message": "it broke", "type": "server_error", "param": None, "code": "x"}}

@@ -1,0 +1,63 @@
+"""POST /kv/forget: what a purge wants gone from memory is no longer held by anything of ours."""
+
+import gc
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+from support.backend.live_backend import BODY, Live, settled, with_backend
+from warmline_common.protocol.messages import ForgetRequest
+from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
+
+FolderOf = Callable[..., Path]
+CANARY = "canary-in-the-backend"
+SAID = {**BODY, "messages": [{"role": "user", "content": f"{CANARY} is what I say. " * 5}]}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "title": CANARY}}}
+
+
+def test_nothing_holds_what_was_said(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        prompt = await backend.prompt(SAID)
+        waiting = await backend.prompt({**SAID, "response_format": FORM})
+        async with backend.generation("a", prompt) as response:
+            assert (await settled(response)).resident
+        tokens = unpack_tokens(prompt.tokens)[20:60]
+        assert len(holding(CANARY, tokens)) >= 2
+        (resident,) = backend.service.residents(with_ids=False).residents
+        for kept in (resident.id, "a"):
+            status, _ = await backend.json("POST", "/kv/forget", ForgetRequest(keep=[kept]))
+            assert status == 200 and backend.service.residents(with_ids=False).residents == [resident]
+        status, _ = await backend.json("POST", "/kv/forget")
+        assert status == 200 and backend.service.residents(with_ids=False).residents == []
+        del resident
+        async with backend.generation("b", waiting) as response:
+            assert response.status == 410, "it is rendered again by who still wants it"
+        assert (await backend.json("DELETE", "/requests/a"))[0] == 404
+        del prompt, waiting, response
+        assert holding(CANARY, tokens) == []
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def holding(text: str, tokens: list[int]) -> list[str]:
+    """What of the process has an attribute or an element with the text or the tokens, but for this test."""
+    gc.collect()
+    packed, found = pack_tokens(tokens), []
+    for holder in gc.get_objects():
+        if isinstance(holder, types.ModuleType | types.FrameType | types.CodeType | types.CellType):
+            continue
+        for value in gc.get_referents(holder):
+            if isinstance(value, str) and text in value and value not in KNOWN:
+                found.append(f"{type(holder)}: text")
+            elif isinstance(value, bytes) and (packed in value or text.encode() in value):
+                found.append(f"{type(holder)}: bytes")
+            elif type(value) is list and len(value) > len(tokens) and contains(value, tokens):
+                found.append(f"{type(holder)}: tokens")
+    return found
+
+
+def contains(values: list[object], tokens: list[int]) -> bool:
+    return any(values[at : at + len(tokens)] == tokens for at, each in enumerate(values) if each == tokens[0])
+
+
+KNOWN = {CANARY, SAID["messages"][0]["content"]}

@@ -1,0 +1,154 @@
+"""The backend's HTTP contract where nothing else tests it: refusals, headers that the proxy sends, streams not read."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.backend.live_backend import BODY, ENDLESS, SECRET, WAIT_S, Chunks, Live, settled, until, when, with_backend
+from warmline_backend.generation.sequence import Generation
+from warmline_backend.request.params import GenerationParams
+from warmline_backend.scheduler.capacity import TooLarge
+from warmline_backend.server import prompt_store
+from warmline_backend.server import routes as server
+from warmline_common.protocol.messages import (
+    HEADER_FOLLOW,
+    HEADER_PROMPT,
+    HEADER_REQUEST,
+    HEADER_RESIDENT,
+    HEADER_REUSE,
+    PromptRequest,
+)
+
+FolderOf = Callable[..., Path]
+
+
+def test_a_prompt_that_is_forgotten_is_gone(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_store, "PROMPTS_KEPT_MAX", 1)
+
+    async def work(backend: Live) -> None:
+        first, second = await backend.prompt(), await backend.prompt()
+        async with backend.generation("a", first) as response:
+            assert response.status == 410 and "it is too old" in await response.text()
+        async with backend.generation("a", second) as response:
+            assert (await settled(response)).finish == "length"
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_at_once(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        wanted = PromptRequest(request_id="p", endpoint="chat", body=ENDLESS)
+        for path, body in (("/kv/prompts", wanted), ("/v1/chat/completions", ENDLESS)):
+            status, reply = await backend.json("POST", path, body)
+            error = reply["error"]
+            assert (status, error["code"]) == (400, "kv_memory_exceeded"), reply
+            assert "takes 0.3 MB, the memory budget is 0.2 MB" in error["message"]
+            assert "shorten the prompt or raise --memory-budget-gb" in error["message"]
+        assert (await backend.json("POST", "/v1/chat/completions", BODY))[0] == 200
+        same = Generation("a", [1] * 199, GenerationParams(max_tokens=50_000), listener=print)
+        with pytest.raises(TooLarge) as refused:
+            await backend.ask(lambda scheduler: scheduler.submit(same))
+        assert str(refused.value) == error["message"], "the engine would have said the same"
+
+    with_backend(tiny_folder("llama"), tmp_path, work, budget=180_000)
+
+
+def test_a_request_follows_another_ones_prefill(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = Chunks(monkeypatch)
+
+    async def work(backend: Live) -> None:
+        prompt = await backend.prompt()
+        headers = {HEADER_PROMPT: prompt.prompt_id, HEADER_REUSE: "198"}
+
+        def follower(name: str, leader: str) -> "asyncio.Task[tuple[int, bytes]]":
+            async def ask() -> tuple[int, bytes]:
+                own = {**headers, HEADER_REQUEST: name, HEADER_FOLLOW: leader}
+                async with backend.call("POST", "/v1/chat/completions", **own) as response:
+                    return response.status, await response.read()
+
+            return asyncio.ensure_future(ask())
+
+        async with backend.generation("leader", prompt) as response:
+            await chunks.begun()
+            following = follower("follower", "leader")
+            await when(lambda: not backend.engine._commands.empty())
+            chunks.let_all_pass()
+            assert (await settled(response)).finish == "length"
+        status, said = await following
+        assert status == 200 and b'"cached_tokens":198' in said
+        assert said.index(b": prefill 198/199") < said.index(b": started"), "it hears of its leader while it waits"
+        assert (await follower("late", "leader"))[0] == 410
+
+    with_backend(tiny_folder("llama"), tmp_path, work, step=64)
+
+
+def test_whoever_has_lost_its_leader_may_ask_again(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = Chunks(monkeypatch)
+
+    async def work(backend: Live) -> None:
+        async with backend.generation("leader", await backend.prompt()):
+            await chunks.begun()
+            headers = {HEADER_FOLLOW: "leader", HEADER_REUSE: "198"}
+            asking = asyncio.ensure_future(backend.json("POST", "/v1/chat/completions", BODY, **headers))
+            await when(lambda: not backend.engine._commands.empty())
+            cancelling = asyncio.ensure_future(backend.json("DELETE", "/requests/leader"))
+            await when(lambda: backend.engine._commands.qsize() == 2)
+            chunks.let_all_pass()
+            assert (await cancelling)[0] == 200
+        status, reply = await asking
+        assert (status, reply["error"]["code"]) == (503, "leaderless")
+
+    with_backend(tiny_folder("llama"), tmp_path, work, step=64)
+
+
+def test_nobody_starts_from_two_places(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        headers = {HEADER_FOLLOW: "leader", HEADER_RESIDENT: "resident", HEADER_REUSE: "10"}
+        status, reply = await backend.json("POST", "/v1/chat/completions", BODY, **headers)
+        assert status == 400 and "not from both" in reply["error"]["message"]
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_a_reader_that_takes_nothing_is_cut_off(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SEND_TIMEOUT_S", 0.05)
+
+    async def work(backend: Live) -> None:
+        prompt = await backend.prompt(ENDLESS)
+        loop, reader = asyncio.get_running_loop(), socket.socket()
+        backend.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the connection's, too
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.setblocking(False)
+        await loop.sock_connect(reader, backend.listening.getsockname())
+        head = {"Host": "x", "Authorization": f"Bearer {SECRET}", HEADER_PROMPT: prompt.prompt_id, HEADER_REQUEST: "a"}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
+        await loop.sock_sendall(reader, f"POST /v1/chat/completions HTTP/1.1\r\n{lines}\r\n".encode())
+        await when(lambda: backend.service.generations.under_way == ["a"])
+        async with asyncio.timeout(WAIT_S):
+            await backend.service.generations.until_none()
+            while await backend.ask(lambda scheduler: scheduler.running):
+                pass
+        reader.close()
+        assert backend.service.residents(with_ids=False).residents[0].tokens < 50_000
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_what_has_started_says_so_first(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        async with backend.generation("a", await backend.prompt()) as response:
+            assert await until(response, b":") == b": started\n"
+            assert (await settled(response)).finish == "length"
+
+    with_backend(tiny_folder("llama"), tmp_path, work)

@@ -1,0 +1,233 @@
+"""What the routes call, over a real engine: saves that are given up leave no file, cancels tell how it ended."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from support import tiny_models
+from warmline_backend.config import ConfigError, parse_config
+from warmline_backend.engine import kv_transfer as storage
+from warmline_backend.engine.engine import Engine
+from warmline_backend.engine.inflight import UnknownRequest
+from warmline_backend.generation import rates
+from warmline_backend.generation.sequence import Ended
+from warmline_backend.kv_cache.segment_io import BadChain, Cancelled, write_file
+from warmline_backend.model.model import load
+from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
+from warmline_backend.server import prompt_store
+from warmline_backend.server.prompt_store import UnknownPrompt
+from warmline_backend.server.service import Service
+from warmline_backend.structured_output.constraint import Constraint
+from warmline_common.protocol.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec, Settled
+from warmline_common.storage.home import Home
+
+BODY = {"messages": [{"role": "user", "content": "hello " * 30}], "max_tokens": 6, "ignore_eos": True}
+IDS = ["a" * 32, "b" * 32]
+
+
+@asynccontextmanager
+async def running(folder: Path, *flags: str) -> AsyncIterator[tuple[Service, Home]]:
+    model = tiny_models.build("llama", folder / "model")
+    config = parse_config(["--home", str(folder / "home"), "--model", str(model), *flags])
+    home = Home(config.home)
+    home.prepare()
+
+    def make_scheduler() -> Scheduler:
+        exact = config.reuse == "exact"
+        quantized = {"kv_bits": config.kv_bits, "kv_group_size": config.kv_group_size}
+        settings = SchedulerSettings("boot", 1 << 30, config.prefill_step_size, 8, True, exact)
+        return Scheduler(load(config.model, config.served_name, **quantized), settings)
+
+    engine = Engine(make_scheduler)
+    service = Service(config, home, engine, "boot")
+    engine.start()
+    await service.wait_until_loaded()
+    try:
+        yield service, home
+    finally:
+        service.close()
+        engine.stop()
+        await asyncio.wrap_future(engine.ended)
+
+
+def in_service(tmp_path: Path, work: Callable[[Service, Home], Awaitable[None]], *flags: str) -> None:
+    async def run() -> None:
+        async with running(tmp_path, *flags) as (service, home):
+            await work(service, home)
+
+    asyncio.run(run())
+
+
+async def generated(service: Service, name: str = "r") -> tuple[Settled, bytes]:
+    """A generation, run to its end, and its packed prompt."""
+    prompt = await service.render("chat", BODY, 10)
+    with service.accepted(name) as call:
+        await service.generate(call, prompt)
+        while not isinstance(event := await call.events.get(), Ended):
+            pass
+    return event.settled, bytes(service.residents(with_ids=True).residents[-1].ids or b"")
+
+
+def save_request(settled: Settled) -> SaveRequest:
+    specs = [SegmentSpec(id=IDS[0], start=0, end=64), SegmentSpec(id=IDS[1], start=64, end=settled.prefilled_until)]
+    return SaveRequest(request_id="save", resident=settled.resident, segments=specs)
+
+
+def behind(service: Service) -> "Future[None]":
+    """Done once the writer has done all that it was given."""
+    return service.loaded.storage._writer.submit(lambda: None)
+
+
+def stored(home: Home) -> list[str]:
+    return sorted(path.stem for path in home.segments.rglob("*.safetensors"))
+
+
+def test_a_save_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(service: Service, home: Home) -> None:
+        settled, _ = await generated(service)
+
+        def disk_full(path: Path, *rest: object) -> object:
+            if path.stem == IDS[1]:
+                raise OSError(28, "No space left on device")
+            return write_file(path, *rest)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as planted:
+            planted.setattr(storage, "write_file", disk_full)
+            with pytest.raises(OSError, match="No space left"):
+                await service.save(save_request(settled))
+        assert stored(home) == []
+        await service.save(save_request(settled))
+        assert stored(home) == IDS
+
+    in_service(tmp_path, work)
+
+
+@pytest.mark.parametrize("leaving", ["the caller is gone", "gone once it is written", "cancelled by id"])
+def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaving: str) -> None:
+    async def work(service: Service, home: Home) -> None:
+        settled, _ = await generated(service)
+        writing, go_on, written = threading.Event(), threading.Event(), threading.Event()
+
+        def slow(path: Path, *rest: object) -> object:
+            writing.set()
+            go_on.wait(10)
+            try:
+                return write_file(path, *rest)  # type: ignore[arg-type]
+            finally:
+                written.set()
+
+        monkeypatch.setattr(storage, "write_file", slow)
+        saving = asyncio.ensure_future(service.save(save_request(settled)))
+        await asyncio.to_thread(writing.wait, 10)
+        if leaving == "cancelled by id":
+            cancelling = asyncio.ensure_future(service.cancel("save"))
+            await asyncio.sleep(0)
+            go_on.set()
+            assert (await cancelling).finish == "cancelled"
+            with pytest.raises(Cancelled):
+                await saving
+        else:
+            if leaving == "gone once it is written":
+                go_on.set()
+                service.loaded.storage._writer.submit(lambda: None).result(
+                    10
+                )  # holding the loop up, so that nobody hears of it
+            saving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await saving
+            go_on.set()
+        await asyncio.to_thread(written.wait, 10)
+        await asyncio.get_running_loop().run_in_executor(
+            service.loaded.storage._writer, lambda: None
+        )  # behind what was being written
+        assert stored(home) == []
+
+    in_service(tmp_path, work)
+
+
+def test_prompts_are_kept_within_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(service: Service, home: Home) -> None:
+        first, *_, last = [await service.render("chat", BODY, 10) for _ in range(4)]
+        assert service.prompts.get(first.id) and service.prompts.tokens_kept == 4 * len(last.tokens)
+        monkeypatch.setattr(prompt_store, "PROMPTS_KEPT_MAX", 4)
+        await service.render("chat", BODY, 10)
+        with pytest.raises(UnknownPrompt):
+            service.prompts.get(first.id)
+        monkeypatch.setattr(prompt_store, "PROMPT_TOKENS_KEPT_MAX", 1)
+        latest = await service.render("chat", BODY, 10)
+        assert service.prompts.get(latest.id) and service.prompts.tokens_kept == len(latest.tokens)
+        with pytest.raises(UnknownPrompt):
+            service.prompts.get(last.id)
+        held = replace(latest, constraint=Constraint(grammar="x" * 100 * prompt_store.CHARS_PER_TOKEN))
+        assert held.weight == latest.weight + 100, "a form may be longer than its prompt"
+
+    in_service(tmp_path, work)
+
+
+def test_what_is_saved_is_restored_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "TELLING_BYTES", 1)
+
+    async def work(service: Service, home: Home) -> None:
+        settled, tokens = await generated(service)
+        await service.save(save_request(settled))
+        assert await service.drop_resident(settled.resident)
+        end = settled.prefilled_until
+        chain = [SegmentRef(id=IDS[0], start=0, end=64, upto=64), SegmentRef(id=IDS[1], start=64, end=end, upto=end)]
+        reply = await service.restore(RestoreRequest(request_id="x", tokens=tokens, chain=chain))
+        assert reply.position == end
+        assert [resident.id for resident in service.residents(with_ids=False).residents] == [reply.resident]
+        assert service.status().restore_bytes_per_s > 0
+
+    in_service(tmp_path, work)
+
+
+def test_cancel_tells_how_a_request_ended(tmp_path: Path) -> None:
+    async def work(service: Service, home: Home) -> None:
+        settled, _ = await generated(service, "early")
+        assert await service.cancel("early") == settled
+        with pytest.raises(UnknownRequest):
+            await service.cancel("nobody")
+
+    in_service(tmp_path, work)
+
+
+def test_exact_mode_names_its_grid_and_restores_nothing_off_it(tmp_path: Path) -> None:
+    async def work(service: Service, home: Home) -> None:
+        layout = service.status().layout
+        assert layout is not None and (layout.grid, layout.dtype) == (64, "float32")
+        settled, tokens = await generated(service)
+        end = settled.prefilled_until
+        assert end == 192 and len(tokens) == 4 * end
+        await service.save(save_request(settled))
+        for position in (100, 128):
+            chain = [
+                SegmentRef(id=IDS[0], start=0, end=64, upto=64),
+                SegmentRef(id=IDS[1], start=64, end=end, upto=position),
+            ]
+            request = RestoreRequest(request_id="r", tokens=tokens[: 4 * position], chain=chain)
+            if position % 64:
+                with pytest.raises(BadChain, match="multiples of 64 tokens, the request names 100"):
+                    await service.restore(request)
+            else:
+                assert (await service.restore(request)).position == position
+
+    in_service(tmp_path, work, "--reuse", "exact", "--prefill-step-size", "64")
+
+
+def test_fast_mode_has_no_grid(tmp_path: Path) -> None:
+    async def work(service: Service, home: Home) -> None:
+        layout = service.status().layout
+        assert layout is not None and (layout.grid, layout.dtype) == (0, "q8")
+
+    in_service(tmp_path, work, "--kv-bits", "8", "--kv-group-size", "32")
+
+
+def test_exact_mode_needs_chunks_of_two_tokens() -> None:
+    with pytest.raises(ConfigError, match="expected at least 2 with --reuse exact"):
+        parse_config(["--home", "h", "--model", "m", "--reuse", "exact", "--prefill-step-size", "1"])

@@ -1,0 +1,295 @@
+"""How a process ends that was told to stop, or whose engine has ended."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import urllib.request
+from collections.abc import Callable
+from http.client import HTTPResponse
+from pathlib import Path
+
+import pytest
+
+from support.backend.live_backend import BODY, ENDLESS, WAIT_S, Hold, Live, settled, until, when, with_backend
+from support.processes import Running, free_port
+from warmline_backend.config import ConfigError, parse_config
+from warmline_backend.server import shutdown as draining
+from warmline_backend.server.shutdown import drain
+from warmline_common.protocol.messages import (
+    HEADER_BACKGROUND,
+    HEADER_PROMPT,
+    HEADER_REQUEST,
+    PromptRequest,
+    RestoreRequest,
+    SaveRequest,
+    SegmentSpec,
+)
+from warmline_common.storage.home import Home
+
+FolderOf = Callable[..., Path]
+FEW = {**BODY, "max_tokens": 300}
+
+
+def drained(backend: Live, timeout_s: float, hurry: asyncio.Event) -> "asyncio.Task[None]":
+    return asyncio.ensure_future(drain(backend.service, timeout_s, hurry))
+
+
+def test_what_runs_ends_by_itself_and_nothing_new_begins(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    async def work(backend: Live) -> None:
+        later = await backend.prompt()
+        async with backend.generation("a", await backend.prompt(FEW)) as response:
+            await until(response, b'"content":"')
+            task = drained(backend, WAIT_S, asyncio.Event())
+            await asyncio.sleep(0)
+            new = [
+                await backend.json("POST", "/kv/prompts", PromptRequest(request_id="p", endpoint="chat", body=BODY)),
+                await backend.json("POST", "/v1/chat/completions", BODY),
+                await backend.json("POST", "/kv/restore", RestoreRequest(request_id="r", tokens=b"", chain=[])),
+            ]
+            async with backend.generation("b", later) as refused:
+                new.append((refused.status, await refused.json()))
+            assert [(status, reply["error"]["message"]) for status, reply in new] == [(503, "shutting down")] * 4
+            end = await settled(response)
+            assert (end.finish, len(end.generated) // 4) == ("length", 300)
+        assert not task.done(), "what it has left is not saved yet"
+        spec = SegmentSpec(id="a" * 32, start=0, end=end.prefilled_until)
+        save = SaveRequest(request_id="s", resident=end.resident, segments=[spec])
+        assert (await backend.json("POST", "/kv/save", save))[0] == 200
+        await asyncio.wait_for(task, WAIT_S)
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_what_is_in_the_background_is_not_waited_for(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "SAVES_WAIT_S", 0.01)  # nobody saves what the other one leaves
+
+    async def work(backend: Live) -> None:
+        audited = await backend.prompt({**BODY, "max_tokens": 1})
+        async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
+            await until(response, b'"content":"')
+            headers = {HEADER_REQUEST: "b", HEADER_PROMPT: audited.prompt_id, HEADER_BACKGROUND: "1"}
+            async with backend.call("POST", "/v1/chat/completions", **headers) as background:
+                hurry = asyncio.Event()
+                task = drained(backend, WAIT_S, hurry)
+                assert (await settled(background)).finish == "cancelled"
+                assert backend.service.generations.under_way == ["a"]
+                hurry.set()
+            assert (await settled(response)).finish == "cancelled"
+        await asyncio.wait_for(task, WAIT_S)
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+@pytest.mark.parametrize("ending", ["the time is over", "in a hurry"])
+def test_what_does_not_end_is_cancelled_and_kept(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.setattr(draining, "SAVES_WAIT_S", 0.01)  # nobody saves it
+
+    async def work(backend: Live) -> None:
+        async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
+            await until(response, b'"content":"')
+            hurry = asyncio.Event()
+            task = drained(backend, 0.01 if ending == "the time is over" else WAIT_S, hurry)
+            if ending == "in a hurry":
+                await asyncio.sleep(0)
+                assert not task.done()
+                hurry.set()
+            end = await settled(response)
+            assert end.finish == "cancelled" and end.resident
+        await asyncio.wait_for(task, WAIT_S)
+        assert backend.service.generations.under_way == []
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+def test_an_engine_that_does_not_let_go_is_not_waited_for(
+    tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "CANCEL_WAIT_S", 0.01)
+
+    async def work(backend: Live) -> None:
+        async with backend.generation("a", await backend.prompt(ENDLESS)) as response:
+            await until(response, b'"content":"')
+            async with Hold(backend.engine):
+                await asyncio.wait_for(drained(backend, 0.01, asyncio.Event()), WAIT_S)
+                assert backend.service.generations.under_way == ["a"]
+            assert (await settled(response)).finish == "cancelled"
+
+    with_backend(tiny_folder("llama"), tmp_path, work)
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_a_drain_timeout_is_a_number_of_seconds(seconds: str) -> None:
+    with pytest.raises(ConfigError, match=r"--drain-timeout-s .*: expected a number of seconds, 0 or more"):
+        parse_config(["--home", "h", "--model", "m", "--drain-timeout-s", seconds])
+
+
+def test_the_same_signal_again_is_a_hurry() -> None:
+    async def run() -> None:
+        signals = draining.StopSignals()
+        os.kill(os.getpid(), signal.SIGINT)
+        await when(signals.stop.is_set)
+        os.kill(os.getpid(), signal.SIGTERM)  # passed on by whoever got the other one too
+        await when(lambda: len(signals._heard) == 2)
+        assert not signals.hurry.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await when(signals.hurry.is_set)
+
+    asyncio.run(run())
+
+
+# ---- whole processes
+
+BREAKING = """
+import sys
+from pathlib import Path
+from warmline_backend import __main__
+from warmline_backend.scheduler import scheduler
+
+real = scheduler.Scheduler.turn
+
+def turn(self):
+    for step in real(self):
+        yield
+        if Path(sys.argv[-1]).exists():
+            raise scheduler.DeviceBroken("the device is gone")
+
+scheduler.Scheduler.turn = turn
+sys.exit(__main__.main(sys.argv[1:-1]))
+"""
+
+
+HANGING = """
+import logging
+import sys
+import threading
+from warmline_backend import __main__
+from warmline_backend.server import runtime as loaded
+
+def hang(*arguments, **options):
+    logging.warning("the disk does not answer")
+    threading.Event().wait()
+
+loaded.fingerprint = hang
+__main__.THREADS_END_S = 0.1
+sys.exit(__main__.main(sys.argv[1:]))
+"""
+
+
+ABORTING = """
+import atexit
+import os
+import sys
+from warmline_backend import __main__
+
+atexit.register(os.abort)  # as a library's own threads do, while Python takes itself apart
+sys.exit(__main__.main(sys.argv[1:]))
+"""
+
+
+class Backend:
+    """A backend process of its own."""
+
+    def __init__(
+        self, model: Path, folder: Path, program: list[str], *rest: str, says: str = "serving .* at http://"
+    ) -> None:
+        self.home, self._port = Home(folder / "home"), free_port()
+        flags = ["--home", str(self.home.root), "--model", str(model), "--port", str(self._port)]
+        self.running = Running([sys.executable, *program, *flags, *rest])
+        self.running.wait_for(says, 60)
+
+    def stream(self, body: object) -> HTTPResponse:
+        headers = {"Authorization": f"Bearer {self.home.secret()}", HEADER_REQUEST: "a"}
+        url, data = f"http://127.0.0.1:{self._port}/v1/chat/completions", json.dumps(body).encode()
+        response = urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=WAIT_S)
+        assert isinstance(response, HTTPResponse)
+        return response
+
+    def signal(self, number: signal.Signals) -> None:
+        self.running.process.send_signal(number)
+
+    def code(self) -> int:
+        return self.running.process.wait(WAIT_S)
+
+
+def read_until(response: HTTPResponse, word: bytes) -> None:
+    for line in response:
+        if word in line:
+            return
+    raise AssertionError(f"the stream ended without {word!r}")
+
+
+def test_a_process_that_is_told_to_stop_twice_ends_at_once_and_well(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    backend = Backend(tiny_folder("llama"), tmp_path, ["-m", "warmline_backend"], "--drain-timeout-s", "1000")
+    with backend.running as running, backend.stream({**ENDLESS, "stream": True}) as response:
+        read_until(response, b'"content":"')
+        backend.signal(signal.SIGTERM)
+        running.wait_for("shutting down: 1 requests have 1000 s to end")
+        read_until(response, b'"content":"')  # it goes on
+        backend.signal(signal.SIGTERM)
+        rest = response.read()
+        assert b'"code":"cancelled"' in rest and b"[DONE]" not in rest
+        assert backend.code() == 0
+        assert any("descriptors may be open" in line for line in running.seen)
+        assert not backend.home.pid_file("backend").exists()
+
+
+def test_a_process_whose_device_is_broken_says_so_and_ends_with_1(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    backend = Backend(tiny_folder("llama"), tmp_path, ["-c", BREAKING], str(order))
+    with backend.running as running, backend.stream({**ENDLESS, "stream": True}) as response:
+        read_until(response, b'"content":"')
+        order.touch()
+        rest = response.read()
+        assert b"the engine has ended: the device is gone" in rest and b'"finish":"discarded"' in rest
+        running.wait_for("the engine has ended: the device is gone; this process must be started again")
+        assert backend.code() == 1
+
+
+def test_a_process_does_not_wait_for_a_disk_that_does_not_answer(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    backend = Backend(tiny_folder("llama"), tmp_path, ["-c", HANGING], says="the disk does not answer")
+    with backend.running as running:
+        backend.signal(signal.SIGTERM)
+        running.wait_for(r"helper_\d: still at work; the process ends without waiting")
+        assert backend.code() == 0
+        assert not backend.home.pid_file("backend").exists()
+
+
+def test_a_clean_stop_stays_one_whatever_libraries_do_at_the_end(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    backend = Backend(tiny_folder("llama"), tmp_path, ["-c", ABORTING])
+    with backend.running as running:
+        backend.signal(signal.SIGTERM)
+        assert backend.code() == 0
+        assert not any("at work" in line for line in running.seen)
+
+
+def test_a_second_backend_on_a_home_is_refused_before_it_touches_anything(
+    tiny_folder: FolderOf, tmp_path: Path
+) -> None:
+    """It would sweep the first one's drafts, and write what that one's name stands in."""
+    model = tiny_folder("llama")
+    first = Backend(model, tmp_path, ["-m", "warmline_backend"])
+    with first.running:
+        draft = first.home.segments / "ab" / ".draft.tmp"
+        draft.parent.mkdir()
+        draft.touch()
+        pid = first.home.pid_file("backend").read_text()
+        program = ["-c", QUICK, "--home", str(first.home.root), "--model", str(model), "--port", str(free_port())]
+        with Running([sys.executable, *program]) as second:
+            second.wait_for(f"in use by process {first.running.process.pid}, another backend")
+            assert second.process.wait(WAIT_S) == 2
+        assert draft.exists() and first.home.pid_file("backend").read_text() == pid
+
+
+QUICK = """
+import sys
+from warmline_backend import __main__
+
+__main__.LOCK_WAIT_S = 0.1
+sys.exit(__main__.main(sys.argv[1:]))
+"""

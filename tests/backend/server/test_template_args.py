@@ -1,0 +1,198 @@
+"""Arguments for a model's chat template: the server's are defaults, a request's own go first, key by key."""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
+
+from support.backend.engine_driver import Drive
+from support.backend.families import served
+from support.backend.small_tokenizers import CHATML, byte_level
+from warmline_backend.config import ConfigError, parse_config
+from warmline_backend.engine.engine import Engine
+from warmline_backend.prompt.messages import RESERVED_KWARGS
+from warmline_backend.prompt.renderer import Renderer
+from warmline_backend.request.params import BadRequest
+from warmline_backend.server.service import Service
+from warmline_common.storage.home import Home
+from warmline_run.settings.schema import SETTINGS
+
+USER = {"role": "user", "content": "hello"}
+ANSWER = {"role": "assistant", "content": "hi"}
+
+# Thinks unless told not to, tells its effort where there is one, and knows two of them.
+THINKING = (
+    "{% if effort is defined and effort not in ('low', 'high', none) %}"
+    "{{ raise_exception('effort must be low or high') }}{% endif %}"
+    + CHATML.replace(
+        "assistant\n{% endif %}",
+        "assistant\n{% if effort %}[{{ effort }}]{% endif %}"
+        "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% else %}<think>{% endif %}"
+        "{% endif %}",
+    )
+)
+
+MakeRenderer = Callable[..., Renderer]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
+    return byte_level(tmp_path_factory.mktemp("model"), THINKING)
+
+
+def tail(renderer: Renderer, **body: Any) -> str:
+    """What the prompt ends in, after the assistant's header."""
+    tokens = renderer.render("chat", {"messages": [USER], **body}).tokens
+    return str(renderer._wrapper.decode(tokens)).rpartition("assistant\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "request_kwargs", "expected"),
+    [
+        ({}, None, "<think>"),
+        ({"enable_thinking": False}, None, "<think></think>"),
+        ({"enable_thinking": False}, {}, "<think></think>"),
+        ({"enable_thinking": False}, {"enable_thinking": True}, "<think>"),
+        ({}, {"enable_thinking": False}, "<think></think>"),
+        ({"enable_thinking": False}, {"effort": "low"}, "[low]<think></think>"),
+        ({"enable_thinking": False, "effort": "high"}, {"effort": "low"}, "[low]<think></think>"),
+        ({"effort": "high"}, {"effort": None}, "<think>"),
+        ({"enable_thinking": False}, {"enable_thinking": None}, "<think>"),
+        ({"enable_thinking": False, "effort": None}, None, "<think></think>"),
+    ],
+)
+def test_a_requests_arguments_go_before_the_settings_key_by_key(
+    tokenizer: TokenizerWrapper, settings: dict[str, Any], request_kwargs: dict[str, Any] | None, expected: str
+) -> None:
+    assert tail(Renderer(tokenizer, template_args=settings), chat_template_kwargs=request_kwargs) == expected
+
+
+def test_null_is_passed_as_a_value(tmp_path: Path) -> None:
+    told = byte_level(tmp_path, CHATML + "{{ 'undefined' if depth is not defined else depth is none }}")
+    rendered = {
+        name: told.decode(Renderer(told, template_args=args).render("chat", {"messages": [USER]}).tokens)
+        for name, args in {"none": {}, "null": {"depth": None}}.items()
+    }
+    assert rendered["none"].endswith("undefined") and rendered["null"].endswith("True")
+
+
+def test_thinking_or_not_are_other_tokens(tokenizer: TokenizerWrapper) -> None:
+    body = {"messages": [USER]}
+    thinks, does_not = (
+        Renderer(tokenizer, template_args={"enable_thinking": on}).render("chat", body).tokens for on in (True, False)
+    )
+    assert thinks != does_not and does_not[: len(thinks)] == thinks
+
+
+def test_what_the_template_refuses_in_a_request_is_a_400_with_its_reason(tokenizer: TokenizerWrapper) -> None:
+    renderer = Renderer(tokenizer, template_args={"effort": "high"})
+    with pytest.raises(BadRequest, match=r'\{"effort": "mid"\}: effort must be low or high') as caught:
+        tail(renderer, chat_template_kwargs={"effort": "mid"})
+    assert caught.value.status == 400
+    assert tail(renderer) == "[high]<think>", "whoever comes next is served"
+
+
+def test_what_the_template_refuses_in_the_settings_is_told_at_the_start(tokenizer: TokenizerWrapper) -> None:
+    with pytest.raises(ValueError, match=r'--chat-template-args \{"effort": "mid"\}: .*effort must be low or high'):
+        Renderer(tokenizer, template_args={"effort": "mid"})
+
+
+def test_a_template_that_refuses_a_mere_greeting_does_not_blame_the_arguments(tmp_path: Path) -> None:
+    strict = "{% if messages|length < 2 %}{{ raise_exception('more, please') }}{% endif %}" + CHATML
+    renderer = Renderer(byte_level(tmp_path, strict), template_args={"enable_thinking": False})
+    assert renderer.render("chat", {"messages": [USER, ANSWER, USER]}).tokens
+
+
+def test_a_model_without_a_template_is_served_and_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    renderer = Renderer(byte_level(tmp_path, None), template_args={"enable_thinking": False})
+    assert "has no effect, this model has no chat template" in caplog.text
+    assert renderer.render("completion", {"prompt": "hello"}).tokens
+
+
+def test_the_process_does_not_start_with_arguments_that_the_template_refuses(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    flags = ["--home", str(tmp_path / "home"), "--model", str(folder), "--chat-template-args", '{"effort": "mid"}']
+    config = parse_config(flags)
+    home = Home(config.home)
+    home.prepare()
+
+    def make() -> Any:
+        model = served.__wrapped__("llama", tmp_path)
+        object.__setattr__(model, "tokenizer", byte_level(tmp_path / "tokenizer", THINKING))
+        return Drive(model).scheduler
+
+    async def start() -> None:
+        engine = Engine(make)
+        service = Service(config, home, engine, "boot")
+        engine.start()
+        try:
+            await service.wait_until_loaded()
+        finally:
+            service.close()
+            engine.stop()
+            await asyncio.wrap_future(engine.ended)
+
+    with pytest.raises(ValueError, match="effort must be low or high"):
+        asyncio.run(start())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('{"messages": []}', "--chat-template-args may not set messages"),
+        ('{"tools": 1, "chat_template": "x"}', "--chat-template-args may not set chat_template, tools"),
+    ],
+)
+def test_reserved_names_stay_reserved(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(["--home", "h", "--model", "m", "--chat-template-args", given])
+
+
+def test_what_rendering_itself_is_told_is_reserved() -> None:
+    """Whatever transformers calls it in the version that is here."""
+    parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    own = {name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
+    assert own - {"self"} <= RESERVED_KWARGS
+
+
+@pytest.mark.parametrize("given", ["{", "[]", "7", "enable_thinking=false", '{"a": NaN}', '{"a": -Infinity}'])
+def test_what_is_no_object_ends_with_code_2(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_config(["--home", "h", "--model", "m", "--chat-template-args", given])
+    assert caught.value.code == 2
+    assert f"expected a JSON object, not {given}" in capsys.readouterr().err
+
+
+def test_what_has_no_end_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_config(["--home", "h", "--model", "m", "--chat-template-args", '{"a":' * 100_000])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "expected a JSON object" in said and len(said) < 4_000
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("chat_template_args", r'{"a": "\ud800"}'),  # half a character
+        ("chat_template_args", json.dumps({"a": "x" * 70_000})),
+        ("model", "m\0"),
+        ("temp", 10**400),
+        ("memory_budget_gb", 10**400),
+    ],
+)
+def test_what_no_command_can_be_given_is_refused_before(name: str, given: object) -> None:
+    with pytest.raises(ValueError):
+        SETTINGS[name].parse(given)
+
+
+def test_the_flag_says_what_the_setting_said() -> None:
+    args = {"enable_thinking": False, "reasoning_effort": None, "greeting": "grüß Gott"}
+    config = parse_config(["--home", "h", "--model", "m", "--chat-template-args", json.dumps(args)])
+    assert config.template_args == args

@@ -1,0 +1,252 @@
+"""Guided sequences among others: batches, seeds, cuts, faults, warm starts, and the way through the service."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import tiny_models
+from support.backend.engine_driver import Drive, Heard
+from support.backend.live_backend import Live, with_backend
+from warmline_backend.generation.sampling import LOGPROB_MIN
+from warmline_backend.generation.sequence import Generation, Piece
+from warmline_backend.model.model import ServedModel, load
+from warmline_backend.request.params import BadRequest, GenerationParams
+from warmline_backend.structured_output.compiler import Grammars
+from warmline_backend.structured_output.matcher import Guide, OffGrammar
+from warmline_common.protocol.messages import PromptRequest
+
+PEOPLE = {
+    "type": "array",
+    "minItems": 2,
+    "maxItems": 3,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "maximum": 130}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+}
+FIXED = {"const": {"a": [1, True, None], "b": "ü"}}
+PROMPT = list(range(40, 90))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return load(str(tiny_models.build("llama", tmp_path_factory.mktemp("model"), stops=True)), "tiny")
+
+
+@pytest.fixture(scope="module")
+def grammars(served: ServedModel) -> Grammars:
+    return Grammars(served.tokenizer, served.vocabulary_size)
+
+
+def guide(grammars: Grammars, schema: dict[str, Any]) -> Guide:
+    constraint = grammars.constraint("completion", {"structured_outputs": {"json": schema}}, None, "")
+    assert constraint is not None
+    return grammars.guide(constraint)
+
+
+def submit(drive: Drive, guided: Guide | None, prompt: list[int] = PROMPT, **params: Any) -> Heard:
+    heard, count = Heard(), drive.scheduler.running + drive.scheduler.queued
+    wanted = GenerationParams(**{"max_tokens": 200, **params})
+    drive.scheduler.submit(Generation(f"g{count}", prompt, wanted, heard.events.append, guide=guided))
+    return heard
+
+
+def alone(served: ServedModel, guided: Guide | None, prompt: list[int] = PROMPT, **params: Any) -> Heard:
+    drive = Drive(served)
+    heard = submit(drive, guided, prompt, **params)
+    drive.until(lambda: heard.over)
+    return heard
+
+
+MIXED: list[tuple[dict[str, Any] | None, dict[str, Any]]] = [
+    (PEOPLE, {}),
+    (None, {"ignore_eos": True, "max_tokens": 60}),
+    (PEOPLE, {"temperature": 1.0, "seed": 5}),
+    (PEOPLE, {"temperature": 0.8, "seed": 6, "top_p": 0.9, "frequency_penalty": 1.0, "presence_penalty": 0.5}),
+    (FIXED, {"logit_bias": {65: 50.0, 66: -100.0}, "repetition_penalty": 1.3}),
+    (None, {"temperature": 1.0, "seed": 7, "max_tokens": 60}),
+    (PEOPLE, {"temperature": 1.0, "seed": 8, "top_k": 5, "min_p": 0.01}),
+]
+
+
+def test_guided_and_free_sequences_share_a_batch_and_do_not_change_each_other(
+    served: ServedModel, grammars: Grammars
+) -> None:
+    def guided(schema: dict[str, Any] | None) -> Guide | None:
+        return None if schema is None else guide(grammars, schema)
+
+    drive, prompts = Drive(served), [[*PROMPT[:-1], 90 + n] for n in range(len(MIXED))]
+    heard = [
+        submit(drive, guided(schema), prompt, **params) for (schema, params), prompt in zip(MIXED, prompts, strict=True)
+    ]
+    drive.until(lambda: max((len(group.sequences) for group in drive.scheduler._lineup.groups), default=0) > 4)
+    drive.until(lambda: all(one.over for one in heard))
+    for (schema, params), prompt, one in zip(MIXED, prompts, heard, strict=True):
+        by_itself = alone(served, guided(schema), prompt, **params)
+        assert (one.text, one.settled.finish) == (by_itself.text, by_itself.settled.finish)
+        if schema is not None:
+            assert one.settled.finish == "stop"
+            read = json.loads(one.text)
+            assert read == FIXED["const"] if schema is FIXED else len(read) in (2, 3)
+
+
+def test_an_answer_that_is_cut_ends_with_length(served: ServedModel, grammars: Grammars) -> None:
+    whole = alone(served, guide(grammars, PEOPLE)).text
+    cut = alone(served, guide(grammars, PEOPLE), max_tokens=20)
+    assert (cut.settled.finish, cut.text) == ("length", whole[:20])
+    endless = alone(served, guide(grammars, {"type": "string", "minLength": 500}), max_tokens=30)
+    assert endless.settled.finish == "length" and endless.text.startswith('"') and '"' not in endless.text[1:]
+
+
+def test_a_finished_form_ends_the_answer_even_where_the_end_is_to_be_ignored(
+    served: ServedModel, grammars: Grammars
+) -> None:
+    ended = alone(served, guide(grammars, FIXED), ignore_eos=True)
+    assert ended.settled.finish == "stop" and json.loads(ended.text) == FIXED["const"]
+
+
+def test_a_finished_form_goes_before_the_least_tokens(served: ServedModel, grammars: Grammars) -> None:
+    ended = alone(served, guide(grammars, FIXED), min_tokens=150, stop_token_ids=(5,))
+    assert ended.settled.finish == "stop" and json.loads(ended.text) == FIXED["const"]
+
+
+def test_nothing_ends_an_answer_before_the_least_tokens(served: ServedModel) -> None:
+    eos = min(served.tokenizer.eos_token_ids)
+    wants_to_end = {"logit_bias": {eos: 100.0}, "max_tokens": 20}
+    assert alone(served, None, **wants_to_end).generated == [eos]
+    for sampling in ({}, {"temperature": 1.0, "seed": 4}):
+        held = alone(served, None, min_tokens=6, **wants_to_end, **sampling)
+        assert held.settled.finish == "stop" and len(held.generated) == 7
+        assert held.generated.index(eos) == 6
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_told(served: ServedModel) -> None:
+    whole = alone(served, None, max_tokens=20, ignore_eos=True)
+    stop = whole.generated[4]
+    at = whole.generated.index(stop)
+    cut = alone(served, None, max_tokens=20, ignore_eos=True, stop_token_ids=(stop,))
+    assert (cut.settled.finish, cut.generated, cut.text) == ("stop", whole.generated[: at + 1], whole.text[:at])
+    late = alone(served, None, max_tokens=20, ignore_eos=True, stop_token_ids=(stop,), min_tokens=10)
+    assert stop not in late.generated[:10]
+
+
+def test_only_allowed_tokens_are_generated(served: ServedModel) -> None:
+    heard = alone(served, None, max_tokens=12, temperature=1.0, seed=1, allowed_token_ids=(65, 66))
+    assert set(heard.generated) == {65, 66} and heard.settled.finish == "length"
+
+
+def test_allowed_tokens_and_a_form_are_refused(grammars: Grammars) -> None:
+    with pytest.raises(BadRequest, match="can't be combined") as refused:
+        grammars.constraint("completion", {"grammar": 'root ::= "a"', "allowed_token_ids": [65]}, None, "")
+    assert refused.value.param == "allowed_token_ids"
+
+
+def test_llama_cpps_grammars_are_forms(served: ServedModel, grammars: Grammars) -> None:
+    constraint = grammars.constraint("completion", {"grammar": 'root ::= "ab" [0-9] "c"'}, None, "")
+    assert constraint is not None
+    assert re.fullmatch("ab[0-9]c", alone(served, grammars.guide(constraint)).text)
+
+
+def test_logprobs_have_no_infinity(served: ServedModel, grammars: Grammars) -> None:
+    heard = alone(served, guide(grammars, FIXED), logprobs=True, top_logprobs=5)
+    told = [event.logprobs for event in heard.events if isinstance(event, Piece) and event.logprobs]
+    assert len(told) == len(heard.text.encode())
+    for one in told:
+        assert one.logprob == pytest.approx(0.0, abs=1e-5)
+        assert [value for _, value in one.top[1:]] == [LOGPROB_MIN] * 4
+
+
+def test_what_the_first_token_was_chosen_from_is_the_models_own(served: ServedModel, grammars: Grammars) -> None:
+    free, guided = alone(served, None, max_tokens=2), alone(served, guide(grammars, FIXED), max_tokens=2)
+    assert free.settled.first == guided.settled.first is not None
+
+
+def test_a_warm_start_gives_the_cold_answer(served: ServedModel, grammars: Grammars) -> None:
+    drive = Drive(served)
+    first = drive.run(PROMPT, 4)
+    resident = drive.saved(first)
+    prompt = PROMPT + first.generated + [70, 71, 72]
+    heard, wanted = Heard(), GenerationParams(max_tokens=200, temperature=1.0, seed=3)
+    drive.scheduler.submit(
+        Generation(
+            "warm",
+            prompt,
+            wanted,
+            heard.events.append,
+            guide=guide(grammars, PEOPLE),
+            resident=resident,
+            reuse=len(PROMPT),
+        )
+    )
+    drive.until(lambda: heard.over)
+    assert heard.reused == len(PROMPT)
+    assert heard.text == alone(served, guide(grammars, PEOPLE), prompt, temperature=1.0, seed=3).text
+
+
+def test_a_guide_that_fails_ends_its_own_request_alone(
+    served: ServedModel, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(token: int) -> None:
+        raise OffGrammar("a limit was met")
+
+    drive, broken = Drive(served), guide(grammars, PEOPLE)
+    monkeypatch.setattr(broken, "advance", fails)
+    failed, other = submit(drive, broken), submit(drive, guide(grammars, FIXED))
+    drive.until(lambda: failed.over and other.over)
+    assert failed.settled.finish == "error" and "a limit was met" in failed.settled.error
+    assert other.settled.finish == "stop" and json.loads(other.text) == FIXED["const"]
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": ["x", "y"]}},
+            "required": ["a", "b"],
+        },
+    },
+}
+THINK = 256 + tiny_models.SPECIAL_TOKENS.index("<think>")
+ASKS = {
+    "messages": [{"role": "user", "content": "hello"}],
+    "add_generation_prompt": False,  # which would open the reasoning
+    "logit_bias": {str(THINK): -100},  # and so might the model
+    "temperature": 1.0,
+    "max_tokens": 300,
+}
+
+
+def test_forms_and_required_calls_through_the_service(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_models.build("llama", tmp_path / "model", stops=True, tools=True)
+
+    async def work(live: Live) -> None:
+        bodies = [
+            {**ASKS, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+            {**ASKS, "structured_outputs": {"regex": "ab{3}"}, "temprature": 0.1},
+        ]
+        for body in bodies:
+            prompt = await live.prompt(body)
+            async with live.generation("r", prompt) as response:
+                text = (await response.read()).decode()
+            if "tools" in body:
+                assert '"finish_reason":"tool_calls"' in text and '"name":"add"' in text
+            else:
+                assert '"finish_reason":"stop"' in text
+        async with live.generation("c", await live.prompt({**bodies[0], "max_tokens": 12})) as response:
+            cut = (await response.read()).decode()
+        assert '"finish_reason":"length"' in cut and '"tool_calls"' not in cut and '"content":"' in cut
+        slips = [record.getMessage() for record in caplog.records if "did you mean" in record.getMessage()]
+        assert len(slips) == 1 and "'temprature'" in slips[0] and "0.1" not in slips[0]
+        wrong = PromptRequest(request_id="p", endpoint="chat", body={**ASKS, "guided_regex": "("})
+        status, reply = await live.json("POST", "/kv/prompts", wrong)
+        assert status == 400 and "'guided_regex' can't be used" in reply["error"]["message"]
+        assert reply["error"]["param"] == "guided_regex"
+
+    with_backend(model, tmp_path, work)

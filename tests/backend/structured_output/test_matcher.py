@@ -1,0 +1,226 @@
+"""A guide's states: reasoning, the line break after it, markers of several tokens, padding, limits."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerFast
+
+from support.backend.grammar_cases import EOS, PADDING, THINKS, grammars_of, takes, tokenizer_with, walk
+from support.backend.small_tokenizers import sentence_piece
+from warmline_backend.request.params import BadRequest
+from warmline_backend.structured_output.compiler import NEEDS_FAST, Grammars
+from warmline_backend.structured_output.matcher import Guide, OffGrammar
+
+YES_OR_NO = {"structured_outputs": {"choice": ["yes", "no"]}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokenizers")
+
+
+@pytest.fixture(scope="module")
+def thinking(folder: Path) -> tuple[TokenizerWrapper, Grammars]:
+    tokenizer = tokenizer_with(folder / "thinking", (), thinks=True)
+    return tokenizer, grammars_of(tokenizer)
+
+
+def guide_of(grammars: Grammars, tail: str = "", **body: Any) -> Guide:
+    constraint = grammars.constraint("chat", body or YES_OR_NO, None, tail)
+    assert constraint is not None
+    return grammars.guide(constraint)
+
+
+def ids(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def allowed(tokenizer: TokenizerWrapper, guide: Guide) -> set[str]:
+    return {tokenizer.decode([token]) for token in guide.allowed().nonzero()[0].tolist()}
+
+
+@pytest.mark.parametrize(
+    ("tail", "answer", "fits"),
+    [
+        ("<think>\n", "hm, <b> {</think>yes" + EOS, True),
+        ("<think>\n", "hm</think>\nno" + EOS, True),
+        ("<think>\n", "hm</think>\n\nno" + EOS, False),  # two tokens here: one break is enough
+        ("<think>\n", "hm</think> maybe", False),
+        ("<think>\n\n</think>\n\n", "yes" + EOS, True),
+        ("<think>\n\n</think>\n\n", "<think>", False),
+        ("<think>\n\n</think>\n\n", "\nyes", False),
+        ("", "yes" + EOS, True),
+        ("", "<think>hm</think>yes" + EOS, True),
+        ("", "<think>hm</think><think>", False),
+        ("", "hm", False),
+        ("", "yes<think>", False),
+    ],
+)
+def test_the_form_begins_where_reasoning_ends(thinking: Any, tail: str, answer: str, fits: bool) -> None:
+    tokenizer, grammars = thinking
+    guide = guide_of(grammars, tail)
+    assert takes(guide, ids(tokenizer, answer)) == fits
+    assert guide.complete == (fits and answer.endswith(EOS))
+
+
+def test_completions_have_no_reasoning(thinking: Any) -> None:
+    tokenizer, grammars = thinking
+    constraint = grammars.constraint("completion", YES_OR_NO, None, "")
+    assert not takes(grammars.guide(constraint), ids(tokenizer, THINKS[0]))
+
+
+def test_reasoning_may_begin_with_several_tokens_that_the_form_begins_with_too(folder: Path) -> None:
+    markers = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+    tokenizer = tokenizer_with(folder / "xtml", markers)
+    grammars = grammars_of(tokenizer)
+    for answer, fits in (
+        ("<|open|>think<|sep|>hm<|close|>think<|sep|>yes" + EOS, True),
+        ("<|open|>think<|sep|>hm<|close|>think<|sep|><|open|>response<|sep|>no<|close|>response<|sep|>", True),
+        ("<|open|>response<|sep|>no<|close|>response<|sep|><|close|>message<|sep|>" + EOS, True),
+        ("yes" + EOS, True),
+        ("<|open|>thing", False),
+        ("<|open|>tools", False),
+        ("<|open|>response<|sep|>maybe", False),
+    ):
+        assert takes(guide_of(grammars), ids(tokenizer, answer)) == fits, answer
+
+
+def test_channels_are_part_of_the_form(folder: Path) -> None:
+    tokenizer = tokenizer_with(
+        folder / "channels", ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
+    )
+    grammars = grammars_of(tokenizer)
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    for answer, fits in (
+        ("<|channel|>final<|message|>yes" + EOS, True),
+        (thought + "<|channel|>final <|constrain|>json<|message|>no" + EOS, True),
+        (thought + thought + "<|channel|>final<|message|>maybe", False),
+        ("yes", False),
+    ):
+        assert takes(guide_of(grammars, "<|start|>assistant"), ids(tokenizer, answer)) == fits, answer
+
+
+def test_words_that_read_like_markers_are_text(thinking: Any) -> None:
+    tokenizer, grammars = thinking
+    guide = guide_of(grammars, "</think>", structured_outputs={"json": {"const": "a<think>" + EOS}})
+    tokens = walk(guide, 1)
+    assert tokenizer.decode(tokens) == f'"a<think>{EOS}"'
+    assert all(token < 256 for token in tokens)
+
+
+def test_logits_that_no_token_has_are_never_allowed(thinking: Any) -> None:
+    tokenizer, grammars = thinking
+    guide = guide_of(grammars, "</think>", guided_regex="(?s:.*)")
+    mask = guide.allowed()
+    assert mask.shape == (len(tokenizer) + PADDING,)
+    assert mask[:256].any() and not mask[-PADDING:].any()
+    assert {token for token in mask.nonzero()[0].tolist() if token >= 256} == {tokenizer.eos_token_id}
+
+
+def test_masks_and_steps_as_a_processor(thinking: Any) -> None:
+    tokenizer, grammars = thinking
+    width = len(tokenizer) + PADDING
+    guide = guide_of(grammars, "<think>")
+    logits, prompt = mx.zeros((1, width), mx.bfloat16), [65] * 5
+
+    def step(*answer: str) -> set[int]:
+        tokens = [token for word in answer for token in ids(tokenizer, word)]
+        made = guide(mx.array(prompt + tokens), logits)
+        assert made.dtype == mx.bfloat16 and made.shape == (1, width)
+        return {token for token, value in enumerate(made[0].tolist()) if value == 0}
+
+    assert step() == set(range(width)) - {tokenizer.eos_token_id}, "an answer can't end before it has its form"
+    assert len(step("x")) == width - 1
+    assert step("x", "</think>") == {*ids(tokenizer, "yn\n")}
+    assert step("x", "</think>", "y") == {*ids(tokenizer, "e")}
+    guide.follows(mx.array([0, ids(tokenizer, "e")[0], 0]), 1)  # what is said so goes before the context
+    assert step("x", "</think>", "y", "?") == {*ids(tokenizer, "s")}
+
+
+def test_nothing_but_the_end_may_follow_a_whole_answer(thinking: Any) -> None:
+    tokenizer, grammars = thinking
+    guide = guide_of(grammars, "</think>")
+    assert takes(guide, ids(tokenizer, "yes"))
+    assert guide.allowed().nonzero()[0].tolist() == [tokenizer.eos_token_id]
+    guide.advance(tokenizer.eos_token_id)
+    guide.advance(tokenizer.eos_token_id)
+    assert guide.complete
+
+
+def test_a_token_that_does_not_fit_is_a_fault(thinking: Any) -> None:
+    tokenizer, grammars = thinking
+    guide = guide_of(grammars, "</think>")
+    with pytest.raises(OffGrammar, match="can't go on in the form asked for"):
+        guide.advance(ids(tokenizer, "?")[0])
+
+
+def test_guides_of_one_constraint_know_nothing_of_each_other(thinking: Any) -> None:
+    tokenizer, grammars = thinking
+    constraint = grammars.constraint("chat", YES_OR_NO, None, "</think>")
+    one, other = grammars.guide(constraint), grammars.guide(constraint)
+    assert takes(one, ids(tokenizer, "ye"))
+    assert allowed(tokenizer, one) == {"s"} and allowed(tokenizer, other) == {"y", "n"}
+
+
+def test_tokens_of_sentence_piece_are_read_as_the_bytes_that_they_are(tmp_path: Path) -> None:
+    tokenizer = sentence_piece(tmp_path)
+    grammars = grammars_of(tokenizer)
+    for seed in range(3):
+        guide = guide_of(grammars, structured_outputs={"json": {"const": {"the": "hé"}}})
+        assert tokenizer.decode(walk(guide, seed)).strip() == '{"the": "hé"}'
+
+
+def test_a_tokenizer_without_a_fast_form_is_refused_in_words(thinking: Any) -> None:
+    class Slow:
+        _tokenizer = object()
+        eos_token_ids = (1,)
+
+    assert not isinstance(Slow._tokenizer, PreTrainedTokenizerFast)
+    grammars = Grammars(Slow(), 10)  # type: ignore[arg-type]
+    grammars.prepare()
+    with pytest.raises(BadRequest, match=NEEDS_FAST):
+        grammars.constraint("chat", YES_OR_NO, None, "")
+    assert grammars.constraint("chat", {}, None, "") is None
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"structured_outputs": {"json": {"not": {}}}}, "Unimplemented keys"),
+        ({"structured_outputs": {"json": {"type": "integer", "minimum": 2, "maximum": 1}}}, "greater than maximum"),
+        ({"structured_outputs": {"json": {"enum": []}}}, "Unsatisfiable"),
+        ({"structured_outputs": {"json": {"$ref": "https://example.com/x"}}}, "can't be used"),
+        ({"structured_outputs": {"json": {"type": "string", "pattern": "("}}}, "unclosed group"),
+        ({"structured_outputs": {"json": {"const": "\ud83d"}}}, "lone surrogate"),
+        (
+            {"structured_outputs": {"json": {"type": "object", "properties": {f"p{n}": {} for n in range(3000)}}}},
+            "max is 2000",
+        ),
+        ({"guided_regex": "(?=a)b"}, "can't be used"),
+        ({"guided_grammar": "start: start"}, "no text can match it"),
+        ({"guided_grammar": "start: missing"}, "unknown name"),
+        ({"guided_grammar": "{{{{"}, "can't be read as a grammar"),
+        ({**YES_OR_NO, "continue_final_message": True}, "can't be combined"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_when_the_prompt_is_rendered(
+    thinking: Any, body: dict[str, Any], words: str
+) -> None:
+    for _ in range(2):  # the second time from what is remembered
+        with pytest.raises(BadRequest, match=words) as caught:
+            thinking[1].constraint("chat", body, None, "")
+        assert len(caught.value.message) < 400
+
+
+def test_compiled_grammars_are_kept_within_bounds(thinking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, grammars = thinking
+    constraints = [
+        grammars.constraint("chat", {"guided_choice": [word]}, None, "</think>") for word in ("ab", "cd", "ef")
+    ]
+    monkeypatch.setattr("warmline_backend.structured_output.compiler.COMPILED_KEPT_MAX", 2)
+    for constraint, word in [*zip(constraints, ("ab", "cd", "ef"), strict=True)] * 2:
+        assert takes(grammars.guide(constraint), ids(tokenizer, word + EOS))
+    assert len(grammars._compiled) == 2

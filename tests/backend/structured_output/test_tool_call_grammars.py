@@ -1,0 +1,288 @@
+"""Calls that a grammar holds to their family's form are read back as such, with arguments that their schemas allow."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from support.backend.grammar_cases import EOS, MARKERS, family_tokenizer, grammars_of, takes, tokenizer_with, walk
+from support.backend.tool_families import BY_NAME, CALLS, HARMONY
+from support.backend.tool_families import TOOLS as THEIRS
+from warmline_backend.output.turns import read_turn
+from warmline_backend.request.params import BadRequest
+from warmline_backend.structured_output.compiler import Grammars
+
+STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in THEIRS]
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 6, "pattern": "^[a-zöß]{1,6}$"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+        "exact": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+}
+NESTED = {
+    "type": "object",
+    "properties": {
+        "point": {"$ref": "#/$defs/point"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["tags"],
+    "$defs": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}, "y": {"type": "null"}},
+            "required": ["x", "y"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def function(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+NAMES = [*BY_NAME, *MARKERS]
+TOOLS = [function("get_weather", WEATHER), function("now"), function("draw", NESTED)]
+FLAT = TOOLS[:2]  # FunctionGemma's notation knows no nesting that can be read back
+SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}, "draw": NESTED}
+
+
+def thought(family: str) -> str:
+    """A prompt's end after which nobody begins to reason."""
+    return "".join(BY_NAME[family].think) if family in BY_NAME else ""
+
+
+def tools_for(family: str) -> list[dict[str, Any]]:
+    return FLAT if family == "function_gemma" else TOOLS
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[TokenizerWrapper, Grammars]]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    made = {name: family_tokenizer(name, root) for name in NAMES}
+    return {name: (tokenizer, grammars_of(tokenizer)) for name, tokenizer in made.items()}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_required_calls_are_read_back_with_valid_arguments(family: str, families: dict[str, Any]) -> None:
+    tokenizer, grammars = families[family]
+    tools = tools_for(family)
+    body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    constraint = grammars.constraint("chat", body, tools, thought(family))
+    called = set()
+    for seed in range(12):
+        tokens = walk(grammars.guide(constraint), seed)
+        content, calls = read_turn(tokens, tokenizer, tools)
+        assert not content.strip() and len(calls) == 1, tokenizer.decode(tokens)
+        name, arguments = calls[0]
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+        called.add(name)
+    assert called == {tool["function"]["name"] for tool in tools}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_several_calls_may_follow_each_other_where_that_is_allowed(family: str, families: dict[str, Any]) -> None:
+    tokenizer, grammars = families[family]
+    tools = tools_for(family)
+    constraint = grammars.constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, thought(family))
+    counts = set()
+    for seed in range(12):
+        tokens = walk(grammars.guide(constraint), seed, 6000)
+        content, calls = read_turn(tokens, tokenizer, tools)
+        assert not content.strip(), tokenizer.decode(tokens)
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+        counts.add(len(calls))
+    assert max(counts) > 1
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_named_tool_is_the_one_that_is_called(family: str, families: dict[str, Any]) -> None:
+    tokenizer, grammars = families[family]
+    body = {"tools": FLAT, "tool_choice": {"type": "function", "function": {"name": "now"}}}
+    constraint = grammars.constraint("chat", {**body, "parallel_tool_calls": False}, FLAT, thought(family))
+    calls = {tuple(read_turn(walk(grammars.guide(constraint), seed), tokenizer, FLAT)[1]) for seed in range(3)}
+    assert calls == {(("now", "{}"),)}
+
+
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+POINT = {"type": "object", "properties": {"x": DIGIT}, "required": ["x"], "additionalProperties": False}
+
+
+def exactly(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+AWKWARD = {
+    "references into properties": exactly(a=POINT, b={"$ref": "#/properties/a"}, c={"enum": [7]}),
+    "a reference to all of it": {**exactly(v=DIGIT), "properties": {"v": DIGIT, "next": {"$ref": "#"}}},
+    "one branch of all": {**exactly(a={"allOf": [{"$ref": "#/definitions/p"}]}), "definitions": {"p": POINT}},
+    "all of two": exactly(a={"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 6}]}),
+    "or null": exactly(
+        a={"anyOf": [DIGIT, {"type": "null"}]},
+        b={"anyOf": [{"type": "string", "enum": ["x", "null "]}, {"type": "null"}], "title": "B"},
+        c={"type": ["string", "null"], "pattern": "^[a-c]{2}$"},
+        d={"type": ["string", "null"], "enum": ["z", None]},
+    ),
+    "words and numbers": exactly(a={"enum": [1, 2.5, "x", None, True]}, b={"anyOf": [{"const": "q"}, DIGIT]}),
+    "one item at most": exactly(a={"type": "array", "items": DIGIT, "maxItems": 1}),
+    "a tuple": exactly(a={"type": "array", "prefixItems": [DIGIT, {"const": "s"}], "items": False, "minItems": 1}),
+}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_schemas_that_are_not_plain_are_followed_as_well(family: str, families: dict[str, Any]) -> None:
+    tokenizer, grammars = families[family]
+    for name, schema in AWKWARD.items():
+        tools = [function("f", schema, strict=True)]
+        body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+        constraint = grammars.constraint("chat", body, tools, thought(family))
+        for seed in range(4):
+            tokens = walk(grammars.guide(constraint), seed)
+            calls = read_turn(tokens, tokenizer, tools)[1]
+            assert [called for called, _ in calls] == ["f"], (name, tokenizer.decode(tokens))
+            jsonschema.validate(json.loads(calls[0][1]), schema)
+
+
+WRITTEN = {
+    "json_tools": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "köln", "days": 2}}\n</tool_call>',
+    "glm47": "<tool_call>get_weather<arg_key>city</arg_key><arg_value>köln</arg_value>"
+    "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>",
+    "laguna": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>köln</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    "mistral list": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "köln", "days": 2}}]',
+    "muse_spark": '<atem:function_calls>\n<atem:invoke name="get_weather">\n'
+    '<atem:parameter name="city">köln</atem:parameter>\n<atem:parameter name="days">2</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls>",
+    "function_gemma": "<start_function_call>call:get_weather{city:<escape>köln<escape>,days:2}<end_function_call>",
+}
+MINE = [function("get_weather", {**WEATHER, "additionalProperties": False}, strict=True), FLAT[1]]
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_calls_may_be_written_as_the_family_writes_them(family: str, families: dict[str, Any]) -> None:
+    tokenizer, grammars = families[family]
+    theirs = BY_NAME.get(family)
+    written, tools = (WRITTEN[family], MINE) if theirs is None else (theirs.calls, STRICT)
+    tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
+    for choice in ("required", "auto"):
+        constraint = grammars.constraint("chat", {"tools": tools, "tool_choice": choice}, tools, "")
+        guide = grammars.guide(constraint)
+        assert takes(guide, tokens), (choice, written)
+        assert guide.complete or guide.state == "free"
+    if theirs is not None:
+        read = [(name, json.loads(arguments)) for name, arguments in read_turn(tokens[:-1], tokenizer, tools)[1]]
+        assert read == CALLS
+
+
+def test_strict_tools_are_free_until_a_call_begins_and_free_again_after_it(families: dict[str, Any]) -> None:
+    tokenizer, grammars = families["json_tools"]
+    strict = [function("get_weather", {**WEATHER, "additionalProperties": False}, strict=True)]
+    constraint = grammars.constraint("chat", {"tools": strict}, strict, "")
+
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    guide, call = grammars.guide(constraint), WRITTEN["json_tools"]
+    assert takes(guide, tokens("Let me look. " + call + " and " + call)) and guide.state == "free"
+    assert not takes(grammars.guide(constraint), tokens("Well: " + call.replace("city", "town")))
+    assert not takes(grammars.guide(constraint), tokens(call.replace("2", "99")))
+    once = grammars.guide(grammars.constraint("chat", {"tools": strict, "parallel_tool_calls": False}, strict, ""))
+    assert takes(once, tokens("Well. " + call)) and np_count(once) == 1
+
+
+def test_only_tools_that_are_allowed_can_be_called(families: dict[str, Any]) -> None:
+    tokenizer, grammars = families["json_tools"]
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    body = {"tools": FLAT, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    constraint = grammars.constraint("chat", body, FLAT, "")
+    for written, fits in ((WRITTEN["json_tools"], False), (WRITTEN["json_tools"].replace("get_weather", "now"), False)):
+        assert takes(grammars.guide(constraint), tokenizer.encode(written, add_special_tokens=False)) == fits
+    now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert takes(grammars.guide(constraint), tokenizer.encode("So: " + now, add_special_tokens=False))
+
+
+def np_count(guide: Any) -> int:
+    return int(guide.allowed().sum())
+
+
+def test_channels_hold_reasoning_and_one_call(tmp_path: Path) -> None:
+    tokenizer = HARMONY.tokenizer(tmp_path)
+    grammars = grammars_of(tokenizer)
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "köln", "days": 2}'
+    final = "<|channel|>final<|message|>It rains."
+    for choice, tools in (("required", FLAT), ("auto", MINE)):
+        constraint = grammars.constraint("chat", {"tools": tools, "tool_choice": choice}, tools, "<|start|>assistant")
+        for written, fits in (
+            (thought + call, True),
+            ("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + call, True),
+            (call, True),
+            (call.replace("2", "99"), False),
+            (final, choice == "auto"),
+        ):
+            guide = grammars.guide(constraint)
+            tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
+            assert takes(guide, tokens) == guide.complete == fits, (choice, written)
+    tokens = tokenizer.encode(call, add_special_tokens=False)
+    assert read_turn(tokens, tokenizer, FLAT)[1] == [("get_weather", '{"city": "köln", "days": 2}')]
+
+
+def test_a_family_without_a_grammar_refuses_what_it_cannot_promise(tmp_path: Path) -> None:
+    grammars = grammars_of(tokenizer_with(tmp_path, ()))
+    strict = [function("f", {"type": "object", "properties": {}}, strict=True)]
+    with pytest.raises(BadRequest, match="way of calling tools has no grammar") as caught:
+        grammars.constraint("chat", {"tools": FLAT, "tool_choice": "required"}, FLAT, "")
+    assert caught.value.param == "tool_choice"
+    with pytest.raises(BadRequest, match="leave 'strict' out"):
+        grammars.constraint("chat", {"tools": strict}, strict, "")
+    assert grammars.constraint("chat", {"tools": FLAT}, FLAT, "") is None
+    assert grammars.constraint("chat", {"tools": FLAT, "tool_choice": "none"}, FLAT, "") is None
+
+
+def test_without_calls_their_first_marker_is_never_sampled(families: dict[str, Any]) -> None:
+    tokenizer, grammars = families["glm47"]
+    constraint = grammars.constraint("chat", {"tools": FLAT, "tool_choice": "none"}, FLAT, "")
+    assert constraint.forbidden == tuple(tokenizer.encode("<tool_call>", add_special_tokens=False))
+    assert not constraint.grammar
+
+
+@pytest.mark.parametrize("family", ["pythonic", "gemma4"])
+def test_names_that_a_family_cannot_write_are_refused(family: str, families: dict[str, Any]) -> None:
+    _, grammars = families[family]
+    tools = [function("f", {"type": "object", "properties": {"a-b": {}}, "required": ["a-b"]})]
+    with pytest.raises(BadRequest, match=r"can't name the argument \"a-b\""):
+        grammars.constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, "")
+
+
+def test_a_schema_that_cannot_be_used_frees_the_arguments_unless_it_is_strict(families: dict[str, Any]) -> None:
+    tokenizer, grammars = families["json_tools"]
+    odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}, "required": ["a"]}
+    tools = [function("f", odd)]
+    body = {"tools": tools, "tool_choice": "required"}
+    written = '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>' + EOS
+    guide = grammars.guide(grammars.constraint("chat", body, tools, ""))
+    assert takes(guide, tokenizer.encode(written, add_special_tokens=False)) and guide.complete
+    strict = [function("f", odd, strict=True)]
+    with pytest.raises(BadRequest, match=r"'tools\[0\].function.parameters' can't be used") as caught:
+        grammars.constraint("chat", {**body, "tools": strict}, strict, "")
+    assert caught.value.param == "tools[0].function.parameters"
+
+
+def test_where_calls_and_a_form_may_come_either_does(families: dict[str, Any]) -> None:
+    tokenizer, grammars = families["json_tools"]
+    form = {"response_format": {"type": "json_object", "schema": {"const": {"a": 1}}}}
+    either = grammars.constraint("chat", {**form, "tools": FLAT}, FLAT, "")
+    calls = grammars.constraint("chat", {**form, "tools": FLAT, "tool_choice": "required"}, FLAT, "")
+    text = grammars.constraint("chat", {**form, "tools": FLAT, "tool_choice": "none"}, FLAT, "")
+    for constraint, call_fits, form_fits in ((either, True, True), (calls, True, False), (text, False, True)):
+        for written, fits in ((WRITTEN["json_tools"], call_fits), ('{"a": 1}', form_fits)):
+            tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
+            assert takes(grammars.guide(constraint), tokens) == fits, (written, constraint.grammar)

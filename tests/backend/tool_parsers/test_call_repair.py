@@ -1,0 +1,404 @@
+"""Calls that are not quite as they should be: repaired where they can mean one thing only, else text."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from support.backend.parsed_output import calls, content, parts_of
+from support.backend.tool_families import BY_NAME, CALLS, FAMILIES, Family, tool
+from warmline_backend.output.dialect import dialect_of
+from warmline_backend.tool_parsers.argument_types import Bare, typed
+from warmline_backend.tool_parsers.lenient_json import Unreadable, read_leniently
+from warmline_backend.tool_parsers.xml_style import BROKEN_MAX
+
+F = tool("f", a={"type": "string"}, n={"type": "integer"})
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
+    return BY_NAME["json_tools"].tokenizer(tmp_path_factory.mktemp("repair"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+REPAIRED = {
+    "a bracket is missing": '{"name": "f", "arguments": {"a": "x"}',
+    "all brackets are missing": '{"name": "f", "arguments": {"a": "x"',
+    "a bracket is left over": '{"name": "f", "arguments": {"a": "x"}}}',
+    "trailing commas": '{"name": "f", "arguments": {"a": "x",},}',
+    "Python's quotes": "{'name': 'f', 'arguments': {'a': 'x'}}",
+    "bare keys": '{name: "f", arguments: {a: "x"}}',
+    "arguments as a string": r'{"name": "f", "arguments": "{\"a\": \"x\"}"}',
+    "parameters": '{"name": "f", "parameters": {"a": "x"}}',
+    "a function's name under function": '{"function": "f", "arguments": {"a": "x"}}',
+    "a function object": '{"type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}',
+    "a function object beside its arguments": '{"function": {"name": "f"}, "arguments": {"a": "x"}}',
+    "a code fence": '```json\n{"name": "f", "arguments": {"a": "x"}}\n```',
+    "a list of one": '[{"name": "f", "arguments": {"a": "x"}}]',
+    "a name space": '{"name": "functions.f", "arguments": {"a": "x"}}',
+    "as it should be": '{"name": "f", "arguments": {"a": "x"}}',
+}
+UNREADABLE = {
+    "nothing": "",
+    "words": "call f with x",
+    "no name": '{"arguments": {"a": "x"}}',
+    "an empty name": '{"name": " ", "arguments": {"a": "x"}}',
+    "no arguments, but fields": '{"name": "f", "a": "x"}',
+    "arguments that are a list": '{"name": "f", "arguments": ["x"]}',
+    "arguments that are words": '{"name": "f", "arguments": "x"}',
+    "a quote within": '{"name": "f", "arguments": {"a": "say "x" now"}}',
+    "no comma": '{"name": "f" "arguments": {"a": "x"}}',
+    "no number": '{"name": "f", "arguments": {"n": NaN}}',
+    "a list of lists": '[["f"]]',
+    "a number": "5",
+    "without end": "[" * 3000,
+    "text behind it": '{"name": "f", "arguments": {}} and then',
+}
+
+
+@pytest.mark.parametrize("text", REPAIRED.values(), ids=REPAIRED)
+def test_what_can_mean_one_thing_only_is_repaired(hermes: TokenizerWrapper, text: str) -> None:
+    parts = parts_of(hermes, f"<tool_call>\n{text}\n</tool_call>", tools=[F])
+    assert (calls(parts), content(parts)) == ([("f", {"a": "x"})], "")
+
+
+@pytest.mark.parametrize("text", UNREADABLE.values(), ids=UNREADABLE)
+@pytest.mark.parametrize("natural", [True, False])
+def test_what_cannot_is_told_as_it_was_written(hermes: TokenizerWrapper, text: str, natural: bool) -> None:
+    written = f"So:\n<tool_call>\n{text}\n</tool_call>"
+    parts = parts_of(hermes, written, tools=[F], natural=natural)
+    assert (calls(parts), content(parts)) == ([], written)
+
+
+def test_a_missing_end_marker_counts_where_the_model_ended_itself(hermes: TokenizerWrapper) -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}'
+    assert calls(parts_of(hermes, text, tools=[F])) == [("f", {"a": "x"})]
+    assert content(parts_of(hermes, text, tools=[F], natural=False)) == text
+
+
+def test_a_value_that_is_cut_is_never_completed(hermes: TokenizerWrapper) -> None:
+    for text in ('{"name": "f", "arguments": {"a": "x', '{"name": "f", "arguments": {"a":', '{"name": "f", "argum'):
+        assert content(parts_of(hermes, "<tool_call>" + text, tools=[F])) == "<tool_call>" + text
+
+
+def test_markers_within_a_string_are_text_of_the_string(hermes: TokenizerWrapper) -> None:
+    inner = "<tool_call>{}</tool_call> <think>"
+    text = f'<tool_call>{{"name": "f", "arguments": {{"a": "{inner}"}}}}</tool_call>'
+    assert calls(parts_of(hermes, text, tools=[F])) == [("f", {"a": inner})]
+
+
+def test_a_string_that_never_ends_does_not_swallow_the_next_call(hermes: TokenizerWrapper) -> None:
+    broken, good = (
+        '<tool_call>{"name": "f", "arguments": {"a": "x}}</tool_call>',
+        '<tool_call>{"name": "f"}</tool_call>',
+    )
+    parts = parts_of(hermes, f"{broken}\n{good}", tools=[F])
+    assert (calls(parts), content(parts).strip()) == ([("f", {})], broken)
+
+
+def test_a_call_of_an_unknown_tool_is_passed_on(hermes: TokenizerWrapper) -> None:
+    text = '<tool_call>{"name": "g", "arguments": {"a": 5}}</tool_call>'
+    assert calls(parts_of(hermes, text, tools=[F])) == [("g", {"a": 5})]
+
+
+def test_half_a_surrogate_pair_stays_an_escape(hermes: TokenizerWrapper) -> None:
+    text = r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d"}}</tool_call>'
+    (call,) = parts_of(hermes, text, tools=[F])
+    assert getattr(call, "arguments", "").encode() and calls([call]) == [("f", {"a": "\ud83d"})]
+
+
+# ---- where text, calls and reasoning meet
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
+
+
+def test_text_before_between_and_after_calls_keeps_its_place(hermes: TokenizerWrapper) -> None:
+    parts = parts_of(hermes, f"One.\n{CALL}\nTwo.\n{CALL}\nThree.\n", tools=[F])
+    assert (content(parts), len(calls(parts))) == ("One.\n\nTwo.\n\nThree.", 2)
+    kinds = [type(part).__name__ for part in parts]
+    assert kinds.index("Called") == len("One.") and len(kinds) - 1 - kinds[::-1].index("Called") < len(kinds) - 5
+
+
+def test_space_around_calls_is_no_content(hermes: TokenizerWrapper) -> None:
+    parts = parts_of(hermes, f"<think>\nHm.\n</think>\n\n{CALL}\n\n{CALL}\n", tools=[F])
+    assert (content(parts), len(calls(parts))) == ("", 2)
+
+
+def test_space_at_the_end_of_text_is_kept_where_nothing_was_called(hermes: TokenizerWrapper) -> None:
+    assert content(parts_of(hermes, " Yes. \n", tools=[F])) == " Yes. \n"
+
+
+def test_a_call_in_reasoning_that_goes_on_is_reasoning(hermes: TokenizerWrapper) -> None:
+    parts = parts_of(hermes, f"I could write {CALL}, or not.\n</think>\n\nNo.", tools=[F], tail="<think>\n")
+    assert (calls(parts), content(parts)) == ([], "No.")
+    parts = parts_of(hermes, f"I could write {CALL}\n</think>\n\nNo.", tools=[F], tail="<think>\n")
+    assert (calls(parts), content(parts)) == ([], "No.")
+
+
+def test_a_call_that_ends_an_open_reasoning_is_a_call(hermes: TokenizerWrapper) -> None:
+    parts = parts_of(hermes, f"I call.\n{CALL}\n{CALL}", tools=[F], tail="<think>\n")
+    assert (len(calls(parts)), content(parts)) == (2, "")
+    cut = parts_of(hermes, f"I call.\n{CALL}\n{CALL}", tools=[F], tail="<think>\n", natural=False)
+    assert not calls(cut)
+
+
+def test_stray_ends_leak_no_marker(hermes: TokenizerWrapper) -> None:
+    assert content(parts_of(hermes, "Hm.\n</think>\n\nYes.", tools=[F])) == "Hm.\nYes."
+    assert content(parts_of(hermes, f"{CALL}\n</tool_call>\nYes.", tools=[F])) == "Yes."
+
+
+# ---- other families' ways to go wrong
+
+
+def test_qwen_may_leave_out_the_marker_before_a_call(folder: Path) -> None:
+    tokenizer = BY_NAME["qwen3_coder"].tokenizer(folder)
+    text = "Look:\n<function=run>\n<parameter=command>\nls\n</parameter>\n</function>\n</tool_call>"
+    parts = parts_of(tokenizer, text)
+    assert (calls(parts), content(parts)) == ([("run", {"command": "ls"})], "Look:")
+
+
+def test_qwen_may_leave_out_closing_tags(folder: Path) -> None:
+    tokenizer = BY_NAME["qwen3_coder"].tokenizer(folder)
+    text = "<tool_call>\n<function=run>\n<parameter=command>\nls\n<parameter=dry>\nTrue\n</parameter>\n</tool_call>"
+    assert calls(parts_of(tokenizer, text)) == [("run", {"command": "ls", "dry": True})]
+    cut = "<tool_call>\n<function=run>\n<parameter=command>\nrm -r build"
+    assert content(parts_of(tokenizer, cut)) == cut, "who knows what would have followed"
+
+
+def test_a_value_may_hold_its_own_closing_tag(folder: Path) -> None:
+    tokenizer = BY_NAME["qwen3_coder"].tokenizer(folder)
+    command = "echo '<parameter=x>1</parameter>' </tool_call>"
+    text = f"<tool_call>\n<function=run>\n<parameter=command>\n{command}\n</parameter>\n</function>\n</tool_call>"
+    assert calls(parts_of(tokenizer, text)) == [("run", {"command": command})]
+
+
+def test_tagged_families_may_write_json(folder: Path) -> None:
+    for family in ("glm47", "qwen3_coder"):
+        text = '<tool_call>\n{"name": "get_weather", "arguments": {"days": 2}}\n</tool_call>'
+        assert calls(parts_of(BY_NAME[family].tokenizer(folder), text)) == [("get_weather", {"days": 2})]
+
+
+def test_a_call_may_have_no_arguments(folder: Path) -> None:
+    for family, text in {
+        "glm47": "<tool_call>now\n</tool_call>",
+        "qwen3_coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "minimax_m2": '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        "pythonic": "<|tool_call_start|>[now()]<|tool_call_end|>",
+        "llama3": '{"name": "now", "parameters": {}}',
+        "mistral": "[TOOL_CALLS]now[ARGS]{}",
+        "gemma4": "<|tool_call>call:now{}<tool_call|>",
+    }.items():
+        assert calls(parts_of(BY_NAME[family].tokenizer(folder), text)) == [("now", {})], family
+
+
+def test_a_broken_call_beside_a_good_one_is_text(folder: Path) -> None:
+    tokenizer = BY_NAME["minimax_m2"].tokenizer(folder)
+    text = '<minimax:tool_call>\nHm.\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+    parts = parts_of(tokenizer, text)
+    assert (calls(parts), content(parts).strip()) == ([("now", {})], "Hm.")
+
+
+@pytest.mark.parametrize(
+    ("family", "broken"),
+    [
+        ("minimax_m2", '<invoke name="run">\nls\n</invoke>'),
+        ("kimi_k2", "<|tool_call_begin|>functions.run:0<|tool_call_argument_begin|>ls<|tool_call_end|>"),
+    ],
+)
+def test_a_broken_call_in_a_section_leaves_the_others_whole(folder: Path, family: str, broken: str) -> None:
+    known = BY_NAME[family]
+    tokenizer = known.tokenizer(folder)
+    start = tokenizer.tool_call_start
+    text = known.calls.replace(start, start + broken)
+    parts = parts_of(tokenizer, text)
+    assert (calls(parts), content(parts).strip()) == (CALLS, broken)
+
+
+def test_names_may_have_spaces_and_lack_their_last_quote(folder: Path) -> None:
+    tokenizer = BY_NAME["minimax_m2"].tokenizer(folder)
+    spaced = tool("f", **{"a b": {"type": "integer"}})
+    for name in ('"a b"', "'a b'", '"a b'):
+        call = f'<invoke name="f"><parameter name={name}>1</parameter></invoke>'
+        parts = parts_of(tokenizer, f"<minimax:tool_call>{call}</minimax:tool_call>", tools=[spaced])
+        assert calls(parts) == [("f", {"a b": 1})]
+
+
+def test_older_mistrals_write_a_list_and_may_go_on(folder: Path) -> None:
+    text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}] Done.'
+    parts = parts_of(BY_NAME["mistral"].tokenizer(folder), text)
+    assert (calls(parts), content(parts).strip()) == ([("now", {})], "Done.")
+
+
+def test_older_deepseeks_fence_their_arguments(folder: Path) -> None:
+    begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
+    call = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>run\n```json\n{"command": "ls"}\n```<｜tool▁call▁end｜>'  # noqa: RUF001
+    text = begin + call + end
+    assert calls(parts_of(BY_NAME["deepseek_v3"].tokenizer(folder), text)) == [("run", {"command": "ls"})]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"name": "now", "parameters": {}}', [("now", {})]),
+        ('\n{"type": "function", "name": "run", "parameters": {"dry": "true"}}', [("run", {"dry": True})]),
+        ('<|python_tag|>{"name": "now", "parameters": {}}<|eom_id|>', [("now", {})]),
+        ('<|python_tag|>web.call(query="llamas")', [("web", {"query": "llamas"})]),
+        ('{"name": "Ann", "age": 5}', []),
+        ('{"city": "Rome"}', []),
+        ('{"name": "now", "parameters": {', []),
+        ("{", []),
+        ("Look: {}", []),
+    ],
+)
+def test_llamas_answer_is_a_call_or_text(folder: Path, text: str, expected: list[Any]) -> None:
+    parts = parts_of(BY_NAME["llama3"].tokenizer(folder), text, natural=bool(expected))
+    assert (calls(parts), content(parts)) == (expected, "" if expected else text)
+
+
+# ---- types
+
+
+def schema(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "$defs": {"tag": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        ({"type": "string"}, "123", "123"),
+        ({"type": "string"}, 123, "123"),
+        ({"type": "string"}, True, "true"),
+        ({"type": "string"}, {"a": 1}, {"a": 1}),
+        ({"type": "integer"}, "5", 5),
+        ({"type": "integer"}, "5.0", 5),
+        ({"type": "integer"}, 5.0, 5),
+        ({"type": "integer"}, "five", "five"),
+        ({"type": "integer"}, "5.5", "5.5"),
+        ({"type": "number"}, "5", 5),
+        ({"type": "number"}, "0.5", 0.5),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "boolean"}, 1, 1),
+        ({"type": "array", "items": {"type": "integer"}}, '["1", 2]', [1, 2]),
+        ({"type": "array", "prefixItems": [{"type": "string"}], "items": {"type": "integer"}}, [1, "2"], ["1", 2]),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, {"x": "1"}, {"x": 1}),
+        ({"type": "object", "properties": {"b": {"type": "boolean"}}}, '{"b": "true"}', {"b": True}),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"type": ["integer", "string"]}, "5", "5"),
+        ({"type": ["integer", "string"]}, 5, 5),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "7", 7),
+        ({"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]}, ["1"], [1]),
+        ({"anyOf": [{"type": "object"}, {"type": "object", "properties": {}}]}, {"a": "1"}, {"a": "1"}),
+        ({"enum": ["1", "2"]}, 1, "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"const": "1"}, "1", "1"),
+        ({"$ref": "#/$defs/tag"}, 1, "1"),
+        ({"$ref": "#/nowhere"}, "1", "1"),
+        ({"type": "str"}, "1", "1"),
+        ({}, "1", "1"),
+        (None, 1, 1),
+        ([], 1, 1),
+        ({"type": "string"}, Bare("123"), "123"),
+        ({"type": "string"}, Bare("null"), "null"),
+        ({"type": "string"}, Bare(" x\n"), " x\n"),
+        ({"type": ["string", "null"]}, Bare("null"), None),
+        ({"type": ["string", "integer"]}, Bare("5"), "5"),
+        ({"type": ["string", "array"]}, Bare('["a"]'), ["a"]),
+        ({"enum": [1, "x", None]}, Bare("1"), 1),
+        ({"enum": [1, "x", "1"]}, Bare("1"), "1"),
+        ({"enum": ["x", " null"]}, Bare(" null"), " null"),
+        ({"anyOf": [{"const": "q"}, {"type": "integer"}]}, Bare("5"), 5),
+        ({"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, Bare("null"), None),
+        ({"anyOf": [{"enum": ["a"]}, {"type": "string"}, {"type": "integer"}]}, Bare("5"), "5"),
+        ({"allOf": [{"enum": ["a", "5"]}, {"type": ["string", "integer"]}]}, Bare("5"), "5"),
+        ({"type": "integer"}, Bare(" 5 "), 5),
+        ({"type": "boolean"}, Bare("True"), True),
+        ({"type": "object"}, Bare("{'a': None}"), {"a": None}),
+        ({}, Bare('{"a": 1}'), {"a": 1}),
+        ({}, Bare("words"), "words"),
+    ],
+)
+def test_arguments_have_the_types_that_the_schema_asks_for(kind: Any, given: Any, expected: Any) -> None:
+    got = typed({"x": given}, schema(x=kind))
+    assert (got, type(got["x"]).__name__) == ({"x": expected}, type(expected).__name__)
+
+
+def test_schemas_that_refer_to_themselves_end() -> None:
+    loop = {"$ref": "#/properties/x"}
+    assert typed({"x": {"x": "1"}}, schema(x=loop)) == {"x": {"x": "1"}}
+    tree = {"type": "object", "properties": {"n": {"type": "integer"}, "next": {"$ref": "#"}}}
+    assert typed({"n": "1", "next": {"n": "2"}}, tree) == {"n": 1, "next": {"n": 2}}
+    assert typed({"x": "1"}, schema(x={"$ref": "#an-anchor"})) == {"x": "1"}
+
+
+def test_unions_that_double_at_each_reference_are_looked_at_once() -> None:
+    """The engine waits meanwhile: gone through branch by branch, these would take it years."""
+    defs = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(30)} | {"30": {"type": "integer"}}
+    circle = {"anyOf": [{"$ref": "#/$defs/circle"}] * 2}
+    parameters = {"properties": {"x": {"$ref": "#/$defs/0"}, "y": circle}, "$defs": {**defs, "circle": circle}}
+    assert typed({"x": "5", "y": "5"}, parameters) == {"x": 5, "y": "5"}
+
+
+@pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True, "é\n"]}, [], "x", {"k": {}}])
+def test_json_is_read_as_json(value: Any) -> None:
+    assert read_leniently(json.dumps(value)) == (value, len(json.dumps(value)))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{'a': 'it\\'s'}", {"a": "it's"}),
+        (r'{"a": "\d+"' + ",}", {"a": r"\d+"}),
+        ('{"a": "x\ny\t"}', {"a": "x\ny\t"}),
+        (r'{"a": "\ud83d\ude00",}', {"a": "😀"}),
+        ("[True, None, .5]", None),
+        ("{'a': }", None),
+        ("{'a'", None),
+        ("[1, 2", [1, 2]),
+        ("[1 2]", None),
+        ("'", None),
+    ],
+)
+def test_json_of_a_kind_is_read_or_refused(text: str, expected: Any) -> None:
+    if expected is None:
+        with pytest.raises(Unreadable):
+            read_leniently(text)
+    else:
+        assert read_leniently(text)[0] == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_no_text_takes_time_that_grows_with_its_square(family: Family, folder: Path) -> None:
+    """The engine waits meanwhile.  Whoever goes over these again and again is not done within this test's time."""
+    calls_of = dialect_of(family.tokenizer(folder)).calls
+    assert calls_of
+    for piece in (
+        " ",
+        "f(",
+        '{"a":',
+        "<arg_key>",
+        "<parameter=",
+        "<invoke name=",
+        "[TOOL_CALLS]",
+        "<|tool_call_begin|>",
+    ):
+        for before in ("", '"', "```\n", "f", '{"name": "f", "arguments": {"a": "'):
+            with suppress(Unreadable):
+                calls_of.read(before + piece * 20_000, True)
+
+
+def test_of_many_broken_calls_none_is_looked_for(folder: Path) -> None:
+    read = dialect_of(BY_NAME["qwen3_coder"].tokenizer(folder)).calls
+    broken, good = "<function=a><parameter=x>v</parameter>junk", "<function=a><parameter=x>v</parameter></function>"
+    assert read and len(read.read(broken * BROKEN_MAX + good, False)) == BROKEN_MAX + 1
+    with pytest.raises(Unreadable):
+        read.read(broken * 5_000 + good, False)

@@ -1,0 +1,118 @@
+"""Every family's calls, read as they stream: names and arguments are those that were written, in the schema's types."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.backend.parsed_output import calls, content, ids, parts_of, reasoning
+from support.backend.tool_families import BY_NAME, CALLS, FAMILIES, TOOLS, Family
+from warmline_backend.output.dialect import dialect_of
+from warmline_backend.output.events import Called
+from warmline_backend.output.turns import read_turn
+
+OURS = ("deepseek_v32", "deepseek_v3", "llama3", "seed_oss", "command_a", "phi4", "granite")  # unknown to mlx-lm
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
+WITH_REASONING = pytest.mark.parametrize("family", [family for family in FAMILIES if family.think[0]], ids=str)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+@EVERY_FAMILY
+def test_its_format_is_known_by_its_template(family: Family, folder: Path) -> None:
+    known = dialect_of(family.tokenizer(folder))
+    assert known.calls is not None and known.calls.name == family.name
+    assert (known.think_start, known.think_end) == family.think
+
+
+@EVERY_FAMILY
+def test_calls_are_read_in_the_types_that_their_schemas_ask_for(family: Family, folder: Path) -> None:
+    parts = parts_of(family.tokenizer(folder), family.calls)
+    assert calls(parts) == CALLS and not content(parts)
+    assert [list(json.loads(part.arguments)) for part in parts if isinstance(part, Called)] == [
+        list(arguments) for _, arguments in CALLS
+    ], "the model's order"
+    assert "São" in next(part.arguments for part in parts if isinstance(part, Called))
+
+
+@WITH_REASONING
+def test_reasoning_and_text_stand_beside_calls(family: Family, folder: Path) -> None:
+    start, end = family.think
+    text = f"{start}\nHm, 1 < 2.\n{end}\n\nLet me look.\n{family.calls}"
+    parts = parts_of(family.tokenizer(folder), text)
+    assert (reasoning(parts), content(parts), calls(parts)) == ("Hm, 1 < 2.", "Let me look.", CALLS)
+    assert [type(part) for part in parts if isinstance(part, Called)] == [type(part) for part in parts[-2:]]
+
+
+@WITH_REASONING
+def test_reasoning_that_the_prompt_has_opened_needs_no_start(family: Family, folder: Path) -> None:
+    tokenizer, (start, end) = family.tokenizer(folder), family.think
+    assert reasoning(parts_of(tokenizer, f"Hm.\n{end}\n\nYes.", tail=f"<|im_start|>assistant\n{start}\n")) == "Hm."
+    assert content(parts_of(tokenizer, "Yes.", tail=f"<|im_start|>assistant\n{start}\n\n{end}\n\n")) == "Yes."
+    cut = parts_of(tokenizer, "Hm, I", tail=f"{start}\n", natural=False)
+    assert (reasoning(cut), content(cut)) == ("Hm, I", "")
+
+
+@EVERY_FAMILY
+def test_without_tools_text_stays_text(family: Family, folder: Path) -> None:
+    parts = parts_of(family.tokenizer(folder), family.calls, tools=None)
+    assert not calls(parts) and len(content(parts)) > len("get_weather run São Paulo")
+
+
+@EVERY_FAMILY
+def test_a_cut_call_is_text_as_the_model_wrote_it(family: Family, folder: Path) -> None:
+    """Many beginnings of the answer: whole calls are told, the rest is content, and no character is lost."""
+    tokenizer = family.tokenizer(folder)
+    text = "So: " + family.calls if family.name != "llama3" else family.calls
+    for length in range(1, len(text), 19):
+        parts = parts_of(tokenizer, text[:length], natural=False)
+        told = calls(parts)
+        assert told == CALLS[: len(told)]
+        if not told:
+            assert content(parts) == text[:length]
+
+
+@EVERY_FAMILY
+def test_one_call_where_one_is_wanted(family: Family, folder: Path) -> None:
+    assert calls(parts_of(family.tokenizer(folder), family.calls + "\n\nDone.", parallel=False)) == CALLS[:1]
+
+
+@EVERY_FAMILY
+def test_a_turn_reads_as_it_was_told(family: Family, folder: Path) -> None:
+    tokenizer, (start, end) = family.tokenizer(folder), family.think
+    text = (f"{start}\nHm.\n{end}\n\nLet me look.\n" if start else "") + family.calls
+    last = next(part for part in reversed(parts_of(tokenizer, text)) if isinstance(part, Called))
+    turn = ids(tokenizer, text)[last.start : last.end]
+    said, read = read_turn(turn, tokenizer, TOOLS)
+    assert said.strip() == ("Let me look." if start else "")
+    assert [(name, json.loads(arguments)) for name, arguments in read] == CALLS
+
+
+@EVERY_FAMILY
+def test_special_tokens_that_mark_nothing_are_no_text(family: Family, folder: Path) -> None:
+    assert content(parts_of(family.tokenizer(folder), "a<|im_start|>b<|im_end|>", tools=None)) == "ab"
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.name not in OURS], ids=str)
+def test_mlx_lms_own_parser_reads_the_same(family: Family, folder: Path) -> None:
+    """So what is read here is what this family writes."""
+    tokenizer = family.tokenizer(folder)
+    pieces = family.calls.split(tokenizer.tool_call_start)[1:]
+    texts = [piece.split(tokenizer.tool_call_end)[0] if tokenizer.tool_call_end else piece for piece in pieces]
+    parsed = [tokenizer.tool_parser(text, TOOLS) for text in texts]
+    flat = [call for one in parsed for call in (one if isinstance(one, list) else [one])]
+    assert [call["name"] for call in flat] == [name for name, _ in CALLS]
+    assert flat[0]["arguments"] == CALLS[0][1]
+
+
+def test_a_family_that_only_mlx_lm_knows_is_read_by_its_parser(folder: Path) -> None:
+    tokenizer = BY_NAME["json_tools"].tokenizer(folder / "new")
+    tokenizer.init_kwargs["tool_parser_type"] = "of_tomorrow"
+    known = dialect_of(tokenizer)
+    assert known.calls is not None and known.calls.words is None
+    assert calls(parts_of(tokenizer, BY_NAME["json_tools"].calls)) == CALLS
+    broken = "<tool_call>\nnothing\n</tool_call>"
+    assert content(parts_of(tokenizer, broken)) == broken

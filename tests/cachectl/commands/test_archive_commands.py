@@ -1,0 +1,168 @@
+"""`cachectl export` and `import`: files, standard input and output, exit codes, whose it is to be."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from support.cachectl.homes import A, Done, answer, called, run
+from support.index import indexes as index_helpers
+from support.index.indexes import make_home, matched, save
+from support.index.segment_files import rewrite
+from warmline_cachectl.cli import app
+from warmline_common.protocol.tokens import namespace
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.home_lock import home_lock
+from warmline_proxy.index.index import Index, IndexReader
+
+TOKENS = [*A[:1500], 1, 1]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "talk.warmline"
+
+
+@pytest.fixture
+def exported(home: Home, file: Path) -> Path:
+    run(home, "export", called(home, "first"), str(file))
+    return file
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Home]:
+    home = make_home(tmp_path / "other")
+    yield home
+    assert list(home.run.iterdir()) == [], "nothing is left of what came in"
+
+
+def stored(home: Home, tenant: str = "") -> int:
+    with IndexReader(home) as reader:
+        return matched(reader, TOKENS, namespace("model-a", tenant))  # type: ignore[arg-type]
+
+
+def test_out_of_one_home_into_another(home: Home, other: Home, file: Path) -> None:
+    told = answer(home, "export", called(home, "first"), str(file))
+    names = "session model fingerprint tokens segments checkpoints turns bytes_count file"
+    assert set(told) == set(names.split())
+    assert told["bytes_count"] == file.stat().st_size and file.stat().st_mode & 0o777 == 0o600
+    view = answer(other, "import", str(file))
+    names = "session model fingerprint tokens tokens_known segments checkpoints turns bytes_written"
+    assert set(view) == set(names.split())
+    assert (view["tokens"], view["segments"], view["checkpoints"]) == (1502, 1, 1)
+    assert called(other, "first") == view["session"] and stored(other) == 1502
+    again = run(other, "import", str(file))
+    assert again.stdout == f"all 1,502 tokens of model-a are stored already, as session {view['session']}\n"
+    assert answer(other, "verify", "--deep")["findings"] == []
+
+
+def test_through_standard_output_and_input(home: Home, other: Home) -> None:
+    environment = {"WARMLINE_HOME": str(home.root)}
+    out = CliRunner().invoke(app, ["export", called(home, "first"), "-"], env=environment)
+    assert out.exit_code == 0 and "exported 1,502 tokens of model-a in 1 segment and 1 checkpoint" in out.stderr
+    environment["WARMLINE_HOME"] = str(other.root)
+    done = CliRunner().invoke(app, ["import", "-"], input=out.stdout_bytes, env=environment)
+    assert done.exit_code == 0 and stored(other) == 1502
+    cut = CliRunner().invoke(app, ["import", "-"], input=out.stdout_bytes[:5000], env=environment)
+    assert cut.exit_code == 3 and "standard input: it ends within its manifest" in cut.stderr
+
+
+def test_what_comes_in_meanwhile_is_left_alone_and_what_was_killed_is_not(home: Home, other: Home) -> None:
+    running, killed = (other.run / f"import.{pid}.tmp" for pid in (os.getppid(), 2**22 + 1))
+    for path in (running, killed):
+        path.write_bytes(b"half of it")
+    cut = CliRunner().invoke(app, ["import", "-"], input=b"x", env={"WARMLINE_HOME": str(other.root)})
+    assert cut.exit_code == 3 and running.exists() and not killed.exists()
+    running.unlink()
+
+
+def test_a_file_that_is_there_is_not_overwritten_by_accident(home: Home, exported: Path) -> None:
+    whole = exported.read_bytes()
+    exported.write_bytes(b"mine")
+    words = ("export", called(home, "first"), str(exported))
+    refused = run(home, *words)
+    assert refused.returncode == 2 and "add --force" in refused.stderr and exported.read_bytes() == b"mine"
+    assert run(home, *words, "--force").returncode == 0
+    assert len(exported.read_bytes()) == len(whole)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("export feedfeed TMP/new", 1, "nothing stored is called feedfeed"),
+        ("export SESSION TMP", 2, "is no plain file"),
+        ("export SESSION TMP/none/x", 2, "there is no folder"),
+        ("export SESSION - --json", 2, "without --json"),
+        ("import TMP/none", 3, "can't be read: No such file"),
+        ("import TMP", 3, "is no plain file"),
+        ("import HOME/home.lock", 3, "no tar header|ends before"),
+        ("import FILE --key nobody", 3, "there is no client key 'nobody'"),
+    ],
+)
+def test_what_can_not_be_is_told(home: Home, exported: Path, tmp_path: Path, words: str, code: int, said: str) -> None:
+    places = {"SESSION": called(home, "first"), "FILE": str(exported), "TMP": str(tmp_path), "HOME": str(home.root)}
+    for name, place in places.items():
+        words = words.replace(name, place)
+    done = run(home, *words.split())
+    assert done.returncode == code
+    assert any(each in done.stderr for each in said.split("|")), done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_home_that_is_not_there_is_not_made(exported: Path, tmp_path: Path) -> None:
+    done = run(Home(tmp_path / "none"), "import", str(exported))
+    assert done.returncode == 2 and "no home at" in done.stderr and not (tmp_path / "none").exists()
+
+
+def test_a_home_that_another_process_holds_is_refused(exported: Path, other: Home) -> None:
+    with home_lock(other):
+        done = run(other, "import", str(exported))
+    assert done.returncode == 3 and f"process {os.getpid()}" in done.stderr
+
+
+def test_another_models_conversation_is_stored_only_where_that_is_wanted(
+    home: Home, exported: Path, other: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_helpers, "MODEL", "model-b")
+    with Index(other, 1 << 30) as index:
+        save(index, [5, 5, 5])
+    path = next(other.segments.rglob("*.safetensors"))
+    rewrite(path, fingerprint="model-b-fingerprint")
+    refused = run(other, "import", str(exported))
+    assert refused.returncode == 3
+    assert "fingerprint model-a, and what is stored here is of model-b model-b-fing" in refused.stderr
+    assert run(other, "import", str(exported), "--anyway").returncode == 0 and stored(other) == 1502
+
+
+def keyed(home: Home, *names: str) -> list[str]:
+    tenants = [keys_file.add(home, name).tenant for name in names]
+    home.keys_lock.unlink()
+    return tenants
+
+
+def test_it_belongs_to_the_only_key(exported: Path, other: Home) -> None:
+    (tenant,) = keyed(other, "laptop")
+    assert run(other, "import", str(exported)).returncode == 0
+    assert (stored(other), stored(other, tenant)) == (0, 1502)
+
+
+def test_of_several_keys_one_has_to_be_named(exported: Path, other: Home) -> None:
+    tenants = keyed(other, "laptop", "desk")
+    refused: Done = run(other, "import", str(exported))
+    assert refused.returncode == 3 and "add --key with one of laptop, desk" in refused.stderr
+    assert run(other, "import", str(exported), "--key", "desk").returncode == 0
+    assert [stored(other, tenant) for tenant in ("", *tenants)] == [0, 0, 1502]
+
+
+def test_where_the_cache_is_shared_it_is_everybodys(exported: Path, other: Home) -> None:
+    keyed(other, "laptop", "desk")
+    (other.root / "warmline.toml").write_text("share_cache = true\n")
+    assert run(other, "import", str(exported)).returncode == 0 and stored(other) == 1502
+
+
+def test_its_json_is_json(home: Home, exported: Path) -> None:
+    assert json.loads(run(home, "import", str(exported), "--json").stdout)["tokens_known"] == 1502

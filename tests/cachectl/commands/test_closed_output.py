@@ -1,0 +1,34 @@
+"""Output that nobody reads on, or that can't be written: neither may be taken for what a verb has found."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.cachectl.homes import called
+from warmline_common.storage.home import Home
+
+PROGRAM = "from warmline_cachectl.cli import app; app()"
+
+
+@pytest.mark.parametrize("words", [["ls"], ["export", "SESSION", "-"]], ids=" ".join)
+def test_nobody_reads_on(home: Home, words: list[str]) -> None:
+    unread, output = os.pipe()
+    os.close(unread)
+    words = [called(home, "first") if word == "SESSION" else word for word in words]
+    assert code_and_errors(home, words, output) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no such disk here")
+def test_it_cannot_be_written(home: Home) -> None:
+    output = os.open("/dev/full", os.O_WRONLY)
+    assert code_and_errors(home, ["ls", "--json"], output) == (3, "cachectl: [Errno 28] No space left on device\n")
+
+
+def code_and_errors(home: Home, words: list[str], output: int) -> tuple[int, str]:
+    command = [sys.executable, "-c", PROGRAM, *words, "--home", str(home.root)]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(output)
+    return done.returncode, done.stderr

@@ -1,0 +1,92 @@
+"""`cachectl key`: what it prints, where, and its exit codes."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from warmline_cachectl.cli import app
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.config import parse
+from warmline_proxy.http.bodies import BODY_BYTES_MAX
+from warmline_proxy.http.connections import HEAD_LINE_BYTES_MAX, HEADERS_COUNT_MAX
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path / "home")
+
+
+def key(home: Home, *words: str, code: int = 0) -> Result:
+    done = CliRunner().invoke(app, ["key", *words, "--home", str(home.root)])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def as_json(home: Home, *words: str) -> Any:
+    return json.loads(key(home, *words, "--json").stdout)
+
+
+def test_a_key_is_printed_alone_as_a_shell_wants_it(home: Home) -> None:
+    made = key(home, "add", "laptop")
+    assert made.stdout == f"{keys_file.read(home)[0].key}\n" and not made.stderr
+    assert key(home, "show").stdout == key(home, "show", "laptop").stdout == made.stdout
+    renewed = key(home, "rotate", "laptop").stdout
+    assert renewed != made.stdout and key(home, "show").stdout == renewed
+
+
+def test_without_a_key_nothing_is_printed_but_how_to_make_one(home: Home) -> None:
+    for verb in ("show", "rotate"):
+        done = key(home, verb, code=1)
+        assert done.stdout == "" and "cachectl key add NAME" in done.stderr and "--lan" in done.stderr
+    assert "cachectl key add NAME" in key(home, "list").stdout
+
+
+def test_the_admin_key_is_made_when_it_is_first_shown(home: Home) -> None:
+    admin = key(home, "show", "admin").stdout
+    assert key(home, "show", "admin").stdout == admin
+    assert key(home, "show", code=1).stdout == "", "it is no client's"
+    assert key(home, "rotate", "admin").stdout != admin
+
+
+def test_lists_tell_no_keys(home: Home) -> None:
+    shown = [as_json(home, "add", name) for name in ("one", "two")]
+    assert [sorted(each) for each in shown] == [["created", "key", "kind", "name"]] * 2
+    table = key(home, "list").stdout
+    assert table.splitlines()[0].startswith("┏"), "it has a box, as all tables have"
+    listed = table + json.dumps(as_json(home, "list"))
+    assert "one" in listed and not any(each["key"] in listed for each in shown)
+    assert [sorted(each) for each in as_json(home, "list")["keys"]] == [["created", "kind", "name"]] * 2
+
+
+def test_what_goes_wrong_is_a_line_and_a_code(home: Home) -> None:
+    key(home, "add", "one")
+    key(home, "add", "two")
+    assert "which one? there are one, two" in key(home, "show", code=1).stderr
+    assert "there is no key 'three'; there are one, two" in key(home, "remove", "three", code=1).stderr
+    assert "already" in key(home, "add", "one", code=3).stderr
+    for name in ("admin", "a b", ""):
+        key(home, "add", name, code=2)
+    assert as_json(home, "remove", "two") == {"removed": "two", "stored": [], "purged": None}
+    home.keys.write_text("{")
+    assert "is damaged" in key(home, "list", code=3).stderr
+
+
+def test_what_docs_security_tells_to_type_can_be_typed_in_that_order(home: Home) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    typed = re.findall(r"^\.venv/bin/cachectl key (.+)$", text, flags=re.MULTILINE)
+    assert {words.split()[0] for words in typed} == {"add", "list", "show", "rotate", "remove"}
+    for words in typed:
+        key(home, *words.split())
+    key(home, *re.findall(r"`cachectl key (show admin)`", text)[0].split())
+    starts = re.findall(r"^\.venv/bin/warmline serve (.+)$", text, flags=re.MULTILINE)
+    assert len(starts) == 3
+    for words in starts:
+        settings = parse(["--home", str(home.root), *words.split()], {})
+        assert settings.lan or settings.admin_needs_key
+    limits = [f"{HEAD_LINE_BYTES_MAX:,} bytes", f"| headers | {HEADERS_COUNT_MAX} |", f"{BODY_BYTES_MAX >> 20} MiB"]
+    assert all(limit in text for limit in limits)

@@ -1,0 +1,132 @@
+"""A purge without a proxy, and a backend that is still there: it is told to forget."""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from support.index.indexes import planned, save, write_plan
+from warmline_cachectl import client
+from warmline_common.storage.file_lock import process_lock
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import Index
+from warmline_proxy.store import files as index_files
+from warmline_proxy.store.rows import PurgeRequest
+
+
+class Backend(HTTPServer):
+    """Notes what it is asked, and answers with `status` and `body`."""
+
+    status, body = 200, b""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Asked)
+        self.asked: list[tuple[str, str]] = []
+
+
+class Asked(BaseHTTPRequestHandler):
+    server: Backend
+
+    def do_POST(self) -> None:
+        self.server.asked.append((self.path, self.headers["Authorization"]))
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(self.server.body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    home = Home(tmp_path)
+    home.prepare()
+    with Index(home, 1 << 30):
+        return home
+
+
+@pytest.fixture
+def backend(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    with Backend() as backend:
+        thread = threading.Thread(target=backend.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        monkeypatch.setenv("WARMLINE_BACKEND_PORT", str(backend.server_address[1]))
+        with process_lock(home.backend_lock):
+            yield backend
+        backend.shutdown()
+        thread.join()
+
+
+def test_it_is_told_to_forget(home: Home, backend: Backend) -> None:
+    client.purge(home, PurgeRequest(everything=True, dry_run=True))
+    assert backend.asked == []
+    client.purge(home, PurgeRequest(everything=True))
+    assert backend.asked == [("/kv/forget", f"Bearer {home.secret()}")]
+
+
+def test_it_is_found_where_a_flag_has_it_listen(home: Home, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARMLINE_BACKEND_PORT", "9")
+    place = {"pid": os.getpid(), "port": backend.server_address[1]}
+    (home.run / "backend.json").write_text(json.dumps(place))
+    client.purge(home, PurgeRequest(everything=True))
+    assert len(backend.asked) == 1
+    (home.run / "backend.json").write_text(json.dumps({**place, "pid": 1}))  # of another one, before it
+    with pytest.raises(client.Refused, match="can't be reached on port 9"):
+        client.purge(home, PurgeRequest(everything=True))
+
+
+def test_one_that_does_not_is_named(home: Home, backend: Backend) -> None:
+    backend.status = 503
+    with pytest.raises(
+        client.Refused, match=rf"gone from the disk, but the backend, process {os.getpid()}, answered 503"
+    ):
+        client.purge(home, PurgeRequest(everything=True))
+    with Index(home, 1 << 30) as index:
+        assert index.is_untold(), "the next proxy tells it"
+    backend.status = 200
+    client.purge(home, PurgeRequest(everything=True))
+    with Index(home, 1 << 30) as index:
+        assert not index.is_untold()
+
+
+def test_a_proxys_own_words_stand_alone_and_who_is_none_is_named(home: Home, backend: Backend) -> None:
+    url = f"http://127.0.0.1:{backend.server_address[1]}"
+    (home.run / "proxy.json").write_text(json.dumps({"url": url, "pid": os.getpid()}))
+    backend.status = 409
+    with process_lock(home.lock):
+        for body, told in (
+            (b'{"error": {"message": "there is no room", "type": "invalid_request_error"}}', "there is no room"),
+            (b"<h1>Conflict</h1>", f"the proxy at {url} answered 409: <h1>Conflict</h1>"),
+        ):
+            backend.body = body
+            with pytest.raises(client.Refused) as refused:
+                client.purge(home, PurgeRequest(everything=True))
+            assert str(refused.value) == told
+
+
+def test_what_a_killed_pair_was_saving_goes_too(home: Home) -> None:
+    with Index(home, 1 << 30) as index:
+        session = save(index, [5] * 100).session
+        kept = index.segments()[0].id
+        plan = planned(index, [5] * 100 + [6] * 2000)
+        write_plan(home, plan)
+    draft = home.segment_file(kept).with_name(".ab.0123.tmp")
+    draft.write_bytes(b"rows")
+    client.purge(home, PurgeRequest(session=session, dry_run=True))
+    assert len(list(index_files.stored(home))) == 3
+    client.purge(home, PurgeRequest(older_than_s=3600.0))
+    assert [file_id for file_id, _ in index_files.stored(home)] == [kept]
+    with Index(home, 1 << 30) as index:
+        assert index.totals().bytes_writing == 0
+
+
+def test_one_that_has_ended_is_not_missed(home: Home) -> None:
+    """Its number is another process's by now: a machine has started anew."""
+    with process_lock(home.backend_lock):
+        pass
+    home.pid_file("backend").write_text(f"{os.getpid()}\n")
+    assert client.purge(home, PurgeRequest(everything=True)).sessions == []

@@ -1,0 +1,245 @@
+"""Each thing that commonly goes wrong is found, with its mend; and nothing is where all is well."""
+
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from support.cachectl.homes import answer, run
+from warmline_cachectl.doctor import facts as gathering
+from warmline_cachectl.doctor.checks import CHECKS, FAIL, OK, WARN, Check, examine
+from warmline_cachectl.doctor.facts import Facts, Index, Machine, Settings, gather
+from warmline_common.storage.home import Home
+from warmline_proxy.home_lock import home_lock
+from warmline_proxy.store.rows import Finding, Parting, RequestRecord, Totals
+
+GB = 10**9
+NOW = 1_000_000.0
+TOTALS = Totals(
+    segments=3,
+    checkpoints=0,
+    sessions=1,
+    quarantined=0,
+    tokens=300,
+    bytes_segments=GB,
+    bytes_checkpoints=0,
+    bytes_quarantined=0,
+    bytes_writing=0,
+    bytes_doomed=0,
+    bytes_index=0,
+)
+ENGINE = {"model": "m", "failure": "", "memory_budget_bytes": 64 * GB}
+STATUS = {
+    "backend": "",
+    "engine": ENGINE,
+    "persistence": "ok",
+    "disk_budget_bytes": 50 * GB,
+    "totals": msgspec.to_builtins(TOTALS),
+}
+MACHINE = Machine(
+    system="darwin",
+    memory_bytes=128 * GB,
+    disk_bytes_free=500 * GB,
+    disk_bytes=1000 * GB,
+    descriptors_soft=256,
+    descriptors_hard=10_240,
+    now=NOW,
+    wired_limit_mb="0\n",
+    power="System-wide power settings:\n SleepDisabled\t\t0\n sleep                0 (sleep prevented by powerd)\n",
+    agents="PID\tStatus\tLabel\n120\t0\tlocal.warmline.proxy\n121\t-9\tlocal.warmline.backend\n-\t78\tother\n",
+)
+SETTINGS = Settings(
+    host="127.0.0.1",
+    port=8026,
+    backend_port=8025,
+    reuse="fast",
+    lan=False,
+    allowed_hosts="",
+    stabilize="",
+    key_in_settings=False,
+    disk_budget_bytes=50 * GB,
+    on_loopback=True,
+)
+WELL = Facts(
+    home=Path("/home/of/it"),
+    has_home=True,
+    lock_holder="120",
+    proxy_url="http://127.0.0.1:8026",
+    status=STATUS,
+    index=Index(totals=TOTALS, roots={"m": 1}),
+    settings=SETTINGS,
+    machine=MACHINE,
+)
+
+
+def but(**changes: Any) -> Facts:
+    """All is well, but for these; `machine__x` is a field of the machine, and so on."""
+    facts = WELL
+    for name, value in changes.items():
+        part, _, field = name.rpartition("__")
+        changed = replace(getattr(facts, part), **{field: value}) if part else value
+        facts = replace(facts, **{part or name: changed})
+    return facts
+
+
+def records(count: int, cause: str = "", why: str = "", at: float = 0.0) -> list[RequestRecord]:
+    parting = Parting(at=1, begins=0, stored=b"", prompt=b"", cause=cause) if cause else None
+    return [
+        RequestRecord(
+            id=str(number), at=at, endpoint="chat", client_model="m", outcome="ok", source="cold", prompt_tokens=100,
+            cached_tokens=10, why_not_warmer=why, parting=parting,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def linux(**changes: Any) -> Facts:
+    return but(machine__system="linux", machine__agents="", **changes)
+
+
+FINDINGS: dict[str, tuple[Facts, str, str, str, str]] = {  # what: facts, check, status, seen, mend
+    "open modes": (but(open_modes=["secret (644)"]), "modes", FAIL, "secret (644)", "chmod -R go-rwx /home/of/it"),
+    "a silent holder": (but(status=None), "lock", FAIL, "process 120 holds", "ps -p 120"),
+    "no proxy": (but(status=None, proxy_error="no proxy runs"), "proxy", WARN, "no proxy runs", "warmline serve"),
+    "stale files": (but(run_files={"proxy.pid": 7}), "run files", WARN, "proxy.pid names process 7", "serve"),
+    "no backend": (but(status=STATUS | {"backend": "loading"}), "backend", FAIL, "loading", "warmline doctor"),
+    "a failed one": (
+        but(status=STATUS | {"engine": ENGINE | {"failure": "no memory"}}),
+        "backend", FAIL, "no memory", "warmline doctor",
+    ),
+    "taken ports": (but(status=None, ports_taken=[8026]), "ports", FAIL, "8026 taken", "--port"),
+    "nothing saved": (but(status=STATUS | {"persistence": "ENOSPC"}), "saving", FAIL, "ENOSPC", "resilience.md"),
+    "a full disk": (but(machine__disk_bytes_free=GB), "disk", FAIL, "nearly full: 1.0 GB free", "cachectl gc --to-gb"),
+    "a large budget": (
+        but(machine__disk_bytes_free=60 * GB, status=STATUS | {"disk_budget_bytes": 90 * GB}),
+        "disk", WARN, "budget of 90.0 GB is more than there is", "disk_budget_gb",
+    ),
+    "no index": (but(index__problem="damaged"), "index", FAIL, "damaged", "--repair"),
+    "findings": (
+        but(index__findings=[Finding(what="tree", id="", detail="")] * 2),
+        "index", FAIL, "2 findings: tree 2", "--repair",
+    ),
+    "quarantine": (
+        but(index__totals=msgspec.structs.replace(TOTALS, quarantined=1, bytes_quarantined=5)),
+        "quarantine", WARN, "1 file, 5 B", "inspect",
+    ),
+    "no reuse": (but(settings__reuse="off"), "reuse", WARN, "off", "reuse = fast"),
+    "times in prompts": (
+        but(index__records=records(20, cause="timestamp")), "hit rate", WARN, "10% of", 'stabilize = "times"'
+    ),
+    "other misses": (
+        but(index__records=records(20, why="evicted at token 81")),
+        "hit rate", WARN, "most often: evicted at token N", "explain",
+    ),
+    "several roots": (but(index__roots={"m": 2}), "fingerprint", WARN, "m is stored under 2 identities", "purge"),
+    "unreadable keys": (but(keys_problem="keys.json is no JSON"), "keys", FAIL, "no JSON", "cachectl key"),
+    "an open door": (
+        but(settings__on_loopback=False, settings__host="0.0.0.0"), "keys", FAIL, "there is no client key", "--lan"
+    ),
+    "any host": (but(settings__allowed_hosts="a,*"), "allowed_hosts", WARN, "any name", "name the names"),
+    "the future": (but(index__records=records(1, at=NOW + 7200)), "clock", WARN, "2h in the future", "set the clock"),
+    "large logs": (but(log_bytes=GB), "logs", WARN, "1.0 GB", "delete"),
+    "few descriptors": (but(machine__descriptors_hard=256), "descriptors", WARN, "at most 256", "ulimit -n"),
+    "much memory": (but(machine__memory_bytes=70 * GB), "memory", WARN, "64.0 GB for", "memory_budget_gb"),
+    "sleep": (but(machine__power=" sleep   10\n"), "sleep", WARN, "after 10 minutes", "pmset"),
+    "agents": (
+        but(machine__agents="-\t78\tlocal.warmline.proxy\n"),
+        "launchd", FAIL, "local.warmline.proxy", "warmline launchd logs",
+    ),
+    "reference BLAS": (linux(), "BLAS", WARN, "no OpenBLAS", "libopenblas0-pthread"),
+}  # fmt: skip
+
+
+def of(facts: Facts, name: str) -> Check:
+    (found,) = [check for check in examine(facts) if check.name == name]
+    return found
+
+
+@pytest.mark.parametrize("what", FINDINGS)
+def test_it_is_found_with_its_mend(what: str) -> None:
+    facts, name, status, seen, mend = FINDINGS[what]
+    found = of(facts, name)
+    assert (found.status, seen in found.seen, mend in found.mend) == (status, True, True), found
+
+
+def test_all_is_well() -> None:
+    assert {check.name: check.seen for check in examine(WELL) if check.status != OK} == {}
+    assert all(not check.mend for check in examine(WELL))
+    assert len(examine(WELL)) >= 20
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "seen"),
+    [
+        (but(index__problem="no index in /x"), "index", "nothing was ever stored"),
+        (but(index__records=records(5)), "hit rate", "10% of the prompts of the last 5 requests"),
+        (but(index__roots={"m": 2}, keys=1), "fingerprint", "nothing is stored"),
+        (but(settings__on_loopback=False, keys=2), "keys", "2 client keys; plain HTTP"),
+        (but(settings__on_loopback=False, settings__lan=True), "keys", "plain HTTP"),
+        (but(machine__descriptors_soft=-1, machine__descriptors_hard=-1), "descriptors", "no limit"),
+        (but(machine__wired_limit_mb="1024"), "wired limit", "the GPU may have 1.1 GB"),
+        (linux(machine__has_openblas=True), "BLAS", "OpenBLAS is there"),
+        (linux(machine__has_gpu=True, machine__memory_bytes=70 * GB), "memory", "64.0 GB"),
+    ],
+)
+def test_what_is_no_finding(facts: Facts, name: str, seen: str) -> None:
+    found = of(facts, name)
+    assert found.status == OK and seen in found.seen, found
+
+
+def test_what_does_not_apply_is_not_told() -> None:
+    names = {check.name for check in examine(linux(status=None, machine__has_gpu=True))}
+    assert not names & {"backend", "saving", "memory", "sleep", "launchd", "wired limit", "BLAS", "allowed_hosts"}
+    assert "ports" in names and len(CHECKS) > len(names)
+
+
+# --- gathering ---
+
+
+def test_the_facts_of_a_real_home(home: Home) -> None:
+    (home.root / "secret").write_text("x")
+    (home.root / "secret").chmod(0o644)
+    (home.logs / "proxy.log").write_text("12345")
+    home.pid_file("proxy").write_text("999999999")
+    (home.run / "proxy.json").write_text('{"pid": 999999999, "url": "http://127.0.0.1:9"}')
+    with socket.socket() as taken, home_lock(home):
+        taken.bind(("127.0.0.1", 0))
+        (home.root / "warmline.toml").write_text(f'port = {taken.getsockname()[1]}\nreuse = "exact"\nlan = true\n')
+        facts = gather(home)
+    assert facts.open_modes == ["secret (644)"] and facts.run_files == {"proxy.pid": 999999999}
+    assert (facts.log_bytes, facts.lock_holder) == (5, str(os.getpid()))
+    assert facts.status is None and "no proxy answers at http://127.0.0.1:9" in facts.proxy_error
+    assert facts.ports_taken[:1] == [facts.settings.port]
+    assert (facts.settings.reuse, facts.settings.lan, facts.settings.on_loopback) == ("exact", True, False)
+    assert facts.index.findings and facts.index.roots == {"model-a": 1} and len(facts.index.records) == 2
+    assert facts.machine.memory_bytes > 0 and facts.machine.disk_bytes >= facts.machine.disk_bytes_free
+
+
+@pytest.mark.parametrize(
+    ("bound", "on_loopback"), [("0.0.0.0", False), ("127.0.0.1", True), ("", False)], ids=["--lan", "--no-lan", "older"]
+)
+def test_what_a_proxy_listens_on_goes_before_the_file(home: Home, bound: str, on_loopback: bool) -> None:
+    (home.root / "warmline.toml").write_text("lan = true\n")
+    found = gathering._settings(home, STATUS | {"host": bound})
+    assert (found.host, found.on_loopback) == (bound or "127.0.0.1", on_loopback)
+
+
+def test_the_command(home: Home) -> None:
+    done = run(home, "doctor", columns=80)
+    assert done.returncode == 1 and "→ start it: warmline serve" in done.stdout and "quarantine" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_all_is_well_is_exit_code_0(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmline_cachectl.commands.doctor.gather", lambda _: WELL)
+    assert answer(home, "doctor")["findings"] == 0
+    assert "all is well" in run(home, "doctor").stdout
+
+
+def test_a_command_that_is_not_there_says_nothing() -> None:
+    assert gathering._said_by("no-such-command-anywhere") == ""
+    assert gathering._said_by("false") == ""

@@ -1,0 +1,40 @@
+"""What docs/cachectl.md says that the commands print is what they print, but for numbers."""
+
+import re
+from pathlib import Path
+
+from typer.main import get_command
+
+from support.cachectl.documentation import DOCUMENT, OURS, documented, examples, shown
+from support.cachectl.top_status import RECORDS, live, status, text_of
+from warmline_cachectl.cli import app
+from warmline_cachectl.views.top import snapshot
+
+
+def structure(text: str) -> str:
+    """Without what another run, or another version's file sizes, would have otherwise."""
+    text = re.sub(r"/\S+/home\b", "HOME", text)
+    text = re.sub(r"\b\d[\d,.]*(?: [KMGT]?B\b|[smhd]\b)?", "N", text)
+    return re.sub(r"[ ─━]+", " ", text.replace("┄", "")).strip()
+
+
+def test_its_examples_are_true(tmp_path: Path) -> None:
+    home = documented(tmp_path / "home")
+    told = examples(DOCUMENT.read_text(encoding="utf-8"))
+    assert len(told) >= 10
+    for command, output in told:
+        printed = "\n".join(line.rstrip() for line in shown(home, command).splitlines())
+        assert structure(printed) == structure(output), command
+
+
+def test_its_screen_of_top_is_true() -> None:
+    (told,) = re.findall(r"```text\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    view = snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), RECORDS)
+    assert "\n".join(line.rstrip() for line in text_of(view).splitlines()) == told.strip()
+
+
+def test_it_tells_of_every_verb() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    verbs = list(get_command(app).commands)
+    assert set(OURS) <= set(verbs)
+    assert [verb for verb in verbs if f"`cachectl {verb}" not in text] == []

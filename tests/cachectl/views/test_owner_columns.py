@@ -1,0 +1,219 @@
+"""cachectl says whose a conversation is, and removes what is stored under one key, with a proxy and without one."""
+
+import json
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from support.cachectl.homes import answer, run
+from support.index.indexes import MODEL, begin, commit, make_home
+from warmline_common.protocol.messages import encode
+from warmline_common.protocol.tokens import namespace
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.auth.key_store import tenant_of
+from warmline_proxy.auth.owners import Whose
+from warmline_proxy.home_lock import home_lock
+from warmline_proxy.index.index import Index, IndexReader
+from warmline_proxy.store.rows import RequestRecord
+
+TALK = list(range(1000, 1300))
+
+
+def stored_for(home: Home, tenant: str, client: str, model: str = MODEL) -> str:
+    """A file's id."""
+    with Index(home, 1 << 30) as index:
+        plan = begin(index, TALK, root=namespace(model, tenant))
+        assert plan is not None
+        commit(index, plan, client=client)
+        return plan.segments[0].id
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """Conversations without a key, of a `default` that was removed, of another one of that name, and of `laptop`."""
+    home = make_home(tmp_path / "home")
+    stored_for(home, "", "first")
+    stored_for(home, keys_file.add(home, "default").tenant, "second")
+    keys_file.remove(home, "default")
+    stored_for(home, keys_file.add(home, "default").tenant, "third")
+    stored_for(home, keys_file.add(home, "laptop").tenant, "fourth")
+    return home
+
+
+def told(home: Home) -> dict[str, str]:
+    return {row["client"]: row["key"] for row in answer(home, "ls")["sessions"]}
+
+
+WORDS = {"first": "no key", "second": "a removed key", "third": "default", "fourth": "laptop"}
+
+
+def test_each_conversation_has_its_keys_name(home: Home) -> None:
+    assert told(home) == WORDS
+    for words in (["ls"], ["inspect"]):
+        shown = run(home, *words, columns=80).stdout
+        assert " key " in shown.splitlines()[1] and all(f"│ {word[:9]}" in shown for word in WORDS.values())
+        assert " key " not in run(home, *words, columns=40).stdout.splitlines()[1], "it goes where there is no room"
+    trees = answer(home, "tree")["trees"]
+    assert {each["key"] for each in trees} == set(WORDS.values())
+    heads = [line for line in run(home, "tree").stdout.splitlines() if MODEL in line]
+    assert sorted(heads) == sorted(
+        f"{each['key']}, {MODEL} ({each['root'][:8]}): 1 conversation, 1 segment, {_size(home)}" for each in trees
+    )
+    (leaf,) = {row["leaf"] for row in answer(home, "inspect")["sessions"] if row["client"] == "second"}
+    assert answer(home, "inspect", leaf)["segment"]["key"] == "a removed key"
+
+
+def _size(home: Home) -> str:
+    (size,) = {row["bytes"] for row in answer(home, "ls")["sessions"]}
+    return f"{size / 1000:.1f} KB"
+
+
+def test_nothing_is_said_where_there_was_never_a_key(tmp_path: Path) -> None:
+    home = make_home(tmp_path / "home")
+    stored_for(home, "", "first")
+    assert told(home) == {"first": ""}
+    assert " key " not in run(home, "ls").stdout + run(home, "inspect").stdout
+    assert run(home, "tree").stdout.startswith(MODEL)
+
+
+def test_the_settings_have_their_say(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored_for(home, tenant_of("wl-settings"), "fifth")
+    assert told(home)["fifth"] == "a removed key"
+    home.settings_tenant.write_text(tenant_of("wl-settings"))
+    assert told(home)["fifth"] == "environment", "as the last proxy knew, which alone may have been given it"
+    home.settings_tenant.unlink()
+    monkeypatch.setenv("WARMLINE_CLIENT_KEY", "wl-settings")
+    (home.root / "warmline.toml").write_text("share_cache = true")
+    assert told(home) == WORDS | {"first": "shared", "fifth": "environment"}
+
+
+def test_who_only_looks_needs_no_keys(home: Home) -> None:
+    home.keys.write_text("{")
+    assert set(told(home).values()) == {""}
+    done = run(home, "purge", "--key", "laptop", "--yes")
+    assert done.returncode == 3 and "is damaged" in done.stderr
+
+
+@pytest.fixture
+def proxy(home: Home) -> Iterator[Callable[[Whose], None]]:
+    """One that runs, and says so."""
+    said: list[bytes] = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/warmline/whose" else 404)
+            self.end_headers()
+            self.wfile.write(said[-1])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with home_lock(home), HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        pid = home.lock.read_text().split()[0]
+        announced = {"pid": pid, "url": f"http://127.0.0.1:{server.server_port}"}
+        (home.run / "proxy.json").write_text(json.dumps(announced))
+        yield lambda whose: said.append(encode(whose))
+        server.shutdown()
+        thread.join()
+
+
+def test_a_proxy_that_runs_knows_better(home: Home, proxy: Callable[[Whose], None]) -> None:
+    proxy(Whose(keys=["environment"], words={namespace(MODEL).hex(): "environment"}))
+    assert told(home) == {"first": "environment", "second": "", "third": "", "fourth": ""}
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ("laptop", "first second third"),
+        ("default", "first second fourth"),
+        ("no key", "second third fourth"),
+        ("a removed key", "first third fourth"),
+    ],
+)
+def test_what_is_stored_under_one_key_goes(home: Home, words: str, left: str) -> None:
+    would = run(home, "purge", "--key", words, "--dry-run")
+    assert would.stdout.startswith("would purge 1 conversation: 1 segment") and told(home) == WORDS
+    assert run(home, "purge", "--key", words).returncode == 2, "it asks"
+    assert run(home, "purge", "--key", words, "--yes").stdout.startswith("purged 1 conversation: 1 segment")
+    assert set(told(home)) == set(left.split())
+    assert run(home, "purge", "--key", words, "--yes").returncode == 1, "nothing is left"
+
+
+def test_one_of_several_removed_keys_is_named_by_its_root(home: Home) -> None:
+    stored_for(home, "another", "fifth")
+    root = namespace(MODEL, "another").hex()
+    assert run(home, "purge", "--key", f"a removed key ({root[:8]})", "--yes").returncode == 0
+    assert told(home) == WORDS
+
+
+def test_a_name_that_nobody_has_is_no_purge(home: Home) -> None:
+    done = run(home, "purge", "--key", "desktop", "--yes")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no client key 'desktop'; there are default, laptop, no key, a removed key" in done.stderr
+    assert run(home, "purge", "--key", "laptop", "--all", "--yes").returncode == 2
+    keys_file.add(home, "desktop")
+    assert "nothing matches\n" in run(home, "purge", "--key", "desktop", "--yes").stderr
+    (home.root / "warmline.toml").write_text("share_cache = true")
+    assert "all keys share a cache: --key 'shared'" in run(home, "purge", "--key", "desktop", "--yes").stderr
+
+
+def test_what_may_be_that_keys_too_is_told(home: Home) -> None:
+    """A model that no file names: of which key the root is can't be found."""
+    tenant = keys_file.find(keys_file.read(home), "laptop").tenant
+    home.segment_file(stored_for(home, tenant, "fifth", model="lost")).write_bytes(b"")
+    assert told(home) == WORDS | {"fifth": ""}
+    done = run(home, "purge", "--key", "laptop", "--yes")
+    assert done.stdout.startswith("purged 1 conversation") and done.returncode == 3
+    assert "1 more segment may be that key's too" in done.stderr
+
+
+def test_a_key_that_is_removed_says_what_it_leaves(home: Home) -> None:
+    done = run(home, "key", "remove", "laptop")
+    roots = {each["root"][:8] for each in answer(home, "tree")["trees"] if each["key"] == "a removed key"}
+    (command,) = [line.split("`")[1] for line in done.stdout.splitlines() if "`" in line]
+    assert command.removeprefix("cachectl purge --key 'a removed key ").removesuffix("'") in roots
+    assert run(home, "purge", "--yes", "--key", command.split("'")[1]).returncode == 0
+    assert told(home) == {client: word for client, word in WORDS.items() if client != "fourth"}
+    gone = answer(home, "key", "remove", "default", "--purge")
+    assert (gone["removed"], gone["stored"], len(gone["purged"]["sessions"])) == ("default", [], 1)
+    assert told(home) == {"first": "no key", "second": "a removed key"}
+    keys_file.add(home, "desktop")
+    assert run(home, "key", "remove", "desktop", "--purge").stdout.startswith("removed desktop\n")
+
+
+def test_a_key_can_be_removed_whatever_is_stored(home: Home) -> None:
+    for data in home.index.glob("*/data.mdb"):
+        data.write_bytes(b"no index at all" * 1000)
+    assert run(home, "key", "remove", "laptop", "--purge").returncode == 3
+    assert [each.name for each in keys_file.read(home)] == ["default", "laptop"]
+    assert run(home, "key", "remove", "laptop").stdout == "removed laptop\n"
+
+
+def test_what_is_said_of_a_key_in_records_goes_though_nothing_is_stored(home: Home) -> None:
+    root = namespace(MODEL, keys_file.add(home, "desktop").tenant)
+    with Index(home, 1 << 30) as index:
+        index.record(
+            RequestRecord(
+                id="r1",
+                at=1.0,
+                endpoint="chat",
+                client_model="m",
+                key="desktop",
+                outcome="ok",
+                source="cold",
+                root=root,
+            )
+        )
+        index.flush()
+    assert run(home, "purge", "--key", "desktop", "--dry-run").returncode == 1
+    done = run(home, "purge", "--key", "desktop", "--yes")
+    assert done.returncode == 1 and done.stderr.endswith("nothing matches\n")
+    with IndexReader(home) as reader:
+        assert reader.requests() == [] and len(reader.sessions()) == len(WORDS)

@@ -1,0 +1,96 @@
+"""What `top` makes of what the proxy tells, and how it behaves on a terminal."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from support.cachectl.top_status import RECORDS, live, status, text_of
+from warmline_cachectl.views import top as top_view
+from warmline_common.storage.home import Home
+
+GB = 10**9
+TIMEOUT_S = 30.0
+
+
+def test_a_first_look_knows_speeds_since_the_start() -> None:
+    view = top_view.snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), RECORDS)
+    first, second = view["requests"]
+    assert (first["progress"], first["tokens_per_s"], second["tokens_per_s"]) == (0.5, 100.0, 15.0)
+    assert view["reuse"] == {"requests": 2, "prompt_tokens": 2000, "cached_tokens": 900, "share": 0.45}
+    assert view["disk"] == {"sessions": 12, "segments": 40, "bytes_used": 31 * GB, "bytes_budget": 50 * GB}
+    assert view["memory"] == {"residents": 2, "unsaved": 0, "bytes_used": 7 * GB, "bytes_budget": 20 * GB}
+    assert view["engine"] == {
+        "prefill_tokens_per_s": 80.0,
+        "decode_tokens_per_s": 21.5,
+        "slowest_recent_step_s": 0.9,
+    }
+
+
+def test_later_looks_know_them_since_the_last() -> None:
+    before = top_view.snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), [])
+    rows = (
+        live(prefilled_tokens=2300),
+        live("r2", phase="answering", ttft_s=8.0, spoken=80),
+        live("r3", prefilled_tokens=0),
+    )
+    speeds = [row["tokens_per_s"] for row in top_view.snapshot(status(102.0, *rows), [], before)["requests"]]
+    assert speeds == [150.0, 10.0, 0.0]
+
+
+def test_the_names_in_its_json_stay() -> None:
+    view = top_view.snapshot(status(100.0, live()), RECORDS)
+    names = "at model backend persistence running queued settling connections requests engine memory disk reuse"
+    assert set(view) == set(names.split())
+    names = (
+        "id client_model client_session phase source age_s queue_s ttft_s prompt_tokens reused_tokens prefilled_tokens "
+        "spoken progress tokens_per_s"
+    )
+    assert set(view["requests"][0]) == set(names.split())
+
+
+def test_the_screen_shows_it_within_its_width() -> None:
+    text = text_of(top_view.snapshot(status(100.0, live()), RECORDS))
+    for told in ("glm, up", "1 running, 2 waiting, 1 being saved", "31.0 GB of 50.0 GB", "45% of the prompts"):
+        assert told in text
+    assert "task-17" in text and "restored" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "restored" in text_of(top_view.snapshot(status(100.0, live()), RECORDS), columns=100)
+    many = text_of(top_view.snapshot(status(100.0, *(live(f"r{number}") for number in range(70))), []))
+    assert "and 40 more" in many and len(many.splitlines()) < 50
+
+
+def test_a_backend_that_is_down_and_a_disk_that_is_full_are_told() -> None:
+    down = status(100.0, engine=None, backend="the backend is loading", persistence="no space left")
+    view = top_view.snapshot(down, [])
+    text = text_of(view)
+    assert view["engine"] is None and "the backend is loading" in text and "no space left" in text
+    assert "no requests" in text
+
+
+@pytest.mark.parametrize("end", [b"\x1b[Aq", signal.SIGTERM], ids=["an arrow, which is three keys, and q", "SIGTERM"])
+def test_on_a_terminal_it_keeps_trying_until_its_end_is_wanted(home: Home, end: bytes | signal.Signals) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", "from warmline_cachectl.cli import app; app()", "top", "--interval-s", "20"]
+    environment = {**os.environ, "WARMLINE_HOME": str(home.root), "TERM": "xterm"}
+    process = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    shown = b""
+    while b"trying again" not in shown:
+        shown += os.read(ours, 4096)
+    if isinstance(end, bytes):
+        os.write(ours, end)
+    else:
+        process.send_signal(end)
+    try:
+        while read := os.read(ours, 4096):
+            shown += read
+    except OSError:
+        pass  # it has closed its end
+    assert shown.endswith(b"\x1b[?1049l"), "the shell's screen is back"
+    assert process.wait(TIMEOUT_S) == 0 and process.stderr is not None and process.stderr.read() == b""
+    process.stderr.close()
+    os.close(ours)

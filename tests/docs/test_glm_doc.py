@@ -1,0 +1,102 @@
+"""docs/glm-5.2.md: what it says was computed is what doctor computes, and what it tells to type can be typed."""
+
+import plistlib
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from support import glm_5_2
+from warmline_backend.doctor import report
+from warmline_backend.doctor.examine import Examination, examine
+from warmline_backend.doctor.findings import Level, gigabytes
+from warmline_backend.doctor.sample_prompt import Question
+from warmline_run.cli import app
+from warmline_run.services.service import settings_of
+from warmline_run.settings.resolve import resolve
+from warmline_run.settings.schema import SETTINGS
+
+TEXT = (Path(__file__).parents[2] / "docs" / "glm-5.2.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory: pytest.TempPathFactory) -> Examination:
+    folder = glm_5_2.write(tmp_path_factory.mktemp("glm") / "GLM-5.2-mxfp4")
+    return examine(Question(str(folder), memory_gb=512, prefill_tokens_s=179, disk_gb_s=3))
+
+
+def test_the_table_is_what_doctor_computes(examined: Examination) -> None:
+    assert examined.plan and examined.weights and examined.cache
+    rows = [
+        [
+            f"{length.tokens:,}",
+            *map(gigabytes, (length.kv_bytes, length.step_bytes, length.total_bytes, length.disk_bytes)),
+            report.duration(length.prefill_s),
+            report.duration(length.restore_s),
+        ]
+        for length in examined.plan.lengths
+    ]
+    told = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| ")
+    ]
+    assert told[1:] == rows
+
+
+def test_the_figures_in_the_text_are_doctors_too(examined: Examination) -> None:
+    assert examined.plan and examined.weights and examined.cache
+    assert f"{gigabytes(examined.weights.weight_bytes)} of weights" in TEXT
+    assert f"{examined.cache.weight.row_bytes:,} bytes a token" in TEXT
+    assert f"three quarters of the memory, {gigabytes(examined.plan.machine.bytes_usable)} of 512 GiB" in TEXT
+    assert f"about\n{examined.plan.tokens_max // 1000},000 tokens of one conversation" in TEXT
+    raised = int(re.findall(r"iogpu\.wired_limit_mb=(\d+)", TEXT)[0]) << 20
+    conversation = examined.plan.lengths[-1]
+    share = (raised - examined.weights.weight_bytes) * 0.7
+    assert conversation.tokens == 200_000 and int(share / conversation.kv_bytes) == 3
+    assert f"about {share / 1e9:.0f} GB, three of\n200,000 tokens" in TEXT
+    assert f"`--disk-budget-gb 500` holds\n{int(500e9 / conversation.disk_bytes)} of that length" in TEXT
+
+
+def test_the_whole_model_is_examined_without_its_weights(examined: Examination) -> None:
+    assert examined.verdict is Level.WARN, "of memory alone: the GPU's limit is to be raised"
+    assert {finding.area for finding in examined.findings if finding.level is not Level.OK} == {"memory"}
+    assert "21 x CacheList(KVCache, KVCache), 57 x CacheList(KVCache)" in " ".join(f.what for f in examined.findings)
+
+
+def commands(start: str) -> list[list[str]]:
+    lines = re.sub(r" \\\n +", " ", TEXT).splitlines()
+    return [shlex.split(line) for line in lines if line.startswith(start)]
+
+
+def test_the_serve_line_can_be_typed() -> None:
+    (words,) = commands(".venv/bin/warmline serve")
+    flags = dict(zip(words[2::2], words[3::2], strict=True))
+    config = resolve({flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}, {})
+    assert config["prefill_step_size"] == "auto" and config["gpu_keepalive"] == 20
+    assert config["chat_template_args"] == '{"enable_thinking": false, "reasoning_effort": null}'
+
+
+def test_the_file_says_the_same_as_the_line(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
+    (tmp_path / "warmline.toml").write_text(text)
+    written = resolve({"home": str(tmp_path)}, {})
+    (words,) = commands(".venv/bin/warmline serve")
+    typed = dict(zip(words[2::2], words[3::2], strict=True))
+    said = tomllib.loads(text)
+    assert {SETTINGS[name].flag for name in said} == typed.keys()
+    line = resolve({flag.removeprefix("--").replace("-", "_"): value for flag, value in typed.items()}, {})
+    assert [written[name] for name in said] == [line[name] for name in said]
+
+
+def test_the_agents_can_be_installed_so(tmp_path: Path) -> None:
+    (words,) = commands(".venv/bin/warmline launchd install")
+    (text,) = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
+    (tmp_path / "warmline.toml").write_text(text)
+    rehearsal = [*words[1:], "--home", str(tmp_path), "--dry-run", "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, rehearsal).exit_code == 0
+    for role in ("proxy", "backend"):
+        agent = plistlib.loads((tmp_path / f"com.warmline.{role}.plist").read_bytes())
+        given = settings_of(agent["ProgramArguments"])
+        assert resolve(given, agent["EnvironmentVariables"])["served_name"] == "glm-5.2", "from the file"

@@ -1,0 +1,141 @@
+"""Real audits: what is whole agrees with a cold run, and files that lie under valid checksums are put aside."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.pair.pair import POLL_S, SETTLE_TIMEOUT_S, FolderOf, Message, Pair, Reply
+from warmline_backend.kv_cache.segment_io import Tensor, write_file
+from warmline_common.storage.segment_file import read_header, read_tokens
+
+MODES = {"fast": "llama", "exact": "qwen3_5"}
+STEP = 64
+AGREES = {"fast": ("equal", "within"), "exact": ("equal",)}
+WORDS = "The harbour lies in the fog, the ships wait for the tide, and nobody on the pier says a word. "
+# What a turn is made of: enough to be sooner read from disk than computed, and in exact mode to reach over the grid.
+REPEATED = {"fast": 8, "exact": 3}
+
+
+@pytest.fixture(params=MODES, scope="module")
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def pair(mode: str, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    flags = ["--reuse", mode, "--prefill-step-size", str(STEP), "--audit-fraction", "1"]
+    with Pair(tmp_path_factory.mktemp(mode), tiny_folder(MODES[mode]), *flags) as pair:
+        yield pair
+
+
+class Talk:
+    """One conversation; each turn is answered, saved and forgotten by the backend's memory, so that the next one
+    starts from disk.
+    """
+
+    def __init__(self, pair: Pair, mode: str, name: str) -> None:
+        self.pair, self.name, self._words = pair, name, WORDS * REPEATED[mode]
+        self.messages: list[Message] = []
+
+    def turn(self) -> Reply:
+        self.messages.append({"role": "user", "content": f"{self.name} {len(self.messages)}: {self._words}"})
+        reply = self.pair.chat(self.messages, max_tokens=6, session_id=self.name)
+        self.messages.append({"role": "assistant", "content": reply.text})
+        self.pair.settle()
+        return reply
+
+    def audit(self, reply: Reply) -> str:
+        """What it came to."""
+        limit, name = time.monotonic() + SETTLE_TIMEOUT_S, reply.headers["X-Warmline-Request"]
+        while not (found := "".join(each["audit"] for each in self.pair.requests() if each["id"] == name)):
+            assert time.monotonic() < limit, "no audit"
+            time.sleep(POLL_S)
+        return found
+
+    @property
+    def session(self) -> str:
+        return next(row["id"] for row in self.pair.cachectl("inspect")["sessions"] if row["client"] == self.name)
+
+    def falsify(self) -> None:
+        """Have its last segment, or where there are states its last checkpoint, lie: other values under true sums."""
+        last = self.pair.cachectl("inspect", self.session)["path"][-1]
+        falsify(self.pair.home.segment_file([last, *last["checkpoints"]][-1]["id"]))
+        self.pair.forget_residents()
+
+
+def falsify(path: Path) -> None:
+    """Every number gets the other sign."""
+    header = read_header(path)
+    data = path.read_bytes()
+    tensors = {}
+    for name, place in header.content().items():
+        turned = bytearray(data[place.offset : place.offset + place.bytes_count])
+        turned[3::4] = bytes(byte ^ 0x80 for byte in turned[3::4])
+        assert place.dtype == "F32"
+        tensors[name] = Tensor(place.dtype, place.shape, memoryview(turned))
+    write_file(path, header.meta, tensors, read_tokens(path) if header.meta.kind == "segment" else b"")
+
+
+def test_what_is_whole_agrees_with_a_cold_run(pair: Pair, mode: str) -> None:
+    talk = Talk(pair, mode, "whole")
+    talk.turn()
+    in_memory = talk.turn()
+    assert in_memory.headers["X-Warmline-Cache"].startswith("resident") and in_memory.cached >= STEP
+    assert talk.audit(in_memory) in AGREES[mode]
+    pair.forget_residents()
+    from_disk = talk.turn()
+    assert from_disk.headers["X-Warmline-Cache"].startswith("restored") and from_disk.cached >= STEP
+    assert talk.audit(from_disk) in AGREES[mode]
+    (replay,) = pair.cachectl("verify", "--replay", talk.session)["replays"]
+    assert replay["outcome"] in AGREES[mode] and replay["reused"] >= STEP
+    assert not pair.cachectl("inspect")["quarantined"]
+
+
+def test_an_audit_catches_a_file_that_lies(pair: Pair, mode: str) -> None:
+    talk = Talk(pair, mode, "lies")
+    talk.turn()
+    talk.falsify()
+    wrong = talk.turn()
+    assert wrong.headers["X-Warmline-Cache"].startswith("restored"), "or it proves nothing"
+    assert talk.audit(wrong) == "differs"
+    assert "ERROR" in pair.logged(f"AUDIT request={wrong.headers['X-Warmline-Request']} differs: ")
+    assert "ERROR" in pair.logged(f"AUDIT request={wrong.headers['X-Warmline-Request']}: .* quarantined")
+    assert any(row["reason"] == "suspect" for row in pair.cachectl("inspect")["quarantined"])
+    talk.messages.append({"role": "user", "content": "And now?"})
+    again = pair.chat(talk.messages, max_tokens=6)
+    assert again.headers["X-Warmline-Cache"] == "cold 0"
+    assert again.text == pair.direct(talk.messages, max_tokens=6).text
+    pair.settle()
+    assert not pair.cachectl("verify", "--deep")["findings"]
+
+
+def test_what_it_shares_with_others_stays(pair: Pair, mode: str) -> None:
+    one, other = Talk(pair, mode, "one"), Talk(pair, mode, "other")
+    shared = one.turn().prompt_tokens
+    other.messages = list(one.messages)
+    other.turn()
+    one.turn()
+    one.falsify()
+    wrong = one.turn()
+    assert wrong.cached > shared and one.audit(wrong) == "differs"
+    pair.forget_residents()
+    untouched = other.turn()
+    assert untouched.cached > shared, "nothing of it is lost"
+    assert other.audit(untouched) in AGREES[mode]
+    pair.forget_residents()
+    again = one.turn()
+    assert again.headers["X-Warmline-Cache"].startswith("restored") and again.cached < wrong.cached
+    assert one.audit(again) in AGREES[mode]
+    assert not pair.cachectl("verify", "--deep")["findings"]
+
+
+def test_a_replay_catches_a_file_that_lies(pair: Pair, mode: str) -> None:
+    talk = Talk(pair, mode, "replayed")
+    talk.turn()
+    talk.falsify()
+    (replay,) = pair.cachectl("verify", "--replay", talk.session, code=1)["replays"]
+    assert replay["outcome"] == "differs" and replay["quarantined"] and replay["difference"] > replay["tolerance"]
+    talk.messages.append({"role": "user", "content": "And now?"})
+    assert pair.chat(talk.messages, max_tokens=6).headers["X-Warmline-Cache"] == "cold 0"

@@ -1,0 +1,70 @@
+"""`--reuse exact`: a warm answer's log-probabilities are those of a cold one, to the last bit.
+
+The backend asked directly computes cold, by the rules of exact mode.  `warmline serve` preloads OpenBLAS, under which
+other chunks, or KV computed while decoding, would show: the reference BLAS gives the same bits whatever one does.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.pair.pair import FolderOf, Message, Pair
+from warmline_common.protocol.tokens import common_prefix
+from warmline_run import openblas
+
+GRID = 64
+ALL = {"logprobs": True, "top_logprobs": 20, "max_tokens": 12}
+TURNS = 6
+KILLED_BEFORE = 3
+WORDS = "Go on from there, and say what became of them in the end, once the storm was over and the boats were back. "
+
+
+def told(pair: Pair, messages: list[Message]) -> tuple[Any, str]:
+    """What the backend computes cold: all numbers, and the text."""
+    reply = pair.direct(messages, **ALL)
+    return reply.json["choices"][0]["logprobs"], reply.text
+
+
+def last_place(tokens: int) -> int:
+    """Where what a prompt of so many tokens leaves ends."""
+    return (tokens - 1) // GRID * GRID
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "qwen3_5", "gemma3"])
+def test_every_turn_is_warm_and_its_numbers_are_those_of_a_cold_one(
+    family: str, tiny_folder: FolderOf, tmp_path: Path
+) -> None:
+    flags = ("--reuse", "exact", "--prefill-step-size", str(GRID))
+    with Pair(tmp_path, tiny_folder(family), *flags) as pair:
+        if openblas.wanted() and openblas.find():
+            assert "openblas" in Path(f"/proc/{pair.pid('backend')}/maps").read_text()
+        # Long enough that restoring is sooner than computing, however fast this machine is today.
+        messages: list[Message] = [{"role": "user", "content": f"Tell me of the sea. {5 * WORDS}"}]
+        expected = 0
+        for turn in range(TURNS):
+            if turn == KILLED_BEFORE:
+                pair.kill()
+                pair.start()
+            reply = pair.chat(messages, **ALL)
+            assert reply.cached == expected, pair.perf_line(reply)
+            assert (reply.json["choices"][0]["logprobs"], reply.text) == told(pair, messages), f"turn {turn}"
+            expected = last_place(reply.prompt_tokens)
+            pair.settle()
+            messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": WORDS}]
+        regenerated_and_edited(pair, messages[:-2])
+        assert pair.cachectl("verify", "--deep")["findings"] == []
+
+
+def regenerated_and_edited(pair: Pair, messages: list[Message]) -> None:
+    """The last turn once more; then with other words in an earlier message."""
+    again = pair.chat(messages, **ALL)
+    assert again.cached == last_place(again.prompt_tokens)
+    assert f"exact mode keeps and reuses multiples of {GRID} tokens" in pair.perf_line(again)
+    assert (again.json["choices"][0]["logprobs"], again.text) == told(pair, messages)
+    edited = [*messages[:3], {"role": "assistant", "content": "No."}, *messages[4:]]
+    shared = common_prefix(pair.rendered(messages).tokens, pair.rendered(edited).tokens)
+    reply = pair.chat(edited, **ALL)
+    assert 0 < reply.cached <= shared and reply.cached % GRID == 0
+    assert reply.cached >= last_place(shared) - GRID, "states are kept at the last place of each turn"
+    assert (reply.json["choices"][0]["logprobs"], reply.text) == told(pair, edited)

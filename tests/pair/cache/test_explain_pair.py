@@ -1,0 +1,189 @@
+"""A client changes one thing in its prompt, for each reason there is, and `explain` names it with token and message."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from support.pair.pair import FolderOf, Pair
+from warmline_cachectl.cli import app
+from warmline_cachectl.views import explain as sides
+from warmline_common.protocol.messages import encode
+from warmline_common.protocol.tokens import common_prefix
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.retention.purge import PurgeRequest
+
+LOOK, WALK = (
+    {"type": "function", "function": {"name": name, "description": f"To {name}.", "parameters": {"type": "object"}}}
+    for name in ("look", "walk")
+)
+SYSTEM = "You watch a harbour, and write down which ships come and go, in order of their size and of their flags."
+QUESTIONS = ("Which ship came first, and from where did it come?", "Whose is it?", "And the one after it, what was it?")
+OTHER_KEY, KEY = "another", "someone"
+
+Body = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """A llama whose template renders tools and reasoning."""
+    with Pair(tmp_path_factory.mktemp("explained"), tiny_folder("llama", tools=True)) as pair:
+        yield pair
+
+
+def body(system: str = SYSTEM, tools: list[Any] | None = None, **changes: str) -> Body:
+    """A conversation with answers that reason; `changes` name a message by its number: m4="..."."""
+    texts = [system, QUESTIONS[0], "The Anna, from Bergen.", QUESTIONS[1], "A widow's in Stavanger.", QUESTIONS[2]]
+    roles = ["system", "user", "assistant", "user", "assistant", "user"]
+    messages = [
+        {"role": role, "content": changes.get(f"m{number}", text)}
+        for number, (role, text) in enumerate(zip(roles, texts, strict=True), 1)
+    ]
+    return {"model": "any/name", "messages": messages, "max_tokens": 3, **({"tools": tools} if tools else {})}
+
+
+def asked(pair: Pair, sent: Body, **headers: str) -> Any:
+    """What `explain` says of it."""
+    reply = pair.post("/v1/chat/completions", sent, **headers)
+    assert reply.status == 200, reply.raw
+    pair.settle()
+    return pair.as_owner("GET", f"{pair.url}/warmline/explain?request={reply.headers['X-Warmline-Request']}").json
+
+
+def parts_at(pair: Pair, before: Body, after: Body) -> int:
+    tokens = [pair.rendered(each["messages"], tools=each.get("tools")).tokens for each in (before, after)]
+    return common_prefix(*tokens)
+
+
+def clock(at: str) -> str:
+    return f"The clock shows {at}.\n{SYSTEM}"
+
+
+CHANGES = {
+    "timestamp": (body(clock("14:22:33")), body(clock("14:25:01")), (1, "system")),
+    "date": (body(clock("Nov 28, 2026")), body(clock("Nov 29, 2026")), (1, "system")),
+    "random-id": (body(clock("req_8Fk2m1Qx7Lp0Zt5a")), body(clock("req_9Ak2m1Qx7Lp0Zt5b")), (1, "system")),
+    "tools-changed": (
+        body("Changed tools.", [LOOK, WALK]),
+        body("Changed tools.", [{"type": "function", "function": {**LOOK["function"], "description": "Sees."}}, WALK]),
+        (1, "system"),
+    ),
+    "tool-order": (body("Moved tools.", [LOOK, WALK]), body("Moved tools.", [WALK, LOOK]), (1, "system")),
+    "system-edited": (body(f"Edited. {SYSTEM}"), body(f"Edited. {SYSTEM[:40]} and be brief."), (1, "system")),
+    "message-edited": (body("A."), body("A.", m2="Which ship left last, and where to did it go?"), (2, "user")),
+    "answer-changed": (body("B."), body("B.", m5="A widow's, I think, but who knows?"), (5, "assistant")),
+    "other-message": (body("C."), body("C.", m6="And now write a poem about all of this."), (6, "user")),
+    "whitespace": (body("D."), body("D.", m2=QUESTIONS[0].replace(" ", "\n")), (2, "user")),
+}
+
+
+@pytest.mark.parametrize("cause", CHANGES)
+def test_what_a_client_changes_is_named(pair: Pair, cause: str) -> None:
+    before, after, (message, role) = CHANGES[cause]
+    asked(pair, before)
+    told = asked(pair, after)
+    where = told["where"]
+    assert told["verdict"]["cause"] == cause, told
+    assert (where["message"], where["role"]) == (message, role)
+    assert where["token"] == parts_at(pair, before, after)
+    texts = [side["text"] for side in (told["known"], told["prompt"])]
+    assert texts[0] != texts[1] and texts[0][:8] == texts[1][:8]
+    assert told["now"]["branch"] and told["now"]["tokens"] > where["token"]
+
+
+def test_a_client_that_leaves_messages_out_is_seen(pair: Pair) -> None:
+    before, after = body("E."), body("E.")
+    del after["messages"][1:3]
+    asked(pair, before)
+    told = asked(pair, after)
+    assert (told["verdict"]["cause"], told["where"]["message"]) == ("truncated", 2)
+
+
+def with_a_call(system: str, **answer: str) -> Body:
+    """A conversation up to a tool's result."""
+    talk = body(system, [LOOK])
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    calling = {"role": "assistant", "content": "The Anna.", "tool_calls": [call], **answer}
+    talk["messages"][2:] = [calling, {"role": "tool", "tool_call_id": "1", "content": "The Anna is there."}]
+    return talk
+
+
+def test_reasoning_that_does_not_come_back_is_missed(pair: Pair) -> None:
+    asked(pair, with_a_call("F.", reasoning_content="Bergen is where she is from."))
+    told = asked(pair, with_a_call("F."))
+    assert (told["verdict"]["cause"], told["where"]["message"]) == ("reasoning-dropped", 3)
+
+
+def test_a_template_that_leaves_reasoning_out_is_named(pair: Pair) -> None:
+    talk = with_a_call("G.", reasoning_content="Bergen is where she is from.")
+    asked(pair, talk)
+    talk["messages"] += [{"role": "assistant", "content": "It is."}, {"role": "user", "content": "Good."}]
+    told = asked(pair, talk)
+    assert (told["verdict"]["cause"], told["where"]["message"]) == ("reasoning-left-out", 3)
+
+
+def test_cachectl_shows_both_texts_with_the_proxy_and_without(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked(pair, body(clock("14:30:00")))
+    told = asked(pair, body(clock("15:00:00")))
+    first = told["request"]["id"]
+    by_proxy = pair.cachectl("explain", first)
+    monkeypatch.setattr("warmline_cachectl.client._announced", lambda home: ("", ""))
+    assert pair.cachectl("explain", first[:8]) == by_proxy == told
+    assert pair.cachectl("explain", "nobody", code=1) is None
+    monkeypatch.setattr(sides, "console", lambda: Console(width=80))
+    text = CliRunner().invoke(app, ["explain", first, "--home", str(pair.home.root)]).stdout
+    assert "timestamp: A time in the prompt" in text and "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}15" in text
+
+
+def test_that_later_ones_were_warm_is_said(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    cold = asked(pair, body("I came first."))["request"]["id"]
+    warm = [asked(pair, body("I came first."))["request"]["id"] for _ in range(2)]
+    by_proxy = pair.cachectl("explain")
+    assert by_proxy["request"]["id"] == cold
+    assert (by_proxy["since"]["warm"], by_proxy["since"]["last"]) == (2, warm[-1])
+    assert pair.cachectl("explain", cold)["since"] is None
+    monkeypatch.setattr("warmline_cachectl.client._announced", lambda home: ("", ""))
+    assert pair.cachectl("explain") == by_proxy
+    text = CliRunner().invoke(app, ["explain", "--home", str(pair.home.root)]).stdout
+    assert text.startswith(f"The last one that was not warm; 2 requests since then were, the last of them {warm[-1]} (")
+
+
+def test_two_conversations_are_compared_in_their_words(pair: Pair) -> None:
+    before, after = asked(pair, body("H.")), asked(pair, body("H.", m4="Where is it now?"))
+    sessions = [each["now"]["session"] for each in (before, after)]
+    found = pair.cachectl("diff", *sessions)
+    assert found["common"] == after["where"]["token"] and found["where"]["message"] == 4
+    assert "Whose is it?" in found["side_a"]["text"] and "Where is it now?" in found["side_b"]["text"]
+    assert pair.cachectl("diff", sessions[0], sessions[0])["where"] is None
+
+
+def test_a_purge_forgets_what_prompts_said(pair: Pair) -> None:
+    asked(pair, body(clock("16:22:33 SECRET")))
+    told = asked(pair, body(clock("16:25:01 SECRET")))
+    assert "SECRET" in told["prompt"]["text"]
+    purge = encode(PurgeRequest(session=told["now"]["session"]))
+    pair.as_owner("POST", f"{pair.url}/warmline/purge", purge)
+    records = pair.as_owner("GET", f"{pair.url}/warmline/requests").json["requests"]
+    assert records and all(record["parting"] is None for record in records)
+    assert "SECRET" not in json.dumps(records)
+
+
+def test_a_prompt_that_another_key_has_stored_is_named(pair: Pair) -> None:
+    """The last test: from here on the pair wants a key."""
+    keys = {name: keys_file.add(pair.home, name).key for name in (KEY, OTHER_KEY)}
+    asked(pair, body(), Authorization=f"Bearer {keys[KEY]}")
+    told = asked(pair, body(), Authorization=f"Bearer {keys[OTHER_KEY]}")
+    assert (told["verdict"]["cause"], told["request"]["key"]) == ("other-key", OTHER_KEY)
+    assert told["verdict"]["detail"].endswith(f" stored for the key {KEY}")
+    named = {each["key"] for each in pair.cachectl("ls")["sessions"]}
+    assert named == {"no key", KEY, OTHER_KEY}
+    left = pair.cachectl("key", "remove", KEY)["stored"]
+    assert [each["root"] for each in pair.cachectl("tree")["trees"] if each["key"] == "a removed key"] == left
+    fresh = keys_file.add(pair.home, KEY).key
+    asked(pair, body("C."), Authorization=f"Bearer {fresh}")
+    assert pair.cachectl("purge", "--key", f"a removed key {left[0][:8]}", "--yes")["sessions"]
+    assert {each["key"] for each in pair.cachectl("ls")["sessions"]} == named, "the new one's, which is called so too"
+    assert left[0] not in {each["root"] for each in pair.cachectl("tree")["trees"]}

@@ -1,0 +1,108 @@
+"""What two conversations have in common is stored once, and a stored row takes its own bytes."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.pair.pair import FolderOf, Message, Pair
+from warmline_common.protocol.messages import Layout
+from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix
+from warmline_common.storage.segment_file import read_header, verify_file
+
+SYSTEM: Message = {"role": "system", "content": "You answer shortly. " * 70}
+TOKENS = 10
+ROW_FACTOR_MAX, FILE_BYTES_MAX = 1.03, 4096  # what a file may weigh over its rows
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_5"])
+def pair(
+    request: pytest.FixtureRequest, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    with Pair(tmp_path_factory.mktemp("sharing"), tiny_folder(request.param)) as pair:
+        yield pair
+
+
+def user(text: str) -> list[Message]:
+    return [SYSTEM, {"role": "user", "content": text}]
+
+
+def ask(pair: Pair, messages: list[Message]) -> bytes:
+    """The packed tokens that have KV after this turn; they are on disk."""
+    reply = pair.chat(messages, max_tokens=TOKENS)
+    pair.settle()
+    answer: Message = {"role": "assistant", "content": reply.text}
+    # All tokens generated have KV, the last one too: the engine computes one step ahead.
+    return pair.rendered([*messages, answer]).tokens[: (reply.prompt_tokens + TOKENS) * TOKEN_BYTES]
+
+
+def stored(pair: Pair) -> dict[str, Any]:
+    view = pair.cachectl("stats")["stored"]
+    assert isinstance(view, dict)
+    return view
+
+
+def files(pair: Pair) -> list[Path]:
+    return sorted(pair.home.segments.rglob("*.safetensors"))
+
+
+def test_what_is_shared_is_stored_once(pair: Pair) -> None:
+    first = ask(pair, user("Tell me about the sea, please."))
+    assert stored(pair)["tokens"] == len(first) // TOKEN_BYTES
+    second = ask(pair, user("What do you know of mountains?"))
+    shared = common_prefix(first, second)
+    assert shared > len(SYSTEM["content"])
+    assert stored(pair)["tokens"] == (len(first) + len(second)) // TOKEN_BYTES - shared
+    assert len(pair.cachectl("inspect")["sessions"]) == 2
+    check_files(pair)
+
+
+def test_a_branch_stores_its_own_tail_alone(pair: Pair) -> None:
+    opening = user("Count the ships.")
+    answer: Message = {"role": "assistant", "content": pair.chat(opening, max_tokens=TOKENS).text}
+    trunk = ask(pair, [*opening, answer, {"role": "user", "content": "And the red ones among them?"}])
+    before = stored(pair)["tokens"]
+    branch = ask(pair, [*opening, answer, {"role": "user", "content": "And the red boats, or blue?"}])
+    own = len(branch) // TOKEN_BYTES - common_prefix(trunk, branch)
+    assert stored(pair)["tokens"] == before + own
+    assert own < 60
+    check_files(pair)
+
+
+def test_a_repeat_stores_nothing(pair: Pair) -> None:
+    ask(pair, user("Say it again."))
+    before, paths = stored(pair), files(pair)
+    ask(pair, user("Say it again."))
+    after = stored(pair)
+    assert files(pair) == paths
+    assert {name: after[name] for name in after if name not in ("bytes_index", "bytes_used")} == {
+        name: before[name] for name in before if name not in ("bytes_index", "bytes_used")
+    }
+
+
+def check_files(pair: Pair) -> None:
+    """Every file weighs its rows or its state; all of them together are what cachectl counts."""
+    layout, view = pair.status().layout, stored(pair)
+    assert layout is not None
+    paths = files(pair)
+    for path in paths:
+        verify_file(path)
+        check_size(path, layout)
+    assert sum(path.stat().st_size for path in paths) == view["bytes_segments"] + view["bytes_checkpoints"]
+    assert len(paths) == view["segments"] + view["checkpoints"]
+    assert bool(view["checkpoints"]) == layout.has_states
+    assert pair.cachectl("verify", "--deep")["findings"] == []
+
+
+def check_size(path: Path, layout: Layout) -> None:
+    header = read_header(path)
+    rows = header.meta.end - header.meta.start
+    size = layout.state_bytes if header.meta.kind == "checkpoint" else rows * layout.row_bytes
+    assert path.stat().st_size <= ROW_FACTOR_MAX * size + FILE_BYTES_MAX
+    held = {name: place for name, place in header.tensors.items() if name not in ("tokens", "checksums")}
+    assert sum(place.bytes_count for place in held.values()) == size
+    if header.meta.kind == "segment":
+        assert {place.shape[2] for place in held.values()} == {rows}, "no row more"
+        assert all(math.prod(place.shape) for place in held.values())

@@ -1,0 +1,169 @@
+"""Agents of a few lines, on real SDKs, before a model that calls tools: ask, run what it calls, tell the result."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel
+
+from support.pair.pair import Pair
+
+SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}, "description": {"type": "string"}}}
+BASH = {"type": "function", "function": {"name": "bash", "description": "Runs a command.", "parameters": SCHEMA}}
+FLAT = {"type": "function", "name": "bash", "description": "Runs a command.", "parameters": SCHEMA, "strict": False}
+USED = {"name": "bash", "description": "Runs a command.", "input_schema": SCHEMA}
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_")
+LS = {"command": "ls -la", "description": "Run it"}
+SHOWN = "README.md\n"
+SAID = "The tool says: README.md."
+
+
+class Place(BaseModel):
+    city: str
+    country: str
+
+
+@pytest.fixture(scope="module")
+def openai_sdk(agent_pair: Pair) -> OpenAI:
+    return OpenAI(base_url=f"{agent_pair.url}/v1", api_key="x", max_retries=0)
+
+
+Ask = Callable[..., Any]  # of messages and options, as `chat.completions.create` takes them; the whole answer
+
+
+def by_openai(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
+    return lambda **request: openai_sdk.chat.completions.create(model="m", **request)
+
+
+def by_openai_streaming(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
+    def ask(**request: Any) -> Any:
+        with openai_sdk.chat.completions.stream(model="m", stream_options={"include_usage": True}, **request) as stream:
+            for event in stream:
+                if event.type == "content.delta":
+                    assert not any(marker in event.delta for marker in MARKERS)
+            return stream.get_final_completion()
+
+    return ask
+
+
+def by_litellm(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
+    request = {"model": "openai/m", "api_base": f"{pair.url}/v1", "api_key": "x", "num_retries": 0}
+    return lambda **fields: litellm.completion(**request, **fields)
+
+
+def by_litellm_streaming(openai_sdk: OpenAI, litellm: Any, pair: Pair) -> Ask:
+    def ask(**fields: Any) -> Any:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = list(by_litellm(openai_sdk, litellm, pair)(**fields, **options))
+        return litellm.stream_chunk_builder(chunks, messages=fields["messages"])
+
+    return ask
+
+
+@pytest.mark.parametrize("by", [by_openai, by_openai_streaming, by_litellm, by_litellm_streaming])
+def test_a_chat_agents_loop(by: Any, openai_sdk: OpenAI, litellm: Any, agent_pair: Pair) -> None:
+    """The call comes back as JSON that its client wrote anew, and what was sampled is found again, to the end."""
+    ask: Ask = by(openai_sdk, litellm, agent_pair)
+    messages: list[Any] = [{"role": "user", "content": f"I am {by.__name__}.\nUse bash: ls -la"}]
+    strict = {**BASH, "function": {**BASH["function"], "strict": True}}  # type: ignore[dict-item]
+    tools = [strict if by is by_openai_streaming else BASH]  # that helper takes no others
+    first = ask(messages=messages, tools=tools)
+    (call,), choice = first.choices[0].message.tool_calls, first.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert choice.message.reasoning_content == "I should look."
+    assert (call.function.name, json.loads(call.function.arguments)) == ("bash", LS)
+    agent_pair.settle()
+    function = {"name": "bash", "arguments": json.dumps(LS, indent=2)}
+    messages += [
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": choice.message.reasoning_content,
+            "tool_calls": [{"id": call.id, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": call.id, "content": SHOWN},
+    ]
+    second = ask(messages=messages, tools=tools)
+    assert (second.choices[0].finish_reason, second.choices[0].message.content) == ("stop", SAID)
+    assert second.choices[0].message.reasoning_content == "I have the result."
+    held = first.usage.total_tokens - 1  # the last token has no row yet
+    assert second.usage.prompt_tokens_details.cached_tokens >= held
+
+
+def test_a_call_written_loosely_is_found_again(openai_sdk: OpenAI, agent_pair: Pair) -> None:
+    """In another order and with other spaces than the template's; with other arguments it is not what was sampled."""
+    messages: list[Any] = [{"role": "user", "content": "Use bash loosely: make"}]
+    request: dict[str, Any] = {"model": "m", "tools": [BASH]}
+    first = openai_sdk.chat.completions.create(messages=messages, **request)
+    message = first.choices[0].message.model_dump(exclude_none=True)
+    agent_pair.settle()
+    call = message["tool_calls"][0]
+    assert json.loads(call["function"]["arguments"]) == {"command": "make"} and first.usage
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
+    again = openai_sdk.chat.completions.create(messages=[*messages, message, result], **request)
+    assert cached(again) >= first.usage.total_tokens - 1
+    call["function"]["arguments"] = '{"command": "make test"}'
+    changed = openai_sdk.chat.completions.create(messages=[*messages, message, result], **request)
+    assert first.usage.prompt_tokens <= cached(changed) < first.usage.total_tokens - 1
+    assert again.choices[0].message.content == changed.choices[0].message.content == "The tool says: ok."
+
+
+def cached(answer: Any) -> int:
+    return int(answer.usage.prompt_tokens_details.cached_tokens)
+
+
+def test_results_of_two_calls(openai_sdk: OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Use bash twice."}]
+    first = openai_sdk.chat.completions.create(model="m", messages=messages, tools=[BASH])  # type: ignore[list-item]
+    message = first.choices[0].message.model_dump(exclude_none=True)
+    assert message["content"] == "Both at once." and len(message["tool_calls"]) == 2 and first.usage
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": text}
+        for call, text in zip(message["tool_calls"], ("README.md", "/home"), strict=True)
+    ]
+    second: Any = openai_sdk.chat.completions.create(model="m", messages=[*messages, message, *results], tools=[BASH])  # type: ignore[list-item]
+    assert second.choices[0].message.content == "The tool says: /home."
+    assert cached(second) >= first.usage.total_tokens - 1
+
+
+def test_an_answer_of_a_given_form(openai_sdk: OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Describe Italy as JSON."}]
+    parsed = openai_sdk.chat.completions.parse(model="m", messages=messages, response_format=Place)
+    assert parsed.choices[0].message.parsed == Place(city="Rome", country="Italy")
+    response = openai_sdk.responses.parse(model="m", input="Describe Japan as JSON.", text_format=Place)
+    assert response.output_parsed == Place(city="Tokyo", country="Japan")
+
+
+def test_a_messages_agents_loop(agent_pair: Pair) -> None:
+    client = anthropic.Anthropic(base_url=agent_pair.url, api_key="x", max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": "I speak Messages.\nUse bash: ls -la"}]
+    request: dict[str, Any] = {"model": "m", "max_tokens": 200, "tools": [USED]}
+    first = client.messages.create(messages=messages, **request)
+    thought, call = first.content
+    assert first.stop_reason == "tool_use" and (thought.type, call.type) == ("thinking", "tool_use")
+    assert (getattr(thought, "thinking", ""), getattr(call, "input", {})) == ("I should look.", LS)
+    agent_pair.settle()
+    result = {"type": "tool_result", "tool_use_id": getattr(call, "id", ""), "content": SHOWN}
+    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    second = client.messages.create(messages=messages, **request)
+    assert [block.type for block in second.content] == ["thinking", "text"] and second.stop_reason == "end_turn"
+    assert getattr(second.content[1], "text", "") == SAID
+    asked = first.usage.input_tokens + (first.usage.cache_read_input_tokens or 0)
+    assert (second.usage.cache_read_input_tokens or 0) >= asked + first.usage.output_tokens - 1
+
+
+def test_a_responses_agents_loop(openai_sdk: OpenAI, agent_pair: Pair) -> None:
+    items: list[Any] = [{"role": "user", "content": "I speak Responses.\nUse bash: ls -la"}]
+    request: dict[str, Any] = {"model": "m", "tools": [FLAT], "store": False}
+    first = openai_sdk.responses.create(input=items, **request)
+    thought, call = first.output
+    assert (thought.type, call.type) == ("reasoning", "function_call")
+    assert json.loads(getattr(call, "arguments", "")) == LS
+    agent_pair.settle()
+    result = {"type": "function_call_output", "call_id": getattr(call, "call_id", ""), "output": SHOWN}
+    second = openai_sdk.responses.create(input=[*items, *first.output, result], **request)
+    assert second.output_text == SAID and second.usage and first.usage
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1

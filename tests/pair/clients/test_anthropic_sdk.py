@@ -1,0 +1,219 @@
+"""Anthropic's SDK, pointed at the pair with any model name."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message
+from pydantic import BaseModel
+
+from support.pair.pair import FolderOf, Pair
+from support.tiny_models import SPECIAL_TOKENS
+
+LOOK = {
+    "name": "look",
+    "description": "Looks out of the window.",
+    "input_schema": {"type": "object", "properties": {"at": {"enum": ["sea", "land"]}}, "required": ["at"]},
+}
+CLOSES_REASONING = {"logit_bias": {str(256 + SPECIAL_TOKENS.index("</think>")): 100}}  # at once, where it may
+BRIEF = "You know ships, and you are brief."
+
+
+@pytest.fixture(scope="module")
+def client(warm_pair: Pair) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=warm_pair.url, api_key="x", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def caller(
+    tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[anthropic.Anthropic, Pair]]:
+    """Before a model that reasons and calls tools, as it is made to."""
+    with Pair(tmp_path_factory.mktemp("calling"), tiny_folder("llama", tools=True)) as pair:
+        yield anthropic.Anthropic(base_url=pair.url, api_key="x", max_retries=0), pair
+
+
+def asking(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "claude-any", "max_tokens": 12, "messages": [{"role": "user", "content": text}], **fields}
+
+
+def without_chance(message: Message) -> dict[str, Any]:
+    """All but its ids, and what was reused."""
+    told: Any = message.to_dict()
+    for named in (told, *told["content"]):
+        named.pop("id", None)
+    told["usage"]["input_tokens"] += told["usage"].pop("cache_read_input_tokens")
+    return dict(told)
+
+
+def prompt_tokens(message: Message) -> int:
+    return message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+
+
+def said(message: Message) -> str:
+    return "".join(block.text for block in message.content if block.type == "text")
+
+
+def test_streamed_and_not(client: anthropic.Anthropic) -> None:
+    request = asking("Which sails does a ketch have?", system=BRIEF, extra_body={"ignore_eos": True})
+    whole = client.messages.create(**request)
+    with client.messages.stream(**request) as stream:
+        text = "".join(stream.text_stream)
+        streamed = stream.get_final_message()
+    assert without_chance(whole) == without_chance(streamed)
+    assert whole.model == "claude-any" and whole.id.startswith("msg_") and whole.role == "assistant"
+    assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == 12
+    assert [block.to_dict() for block in whole.content] == [{"type": "text", "text": text}] and text
+
+
+def test_a_count_is_what_the_prompt_has(client: anthropic.Anthropic, warm_pair: Pair) -> None:
+    request: Any = asking("How many masts has a yawl?", system=[{"type": "text", "text": BRIEF}], tools=[LOOK])
+    asked = len(warm_pair.requests())
+    counted = client.messages.count_tokens(**{name: value for name, value in request.items() if name != "max_tokens"})
+    assert len(warm_pair.requests()) == asked  # it is no generation
+    assert counted.input_tokens == prompt_tokens(client.messages.create(**request))
+
+
+def test_the_next_turn_is_warm_and_shared_with_chat(client: anthropic.Anthropic, warm_pair: Pair) -> None:
+    """Whatever API a conversation goes on in, and however its client writes the blocks."""
+    request = asking("Where does a sloop carry its jib?", system=BRIEF)
+    first = client.messages.create(**request)
+    warm_pair.settle()
+    cached = {"cache_control": {"type": "ephemeral"}}
+    talk: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": request["messages"][0]["content"], **cached}]},
+        {"role": "assistant", "content": [block.to_dict() for block in first.content]},
+        {"role": "user", "content": "And a cutter?"},
+    ]
+    second = client.messages.create(**{**request, "messages": talk}, extra_query={"beta": "true"})
+    held = prompt_tokens(first) + first.usage.output_tokens - 1  # the last token has no row yet
+    assert (second.usage.cache_read_input_tokens or 0) >= held - 1
+    warm_pair.settle()
+    chat: list[Any] = [
+        {"role": "system", "content": BRIEF},
+        request["messages"][0],
+        {"role": "assistant", "content": said(first)},
+        {"role": "user", "content": "And a cutter?"},
+    ]
+    assert warm_pair.chat(chat, max_tokens=1).cached == prompt_tokens(second) - 1
+
+
+def test_thinking_and_results_are_read_back(client: anthropic.Anthropic) -> None:
+    """A turn with all that an agent sends back, as text to the model: the same however it is asked again."""
+    talk: list[Any] = [
+        {"role": "user", "content": "What ship is that?"},
+        {"role": "system", "content": "The window is clean."},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I should look.", "signature": "d2FybWxpbmU="},
+                {"type": "tool_use", "id": "toolu_0123456789abcdef01234567", "name": "look", "input": {"at": "sea"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_0123456789abcdef01234567", "content": "a brig"},
+                {"type": "text", "text": "Well?"},
+            ],
+        },
+    ]
+    request = asking("", system=BRIEF, tools=[LOOK], thinking={"type": "adaptive"}) | {"messages": talk}
+    answer = client.messages.create(**request)
+    again = client.messages.create(**request)
+    assert without_chance(answer) == without_chance(again)
+    assert again.usage.input_tokens == 1
+
+
+def test_a_loop_of_calls(caller: tuple[anthropic.Anthropic, Pair]) -> None:
+    """The model is made to call; its call comes back as its client writes it, with what the tool says."""
+    client, pair = caller
+    request: Any = asking("Which ship? " * 20, max_tokens=90, tools=[LOOK])
+    request["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
+    request["extra_body"] = CLOSES_REASONING
+    first = client.messages.create(**request)
+    with client.messages.stream(**request) as stream:
+        assert without_chance(stream.get_final_message()) == without_chance(first)
+    call = first.content[-1]
+    assert first.stop_reason == "tool_use" and call.type == "tool_use"
+    assert call.name == "look" and call.input["at"] in ("sea", "land") and call.id.startswith("toolu_")
+    pair.settle()
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "a brig"}]}
+    request["messages"] += [
+        {"role": "assistant", "content": [block.to_dict() for block in first.content]},
+        {"role": "user", "content": [result]},
+    ]
+    second = client.messages.create(**request)
+    assert second.stop_reason == "tool_use" and (second.usage.cache_read_input_tokens or 0) >= prompt_tokens(first) - 20
+
+
+def test_thinking_is_a_block_of_its_own(caller: tuple[anthropic.Anthropic, Pair]) -> None:
+    client, _ = caller
+    request: Any = asking("Think of a ship.", thinking={"type": "enabled", "budget_tokens": 1024})
+    whole = client.messages.create(**request)
+    with client.messages.stream(**request) as stream:
+        told = [event.thinking for event in stream if event.type == "thinking"]
+        assert without_chance(stream.get_final_message()) == without_chance(whole)
+    assert [block.type for block in whole.content] == ["thinking"]  # cut off before it said anything
+    assert whole.content[0].to_dict()["thinking"] == "".join(told) != "" and whole.content[0].to_dict()["signature"]
+    assert whole.usage.output_tokens_details and whole.usage.output_tokens_details.thinking_tokens == 12
+
+
+def test_which_stop_word_ended_it(client: anthropic.Anthropic) -> None:
+    request: Any = asking("Say anything at all.", max_tokens=60, extra_body={"ignore_eos": True})
+    words = list("abcdefghijklmnop")
+    whole = client.messages.create(**request, stop_sequences=words)
+    with client.messages.stream(**request, stop_sequences=words) as stream:
+        assert without_chance(stream.get_final_message()) == without_chance(whole)
+    assert whole.stop_reason == "stop_sequence" and whole.stop_sequence in words
+
+
+class Ship(BaseModel):
+    afloat: bool
+
+
+def test_an_answer_of_a_given_form(client: anthropic.Anthropic) -> None:
+    at_once = {"logit_bias": {str(256 + SPECIAL_TOKENS.index("<think>")): -100}}
+    parsed = client.messages.parse(**asking("Is she afloat?", max_tokens=40), output_format=Ship, extra_body=at_once)
+    assert isinstance(parsed.parsed_output, Ship) and parsed.stop_reason == "end_turn"
+
+
+def test_an_answer_goes_on_where_it_was_begun(client: anthropic.Anthropic) -> None:
+    request = asking("Name the parts of a rig.", max_tokens=8, extra_body={"ignore_eos": True})
+    text = said(client.messages.create(**request))
+    begun = [*request["messages"], {"role": "assistant", "content": text[:3]}]
+    went_on = client.messages.create(**{**request, "messages": begun})
+    assert said(went_on).startswith(text[3:]) and len(text) == 8
+
+
+def test_a_prompt_can_be_read_ahead(client: anthropic.Anthropic, warm_pair: Pair) -> None:
+    request = asking("What is the burgee for?", system=BRIEF)
+    ahead = client.messages.create(**{**request, "max_tokens": 0})
+    assert ahead.content == [] and ahead.usage.output_tokens == 0
+    warm_pair.settle()
+    assert client.messages.create(**request).usage.input_tokens == 1
+
+
+def test_any_name_is_a_model(client: anthropic.Anthropic) -> None:
+    listed = client.models.list()
+    assert [model.type for model in listed.data] == ["model"] and not listed.has_more
+    model = client.models.retrieve("claude/any")
+    assert (model.id, model.display_name) == ("claude/any", listed.data[0].id)
+
+
+def test_what_is_wrong_is_said_in_its_words(client: anthropic.Anthropic, warm_pair: Pair) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r'messages.0.content.0: of type "image"') as refused:
+        image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+        client.messages.create(**asking("") | {"messages": [{"role": "user", "content": [image]}]})
+    assert refused.value.type == "invalid_request_error"
+    with pytest.raises(anthropic.BadRequestError, match="'temperature' must be"):
+        client.messages.create(**asking("x"), extra_body={"temperature": -1})
+    limit = warm_pair.status().context_tokens_max
+    long = asking("x" * limit)
+    with pytest.raises(anthropic.BadRequestError, match=rf"prompt is too long: \d+ tokens > {limit} maximum"):
+        client.messages.create(**long)
+    assert client.messages.count_tokens(model="m", messages=long["messages"]).input_tokens > limit
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.messages.batches.list()
+    assert missing.value.type == "not_found_error"

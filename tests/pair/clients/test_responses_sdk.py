@@ -1,0 +1,148 @@
+"""OpenAI's Responses through its own SDK, before the pair."""
+
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel
+
+from support.pair.pair import Pair
+from support.tiny_models import SPECIAL_TOKENS
+
+LOOK: dict[str, Any] = {
+    "type": "function",
+    "name": "look",
+    "description": "Looks.",
+    "parameters": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]},
+}
+THINK_TOKEN = str(256 + SPECIAL_TOKENS.index("<think>"))
+
+
+class Place(BaseModel):
+    capital: bool
+
+
+@pytest.fixture(scope="module")
+def client(warm_pair: Pair) -> OpenAI:
+    return OpenAI(base_url=f"{warm_pair.url}/v1", api_key="x", max_retries=0)
+
+
+def asking(text: str, **options: Any) -> dict[str, Any]:
+    user = {"role": "user", "content": text}
+    return {"model": "gpt-5", "instructions": "Be brief.", "input": [user], "max_output_tokens": 12, **options}
+
+
+def cached(response: Any) -> int:
+    return int(response.usage.input_tokens_details.cached_tokens)
+
+
+def bare(response: Any) -> dict[str, Any]:
+    """Without what differs between two answers: ids, times, and what the first left for the second to reuse."""
+    told: dict[str, Any] = response.model_dump()
+    for name in ("id", "created_at", "completed_at"):
+        told.pop(name)
+    told["usage"].pop("input_tokens_details")
+    for item in told["output"]:
+        item.pop("id")
+        item.pop("call_id", None)
+    return told
+
+
+def streamed(client: OpenAI, **request: Any) -> Any:
+    """The last event's response; events are the SDK's, which raises where they don't fit together."""
+    with client.responses.stream(**request) as stream:
+        events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    return events[-1].response  # type: ignore[union-attr]
+
+
+def test_streamed_and_not(client: OpenAI) -> None:
+    request = asking("responses, twice", metadata={"a": "b"}, temperature=0.0)
+    whole, stream = client.responses.create(**request), streamed(client, **request)
+    assert bare(whole) == bare(stream) and whole.output_text
+    assert (whole.model, whole.status, whole.usage and whole.usage.output_tokens) == ("gpt-5", "incomplete", 12)
+    assert whole.instructions == "Be brief." and whole.metadata == {"a": "b"}
+    assert whole.usage and cached(stream) == whole.usage.input_tokens - 1
+
+
+def test_a_next_turn_goes_on_from_the_last(client: OpenAI) -> None:
+    request = asking("responses, turns")
+    first = client.responses.create(**request)
+    later = [*request["input"], *first.output, {"role": "user", "content": "And now?"}]
+    second = client.responses.create(**{**request, "input": later})
+    assert first.usage and cached(second) >= first.usage.total_tokens - 1
+
+
+def test_chat_shares_the_cache(client: OpenAI) -> None:
+    request = asking("responses and chat", tools=[LOOK], tool_choice="auto")
+    first = client.responses.create(**request)
+    look = {"type": "function", "function": {name: LOOK[name] for name in ("name", "description", "parameters")}}
+    messages: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "responses and chat"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And now?"},
+    ]
+    second = client.chat.completions.create(model="m", messages=messages, tools=[look], max_tokens=4)  # type: ignore[list-item]
+    details = second.usage and second.usage.prompt_tokens_details
+    assert first.usage and details and (details.cached_tokens or 0) >= first.usage.total_tokens - 1
+
+
+def test_a_conversation_with_calls_and_reasoning_is_read_alike(client: OpenAI, warm_pair: Pair) -> None:
+    items: list[Any] = [
+        {"role": "user", "content": "responses, calls"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": '{"where": "here"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "a cat"},
+    ]
+    function = {"name": "look", "arguments": '{"where": "here"}'}
+    messages = [
+        {"role": "user", "content": "responses, calls"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "a cat"},
+    ]
+    assert warm_pair.post("/v1/chat/completions", {"messages": messages, "max_tokens": 2}).status == 200
+    answer = client.responses.create(model="m", input=items, max_output_tokens=2)
+    assert answer.usage and cached(answer) == answer.usage.input_tokens - 1
+
+
+def test_structured_output_is_parsed(client: OpenAI) -> None:
+    no_thought = {"logit_bias": {THINK_TOKEN: -100}}  # the tiny model would think without end
+    request = asking("responses, parsed", text_format=Place, max_output_tokens=64, extra_body=no_thought)
+    parsed = client.responses.parse(**request)
+    assert isinstance(parsed.output_parsed, Place) and parsed.status == "completed"
+    assert streamed(client, **request).output_parsed == parsed.output_parsed
+
+
+def test_input_tokens_are_those_of_the_request(client: OpenAI) -> None:
+    request = asking("responses, counted")
+    counted = client.responses.input_tokens.count(
+        **{name: request[name] for name in ("model", "instructions", "input")}
+    )
+    answer = client.responses.create(**request)
+    assert answer.usage and counted.input_tokens == answer.usage.input_tokens
+
+
+def test_what_nothing_is_stored_for_is_told(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no responses are stored") as refused:
+        client.responses.create(model="m", input="Hi.", previous_response_id="resp_1")
+    assert refused.value.code == "previous_response_not_found" and refused.value.param == "previous_response_id"
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.create(model="m", input="Hi.", background=True)
+    for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match="nor stored"):
+            ask("resp_1")
+
+
+def test_what_the_backend_refuses_is_told(client: OpenAI, warm_pair: Pair) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.responses.create(**asking("responses, refused", temperature=-1.0))
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as refused:
+        client.responses.create(model="m", input="x" * (warm_pair.status().context_tokens_max + 1))
+    assert refused.value.code == "context_length_exceeded"

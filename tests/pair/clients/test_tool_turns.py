@@ -1,0 +1,125 @@
+"""Agents that reason and call tools: each turn starts from the end of the last one, whatever became of its answer.
+
+The template opens the model's reasoning in the generation prompt, and leaves it out of what was said before the last
+user spoke.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.pair.answers import WITH_LOGPROBS, explain_difference
+from support.pair.pair import FolderOf, Pair, Reply
+from warmline_common.protocol.messages import PromptReply, PromptRequest, decode, encode
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+LONG = "Look closely, and leave nothing out. "
+REPEATED = {"llama": 40, "falcon_h1": 40, "qwen3_5": 12}  # so that on no machine it is computed sooner than read
+RESULT = "bin\netc\nhome\nopt\nsrv\nusr"
+FAMILIES = list(REPEATED)  # rows only; states beside rows, in each layer and in layers of their own
+MANNERS = ["marked", "open"]
+
+
+class Agent:
+    """One conversation, growing turn by turn; each is asked only once the last one is on disk."""
+
+    def __init__(self, pair: Pair, manner: str, first: str) -> None:
+        self.pair = pair
+        self.messages: list[dict[str, Any]] = [{"role": "user", "content": first}]
+        self.options: dict[str, Any] = {"tools": [LOOK], "chat_template_kwargs": {"manner": manner}}
+
+    def ask(self) -> Reply:
+        reply = self.pair.chat(self.messages, max_tokens=8, **WITH_LOGPROBS, **self.options)
+        self.pair.settle()
+        return reply
+
+    @property
+    def rendered(self) -> PromptReply:
+        body = {"messages": self.messages, **self.options}
+        request = encode(PromptRequest(request_id="test", endpoint="chat", body=body))
+        return decode(self.pair.as_owner("POST", self.pair.backend_url + "/kv/prompts", request).raw, PromptReply)
+
+    def calls(self, content: str, arguments: str, **fields: str) -> None:
+        """The model's answer, as its client makes a tool call of it, and what the tool says."""
+        call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        self.messages.append({"role": "assistant", "content": content, "tool_calls": [call], **fields})
+        self.messages.append({"role": "tool", "tool_call_id": "1", "content": RESULT})
+
+    def reserialize(self) -> None:
+        """As a client does that keeps calls as objects: other white space than the model's, and than before."""
+        for message in self.messages:
+            for call in message.get("tool_calls", ()):
+                arguments, spaced = call["function"]["arguments"], ": " in call["function"]["arguments"]
+                call["function"]["arguments"] = json.dumps(
+                    json.loads(arguments), separators=(",", ":") if spaced else (", ", ": ")
+                )
+
+    def answer(self, content: str, question: str) -> None:
+        self.messages += [{"role": "assistant", "content": content}, {"role": "user", "content": question}]
+
+
+def advances(agent: Agent, before: int) -> Reply:
+    """Ask once more; it starts from the end of the turn before, at least."""
+    reply = agent.ask()
+    assert reply.cached >= before, f"{reply.cached} of {before} tokens: {agent.pair.perf_line(reply)}"
+    return reply
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_turn_of_a_loop_of_tools_starts_from_the_one_before(
+    family: str, tiny_folder: FolderOf, tmp_path: Path
+) -> None:
+    opening = LONG * REPEATED[family]
+    with Pair(tmp_path, tiny_folder(family, tools=True)) as pair:
+        agents = [Agent(pair, manner, f"What lies in the root folder ({manner})? {opening}") for manner in MANNERS]
+        for agent in agents:
+            a_loop(agent)
+        pair.kill()
+        pair.start()
+        for agent in agents:
+            goes_on_after_a_restart(agent)
+            leaves_out_its_reasoning(agent)
+
+
+def a_loop(agent: Agent) -> None:
+    reply = agent.ask()
+    before = agent.rendered.turn_end
+    agent.calls("", '{"path": "/"}', reasoning_content=reply.reasoning)
+    reply, before = advances(agent, before), agent.rendered.turn_end
+    agent.calls("", '{"path":"/bin","deep":true}')  # its reasoning has gone
+    agent.reserialize()
+    reply, before = advances(agent, before), agent.rendered.turn_end
+    agent.calls(f"<think>\n{reply.reasoning}\n</think>\n\nThere.", '{"path": "/etc"}')
+    agent.reserialize()
+    advances(agent, before)
+
+
+def goes_on_after_a_restart(agent: Agent) -> None:
+    before = agent.rendered.turn_end
+    agent.calls("", '{"path": "/home"}', reasoning_content="Once more.")
+    reply, before = advances(agent, before), agent.rendered.turn_end
+    cold = agent.pair.direct(agent.messages, max_tokens=8, **WITH_LOGPROBS, **agent.options)
+    assert not explain_difference(cold, reply)
+    agent.calls("", '{"path": "/opt"}', reasoning_content="And again.")
+    advances(agent, before)
+
+
+def leaves_out_its_reasoning(agent: Agent) -> None:
+    """Once the user speaks again, what the template leaves out begins in the first answer to what it asked before."""
+    asked = next(message.end for message in agent.rendered.messages if message.number == 1)
+    before = agent.rendered.turn_end
+    agent.answer("Six folders.", "And what lies in /usr?")
+    reply = agent.ask()
+    where = r"at token (\d+), in message 2 \(assistant\): the template leaves out its reasoning"
+    why = re.search(f"differs from what is (?:in memory|stored) {where}", line := agent.pair.perf_line(reply))
+    assert why, line
+    has_states = "no checkpoint after" in line
+    assert reply.cached == (asked if has_states else int(why[1])) < before, "the longest prefix that is the same"
+    cold = agent.pair.direct(agent.messages, max_tokens=8, **WITH_LOGPROBS, **agent.options)
+    assert not explain_difference(cold, reply)
+    before = agent.rendered.turn_end
+    agent.calls("", '{"path": "/usr"}', reasoning_content=reply.reasoning)
+    advances(agent, before)

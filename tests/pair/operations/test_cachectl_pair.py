@@ -1,0 +1,180 @@
+"""`cachectl` beside a running pair and without one, and the disk budget."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.pair.pair import POLL_S, FolderOf, Message, Pair
+from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix
+
+BUDGET_BYTES = 4_000_000
+TOKENS = 10
+CHANGING = {"age_s", "idle_s", "bytes_index", "bytes_used"}  # by the clock alone, and by bookkeeping
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    flags = ("--disk-budget-gb", str(BUDGET_BYTES / 1e9))
+    with Pair(tmp_path_factory.mktemp("cachectl"), tiny_folder("llama"), *flags) as pair:
+        yield pair
+
+
+@pytest.fixture
+def running(pair: Pair) -> Pair:
+    return pair if pair.is_up else pair.start()
+
+
+@pytest.fixture
+def stopped(pair: Pair) -> Pair:
+    if pair.is_up:
+        pair.stop()
+    return pair
+
+
+def speak(pair: Pair, name: str, words: str = "Hello there.") -> bytes:
+    """One turn of the conversation `name`; its packed tokens, all of them on disk."""
+    messages: list[Message] = [
+        {"role": "system", "content": f"{name} is your name."},
+        {"role": "user", "content": words},
+    ]
+    reply = pair.chat(messages, max_tokens=TOKENS, session_id=name)
+    pair.settle()
+    messages.append({"role": "assistant", "content": reply.text})
+    return pair.rendered(messages).tokens[: (reply.prompt_tokens + TOKENS) * TOKEN_BYTES]
+
+
+def holding(pair: Pair, wanted: bytes) -> set[str]:
+    """The folders under the home with a file that holds these bytes."""
+    root = pair.home.root
+    paths = (path for path in root.rglob("*") if path.is_file())
+    return {path.relative_to(root).parts[0] for path in paths if wanted in path.read_bytes()}
+
+
+def end(tokens: bytes) -> bytes:
+    """What of them no other conversation has."""
+    return tokens[-16 * TOKEN_BYTES :]
+
+
+def session(pair: Pair, name: str) -> str:
+    (found,) = [row["id"] for row in pair.cachectl("inspect")["sessions"] if row["client"] == name]
+    return str(found)
+
+
+def without_changing(view: Any) -> Any:
+    if isinstance(view, dict):
+        return {name: without_changing(value) for name, value in view.items() if name not in CHANGING}
+    return [without_changing(value) for value in view] if isinstance(view, list) else view
+
+
+def views(pair: Pair) -> list[Any]:
+    """All that cachectl can show of conversation "beta"."""
+    beta = session(pair, "beta")
+    leaf = pair.cachectl("inspect", beta)["path"][-1]["id"]
+    commands = [
+        ["inspect"],
+        ["inspect", beta],
+        ["inspect", leaf],
+        ["stats"],
+        ["verify"],
+        ["verify", "--deep"],
+        *(["purge", "--dry-run", *what] for what in (["--session", beta], ["--model", "llama"], ["--all"])),
+        ["purge", "--dry-run", "--older-than", "0s"],
+    ]
+    return [without_changing(pair.cachectl(*command)) for command in commands]
+
+
+def test_the_same_answers_up_and_down(running: Pair) -> None:
+    for name in ("alpha", "beta", "gamma"):
+        speak(running, name)
+    limit = time.monotonic() + 10
+    while running.cachectl("stats")["requests"]["count"] < 3:  # records are written every second
+        assert time.monotonic() < limit
+        time.sleep(POLL_S)
+    up = views(running)
+    running.stop()
+    assert views(running) == up
+    assert len(up[0]["sessions"]) == len(up[-1]["sessions"]) == 3 and up[4]["findings"] == []
+
+
+def test_purge_while_the_pair_is_down(stopped: Pair) -> None:
+    alpha = session(stopped, "alpha")
+    assert stopped.cachectl("purge", "--session", alpha, "--dry-run")["sessions"] == [alpha]
+    assert stopped.cachectl("purge", "--session", alpha, "--yes")["sessions"] == [alpha]
+    assert {row["client"] for row in stopped.cachectl("inspect")["sessions"]} == {"beta", "gamma"}
+    assert stopped.cachectl("verify", "--deep")["findings"] == []
+    assert stopped.cachectl("purge", "--model", "llama", "--yes")["bytes_freed"] > 0
+    assert stopped.cachectl("stats")["stored"]["segments"] == 0
+    assert stopped.cachectl("verify")["findings"] == []
+
+
+def test_purge_while_the_pair_runs(running: Pair) -> None:
+    kept, purged = speak(running, "kept"), speak(running, "purged")
+    assert holding(running, end(purged)) == {"index", "segments"}
+    row = session(running, "purged")
+    assert running.cachectl("purge", "--session", row, "--dry-run")["dry_run"] is True
+    assert session(running, "purged") == row
+    assert running.cachectl("purge", "--session", row, "--yes")["sessions"] == [row]
+    assert holding(running, end(purged)) == holding(running, b"purged") == set()
+    assert holding(running, end(kept)) == {"index", "segments"}
+    assert running.cachectl("verify", "--deep")["findings"] == []
+    again = running.chat([{"role": "system", "content": "purged is your name."}], max_tokens=1)
+    assert again.cached < 10, "nothing of it is left in memory either"
+    running.settle()
+
+
+def test_a_purge_cuts_to_the_token_and_who_begins_alike_stays_as_it_was(running: Pair) -> None:
+    alike: Message = {"role": "system", "content": "Both begin with this, and one of them alone is to stay. " * 4}
+    texts = {"cut": "Snip, snip: so go the shears. " * 6, "left": "What is it that remains of a talk? " * 6}
+    tokens = {}
+    for name, text in texts.items():
+        messages: list[Message] = [alike, {"role": "user", "content": text}]
+        running.chat(messages, max_tokens=TOKENS, session_id=name)
+        running.settle()
+        tokens[name] = running.rendered(messages).tokens
+    gone, left = (session(running, name) for name in texts)
+    told = running.cachectl("purge", "--session", gone, "--dry-run")
+    done = running.cachectl("purge", "--session", gone, "--yes")
+    assert done["bytes_freed"] == told["bytes_freed"] and len(done["cuts"]) == len(told["cuts"]) == 1
+    until = done["cuts"][0]["until"]
+    assert until == common_prefix(*tokens.values()) > 100
+    own = tokens["cut"][until * TOKEN_BYTES :]
+    assert holding(running, own[: 8 * TOKEN_BYTES]) == holding(running, end(own[:-200])) == set()
+    assert running.cachectl("verify", "--deep")["findings"] == []
+    (replay,) = running.cachectl("verify", "--replay", left)["replays"]
+    assert replay["outcome"] in ("equal", "within") and replay["reused"] > until, "of both files, and as if cold"
+
+
+def test_purge_by_age_and_all_while_the_pair_runs(running: Pair) -> None:
+    spoken = [speak(running, name) for name in ("old", "new")]
+    assert running.cachectl("purge", "--older-than", "1h", "--yes", code=1) is None, "nothing is as old"
+    assert running.cachectl("purge", "--older-than", "0s", "--yes")["sessions"] != []
+    spoken.append(speak(running, "newest"))
+    running.cachectl("purge", "--all", "--yes")
+    for tokens in spoken:
+        assert holding(running, end(tokens)) == set()
+    assert holding(running, b"newest") == set()
+    assert list(running.home.segments.rglob("*.safetensors")) == []
+    assert running.cachectl("inspect") == {"sessions": [], "quarantined": []}
+    assert running.cachectl("verify")["findings"] == []
+    first, second = speak(running, "newest"), speak(running, "newest")
+    assert first == second
+
+
+def bytes_on_disk(pair: Pair) -> int:
+    paths: list[Path] = [*pair.home.index.rglob("*"), *pair.home.segments.rglob("*")]
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def test_the_disk_budget_holds_after_every_conversation(running: Pair) -> None:
+    words = "A word that weighs. " * 60
+    for number in range(9):
+        speak(running, f"{number} heavy", words)
+        assert bytes_on_disk(running) <= BUDGET_BYTES
+    stored = running.cachectl("stats")["stored"]
+    assert BUDGET_BYTES / 2 < stored["bytes_used"] <= BUDGET_BYTES
+    assert 0 < stored["sessions"] < 9
+    assert running.cachectl("verify", "--deep")["findings"] == []
+    assert session(running, "8 heavy"), "the latest one is there"

@@ -1,0 +1,109 @@
+"""A pair that is open to the LAN: keys that are made, a cache for each, the owner's paths, a home that is private."""
+
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.pair.pair import FolderOf, Pair, Reply, ask
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import key_store as keys_file
+
+TALE = "A stranger came to the village and told us the following. " * 12
+
+
+@contextmanager
+def careless() -> Iterator[None]:
+    """Whatever is made now is open to all, unless whoever makes it takes care."""
+    before = os.umask(0)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def asked(pair: Pair, key: str) -> Reply:
+    body = {"messages": [{"role": "user", "content": TALE}], "max_tokens": 4, "temperature": 0}
+    return pair.post("/v1/chat/completions", body, Authorization=f"Bearer {key}")
+
+
+def cached(pair: Pair, key: str) -> int:
+    """How much of the tale its holder is spared; what the header says agrees with what the usage does."""
+    reply = asked(pair, key)
+    assert reply.status == 200, reply.raw
+    source, _, count = reply.headers["X-Warmline-Cache"].partition(" ")
+    assert reply.cached == int(count) and (source == "cold") == (reply.cached == 0)
+    pair.settle()
+    return reply.cached
+
+
+def test_each_key_has_a_cache_of_its_own_that_outlives_processes_and_the_keys_value(
+    tiny_folder: FolderOf, tmp_path: Path
+) -> None:
+    home = Home(tmp_path / "home")
+    with careless():
+        home.segments.mkdir(parents=True)
+        (home.root / "warmline.toml").touch()
+        pair = Pair(home.root, tiny_folder("llama"), "--lan", "--log-files")
+        with pair:
+            assert pair.logged(r"^(ready|also) .*\.local:")
+            assert f"cachectl key show --home {home.root})" in pair.logged("^curl ")
+            one = pair.cachectl("key", "show")["key"]
+            two, three = (pair.cachectl("key", "add", name)["key"] for name in ("two", "three"))
+            assert (
+                asked(pair, "").status == asked(pair, "wl-guessed").status == asked(pair, home.secret()).status == 401
+            )
+            assert cached(pair, one) == 0
+            whole = cached(pair, one)
+            assert whole > 100
+            assert cached(pair, two) == 0, "what one had computed is in memory, and on disk"
+
+            os.kill(pair.pid("proxy"), signal.SIGKILL)
+            wait_until_up(pair)
+            assert cached(pair, three) == 0, "what is in memory was adopted for whom it belongs to"
+            assert cached(pair, one) == whole
+            pair.kill()
+            pair.start()
+            four = pair.cachectl("key", "add", "four")["key"]
+            assert cached(pair, four) == 0, "what is on disk, too"
+            assert cached(pair, one) == whole and cached(pair, two) == whole
+
+            renewed = pair.cachectl("key", "rotate", "default")["key"]
+            assert asked(pair, one).status == 401
+            assert cached(pair, renewed) == whole
+            owner_is_asked_who_he_is(pair, renewed)
+        assert_private(home)
+
+
+def wait_until_up(pair: Pair) -> None:
+    """Another proxy than before answers."""
+    while True:
+        try:
+            if ask(f"{pair.url}/ready", None, {}, "GET").status == 200:
+                return
+        except OSError:
+            pass
+
+
+def owner_is_asked_who_he_is(pair: Pair, client_key: str) -> None:
+    """By the address that others use; on this machine nothing is asked."""
+    admin, elsewhere = pair.cachectl("key", "show", "admin")["key"], {"Host": f"192.168.1.5:{pair.port}"}
+    for headers, status in (
+        ({}, 200),
+        (elsewhere, 401),
+        (elsewhere | {"X-Api-Key": client_key}, 401),
+        (elsewhere | {"X-Api-Key": admin}, 200),
+        ({"Host": "evil.example", "X-Api-Key": admin}, 403),
+        ({"X-Forwarded-For": "192.168.1.7"}, 401),
+    ):
+        assert ask(f"{pair.url}/warmline/status", None, headers, "GET").status == status, headers
+
+
+def assert_private(home: Home) -> None:
+    found = [home.root, *home.root.rglob("*")]
+    assert {"keys.json", "keys.lock", "proxy.log", "secret", "warmline.toml"} <= {path.name for path in found}
+    modes = {str(path): stat.S_IMODE(path.lstat().st_mode) for path in found}
+    assert modes == {str(path): 0o700 if path.is_dir() else 0o600 for path in found}
+    assert len([each for each in keys_file.read(home) if each.kind == keys_file.ADMIN]) == 1

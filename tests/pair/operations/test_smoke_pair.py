@@ -1,0 +1,56 @@
+"""`warmline gates` against real pairs: a trained model, a random one, and one whose cache is planted with a bug."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from support.pair.pair import FolderOf, Pair
+from support.planted.faults import Planted
+from support.planted.site import planted_bugs
+from warmline_run.cli import app
+
+SHORT = ("--turns", "3", "--turn-kb", "0.5", "--timeout-s", "60")
+
+
+def gates(pair: Pair, *words: str) -> Result:
+    """The command, in this process, as for somebody whose home is the pair's."""
+    return CliRunner().invoke(app, ["gates", "--url", f"{pair.url}/v1", "--home", str(pair.home.root), *SHORT, *words])
+
+
+def report(pair: Pair, *words: str) -> tuple[int, dict[str, Any]]:
+    done = gates(pair, "--json", *words)
+    return done.exit_code, {gate["name"]: gate for gate in json.loads(done.stdout)["gates"]}
+
+
+def test_a_trained_model_passes_every_gate(agent_pair: Pair) -> None:
+    code, seen = report(agent_pair, "--long-tokens", "6000")
+    assert {name: gate["detail"] for name, gate in seen.items() if gate["result"] != "passed"} == {
+        "restart": "ends the backend, which interrupts others: add --restart"
+    }
+    assert code == 0 and len(seen) == 12
+
+
+def test_a_random_model_passes_what_needs_no_sense(warm_pair: Pair) -> None:
+    """Its greedy answers change with the least error in its cache."""
+    only = [word for name in ("load", "streaming", "any-name", "long-transcript") for word in ("--only", name)]
+    done = gates(warm_pair, "--turns", "5", *only)
+    assert done.exit_code == 0, done.output
+    assert "as cold in turns 1, 2, 4, 5" in " ".join(done.output.split()) and "4 passed" in done.output
+
+
+def test_a_restart_goes_well_and_a_wrong_one_is_caught(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    """Nothing looks wrong but the answer: restored as long as it was, with HTTP 200."""
+    only = ("--only", "restart", "--restart", "--long-tokens", "1500")
+    with Planted(restart_delay_s=0.1) as planted:
+        environment = {**planted.environment, "PLANTED_BUGS": "1"}
+        with Pair(tmp_path, tiny_folder("llama"), environment=environment) as pair:
+            backend = pair.pid("backend")
+            code, seen = report(pair, *only)
+            assert (code, seen["restart"]["result"]) == (0, "passed"), seen
+            assert pair.pid("backend") != backend
+            with planted.bug(planted_bugs.SKIPPED_LAYER):
+                code, seen = report(pair, *only)
+            assert (code, seen["restart"]["result"]) == (1, "failed"), seen
+            assert "the warm answer is not the cold one" in seen["restart"]["detail"]

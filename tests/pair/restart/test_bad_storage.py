@@ -1,0 +1,241 @@
+"""Disks that are full, failing, read-only or tampered with: serving goes on, says so, and recovers."""
+
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.pair.pair import POLL_S, WARMLINE, FolderOf, Message, Pair, Reply
+from support.planted.faults import Planted
+from support.processes import free_port
+
+ANSWER = {"max_tokens": 6, "ignore_eos": True}
+WRITES = ["create", "write", "sync", "rename"]
+CHANGES = [*WRITES, "sync_folder", "link", "delete", "delete_folder", "make_folder", "set_mode", "lengthen"]
+CHANGES += ["allocate", "in_lmdb"]
+SLOW = ("--prefill-step-size", "16")  # so that restoring takes less time than computing, with a model of this size too
+LIMIT_S = 60.0
+TRIES_MAX = 20
+SHARED_TOKENS_MAX = 40  # that two conversations begin with
+BEGINS, ENDS = "what is computed can't be saved", "saving works again"
+REFUSED = "a restore was refused"
+
+
+class Talk:
+    """A conversation whose every answer is compared with the cold one."""
+
+    def __init__(self, pair: Pair, name: str) -> None:
+        self._pair = pair
+        self.messages: list[Message] = [{"role": "system", "content": f"{name} " * 40}]
+
+    def turn(self, question: str) -> Reply:
+        self.messages.append({"role": "user", "content": f"{question} " * 10})
+        reply = self._pair.chat(self.messages, **ANSWER)
+        assert reply.text == self._pair.direct(self.messages, **ANSWER).text
+        self.messages.append({"role": "assistant", "content": reply.text})
+        return self._settled(reply)
+
+    def again(self) -> Reply:
+        """The last turn once more, from what is on disk alone."""
+        for _ in range(TRIES_MAX):
+            reply = self.once_more()
+            if "would take longer" not in self._pair.log[-1]:  # as it may seem where others use this machine, too
+                break
+        return reply
+
+    def refused(self) -> Reply:
+        """The same, where what is on disk is tried, and found to be of no use."""
+        before = said(self._pair, REFUSED)
+        for _ in range(TRIES_MAX):
+            reply = self.once_more()
+            if said(self._pair, REFUSED) > before:
+                return reply
+        raise AssertionError("nothing was refused")
+
+    def once_more(self) -> Reply:
+        self._pair.forget_residents()
+        reply = self._pair.chat(self.messages[:-1], **ANSWER)
+        assert reply.text == self.messages[-1]["content"]
+        return self._settled(reply)
+
+    def _settled(self, reply: Reply) -> Reply:
+        """All that was logged up to its end can be seen in the pair's log."""
+        self._pair.settle()
+        self._pair.perf_line(reply)
+        return reply
+
+
+def get(pair: Pair, path: str) -> str:
+    with urllib.request.urlopen(pair.url + path) as answer:
+        assert answer.status == 200
+        return str(answer.read().decode())
+
+
+def persistence(pair: Pair) -> str:
+    """What /health and the status say, which is the same."""
+    state = str(pair.proxy_status()["persistence"])
+    health = json.loads(get(pair, "/health"))
+    assert (health["status"], health["persistence"]) == ("ok", state)
+    assert f"warmline_persistent {float(state == 'ok')}" in get(pair, "/metrics")
+    return state
+
+
+def wait_until_saved(pair: Pair) -> None:
+    """Saving works, and nothing in memory is not on disk."""
+    limit = time.monotonic() + LIMIT_S
+    while (status := pair.proxy_status())["persistence"] != "ok" or status["unsaved"]:
+        assert time.monotonic() < limit, status
+        time.sleep(POLL_S)
+
+
+def said(pair: Pair, words: str) -> int:
+    return sum(words in line for line in pair.log)
+
+
+@pytest.fixture(scope="module")
+def planted() -> Iterator[Planted]:
+    with Planted(retry_interval_s=0.3) as planted:
+        yield planted
+
+
+@pytest.fixture(scope="module")
+def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    home = tmp_path_factory.mktemp("home") / "h"
+    with Pair(home, tiny_folder("llama"), *SLOW, environment=planted.environment) as pair:
+        yield pair
+        assert pair.cachectl("verify", "--deep")["findings"] == []
+
+
+@pytest.mark.parametrize(
+    ("process", "code", "steps"),
+    [
+        ("backend", "ENOSPC", ["write"]),
+        ("backend", "EIO", ["sync"]),
+        ("backend", "EROFS", WRITES),
+        ("proxy", "ENOSPC", ["in_lmdb"]),
+        ("proxy", "EROFS", CHANGES),
+    ],
+)
+def test_serving_goes_on_where_nothing_can_be_saved(
+    pair: Pair, planted: Planted, process: str, code: str, steps: list[str]
+) -> None:
+    begun, ended = said(pair, BEGINS), said(pair, ENDS)
+    talk = Talk(pair, f"{process} {code}")
+    talk.turn("first")
+    saved = talk.again().cached
+    assert saved, pair.log[-1]
+    assert persistence(pair) == "ok"
+    planted.fail_disk(process, code, steps)
+    try:
+        assert talk.turn("second").cached >= saved
+        assert code in persistence(pair)
+        assert talk.turn("third").cached > saved, "in memory the conversation is warm"
+        Talk(pair, "another").turn("first")
+        assert code in persistence(pair)
+        assert f'warmline_save_failures_total{{reason="{code}"}}' in get(pair, "/metrics")
+    finally:
+        planted.mend_disk(process)
+    wait_until_saved(pair)
+    assert talk.again().cached > saved, "what could not be saved then is saved now"
+    assert said(pair, ENDS) - ended == 1
+    assert 1 <= said(pair, BEGINS) - begun <= 2, "one line a part that fails, not one a request"
+
+
+def test_a_full_disk_below_the_budget_makes_room_by_itself(pair: Pair, planted: Planted) -> None:
+    sacrificed = Talk(pair, "of little use")
+    sacrificed.turn("first")
+    talk = Talk(pair, "of more use")
+    begun, full = said(pair, BEGINS), said(pair, "the disk is full")
+    planted.fail_disk("backend", "ENOSPC", ["write"], times=1)
+    try:
+        talk.turn("first")
+    finally:
+        planted.mend_disk("backend")
+    assert persistence(pair) == "ok" and said(pair, BEGINS) == begun
+    assert talk.again().cached
+    assert said(pair, "the disk is full") == full + 1
+
+
+def test_what_cannot_be_read_now_is_not_lost(pair: Pair, planted: Planted) -> None:
+    talk = Talk(pair, "unreadable")
+    talk.turn("first")
+    saved = talk.again().cached
+    planted.fail_disk("backend", "EIO", ["open_to_read"], under="segments")
+    try:
+        assert talk.refused().cached < SHARED_TOKENS_MAX
+    finally:
+        planted.mend_disk("backend")
+    assert talk.again().cached == saved > SHARED_TOKENS_MAX
+
+
+@pytest.mark.parametrize("nth", [0, 1, 2])
+def test_a_segment_that_is_deleted_by_hand(pair: Pair, planted: Planted, nth: int) -> None:
+    """Before it is looked for (0); when a restore opens it, to look at its header (1) or to read it (2)."""
+    talk = Talk(pair, f"deleted {nth}")
+    before = set(pair.home.segments.rglob("*.safetensors"))
+    talk.turn("first")
+    (path,) = set(pair.home.segments.rglob("*.safetensors")) - before
+    if nth:
+        planted.lose_file("backend", nth)
+    else:
+        path.unlink()
+    assert talk.refused().cached < SHARED_TOKENS_MAX
+    planted.mend_disk("backend")
+    assert not path.exists()
+    assert talk.again().cached > SHARED_TOKENS_MAX, "it was saved anew"
+    assert pair.cachectl("verify", "--deep")["findings"] == []
+
+
+def test_a_second_pair_on_the_home_is_refused(pair: Pair, tiny_folder: FolderOf) -> None:
+    ports = ["--port", str(free_port()), "--backend-port", str(free_port())]
+    arguments = [WARMLINE, "serve", "--home", str(pair.home.root), "--model", str(tiny_folder("llama")), *ports]
+    second = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    assert second.returncode != 0
+    said = second.stdout + second.stderr
+    assert any(f"in use by process {pair.pid(process)}" in said for process in ("proxy", "backend"))
+    assert Talk(pair, "still here").turn("first").text
+
+
+def test_a_home_that_is_read_only_at_the_start(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    with Planted(retry_interval_s=0.3) as planted:
+        pair = Pair(tmp_path / "h", tiny_folder("llama"), *SLOW, environment=planted.environment)
+        talk = Talk(pair, "read only")
+        with pair:
+            talk.turn("first")
+        for process in ("proxy", "backend"):
+            planted.fail_disk(process, "EROFS", CHANGES)
+        with pair:
+            assert "EROFS" in persistence(pair)
+            saved = talk.again().cached
+            assert saved, "what is stored is used"
+            assert talk.turn("second").cached >= saved
+            for process in ("backend", "proxy"):
+                planted.mend_disk(process)
+            wait_until_saved(pair)
+            assert talk.again().cached > saved
+            assert pair.cachectl("verify", "--deep")["findings"] == []
+
+
+def test_an_index_that_outgrows_its_map(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    with Planted(map_bytes=1 << 18, retry_interval_s=0.3) as planted:
+        pair = Pair(tmp_path / "h", tiny_folder("llama"), *SLOW, environment=planted.environment)
+        with pair:
+            planted.fail_disk("proxy", "ENOMEM", ["in_lmdb"], under="grow")
+            turns = 0
+            while persistence(pair) == "ok":
+                turns += 1
+                assert turns < 60
+                pair.chat([{"role": "user", "content": f"talk {turns} " * 250}], **ANSWER)
+                pair.settle()
+            assert "index" in persistence(pair)
+            talk = Talk(pair, "the last")
+            talk.turn("first")
+            planted.mend_disk("proxy")
+            wait_until_saved(pair)
+            assert talk.again().cached
+            assert said(pair, "the map of the index grew")
+            assert pair.cachectl("verify", "--deep")["findings"] == []

@@ -1,0 +1,17 @@
+"""A short storm in every run of the tests; `make chaos` has a longer one."""
+
+from pathlib import Path
+
+from support.pair.pair import FolderOf
+from support.storm.storm import run
+
+SECONDS, SEED = 60.0, 20261128
+LONG = (600, 1000, 1750)  # tokens: half of what the long storm has, so that as much happens in a minute
+
+
+def test_nothing_is_wrong_hung_or_left_after_a_storm(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    report = run(SECONDS, SEED, tmp_path / "home", tiny_folder("bench"), LONG)
+    print(report.table())
+    assert report.failures == []
+    assert report.log.counts["answered"] > 0
+    assert report.log.faults.total() > 0

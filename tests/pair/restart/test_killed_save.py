@@ -1,0 +1,136 @@
+"""Killed with -9 at any moment of a save: only that save is lost, nothing wrong is served, all is clean after."""
+
+import http.client
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.pair.pair import FolderOf, Message, Pair
+from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix
+
+ATTEMPTS_MAX = 5  # a draft lives for a millisecond or two
+LOOK_INTERVAL_S = 0.0005  # else looking would take a core from what is looked at
+Reached = Callable[[Pair], bool]
+Moment = Callable[[Pair], Reached]
+
+
+def files(pair: Pair, pattern: str) -> set[Path]:
+    return set(pair.home.segments.rglob(pattern))
+
+
+def when_a_draft_appears(pair: Pair) -> Reached:
+    return lambda now: bool(files(now, ".*.tmp"))
+
+
+def when_a_file_is_in_place(pair: Pair) -> Reached:
+    before = files(pair, "*.safetensors")
+    return lambda now: bool(files(now, "*.safetensors") - before)
+
+
+def when_a_second_file_is_in_place(pair: Pair) -> Reached:
+    before = len(files(pair, "*.safetensors"))
+    return lambda now: len(files(now, "*.safetensors")) - before >= 2
+
+
+def after(seconds: float) -> Moment:
+    def make(pair: Pair) -> Reached:
+        start = time.monotonic()
+        return lambda now: time.monotonic() - start >= seconds
+
+    return make
+
+
+SEED = 20261127
+RANDOM = random.Random(SEED)
+MOMENTS: list[Moment] = [
+    when_a_draft_appears,
+    when_a_file_is_in_place,
+    *(after(RANDOM.uniform(0.0, 0.05)) for _ in range(2)),
+]
+
+
+class Assassin(threading.Thread):
+    """Kills the pair at a moment, however short, from before the answer that leads to it."""
+
+    def __init__(self, pair: Pair, moment: Moment) -> None:
+        super().__init__(daemon=True)
+        self._pair, self._moment = pair, moment
+        self._reached = moment(pair)
+        self.too_late = threading.Event()
+        self.killed = False
+        self.start()
+
+    def run(self) -> None:
+        while not self.too_late.is_set():
+            if self._reached(self._pair):
+                self._pair.kill()
+                self.killed = True
+                return
+            time.sleep(LOOK_INTERVAL_S)
+
+
+def ask_and_kill(pair: Pair, messages: list[Message], moment: Moment, **answer: object) -> bool:
+    """Whether the moment was met before the save was over."""
+    assassin = Assassin(pair, moment)
+    try:
+        pair.chat(messages, **answer)
+        pair.settle()
+    except (OSError, http.client.HTTPException):  # killed: before the client had its answer, or while we looked
+        pass
+    assassin.too_late.set()
+    assassin.join()
+    return assassin.killed
+
+
+def verify(pair: Pair) -> None:
+    assert pair.cachectl("verify", "--deep")["findings"] == []
+
+
+# A segment and a bit, or a segment and its checkpoints, for a first save of several files; after that, less will do.
+@pytest.mark.parametrize(
+    ("family", "system", "moments"),
+    [
+        ("llama", 8_300, [when_a_second_file_is_in_place]),
+        ("llama", 600, MOMENTS),
+        ("qwen3_5", 600, [when_a_second_file_is_in_place, when_a_draft_appears]),
+    ],
+)
+def test_kill_9_during_a_save(
+    family: str, system: int, moments: list[Moment], tiny_folder: FolderOf, tmp_path: Path
+) -> None:
+    answer = {"max_tokens": 8, "ignore_eos": True}
+    messages: list[Message] = [{"role": "system", "content": "".join(RANDOM.choices("abcdefgh", k=system))}]
+    durable = b""
+    with Pair(tmp_path / "home", tiny_folder(family), "--prefill-step-size", "4096") as pair:
+        for turn, moment in enumerate(moments):
+            killed = False
+            for attempt in range(ATTEMPTS_MAX):
+                noise = "".join(RANDOM.choices("xyz", k=300))
+                messages.append({"role": "user", "content": f"question {turn}.{attempt}: {noise}"})
+                pair.forget_residents()
+                killed = ask_and_kill(pair, messages, moment, **answer)
+                if killed:
+                    pair.start()
+                durable, text = check_after(pair, messages, durable if family == "llama" else b"", **answer)
+                messages.append({"role": "assistant", "content": text})
+                if killed:
+                    break
+            assert killed, f"moment {turn} was never met"
+
+
+def check_after(pair: Pair, messages: list[Message], durable: bytes, **answer: object) -> tuple[bytes, str]:
+    """The home is clean, what was durable is used, the answer is the cold one.  What is durable now, and the answer."""
+    verify(pair)
+    assert not files(pair, ".*.tmp"), "drafts are swept at the start"
+    warm = pair.chat(messages, **answer)
+    assert warm.text == pair.direct(messages, **answer).text, f"seed {SEED}"
+    assert warm.cached >= common_prefix(durable, pair.rendered(messages).tokens)
+    pair.settle()
+    verify(pair)
+    held = pair.longest_resident()
+    assert len(held) > len(messages[0]["content"]) * TOKEN_BYTES
+    return held, warm.text

@@ -1,0 +1,237 @@
+"""Whatever happens to the backend: who has seen nothing yet never learns of it, who has is told, and all is warm after.
+
+The faults are real ones, in the process that `warmline serve` runs; the gate makes sure of what each request has seen.
+"""
+
+import hashlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.pair.answers import WITH_LOGPROBS, explain_difference
+from support.pair.clients import Asked
+from support.pair.pair import FolderOf, Message, Pair, Reply, ask
+from support.pair.waiting import until, wait_until_let_go
+from support.planted.faults import FAULTS, WEDGES, Gate, Planted, Step
+from warmline_common.protocol.messages import Vitals
+
+STEP, PART = 64, 256
+SHARED_MAX = 16  # the template's first tokens and a digit or two, which prompts have in common
+FLAGS = ("--prefill-step-size", str(STEP), "--partial-save-tokens", str(PART))
+NAME = "X-Warmline-Request"
+ANSWER = {"max_tokens": 12, **WITH_LOGPROBS}
+LONG_ANSWER = {"max_tokens": 400, "ignore_eos": True, **WITH_LOGPROBS}
+THREADS_MORE_MAX = 8  # of pools that had not started all of theirs
+
+
+@pytest.fixture(scope="module")
+def planted() -> Iterator[Planted]:
+    with Planted(restart_delay_s=0.1) as planted:
+        yield planted
+
+
+@pytest.fixture(scope="module")
+def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    home = tmp_path_factory.mktemp("recovery")
+    with Pair(home, tiny_folder("llama"), *FLAGS, environment=planted.environment) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def before(pair: Pair) -> Vitals:
+    """What the proxy holds when nothing has happened yet."""
+    pair.chat(prompt("a first one", 50), **ANSWER)
+    wait_until_let_go(pair)
+    return proxy_vitals(pair)
+
+
+def proxy_vitals(pair: Pair) -> Vitals:
+    return Vitals(**pair.proxy_status()["vitals"])
+
+
+def prompt(words: str, tokens: int) -> list[Message]:
+    own = hashlib.sha256(words.encode()).hexdigest()
+    return [{"role": "user", "content": f"{own} {words}: ".ljust(tokens, "x")}]
+
+
+def is_ready(pair: Pair) -> bool:
+    return ask(f"{pair.url}/ready", None, {}, "GET").status == 200
+
+
+class Crowd:
+    """Four requests, each at another point of its life, and the step under way held at the gate."""
+
+    def __init__(self, pair: Pair, gate: Gate, words: str) -> None:
+        self._pair, self._gate, self._words = pair, gate, words
+        self.speaking = self._ask("speaking", 80, stream=True, **LONG_ANSWER)
+        self._let_pass_until("decode", "speaking")
+        while not self.speaking.text:
+            gate.next_step().let_pass()
+        self.collecting = self._ask("collecting", 80, **LONG_ANSWER)  # whoever waits for JSON gets nothing before it
+        self._let_pass_until("decode", "collecting")
+        self.reading = []
+        for stream in (False, True):  # the streamed one last: nobody is waited for while it might begin to speak
+            self.reading.append(self._ask(f"reading-{stream}", 400, stream=stream, **ANSWER))
+            self._let_pass_until("prefill", f"reading-{stream}")
+
+    def name(self, word: str) -> str:
+        return f"{self._words}-{word}"
+
+    def hold(self, phase: str, word: str) -> Step:
+        """The next step of this phase and request, held."""
+        return self._gate.wait_for(phase, self.name(word))
+
+    @property
+    def silent(self) -> list[Asked]:
+        """Those that have been sent no content."""
+        return [self.collecting, *self.reading]
+
+    def check(self, asked: Asked) -> None:
+        """It ended well, with the answer of an undisturbed run."""
+        reply = asked.wait_until_over().reply
+        assert explain_difference(self._pair.direct(asked.messages, **asked.options), reply) == ""
+
+    def _ask(self, word: str, tokens: int, **options: object) -> Asked:
+        messages = prompt(f"{self._words} {word}", tokens)
+        return Asked(self._pair, messages, headers={NAME: self.name(word)}, **options)
+
+    def _let_pass_until(self, phase: str, word: str) -> None:
+        assert self.hold(phase, word).let_pass()
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in WEDGES])
+def test_a_fault_while_decoding(fault: str, pair: Pair, planted: Planted, before: Vitals) -> None:
+    check_fault_while_decoding(fault, pair, planted)
+
+
+def test_a_wedge_while_decoding(planted: Planted, tiny_folder: FolderOf, tmp_path: Path) -> None:
+    """Nothing moves, or not even the process answers: it is killed, and the rest is as after any other end."""
+    flags = (*FLAGS, "--wedge-timeout-s", "2")
+    with Pair(tmp_path / "home", tiny_folder("llama"), *flags, environment=planted.environment) as pair:
+        for number, fault in enumerate(WEDGES, start=1):
+            check_fault_while_decoding(fault, pair, planted)
+            assert pair.proxy_status()["backend_kills"] == number
+
+
+def check_fault_while_decoding(fault: str, pair: Pair, planted: Planted) -> None:
+    earlier = prompt(f"earlier {fault}", 1000)
+    told = pair.chat(earlier, **ANSWER)
+    pair.settle()
+    boot = pair.status().boot
+    with planted.gate() as gate:
+        crowd = Crowd(pair, gate, fault)
+        step = crowd.hold("decode", "speaking")
+        planted.order(fault, "decode")
+        step.start()
+        planted.wait_until_taken()
+    for asked in crowd.silent:
+        crowd.check(asked)
+    spoken = crowd.speaking.wait_until_over()
+    assert spoken.text and spoken.error and not spoken.done, "who has heard a part is told that no more comes"
+    assert is_ready(pair)
+    assert (pair.status().boot == boot) == (fault == "raise"), "only an exception is survived"
+    check_next_turn(pair, earlier, told.text, told.prompt_tokens)
+    check_let_go(pair)
+
+
+def check_next_turn(pair: Pair, earlier: list[Message], answer: str, tokens: int) -> None:
+    """What was saved is used after a restart as before, unless so small a model is quicker at computing it anew."""
+    messages = [*earlier, {"role": "assistant", "content": answer}, {"role": "user", "content": "Go on."}]
+    following = pair.chat(messages, **ANSWER)
+    if following.cached < tokens + len(answer):
+        assert "would take longer" in pair.perf_line(following)
+    assert explain_difference(pair.direct(messages, **ANSWER), following) == ""
+
+
+def check_let_go(pair: Pair) -> None:
+    wait_until_let_go(pair)
+    proxy = pair.proxy_status()
+    assert (proxy["lives"], proxy["running"], proxy["queued"]) == (0, 0, 0)
+    until(lambda: abs(unaccounted_bytes(pair)) < (1 << 20), "memory that nobody accounts for")
+
+
+def unaccounted_bytes(pair: Pair) -> int:
+    """By now: an idle engine weighs what is there only when it is asked for something."""
+    pair.as_owner("PUT", f"{pair.backend_url}/kv/residents/order", b'{"drop_first": []}')
+    return pair.status().vitals.bytes_unaccounted
+
+
+def test_an_exception_while_reading_a_prompt(pair: Pair, planted: Planted, before: Vitals) -> None:
+    with planted.gate() as gate:
+        crowd = Crowd(pair, gate, "reading")
+        step = crowd.hold("prefill", "reading-True")
+        planted.order("raise", "prefill")
+        step.start()
+        planted.wait_until_taken()
+    for asked in (*crowd.silent, crowd.speaking):  # another batch's fault is not its own
+        crowd.check(asked)
+    check_let_go(pair)
+
+
+# ---- killed in a long prefill
+
+
+def saved_tokens(pair: Pair) -> int:
+    return int(pair.cachectl("stats")["stored"]["tokens"])
+
+
+def test_a_backend_killed_in_a_long_prefill(pair: Pair, planted: Planted, before: Vitals) -> None:
+    """What is lost is at most a part, a chunk, and what was computed while the part before was saved."""
+    messages = prompt("killed backend", 2000)
+    with planted.gate() as gate:
+        asked = Asked(pair, messages, stream=True, **ANSWER)
+        done = prefill_parts(pair, gate)
+        os.kill(pair.pid("backend"), signal.SIGKILL)
+    check_goes_on(pair, messages, done, asked.wait_until_over().reply)
+    check_let_go(pair)
+
+
+def test_after_all_that_the_proxy_holds_no_more_than_before(pair: Pair, before: Vitals) -> None:
+    until(lambda: proxy_vitals(pair).tasks <= before.tasks, "tasks are left")
+    until(lambda: proxy_vitals(pair).descriptors <= before.descriptors, "descriptors are left")
+    assert proxy_vitals(pair).threads <= before.threads + THREADS_MORE_MAX
+    assert pair.cachectl("verify", "--deep")["findings"] == []
+
+
+def test_all_killed_in_a_long_prefill(pair: Pair, planted: Planted) -> None:
+    messages = prompt("killed pair", 2000)
+    with planted.gate() as gate:
+        asked = Asked(pair, messages, stream=True, **ANSWER)
+        done = prefill_parts(pair, gate)
+        pair.kill()
+    asked.wait_until_over()
+    pair.start()
+    check_goes_on(pair, messages, done, pair.chat(messages, **ANSWER))
+    assert pair.cachectl("verify", "--deep")["findings"] == []
+
+
+def prefill_parts(pair: Pair, gate: Gate) -> int:
+    """Have two parts computed and saved, and a third computed; a chunk more is under way.  Tokens computed."""
+    before = saved_tokens(pair)
+    done = sum(prefill_a_part(pair, gate, part, before) for part in (1, 2))
+    while done < 3 * PART:
+        assert gate.wait_for("prefill").let_pass()
+        done += STEP
+    gate.wait_for("prefill")
+    return done
+
+
+def prefill_a_part(pair: Pair, gate: Gate, part: int, before: int) -> int:
+    """Let the part be computed, and one chunk more, during which it is read out and saved.  Tokens computed."""
+    done = STEP if part > 1 else 0  # it began while the one before was saved
+    gate.forget_commands()
+    while done < PART:
+        assert gate.wait_for("prefill").let_pass()
+        done += STEP
+    gate.wait_for_command("kv_of")
+    assert gate.wait_for("prefill").let_pass()
+    until(lambda: saved_tokens(pair) >= before + part * PART - SHARED_MAX, "the part is not saved")
+    return done + STEP - (STEP if part > 1 else 0)
+
+
+def check_goes_on(pair: Pair, messages: list[Message], done: int, reply: Reply) -> None:
+    assert done - reply.cached <= PART + 2 * STEP
+    assert explain_difference(pair.direct(messages, **ANSWER), reply) == ""

@@ -1,0 +1,66 @@
+"""What was prefilled once is never prefilled again: a conversation, kill -9 of everything, and its next turn."""
+
+from pathlib import Path
+
+import pytest
+
+from support.pair.answers import TOLERANCE, TOLERANCE_QUANTIZED, WITH_LOGPROBS, explain_difference
+from support.pair.pair import FolderOf, Message, Pair, Reply
+from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix
+from warmline_common.storage.home import Home
+
+QUANTIZED = ("--kv-bits", "8", "--kv-group-size", "32")
+QUESTIONS = ["Hello, who are you?", "Tell me about the sea.", "And about ships?", "Thanks. And the moon?"]
+
+
+def converse(pair: Pair, turns: int, **options: object) -> tuple[list[Message], Reply]:
+    messages: list[Message] = [{"role": "system", "content": "You answer shortly."}]
+    for question in QUESTIONS[:turns]:
+        messages.append({"role": "user", "content": question})
+        reply = pair.chat(messages, **options)
+        messages.append({"role": "assistant", "content": reply.text})
+    return messages, reply
+
+
+def check_restart(pair: Pair, tolerance: float, tokens: int) -> None:
+    """Against what the backend computes, asked directly."""
+    answer = {"max_tokens": tokens, **WITH_LOGPROBS}
+    with pair:
+        messages, _ = converse(pair, 3, **answer)
+        pair.settle()
+        held = pair.longest_resident()
+        turn_end = pair.rendered(messages[:-1]).turn_end
+        pair.kill()
+    messages.append({"role": "user", "content": QUESTIONS[3]})
+    with pair:
+        prompt = pair.rendered(messages).tokens
+        warm = pair.chat(messages, **answer)
+        cold = pair.direct(messages, **answer)
+        pair.settle()
+        assert warm.headers["X-Warmline-Cache"] == f"restored {warm.cached}"
+    repeated = min(common_prefix(held, prompt), len(prompt) // TOKEN_BYTES - 1)
+    assert repeated > turn_end, "the next turn repeats what was generated"
+    if repeated == len(held) // TOKEN_BYTES or not has_states(pair):
+        assert warm.cached == repeated, "every token whose KV the last turn computed, the generated ones too"
+    else:
+        assert turn_end <= warm.cached <= repeated
+    assert cold.cached == 0
+    assert explain_difference(cold, warm, tolerance) == ""
+
+
+def has_states(pair: Pair) -> bool:
+    return "qwen3_5" in str(pair._model)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3", "glm_moe_dsa", "quantized"])
+def test_the_next_turn_after_kill_9(family: str, tiny_folder: FolderOf, tmp_path: Path) -> None:
+    model = tiny_folder("llama" if family == "quantized" else family)
+    flags = QUANTIZED if family == "quantized" else ()
+    check_restart(Pair(tmp_path, model, *flags), TOLERANCE_QUANTIZED if flags else TOLERANCE, tokens=40)
+
+
+def test_the_next_turn_after_kill_9_on_a_real_model(demo_home: Home, tmp_path: Path) -> None:
+    from warmline_backend import demo
+
+    model = demo.prepare(demo_home, "float32")
+    check_restart(Pair(tmp_path, model), 5e-3, tokens=8)

@@ -1,0 +1,374 @@
+"""What the proxy tells Prometheus: each thing that can happen, counted where it happens."""
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from support.metrics_text import Scraped
+from support.proxy.harness import Pair, on_loop, pair
+from support.proxy.metric_values import ended, scrape, until, when
+from warmline_common.protocol.messages import HEADER_REQUEST, Rate
+from warmline_proxy.admin import metrics as gauges
+from warmline_proxy.errors import ClientError, bad_request, error_body
+from warmline_proxy.index.index import IndexFailure
+from warmline_proxy.metrics import CODES_MAX, Metrics
+from warmline_proxy.planner import Costs, Prompt, Running, decide
+from warmline_proxy.routes.dispatch import LIVES
+from warmline_proxy.store.rows import Match, RequestRecord, Totals
+
+LONG = "A long question. " * 20
+NOTHING = Match(tokens=0, chain=[], checkpoints=[], why="nothing stored")
+
+
+def scraped(metrics: Metrics) -> Scraped:
+    return Scraped(metrics.exposition()[0].decode())
+
+
+def record(**facts: Any) -> RequestRecord:
+    usual = {"id": "r", "at": 1.0, "endpoint": "chat", "client_model": "any", "outcome": "ok", "source": "cold"}
+    return RequestRecord(**usual | facts)
+
+
+# ---- requests
+
+
+def test_a_request_is_counted_by_what_it_came_to() -> None:
+    metrics = Metrics()
+    warm = record(
+        source="restored",
+        prompt_tokens=1000,
+        cached_tokens=900,
+        prefilled_tokens=100,
+        generated_tokens=50,
+        queue_s=1.0,
+        restore_s=0.5,
+        prefill_s=2.0,
+        ttft_s=4.0,
+        decode_s=5.0,
+        total_s=9.0,
+        expected_ttft_s=2.0,
+        dispatches=1,
+    )
+    metrics.recorded(warm, "2xx")
+    metrics.recorded(record(endpoint="messages", outcome="cancelled", queue_s=3.0, total_s=3.0), "none")
+    found = scraped(metrics)
+    assert found.by("warmline_requests_total", "api", "outcome", "source", "status") == {
+        ("chat", "ok", "restored", "2xx"): 1,
+        ("messages", "cancelled", "cold", "none"): 1,
+    }
+    assert found.by("warmline_prompt_tokens_total", "source") == {("restored",): 900, ("computed",): 100}
+    assert found.total("warmline_generated_tokens_total") == 50
+    assert {name: (found.total(f"{name}_count"), found.total(f"{name}_sum")) for name in histograms(found)} == {
+        "warmline_request_seconds": (2, 12.0),
+        "warmline_queue_seconds": (2, 4.0),
+        "warmline_ttft_seconds": (1, 4.0),
+        "warmline_restore_seconds": (1, 0.5),
+        "warmline_prefill_seconds": (1, 2.0),
+        "warmline_decode_seconds": (1, 5.0),
+        "warmline_time_per_output_token_seconds": (1, 0.1),
+        "warmline_ttft_estimate_ratio": (1, 1.5),  # three seconds without waiting, where two were planned
+    }
+
+
+def histograms(found: Scraped) -> list[str]:
+    return [name for name, family in found.families.items() if family.type == "histogram"]
+
+
+def test_what_was_sent_again_says_nothing_of_the_estimate() -> None:
+    metrics = Metrics()
+    metrics.recorded(record(ttft_s=4.0, expected_ttft_s=2.0, dispatches=3), "2xx")
+    found = scraped(metrics)
+    assert found.total("warmline_dispatched_again_total") == 2
+    assert found.total("warmline_ttft_estimate_ratio_count") == 0 and found.total("warmline_ttft_seconds_count") == 1
+
+
+def test_a_prefill_of_hours_still_has_a_bucket() -> None:
+    metrics = Metrics()
+    metrics.recorded(record(prefilled_tokens=1, prefill_s=7000.0), "2xx")
+    assert scraped(metrics).total("warmline_prefill_seconds_bucket", le="7200.0") == 1
+    assert scraped(metrics).total("warmline_prefill_seconds_bucket", le="3600.0") == 0
+
+
+def test_another_proxy_counts_from_nothing() -> None:
+    metrics = Metrics()
+    metrics.recorded(record(), "2xx")
+    assert scraped(metrics).total("warmline_requests_total") == 1
+    assert scraped(Metrics()).total("warmline_requests_total") == 0
+
+
+@on_loop
+async def test_the_sources_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cold start, one in memory, one from disk; chat and completion."""
+    monkeypatch.setattr(gauges, "TOTALS_INTERVAL_S", 0.0)
+    async with pair(tmp_path) as proxy:
+        answers = [await proxy.chat(LONG), await proxy.chat(LONG)]
+        await proxy.settled()
+        proxy.backend.restart()
+        await until(lambda: boots(proxy, 2))
+        answers.append(await proxy.chat(LONG))
+        body = {"prompt": "Another one"}
+        async with proxy.client.post(f"{proxy.url}/v1/completions", json=body) as answer:
+            assert answer.status == 200
+        records, found = await proxy.settled(), await scrape(proxy)
+        assert [answer.headers["X-Warmline-Cache"].split()[0] for answer in answers] == ["cold", "resident", "restored"]
+        assert found.by("warmline_requests_total", "api", "source", "outcome", "status") == {
+            ("chat", "cold", "ok", "2xx"): 1,
+            ("chat", "resident", "ok", "2xx"): 1,
+            ("chat", "restored", "ok", "2xx"): 1,
+            ("completion", "cold", "ok", "2xx"): 1,
+        }
+        assert found.total("warmline_prompt_tokens_total") == sum(each.prompt_tokens for each in records)
+        assert found.total("warmline_prompt_tokens_total", source="restored") == records[1].restored_tokens > 0
+        for name in ("request", "queue", "ttft", "prefill", "decode"):
+            assert found.total(f"warmline_{name}_seconds_count") == len(records), name
+        assert found.total("warmline_restore_seconds_count") == 1
+        assert found.by("warmline_restores_total", "outcome") == {("ok",): 1}
+        assert found.total("warmline_saves_total") >= 2
+        assert found.total("warmline_saved_bytes_total") == 4 * found.total("warmline_stored_files", kind="segments")
+
+
+async def boots(proxy: Pair, count: int) -> bool:
+    return (await scrape(proxy)).total("warmline_upstream_boots_total") == count
+
+
+# ---- what was planned
+
+
+@on_loop
+async def test_what_is_planned_is_recorded_and_compared(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:  # whose backend says that it computes a token a second
+        for _ in range(2):
+            await proxy.chat(LONG)
+        warm, cold = await proxy.settled()
+        assert cold.expected_ttft_s == cold.prompt_tokens
+        assert warm.source == "resident" and warm.expected_ttft_s == warm.prompt_tokens - warm.cached_tokens
+        found = await scrape(proxy)
+        assert found.by("warmline_ttft_estimate_ratio_count", "source") == {("cold",): 1, ("resident",): 1}
+        assert 0 < found.total("warmline_ttft_estimate_ratio_sum", source="cold") < 1
+
+
+def test_who_follows_expects_what_its_leader_has_left() -> None:
+    costs = Costs(prefill=[Rate(tokens=1000, tokens_per_s=10.0)])
+    leader = Running(request_id="leader", common=800, tokens=900, prefilled=300, started=True)
+    plan = decide(Prompt(1000), [], NOTHING, None, costs, running=[leader])
+    assert (plan.follow, plan.reuse) == ("leader", 800)
+    assert plan.seconds == pytest.approx(70.0)
+    assert decide(Prompt(1000), [], NOTHING, None, costs).seconds == pytest.approx(100.0)
+
+
+@on_loop
+async def test_without_reuse_everything_is_expected_to_be_computed(tmp_path: Path) -> None:
+    async with pair(tmp_path, reuse="off") as proxy:
+        await proxy.chat(LONG)
+        (only,) = await proxy.settled()
+        assert only.expected_ttft_s == only.prompt_tokens
+
+
+# ---- what clients are told
+
+
+@on_loop
+async def test_refusals_by_status_and_code(tmp_path: Path) -> None:
+    async with pair(tmp_path, running_count_max=1, queue_count_max=0) as proxy:
+        proxy.backend.hold_after = 1
+        first = asyncio.create_task(proxy.chat())
+        await proxy.backend.holding.wait()
+        statuses = [
+            (await proxy.chat()).status,
+            (await proxy.chat(headers={HEADER_REQUEST: "no spaces, please"})).status,
+        ]
+        proxy.backend.let_go.set()
+        assert (await first).status == 200
+        statuses.append((await proxy.chat(stop=5)).status)
+        for path in ("/v1/nothing", "/warmline/nothing"):
+            headers = {"Authorization": f"Bearer {proxy.home.secret()}"}
+            async with proxy.client.get(proxy.url + path, headers=headers) as response:
+                statuses.append(response.status)
+        await garbage(proxy)
+        assert statuses == [429, 400, 400, 404, 404]
+        found = await scrape(proxy)
+        assert found.by("warmline_errors_total", "status", "code") == {
+            ("429", "queue_full"): 1,
+            ("400", "invalid_request_error"): 3,
+            ("404", "not_found"): 2,
+        }
+        assert await ended(proxy) == {}
+
+
+async def garbage(proxy: Pair) -> None:
+    """No HTTP at all."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
+    writer.write(b"\x16\x03\x01 garbage\r\n\r\n")
+    assert b" 400 " in await reader.readline()
+    writer.close()
+
+
+@on_loop
+async def test_an_error_in_the_midst_of_a_stream_is_told_and_counted(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.mishaps = ["cut after content"]
+        answer = await proxy.chat(stream=True)
+        assert answer.status == 200
+        await proxy.settled()
+        found = await scrape(proxy)
+        assert found.by("warmline_requests_total", "outcome", "status") == {("error", "5xx"): 1}
+        assert found.by("warmline_errors_total", "status") == {("502",): 1}
+
+
+@on_loop
+async def test_no_room_for_a_connection(tmp_path: Path) -> None:
+    async with pair(tmp_path, connections_max=1) as proxy:
+        port = int(proxy.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as busy:
+            busy.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
+            await when(lambda: len(proxy.app[LIVES]))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b" 503 " in await reader.readline()
+            writer.close()
+        await ended(proxy)
+        assert (await scrape(proxy)).by("warmline_errors_total", "status", "code") == {("503", "connections_full"): 1}
+
+
+def test_codes_are_bounded() -> None:
+    metrics = Metrics()
+    for number in range(CODES_MAX + 5):
+        metrics.refused(bad_request("no", code=f"code_{number}"))
+    for code in ("a code of words", "x" * 41, ""):
+        metrics.refused(ClientError(400, error_body("no", "a type", code)))
+    found = scraped(metrics).by("warmline_errors_total", "code")
+    assert len(found) == CODES_MAX + 1 and found[("other",)] == 8
+
+
+# ---- who may ask, and in which words
+
+
+@on_loop
+async def test_whoever_may_ask_for_answers_may_count_them_and_so_may_the_owner(tmp_path: Path) -> None:
+    async with pair(tmp_path, client_key="sesame") as proxy:
+        for key, status in (("sesame", 200), (proxy.home.secret(), 200), ("wrong", 401), ("", 401)):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            async with proxy.client.get(f"{proxy.url}/metrics", headers=headers) as response:
+                assert response.status == status, key
+        async with proxy.client.get(f"{proxy.url}/warmline/status", headers={"X-Api-Key": "wrong"}) as response:
+            assert response.status == 401
+        found = await scrape(proxy, Authorization="Bearer sesame")
+        assert found.by("warmline_unauthorized_total", "door") == {("client",): 2, ("owner",): 1}
+        assert found.total("warmline_errors_total", status="401") == 3
+
+
+@on_loop
+async def test_both_formats(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat()
+        await proxy.settled()
+        asked = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+        async with proxy.client.get(f"{proxy.url}/metrics", headers=asked) as response:
+            assert response.content_type == "application/openmetrics-text"
+            found = Scraped(await response.text(), openmetrics=True)
+        async with proxy.client.get(f"{proxy.url}/metrics") as response:
+            assert response.content_type == "text/plain"
+            plain = Scraped(await response.text())
+        assert found.total("warmline_requests_total") == plain.total("warmline_requests_total") == 1
+        assert not [name for name in plain.families if name.endswith("_created")]
+
+
+# ---- what is stored
+
+
+@on_loop
+async def test_what_is_stored_and_what_was_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gauges, "TOTALS_INTERVAL_S", 0.0)
+    async with pair(tmp_path) as proxy:
+        for text in (LONG, "Another one. " * 20):
+            await proxy.chat(text)
+        await proxy.settled()
+        found, totals = await scrape(proxy), proxy.index.totals()
+        assert found.total("warmline_stored_bytes") == totals.bytes_used
+        assert found.total("warmline_stored_bytes", kind="segments") == totals.bytes_segments == 4 * totals.segments > 0
+        assert found.total("warmline_stored_files", kind="segments") == totals.segments
+        assert found.total("warmline_stored_tokens") == totals.tokens
+        assert found.total("warmline_stored_sessions") == totals.sessions == 2
+        assert found.total("warmline_disk_budget_bytes") == proxy.index.budget_bytes
+        assert found.total("warmline_residents") == 2 and found.total("warmline_residents_unsaved") == 0
+        gone = await asyncio.to_thread(proxy.index.free, 1)
+        proxy.index.budget_bytes = 1
+        gone += (rest := await asyncio.to_thread(proxy.index.make_room))
+        found = await scrape(proxy)
+        assert len(gone) == totals.segments and rest
+        assert found.by("warmline_evictions_total", "why") == {
+            ("disk_full",): len(gone) - len(rest),
+            ("budget",): len(rest),
+        }
+        assert found.total("warmline_evicted_bytes_total") == totals.bytes_segments
+        assert found.total("warmline_stored_files") == 0
+
+
+@on_loop
+async def test_a_restore_that_fails(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(LONG)
+        await proxy.settled()
+        proxy.backend.restart()
+        proxy.backend.refuse_restores = ["checksum"]
+        assert (await proxy.chat(LONG)).status == 200
+        found = await scrape(proxy)
+        assert found.by("warmline_restores_total", "outcome") == {("failed",): 1}
+        assert found.by("warmline_quarantined_total", "reason") == {("checksum",): 1}
+
+
+@on_loop
+async def test_an_index_that_can_not_be_read_costs_its_figures_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gauges, "TOTALS_INTERVAL_S", 0.0)
+    async with pair(tmp_path) as proxy:
+        assert "warmline_stored_bytes" in (await scrape(proxy)).families
+
+        def broken() -> None:
+            raise IndexFailure("as scripted")
+
+        monkeypatch.setattr(proxy.index, "totals", broken)
+        found = await scrape(proxy)
+        assert "warmline_stored_bytes" not in found.families and "warmline_disk_budget_bytes" in found.families
+
+
+@on_loop
+async def test_who_scrapes_while_another_does_has_all_figures_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(tmp_path) as proxy:
+        reads, read = list[int](), proxy.index.totals
+
+        def counted() -> Totals:
+            reads.append(1)
+            return read()
+
+        monkeypatch.setattr(proxy.index, "totals", counted)
+        found = await asyncio.gather(*(scrape(proxy) for _ in range(4)))
+        assert all("warmline_stored_bytes" in each.families for each in found)
+        assert len(reads) == 1
+
+
+@on_loop
+async def test_what_is_under_way_and_what_holds_it(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy, aiohttp.ClientSession() as other:
+        await until(lambda: boots(proxy, 1))
+        proxy.backend.saving_allowed.clear()
+        assert (await proxy.chat()).status == 200
+        await proxy.backend.called("save")
+        async with other.get(f"{proxy.url}/health"):
+            found = await scrape(proxy)
+        assert found.total("warmline_requests_settling") == 1 and found.total("warmline_requests_running") == 0
+        assert found.total("warmline_connections") == 2 and found.total("warmline_upstream_up") == 1
+        assert found.total("warmline_residents_unsaved") == 1 and found.total("warmline_wedges_total") == 0
+        assert found.total("warmline_tasks") > 1 and found.total("warmline_threads") > 1
+        assert (
+            found.total("warmline_build_info") == 1
+            and found.families["warmline_build_info"].samples[0].labels["version"]
+        )
+        proxy.backend.saving_allowed.set()

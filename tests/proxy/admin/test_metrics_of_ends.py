@@ -1,0 +1,177 @@
+"""What ends requests before their answers are whole, counted by how far they had come and by who ended them."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.proxy.harness import Pair, on_loop, pair
+from support.proxy.metric_values import ended, scrape, until, when
+from warmline_common.protocol.messages import HEADER_REQUEST
+from warmline_proxy.errors import ClientError, cancelled, timed_out, unavailable
+from warmline_proxy.metrics import ended_by
+from warmline_proxy.routes.dispatch import LIVES, drain
+
+LONG = "A long question. " * 20
+NAMED = {HEADER_REQUEST: "mine-1"}
+
+
+async def delete(proxy: Pair) -> None:
+    async with proxy.client.delete(f"{proxy.url}/v1/requests/mine-1") as response:
+        assert response.status == 200
+
+
+@on_loop
+async def test_cancelled_in_the_queue(tmp_path: Path) -> None:
+    async with pair(tmp_path, running_count_max=1) as proxy:
+        proxy.backend.hold_after = 1
+        first = asyncio.create_task(proxy.chat("The first"))
+        await proxy.backend.holding.wait()
+        second = asyncio.create_task(proxy.chat(headers=NAMED))
+        await until(lambda: queued(proxy))
+        await delete(proxy)
+        proxy.backend.let_go.set()
+        assert [(await each).status for each in (first, second)] == [200, 499]
+        assert await ended(proxy) == {("waiting", "delete"): 1}
+        found = await scrape(proxy)
+        assert found.by("warmline_requests_total", "outcome", "status") == {("ok", "2xx"): 1, ("cancelled", "4xx"): 1}
+        assert found.by("warmline_errors_total", "status", "code") == {("499", "cancelled"): 1}
+
+
+async def queued(proxy: Pair) -> bool:
+    found = await scrape(proxy)
+    return found.total("warmline_requests_queued") == 1 == found.total("warmline_requests_running")
+
+
+@on_loop
+async def test_cancelled_while_it_restores(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(LONG)
+        await proxy.settled()
+        proxy.backend.restart()
+        proxy.backend.restoring_allowed.clear()
+        asking = asyncio.create_task(proxy.chat(LONG, headers=NAMED))
+        await proxy.backend.called("restore")
+        await delete(proxy)
+        assert (await asking).status == 499
+        assert await ended(proxy) == {("restoring", "delete"): 1}
+
+
+@pytest.mark.parametrize(("after", "phase"), [(0, "prefill"), (1, "decode")])
+@on_loop
+async def test_a_client_that_leaves(tmp_path: Path, after: int, phase: str) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after, proxy.backend.says_started = after, True
+        asking = asyncio.create_task(proxy.chat())
+        await proxy.backend.holding.wait()
+        await until(lambda: is_at(proxy, phase))
+        asking.cancel()
+        await proxy.backend.called("cancel")
+        assert await ended(proxy) == {(phase, "client"): 1}
+        found = await scrape(proxy)
+        assert found.by("warmline_requests_total", "outcome", "status") == {("cancelled", "none"): 1}
+        assert found.total("warmline_errors_total") == 0
+
+
+async def is_at(proxy: Pair, phase: str) -> bool:
+    await asyncio.sleep(0)
+    (life,) = proxy.app[LIVES]
+    return life.stage == {"prefill": "prefilling", "decode": "answering"}[phase]
+
+
+@on_loop
+async def test_a_client_that_leaves_before_all_of_its_body_came(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        host, port = "127.0.0.1", int(proxy.url.rpartition(":")[2])
+        _, writer = await asyncio.open_connection(host, port)
+        writer.write(f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 99\r\n\r\n{{".encode())
+        await when(lambda: len(proxy.app[LIVES]))
+        writer.close()
+        assert await ended(proxy) == {("arriving", "client"): 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "headers", "by"),
+    [
+        ({}, {"X-Warmline-Total-Timeout": "0.1"}, "total_timeout"),
+        ({"stall_timeout_s": 0.1}, {}, "stall_timeout"),
+    ],
+)
+@on_loop
+async def test_a_deadline_that_passes(
+    tmp_path: Path, settings: dict[str, Any], headers: dict[str, str], by: str
+) -> None:
+    async with pair(tmp_path, **settings) as proxy:
+        proxy.backend.hold_after = 1
+        assert (await proxy.chat(headers=headers)).status == 504
+        assert await ended(proxy) == {("decode", by): 1}
+        assert (await scrape(proxy)).by("warmline_requests_total", "outcome", "status") == {("error", "5xx"): 1}
+
+
+@on_loop
+async def test_who_waits_too_long(tmp_path: Path) -> None:
+    async with pair(tmp_path, running_count_max=1) as proxy:
+        proxy.backend.hold_after = 1
+        first = asyncio.create_task(proxy.chat())
+        await proxy.backend.holding.wait()
+        assert (await proxy.chat("Another", headers={"X-Warmline-Queue-Timeout": "0.1"})).status == 503
+        proxy.backend.let_go.set()
+        assert (await first).status == 200
+        assert await ended(proxy) == {("waiting", "queue_timeout"): 1}
+
+
+@on_loop
+async def test_a_client_that_tries_again(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        session = {"X-Session-ID": "s-1"}
+        first = asyncio.create_task(proxy.chat(headers={**session, "x-stainless-retry-count": "0"}))
+        await proxy.backend.holding.wait()
+        proxy.backend.hold_after = None
+        assert (await proxy.chat(headers={**session, "x-stainless-retry-count": "1"})).status == 200
+        assert (await first).status == 499
+        assert await ended(proxy) == {("decode", "superseded"): 1}
+
+
+@on_loop
+async def test_a_proxy_that_stops(tmp_path: Path) -> None:
+    async with pair(tmp_path, drain_timeout_s=0.0) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.create_task(proxy.chat())
+        await proxy.backend.holding.wait()
+        await drain(proxy.app)
+        assert (await asking).status == 503
+        assert await ended(proxy) == {("decode", "shutdown"): 1}
+
+
+@pytest.mark.parametrize(
+    ("reason", "by"),
+    [
+        (cancelled("by DELETE"), "delete"),
+        (cancelled("another has failed", by="choice"), "choice"),
+        (timed_out("nobody reads it", "client_too_slow"), "slow_reader"),
+        (unavailable("it is being stopped", "shutting_down"), "shutdown"),
+        (unavailable("for another reason"), "other"),
+        (ClientError(500, b"no JSON"), "other"),
+    ],
+)
+def test_who_has_ended_it(reason: ClientError, by: str) -> None:
+    assert ended_by(reason) == by
+
+
+@on_loop
+async def test_several_choices_end_each_for_itself(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.create_task(proxy.chat(headers=NAMED, n=2))
+        await proxy.backend.called("generate", 2)
+        await when(lambda: [life.stage for life in proxy.app[LIVES]].count("answering") == 3)
+        told = [(each["phase"], each["choices"]) for each in (await proxy.status())["live"]]
+        assert told == [("answering", 2), ("answering", 0), ("answering", 0)]
+        await delete(proxy)
+        assert (await asking).status == 499
+        assert await ended(proxy) == {("decode", "delete"): 2}
+        found = await scrape(proxy)
+        assert found.total("warmline_requests_total", outcome="cancelled") == 2
+        assert found.total("warmline_errors_total") == 1, "which their client was told once"

@@ -1,0 +1,151 @@
+"""Anthropic's paths of a proxy before a fake backend: what is asked of it, what fails, and in which words."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from support.proxy.fake_backend import chunk
+from support.proxy.harness import Pair, on_loop, pair
+from warmline_common.protocol.sse import EventParser, data_event
+
+PATH = "/v1/messages"
+COUNT = f"{PATH}/count_tokens"
+
+
+def body(text: str = "Where?", **fields: Any) -> dict[str, Any]:
+    return {"model": "claude", "max_tokens": 9, "messages": [{"role": "user", "content": text}], **fields}
+
+
+async def post(proxy: Pair, path: str, sent: Any, **headers: str) -> aiohttp.ClientResponse:
+    response = await proxy.client.post(proxy.url + path, json=sent, headers=headers)
+    await response.read()
+    return response
+
+
+async def error_of(response: aiohttp.ClientResponse) -> tuple[int, str]:
+    told = await response.json()
+    assert told["type"] == "error"
+    return response.status, str(told["error"]["type"])
+
+
+@pytest.mark.parametrize("path", [f"{PATH}?beta=true", f"{PATH}/"])
+@on_loop
+async def test_a_message_is_recorded_and_warm_on_its_next_turn(tmp_path: Path, path: str) -> None:
+    async with pair(tmp_path) as proxy:
+        first = await (await post(proxy, path, body())).json()
+        assert first["content"] == [{"type": "text", "text": "Paris."}] and first["stop_reason"] == "end_turn"
+        talk = [
+            *body()["messages"],
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": "?"},
+        ]
+        response = await post(proxy, path, body(messages=talk), **{"X-Claude-Code-Session-Id": "s-1"})
+        usage, reused = (await response.json())["usage"], len("<user>Where?\n<assistant>Paris.")
+        assert usage["cache_read_input_tokens"] == reused
+        assert response.headers["X-Warmline-Cache"] == f"resident {reused}"
+        record = (await proxy.settled())[0]
+        assert (record.endpoint, record.client_model, record.cached_tokens) == ("messages", "claude", reused)
+
+
+@on_loop
+async def test_a_count_takes_no_place(tmp_path: Path) -> None:
+    async with pair(tmp_path, running_count_max=1, queue_count_max=0) as proxy:
+        proxy.backend.hold_after = 1
+        running = asyncio.create_task(proxy.chat())
+        await proxy.backend.holding.wait()
+        assert await error_of(await post(proxy, PATH, body())) == (429, "rate_limit_error")
+        response = await post(proxy, COUNT, {**body(), "max_tokens": None})
+        assert await response.json() == {"input_tokens": len("<user>Where?\n<assistant>")}
+        proxy.backend.let_go.set()
+        await running
+        assert len(proxy.backend.calls["generate"]) == 1
+
+
+@on_loop
+async def test_a_count_is_of_the_prompt_that_would_be_answered(tmp_path: Path) -> None:
+    async with pair(tmp_path, stabilize="times") as proxy:
+        sent = body(system="It is 14:22.")
+        counted = (await (await post(proxy, COUNT, sent)).json())["input_tokens"]
+        response = await post(proxy, PATH, sent)
+        usage = (await response.json())["usage"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+        assert response.headers["X-Warmline-Stabilized"] == "times=1"
+        assert proxy.backend.calls["prompts"][0]["messages"] == proxy.backend.calls["prompts"][1]["messages"]
+
+
+@on_loop
+async def test_the_model_that_any_name_means(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.client.headers["anthropic-version"] = "2023-06-01"
+        async with proxy.client.get(f"{proxy.url}/v1/models?limit=1000") as response:
+            listed = await response.json()
+        assert listed["data"][0]["type"] == "model" and listed["first_id"] == listed["last_id"] == "fake-model"
+        async with proxy.client.get(f"{proxy.url}/v1/models/claude-any") as response:
+            model = await response.json()
+        assert (model["id"], model["display_name"], model["max_input_tokens"]) == ("claude-any", "fake-model", 100_000)
+        assert model["created_at"] == "2023-11-14T22:13:20+00:00"
+
+
+@on_loop
+async def test_keys_and_methods(tmp_path: Path) -> None:
+    async with pair(tmp_path, client_key="sesame") as proxy:
+        assert await error_of(await post(proxy, PATH, body())) == (401, "authentication_error")
+        assert await error_of(await post(proxy, COUNT, body(), **{"x-api-key": "other"})) == (
+            401,
+            "authentication_error",
+        )
+        assert (await post(proxy, PATH, body(), **{"x-api-key": "sesame"})).status == 200
+        proxy.client.headers["Authorization"] = "Bearer sesame"
+        for path in (PATH, COUNT):
+            assert await error_of(await proxy.client.get(proxy.url + path)) == (405, "invalid_request_error")
+        assert await error_of(await post(proxy, f"{PATH}/batches", {})) == (404, "not_found_error")
+
+
+@on_loop
+async def test_refusals(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        assert await error_of(await post(proxy, PATH, {})) == (400, "invalid_request_error")
+        assert await error_of(await post(proxy, COUNT, {"messages": []})) == (400, "invalid_request_error")
+        refused = await post(proxy, PATH, body(stop_sequences=["x"]))  # as scripted
+        assert (await refused.json())["error"]["message"] == "'stop' must be a string"
+        await proxy.stop_backend()
+        assert await error_of(await post(proxy, COUNT, body())) == (503, "overloaded_error")
+
+
+@on_loop
+async def test_a_stream_that_breaks_ends_in_an_error(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.mishaps = ["cut after content"]
+        response = await post(proxy, PATH, body(stream=True))
+        events = list(EventParser().feed(await response.read()))
+        names = [event.name.decode() for event in events if event.data]
+        assert names == ["message_start", "content_block_start", "content_block_delta", "error"]
+        assert json.loads(events[-1].data)["error"]["type"] == "api_error"
+
+
+@on_loop
+async def test_a_backend_that_speaks_nonsense(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        nonsense = {**chunk({"messages": []}, "x"), "choices": [{"delta": {"content": 5}}]}
+        proxy.backend.raw = [data_event(json.dumps(nonsense).encode()), b"data: [DONE]\n\n"]
+        assert await error_of(await post(proxy, PATH, body())) == (502, "api_error")
+
+
+@on_loop
+async def test_it_is_ended_by_the_id_of_its_answer(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        async with proxy.client.post(proxy.url + PATH, json=body(stream=True)) as response:
+            parser, told = EventParser(), {}
+            while told.get("type") != "message_start":
+                for event in parser.feed(await response.content.readany()):
+                    told = json.loads(event.data) if event.name == b"message_start" else told
+            name = told["message"]["id"]
+            async with proxy.client.delete(f"{proxy.url}/v1/requests/{name}") as deleted:
+                assert deleted.status == 200
+            rest = await response.read()
+        assert list(parser.feed(rest))[-1].name == b"error"

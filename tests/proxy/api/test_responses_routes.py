@@ -1,0 +1,106 @@
+"""Responses through the proxy: the path that it takes, failures on the way, cancels, and what is not stored."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from support.proxy.harness import Pair, on_loop, pair
+from warmline_common.protocol.sse import EventParser
+
+PATH = "/v1/responses"
+
+
+async def ask(proxy: Pair, stream: bool = False, headers: dict[str, str] | None = None) -> aiohttp.ClientResponse:
+    body = {"model": "any", "input": "What is the capital of France?", "stream": stream}
+    return await proxy.client.post(proxy.url + PATH, json=body, headers=headers)
+
+
+async def events_of(response: aiohttp.ClientResponse) -> list[Any]:
+    return [json.loads(event.data) for event in EventParser().feed(await response.read()) if event.data]
+
+
+@on_loop
+async def test_responses_are_recorded_like_any_request(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        answer = await (await ask(proxy)).json()
+        assert answer["output"][0]["content"][0]["text"] == "Paris." and answer["usage"]["output_tokens"] == 6
+        assert proxy.backend.calls["prompts"][0]["messages"][0]["role"] == "user"
+        chat = await proxy.chat()
+        assert chat.headers["X-Warmline-Cache"].startswith("resident ")
+        assert [record.endpoint for record in await proxy.settled()] == ["chat", "responses"]
+
+
+@on_loop
+async def test_a_stream_that_breaks_off_ends_with_its_failure(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.mishaps = ["cut after content"]
+        events = await events_of(await ask(proxy, stream=True))
+        assert events[-2]["delta"] == "Par" and events[-1]["type"] == "response.failed"
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert events[-1]["response"]["error"]["code"] == "backend_failed"
+
+
+@on_loop
+async def test_a_response_that_was_lost_before_its_first_word_is_computed_again(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.mishaps = ["cut"]
+        events = await events_of(await ask(proxy, stream=True))
+        assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.completed"
+
+
+@pytest.mark.parametrize(("method", "rest"), [("DELETE", ""), ("POST", "/cancel")])
+@on_loop
+async def test_a_response_on_its_way_can_be_cancelled(method: str, rest: str, tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        asked = asyncio.create_task(ask(proxy, stream=True, headers={"X-Warmline-Request": "r-1"}))
+        await proxy.backend.holding.wait()
+        ended = await proxy.client.request(method, f"{proxy.url}{PATH}/resp_r-1{rest}")
+        told = await ended.json()
+        assert ended.status == 200 and told["id"] == "resp_r-1"
+        assert told.get("deleted") or told["status"] == "cancelled"
+        events = await events_of(await asked)
+        assert events[-1]["type"] == "response.failed" and events[-1]["response"]["error"]["code"] == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("method", "rest", "word"),
+    [
+        ("GET", "resp_1", "nor stored"),
+        ("DELETE", "resp_1", "nor stored"),
+        ("POST", "resp_1/cancel", "nor stored"),
+        ("GET", "resp_1/input_items", "nor stored"),
+        ("POST", "compact", "not compacted"),
+    ],
+)
+@on_loop
+async def test_what_is_not_there_is_a_404(method: str, rest: str, word: str, tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        answer = await proxy.client.request(method, f"{proxy.url}{PATH}/{rest}")
+        error = (await answer.json())["error"]
+        assert answer.status == 404 and word in error["message"] and error["code"] == "not_found"
+        assert (await proxy.client.get(proxy.url + PATH)).status == 405
+
+
+@on_loop
+async def test_input_tokens_take_no_place(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        counted = await proxy.client.post(f"{proxy.url}{PATH}/input_tokens", json={"input": "Hi."})
+        assert await counted.json() == {
+            "object": "response.input_tokens",
+            "input_tokens": len("<user>Hi.\n<assistant>"),
+        }
+        assert not proxy.backend.calls["generate"] and not await proxy.settled()
+
+
+@on_loop
+async def test_a_compression_that_is_not_known_is_told(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        data, headers = b"(\xb5/\xfd", {"Content-Encoding": "zstd"}
+        answer = await proxy.client.post(proxy.url + PATH, data=data, headers=headers)
+        assert answer.status == 415 and "gzip" in (await answer.json())["error"]["message"]
+        assert (await ask(proxy)).status == 200

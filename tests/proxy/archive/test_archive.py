@@ -1,0 +1,293 @@
+"""Conversations out of one home and into another, whatever the archive and the other home are like."""
+
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.index.archives import (
+    FINGERPRINT,
+    KNOWN,
+    STATES,
+    TALK,
+    archived,
+    check_content,
+    everything,
+    imported,
+    save,
+    talk,
+)
+from support.index.indexes import BUDGET, make_home, turn
+from warmline_backend.kv_cache.segment_io import sweep_drafts
+from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
+from warmline_common.storage import disk
+from warmline_proxy.archive import importer as importing
+from warmline_proxy.archive.exporter import Export
+from warmline_proxy.archive.importer import Known, import_archive, known_from_files
+from warmline_proxy.archive.manifest import MANIFEST
+from warmline_proxy.archive.reader import read_archive
+from warmline_proxy.archive.tar import ArchiveError
+from warmline_proxy.index.index import Index, NoRoom
+from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import PurgeRequest, SavePlan
+
+# ---- there and back
+
+
+@pytest.mark.parametrize(("old_tenant", "new_tenant"), [("", ""), ("a", "b")])
+def test_a_conversation_arrives_whole(index: Index, other: Index, old_tenant: str, new_tenant: str) -> None:
+    session = talk(index, old_tenant)
+    data = archived(index, session)
+    told = imported(other, data, new_tenant)
+    assert (told.tokens, told.tokens_known, told.segments, told.checkpoints) == (300, 0, 3, 3)
+    check_content(other, TALK, new_tenant, STATES)
+    row = other.session(told.session)
+    assert row is not None and (row.client, row.tokens, row.turn_end, row.requests) == ("mine", 300, 299, 3)
+    assert other.segments()[0].root == namespace(FINGERPRINT, new_tenant)
+    assert reconcile(other).files_without_row == 0
+
+
+def test_an_archive_is_a_tar_that_holds_this_conversation_alone(index: Index) -> None:
+    session = talk(index, "tenant-a")
+    data = archived(index, session)
+    with tarfile.open(fileobj=io.BytesIO(data)) as opened:
+        names = opened.getnames()
+    assert names[0] == MANIFEST and len(names) == 7
+    assert pack_tokens([7, 8, 9]) not in data and b"secret-other" not in data
+    assert namespace(FINGERPRINT, "tenant-a").hex().encode() not in data, "nothing says whose it was"
+
+
+def test_others_rows_do_not_come_along(index: Index, other: Index) -> None:
+    talk(index)
+    left = next(row.id for row in index.sessions() if row.client == "secret-other")
+    told = imported(other, archived(index, left))
+    assert told.tokens == 253
+    check_content(other, [*TALK[:250], 7, 8, 9], checkpoints=[100, 200])
+    assert other.match(namespace(FINGERPRINT), pack_tokens(TALK), 300).tokens == 250
+    assert max(row.end for row in other.segments()) == 253
+
+
+def test_what_is_stored_already_is_skipped(index: Index, other: Index) -> None:
+    data = archived(index, talk(index))
+    save(other, TALK[:170], [100])  # ends within the archive's second segment
+    before = {row.id for row in other.segments()}
+    told = imported(other, data)
+    assert (told.tokens_known, told.segments, told.checkpoints) == (170, 2, 2)
+    assert before <= {row.id for row in other.segments()}
+    check_content(other, TALK, checkpoints=STATES)
+    again = imported(other, data)
+    assert (again.tokens_known, again.segments, again.bytes_written) == (300, 0, 0)
+    assert again.session == told.session
+    row = other.session(told.session)
+    assert row is not None and row.requests == 1 + 3, "it is not counted again"
+    save(other, [*TALK, *range(50)], client="mine")
+    assert imported(other, data).session == told.session and len(other.sessions()) == 1, "nor where it went on"
+
+
+def test_it_hangs_where_another_conversation_leaves_off(index: Index, other: Index) -> None:
+    save(other, [*TALK[:130], 1, 2, 3, 4])
+    told = imported(other, archived(index, talk(index)))
+    assert told.tokens_known == 130
+    check_content(other, TALK, checkpoints=STATES)
+    check_content(other, [*TALK[:130], 1, 2, 3, 4], checkpoints=[100])
+
+
+def test_an_import_is_the_inverse_of_a_purge(index: Index) -> None:
+    session = talk(index)
+    data = archived(index, session)
+    purge(index, PurgeRequest(everything=True))
+    assert index.segments() == [] and everything(index.home) == {}
+    imported(index, data)
+    check_content(index, TALK, checkpoints=STATES)
+
+
+def test_sampled_turns_come_along_and_replace_none(index: Index, other: Index) -> None:
+    session = talk(index)
+    root = namespace(FINGERPRINT)
+    for number in (1, 2):
+        index.note_turn(turn(number, root=root, session=session))
+    index.note_turn(turn(3, root=root, session="another"))
+    index.flush()
+    mine = turn(2, root=namespace(FINGERPRINT, "t"), tokens=pack_tokens([99]))
+    other.note_turn(mine)
+    other.flush()
+    told = imported(other, archived(index, session), "t")
+    assert told.turns == 1
+    calls = [f"call_{number:024x}" for number in (1, 2, 3)]
+    found = other.turns(namespace(FINGERPRINT, "t"), calls)
+    assert [unpack_tokens(row.tokens) for row in found] == [[1], [99]]
+    assert found[0].session == told.session
+
+
+# ---- exports that can't be
+
+
+def test_nothing_is_exported_of_what_is_not_stored(index: Index) -> None:
+    with pytest.raises(ArchiveError, match="nothing is stored of session ffff"):
+        Export(index, "ffff")
+
+
+@pytest.mark.parametrize("damage", ["missing", "tensor", "swapped"])
+def test_a_damaged_conversation_is_not_exported(index: Index, damage: str) -> None:
+    session = talk(index)
+    row = index.path(index.sessions()[0].leaf)[0]
+    path = index.home.segment_file(row.id)
+    whole = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "tensor":
+        path.write_bytes(whole[:-60] + bytes([whole[-60] ^ 1]) + whole[-59:])
+    else:
+        path.write_bytes(index.home.segment_file(index.path(index.sessions()[0].leaf)[1].id).read_bytes())
+    with pytest.raises(ArchiveError, match="cachectl verify --deep"):
+        archived(index, session)
+    path.write_bytes(whole)
+    path.chmod(0o600)
+
+
+def test_what_is_evicted_while_it_is_exported_arrives(index: Index, other: Index) -> None:
+    session = talk(index)
+    with Export(index, session) as export:
+        purge(index, PurgeRequest(everything=True))
+        data = b"".join(export.parts())
+    imported(other, data)
+    check_content(other, TALK, checkpoints=STATES)
+
+
+# ---- imports that can't be
+
+
+def test_a_foreign_model_is_refused_unless_it_is_wanted_anyway(index: Index, other: Index) -> None:
+    data = archived(index, talk(index))
+    elsewhere = Known(fingerprints={"9" * 64}, what="the model served here is tiny, 999999999999")
+    with pytest.raises(ArchiveError, match=r"model-a, fingerprint 0123456789ab, and the model served .* --anyway"):
+        imported(other, data, known=elsewhere)
+    assert everything(other.home) == {}
+    assert imported(other, data, known=elsewhere, anyway=True).tokens == 300
+    check_content(other, TALK, checkpoints=STATES)
+
+
+def test_without_a_served_model_what_is_stored_tells(index: Index, other: Index) -> None:
+    assert known_from_files(other).fingerprints == {}
+    save(other, [1, 2, 3])
+    known = known_from_files(other)
+    assert list(known.fingerprints) == [FINGERPRINT] and "model-a 0123456789ab" in known.what
+    assert imported(other, archived(index, talk(index)), known=known).tokens == 300
+
+
+def test_the_budget_holds(index: Index, other: Index) -> None:
+    data = archived(index, talk(index))
+    save(other, [5] * 50)
+    other.budget_bytes = other.totals().bytes_used + 1000
+    with pytest.raises(NoRoom, match=r"bytes don't fit into \d+"):
+        imported(other, data)
+    assert other.match(namespace(FINGERPRINT), pack_tokens([5] * 50), 50).tokens == 50, "nothing went in vain"
+    other.budget_bytes = BUDGET
+    imported(other, data)
+
+
+def test_a_full_disk_is_told_with_figures(index: Index, other: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = archived(index, talk(index))
+    monkeypatch.setattr(importing, "FREE_BYTES_MIN", 1 << 60)
+    with pytest.raises(NoRoom, match=r"takes \d+ bytes, and the disk of .* has \d+ left"):
+        imported(other, data)
+
+
+def test_a_failed_write_leaves_nothing(index: Index, other: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = archived(index, talk(index))
+    written = []
+
+    def failing(*arguments: Any) -> Any:
+        written.append(arguments)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        return real(*arguments)
+
+    real = disk.write_whole
+    monkeypatch.setattr(disk, "write_whole", failing)
+    with pytest.raises(OSError, match="No space"):
+        imported(other, data)
+    assert everything(other.home) == {} and other.totals().bytes_writing == 0 and other.segments() == []
+
+
+def test_a_backend_that_starts_meanwhile_sweeps_drafts_and_nothing_is_lost(
+    index: Index, other: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, sync = archived(index, talk(index)), disk.sync
+
+    def swept(file: Any) -> None:
+        monkeypatch.setattr(disk, "sync", sync)
+        assert sweep_drafts(other.home.segments) == 1
+        sync(file)
+
+    monkeypatch.setattr(disk, "sync", swept)
+    imported(other, data)
+    check_content(other, TALK, checkpoints=STATES)
+
+
+def test_room_is_made_for_what_it_weighs_and_no_more(index: Index, other: Index) -> None:
+    """A segment of one row is nearly all header: rows are not all as heavy."""
+    save(index, TALK[:299])
+    data = archived(index, save(index, TALK))
+    assert sorted(row.end - row.start for row in index.segments()) == [1, 299]
+    other.budget_bytes = other.totals().bytes_used + len(data) + 100_000
+    imported(other, data)
+    check_content(other, TALK)
+
+
+def test_a_kill_in_the_midst_leaves_nothing_after_the_next_start(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are written and the plan stands, when the process ends; tests/crash kills one at each step of the disk."""
+    data, home = archived(index, talk(index)), make_home(tmp_path / "killed")
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: Any, **__: Any) -> Any:
+        raise Killed
+
+    with Index(home, BUDGET) as fresh:
+        reconcile(fresh)
+    with Index(home, BUDGET) as victim, monkeypatch.context() as patched:
+        patched.setattr(Index, "commit_save", killed)
+        patched.setattr(Index, "abort_save", lambda *_: None)
+        with pytest.raises(Killed):
+            imported(victim, data)
+        assert victim.segments() == [] and len(everything(home)) == 6
+    with Index(home, BUDGET) as survivor:
+        assert reconcile(survivor).saves_rolled_back == 1
+        assert everything(home) == {} and survivor.verify(deep=True) == []
+
+
+def test_another_save_in_its_place_wins_and_the_rest_is_tried_again(
+    index: Index, other: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, begin = archived(index, talk(index)), Index.begin_save
+
+    def overtaken(self: Index, *arguments: Any, **options: Any) -> SavePlan | None:
+        plan = begin(self, *arguments, **options)
+        monkeypatch.setattr(Index, "begin_save", begin)
+        save(self, TALK[:60])
+        return plan
+
+    monkeypatch.setattr(Index, "begin_save", overtaken)
+    assert imported(other, data).tokens_known == 60
+    check_content(other, TALK, checkpoints=STATES)
+
+
+def test_who_calls_can_end_it(index: Index, other: Index) -> None:
+    data = archived(index, talk(index))
+    seen: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        seen.append((done, total))
+        if done > total * 2 / 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        import_archive(other, read_archive(io.BytesIO(data)), "", KNOWN, progress=progress)
+    assert seen[-1][0] <= seen[-1][1] and everything(other.home) == {} and other.segments() == []

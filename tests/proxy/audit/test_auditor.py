@@ -1,0 +1,160 @@
+"""Warm requests computed again, cold, against a fake backend: when, and what a difference is taken for."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from support.proxy.audits import ASKED, COLLAPSED, TEXT, audited, audits, metric, records, talk, turn
+from support.proxy.fake_backend import layout
+from support.proxy.harness import on_loop, pair
+from warmline_common.protocol.messages import HEADER_REUSE
+
+
+@on_loop
+async def test_a_warm_request_is_computed_again_cold_and_a_cold_one_is_not(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        assert await talk(proxy) == ["cold 0", f"resident {len(ASKED + 'Paris.')}"]
+        await audits(proxy)
+        assert audited(proxy.backend) == 1
+        headers, body = proxy.backend.calls["generate"][-1], proxy.backend.calls["prompts"][-1]
+        assert HEADER_REUSE not in headers
+        asked = f"<user>{TEXT}\n<assistant>Paris.\n<user>And of Spain?\n<assistant>"
+        assert (bytes(body["prompt"]).decode(), body["max_tokens"]) == (asked, 1)
+        assert [record.audit for record in await records(proxy)] == ["", "equal"]
+        assert await metric(proxy, 'warmline_audits_total{outcome="equal",why="chance"}')() == 1
+
+
+@on_loop
+async def test_rounding_is_tolerated(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        proxy.backend.layout = layout(dtype="float32")
+        proxy.backend.logprob, proxy.backend.cold_logprobs = -0.2501, [-0.2506]
+        await talk(proxy)
+        await audits(proxy)
+        assert [record.audit for record in await records(proxy)] == ["", "within"]
+        assert not proxy.index.quarantined()
+
+
+@on_loop
+async def test_a_little_noise_does_not_hide_a_fault(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        proxy.backend.layout = layout(dtype="float32")
+        proxy.backend.logprob, proxy.backend.cold_logprobs = -0.2501, [-3.0001, -3.0021]
+        await talk(proxy)
+        await audits(proxy)
+        assert (await records(proxy))[-1].audit == "differs"
+
+
+@pytest.mark.parametrize("cold", [[-3.0, -0.25], [-3.0, -7.0]])
+@on_loop
+async def test_a_machine_that_does_not_repeat_itself_is_no_broken_cache(tmp_path: Path, cold: list[float]) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        proxy.backend.cold_logprobs = cold
+        await talk(proxy)
+        await audits(proxy)
+        assert [record.audit for record in await records(proxy)] == ["", "unstable"]
+        assert not proxy.index.quarantined() and proxy.backend.held
+
+
+@on_loop
+async def test_in_exact_mode_a_single_bit_counts(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        proxy.backend.layout = layout(grid=8, dtype="float32")
+        proxy.backend.logprob, proxy.backend.cold_logprobs = -0.25, [-0.25000003, -0.25000003]
+        starts = await talk(proxy)
+        assert starts[1] == f"resident {len(ASKED + 'Paris.') // 8 * 8}"
+        await audits(proxy)
+        assert (await records(proxy))[-1].audit == "differs"
+
+
+@on_loop
+async def test_it_waits_until_nobody_runs(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        backend = proxy.backend
+        await talk(proxy, 1)
+        backend.hold_after = 1
+        other = asyncio.create_task(proxy.client.post(f"{proxy.url}/v1/completions", json={"prompt": "another"}))
+        await backend.holding.wait()
+        backend.hold_after = None
+        await proxy.chat(**turn(1, backend))
+        assert not audited(backend)
+        backend.let_go.set()
+        await other
+        await audits(proxy)
+        assert (await records(proxy))[1].audit == "equal"
+
+
+@pytest.mark.parametrize(("ended", "outcome"), [(2, "equal"), (3, "abandoned")])
+@on_loop
+async def test_one_that_made_way_is_tried_again_but_not_for_ever(tmp_path: Path, ended: int, outcome: str) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        proxy.backend.gives_up_background = ended
+        await talk(proxy)
+        await audits(proxy)
+        assert (await records(proxy))[-1].audit == outcome and audited(proxy.backend) == 3
+
+
+@on_loop
+async def test_a_proxy_that_stops_gives_them_up(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        proxy.backend.background_allowed.clear()
+        await talk(proxy)
+        await proxy.backend.called("generate", 3)
+        await proxy.stop_proxy()
+        proxy.index.flush()
+        assert proxy.index.requests(1)[0].audit == "abandoned"
+        proxy.backend.background_allowed.set()
+
+
+# ---- answers that collapse
+
+
+@on_loop
+async def test_a_collapsed_answer_is_audited_though_chance_did_not_choose_it(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.answer = COLLAPSED
+        await talk(proxy)
+        await audits(proxy)
+        cold, warm = await records(proxy)
+        assert cold.guard == warm.guard == "model: one token repeated over 65 tokens"
+        assert (cold.audit, warm.audit) == ("", "equal")
+        assert await metric(proxy, 'warmline_audits_total{outcome="model",why="guard"}')() == 1
+        assert not proxy.index.quarantined()
+
+
+@on_loop
+async def test_where_cold_disagrees_it_was_the_cache(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.answer, proxy.backend.cold_logprobs = COLLAPSED, [-3.0, -3.0]
+        await talk(proxy)
+        await audits(proxy)
+        warm = (await records(proxy))[-1]
+        assert (warm.audit, warm.guard) == ("differs", "cache: one token repeated over 65 tokens")
+        assert proxy.index.quarantined() and not proxy.index.segments()
+        next_turn = await proxy.chat(**turn(2, proxy.backend))
+        assert next_turn.headers["X-Warmline-Cache"] == "cold 0"
+
+
+@on_loop
+async def test_also_where_its_client_would_not_hear_more(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        backend = proxy.backend
+        backend.answer = COLLAPSED
+        await talk(proxy, 1)
+        backend.hold_after = 75
+        body = {**turn(1, backend), "stream": True}
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=body) as response:
+            await response.content.readuntil(b"!")
+            await backend.holding.wait()
+        await audits(proxy)
+        warm = (await records(proxy))[-1]
+        assert (warm.outcome, warm.audit) == ("cancelled", "equal")
+
+
+@on_loop
+async def test_the_guard_can_be_switched_off(tmp_path: Path) -> None:
+    async with pair(tmp_path, garbage_guard="off") as proxy:
+        proxy.backend.answer = COLLAPSED
+        await talk(proxy)
+        assert [record.guard for record in await records(proxy)] == ["", ""] and not audited(proxy.backend)

@@ -1,0 +1,260 @@
+"""What is found to differ from a cold run: what goes, what stays, and what is used meanwhile."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from support.proxy.audits import TEXT, audited, audits, metric, records, talk, turn
+from support.proxy.fake_backend import layout
+from support.proxy.harness import Pair, on_loop, pair
+from warmline_proxy.audit import quarantine as condemn
+from warmline_proxy.audit.auditor import Auditor
+from warmline_proxy.index.index import IndexFailure
+from warmline_proxy.planner import on_grid
+from warmline_proxy.routes.dispatch import LIVES
+
+
+@on_loop
+async def test_what_differs_is_never_used_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        proxy.backend.cold_logprobs = [-3.0, -3.0]
+        await talk(proxy)
+        await audits(proxy)
+        assert [record.audit for record in await records(proxy)] == ["", "differs"]
+        aside = proxy.index.quarantined()
+        assert aside and all("suspect" in row.reason for row in aside) and not proxy.index.segments()
+        assert not proxy.backend.held, "it has left the backend's memory, too"
+        differs, wrong = [record.message for record in caplog.records if "AUDIT" in record.message]
+        assert "differ by 2.75e+00" in differs
+        assert f"wrong from token 0 on; {len(aside)} files are quarantined" in wrong
+        assert await metric(proxy, 'warmline_quarantined_total{reason="suspect"}')() == 1
+        next_turn = await proxy.chat(**turn(2, proxy.backend))
+        assert next_turn.headers["X-Warmline-Cache"] == "cold 0"
+        await audits(proxy)
+        assert audited(proxy.backend) == 3, "nothing but that, that again, and the start from what is stored"
+
+
+def ends(proxy: Pair) -> list[int]:
+    """Of the segments of a single path."""
+    return sorted(row.end for row in proxy.index.segments())
+
+
+@pytest.mark.parametrize(("grid", "right"), [(0, 0), (0, 1), (0, 2), (8, 1)])
+@on_loop
+async def test_what_lies_before_the_first_wrong_file_stays(tmp_path: Path, right: int, grid: int) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        backend = proxy.backend
+        backend.layout = layout(has_windows=True, dtype="float32", grid=grid)  # windows: no file swallows another
+        for number in range(3):
+            await proxy.chat(**turn(number, backend))
+            await proxy.settled()
+        await audits(proxy, 2)
+        backend.restart()
+        places = ends(proxy)
+        backend.right_until = [0, *places][right]
+        backend.cold_logprobs = [-3.0] * 9
+        warm = await proxy.chat(**turn(3, backend))
+        assert warm.headers["X-Warmline-Cache"] == f"restored {on_grid(places[-1], grid)}"
+        await audits(proxy, 3)
+        await proxy.settled()
+        assert ends(proxy) == places[:right] and len(proxy.index.quarantined()) == len(places) - right + 1
+        assert all(len(asked.tokens) // 4 % (grid or 1) == 0 for asked in backend.calls["restore"])
+        backend.restart()
+        expected = f"restored {backend.right_until}" if right else "cold 0"
+        assert (await proxy.chat(**turn(3, backend))).headers["X-Warmline-Cache"] == expected
+
+
+@on_loop
+async def test_where_what_is_stored_agrees_all_goes(tmp_path: Path) -> None:
+    """It was in memory, and nobody knows what was computed from that."""
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        backend = proxy.backend
+        backend.right_until, backend.cold_logprobs = 10_000, [-3.0] * 3
+        await talk(proxy)
+        await audits(proxy)
+        assert (await records(proxy))[-1].audit == "differs"
+        assert proxy.index.quarantined() and not proxy.index.segments() and not backend.held
+
+
+@on_loop
+async def test_what_was_computed_since_does_not_pay_for_who_had_started_from_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        noted, note, audits_allowed = [], proxy.index.note_audit, [0]
+
+        def noting(request_id: str, audit: str, guard: str) -> None:
+            noted.append(audit)
+            note(request_id, audit, guard)
+
+        monkeypatch.setattr(proxy.index, "note_audit", noting)
+        monkeypatch.setattr(Auditor, "_is_quiet", property(lambda _: len(noted) < audits_allowed[0]))
+        proxy.backend.cold_logprobs = [-3.0] * 9
+        await talk(proxy, 3)
+        await proxy.settled()  # else the last of them would be suspect itself, and not be audited
+        audits_allowed[0] = 1
+        await audits(proxy, 1)
+        assert (await proxy.chat(**turn(3, proxy.backend))).headers["X-Warmline-Cache"] == "cold 0"
+        await proxy.settled()
+        audits_allowed[0] = 2
+        await audits(proxy, 2)
+        assert noted == ["differs", "differs"]
+        assert len(proxy.index.segments()) == 1 and len(proxy.backend.held) == 1
+
+
+@on_loop
+async def test_while_it_is_searched_nothing_like_it_is_used(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        backend = proxy.backend
+        backend.cold_logprobs = [-3.0, -3.0]
+        backend.restoring_allowed.clear()
+        await talk(proxy)
+        await backend.called("restore")
+        cold = await proxy.chat(**turn(2, backend))
+        assert cold.headers["X-Warmline-Cache"] == "cold 0"
+        assert (await records(proxy))[-1].why_not_warmer == "what is stored after token 0 is suspect"
+        backend.restoring_allowed.set()
+        await audits(proxy)
+        warm = await proxy.chat(**turn(3, backend))
+        assert warm.headers["X-Warmline-Cache"] == "resident 300", "that was computed without it, and stays"
+
+
+@on_loop
+async def test_a_proxy_that_stops_in_the_midst_of_that_takes_all_out(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        backend = proxy.backend
+        backend.cold_logprobs = [-3.0, -3.0]
+        backend.restoring_allowed.clear()
+        await talk(proxy)
+        await backend.called("restore")
+        await proxy.stop_proxy()
+        proxy.index.flush()
+        assert proxy.index.requests(1)[0].audit == "differs"
+        assert proxy.index.quarantined() and not proxy.index.segments()
+        backend.restoring_allowed.set()
+
+
+@on_loop
+async def test_who_was_just_restoring_it_starts_otherwise(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        backend = proxy.backend
+        await talk(proxy, 1)
+        await proxy.settled()
+        backend.restart()
+        backend.restoring_allowed.clear()
+        restoring = asyncio.create_task(proxy.chat(**turn(1, backend)))
+        await backend.called("restore")
+        (life,) = list(proxy.app[LIVES])
+        life.suspect = True
+        for row in proxy.index.segments():
+            proxy.index.quarantine(row.id, "suspect")
+        backend.restoring_allowed.set()
+        assert (await restoring).headers["X-Warmline-Cache"] == "cold 0"
+        await proxy.settled()
+        assert len(backend.held) == 1 and proxy.index.segments(), "what it has computed is kept"
+
+
+@on_loop
+async def test_so_is_what_came_from_disk(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        await talk(proxy, 1)
+        await proxy.settled()
+        proxy.backend.restart()
+        proxy.backend.cold_logprobs = [-3.0, -3.0]
+        warm = await proxy.chat(**turn(1, proxy.backend))
+        assert warm.headers["X-Warmline-Cache"].startswith("restored")
+        await audits(proxy)
+        assert not proxy.index.segments() and not proxy.backend.held
+
+
+@on_loop
+async def test_a_request_of_another_conversation_keeps_what_it_has(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        await proxy.client.post(f"{proxy.url}/v1/completions", json={"prompt": "quite another"})
+        proxy.backend.cold_logprobs = [-3.0, -3.0]
+        await talk(proxy)
+        await audits(proxy)
+        assert len(proxy.index.segments()) == 1 and len(proxy.backend.held) == 1
+
+
+@on_loop
+async def test_who_has_started_from_it_meanwhile_leaves_nothing(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        backend = proxy.backend
+        backend.cold_logprobs = [-3.0, -3.0]
+        backend.background_allowed.clear()
+        await talk(proxy)
+        await backend.called("generate", 3)
+        backend.hold_after = 1
+        running = asyncio.create_task(proxy.chat(**turn(2, backend)))
+        await backend.holding.wait()
+        backend.hold_after = None
+        backend.background_allowed.set()  # the audit's first run ends, the second waits for the running request
+        backend.let_go.set()
+        assert (await running).headers["X-Warmline-Cache"].startswith("resident")
+        await audits(proxy)
+        await proxy.settled()
+        assert not proxy.index.segments() and not backend.held
+
+
+@pytest.mark.parametrize("suspect", [False, True])
+@on_loop
+async def test_nobody_follows_who_has_started_from_it(tmp_path: Path, suspect: bool) -> None:
+    async with pair(tmp_path) as proxy:
+        backend = proxy.backend
+        await talk(proxy, 1)
+        backend.hold_after = 0
+        long = turn(1, backend)["messages"] + [{"role": "user", "content": TEXT}]
+        running = asyncio.create_task(proxy.chat(messages=long))
+        await backend.holding.wait()
+        while not (computing := [each for each in proxy.app[LIVES] if each.is_computing]):
+            await proxy.status()
+        computing[0].suspect = suspect
+        backend.hold_after = None
+        other = await proxy.chat(messages=long)
+        assert (other.headers["X-Warmline-Cache"].split()[0] == "shared") == (not suspect)
+        backend.let_go.set()
+        await running
+
+
+@on_loop
+async def test_what_could_not_be_dropped_is_not_adopted_again(tmp_path: Path) -> None:
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        backend = proxy.backend
+        backend.cold_logprobs, backend.drops_fail = [-3.0, -3.0], 9
+        await talk(proxy)
+        await audits(proxy)
+        backend.drops_fail = 0
+        assert backend.held, "or it proves nothing"
+        backend.gone_count = 1  # whoever meets it has the proxy ask for all that is in memory
+        again = await proxy.chat(**turn(2, backend))
+        assert again.headers["X-Warmline-Cache"] == "cold 0"
+
+
+@on_loop
+async def test_what_can_not_be_quarantined_yet_is_not_used_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(condemn, "RETRY_INTERVAL_S", 0.0)
+    async with pair(tmp_path, audit_fraction=1.0) as proxy:
+        quarantine, writable = proxy.index.quarantine, asyncio.Event()
+
+        def fails(file_id: str, reason: str) -> list[str]:
+            if not writable.is_set():
+                raise IndexFailure("as scripted")
+            return quarantine(file_id, reason)
+
+        monkeypatch.setattr(proxy.index, "quarantine", fails)
+        proxy.backend.cold_logprobs = [-3.0, -3.0]
+        await talk(proxy)
+        await audits(proxy)
+        assert proxy.index.segments() and not proxy.backend.held
+        cold = await proxy.chat(**turn(2, proxy.backend))
+        assert cold.headers["X-Warmline-Cache"] == "cold 0"
+        record = (await records(proxy))[-1]
+        assert record.why_not_warmer == "what is stored after token 0 is suspect"
+        assert not await metric(proxy, 'warmline_quarantined_total{reason="suspect"}')()
+        writable.set()
+        while not proxy.index.quarantined():
+            await proxy.status()

@@ -1,0 +1,274 @@
+"""Who may administer: a table of who asks how, and what becomes of it."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multidict import CIMultiDict
+
+from support.proxy.harness import Pair, on_loop, pair
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.auth.admin_access import ADMIN, NOTHING, SECRET, WRONG, Asked, check_owner, shown_key
+from warmline_proxy.config import Config
+from warmline_proxy.errors import ClientError
+
+HERE, LAN = "127.0.0.1", "192.168.1.7"
+OWN = "http://127.0.0.1:8026"
+CHANGES = {"X-Warmline-Admin": "1"}
+VISIT = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+
+
+def status(
+    shown: str = NOTHING,
+    headers: dict[str, str] | None = None,
+    *,
+    method: str = "GET",
+    peer: str = HERE,
+    host: str = "127.0.0.1:8026",
+    page: bool = False,
+    needs_key: bool = False,
+    version: tuple[int, int] = (1, 1),
+) -> int:
+    """Of the refusal; 200 where there is none."""
+    hosts = host.split("|") if host else []
+    asked = Asked(method, peer, hosts, CIMultiDict({"Host": host, **(headers or {})}), page, version)
+    try:
+        check_owner(asked, shown, needs_key)
+    except ClientError as error:
+        return error.status
+    return 200
+
+
+@pytest.mark.parametrize(
+    ("peer", "host", "expected"),
+    [
+        (HERE, "127.0.0.1:8026", 200),
+        (HERE, "localhost", 200),
+        (HERE, "LOCALHOST.:8026", 200),
+        (HERE, "admin.localhost:8026", 200),
+        (HERE, "[::1]:8026", 200),
+        ("::1", "[::1]", 200),
+        ("::ffff:127.0.0.1", "127.0.0.1", 200),
+        ("127.8.9.1", "127.0.0.1", 200),
+        (LAN, "127.0.0.1", 401),
+        ("::ffff:192.168.1.7", "localhost", 401),
+        ("", "localhost", 401),
+        ("not an address", "localhost", 401),
+        (HERE, "192.168.1.5", 401),
+        (HERE, "mac.local", 401),
+        (HERE, "host.docker.internal", 401),
+        (HERE, "localhost.evil", 401),
+        (HERE, "localhost@evil", 401),
+        (HERE, "", 401),
+        (HERE, "localhost|localhost", 401),
+    ],
+)
+def test_this_machine_is_the_owner_by_peer_and_host(peer: str, host: str, expected: int) -> None:
+    assert status(peer=peer, host=host) == expected
+    assert status(ADMIN, peer=peer, host=host) == 200
+    assert status(peer=peer, host=host, needs_key=True) == 401
+    assert status(WRONG, peer=peer, host=host) == 401, "who shows a wrong key means to show one"
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["X-Forwarded-For", "x-forwarded-host", "Forwarded", "Via", "X-Real-IP", "CF-Connecting-IP", "Tailscale-User-Login",
+     "X-Forwarded-Proto", "True-Client-IP", "X-Forwarded", "X-Cluster-Client-IP", "Fastly-Client-IP"],
+)  # fmt: skip
+def test_what_was_passed_on_is_not_local(header: str) -> None:
+    assert status(headers={header: "127.0.0.1"}) == 401
+    assert status(ADMIN, headers={header: "127.0.0.1"}) == 200
+
+
+def test_what_speaks_http_as_forwarders_of_few_words_do_is_not_local() -> None:
+    assert status(version=(1, 0)) == status(version=(0, 9)) == 401
+    assert status(ADMIN, version=(1, 0)) == 200
+
+
+@pytest.mark.parametrize("shown", [NOTHING, ADMIN])
+@pytest.mark.parametrize(
+    ("headers", "reads", "changes"),
+    [
+        ({}, 200, 200),
+        ({"Sec-Fetch-Site": "none"}, 200, 200),
+        ({"Sec-Fetch-Site": "same-origin", "Origin": OWN}, 200, 200),
+        ({"Sec-Fetch-Site": "same-site"}, 200, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403, 403),
+        ({"Origin": OWN}, 200, 200),
+        ({"Origin": "https://127.0.0.1:8026"}, 200, 200),
+        ({"Origin": "http://127.0.0.1:3000"}, 403, 403),
+        ({"Origin": "http://localhost:8026"}, 403, 403),
+        ({"Origin": "http://evil.example"}, 403, 403),
+        ({"Origin": "null"}, 403, 403),
+        ({"Origin": ""}, 403, 403),
+        ({"Origin": "ftp://127.0.0.1:8026"}, 403, 403),
+        ({"Origin": "http://["}, 403, 403),
+        ({"Origin": "http://\u2100.example"}, 403, 403),
+        (VISIT, 403, 403),
+    ],
+)
+def test_pages_of_others_reach_nothing(shown: str, headers: dict[str, str], reads: int, changes: int) -> None:
+    assert status(shown, headers) == status(shown, headers, method="HEAD") == reads
+    assert status(shown, {**headers, **CHANGES}, method="POST") == changes
+    assert status(shown, {**headers, **CHANGES}, method="DELETE") == changes
+    for forgery in ({}, {"X-Warmline-Admin": "0"}):
+        assert status(shown, {**headers, **forgery}, method="POST") == 403, "a form can't send the header"
+    assert status(SECRET, headers, method="POST") == 200, "no browser knows the secret"
+
+
+def test_a_link_from_anywhere_opens_the_page_for_people_and_nothing_else() -> None:
+    assert status(headers=VISIT, page=True) == 200
+    assert status(headers={**VISIT, **CHANGES}, page=True, method="POST") == 403
+    assert status(headers={**VISIT, "Sec-Fetch-Dest": "iframe"}, page=True) == 403
+    assert status(headers={"Sec-Fetch-Site": "cross-site"}, page=True) == 403
+
+
+def basic(text: str) -> str:
+    return f"Basic {base64.b64encode(text.encode()).decode()}"
+
+
+@pytest.mark.parametrize(
+    ("headers", "shown"),
+    [
+        ({}, ""),
+        ({"Authorization": "Bearer k"}, "k"),
+        ({"X-Api-Key": "k"}, "k"),
+        ({"Authorization": basic("anybody:k:with:colons")}, "k:with:colons"),
+        ({"Authorization": basic(":k")}, "k"),
+        ({"Authorization": basic("k:")}, ""),
+        ({"Authorization": "Basic %%%"}, "%%%"),
+        ({"Authorization": "Basic "}, ""),
+    ],
+)
+def test_keys_are_shown_as_clients_and_browsers_do(headers: dict[str, str], shown: str) -> None:
+    assert shown_key(CIMultiDict(headers)) == shown
+
+
+async def answered(proxy: Pair, method: str, path: str, headers: dict[str, str], **more: Any) -> tuple[int, str]:
+    async with proxy.client.request(method, proxy.url + path, headers=headers, **more) as response:
+        return response.status, response.headers.get("WWW-Authenticate", "")
+
+
+@pytest.mark.parametrize("needs_key", [True, False])
+def test_who_is_refused_is_told_of_this_machine_only_where_that_is_enough(needs_key: bool) -> None:
+    with pytest.raises(ClientError, match="cachectl key show admin") as caught:
+        check_owner(Asked("GET", LAN, ["127.0.0.1"], CIMultiDict(), page=True), NOTHING, needs_key)
+    assert ("localhost" in str(caught.value)) is not needs_key
+
+
+@on_loop
+async def test_client_keys_administer_nothing_and_the_admin_key_asks_for_no_answers(tmp_path: Path) -> None:
+    async with pair(tmp_path, admin_needs_key=True) as proxy:
+        admin = keys_file.ensure(proxy.home, keys_file.ADMIN).key
+        client = keys_file.add(proxy.home, "me").key
+        away, secret = {"X-Forwarded-For": "10.0.0.1"}, proxy.home.secret()
+        for path in ("/warmline/status", "/warmline/requests"):
+            for headers, expected in (
+                ({}, 401),
+                ({"Authorization": f"Bearer {client}"}, 401),
+                ({"X-Api-Key": admin}, 200),
+                ({"Authorization": basic(f"owner:{admin}"), **away}, 200),
+                ({"Authorization": f"Bearer {admin}"}, 200),
+                ({"Authorization": f"Bearer {secret}", **away}, 200),
+            ):
+                found, challenge = await answered(proxy, "GET", path, headers)
+                assert found == expected and challenge == ("Bearer" if expected == 401 else "")
+        purge = {"json": {"everything": True}}
+        as_admin = {"Authorization": basic(f"owner:{admin}")}
+        for by_itself in (
+            as_admin,
+            {"Authorization": basic(f":{secret}")},
+        ):  # a browser goes on showing it
+            assert (await answered(proxy, "POST", "/warmline/purge", by_itself, **purge))[0] == 403
+            assert (await answered(proxy, "GET", "/warmline/status", by_itself))[0] == 200
+        assert (await answered(proxy, "POST", "/warmline/purge", {**as_admin, **CHANGES}, **purge))[0] == 200
+        for key in (admin, secret, ""):
+            assert (await proxy.chat(headers={"Authorization": f"Bearer {key}"})).status == 401
+        assert (await proxy.chat(headers={"Authorization": f"Bearer {client}"})).status == 200
+        for key, expected in ((client, 200), (admin, 200), (secret, 200), ("wrong", 401)):
+            assert (await answered(proxy, "GET", "/metrics", {"X-Api-Key": key}))[0] == expected
+        async with proxy.client.get(f"{proxy.url}/metrics", headers={"X-Api-Key": admin}) as response:
+            counted = await response.text()
+        assert 'warmline_unauthorized_total{door="owner"}' in counted and 'door="client"' in counted
+
+
+@on_loop
+async def test_a_browser_asks_people_for_the_admin_key(tmp_path: Path) -> None:
+    async with pair(tmp_path, admin_needs_key=True) as proxy:
+        assert await answered(proxy, "GET", "/admin", {}) == (401, 'Basic realm="Warmline", charset="UTF-8"')
+    async with pair(tmp_path / "open") as proxy:
+        assert (await answered(proxy, "GET", "/admin", VISIT))[0] == 200
+        assert (await answered(proxy, "GET", "/warmline/status", VISIT))[0] == 403
+        assert (await answered(proxy, "GET", "/warmline/status", {}))[0] == 200
+        assert (await answered(proxy, "POST", "/warmline/purge", {}, json={"everything": True}))[0] == 403
+
+
+@on_loop
+async def test_behind_a_proxy_on_this_machine_nobody_is_the_owner_by_his_address(
+    tmp_path: Path,
+) -> None:
+    """There is one where names are given to what listens on loopback; it may add no header."""
+    async with pair(tmp_path, allowed_hosts="llm.example.org") as proxy:
+        assert (await answered(proxy, "GET", "/warmline/status", {}))[0] == 401
+        async with proxy.client.get(f"{proxy.url}/warmline/status", headers={"X-Api-Key": proxy.home.secret()}) as told:
+            assert told.status == 200 and told.headers["Cache-Control"] == "no-store"
+    home = Home(tmp_path / "other")
+    assert not Config(home=home, lan=True, allowed_hosts="llm.example.org").owner_needs_key
+    assert Config(home=home, lan=True, admin_needs_key=True).owner_needs_key
+    assert not Config(home=home).owner_needs_key
+
+
+BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+@on_loop
+async def test_a_browser_is_led_from_the_address_alone_to_the_page(tmp_path: Path) -> None:
+    """Where it may see it; whoever else asks there is answered, and counted, as ever."""
+    async with pair(tmp_path) as proxy:
+
+        async def asked(method: str, headers: dict[str, str], path: str = "/") -> tuple[int, str]:
+            more = {"headers": headers, "allow_redirects": False}
+            async with proxy.client.request(method, proxy.url + path, **more) as response:
+                if response.status == 303:
+                    assert response.headers["Cache-Control"] == "no-store" and await response.read() == b""
+                return response.status, response.headers.get("Location", "")
+
+        for method in ("GET", "HEAD"):
+            for headers in (BROWSER, {**BROWSER, **VISIT}):
+                assert await asked(method, headers, "/?x=1") == (303, "/admin")
+            for headers in ({}, {"Accept": "text/html-not, */*"}, {**BROWSER, "Sec-Fetch-Site": "cross-site"}):
+                assert await asked(method, headers) == (404, "")
+            assert await asked(method, {**BROWSER, "X-Forwarded-For": "10.0.0.1"}) == (404, ""), "from elsewhere"
+            assert await asked(method, {**BROWSER, "Host": "stranger.example"}) == (403, "")
+        assert await asked("POST", BROWSER) == await asked("GET", BROWSER, "/v1") == (404, "")
+        client, admin = (keys_file.ensure(proxy.home, name).key for name in (keys_file.CLIENT, keys_file.ADMIN))
+        away = {**BROWSER, "Host": f"{LAN}:8026"}
+        assert await asked("GET", BROWSER) == (303, "/admin")
+        assert await asked("GET", away) == (401, "")
+        assert await asked("GET", {**away, "Authorization": f"Bearer {client}"}) == (404, "")
+        assert await asked("GET", {**away, "Authorization": basic(f":{admin}")}) == (303, "/admin")
+        async with proxy.client.get(f"{proxy.url}/metrics", headers={"X-Api-Key": admin}) as response:
+            assert 'warmline_unauthorized_total{door="owner"} 0.0' in await response.text()
+
+
+@pytest.mark.parametrize(
+    ("headers", "alone"),
+    [
+        ({}, True),
+        ({"Host": "localhost:8026"}, True),
+        ({"Host": "[::1]:8026"}, True),
+        ({"Host": f"{LAN}:8026"}, False),
+        ({"Host": f"{LAN}:8026", **VISIT}, True),  # by HTTPS
+    ],
+)
+@on_loop
+async def test_only_browsers_that_heed_it_are_told_to_keep_the_page_alone(
+    tmp_path: Path, headers: dict[str, str], alone: bool
+) -> None:
+    async with pair(tmp_path) as proxy:
+        shown = {"Authorization": f"Bearer {proxy.home.secret()}", **headers}
+        async with proxy.client.get(f"{proxy.url}/admin", headers=shown) as response:
+            assert response.status == 200
+            assert ("Cross-Origin-Opener-Policy" in response.headers) == alone

@@ -1,0 +1,286 @@
+"""Who may come in, and what of the backend can be reached: keys, hosts, other paths, the owner's paths."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yarl
+
+from support.proxy.harness import on_loop, pair
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+from warmline_proxy.auth import authenticator as doors
+from warmline_proxy.auth import key_store as keys_file
+from warmline_proxy.auth.key_store import tenant_of
+from warmline_proxy.auth.principals import prepare_keys
+from warmline_proxy.config import Config, ConfigError, parse
+from warmline_proxy.index.index import IndexFailure
+
+
+@on_loop
+async def test_a_key_is_asked_for(tmp_path: Path) -> None:
+    async with pair(tmp_path, client_key="sesame") as proxy:
+        refused = await proxy.chat()
+        assert refused.status == 401 and "Authorization: Bearer KEY" in await refused.text()
+        for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}, {"X-Api-Key": "é"}):
+            async with proxy.client.get(f"{proxy.url}/v1/models", headers=headers) as response:
+                assert response.status == 401
+                assert (await response.json())["error"]["code"] == "invalid_api_key"
+        proxy.client.headers["Authorization"] = "Bearer sesame"
+        assert (await proxy.chat()).status == 200
+        async with proxy.client.get(f"{proxy.url}/v1/models", headers={"X-Api-Key": "sesame"}) as response:
+            assert response.status == 200
+
+
+@on_loop
+async def test_that_there_is_no_key_left_is_for_the_owner_to_know(tmp_path: Path) -> None:
+    async with pair(tmp_path, lan=True) as proxy:
+        admin = keys_file.ensure(proxy.home, keys_file.ADMIN).key
+        keys_file.add(proxy.home, "laptop")
+        old, elsewhere = {"X-Api-Key": keys_file.remove(proxy.home, "laptop").key}, {"Host": "192.168.1.5"}
+        for headers, words in (
+            ({}, "make one (cachectl key add NAME)"),
+            (old, "make one (cachectl key add NAME)"),
+            (elsewhere | {"X-Api-Key": admin}, "make one (cachectl key add NAME)"),
+            (elsewhere, "send this server's client key"),
+            (elsewhere | old, "it is no client key"),
+            ({"X-Forwarded-For": "192.168.1.7"}, "send this server's client key"),
+            ({"Origin": "http://a.page"}, "send this server's client key"),
+        ):
+            refused = await proxy.chat(headers=headers)
+            assert refused.status == 401 and words in await refused.text(), headers
+        new = keys_file.add(proxy.home, "laptop").key
+        assert "it is no client key" in await (await proxy.chat(headers=old)).text(), "there is one"
+        assert (await proxy.chat(headers={"X-Api-Key": new})).status == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost", 200), ("127.0.0.1:8026", 200), ("[::1]:8026", 200), ("evil.example", 403), ("localhost.evil", 403)],
+)
+@on_loop
+async def test_a_rebound_name_is_refused(tmp_path: Path, host: str, status: int) -> None:
+    async with pair(tmp_path) as proxy, proxy.client.get(f"{proxy.url}/v1/models", headers={"Host": host}) as response:
+        assert response.status == status
+
+
+@on_loop
+async def test_whoever_tries_keys_fills_no_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "LOG_INTERVAL_S", 3600.0)
+    async with pair(tmp_path, client_key="sesame") as proxy:
+        caplog.clear()
+        for key in ("", "guess", "another guess"):
+            assert (await proxy.chat(headers={"Authorization": f"Bearer {key}"})).status == 401
+        (line,) = (line for line in caplog.messages if "refused" in line or " key" in line)
+        assert line == "a request with a wrong key, or none, for the client's paths, the last one from 127.0.0.1"
+        monkeypatch.setattr(doors, "LOG_INTERVAL_S", 0.0)
+        await proxy.chat(headers={"Authorization": "Bearer last guess"})
+        assert caplog.messages[-1].startswith("3 requests with a wrong key, or none,")
+
+
+@on_loop
+async def test_who_is_refused_for_something_else_has_shown_no_wrong_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pair(tmp_path) as proxy:
+        admin = {"X-Api-Key": keys_file.ensure(proxy.home, keys_file.ADMIN).key}
+        async with proxy.client.post(f"{proxy.url}/warmline/purge", json={}, headers=admin) as response:
+            assert response.status == 403
+        async with proxy.client.get(f"{proxy.url}/metrics") as response:
+            assert 'warmline_unauthorized_total{door="owner"} 0.0' in await response.text()
+        assert "wrong key" not in caplog.text and "refused POST /warmline/purge: 403" in caplog.text
+
+
+@on_loop
+async def test_what_is_served_is_listed_under_any_name(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+
+        async def got(path: str) -> Any:
+            async with proxy.client.get(yarl.URL(f"{proxy.url}/v1/models{path}", encoded=True)) as response:
+                assert response.status == 200
+                return await response.json()
+
+        (entry,) = (await got("/?a=%20b"))["data"]
+        assert entry == {
+            "id": "fake-model",
+            "object": "model",
+            "created": 1_700_000_000,
+            "owned_by": "warmline",
+            "root": "fake-model",
+            "max_model_len": 100_000,
+        }
+        assert await got("/fake-model") == entry
+        for spelled in ("/openai/glm-5.2", "/openai%2Fglm-5.2", "/openai/glm-5.2/"):
+            assert await got(spelled) == {**entry, "id": "openai/glm-5.2"}
+        async with proxy.client.head(f"{proxy.url}/v1/models") as response:
+            assert response.status == 200 and await response.read() == b""
+        for method, path in (("POST", "/v1/models"), ("GET", "/v1/chat/completions")):
+            async with proxy.client.request(method, proxy.url + path) as response:
+                assert response.status == 405
+        async with proxy.client.options(f"{proxy.url}/v1/chat/completions") as response:
+            assert response.status == 204
+
+
+@on_loop
+async def test_answers_are_compact_and_tell_no_versions(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        asked = [
+            ("GET", "/health", None),
+            ("GET", "/ready", None),
+            ("GET", "/v1/models", None),
+            ("GET", "/props", None),
+        ]
+        asked += [("POST", "/v1/messages/count_tokens", body), ("POST", "/v1/chat/completions", body)]
+        for method, path, given in asked:
+            async with proxy.client.request(method, proxy.url + path, json=given) as response:
+                assert response.headers.getall("Server") == ["warmline"], path
+                text = await response.text()
+                assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False), path
+        streamed = await proxy.chat(stream=True)
+        assert streamed.headers["Server"] == "warmline"
+
+
+PROBES = [
+    "/",
+    "/api/tags",
+    "/api/show",
+    "/props",
+    "/v1/props",
+    "/version",
+    "/slots",
+    "/v1/embeddings",
+    "/v1",
+    "/v1/modelsx",
+]
+
+
+@on_loop
+async def test_probes_for_other_servers_get_a_404_at_once_from_the_proxy_alone(tmp_path: Path) -> None:
+    async with pair(tmp_path, connect_timeout_s=60.0) as proxy:
+        await proxy.stop_backend()
+        for path in PROBES:
+            for method in ("GET", "POST"):
+                data = b"x" * 100_000 if method == "POST" else None
+                async with proxy.client.request(method, proxy.url + path, data=data) as response:
+                    assert response.status == 404
+                    error = (await response.json())["error"]
+                assert error["code"] == "not_found" and error["type"] == "invalid_request_error"
+                assert path in error["message"] and "/v1/chat/completions, /v1/completions" in error["message"]
+                assert ("The dashboard is at /admin" in error["message"]) == (path in ("/", "/v1")), "for who browses"
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/v1/messages/count_tokens", "/v1/messages/count_tokens"),
+    ],
+)
+@on_loop
+async def test_a_base_url_that_leads_astray_is_told_of(tmp_path: Path, path: str, meant: str) -> None:
+    async with pair(tmp_path) as proxy, proxy.client.post(proxy.url + path, json={}) as response:
+        assert response.status == 404 and f"If {meant} was meant" in await response.text()
+
+
+@on_loop
+async def test_a_path_of_any_letters_is_answered_by_the_proxy(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy, proxy.client.get(yarl.URL(f"{proxy.url}/x%0ay", encoded=True)) as response:
+        assert response.status == 404 and (await response.json())["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize("path", ["/kv/status", "/kv", "/%6bv/status", "//kv/status", "/requests/1", "/warmline/none",
+                                  "/x/%2e%2e/kv/status"])  # fmt: skip
+@on_loop
+async def test_the_backends_own_paths_are_out_of_reach(tmp_path: Path, path: str) -> None:
+    async with pair(tmp_path) as proxy, proxy.client.get(yarl.URL(proxy.url + path, encoded=True)) as response:
+        assert response.status in (401, 404)
+        assert not proxy.backend.calls
+
+
+@on_loop
+async def test_the_owners_paths_want_the_homes_secret(tmp_path: Path) -> None:
+    async with pair(tmp_path, admin_needs_key=True) as proxy:
+        await proxy.chat("x " * 50)
+        for method, path in (("GET", "/warmline/status"), ("POST", "/warmline/purge"), ("POST", "/warmline/repair")):
+            async with proxy.client.request(method, proxy.url + path) as response:
+                assert response.status == 401
+        await proxy.settled()
+        status = await proxy.status()
+        assert status["totals"]["segments"] > 0 and len(status["residents"]) == 1
+        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        purge = {"everything": True}
+        async with proxy.client.post(f"{proxy.url}/warmline/purge", json=purge, headers=owner) as response:
+            assert response.status == 200
+        status = await proxy.status()
+        assert status["totals"]["segments"] == 0 and not status["residents"]
+
+
+@on_loop
+async def test_an_index_that_fails_is_told_in_openais_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise IndexFailure("no space left")
+
+    async with pair(tmp_path) as proxy:
+        monkeypatch.setattr(proxy.index, "totals", fail)
+        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        async with proxy.client.get(f"{proxy.url}/warmline/status", headers=owner) as response:
+            assert response.status == 500
+            error = (await response.json())["error"]
+        assert error["code"] == "index_failed" and "no space left" in error["message"]
+        monkeypatch.setattr(disk, "make_folders", full)
+        async with proxy.client.post(f"{proxy.url}/warmline/repair", headers=owner) as response:
+            assert response.status == 500
+            error = (await response.json())["error"]
+        assert error["code"] == "index_failed" and "No space left" in error["message"]
+
+
+def full(_: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "some.name"])
+def test_others_are_let_in_only_with_a_key(tmp_path: Path, host: str) -> None:
+    home = Home(tmp_path)
+    with pytest.raises(ConfigError, match=r"--lan, .*cachectl key add NAME, or WARMLINE_CLIENT_KEY"):
+        prepare_keys(parse(["--home", str(tmp_path), "--host", host], {}))
+    prepare_keys(parse(["--home", str(tmp_path), "--host", host], {"WARMLINE_CLIENT_KEY": "k"}))
+    assert not home.keys.exists()
+    keys_file.add(home, "me")
+    prepare_keys(parse(["--home", str(tmp_path), "--host", host], {}))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_this_machine_needs_no_key(tmp_path: Path, host: str) -> None:
+    prepare_keys(parse(["--home", str(tmp_path), "--host", host], {}))
+
+
+def test_the_lan_is_opened_with_keys_that_are_made_once(tmp_path: Path) -> None:
+    config, home = parse(["--home", str(tmp_path), "--lan"], {}), Home(tmp_path)
+    assert config.bind_host == "0.0.0.0" and config.open_to_others
+    prepare_keys(config)
+    made = keys_file.read(home)
+    assert [(each.name, each.kind) for each in made] == [("admin", "admin"), ("default", "client")]
+    prepare_keys(config)
+    assert keys_file.read(home) == made
+    assert parse(["--home", str(tmp_path), "--lan", "--host", "10.0.0.7"], {}).bind_host == "10.0.0.7"
+
+
+@pytest.mark.parametrize("bad", [{"port": 70_000}, {"backend_url": "https://x"}, {"running_count_max": 0},
+                                 {"allowed_hosts": "https://x"}, {"client_key": "a "}, {"client_key": "a\nb"},
+                                 {"client_key": "\udcff"}])  # fmt: skip
+def test_bad_settings_are_one_clear_line(tmp_path: Path, bad: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        Config(home=Home(tmp_path), **bad)  # type: ignore[arg-type]
+
+
+def test_tenants_are_stable_and_tell_no_key() -> None:
+    assert tenant_of("") == ""
+    assert tenant_of("a") == tenant_of("a") != tenant_of("b")
+    assert "sesame" not in tenant_of("sesame")

@@ -1,0 +1,29 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.index.indexes import BUDGET, make_home
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import Index
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return make_home(tmp_path / "home")
+
+
+@pytest.fixture
+def index(home: Home) -> Iterator[Index]:
+    """Its invariants are checked after every test that uses it."""
+    with Index(home, BUDGET) as index:
+        yield index
+        assert index.verify(deep=True) == []
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Index]:
+    """Another home's index; its invariants are checked after every test."""
+    with Index(make_home(tmp_path / "other"), BUDGET) as index:
+        yield index
+        assert index.verify(deep=True) == []

@@ -1,0 +1,141 @@
+"""The likeliest cause of a miss, from what the planner said and what stands on both sides."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from warmline_proxy.explain.causes import CAUSES, cause_of, causes_besides
+from warmline_proxy.store.rows import Parting
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "requests"
+ROOT = Path(__file__).parents[3]
+DIFFERS = "differs from what is stored at token 40"
+SYSTEM = {"message": 1, "message_last": 1, "role": "system"}
+USER = {"message": 2, "message_last": 2, "role": "user"}
+ANSWER = {"message": 3, "message_last": 3, "role": "assistant"}
+
+
+def parted(old: str = "", new: str = "", **fields: object) -> Parting:
+    values = {"at": 40, "begins": 8, "stored": b"", "prompt": b"", "messages": 4, **fields}
+    return Parting(**values, stored_text=old, prompt_text=new)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("why", "cause"),
+    [
+        ("", "warm"),
+        ("reuse is off", "reuse-off"),
+        ("nothing is to be computed", "nothing-asked"),
+        ("the client asked for no reuse", "client-asked"),
+        ("what it was to start from was gone, twice", "gone"),
+        ("another request computes the first 128 tokens", "shared"),
+        ("restoring 128 tokens would take longer", "slower"),
+        ("not persistent: MambaCache has no codec", "memory"),
+        ("nothing stored", "first-request"),
+        ("stored up to token 812", "new-text"),
+        ("in memory up to token 812", "new-text"),
+        ("all of it is stored; no checkpoint after token 512", "no-checkpoint"),
+        ("exact mode keeps and reuses multiples of 128 tokens", "exact-grid"),
+        ("evicted after token 64", "evicted"),
+        ("missing after token 64", "missing"),
+        ("quarantined (checksum) after token 64", "damaged"),
+        ("checksum in 7a7a7a7a: 21.0.keys of segment; differs from what is stored at token 40", "damaged"),
+        ("missing in the chain: no such file; nothing stored", "damaged"),
+        ("what is stored after token 64 is suspect", "suspect"),
+        ("what was restored is suspect; stored up to token 64", "suspect"),
+        ("restore failed: 500: boom; nothing stored", "restore-failed"),
+        ("restoring took more than 30 s; nothing stored", "restore-failed"),
+        (DIFFERS, "differs"),
+        ("a sentence of another version", "unknown"),
+    ],
+)
+def test_what_the_planner_says_has_a_cause(why: str, cause: str) -> None:
+    assert cause_of(why, None) == cause
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (", in message 3 (assistant): the template leaves out its reasoning", "reasoning-left-out"),
+        (", in message 1 (system): a time of day in line 2 of the system text is new", "timestamp"),
+        (", in message 1 (system): a Unix time in line 2 of the system text is new", "timestamp"),
+        (", in message 1 (system): a date in line 9 of the system text is new", "date"),
+        (", in message 1 (system): a hash or random id in line 9 of the system text is new", "random-id"),
+        (", in message 1 (system): a billing header in line 1 of the system text is new", "billing-header"),
+        (", in the tools: the tools come in another order", "tool-order"),
+        (", in the tools: tools: look changed; walk new", "tools-changed"),
+    ],
+)
+def test_what_is_known_of_the_place_comes_first(said: str, cause: str) -> None:
+    assert cause_of(DIFFERS + said, parted("one thing", "another", **USER)) == cause
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place", "cause"),
+    [
+        ("Current time: 2026-11-28T14:22:33Z. You", "Current time: 2026-11-28T14:25:01Z. You", SYSTEM, "timestamp"),
+        ("It is 9:15 PM here", "It is 9:20 PM here", USER, "timestamp"),
+        ("now 1764340953 s", "now 1764341010 s", SYSTEM, "timestamp"),
+        ("Today's date: 2026-11-28", "Today's date: 2026-11-29", USER, "date"),
+        ("Date: Nov 28, 2026\nYou", "Date: Nov 29, 2026\nYou", SYSTEM, "date"),
+        (
+            "session 0b5e3c1e-9f3a-4c55-8a94-2b8f7b8b5a10",
+            "session 1b5e3c1e-9f3a-4c55-8a94-2b8f7b8b5a11",
+            SYSTEM,
+            "random-id",
+        ),
+        ("x-anthropic-billing-header: a1\nYou", "x-anthropic-billing-header: b2\nYou", SYSTEM, "billing-header"),
+        ("Tokens left: 180,000. Go", "Tokens left: 179,200. Go", USER, "number"),
+        ("list the files.  Then stop, please.", "list the files.\nThen stop, please.", USER, "whitespace"),
+        ('{"name": "look", "description": "Looks."}', '{"name": "look", "description": "Sees."}', {"role": "tools"},
+         "tools-changed"),
+        ('Tools: {"parameters": {"a": 1}}', 'Tools: {"parameters": {"b": 1}}', SYSTEM, "tools-changed"),
+        ("You are a careful engineer.", "You are a careful pilot.", SYSTEM, "system-edited"),
+        ("fix the test in a.py", "fix the test in b.py", USER, "message-edited"),
+        ("fix the test in a.py", "write a poem instead", {**USER, "message": 4, "message_last": 4}, "other-message"),
+        ("<think>\nHm, files.\n</think>\n\nDone", "Done<|im_end|>", ANSWER, "reasoning-dropped"),
+        ("I have listed the files.", "The files are listed.", ANSWER, "answer-changed"),
+        ("first, read the code", "second, run the tests", {**USER, "comes_later": True}, "truncated"),
+        (
+            "user\nfix the test",
+            "user\nThis session is being continued from a previous conversation",
+            USER,
+            "compacted",
+        ),
+        ("assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n", {}, "template"),
+        ("once upon a time", "once more", {"messages": 0}, "differs"),
+    ],
+)  # fmt: skip
+def test_two_texts_tell_a_cause(old: str, new: str, place: dict[str, object], cause: str) -> None:
+    assert cause_of(DIFFERS, parted(old, new, **place)) == cause
+
+
+@pytest.mark.parametrize("client", ["claude-code", "codex"])
+def test_the_date_that_a_real_client_tells_is_found_the_day_after(client: str) -> None:
+    sent = (FIXTURES / f"{client}.json").read_text()
+    at = sent.index("2026-01-02")
+    old = sent[at - 120 : at + 200]
+    assert cause_of(DIFFERS, parted(old, old.replace("2026-01-02", "2026-01-03"), **USER)) == "date"
+
+
+def test_without_texts_the_place_decides() -> None:
+    assert cause_of(DIFFERS, parted(**SYSTEM)) == "system-edited"
+    assert cause_of(DIFFERS, parted(role="tools")) == "tools-changed"
+    said = ", in message 3 (assistant): it came without reasoning"
+    assert cause_of(DIFFERS + said, parted(**ANSWER)) == "reasoning-dropped"
+    assert cause_of(DIFFERS + said, parted("It is Anna.", "It was Anna.", **ANSWER)) == "answer-changed"
+    assert cause_of(DIFFERS, parted(message=2, message_last=7, messages=9)) == "message-edited"
+
+
+def test_what_else_kept_a_start_from_being_warmer() -> None:
+    why = "stored up to token 812; no checkpoint after token 512; exact mode keeps and reuses multiples of 128 tokens"
+    assert cause_of(why, None) == "no-checkpoint"
+    assert causes_besides(why, "no-checkpoint") == ["exact-grid"]
+
+
+def test_the_docs_show_the_table() -> None:
+    told = re.findall(
+        r"^\| `([\w-]+)` \| (.+?) \| (.*?) ?\|$", (ROOT / "docs" / "explain.md").read_text(), re.MULTILINE
+    )
+    assert told == [(name, cause.means, cause.advice) for name, cause in CAUSES.items()]

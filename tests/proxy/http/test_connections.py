@@ -1,0 +1,461 @@
+"""The network's worst, on real sockets: many, slow, silent, broken and rude clients; and nobody else notices."""
+
+import asyncio
+import gc
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from support.proxy.harness import on_loop
+from warmline_common.process.file_limits import open_descriptors, raise_descriptor_limit
+from warmline_common.storage.home import Home
+from warmline_proxy.config import Config
+from warmline_proxy.errors import ClientError
+from warmline_proxy.http import connections
+from warmline_proxy.http.bodies import BODY_BYTES_MAX, read_body, send
+from warmline_proxy.http.connections import PROBE_AFTER_OPTION, Connections, listening, room_for
+
+MANY = 1_000
+Answer = tuple[int, dict[str, str], Any]
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    """For what no event tells of."""
+    while not is_true():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
+def alive() -> int:
+    """Connections that somebody still holds on to."""
+    gc.collect()
+    return sum(isinstance(each, connections.Connection) for each in gc.get_objects())
+
+
+class Server:
+    """An application with a handler for each misfortune."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.port = 0
+        self.connections: Connections
+        self.held = asyncio.Event()  # a request is being held
+        self.free = asyncio.Event()  # holds none any more
+        self.over = asyncio.Event()  # a handler has ended before its time
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        for path in ("echo", "hold", "flood", "lump", "half", "fault", "socket"):
+            app.router.add_route("*", f"/{path}", getattr(self, path))
+        return app
+
+    async def echo(self, request: web.Request) -> web.Response:
+        try:
+            return web.json_response({"bytes": len(await read_body(request, self.config.receive_timeout_s))})
+        except ClientError as error:
+            return error.response(error.body)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.over.set()
+            raise
+
+    async def hold(self, request: web.Request) -> web.Response:
+        self.held.set()
+        await self.free.wait()
+        return web.json_response({"held": True})
+
+    async def flood(self, request: web.Request) -> web.StreamResponse:
+        """As many bytes as asked for, piece by piece."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            for _ in range(int(request.query["bytes"]) // 10_000):
+                await send(response, b"x" * 10_000, self.config.send_timeout_s)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.over.set()
+            raise
+        await response.write_eof()
+        return response
+
+    async def lump(self, request: web.Request) -> web.Response:
+        """As many bytes, at once."""
+        return web.Response(body=b"x" * int(request.query["bytes"]))
+
+    async def half(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"half of it")
+        raise ValueError("something unforeseen")
+
+    async def fault(self, request: web.Request) -> web.Response:
+        raise ValueError("something unforeseen")
+
+    async def socket(self, request: web.Request) -> web.Response:
+        assert request.transport is not None
+        kept = request.transport.get_extra_info("socket")
+        options = {
+            "on": kept.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+            "after_s": kept.getsockopt(socket.IPPROTO_TCP, PROBE_AFTER_OPTION),
+            "interval_s": kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+            "count": kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
+        }
+        return web.json_response(options)
+
+    async def emptied(self) -> None:
+        """Wait until no connection is left."""
+        await until(lambda: not self.connections.count)
+
+
+class Client:
+    """One connection, and what is said on it byte by byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def say(self, text: str | bytes) -> None:
+        self.writer.write(text.encode() if isinstance(text, str) else text)
+
+    def get(self, path: str, more: str = "") -> None:
+        self.say(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{more}\r\n")
+
+    async def answer(self) -> Answer:
+        """(status, headers in lower case, JSON) of one answer."""
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+        body = await self.reader.readexactly(int(headers["content-length"]))
+        return int(head[0].split()[1]), headers, json.loads(body)
+
+    async def asked(self, path: str, more: str = "") -> Answer:
+        self.get(path, more)
+        return await self.answer()
+
+    async def is_closed(self) -> bool:
+        """Wait for the other side to close; False where it says something instead."""
+        try:
+            return not await self.reader.read(1)
+        except ConnectionResetError:
+            return True
+
+    def reset(self) -> None:
+        """Hang up without a good-bye."""
+        plug = self.writer.get_extra_info("socket")
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+
+@asynccontextmanager
+async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Server, Callable[..., Awaitable[Client]]]]:
+    """(an application that listens; how to connect to it)."""
+    server, clients = Server(Config(home=Home(folder), port=0, **settings)), list[Client]()
+
+    async def connect(receive_buffer_bytes: int = 0) -> Client:
+        plug = socket.socket()
+        plug.setblocking(False)
+        if receive_buffer_bytes:
+            plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        await asyncio.get_running_loop().sock_connect(plug, ("127.0.0.1", server.port))
+        clients.append(Client(*await asyncio.open_connection(sock=plug, limit=4096)))
+        return clients[-1]
+
+    async with listening(server.app(), server.config) as listener:
+        server.port, server.connections = listener.port, listener.connections
+        try:
+            yield server, connect
+        finally:
+            server.free.set()
+            for client in clients:
+                client.writer.transport.abort()
+
+
+@on_loop
+async def test_a_thousand_idle_connections_are_in_nobodys_way(tmp_path: Path) -> None:
+    assert raise_descriptor_limit(8192) > 2 * MANY + 200
+    async with serving(tmp_path) as (server, connect):
+        for _ in range(MANY // 100):
+            await asyncio.gather(*(connect() for _ in range(100)))
+        client = await connect()
+        for _ in range(20):
+            assert (await client.asked("/echo"))[0] == 200
+        assert server.connections.count == MANY + 1
+
+
+@on_loop
+async def test_where_all_are_busy_a_newcomer_is_told_so(tmp_path: Path) -> None:
+    async with serving(tmp_path, connections_max=1) as (server, connect):
+        busy = await connect()
+        busy.get("/hold")
+        await server.held.wait()
+        newcomer = await connect()
+        status, headers, body = await newcomer.asked("/echo")
+        assert (status, headers["connection"], body["error"]["code"]) == (503, "close", "connections_full")
+        assert int(headers["retry-after"]) > 0
+        assert await newcomer.is_closed()
+        server.free.set()
+        assert (await busy.answer())[2] == {"held": True}
+        assert (await (await connect()).asked("/echo"))[0] == 200
+
+
+@on_loop
+async def test_the_longest_idle_makes_room(tmp_path: Path) -> None:
+    async with serving(tmp_path, connections_max=3) as (server, connect):
+        first, second, third = [await connect() for _ in range(3)]
+        for client in (first, second, third, first):  # now the second is the longest idle
+            assert (await client.asked("/echo"))[0] == 200
+        newcomer = await connect()
+        assert (await newcomer.asked("/echo"))[0] == 200
+        assert await second.is_closed()
+        for client in (first, third, newcomer):
+            assert (await client.asked("/echo"))[0] == 200
+        assert server.connections.count == 3
+
+
+@on_loop
+async def test_more_are_refused_than_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REFUSALS_COUNT_MAX", 1)
+    async with serving(tmp_path, connections_max=1) as (server, connect):
+        (await connect()).get("/hold")
+        await server.held.wait()
+        silent, unheard = await connect(), await connect()
+        unheard.get("/echo")
+        assert await unheard.is_closed()
+        assert (await silent.asked("/echo"))[0] == 503
+
+
+def test_connections_leave_descriptors_to_others() -> None:
+    assert room_for(2048, 8192) == 2048
+    assert room_for(2048, 256) == 64
+    assert room_for(10, 20) == 1
+
+
+@on_loop
+async def test_a_head_that_does_not_come_is_a_408(tmp_path: Path) -> None:
+    async with serving(tmp_path, receive_timeout_s=0.2) as (server, connect):
+        for beginning in ("GET /echo HTTP/1.1\r\nHo", "\r\n"):
+            client = await connect()
+            client.say(beginning)
+            status, headers, body = await client.answer()
+            assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "request_timeout")
+            assert await client.is_closed()
+        await server.emptied()
+
+
+@on_loop
+async def test_a_head_byte_by_byte_has_no_longer_than_any(tmp_path: Path) -> None:
+    async with serving(tmp_path, receive_timeout_s=0.3) as (_, connect):
+        client = await connect()
+        assert (await client.asked("/echo"))[0] == 200
+        client.say("GET /echo HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
+        answer = asyncio.ensure_future(client.answer())
+        while not answer.done():
+            client.say("x")
+            await asyncio.sleep(0.02)
+        assert (await answer)[0] == 408
+
+
+@on_loop
+async def test_a_body_that_stops_is_a_408(tmp_path: Path) -> None:
+    async with serving(tmp_path, receive_timeout_s=0.2) as (server, connect):
+        for length in ("Content-Length: 100\r\n", "Transfer-Encoding: chunked\r\n"):
+            client = await connect()
+            client.say(f"POST /echo HTTP/1.1\r\nHost: localhost\r\n{length}\r\n5\r\nabcde")
+            status, headers, body = await client.answer()
+            assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "request_timeout")
+            assert await client.is_closed()
+            client.writer.close()
+        await server.emptied()
+
+
+@on_loop
+async def test_a_slow_but_steady_body_is_read_to_its_end(tmp_path: Path) -> None:
+    async with serving(tmp_path, receive_timeout_s=0.5) as (_, connect):
+        client = await connect()
+        client.say("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 15\r\n\r\n")
+        for _ in range(15):
+            await asyncio.sleep(0.05)
+            client.say("x")
+        status, headers, body = await client.answer()
+        assert (status, body) == (200, {"bytes": 15}) and headers.get("connection") != "close"
+
+
+@on_loop
+async def test_a_reset_in_the_middle_of_a_body_ends_its_handler(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, connect):
+        client, neighbour = await connect(), await connect()
+        neighbour.get("/hold")
+        client.say("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc")
+        await server.held.wait()
+        client.reset()
+        await server.over.wait()
+        server.free.set()
+        assert (await neighbour.answer())[2] == {"held": True}
+        neighbour.writer.close()
+        await server.emptied()
+
+
+@on_loop
+async def test_too_large_a_body_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, connect):
+        client = await connect()
+        client.say(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BODY_BYTES_MAX + 1}\r\n\r\n")
+        status, headers, _ = await client.answer()
+        assert (status, headers["connection"]) == (413, "close")
+        for _ in range(100):  # it goes on all the same, and is not met with a reset
+            client.say(b"x" * 10_000)
+        await client.writer.drain()
+        assert await client.is_closed()
+        client.writer.close()
+        await server.emptied()
+
+
+BAD_HEADS = {
+    "a huge field": "GET /echo HTTP/1.1\r\nHost: localhost\r\nX-Huge: " + "x" * 1_000_000 + "\r\n\r\n",
+    "a huge line": "GET /" + "x" * 100_000 + " HTTP/1.1\r\n\r\n",
+    "too many fields": "GET /echo HTTP/1.1\r\n" + "".join(f"X-{n}: 1\r\n" for n in range(5_000)) + "\r\n",
+    "no HTTP": "\x16\x03\x01\x02\x00\x01\x00 this is TLS, or what you will\r\n\r\n",
+    "a space in a name": "GET /echo HTTP/1.1\r\nHost : localhost\r\n\r\n",
+    "two lengths": "POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+    "a negative length": "POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+}
+
+
+TOO_LARGE = ("a huge field", "a huge line", "too many fields")
+
+
+@pytest.mark.parametrize("kind", BAD_HEADS)
+@on_loop
+async def test_what_is_no_http_is_refused_and_nobody_elses_trouble(tmp_path: Path, kind: str) -> None:
+    async with serving(tmp_path) as (server, connect):
+        neighbour, rude = await connect(), await connect()
+        neighbour.get("/hold")
+        await server.held.wait()
+        assert (await rude.asked("/echo"))[0] == 200
+        rude.say(BAD_HEADS[kind])
+        status, headers, body = await rude.answer()
+        expected = 431 if kind in TOO_LARGE else 400
+        assert (status, headers["connection"], body["error"]["type"]) == (expected, "close", "invalid_request_error")
+        assert ("at most 128 headers, of 8190 bytes" in body["error"]["message"]) == (status == 431)
+        assert headers["server"] == "warmline"
+        assert "\n" not in body["error"]["message"]
+        assert await rude.is_closed()
+        rude.writer.close()
+        server.free.set()
+        assert (await neighbour.answer())[2] == {"held": True}
+        neighbour.writer.close()
+        await server.emptied()
+
+
+@on_loop
+async def test_a_broken_chunk_is_a_400(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, connect):
+        client = await connect()
+        client.say("POST /echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\nzz\r\n")
+        assert (await client.answer())[0] == 400
+        assert await client.is_closed()
+
+
+@on_loop
+async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, connect):
+        client = await connect()
+        lengths = [3, 0, 70_000, 1]
+        client.say(
+            "".join(f"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: {n}\r\n\r\n{'x' * n}" for n in lengths)
+        )
+        assert [(await client.answer())[2]["bytes"] for _ in lengths] == lengths
+        assert (await client.asked("/echo", "Connection: close\r\n"))[1]["connection"] == "close"
+        assert await client.is_closed()
+
+
+@on_loop
+async def test_coming_and_going_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def come_and_go(number: int) -> None:
+        client = await connect()
+        if number % 4 == 1:
+            await client.asked("/echo")
+        elif number % 4 == 2:
+            client.say("POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
+        elif number % 4 == 3:
+            client.get("/flood?bytes=1000000")
+        client.reset() if number % 2 else client.writer.close()
+
+    async with serving(tmp_path) as (server, connect):
+        before = open_descriptors()
+        for number in range(200):
+            await come_and_go(number)
+        await until(lambda: open_descriptors() <= before)
+        await until(lambda: not alive())
+        assert server.connections.count == 0
+
+
+@on_loop
+async def test_the_kernel_looks_for_peers_that_are_gone(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, connect):
+        options = (await (await connect()).asked("/socket"))[2]
+        assert options["on"] and options["after_s"] + options["interval_s"] * options["count"] == 90
+
+
+@on_loop
+async def test_an_idle_connection_is_closed_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "IDLE_TIMEOUT_S", 0.1)
+    async with serving(tmp_path, receive_timeout_s=0.4) as (server, connect):
+        silent, busy, kept = await connect(), await connect(), await connect()
+        busy.get("/hold")
+        assert (await kept.asked("/echo"))[0] == 200
+        assert await silent.is_closed() and await kept.is_closed()
+        server.free.set()
+        assert (await busy.answer())[2] == {"held": True}
+
+
+@pytest.mark.parametrize("path", ["/flood", "/lump"])
+@on_loop
+async def test_who_takes_nothing_loses_the_connection(tmp_path: Path, path: str) -> None:
+    async with serving(tmp_path, send_timeout_s=0.2) as (server, connect):
+        client = await connect(receive_buffer_bytes=4096)
+        client.get(f"{path}?bytes=20000000")
+        await server.emptied()
+        if path == "/flood":
+            await server.over.wait()
+
+
+@pytest.mark.parametrize("path", ["/flood", "/lump"])
+@on_loop
+async def test_who_takes_a_little_at_a_time_gets_it_all(tmp_path: Path, path: str) -> None:
+    async with serving(tmp_path, send_timeout_s=0.5) as (_, connect):
+        client, count = await connect(receive_buffer_bytes=4096), 0
+        client.get(f"{path}?bytes=1000000", "Connection: close\r\n")
+        await client.reader.readuntil(b"\r\n\r\n")
+        while piece := await client.reader.read(20_000):
+            count += piece.count(b"x")
+            await asyncio.sleep(0.01)
+        assert count == 1_000_000
+
+
+@on_loop
+async def test_half_an_answer_never_looks_whole(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, connect):
+        client = await connect()
+        client.get("/half")
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await client.reader.readuntil(b"0\r\n\r\n")
+        await server.emptied()
+
+
+@on_loop
+async def test_a_fault_of_ours_is_told_in_openais_shape(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, connect):
+        status, headers, body = await (await connect()).asked("/fault")
+        assert (status, headers["connection"], body["error"]["type"]) == (500, "close", "server_error")
+        assert "unforeseen" not in body["error"]["message"]
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_what_a_parser_quotes_is_in_no_log(quote: str) -> None:
+    message = f"Invalid method encountered:\n\n  b{quote}SECRET{quote}\n    ^"
+    assert connections.in_short(message) == "Invalid method encountered"
+    assert connections.in_short("Data after `Connection: close`") == "Data after `Connection: close`"
+    assert len(connections.in_short("x" * 1000)) == 120

@@ -1,0 +1,130 @@
+"""Web pages: none reads anything, unless its origin is named, and then what is under /v1 alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.proxy.harness import Pair, on_loop, pair
+from warmline_common.storage.home import Home
+from warmline_proxy.config import Config, ConfigError
+from warmline_proxy.http.cors import cors_headers, is_strange, origins
+
+PAGE = "https://chat.example"
+ALLOW = "Access-Control-Allow-Origin"
+ASKED = {
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type, Anthropic-Beta,x-stainless-lang,x-other",
+}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "answer"),
+    [
+        (f"{PAGE},http://localhost:3000", PAGE, {ALLOW: PAGE, "Vary": "Origin"}),
+        (f"{PAGE}, http://LOCALHOST:3000", "http://localhost:3000", {ALLOW: "http://localhost:3000", "Vary": "Origin"}),
+        ("*", PAGE, {ALLOW: "*"}),
+        ("*", "null", {ALLOW: "*"}),
+        ("*", "", {}),
+        (PAGE, "https://chat.example.evil", {"Vary": "Origin"}),
+        (PAGE, "http://chat.example", {"Vary": "Origin"}),
+        (PAGE, "null", {"Vary": "Origin"}),
+        ("", PAGE, {}),
+    ],
+)
+def test_who_may_read(allowed: str, origin: str, answer: dict[str, str]) -> None:
+    asked = {"Origin": origin} if origin else {}
+    told = cors_headers(origins(allowed), "POST", "/v1/messages", asked)
+    exposed = told.pop("Access-Control-Expose-Headers", "")
+    assert told == answer
+    assert ("X-Warmline-Cache" in exposed) == (ALLOW in answer)
+
+
+@pytest.mark.parametrize(
+    ("origin", "strange"),
+    [
+        (None, False),
+        ("http://192.168.1.5:8026", False),  # a page of ours
+        (PAGE, False),
+        ("http://localhost:3000", False),
+        ("http://127.0.0.1", False),
+        ("http://tauri.localhost", False),
+        ("app://obsidian.md", False),
+        ("chrome-extension://abcdef", False),
+        ("vscode-webview://abcdef", False),
+        ("file://", False),  # as Electron says of an app's window; browsers say "null" of a file
+        ("https://evil.example", True),
+        ("http://192.168.1.66", True),
+        ("http://localhost.evil.example", True),
+        ("http://localhost@evil.example", True),
+        ("null", True),
+        ("http://[", True),
+        ("http:", True),
+        ("evil.example", True),
+    ],
+)
+def test_pages_of_strangers_are_told_from_others(origin: str | None, strange: bool) -> None:
+    assert is_strange(origin, ["192.168.1.5:8026"], origins(PAGE)) == strange
+    assert not is_strange(origin, ["192.168.1.5:8026"], origins("*"))
+
+
+def test_a_preflight_is_told_what_may_be_sent() -> None:
+    told = cors_headers(origins("*"), "OPTIONS", "/v1/chat/completions", ASKED)
+    assert told["Access-Control-Allow-Headers"] == "authorization, content-type, Anthropic-Beta, x-stainless-lang"
+    assert "POST" in told["Access-Control-Allow-Methods"] and told["Access-Control-Max-Age"] == "3600"
+    near = {**ASKED, "Access-Control-Request-Private-Network": "true"}
+    private = "Access-Control-Allow-Private-Network"
+    assert private not in told and cors_headers(origins("*"), "OPTIONS", "/v1", near)[private] == "true"
+
+
+@pytest.mark.parametrize("path", ["/warmline/status", "/metrics", "/health", "/", "/v1x", "/x/v1/models"])
+def test_only_what_is_under_v1_is_for_pages(path: str) -> None:
+    assert cors_headers(origins("*"), "GET", path, {"Origin": PAGE}) == {}
+
+
+@pytest.mark.parametrize("wrong", ["chat.example", "https://chat.example/", "https://*.example", "null", "*,//x"])
+def test_what_no_browser_sends_is_refused(tmp_path: Path, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"--cors-origins .*expected origins such as https://app.example"):
+        Config(home=Home(tmp_path), cors_origins=wrong)
+
+
+async def asked(proxy: Pair, method: str, path: str, **more: str) -> tuple[int, dict[str, str]]:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "stream": True} if method == "POST" else {}
+    headers = {"Origin": PAGE, **more}
+    async with proxy.client.request(method, proxy.url + path, json=body or None, headers=headers) as response:
+        await response.read()
+        return response.status, {name: value for name, value in response.headers.items() if name.startswith("Access-")}
+
+
+@on_loop
+async def test_answers_streams_and_refusals_are_for_the_page(tmp_path: Path) -> None:
+    async with pair(tmp_path, cors_origins=PAGE, client_key="sesame") as proxy:
+        status, told = await asked(proxy, "OPTIONS", "/v1/chat/completions", **ASKED)
+        assert status == 204 and told[ALLOW] == PAGE
+        status, told = await asked(proxy, "GET", "/v1/models")  # without the key; a page is to see why
+        assert status == 401 and told[ALLOW] == PAGE
+        status, told = await asked(proxy, "POST", "/v1/chat/completions", Authorization="Bearer sesame")
+        assert status == 200 and told[ALLOW] == PAGE and "X-Warmline-Cache" in told["Access-Control-Expose-Headers"]
+        for path in ("/metrics", "/warmline/status", "/health"):
+            assert (await asked(proxy, "GET", path))[1] == (await asked(proxy, "OPTIONS", path))[1] == {}
+
+
+@on_loop
+async def test_by_default_no_page_reads_anything_and_the_host_comes_first(tmp_path: Path) -> None:
+    async with pair(tmp_path / "none") as proxy:
+        assert await asked(proxy, "OPTIONS", "/v1/models", **ASKED) == (204, {})
+        assert await asked(proxy, "GET", "/v1/models") == (403, {})
+        page = {
+            "Origin": PAGE,
+            "Content-Type": "text/plain",
+            "Sec-Fetch-Site": "cross-site",
+            "Sec-Fetch-Mode": "no-cors",
+        }
+        body = '{"messages": [{"role": "user", "content": "hi"}]}'
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", data=body, headers=page) as refused:
+            assert refused.status == 403 and (await refused.json())["error"]["code"] == "foreign_page"
+        assert not proxy.backend.calls["prompts"], "a browser asks nobody before it sends that"
+    async with pair(tmp_path / "all", cors_origins="*") as proxy:
+        for method in ("OPTIONS", "GET"):
+            assert (await asked(proxy, method, "/v1/models", Host="evil.example"))[0] == 403

@@ -1,0 +1,118 @@
+"""Under which names a request may come in, before anything else is asked of it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from support.proxy.harness import on_loop, pair
+from warmline_common.process.loopback import host_name
+from warmline_proxy.errors import ClientError
+from warmline_proxy.http.host_filter import ANY, Hosts, allowed_names, machine_names
+
+HTTP_1_0, HTTP_1_1 = (1, 0), (1, 1)
+HOSTS = Hosts({"mac", "mac.local", "mac.tail1234.ts.net"})
+
+ALLOWED = [
+    "localhost", "LOCALHOST:8026", "localhost.", "localhost.:8026", "app.localhost", "host.docker.internal:8026",
+    "127.0.0.1", "127.0.0.1:8026", "192.168.1.5:8026", "[::1]", "[::1]:8026", "[fe80::1%25en0]:8026", "[2001:db8::1]",
+    "mac:8026", "Mac.Local", "mac.local.:8026", "mac.tail1234.ts.net",
+]  # fmt: skip
+FOREIGN = [
+    "evil.example", "localhost.evil", "127.0.0.1.evil.example", "mac.local.evil.example", "evilmac.local", "xlocalhost",
+    "2130706433", "0x7f.1", "127.1", "tail1234.ts.net", "a.mac.tail1234.ts.net",
+]  # fmt: skip
+MALFORMED = [
+    "", " ", "localhost@evil.example", "user:pw@localhost", "localhost:80:80", "::1", "[::1", "localhost/", "a b",
+    "localhost,evil.example", "localhost#", "localhost?", "l%6fcalhost", "localhost\\", "löcalhost", "localhost:8026x",
+]  # fmt: skip
+
+
+def refusal(*hosts: str, target: str = "/v1/models", version: tuple[int, int] = HTTP_1_1, names: Hosts = HOSTS) -> int:
+    """The status; 0 where there is none."""
+    try:
+        names.check(hosts, target, version)
+    except ClientError as error:
+        assert "evil" not in str(error) or error.status == 403
+        return error.status
+    return 0
+
+
+@pytest.mark.parametrize(("hosts", "status"), [(ALLOWED, 0), (FOREIGN, 403), (MALFORMED, 400)])
+def test_names(hosts: list[str], status: int) -> None:
+    assert {host: refusal(host) for host in hosts} == dict.fromkeys(hosts, status)
+
+
+def test_a_host_is_named_once() -> None:
+    assert refusal("localhost", "localhost") == refusal("localhost", "evil.example") == 400
+    assert refusal() == 400
+    assert refusal(version=HTTP_1_0) == 0, "no browser speaks that"
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://localhost:8026/v1/models", 0),
+        ("*", 0),
+        ("http://evil.example/v1/models", 403),
+        ("http://localhost@evil.example/health", 400),
+        ("http:///health", 400),
+        ("evil.example:443", 403),
+        ("//evil.example/health", 0),
+    ],
+)
+def test_a_target_that_names_a_host_is_held_to_it(target: str, status: int) -> None:
+    assert refusal("localhost", target=target) == status
+
+
+def test_any_name_may_be_allowed() -> None:
+    names = Hosts(allowed_names(" *, x.example "))
+    assert refusal("evil.example", names=names) == 0 and refusal("evil example", names=names) == 400
+
+
+def test_allowed_names_are_names() -> None:
+    assert allowed_names("") == frozenset()
+    assert allowed_names("Mac.Example., b ,") == {"mac.example", "b"}
+    assert allowed_names(f"{ANY},10.0.0.1") == {ANY, "10.0.0.1"}
+    for bad in ("https://x", "x:80", "a/b", "*.x", "a b", "x..y"):
+        with pytest.raises(ValueError, match="expected names"):
+            allowed_names(bad)
+
+
+def test_this_machine_has_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "Studio.home.arpa")
+    monkeypatch.setattr("socket.getfqdn", lambda: "studio.example.org")
+    monkeypatch.setattr("sys.platform", "linux")
+    alone, reached = machine_names(with_domains=False), machine_names(with_domains=True)
+    assert alone == {"studio", "studio.local"}, "a network might name it as a stranger's page"
+    assert reached - alone == {"studio.home.arpa", "studio.example.org"}
+    assert all(host_name(name) == name for name in reached)
+
+
+async def answered(url: str, head: str) -> int:
+    """The status that these bytes get."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(head.replace("\n", "\r\n").encode() + b"\r\n\r\n")
+    status = int((await reader.readline()).split()[1])
+    writer.close()
+    return status
+
+
+@on_loop
+async def test_every_path_is_held_to_it_and_a_key_opens_no_other_name(tmp_path: Path) -> None:
+    async with pair(tmp_path, client_key="sesame", allowed_hosts="mac.example") as proxy:
+        secret = proxy.home.secret()
+        for key in ("sesame", secret):
+            for path in ("/health", "/ready", "/metrics", "/v1/models", "/warmline/status", "/admin", "/none"):
+                headers = f"Connection: close\nAuthorization: Bearer {key}"
+                assert await answered(proxy.url, f"GET {path} HTTP/1.1\nHost: evil.example\n{headers}") == 403, path
+        assert await answered(proxy.url, "OPTIONS /v1/models HTTP/1.1\nHost: evil.example") == 403
+        assert await answered(proxy.url, "GET /health HTTP/1.1\nHost: MAC.example:8026") == 200
+        assert await answered(proxy.url, "GET http://evil.example/health HTTP/1.1\nHost: localhost") == 403
+        assert await answered(proxy.url, "GET /health HTTP/1.1\nHost: localhost\nHost: evil.example") == 400
+        assert await answered(proxy.url, "GET /health HTTP/1.1\nHost: evil.example\nHost: localhost") == 400
+        assert await answered(proxy.url, "GET /health HTTP/1.1\nX: y") == 400
+        assert await answered(proxy.url, "CONNECT evil.example:443 HTTP/1.1\nHost: localhost") in (403, 404)
+        async with proxy.client.get(f"{proxy.url}/health", headers={"Host": "evil.example"}) as response:
+            error = (await response.json())["error"]
+        assert error["code"] == "host_not_allowed" and "the setting allowed_hosts" in error["message"]

@@ -1,0 +1,57 @@
+"""Whatever happened to an index and its files, repair leaves both whole, and what is found then is true."""
+
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.index.damage import DAMAGES, A, Vandal, mend, talk, texts
+from support.index.indexes import BUDGET, make_home, matched, save
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import Index, IndexReader
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.startup import reconcile
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    home = make_home(tmp_path_factory.mktemp("template") / "home")
+    with Index(home, BUDGET) as index:
+        talk(index)
+    return home
+
+
+@settings(max_examples=60)
+@given(damages=st.lists(st.sampled_from(DAMAGES), min_size=1, max_size=6), seed=st.integers(0, 1 << 32))
+def test_after_any_damage_repair_leaves_a_clean_index_that_tells_the_truth(
+    template: Home, damages: list[str], seed: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        home = Home(Path(folder) / "home")
+        shutil.copytree(template.root, home.root)
+        vandal = Vandal(home, random.Random(seed))
+        for damage in sorted(damages, key=lambda damage: damage == "index_overwritten"):
+            getattr(vandal, damage)()
+        with IndexReader(template) as truth:
+            known, states = texts(truth), {row.id: row.position for row in truth.checkpoints()}
+            state_texts = {row.id: truth.stored_tokens(row.segment)[: 4 * row.position] for row in truth.checkpoints()}
+        with Index(home, BUDGET) as index:
+            if index.is_damaged():
+                reconcile(index)
+            mend(index)
+            assert repair(index, deep=True, saving=False).did == []
+            for segment, (root, text) in texts(index).items():
+                assert known[segment] == (root, text)
+                found = index.match(root, pack_tokens(text), len(text))
+                assert found.tokens == len(text) and found.chain[-1].id == segment
+            for row in index.checkpoints():
+                assert row.position == states[row.id]
+                assert index.stored_tokens(row.segment)[: 4 * row.position] == state_texts[row.id]
+            save(index, [*A[:390], 1, 2, 3], checkpoints=[391])
+            assert matched(index, [*A[:390], 1, 2, 3]) == 393
+            assert index.verify(deep=True) == []

@@ -1,0 +1,298 @@
+"""What a start and a repair make of each kind of damage alone."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from io import FileIO
+from pathlib import Path
+
+import pytest
+
+from support.index.damage import OTHER, A, chain, flip, mend, tables_of, talk, texts
+from support.index.indexes import (
+    BUDGET,
+    FLAGS_AT,
+    OVERFLOW,
+    PAGE_BYTES,
+    break_page,
+    commit,
+    matched,
+    planned,
+    save,
+    write_plan,
+)
+from support.index.segment_files import rewrite
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+from warmline_common.storage.segment_file import file_checksum, read_checksums, read_header
+from warmline_proxy.index.index import Index, IndexFailure, IndexReader
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import PurgeRequest, RepairReply
+
+
+def done(reply: RepairReply) -> set[str]:
+    return {finding.what for finding in reply.did}
+
+
+def test_what_is_whole_is_left_as_it_is(index: Index) -> None:
+    talk(index)
+    running = planned(index, [3] * 50)
+    write_plan(index.home, running)
+    before = index.snapshot()
+    assert repair(index, deep=True, saving=True).did == []
+    assert index.snapshot() == before
+    assert commit(index, running).tokens_saved == 50
+
+
+def test_repairs_beside_all_else_change_nothing(index: Index) -> None:
+    """Saves, quarantines and evictions fall between what a repair sees of the disk and what it does."""
+    over = threading.Event()
+
+    def use() -> None:
+        for number in range(25):
+            save(index, [number, *A[:200]], checkpoints=[100])
+            if number % 3 == 1:
+                index.quarantine(chain(index, [number])[0], "checksum")
+            if number % 5 == 4:
+                purge(index, PurgeRequest(session=index.sessions()[-1].id))
+        over.set()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    repairs = 0
+    while not over.is_set() or not repairs:
+        assert [each for each in repair(index, deep=False, saving=True).did if each.what != "deleted"] == []
+        repairs += 1
+    thread.join()
+    assert matched(index, [24, *A[:200]]) == 201 and matched(index, [1, *A[:200]]) == 0
+
+
+def test_an_index_is_made_anew_from_the_files(home: Home) -> None:
+    with Index(home, BUDGET) as index:
+        talk(index)
+        whole, sessions = texts(index), {(row.leaf, row.tokens) for row in index.sessions()}
+        states = {(row.segment, row.position) for row in index.checkpoints()}
+    (data,) = home.index.glob("*/data.mdb")
+    data.write_bytes(b"garbage" * 10_000)
+    with Index(home, BUDGET) as index:
+        counts = reconcile(index)
+        assert counts.mended and counts.files_without_row == 0
+        assert texts(index) == whole
+        assert {(row.segment, row.position) for row in index.checkpoints()} == states
+        assert {row.model for row in index.segments()} == {"model-a"}
+        leaves = {row.id for row in index.segments()} - {row.parent for row in index.segments()}
+        assert {(row.leaf, row.tokens) for row in index.sessions()} == {
+            (leaf, row.end) for leaf in leaves if (row := index.segment(leaf))
+        }
+        assert {leaf for leaf, _ in sessions} <= leaves
+        assert index.verify(deep=True) == []
+        save(index, [*A[:400], *range(300)], turn_end=690)
+        assert reconcile(index).mended == 0
+
+
+def test_a_cut_index_is_made_anew(home: Home) -> None:
+    with Index(home, BUDGET) as index:
+        talk(index)
+        whole = texts(index)
+        index.compact()  # so that no page is a free one, which nobody would miss
+    (data,) = home.index.glob("*/data.mdb")
+    os.truncate(data, 3 * data.stat().st_size // 4)
+    with Index(home, BUDGET) as index:
+        assert reconcile(index).mended
+        assert texts(index) == whole and index.verify(deep=True) == []
+
+
+def test_a_page_that_can_not_be_read_is_met_beyond_a_first_flaw(home: Home) -> None:
+    """Else the repair would meet it, with the index half written anew."""
+    with Index(home, BUDGET) as index:
+        talk(index)
+        whole = texts(index)
+    with tables_of(home) as table:
+        key, _ = table("segments").entries()[0]
+        table("segments").put(key, b"garbage")
+    (data,) = home.index.glob("*/data.mdb")
+    pages = bytearray(data.read_bytes())
+    for at in range(2 * PAGE_BYTES, len(pages), PAGE_BYTES):
+        if b"reason" in pages[at : at + PAGE_BYTES]:  # a row of quarantine
+            pages[at + FLAGS_AT] = OVERFLOW
+    data.write_bytes(pages)
+    with Index(home, BUDGET) as index:
+        assert reconcile(index).mended
+        assert texts(index) == whole and index.verify(deep=True) == []
+
+
+def test_pages_that_end_the_process_which_reads_them_are_left_behind(home: Home) -> None:
+    """LMDB asserts, so the first start dies of it; the next one has another process look, and makes the index anew."""
+    with Index(home, BUDGET) as index:
+        for number in range(40):  # so many that the segments' rows take some pages
+            save(index, [number] * 5)
+        whole = texts(index)
+    break_page(home, max(whole))
+    code = "from pathlib import Path; from warmline_proxy.index.index import *\n"
+    code += "from warmline_proxy.index.recovery.startup import *\n"
+    code += "from warmline_common.storage.home import Home\n"
+    code += f"with Index(Home(Path({str(home.root)!r})), 1 << 30) as index: reconcile(index)"
+    starts = [subprocess.run([sys.executable, "-c", code], check=False, capture_output=True) for _ in range(2)]
+    assert [start.returncode for start in starts] == [-signal.SIGABRT, 0], starts
+    with Index(home, BUDGET) as index:
+        assert texts(index) == whole and index.verify(deep=True) == []
+        assert reconcile(index).mended == 0
+
+
+def test_an_index_that_nobody_could_look_at_is_kept(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Index(home, BUDGET) as index:
+        talk(index)
+        before = index.snapshot()
+        monkeypatch.setattr(sys, "executable", shutil.which("false"))
+        with pytest.raises(IndexFailure, match="exit code 1"):
+            index.is_damaged(probed=True)
+        monkeypatch.undo()
+        repair(index, deep=False, saving=False)
+        assert not index.is_damaged(probed=True) and index.snapshot() == before
+
+
+def test_a_lost_index_is_made_anew(home: Home) -> None:
+    with Index(home, BUDGET) as index:
+        talk(index)
+        whole = texts(index)
+    shutil.rmtree(home.index)
+    with Index(home, BUDGET) as index:
+        assert reconcile(index).mended
+        assert texts(index) == whole and index.verify(deep=True) == []
+
+
+def test_a_start_that_ends_before_it_has_looked_at_the_files_loses_none(home: Home) -> None:
+    """The next one must know that the index, now whole and empty, lacks what is stored."""
+    with Index(home, BUDGET) as index:
+        talk(index)
+        whole = texts(index)
+    (data,) = home.index.glob("*/data.mdb")
+    data.write_bytes(b"garbage" * 10_000)
+    for _ in range(2):
+        with Index(home, BUDGET) as index:
+            assert texts(index) == {}
+    with Index(home, BUDGET) as index:
+        index.compact()
+    with Index(home, BUDGET) as index:
+        assert reconcile(index).mended
+        assert texts(index) == whole
+        index.compact()
+        assert not index.is_damaged()
+
+
+def test_what_cannot_be_read_while_an_index_is_made_anew_is_not_deleted(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Index(home, BUDGET) as index:
+        talk(index)
+        first, *rest = chain(index, A[:400])
+    shutil.rmtree(home.index)
+    whole = disk.open_to_read
+
+    def unreadable(path: Path) -> FileIO:
+        if path.stem == first:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return whole(path)
+
+    monkeypatch.setattr(disk, "open_to_read", unreadable)
+    with Index(home, BUDGET) as index:
+        reconcile(index)
+        assert {first, *rest} <= {row.id for row in index.quarantined() if row.reason.endswith("io")}
+        assert index.verify(deep=True) == []
+
+
+def test_an_entry_that_cannot_be_read_is_told_and_mended(home: Home) -> None:
+    with Index(home, BUDGET) as index:
+        talk(index)
+        whole = texts(index)
+    with tables_of(home) as table:
+        for name in ("segments", "sessions", "checkpoints"):
+            key, value = table(name).entries()[0]
+            table(name).put(key, value[:-3])
+    with IndexReader(home) as reader:
+        assert {finding.what for finding in reader.verify()} == {"entry"}
+    with Index(home, BUDGET) as index:
+        assert {"adopted", "entries"} <= done(mend(index))
+        assert texts(index) == whole
+
+
+def test_derived_tables_are_made_anew(home: Home) -> None:
+    with Index(home, BUDGET) as index:
+        talk(index)
+        before = index.snapshot()
+    with tables_of(home) as table:
+        for name in ("children", "blocks", "hashes", "places", "anchors", "tokens"):
+            for key, _ in table(name).entries():
+                table(name).delete(key)
+    with Index(home, BUDGET) as index:
+        assert index.verify()
+        reply = mend(index)
+        assert done(reply) == {"entries"} and index.snapshot() == before
+        assert matched(index, A[:400]) == 400
+
+
+def test_files_without_a_row_are_adopted_where_they_fit(home: Home) -> None:
+    with Index(home, BUDGET) as index:
+        talk(index)
+        whole = texts(index)
+    with tables_of(home) as table:
+        for key, _ in table("segments").entries():
+            table("segments").delete(key)
+        key, _ = table("checkpoints").entries()[0]
+        table("checkpoints").delete(key)
+    stray = home.segment_file("ab" * 16)
+    stray.parent.mkdir(mode=0o700, exist_ok=True)
+    shutil.copyfile(home.segment_file(next(iter(whole))), stray)
+    with Index(home, BUDGET) as index:
+        reply = mend(index)
+        assert [f.id for f in reply.did if f.what == "deleted"] == [stray.stem] and not stray.exists()
+        assert len([f for f in reply.did if f.what == "adopted"]) == len(whole) + 1
+        assert texts(index) == whole
+
+
+def test_damaged_files_are_set_aside_with_what_builds_on_them(index: Index) -> None:
+    talk(index)
+    first, second, *rest = chain(index, A[:400])
+    flip(index.home.segment_file(second), -9)
+    reply = mend(index)
+    assert done(reply) == {"quarantined", "session"} | ({"entries"} & done(reply))
+    reasons = {row.id: row.reason for row in index.quarantined()}
+    assert reasons[second] == "checksum" and all(reasons[it] == f"builds on {second}: checksum" for it in rest[:1])
+    assert chain(index, A[:400]) == [first]
+    assert matched(index, A[:300], OTHER) == 300
+
+
+def test_a_segment_on_a_wrong_parent_is_found_and_set_aside(index: Index) -> None:
+    """Its own tokens and checksums are right; those before it are others."""
+    save(index, [1, *A[1:1500]])
+    save(index, [1, *A[1:3000]], may_replace=False)
+    save(index, [2, *A[1:1500]])
+    save(index, [2, *A[1:3000]], may_replace=False)
+    (_, mine), (_, theirs) = chain(index, [1, *A[1:]]), chain(index, [2, *A[1:]])
+    path, other = index.home.segment_file(mine), read_header(index.home.segment_file(theirs)).meta
+    rewrite(path, prefix=other.prefix)
+    row = index.segment(mine)
+    assert row is not None
+    row.checksum, size = file_checksum(read_checksums(path)), path.stat().st_size
+    assert row.bytes_on_disk == size
+    index.change(lambda tables: tables.update_segment(row))
+    assert {(f.what, f.id) for f in index.verify()} == {("place", mine)}
+    mend(index)
+    assert {row.id: row.reason for row in index.quarantined()} == {mine: "foreign"}
+    assert matched(index, [2, *A[1:]]) == 3000 and matched(index, [1, *A[1:]]) == 1500
+
+
+def test_a_checkpoint_of_another_conversation_is_found_and_gives_way(index: Index) -> None:
+    save(index, [1, *A[1:1500]], checkpoints=[700])
+    save(index, [2, *A[1:1500]], checkpoints=[700])
+    one, two = index.checkpoints()
+    rewrite(index.home.segment_file(one.id), prefix=read_header(index.home.segment_file(two.id)).meta.prefix)
+    assert {(f.what, f.id) for f in index.verify()} == {("file", one.id)}
+    mend(index)
+    assert [row.id for row in index.checkpoints()] == [two.id]

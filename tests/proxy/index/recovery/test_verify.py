@@ -1,0 +1,251 @@
+"""Each thing that must hold is looked at: damaged alone, it is found under its name, and a repair mends it."""
+
+import os
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from support.index.indexes import ROOT, matched, save, turn
+from support.index.segment_files import rewrite
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage.segment_file import file_checksum, read_checksums
+from warmline_proxy.home_lock import home_lock
+from warmline_proxy.index.index import Index
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.store.rows import QuarantineRow, RequestRecord, SegmentRow, SessionRow
+from warmline_proxy.store.tables import ANEW_KEY, TABLES, Tables, slot
+
+A = list(range(1000, 3000))
+WHOLE = [*A[:1500], 7, 7, 7]
+
+
+@pytest.fixture
+def talk(index: Index) -> Index:
+    """A root with a state, a child that leaves in its middle, one at its end, a quarantined file, a request."""
+    save(index, A[:1400], checkpoints=[700], turn_end=1390, client="first")
+    save(index, [*A[:1200], 5, 5, 5], turn_end=1201, client="second", may_replace=False)
+    save(index, [*A[:1400], *WHOLE[1400:]], turn_end=1450, client="first", may_replace=False)
+    save(index, [9] * 70)
+    index.quarantine(index.match(ROOT, pack_tokens([9]), 1).chain[0].id, "checksum")
+    index.note_use(ref.id for ref in index.match(ROOT, pack_tokens(WHOLE), 1503).chain)
+    index.note_turn(turn(1, 2))
+    index.record(RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold"))
+    index.flush()
+    return index
+
+
+def path(index: Index) -> list[SegmentRow]:
+    return [row for ref in index.match(ROOT, pack_tokens(WHOLE), 1503).chain if (row := index.segment(ref.id))]
+
+
+def key(row: SegmentRow) -> bytes:
+    return bytes.fromhex(row.id)
+
+
+def in_tables(change: Callable[[Tables, SegmentRow, SegmentRow], object]) -> Callable[[Index], None]:
+    """`change` gets the tables, the root segment and the leaf below it."""
+
+    def damage(index: Index) -> None:
+        root, leaf = path(index)
+        index.change(lambda tables: change(tables, root, leaf))
+
+    return damage
+
+
+def with_session(**changed: object) -> Callable[[Index], None]:
+    def damage(index: Index) -> None:
+        row = next(row for row in index.sessions() if row.client == "first")
+        index.change(lambda tables: tables.put_session(msgspec.structs.replace(row, **changed)))
+
+    return damage
+
+
+def session_on_a_branch(index: Index) -> None:
+    """Its turn ends in a segment that is not on its path."""
+    first, second = sorted(index.sessions(), key=lambda row: row.client)
+    with_session(turn_segment=second.leaf, turn_end=1202)(index)
+    assert first.leaf != second.leaf
+
+
+def on_disk(change: Callable[[Index, SegmentRow], object]) -> Callable[[Index], None]:
+    """`change` gets the leaf."""
+    return lambda index: change(index, path(index)[1]) and None
+
+
+def of_another_place(index: Index, leaf: SegmentRow) -> None:
+    """Sound in itself, and what the row says but for what comes before."""
+    file = index.home.segment_file(leaf.id)
+    rewrite(file, prefix="ab" * 16)
+    leaf.checksum = file_checksum(read_checksums(file))
+    index.change(lambda tables: tables.update_segment(leaf))
+
+
+def flip(index: Index, leaf: SegmentRow) -> None:
+    file = index.home.segment_file(leaf.id)
+    data = bytearray(file.read_bytes())
+    data[-30] ^= 1
+    file.write_bytes(data)
+
+
+def quarantined(index: Index) -> QuarantineRow:
+    (row,) = index.quarantined()
+    return row
+
+
+def weigh_wrongly(index: Index) -> None:
+    row = quarantined(index)
+
+    def change(tables: Tables) -> None:
+        tables.remove_quarantined(row)
+        tables.insert_quarantined(msgspec.structs.replace(row, bytes_on_disk=1))
+
+    index.change(change)
+
+
+def put(table: str, name: bytes, value: bytes) -> Callable[[Index], None]:
+    return lambda index: index.change(lambda tables: tables.put(table, name, value))
+
+
+def file_in(*parts: str) -> Callable[[Index], None]:
+    def damage(index: Index) -> None:
+        file = index.home.root.joinpath(*parts)
+        file.parent.mkdir(0o700, exist_ok=True)
+        file.touch(0o600)
+
+    return damage
+
+
+def taken(tables: Tables, row: SegmentRow) -> bytes:
+    return slot(row.root, row.parent, row.start, tables.tokens(row.id)[:4])
+
+
+OTHER = "cd" * 16
+DAMAGES: dict[str, tuple[str, Callable[[Index], object]]] = {
+    "tokens cut": ("tree", in_tables(lambda t, r, leaf: t.put("tokens", key(leaf), t.tokens(leaf.id)[:-4]))),
+    "tokens of nothing": ("tree", put("tokens", b"x" * 16, b"")),
+    "a child forgotten": ("tree", in_tables(lambda t, r, leaf: t.delete("children", taken(t, leaf)))),
+    "a child too many": ("tree", put("children", slot(ROOT, OTHER, 5, b"1234"), b"x" * 16)),
+    "another parent": ("tree", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, parent=leaf.id)))),
+    "no parent": ("tree", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, parent="")))),
+    "a parent that is gone": ("tree", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, parent=OTHER)))),
+    "another root": ("tree", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, root=b"x" * 16)))),
+    "gone, yet stored": ("tree", in_tables(lambda t, r, leaf: t.put("gone", taken(t, leaf), b"evicted"))),
+    "gone after nothing": ("tree", put("gone", slot(ROOT, OTHER, 5, b"1234"), b"evicted")),
+    "hashes of others": ("block", in_tables(lambda t, r, leaf: t.put("hashes", key(leaf), b"x" * 16))),
+    "a block of another": ("block", in_tables(lambda t, r, leaf: t.put("blocks", t.hashes(r.id)[3], key(leaf)))),
+    "a block of nobody": ("block", put("blocks", b"x" * 16, b"y" * 16)),
+    "a state outside": ("checkpoint", in_tables(lambda t, r, leaf: move_state(t, leaf.id))),
+    "a state without a place": ("checkpoint", in_tables(lambda t, r, leaf: t.delete("places", place_of_state(t)))),
+    "a place too many": ("checkpoint", put("places", b"x" * 24, b"y" * 16)),
+    "a session that ends elsewhere": ("session", with_session(tokens=1400)),
+    "a session of another root": ("session", with_session(root=b"x" * 16)),
+    "a turn outside": ("session", with_session(turn_end=1399)),
+    "a turn in nothing": ("session", with_session(turn_segment="")),
+    "a turn with other tokens": ("session", with_session(turn_digest=b"x" * 16)),
+    "a turn on a branch": ("session", session_on_a_branch),
+    "an anchor too many": ("session", put("anchors", b"x" * 16 + b"0123456789ab", b"")),
+    "an anchor lost": ("session", in_tables(lambda t, r, leaf: t.delete("anchors", anchor(t, leaf)))),
+    "usage of nothing": ("usage", put("usage", b"x" * 16, msgspec.msgpack.encode({"hits": 1}))),
+    "stored and doomed": ("standing", in_tables(lambda t, r, leaf: t.doom(leaf.id, 5))),
+    "a sum": ("sum", in_tables(lambda t, r, leaf: t.add(tokens=1))),
+    "a file gone": ("missing", on_disk(lambda index, leaf: index.home.segment_file(leaf.id).unlink())),
+    "a file cut": ("truncated", on_disk(lambda index, leaf: os.truncate(index.home.segment_file(leaf.id), 900))),
+    "a file damaged": ("checksum", on_disk(flip)),
+    "another size": ("file", in_tables(lambda t, r, leaf: resize(t, leaf))),
+    "another checksum": ("file", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, checksum="x")))),
+    "another conversation's": ("place", on_disk(of_another_place)),
+    "aside and gone": ("quarantine", lambda index: (index.home.segments / "quarantine" / name(index)).unlink()),
+    "aside, of another size": ("quarantine", weigh_wrongly),
+    "a file of nobody": ("orphan", file_in("segments", "ab", f"{'ab' * 16}.safetensors")),
+    "a draft": ("orphan", file_in("segments", "ab", ".x.tmp")),
+    "a file beside": ("orphan", file_in("segments", "x")),
+    "a file of nobody aside": ("orphan", file_in("segments", "quarantine", "x")),
+    "a draft of the index": ("orphan", file_in("index", ".2.tmp", "data.mdb")),
+    "a file for all to read": ("mode", on_disk(lambda index, leaf: index.home.segment_file(leaf.id).chmod(0o640))),
+    "a folder for all to see": ("mode", lambda index: index.home.segments.chmod(0o755)),
+    "a secret for all to read": (
+        "mode",
+        lambda index: (index.home.secret(), (index.home.root / "secret").chmod(0o644)),
+    ),
+}
+
+
+def replace(row: SegmentRow, **changed: object) -> SegmentRow:
+    return msgspec.structs.replace(row, **changed)
+
+
+def resize(tables: Tables, row: SegmentRow) -> None:
+    tables.update_segment(replace(row, bytes_on_disk=row.bytes_on_disk + 1))
+    tables.add(bytes_segments=1)
+
+
+def move_state(tables: Tables, segment: str) -> None:
+    (row,) = tables.checkpoints()
+    tables.remove_checkpoint(row)
+    tables.insert_checkpoint(msgspec.structs.replace(row, segment=segment))
+
+
+def place_of_state(tables: Tables) -> bytes:
+    ((place, _),) = tables.items("places")
+    return place
+
+
+def anchor(tables: Tables, row: SegmentRow) -> bytes:
+    return next(found for found, _ in tables.items("anchors") if found.startswith(key(row)))
+
+
+def name(index: Index) -> str:
+    return f"{quarantined(index).id}.safetensors"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_it_is_found_and_mended(talk: Index, damage: str) -> None:
+    assert talk.verify(deep=True) == []
+    what, do = DAMAGES[damage]
+    do(talk)
+    assert what in {finding.what for finding in talk.verify(deep=True)}
+    assert repair(talk, deep=True, saving=False).did
+    assert talk.verify(deep=True) == []
+    assert matched(talk, WHOLE) in (1503, 1400)
+
+
+@pytest.mark.parametrize("table", [table for table in TABLES if table not in ("saves", "gone", "doomed")])
+def test_an_entry_that_cannot_be_read_is_found_in_every_table(talk: Index, table: str) -> None:
+    def change(tables: Tables) -> None:
+        entry = next(entry for entry, _ in tables.items(table) if entry not in (b"schema", ANEW_KEY))
+        tables.put(table, entry, b"\xc1\xff\xff")
+
+    talk.change(change)
+    assert {(finding.what, finding.detail.split(":")[0]) for finding in talk.verify()} == {("entry", table)}
+    assert repair(talk, deep=True, saving=False).did
+    assert talk.verify(deep=True) == [] and matched(talk, WHOLE) == 1503
+
+
+def test_what_a_compaction_has_under_way_is_nobodys_only_where_nobody_has_the_home(talk: Index) -> None:
+    draft = talk.home.index / ".2.tmp"
+    draft.mkdir(0o700)
+    with home_lock(talk.home, 0.0):
+        assert talk.verify() == []
+        os.utime(draft, (1.0, 1.0))
+        assert [finding.what for finding in talk.verify()] == ["orphan"]
+    assert talk.tidy() == [draft]
+
+
+def test_numbers_that_make_no_sense_are_found(talk: Index) -> None:
+    row = talk.sessions()[0]
+    for changed in ({"created": float("nan")}, {"requests": -1}, {"last_used": float("inf")}):
+        talk.change(lambda tables, changed=changed: tables.put_session(msgspec.structs.replace(row, **changed)))
+        assert {finding.what for finding in talk.verify()} == {"entry"}
+        repair(talk, deep=False, saving=False)
+        assert talk.verify() == []
+        talk.change(lambda tables: tables.put_session(row))
+
+
+def test_session_rows_are_checked_as_they_are_read() -> None:
+    row = SessionRow(
+        id="0" * 12, root=ROOT, model="m", leaf="x", tokens=1, turn_end=1, turn_digest=ROOT, turn_segment="",
+        created=0.0, last_used=0.0,
+    )  # fmt: skip
+    with pytest.raises(msgspec.ValidationError, match="leaf"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=SessionRow)

@@ -1,0 +1,209 @@
+"""What an index tells of a request long after it, with no proxy there."""
+
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from support.index.indexes import LAYOUT, MODEL, ROOT, files_on_disk, matched, save, why, write_plan
+from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
+from warmline_proxy.explain.causes import cause_of
+from warmline_proxy.explain.diff import compare, stored
+from warmline_proxy.explain.explain import (
+    LAST,
+    Since,
+    UnknownRequest,
+    explain,
+    find,
+    find_with_since,
+    fingerprint_of,
+    with_texts,
+)
+from warmline_proxy.index import lookup as index_walk
+from warmline_proxy.index.index import Index
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import AFTER_TOKENS, Parting, PurgeRequest, RequestRecord, SessionUpdate
+from warmline_proxy.store.tables import Tables
+
+PROMPT = list(range(1000, 1200))
+OTHER_KEY = namespace("model-a", "tenant")
+OTHER_MODEL = namespace("model-b")
+FINGERPRINTS = {ROOT: "model-a", OTHER_KEY: "model-a", OTHER_MODEL: "model-b"}
+
+
+def record(request: str = "aaaa1111", **fields: object) -> RequestRecord:
+    values = {"at": 2e9, "endpoint": "chat", "client_model": "m", "outcome": "ok", "source": "cold", "root": ROOT}
+    return RequestRecord(id=request, **{**values, **fields})  # type: ignore[arg-type]
+
+
+def parted(at: int = 40, **fields: object) -> Parting:
+    values = {"begins": at - 8, "stored": pack_tokens([1] * 8 + [2]), "prompt": pack_tokens([1] * 8 + [3])}
+    return Parting(at=at, **{**values, **fields})  # type: ignore[arg-type]
+
+
+def save_under(index: Index, root: bytes, ids: Iterable[int]) -> str:
+    """The session's id."""
+    plan = index.begin_save(root, MODEL, pack_tokens(ids), checkpoints=[], layout=LAYOUT)
+    assert plan is not None
+    reply = write_plan(index.home, plan, fingerprint=FINGERPRINTS[root])
+    return index.commit_save(plan, reply, prefill_s=1.0, session=SessionUpdate(turn_end=0)).session
+
+
+def test_a_match_tells_what_stands_where_a_prompt_differs(index: Index) -> None:
+    save(index, PROMPT)
+    save(index, [*PROMPT[:150], *range(50)])
+    match = index.match(ROOT, pack_tokens([*PROMPT[:150], 7, 7, 7]), 153)
+    assert (match.tokens, match.differs) == (150, True)
+    assert unpack_tokens(match.beside) == list(range(50))  # the youngest branch
+    row = index.segment(match.beside_in)
+    assert row is not None and row.start == 150
+    assert unpack_tokens(index.tokens_from(row.parent, 140, 70))[:10] == PROMPT[140:150]
+    same = index.match(ROOT, pack_tokens([*PROMPT, 5]), 201)
+    assert (same.tokens, same.beside, same.beside_in) == (200, b"", "")
+
+
+def test_a_difference_in_a_long_prompt_costs_a_read_more(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the prompt's length: planning waits for it."""
+    for end in range(500, 2500, 500):
+        save(index, range(end), may_replace=False)
+    reads: list[str] = []
+    tokens = Tables.tokens
+    monkeypatch.setattr(Tables, "tokens", lambda tables, row: reads.append(row) or tokens(tables, row))
+    prompt = pack_tokens([*range(1700), 1, 2])
+    match = index.match(ROOT, prompt, 1702)
+    assert unpack_tokens(match.beside) == list(range(1700, 1700 + AFTER_TOKENS))
+    count = len(reads)
+    monkeypatch.setattr(index_walk, "_beside", lambda *_: ("", b""))
+    reads.clear()
+    assert index.match(ROOT, prompt, 1702).beside == b""
+    assert len(reads) == count - 1
+
+
+def test_what_was_evicted_is_said_to_be(index: Index) -> None:
+    save(index, PROMPT)
+    index.free(files_on_disk(index.home))
+    assert matched(index, PROMPT) == 0
+    assert cause_of(why(index, PROMPT), None) == "evicted"
+
+
+@pytest.mark.parametrize("tokens", [150, 37], ids=["blocks", "less than a block"])
+@pytest.mark.parametrize(("root", "cause"), [(OTHER_KEY, "other-key"), (OTHER_MODEL, "other-model")])
+def test_a_first_request_of_its_root_knows_of_other_ones(index: Index, root: bytes, cause: str, tokens: int) -> None:
+    save_under(index, root, PROMPT)
+    session = save_under(index, ROOT, PROMPT)
+    asked = record(why_not_warmer="nothing stored", prompt_tokens=tokens, session=session)
+    reply = explain(index, asked)
+    assert reply.verdict.cause == cause
+    told = {"other-key": f"{tokens} of its tokens", "other-model": "everything stored for model-a before"}
+    assert told[cause] in reply.verdict.detail
+    assert (reply.now.session, reply.now.tokens) == (session, tokens)
+    earlier = msgspec.structs.replace(asked, at=1.0)  # nothing was there then
+    assert explain(index, earlier).verdict.cause == "first-request"
+    assert fingerprint_of(index, root) == FINGERPRINTS[root]
+
+
+def test_a_prompt_of_its_own_is_a_first_request(index: Index) -> None:
+    save_under(index, OTHER_KEY, range(5000, 5200))
+    session = save_under(index, ROOT, PROMPT)
+    reply = explain(index, record(why_not_warmer="nothing stored", prompt_tokens=150, session=session))
+    assert (reply.verdict.cause, reply.where, reply.known) == ("first-request", None, None)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_a_prompt_parted_from_is_found_wherever_it_is_now(index: Index, kept: bool) -> None:
+    """It was in memory then, or in a segment that was written anew since."""
+    if kept:
+        save(index, PROMPT)
+    session = save(index, [*PROMPT[:150], *range(50)]).session
+    seen = parted(
+        at=150,
+        stored=pack_tokens(PROMPT[142:190]),
+        prompt=pack_tokens([*PROMPT[142:150], *range(40)]),
+        segment="0" * 32,
+    )
+    reply = explain(index, record(why_not_warmer="differs", prompt_tokens=190, session=session, parting=seen))
+    assert (reply.now.branch, reply.now.tokens) == (kept, 190)
+
+
+def test_a_parting_is_told_with_its_place_and_what_differs(index: Index) -> None:
+    session = save(index, PROMPT).session
+    leaf = index.sessions()[0].leaf
+    seen = parted(message=2, message_last=2, role="user", messages=5, segment=leaf)
+    asked = record(why_not_warmer="differs from what is stored at token 40", parting=seen, session=session)
+    reply = explain(index, with_texts(asked, ["fix a.py now", "fix b.py now"]))
+    assert reply.verdict.cause == "message-edited" and reply.request.parting is None
+    assert reply.where is not None and (reply.where.token, reply.where.message, reply.where.role) == (40, 2, "user")
+    assert reply.known is not None and reply.known.differs == [(4, 5)] and reply.known.tokens == [1] * 8 + [2]
+    assert reply.now.branch
+    index.make_room(0)
+    assert not explain(index, msgspec.structs.replace(asked, parting=parted())).now.branch
+
+
+def test_who_was_refused_before_its_start_was_planned_is_not_called_warm(index: Index) -> None:
+    refused = record("cccc0000", outcome="error", error="400: 'n' must be an integer")
+    assert explain(index, refused).verdict.cause == "not-planned"
+    missed = record("dddd0000", why_not_warmer="nothing stored")
+    assert find([refused, missed], LAST) is missed
+    warm = record("eeee0000", source="resident", expected_ttft_s=0.1)
+    shortest = record("ffff0000", expected_ttft_s=0.1)  # one token, which has to be computed
+    assert {explain(index, each).verdict.cause for each in (warm, shortest)} == {"warm"}
+
+
+def test_a_request_is_found_by_whatever_it_is_called(index: Index) -> None:
+    warm = record("bbbb2222", why_not_warmer="")
+    records = [warm, record("aaaa1111.1"), record("aaaa1111.0"), record("aaaa3333", why_not_warmer="nothing stored")]
+    records[1].why_not_warmer = records[2].why_not_warmer = "stored up to token 7"
+    assert find(records, LAST).id == "aaaa3333"
+    assert find(records[:1], LAST).id == "bbbb2222"
+    assert (
+        find(records, "bbbb").id
+        == find(records, "chatcmpl-bbbb2222").id
+        == find(records, "resp_bbbb2").id
+        == "bbbb2222"
+    )
+    assert find(records, "aaaa1111").id == "aaaa1111.0"
+    for asked, told in (
+        ("aaaa", "may be any of"),
+        ("bbb", "4 characters at least"),
+        ("nobody", "the last ones are bbbb"),
+    ):
+        with pytest.raises(UnknownRequest, match=told):
+            find(records, asked)
+    with pytest.raises(UnknownRequest, match="none was answered yet, or a purge"):
+        find([], LAST)
+
+
+def test_it_says_how_many_were_warm_since_the_last_one_that_was_not() -> None:
+    followed = record("missed.1", source="shared", why_not_warmer="another request computes up to token 64")
+    missed = record("missed.0", why_not_warmer="nothing stored")
+    refused = record("refused", outcome="error")
+    warm = [record(f"warm.{number}", source="resident", cached_tokens=9, at=number) for number in (2, 1)]
+    records = [refused, warm[0], followed, warm[1], missed]
+    assert find_with_since(records, LAST) == (missed, Since(warm=2, last="warm.2", at=2.0))
+    for asked in ([refused, followed, missed], [missed], warm, [refused]):
+        assert find_with_since(asked, LAST)[1] is None
+    assert find_with_since(records, missed.id) == (missed, None), "it was named"
+
+
+def test_any_purge_forgets_what_prompts_said(index: Index) -> None:
+    gone = save(index, [*PROMPT, 1]).session
+    for name, session in (("gone", gone), ("kept", "other")):
+        index.record(record(name, session=session, parting=parted(stored_text="SECRET")))
+    purge(index, PurgeRequest(session=gone))
+    assert [(each.id, each.parting) for each in index.requests()] == [("kept", None)]
+    assert all(b"SECRET" not in path.read_bytes() for path in index.home.index.rglob("data.mdb"))
+
+
+def test_two_conversations_are_compared(index: Index) -> None:
+    first = save(index, PROMPT).session
+    second = save(index, [*PROMPT[:150], *range(50)]).session
+    a, b = stored(index, "session", first), stored(index, "session", second)
+    assert a is not None and b is not None
+    seen = record(session=second, parting=parted(150, message=3, message_last=3, role="user"))
+    found = compare(a, b, [seen])
+    assert (found.common, found.tokens_a, found.tokens_b, found.same_root) == (150, 200, 200, True)
+    assert found.where is not None and (found.where.token, found.where.message) == (150, 3)
+    assert found.side_b is not None and found.side_b.tokens == [*PROMPT[118:150], *range(50)]
+    beginning = stored(index, "segment", a.leaf)
+    assert beginning is not None and compare(a, beginning, []).where is None
+    assert stored(index, "session", "0" * 12) is None and stored(index, "segment", "0" * 32) is None

@@ -1,0 +1,233 @@
+"""An index between its opening and its end: bookkeeping, full, failing, of another schema, not there."""
+
+import errno
+import itertools
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from support.index.indexes import LAYOUT, MODEL, ROOT, make_home, matched, save
+from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
+from warmline_common.storage import disk
+from warmline_common.storage.home import Home
+from warmline_proxy.index.index import Index, IndexFailure, IndexFull, IndexReader, NoIndex, WrongSchema
+from warmline_proxy.store.rows import RequestRecord
+
+A = list(range(1000, 4000))
+
+
+def record(number: int) -> RequestRecord:
+    return RequestRecord(
+        id=str(number), at=float(number), endpoint="chat", client_model="m", outcome="ok", source="cold"
+    )
+
+
+def test_the_last_thousand_requests_are_kept(index: Index) -> None:
+    for number in range(1100):
+        index.record(record(number))
+    index.flush()
+    assert len(index.requests()) == 1000
+    assert [row.id for row in index.requests(2)] == ["1099", "1098"]
+
+
+def test_bookkeeping_is_written_at_the_end(home: Home) -> None:
+    with Index(home, 1 << 30) as index:
+        save(index, A[:10])
+        used = index.segments()[0].id
+        index.note_use([used, "ab" * 16])  # one that is gone by now
+        index.note_use([used])
+        index.record(record(1))
+    with IndexReader(home) as reader:
+        assert reader.usage(used).hits == 2 and reader.usage(used).last_used > 0
+        assert len(reader.requests()) == 1
+        assert reader.verify(deep=True) == []
+
+
+def test_survives_a_reopen_and_is_private(home: Home) -> None:
+    with Index(home, 1 << 30) as index:
+        save(index, A[:3000], checkpoints=[100])
+    with Index(home, 1 << 30) as index:
+        assert matched(index, A) == 3000
+        assert index.verify() == []
+    modes = {path.name: path.stat().st_mode & 0o777 for path in home.index.rglob("*")}
+    assert modes == {"1": 0o700, "data.mdb": 0o600, "lock.mdb": 0o600}
+
+
+def test_a_full_map_grows(tmp_path: Path) -> None:
+    home = make_home(tmp_path / "h")
+    with Index(home, 1 << 30, map_bytes=1 << 18) as index:
+        save(index, A[:1000])
+        for number in range(20):
+            save(index, [number, *range(3000)])
+        index.compact()
+        save(index, A[:2000])
+        assert matched(index, A) == 2000
+        assert index.totals().bytes_index > 1 << 18
+    with Index(home, 1 << 30, map_bytes=1 << 18) as index:  # smaller than what is there
+        assert matched(index, A) == 2000
+
+
+READER = """
+import sys
+from pathlib import Path
+from warmline_proxy.index.index import IndexReader
+from warmline_common.storage.home import Home
+with IndexReader(Home(Path(sys.argv[1]))) as reader:
+    for line in sys.stdin:
+        print(len(reader.segments()), flush=True)
+"""
+
+
+def test_a_reader_follows_a_map_that_grows(home: Home) -> None:
+    with Index(home, 1 << 30, map_bytes=1 << 18) as index:
+        save(index, A[:1000])
+        other = [sys.executable, "-c", READER, str(home.root)]
+        with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+            assert ask(reader) == 1
+            for number in range(20):
+                save(index, [number, *range(3000)])
+            assert ask(reader) == 21
+            reader.communicate()
+
+
+def ask(reader: "subprocess.Popen[str]") -> int:
+    assert reader.stdin and reader.stdout
+    reader.stdin.write("how many?\n")
+    reader.stdin.flush()
+    return int(reader.stdout.readline())
+
+
+def test_a_map_that_cannot_grow_refuses_the_save_and_serves_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = make_home(tmp_path / "h")
+    with Index(home, 1 << 30, map_bytes=1 << 18) as index:
+        save(index, A[:1000])
+        failing_in_lmdb(monkeypatch, "grow", OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
+        with pytest.raises(IndexFull, match=r"256 KiB and can't grow: .*memory"):
+            for number in range(100):
+                save(index, [number, *range(3000)])
+        for number in range(2000):
+            index.record(record(number))  # more than fits: bookkeeping is lost, the writer lives on
+        index.flush()
+        assert matched(index, A) == 1000
+        assert index.match(ROOT, pack_tokens(A), 10).tokens == 10
+        monkeypatch.undo()
+        save(index, A[:2000])
+        assert matched(index, A) == 2000
+
+
+def test_a_map_grows_when_its_readers_are_out(tmp_path: Path) -> None:
+    home = make_home(tmp_path / "h")
+    inside, leave = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with index._env.reading() as tables:
+            inside.set()
+            leave.wait(60)
+            assert len(list(tables.segments())) == 1
+
+    with Index(home, 1 << 30, map_bytes=1 << 18) as index:
+        save(index, A[:1000])
+        reader = threading.Thread(target=read)
+        reader.start()
+        inside.wait(60)
+        writing = threading.Thread(target=lambda: [save(index, [number, *range(3000)]) for number in range(9)])
+        writing.start()
+        assert index.match(ROOT, pack_tokens(A), 10).tokens == 10
+        leave.set()
+        reader.join()
+        writing.join()
+        assert len(index.segments()) == 10
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EIO", "EROFS"])
+def test_a_commit_that_fails_changes_nothing_and_names_the_error(
+    code: str, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(index, A[:1000])
+    number = getattr(errno, code)
+    failing_in_lmdb(monkeypatch, "commit", OSError(number, os.strerror(number)))
+    with pytest.raises(IndexFailure, match=re.escape(os.strerror(number))) as failed:
+        save(index, A[:2000])
+    assert failed.value.code == code
+    assert matched(index, A) == 1000
+    monkeypatch.undo()
+    save(index, A[:2000])
+    assert matched(index, A) == 2000
+
+
+def test_an_index_that_could_not_finish_a_write_is_opened_again(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(index, A[:1000])
+    failing_in_lmdb(monkeypatch, "commit", lmdb.PanicError("a write failed"), times=1)
+    with pytest.raises(IndexFailure):
+        save(index, A[:2000])
+    save(index, A[:2000])
+    assert matched(index, A) == 2000
+
+
+@pytest.mark.parametrize("fault", ["panic", "growth"])
+def test_an_index_that_could_not_be_opened_again_is_once_that_works(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = make_home(tmp_path / "h")
+    with Index(home, 1 << 30, map_bytes=1 << 18) as index:
+        save(index, A[:1000])
+        failures = {
+            "panic": {"commit": lmdb.PanicError("a write failed")},
+            "growth": {"grow": OSError(errno.ENOMEM, "")},
+        }
+        in_lmdb = {**failures[fault], "open": OSError(errno.EIO, os.strerror(errno.EIO))}
+
+        def failing(asked: str, act: Callable[[], object]) -> object:
+            if asked in in_lmdb:
+                raise in_lmdb[asked]
+            return act()
+
+        monkeypatch.setattr(disk, "in_lmdb", failing)
+        for _ in range(2):
+            with pytest.raises(IndexFailure):
+                for number in range(9):
+                    save(index, [number, *range(3000)])
+            with pytest.raises(IndexFailure, match="could not be opened again"):
+                index.totals()
+        monkeypatch.undo()
+        save(index, A[:2000])
+        assert matched(index, A) == 2000
+
+
+def failing_in_lmdb(monkeypatch: pytest.MonkeyPatch, what: str, error: Exception, times: int = 1_000_000) -> None:
+    left = itertools.count(times, -1)
+
+    def in_lmdb(asked: str, act: Callable[[], object]) -> object:
+        if asked == what and next(left) > 0:
+            raise error
+        return act()
+
+    monkeypatch.setattr(disk, "in_lmdb", in_lmdb)
+
+
+def test_another_schema_is_refused(home: Home) -> None:
+    with Index(home, 1 << 30) as index:
+        index.change(lambda tables: tables.put("meta", b"schema", b"99"))
+    with pytest.raises(WrongSchema, match="newer"):
+        Index(home, 1 << 30)
+    with pytest.raises(WrongSchema, match="schema 99"):
+        IndexReader(home)
+
+
+def test_no_index_is_said_clearly(home: Home) -> None:
+    with pytest.raises(NoIndex, match="no index"):
+        IndexReader(home)
+
+
+def test_tokens_are_kept_as_they_were(index: Index) -> None:
+    index.begin_save(ROOT, MODEL, b"", checkpoints=[], layout=LAYOUT)
+    save(index, [0, 2**32 - 1, 5])
+    stored = index.change(lambda tables: tables.tokens(index.segments()[0].id))
+    assert unpack_tokens(stored) == [0, 2**32 - 1, 5]

@@ -1,0 +1,226 @@
+"""Any order of saves, evictions, quarantines, purges and restarts, against a plain set of stored texts."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from support.index.indexes import ROOT, begin, commit, make_home, short_segments
+from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
+from warmline_proxy.index.index import Index
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.index.recovery.startup import reconcile
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import PurgeRequest, SavePlan, SessionRow
+
+ROOTS = (ROOT, namespace("model-b"))
+Text = tuple[int, ...]
+
+
+def shared(a: Text, b: Text) -> int:
+    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """The model: of each stored file its root and the text up to its end (or position); nothing of a tree."""
+
+    @initialize()
+    def start(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.home = make_home(self.folder / "home")
+        self.index = Index(self.home, 1 << 30)
+        self.segments: dict[str, tuple[bytes, Text]] = {}
+        self.states: dict[str, tuple[bytes, Text]] = {}
+        self.pending: list[SavePlan] = []
+        self.leased: list[str] = []
+        self.texts: list[Text] = [()]
+
+    def teardown(self) -> None:
+        if hasattr(self, "index"):
+            self.index.close()
+            shutil.rmtree(self.folder)
+
+    @rule(base=st.integers(0, 99), keep=st.floats(0, 1), tail=st.integers(1, 400), token=st.integers(1, 3))
+    def think_of_a_text(self, base: int, keep: float, tail: int, token: int) -> None:
+        """A new text, most often one that begins like an old one; `tail` holds for odd lengths and cuts."""
+        old = self.texts[base % len(self.texts)]
+        text = old[: round(len(old) * keep)] + tuple((token + at // 7) % 4 for at in range(tail))
+        self.texts.append(text)
+
+    @rule(
+        text=st.integers(0, 99),
+        length=st.floats(0.1, 1),
+        states=st.lists(st.integers(1, 400), max_size=3),
+        root=st.sampled_from(ROOTS),
+        may_replace=st.booleans(),
+    )
+    def begin(self, text: int, length: float, states: list[int], root: bytes, may_replace: bool) -> None:
+        whole = self.texts[-1 - text % len(self.texts)]
+        ids = whole[: round(len(whole) * length)]
+        with short_segments():
+            plan = begin(self.index, ids, states, root, may_replace)
+        if plan is not None:
+            assert plan.matched == self.expected(root, ids)
+            self.pending.append(plan)
+        else:
+            assert self.expected(root, ids) == len(ids)
+
+    @rule(
+        base=st.integers(0, 4),
+        keep=st.sampled_from([1.0, 1.0, 0.98, 0.5]),
+        tail=st.integers(1, 100),
+        token=st.integers(1, 3),
+        states=st.lists(st.floats(0, 1), max_size=3),
+        root=st.sampled_from(ROOTS),
+    )
+    def converse(self, base: int, keep: float, tail: int, token: int, states: list[float], root: bytes) -> None:
+        """A turn, as the proxy would save it: a text goes on, or is left near its end."""
+        self.think_of_a_text(-1 - base, keep, tail, token)
+        ids = self.texts[-1]
+        with short_segments():
+            plan = begin(self.index, ids, [round(len(ids) * share) for share in states], root)
+        if plan is not None:
+            self.pending.append(plan)
+            self.commit(-1, len(ids) - 1)
+
+    @precondition(lambda self: self.pending)
+    @rule(which=st.integers(0, 9), turn_end=st.integers(0, 400))
+    def commit(self, which: int, turn_end: int) -> None:
+        plan = self.pending.pop(which % len(self.pending))
+        text = tuple(unpack_tokens(plan.tokens))
+        committed = commit(self.index, plan, turn_end)
+        for spec in plan.segments:
+            self.segments[spec.id] = (plan.root, text[: spec.end])
+        for ref in plan.checkpoints:
+            self.states[ref.id] = (plan.root, text[: ref.position])
+        self.forget(committed.removed)
+        if not committed.why_not:
+            assert self.expected(plan.root, text) == len(text)
+            assert committed.session
+
+    @precondition(lambda self: self.pending)
+    @rule(which=st.integers(0, 9))
+    def abort(self, which: int) -> None:
+        self.index.abort_save(self.pending.pop(which % len(self.pending)))
+
+    @precondition(lambda self: self.segments)
+    @rule(share=st.floats(0.1, 1))
+    def evict(self, share: float) -> None:
+        used = self.index.totals()
+        files = used.bytes_segments + used.bytes_checkpoints
+        with mock.patch.object(self.index, "budget_bytes", int(used.bytes_used - files * share)):
+            gone = self.index.make_room()
+        assert not set(gone) & set(self.leased)
+        self.forget(gone)
+
+    @precondition(lambda self: self.segments or self.states)
+    @rule(which=st.integers(0, 99))
+    def quarantine(self, which: int) -> None:
+        ids = [*self.segments, *self.states]
+        bad = ids[which % len(ids)]
+        gone = self.index.quarantine(bad, "checksum")
+        assert bad in gone
+        self.forget(gone)
+
+    @precondition(lambda self: self.index.sessions())
+    @rule(which=st.integers(0, 9))
+    def purge(self, which: int) -> None:
+        """To the token: of its text no more is left than what others say, and of theirs all."""
+        sessions = self.index.sessions()
+        row = sessions[which % len(sessions)]
+        texts = {each.id: (each.root, self.text_of(each)) for each in sessions}
+        told = purge(self.index, PurgeRequest(session=row.id, dry_run=True))
+        reply = purge(self.index, PurgeRequest(session=row.id))
+        assert (told.sessions, told.segments, told.bytes_freed) == (reply.sessions, reply.segments, reply.bytes_freed)
+        self.forget([*reply.segments, *reply.checkpoints])
+        for cut in reply.cuts:
+            root, text = self.segments.pop(cut.segment)
+            self.segments[cut.became] = (root, text[: cut.until])
+        left = {each.id: texts[each.id] for each in self.index.sessions()}
+        assert left.keys() == texts.keys() - set(reply.sessions)
+        said = [text for root, text in left.values() if root == row.root]
+        self.is_stored(row.root, texts[row.id][1], max((shared(texts[row.id][1], text) for text in said), default=0))
+        for root, text in left.values():
+            self.is_stored(root, text, len(text))
+
+    def text_of(self, row: SessionRow) -> Text:
+        return tuple(unpack_tokens(self.index.stored_tokens(row.leaf)))[: row.tokens]
+
+    def is_stored(self, root: bytes, text: Text, tokens: int) -> None:
+        assert self.index.match(root, pack_tokens(text), len(text)).tokens == tokens
+
+    @precondition(lambda self: self.segments)
+    @rule(which=st.integers(0, 99))
+    def lease(self, which: int) -> None:
+        self.leased.append(list(self.segments)[which % len(self.segments)])
+        self.index.lease(self.leased[-1:])
+        self.index.note_use(self.leased[-1:])
+
+    @precondition(lambda self: self.leased)
+    @rule()
+    def release(self) -> None:
+        self.index.release([self.leased.pop(0)])
+
+    @rule()
+    def repair(self) -> None:
+        """At any moment, saves under way included: what is whole is left alone."""
+        before = self.index.snapshot()
+        assert repair(self.index, deep=False, saving=True).did == []
+        assert self.index.snapshot() == before
+
+    @rule()
+    def lose_the_index(self) -> None:
+        """All is found again in the files."""
+        self.restart(again=False)  # what was about to be deleted is
+        self.index.close()
+        shutil.rmtree(self.home.index)
+        self.index = Index(self.home, 1 << 30)
+        reconcile(self.index)
+
+    @rule(again=st.booleans())
+    def restart(self, again: bool) -> None:
+        self.index.close()
+        self.index = Index(self.home, 1 << 30)
+        self.leased = []
+        reconcile(self.index)
+        self.pending = self.pending if again else []  # a save may end after the restart of who began it
+
+    def forget(self, ids: list[str]) -> None:
+        for file_id in ids:
+            self.segments.pop(file_id, None)
+            self.states.pop(file_id, None)
+
+    def expected(self, root: bytes, text: Text) -> int:
+        return max((shared(stored, text) for where, stored in self.segments.values() if where == root), default=0)
+
+    @invariant()
+    def matches_what_is_stored(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        for root in ROOTS:
+            for text in self.texts[-4:]:
+                found = self.index.match(root, pack_tokens(text), len(text))
+                assert found.tokens == self.expected(root, text)
+                assert [ref.position for ref in found.checkpoints] == sorted(
+                    len(prefix)
+                    for where, prefix in self.states.values()
+                    if where == root and len(prefix) <= found.tokens and text[: len(prefix)] == prefix
+                )
+                edges = [0, *(ref.upto for ref in found.chain)]
+                assert [ref.start for ref in found.chain] == edges[:-1] and edges[-1] == found.tokens
+
+    @invariant()
+    def is_sound(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        assert self.index.verify() == []
+        assert {row.id for row in self.index.segments()} == set(self.segments)
+        assert all(self.home.segment_file(file_id).exists() for file_id in {*self.segments, *self.states})
+
+
+IndexMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+TestIndexMachine = IndexMachine.TestCase

@@ -1,0 +1,24 @@
+"""What a segment cost to compute decides what is evicted; it is reckoned by how fast the backend is by then."""
+
+from pathlib import Path
+
+import pytest
+
+from support.proxy.harness import on_loop, pair
+from warmline_proxy.upstream import backend_state as knowledge
+
+
+@on_loop
+async def test_a_segment_costs_what_the_backend_was_just_measured_to_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knowledge, "MEASURE_INTERVAL_S", 0.0)
+    async with pair(tmp_path) as proxy:
+        await proxy.chat()
+        await proxy.settled()
+        proxy.backend.prefill_tokens_s = 50.0  # since the last request, whose rates the proxy knows
+        await proxy.chat("Another question, which shares a beginning at most.")
+        await proxy.settled()
+        (first, second) = sorted(proxy.index.segments(), key=lambda row: row.created)
+        assert first.prefill_s == pytest.approx(first.end - first.start)
+        assert second.prefill_s == pytest.approx((second.end - second.start) / 50)

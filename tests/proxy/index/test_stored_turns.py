@@ -1,0 +1,196 @@
+"""Sampled turns in the index: found by their calls, bounded, whole after damage, and gone when purged."""
+
+import lmdb
+import pytest
+
+from support.index.indexes import BUDGET, MODEL, ROOT, save, turn
+from warmline_common.protocol.messages import SampledTurn
+from warmline_common.protocol.tokens import namespace, pack_tokens
+from warmline_common.storage.home import Home
+from warmline_proxy.index import turns as index_turns
+from warmline_proxy.index.index import Index, IndexReader
+from warmline_proxy.index.recovery.repair import repair
+from warmline_proxy.pipeline.sampled_turns import Turns
+from warmline_proxy.retention.purge import purge
+from warmline_proxy.store.rows import PurgeRequest, TurnRow
+from warmline_proxy.store.tables import TABLES_ADDED, Tables, number
+
+OTHER = namespace("model-b")
+FINGERPRINT, TENANT = "f", "somebody"
+
+
+def call_ids(*calls: int) -> list[str]:
+    return [f"call_{call:024x}" for call in calls]
+
+
+def kept(index: Index, *calls: int, root: bytes = ROOT) -> list[list[str]]:
+    return [row.calls for row in index.turns(root, call_ids(*calls))]
+
+
+def note(index: Index, *rows: TurnRow) -> None:
+    for row in rows:
+        index.note_turn(row)
+    index.flush()
+
+
+def test_a_turn_is_found_by_any_of_its_calls_and_once(index: Index) -> None:
+    note(index, turn(1, 2), turn(3))
+    assert kept(index, 2) == [call_ids(1, 2)]
+    assert kept(index, 1, 2, 9, 3) == [call_ids(1, 2), call_ids(3)]
+    assert kept(index, 1, root=OTHER) == [], "another model's, or somebody else's"
+    assert index.verify() == []
+
+
+def test_a_turn_told_again_is_written_in_its_place(index: Index) -> None:
+    note(index, turn(1, 2), turn(3))
+    note(index, turn(1, 2, session="abc"))
+    assert [(row.calls, row.session) for row in rows(index)] == [(call_ids(1, 2), "abc"), (call_ids(3), "")]
+    assert index.totals().turns == 2 and index.totals().bytes_turns == 12
+    assert index.verify() == []
+
+
+def rows(index: Index) -> list[TurnRow]:
+    return index.change(lambda tables: [row for _, row in index_turns.turns(tables)])
+
+
+@pytest.mark.parametrize(("limit", "value"), [("TURNS_MAX", 2), ("TURN_BYTES_MAX", 16)])
+def test_the_oldest_go_first(index: Index, monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
+    monkeypatch.setattr(index_turns, limit, value)
+    note(index, turn(1, 2), turn(3, 4))
+    note(index, turn(5, 6))
+    assert kept(index, 1, 2) == [] and kept(index, 3, 5) == [call_ids(3, 4), call_ids(5, 6)]
+    assert index.verify() == []
+
+
+def test_turns_are_there_after_a_restart(home: Home) -> None:
+    with Index(home, BUDGET) as index:
+        index.note_turn(turn(1))
+    with IndexReader(home) as reader:
+        assert [row.tokens for row in reader.turns(ROOT, call_ids(1))] == [pack_tokens([1])]
+
+
+@pytest.mark.parametrize(
+    ("request_", "left"),
+    [
+        (PurgeRequest(everything=True), []),
+        (PurgeRequest(model=MODEL), [5]),
+        (PurgeRequest(model="other"), [1, 2, 3]),
+        (PurgeRequest(older_than_s=60.0), [3]),
+    ],
+)
+def test_purged_turns_are_gone(index: Index, request_: PurgeRequest, left: list[int]) -> None:
+    save(index, range(100))
+    note(index, turn(1), turn(2), turn(3, at=1e12), turn(5, model="other"))
+    purge(index, request_)
+    assert [row.calls[0] for row in rows(index)] == call_ids(*left)
+    assert index.verify(deep=True) == []
+
+
+def test_an_old_turn_stays_with_its_conversation(index: Index) -> None:
+    """Without it the rest of the conversation would be rendered otherwise, and computed anew."""
+    save(index, range(100))
+    (session,) = index.sessions()
+    note(index, turn(1, session=session.id), turn(2, session="evicted"))
+    purge(index, PurgeRequest(older_than_s=60.0))
+    assert [row.calls for row in rows(index)] == [call_ids(1)]
+
+
+def test_a_purged_conversation_takes_its_turns_along_and_leaves_no_bytes(home: Home) -> None:
+    secret = pack_tokens(list(range(70_000, 70_040)))
+    with Index(home, BUDGET) as index:
+        save(index, range(100))
+        (session,) = index.sessions()
+        note(index, turn(1, session=session.id, tokens=secret), turn(2, session="another"))
+        assert any(secret in path.read_bytes() for path in home.index.rglob("data.mdb"))
+        purge(index, PurgeRequest(session=session.id))
+        assert kept(index, 1, 2) == [call_ids(2)]
+        assert not any(secret in path.read_bytes() for path in home.index.rglob("data.mdb"))
+
+
+def remove_a_call(tables: Tables) -> None:
+    tables.delete("calls", index_turns.call_key(ROOT, call_ids(1)[0]))
+
+
+def lead_a_call_astray(tables: Tables) -> None:
+    tables.put("calls", index_turns.call_key(ROOT, call_ids(1)[0]), number(2))
+
+
+def lose_a_turn(tables: Tables) -> None:
+    tables.delete("turns", number(1))
+
+
+def double_a_turn(tables: Tables) -> None:
+    tables.put("turns", number(9), tables.get("turns", number(1)) or b"")
+
+
+@pytest.mark.parametrize("damage", [remove_a_call, lead_a_call_astray, lose_a_turn, double_a_turn])
+def test_damage_is_found_and_mended(index: Index, damage: object) -> None:
+    note(index, turn(1, 2), turn(3))
+    index.change(damage)  # type: ignore[arg-type]
+    assert "turn" in {finding.what for finding in index.verify()}
+    assert repair(index, deep=True, saving=False).did
+    assert index.verify() == [] and kept(index, 3) == [call_ids(3)]
+    assert kept(index, 1) == ([] if damage is lose_a_turn else [call_ids(1, 2)])
+
+
+def test_an_index_of_an_older_version_can_be_read(home: Home) -> None:
+    with Index(home, BUDGET) as index:
+        save(index, range(100))
+    (folder,) = home.index.iterdir()
+    env = lmdb.open(str(folder), max_dbs=20)
+    with env.begin(write=True) as txn:
+        for name in TABLES_ADDED:
+            txn.drop(env.open_db(name.encode(), txn))
+    env.close()
+    with IndexReader(home) as reader:
+        assert reader.turns(ROOT, call_ids(1)) == [] and reader.verify() == []
+    with Index(home, BUDGET) as index:
+        note(index, turn(1))
+        assert kept(index, 1) == [call_ids(1)]
+
+
+# ---- the proxy's memory of them
+
+
+def sampled(*calls: int) -> SampledTurn:
+    return SampledTurn(calls=call_ids(*calls), tokens=pack_tokens(list(calls)))
+
+
+def messages(*calls: int) -> list[dict[str, object]]:
+    """As they come back: each call, and its result."""
+    return [{"tool_calls": [{"id": call_id}], "tool_call_id": call_id} for call_id in call_ids(*calls)]
+
+
+def test_a_turn_is_recalled_at_once_and_after_a_restart(home: Home) -> None:
+    root = namespace(FINGERPRINT, TENANT)
+    with Index(home, BUDGET) as index:
+        memory = Turns(index)
+        memory.remember(root, MODEL, sampled(1, 2))
+        assert memory.recall(root, messages(2, 1, 7)) == [sampled(1, 2)]
+    with Index(home, BUDGET) as index:
+        memory = Turns(index)
+        assert memory.recall(root, messages(1)) == [sampled(1, 2)]
+        assert memory.recall(namespace("another model", TENANT), messages(1)) == []
+        assert memory.recall(namespace(FINGERPRINT, "somebody else"), messages(1)) == []
+        purge(index, PurgeRequest(everything=True))
+        memory.forget()
+        assert memory.recall(root, messages(1)) == []
+
+
+def test_what_is_too_long_or_oddly_named_is_not_remembered(index: Index) -> None:
+    memory, root = Turns(index), namespace(FINGERPRINT, TENANT)
+    memory.remember(root, MODEL, SampledTurn(calls=call_ids(1), tokens=bytes(2 << 20)))
+    memory.remember(root, MODEL, SampledTurn(calls=["functions.look:0"], tokens=b""))
+    memory.remember(root, MODEL, SampledTurn(calls=[], tokens=b""))
+    assert memory.recall(root, messages(1)) == [] and memory.recall(root, None) == []
+
+
+def test_memory_is_bounded_and_the_index_has_the_rest(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmline_proxy.pipeline.sampled_turns.KEPT_MAX", 2)
+    memory, root = Turns(index), namespace(FINGERPRINT, TENANT)
+    for call in range(4):
+        memory.remember(root, MODEL, sampled(call))
+    assert memory.recall(root, messages(0, 1, 2, 3)) == [sampled(2), sampled(3)], "nothing is written yet"
+    index.flush()
+    recalled = memory.recall(root, messages(0, 1, 2, 3))
+    assert sorted(turn.calls for turn in recalled) == [call_ids(call) for call in range(4)]

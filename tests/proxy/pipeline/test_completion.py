@@ -1,0 +1,258 @@
+"""Ending requests from outside: DELETE, a shutdown, a client that leaves but wants its prefill."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from support.proxy.harness import Pair, on_loop, pair
+from warmline_proxy.errors import cancelled
+from warmline_proxy.http.connections import CONNECTIONS
+from warmline_proxy.routes.dispatch import LIVES, drain
+
+NAMED = {"X-Warmline-Request": "mine-1"}
+
+
+async def delete(proxy: Pair, name: str) -> aiohttp.ClientResponse:
+    response = await proxy.client.delete(f"{proxy.url}/v1/requests/{name}")
+    await response.read()
+    return response
+
+
+@pytest.mark.parametrize("name", ["mine-1", "chatcmpl-mine-1"])
+@on_loop
+async def test_delete_answers_when_the_engine_has_let_go(tmp_path: Path, name: str) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.create_task(proxy.chat(headers=NAMED))
+        await proxy.backend.holding.wait()
+        deleted = await delete(proxy, name)
+        assert (deleted.status, await deleted.json()) == (200, {"id": "mine-1", "object": "request", "cancelled": True})
+        assert not proxy.backend.is_running
+        answer = await asking
+        assert answer.status == 499 and (await answer.json())["error"]["code"] == "cancelled"
+        assert (await delete(proxy, name)).status == 404
+
+
+@on_loop
+async def test_no_name_is_nobodys(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.create_task(proxy.chat())
+        await proxy.backend.holding.wait()
+        for path in ("requests/", "requests/chatcmpl-", "requests/resp_", "responses/resp_"):
+            response = await proxy.client.delete(f"{proxy.url}/v1/{path}")
+            assert response.status == 404, path
+        proxy.backend.let_go.set()
+        assert (await asking).status == 200
+
+
+@on_loop
+async def test_delete_in_a_stream_is_an_error_event(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.create_task(proxy.chat(headers=NAMED, stream=True))
+        await proxy.backend.holding.wait()
+        assert (await delete(proxy, "mine-1")).status == 200
+        text = await (await asking).text()
+        assert '"Par"' in text and '"code":"cancelled"' in text and "[DONE]" not in text
+
+
+@on_loop
+async def test_delete_in_the_queue(tmp_path: Path) -> None:
+    async with pair(tmp_path, running_count_max=1) as proxy:
+        proxy.backend.hold_after = 1
+        first = asyncio.create_task(proxy.chat("The first"))
+        await proxy.backend.holding.wait()
+        second = asyncio.create_task(proxy.chat(headers=NAMED))
+        while not (await proxy.status())["queued"]:
+            pass
+        assert (await delete(proxy, "mine-1")).status == 200
+        assert (await second).status == 499 and (await proxy.status())["queued"] == 0
+        proxy.backend.let_go.set()
+        assert (await first).status == 200
+        assert len(proxy.backend.calls["generate"]) == 1
+
+
+@on_loop
+async def test_delete_in_a_restore_gives_it_up(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        question = "A long question. " * 20
+        await proxy.chat(question)
+        await proxy.settled()
+        proxy.backend.restart()
+        proxy.backend.restoring_allowed.clear()
+        asking = asyncio.create_task(proxy.chat(question, headers=NAMED))
+        await proxy.backend.called("restore")
+        assert (await delete(proxy, "mine-1")).status == 200
+        assert proxy.backend.calls["cancel"] == ["mine-1"]
+        assert (await asking).status == 499 and len(proxy.backend.calls["generate"]) == 1
+
+
+@on_loop
+async def test_a_name_is_taken_once(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.create_task(proxy.chat(headers=NAMED))
+        await proxy.backend.holding.wait()
+        assert (await proxy.chat(headers=NAMED)).status == 409
+        assert (await proxy.chat(headers={"X-Warmline-Request": "no spaces, please"})).status == 400
+        proxy.backend.let_go.set()
+        assert (await asking).headers["X-Warmline-Request"] == "mine-1"
+
+
+@on_loop
+async def test_a_name_is_free_for_the_next_try_of_a_client_that_left(tmp_path: Path) -> None:
+    """Though the engine may still be in the chunk of the first one."""
+    async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
+        proxy.backend.hold_after = 0
+        asking = asyncio.create_task(proxy.chat("A long question. " * 20, headers=NAMED))
+        await proxy.backend.holding.wait()
+        asking.cancel()
+        await proxy.backend.called("finish")
+        retry = asyncio.create_task(proxy.chat("A long question. " * 20, headers=NAMED))
+        await proxy.backend.called("generate", 2)
+        assert (await delete(proxy, "mine-1")).status == 200, "the one that is wanted is meant"
+        answer = await retry
+        assert answer.status == 499 and answer.headers["X-Warmline-Request"].startswith("mine-1.")
+        proxy.backend.let_go.set()
+
+
+@on_loop
+async def test_a_drain_lets_requests_finish_and_refuses_new_ones(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        running = asyncio.create_task(proxy.chat())
+        await proxy.backend.holding.wait()
+        draining = asyncio.create_task(drain(proxy.app))
+        await asyncio.sleep(0)
+        refused = await proxy.chat("Another one")
+        assert refused.status == 503 and refused.headers["Retry-After"].isdigit()
+        async with proxy.client.get(f"{proxy.url}/ready") as ready:
+            assert ready.status == 503 and (await ready.json())["reason"] == "The proxy is being stopped."
+        proxy.backend.let_go.set()
+        assert (await running).status == 200
+        await draining
+        assert (await proxy.status())["totals"]["tokens"] > 0, "what was answered is on disk"
+
+
+@on_loop
+async def test_a_drain_ends_what_takes_longer(tmp_path: Path) -> None:
+    async with pair(tmp_path, drain_timeout_s=0.1) as proxy:
+        proxy.backend.hold_after = 1
+        running = asyncio.create_task(proxy.chat())
+        await proxy.backend.holding.wait()
+        await drain(proxy.app)
+        answer = await running
+        assert answer.status == 503 and (await answer.json())["error"]["code"] == "shutting_down"
+        assert len(proxy.backend.calls["cancel"]) == 1 and (await proxy.status())["totals"]["tokens"] > 0
+
+
+@on_loop
+async def test_a_prefill_goes_on_for_a_client_that_left(tmp_path: Path) -> None:
+    async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
+        proxy.backend.hold_after = 0
+        asking = asyncio.create_task(proxy.chat("A long question. " * 20))
+        await proxy.backend.holding.wait()
+        asking.cancel()
+        await proxy.backend.called("finish")
+        assert not proxy.backend.calls["cancel"] and proxy.backend.is_running
+        retry = asyncio.create_task(proxy.chat("A long question. " * 20))
+        await proxy.backend.called("generate", 2)
+        assert "X-Warmline-Follow" in proxy.backend.calls["generate"][1]
+        proxy.backend.let_go.set()
+        assert (await retry).status == 200
+
+
+@on_loop
+async def test_who_left_while_decoding_is_cancelled_all_the_same(tmp_path: Path) -> None:
+    async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
+        proxy.backend.hold_after = 1
+        body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=body) as answer:
+            async for line in answer.content:
+                if b"Par" in line:
+                    break
+        await proxy.backend.called("cancel")
+        assert not proxy.backend.calls["finish"]
+
+
+@on_loop
+async def test_a_drain_tells_all_at_once(tmp_path: Path) -> None:
+    """Whoever's cancel takes long does not keep the others from hearing."""
+    async with pair(tmp_path, on_disconnect="finish-prefill", drain_timeout_s=0.1) as proxy:
+        proxy.backend.hold_after = 0
+        left = asyncio.create_task(proxy.chat("A first question", headers={"X-Warmline-Request": "left"}))
+        await proxy.backend.holding.wait()
+        left.cancel()
+        await proxy.backend.called("finish")
+        proxy.backend._running["left"] = asyncio.Event()  # which never notices that it is cancelled
+        stays = asyncio.create_task(proxy.chat("Another question"))
+        await proxy.backend.called("generate", 2)
+        draining = asyncio.create_task(drain(proxy.app))
+        try:
+            assert (await asyncio.wait_for(stays, 5.0)).status == 503
+        finally:
+            draining.cancel()
+            proxy.backend.let_go.set()
+
+
+@on_loop
+async def test_a_prefill_of_a_second_dispatch_is_finished_too(tmp_path: Path) -> None:
+    """Tokens of a try that was lost are no content that its client has seen."""
+    async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
+        proxy.backend.mishaps, proxy.backend.hold_after = ["cut after content"], 0
+        asking = asyncio.create_task(proxy.chat("A long question. " * 20))
+        await proxy.backend.holding.wait()
+        asking.cancel()
+        calls: Any = proxy.backend.calls
+        while not calls["finish"] and not calls["cancel"]:
+            await proxy.status()
+        proxy.backend.let_go.set()
+        assert calls["finish"] and not calls["cancel"]
+
+
+@on_loop
+async def test_who_is_sent_again_keeps_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was let in once: a newcomer that comes in between must not have it sent away."""
+    async with pair(tmp_path, running_count_max=1, queue_count_max=0) as proxy:
+        settle, failures = proxy.backend._settle, ["once"]
+
+        def fail_once(*given: Any) -> Any:
+            if failures.pop() if failures else "":
+                raise RuntimeError("as scripted: the connection breaks off")
+            return settle(*given)
+
+        monkeypatch.setattr(proxy.backend, "_settle", fail_once)
+        first = asyncio.create_task(proxy.chat("The first"))
+        await proxy.backend.called("generate")
+        while (await proxy.status())["running"] and not first.done():
+            pass
+        proxy.backend.hold_after = 0
+        second = asyncio.create_task(proxy.chat("A newcomer"))
+        if not first.done():
+            await proxy.backend.called("generate", 2)
+        await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+        proxy.backend.let_go.set()
+        assert (await first).status == 200, await (await first).text()
+        await second
+
+
+@on_loop
+async def test_a_client_that_leaves_as_its_request_is_deleted_gets_no_prefill(tmp_path: Path) -> None:
+    async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
+        proxy.backend.hold_after = 0
+        asking = asyncio.create_task(proxy.chat("A long question. " * 20))
+        await proxy.backend.holding.wait()
+        await proxy.status()  # by then the proxy has heard of the generation
+        (life,) = proxy.app[LIVES]
+        life.ring(cancelled("The request was cancelled by DELETE."))
+        proxy.app[CONNECTIONS].abort()  # in the same turn of the loop
+        calls: Any = proxy.backend.calls
+        while not calls["finish"] and not calls["cancel"]:
+            await proxy.status()
+        proxy.backend.let_go.set()
+        await asyncio.wait([asking])
+        assert asking.exception() and calls["cancel"] and not calls["finish"]

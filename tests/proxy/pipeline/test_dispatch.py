@@ -1,0 +1,179 @@
+"""What happens to a request whose backend is lost under it."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from support.proxy.harness import Pair, on_loop, pair
+from warmline_proxy.upstream.client import DISPATCHES_MAX
+
+
+async def text_of(proxy: Pair, **fields: object) -> str:
+    answer = await proxy.chat(**fields)
+    assert answer.status == 200
+    return str((await answer.json())["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("mishap", ["cut", "discarded", "leaderless", "cancelled"])
+@on_loop
+async def test_who_heard_nothing_is_served_again(tmp_path: Path, mishap: str) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.mishaps = [mishap]
+        assert await text_of(proxy) == "Paris."
+        assert len(proxy.backend.calls["generate"]) == 2
+        streamed = await proxy.chat(stream=True)
+        assert '"Par"' in await streamed.text()
+
+
+@on_loop
+async def test_json_in_the_midst_of_decoding_has_heard_nothing_either(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.mishaps = ["cut after content"]
+        assert await text_of(proxy) == "Paris."
+
+
+@on_loop
+async def test_a_stream_that_has_spoken_ends_with_an_error(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.mishaps = ["cut after content"]
+        text = await (await proxy.chat(stream=True)).text()
+        *_, last = (line for line in text.splitlines() if line)
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "backend_failed"
+        assert "[DONE]" not in text and len(proxy.backend.calls["generate"]) == 1
+        (record,) = await proxy.settled()
+        assert record.outcome == "error"
+
+
+@pytest.mark.parametrize(("mishap", "status"), [("cut", 502), ("discarded", 502)])
+@on_loop
+async def test_dispatching_again_has_an_end(tmp_path: Path, mishap: str, status: int) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.mishaps = [mishap] * 10
+        answer = await proxy.chat()
+        assert answer.status == status and len(proxy.backend.calls["generate"]) == DISPATCHES_MAX
+        assert (await proxy.chat("Another one")).status == 502
+        proxy.backend.mishaps = []
+        assert await text_of(proxy) == "Paris."
+
+
+@on_loop
+async def test_following_has_no_end_of_three(tmp_path: Path) -> None:
+    """Each leader that left has computed something: planning again is no failure."""
+    async with pair(tmp_path) as proxy:
+        proxy.backend.mishaps = ["leaderless"] * 10
+        assert await text_of(proxy) == "Paris."
+
+
+@on_loop
+async def test_the_same_prompt_at_once_follows_the_first(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 0
+        question = "A long question. " * 20
+        first = asyncio.create_task(proxy.chat(question))
+        await proxy.backend.holding.wait()
+        second = asyncio.create_task(proxy.chat(question))
+        await proxy.backend.called("generate", 2)
+        leader, follower = proxy.backend.calls["generate"]
+        assert follower["X-Warmline-Follow"] == leader["X-Warmline-Request"]
+        assert int(follower["X-Warmline-Reuse"]) == len(f"<user>{question}\n<assistant>") - 1
+        proxy.backend.let_go.set()
+        answers = [await first, await second]
+        assert [answer.headers["X-Warmline-Cache"].split()[0] for answer in answers] == ["cold", "shared"]
+
+
+@on_loop
+async def test_who_can_not_be_followed_is_not_asked_again(tmp_path: Path) -> None:
+    """A rotating layer that has passed the place will not come back to it."""
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 0
+        question = "A long question. " * 20
+        first = asyncio.create_task(proxy.chat(question))
+        await proxy.backend.holding.wait()
+        proxy.backend.gone_count = 1
+        second = asyncio.create_task(proxy.chat(question))
+        await proxy.backend.called("generate", 3)
+        followed = [call.get("X-Warmline-Follow") for call in proxy.backend.calls["generate"]]
+        assert followed == [None, proxy.backend.calls["generate"][0]["X-Warmline-Request"], None]
+        proxy.backend.let_go.set()
+        _, answer = await first, await second
+        assert answer.headers["X-Warmline-Cache"] == "cold 0"
+
+
+@on_loop
+async def test_a_clients_next_try_takes_the_place_of_the_one_it_gave_up(tmp_path: Path) -> None:
+    """Its connection may look alive for a while: a laptop that went to sleep closes nothing."""
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        session = {"X-Session-ID": "one"}
+        first = asyncio.create_task(proxy.chat(headers={**session, "X-Stainless-Retry-Count": "0"}))
+        await proxy.backend.holding.wait()
+        proxy.backend.hold_after = None
+        second = await proxy.chat(headers={**session, "X-Stainless-Retry-Count": "1"})
+        assert second.status == 200
+        assert (await first).status == 499
+        assert len(proxy.backend.calls["cancel"]) == 1
+
+
+@pytest.mark.parametrize("session", [{}, {"X-Session-ID": "another"}])
+@on_loop
+async def test_somebody_elses_retry_takes_no_place(tmp_path: Path, session: dict[str, str]) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        first = asyncio.create_task(proxy.chat(headers={"X-Session-ID": "one", "X-Stainless-Retry-Count": "0"}))
+        await proxy.backend.holding.wait()
+        proxy.backend.hold_after = None
+        assert (await proxy.chat(headers={**session, "X-Stainless-Retry-Count": "1"})).status == 200
+        proxy.backend.let_go.set()
+        assert (await first).status == 200
+
+
+@on_loop
+async def test_a_clients_next_try_ends_the_one_before_where_all_places_are_taken(tmp_path: Path) -> None:
+    """By that one, for example."""
+    async with pair(tmp_path, running_count_max=1) as proxy:
+        proxy.backend.hold_after = 1
+        session = {"X-Session-ID": "one"}
+        first = asyncio.create_task(proxy.chat(headers={**session, "X-Stainless-Retry-Count": "0"}))
+        await proxy.backend.holding.wait()
+        proxy.backend.hold_after = None
+        second = proxy.chat(headers={**session, "X-Stainless-Retry-Count": "1"})
+        assert (await asyncio.wait_for(second, 3.0)).status == 200
+        assert (await first).status == 499
+
+
+@on_loop
+async def test_a_retry_ends_one_try_and_not_its_siblings(tmp_path: Path) -> None:
+    """Several samples of one prompt at once, one of which failed and is asked for again."""
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        session = {"X-Session-ID": "one"}
+        samples = [
+            asyncio.create_task(proxy.chat(headers={**session, "X-Stainless-Retry-Count": "0"})) for _ in range(3)
+        ]
+        await proxy.backend.called("generate", 3)
+        proxy.backend.hold_after = None
+        assert (await proxy.chat(headers={**session, "X-Stainless-Retry-Count": "1"})).status == 200
+        proxy.backend.let_go.set()
+        statuses = sorted([(await sample).status for sample in samples])
+        assert statuses.count(499) <= 1, statuses
+
+
+@on_loop
+async def test_a_count_of_retries_that_no_int_holds(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        assert (await proxy.chat(headers={"X-Stainless-Retry-Count": "9" * 5000})).status == 200
+
+
+@on_loop
+async def test_a_name_of_the_clients_own_may_look_like_an_answers_id(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.create_task(proxy.chat(headers={"X-Warmline-Request": "cmpl-mine"}))
+        await proxy.backend.holding.wait()
+        async with proxy.client.delete(f"{proxy.url}/v1/requests/cmpl-mine") as deleted:
+            status = deleted.status
+        proxy.backend.let_go.set()
+        await asking
+        assert status == 200

@@ -1,0 +1,72 @@
+"""A resident is leased until it is saved.  However a save ends, the backend must hear that it need not wait for it."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.proxy.fake_backend import layout
+from support.proxy.harness import Pair, on_loop, pair
+
+
+async def told_free(proxy: Pair) -> set[Any]:
+    """What the backend was told that it may drop."""
+    await proxy.settled()
+    return {resident for names in proxy.backend.calls["order"] for resident in names}
+
+
+@pytest.mark.parametrize("status", [410, 500, 507])
+@on_loop
+async def test_after_a_save_that_failed(tmp_path: Path, status: int) -> None:
+    """410: the rows are gone, which a resident of rotating layers outlives."""
+    async with pair(tmp_path) as proxy:
+        proxy.backend.saves_fail = [status]
+        await proxy.chat()
+        assert await told_free(proxy) == set(proxy.backend.held)
+        assert not proxy.index.segments()
+
+
+@on_loop
+async def test_after_one_that_the_index_could_not_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "as scripted")
+
+    async with pair(tmp_path) as proxy:
+        monkeypatch.setattr(proxy.index, "begin_save", fails)
+        await proxy.chat()
+        assert await told_free(proxy) == set(proxy.backend.held) and not proxy.backend.calls["save"]
+
+
+@on_loop
+async def test_after_one_that_would_not_fit(tmp_path: Path) -> None:
+    async with pair(tmp_path, disk_budget_bytes=100) as proxy:
+        await proxy.chat()
+        assert await told_free(proxy) == set(proxy.backend.held) and not proxy.backend.calls["save"]
+
+
+@on_loop
+async def test_where_all_of_it_was_stored_before(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat()
+        assert not await told_free(proxy), "a save of its rows ends a lease by itself"
+        first = set(proxy.backend.held)
+        await proxy.chat()
+        assert await told_free(proxy) == set(proxy.backend.held) - first
+        assert len(proxy.backend.calls["save"]) == 1
+
+
+@on_loop
+async def test_after_a_save_of_states_alone(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        backend = proxy.backend
+        backend.layout = layout(has_states=True, state_bytes=10)
+        await proxy.chat()
+        await proxy.settled()
+        (first,) = backend.held
+        backend.answer = backend.answer[:1]
+        await proxy.chat()
+        await proxy.settled()
+        states = backend.calls["save"][-1]
+        assert states.resident != first and not states.segments and states.checkpoints
+        assert states.resident in await told_free(proxy)

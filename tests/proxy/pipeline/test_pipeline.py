@@ -1,0 +1,361 @@
+"""A request's life against a fake backend: warm starts, what failed on the way, who left, who had to wait."""
+
+import asyncio
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.proxy.fake_backend import layout
+from support.proxy.harness import on_loop, pair, perf_lines, serve
+from warmline_common.protocol.messages import HEADER_CHECKPOINTS, HEADER_REUSE
+from warmline_common.protocol.tokens import namespace, unpack_tokens
+
+TEXT = "word " * 40
+
+
+def second_turn(text: str = TEXT) -> dict[str, Any]:
+    messages = [("user", text), ("assistant", "Paris."), ("user", "And of Spain?")]
+    return {"messages": [{"role": role, "content": content} for role, content in messages]}
+
+
+@on_loop
+async def test_a_next_turn_goes_on_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(TEXT)
+        response = await proxy.chat(**second_turn())
+        reused = len(f"<user>{TEXT}\n<assistant>Paris.")
+        assert response.headers["X-Warmline-Cache"] == f"resident {reused}"
+        assert proxy.backend.calls["generate"][1][HEADER_REUSE] == str(reused)
+        await proxy.settled()
+        first, second = perf_lines(caplog)
+        assert "source=cold" in first and 'miss="nothing stored"' in first
+        assert re.search(r"source=resident queue=\S+s restore=0\.000s prefill=0\.100s", second)
+        assert f"cached={reused} restored=0" in second
+
+
+@on_loop
+async def test_after_both_restarted_it_is_restored_from_disk(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(TEXT)
+        await proxy.settled()
+        proxy.backend.restart()
+        response = await proxy.chat(**second_turn())
+        reused = len(f"<user>{TEXT}\n<assistant>Paris.")
+        assert response.headers["X-Warmline-Cache"] == f"restored {reused}"
+        asked = proxy.backend.calls["restore"][0]
+        assert asked.root == proxy.backend.calls["save"][0].root == namespace("f" * 64)
+        assert bytes(unpack_tokens(asked.tokens)).decode() == f"<user>{TEXT}\n<assistant>Paris."
+        record = (await proxy.settled())[0]
+        assert (record.source, record.cached_tokens, record.restored_tokens) == ("restored", reused, reused)
+        assert record.saved_tokens > 0
+
+
+@on_loop
+async def test_what_the_budget_can_not_hold_is_not_kept_in_memory_for_a_save(tmp_path: Path) -> None:
+    """Others may be waiting for that memory."""
+    async with pair(tmp_path, disk_budget_bytes=200_000) as proxy:
+        await proxy.chat("word " * 800)
+        record = (await proxy.settled())[0]
+        assert (record.outcome, record.saved_tokens) == ("ok", 0)
+        (resident,) = (await proxy.status())["residents"]
+        assert proxy.backend.calls["order"][-1] == [resident["id"]] and "save" not in proxy.backend.calls
+
+
+@on_loop
+async def test_what_the_budget_can_not_hold_keeps_nothing_else_from_being_saved(tmp_path: Path) -> None:
+    async with pair(tmp_path, disk_budget_bytes=200_000) as proxy:
+        root = namespace("f" * 64)
+        proxy.backend.roots |= {"large": root, "small": root}
+        proxy.backend.held["large"] = bytes(4 * 4000)
+        proxy.backend.held["small"] = b"".join(number.to_bytes(4, "little") for number in range(200))
+        while not (rows := proxy.index.segments()):
+            await proxy.status()
+        assert [row.end for row in rows] == [200]
+
+
+@on_loop
+async def test_exact_mode_is_refused_where_the_backend_is_in_another(tmp_path: Path) -> None:
+    """Each process is told its mode: under launchd one of them may have been started with another."""
+    async with pair(tmp_path, reuse="exact") as proxy:
+        response = await proxy.chat(TEXT)
+        assert response.status == 503
+        assert "reuse = exact and its backend does not" in await response.text()
+        assert "generate" not in proxy.backend.calls
+
+
+@on_loop
+async def test_in_exact_mode_all_that_is_asked_for_lies_on_the_grid(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.layout = layout(grid=64, has_states=True, state_bytes=10)
+        await proxy.chat(TEXT)
+        await proxy.settled()
+        proxy.backend.restart()
+        response = await proxy.chat(**second_turn())
+        reused = len(f"<user>{TEXT}\n<assistant>") // 64 * 64
+        assert response.headers["X-Warmline-Cache"] == f"restored {reused}"
+        checkpoints = [asked.get(HEADER_CHECKPOINTS, "") for asked in proxy.backend.calls["generate"]]
+        assert checkpoints == [str(reused), ""]
+        assert "exact mode keeps and reuses multiples of 64 tokens" in (await proxy.settled())[0].why_not_warmer
+
+
+@on_loop
+async def test_where_nothing_is_reused_no_state_is_kept(tmp_path: Path) -> None:
+    async with pair(tmp_path, reuse="off") as proxy:
+        proxy.backend.layout = layout(has_states=True, state_bytes=10)
+        await proxy.chat(TEXT)
+        assert HEADER_CHECKPOINTS not in proxy.backend.calls["generate"][0]
+
+
+@on_loop
+async def test_a_new_proxy_learns_what_is_in_memory(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        prompt = f"<user>{TEXT}\n".encode()
+        proxy.backend.roots["old"] = namespace("f" * 64)
+        proxy.backend.held["old"] = b"".join(byte.to_bytes(4, "little") for byte in prompt)
+        response = await proxy.chat(TEXT)
+        assert response.headers["X-Warmline-Cache"] == f"resident {len(prompt)}"
+
+
+@on_loop
+async def test_a_damaged_segment_is_set_aside_and_the_answer_is_right(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(TEXT)
+        await proxy.settled()
+        proxy.backend.restart()
+        proxy.backend.refuse_restores = ["checksum"]
+        response = await proxy.chat(**second_turn())
+        assert (await response.json())["choices"][0]["message"]["content"] == "Paris."
+        assert response.headers["X-Warmline-Cache"] == "cold 0"
+        bad = proxy.backend.calls["restore"][0].chain[-1].id
+        assert [row.id for row in proxy.index.quarantined()] == [bad]
+        assert "checksum" in (await proxy.settled())[0].why_not_warmer
+        async with proxy.client.get(f"{proxy.url}/metrics") as metrics:
+            assert 'warmline_quarantined_total{reason="checksum"} 1.0' in await metrics.text()
+
+
+@on_loop
+async def test_a_resident_that_is_gone_is_planned_again(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(TEXT)
+        await proxy.settled()
+        proxy.backend.held.clear()  # without a word: the mirror is behind
+        proxy.backend.gone_count = 1
+        response = await proxy.chat(**second_turn())
+        assert response.status == 200
+        assert response.headers["X-Warmline-Cache"].startswith("restored ")
+        proxy.backend.gone_count = 2
+        assert (await proxy.chat(**second_turn())).headers["X-Warmline-Cache"] == "cold 0"
+
+
+@on_loop
+async def test_states_are_kept_where_the_plan_says(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.layout = layout(has_states=True, state_bytes=64)
+        messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": TEXT}]
+        await proxy.chat(messages=messages)
+        system, end = len("<system>be brief\n"), len(f"<system>be brief\n<user>{TEXT}\n")
+        assert proxy.backend.calls["generate"][0][HEADER_CHECKPOINTS] == f"{system},{end}"
+        await proxy.settled()
+        saved = {each.position for each in proxy.backend.calls["save"][0].checkpoints}
+        assert {system, end} <= saved
+        proxy.backend.restart()
+        messages[1:] = [{"role": "user", "content": "something else"}]
+        assert (await proxy.chat(messages=messages)).headers["X-Warmline-Cache"] == f"restored {system}"
+
+
+@on_loop
+async def test_with_reuse_off_nothing_is_kept(tmp_path: Path) -> None:
+    async with pair(tmp_path, reuse="off") as proxy:
+        for _ in range(2):
+            assert (await proxy.chat(TEXT)).headers["X-Warmline-Cache"] == "cold 0"
+        await proxy.settled()
+        assert not proxy.backend.held and not proxy.backend.calls["save"]
+        assert proxy.index.totals().segments == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@on_loop
+async def test_who_leaves_is_cancelled_and_what_was_computed_is_kept(tmp_path: Path, stream: bool) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.ensure_future(proxy.chat(TEXT, stream=stream))
+        await proxy.backend.holding.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
+        while not (records := await proxy.settled()):
+            pass  # the proxy has yet to notice
+        assert len(proxy.backend.calls["cancel"]) == 1
+        assert proxy.backend.calls["save"], "prefill that was done is kept"
+        assert records[0].outcome == "cancelled"
+        assert (await proxy.status())["running"] == 0
+        proxy.backend.hold_after = None
+        assert (await proxy.chat(TEXT)).headers["X-Warmline-Cache"].startswith("resident")
+
+
+@on_loop
+async def test_a_full_queue_is_told_at_once(tmp_path: Path) -> None:
+    async with pair(tmp_path, running_count_max=1, queue_count_max=1) as proxy:
+        proxy.backend.hold_after = 0
+        first = asyncio.ensure_future(proxy.chat())
+        await proxy.backend.holding.wait()
+        second = asyncio.ensure_future(proxy.chat())
+        while (await proxy.status())["queued"] == 0:
+            pass
+        third = await proxy.chat()
+        assert third.status == 429
+        assert int(third.headers["Retry-After"]) > 0
+        assert (await third.json())["error"]["code"] == "queue_full"
+        proxy.backend.let_go.set()
+        assert [(await each).status for each in (first, second)] == [200, 200]
+
+
+NO_REQUESTS = [b"", b"{", b"[]", b"null", b'"x"', b'{"model": 5}', b'{"a": "\xff"}', b"[" * 10_000]
+REFUSED_BY_THE_BACKEND = b'{"stop": [5], "messages": []}'
+
+
+@pytest.mark.parametrize("body", [*NO_REQUESTS, REFUSED_BY_THE_BACKEND])
+@on_loop
+async def test_a_bad_body_is_a_400_and_the_next_request_works(tmp_path: Path, body: bytes) -> None:
+    async with pair(tmp_path) as proxy:
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", data=body) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["type"] == "invalid_request_error"
+        assert (await proxy.chat()).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/", "/v1/chat/completions?beta=true"])
+@on_loop
+async def test_bodies_come_chunked_and_compressed_on_odd_paths(tmp_path: Path, path: str) -> None:
+    async with pair(tmp_path) as proxy:
+        body = json.dumps({"messages": [{"role": "user", "content": TEXT}]}).encode()
+
+        async def pieces() -> Any:
+            for start in range(0, len(body), 50):
+                yield body[start : start + 50]
+
+        chunked = await proxy.client.post(proxy.url + path, data=pieces())
+        packed = await proxy.client.post(
+            proxy.url + path, data=gzip.compress(body), headers={"Content-Encoding": "gzip"}
+        )
+        broken = await proxy.client.post(proxy.url + path, data=b"no gzip", headers={"Content-Encoding": "gzip"})
+        assert [each.status for each in (chunked, packed, broken)] == [200, 200, 400]
+        assert "error" in await broken.json()
+
+
+@on_loop
+async def test_a_backend_that_is_gone_is_a_503(tmp_path: Path) -> None:
+    async with pair(tmp_path, connect_timeout_s=0.1) as proxy:
+        assert (await proxy.client.get(f"{proxy.url}/ready")).status == 200
+        await proxy.stop_backend()
+        response = await proxy.chat()
+        assert response.status == 503
+        assert int(response.headers["Retry-After"]) > 0
+        assert (await response.json())["error"]["code"] == "backend_unavailable"
+        assert (await proxy.client.get(f"{proxy.url}/ready")).status == 503
+        assert (await proxy.client.get(f"{proxy.url}/health")).status == 200
+
+
+@on_loop
+async def test_a_backend_that_restarts_is_waited_for(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(TEXT)
+        await proxy.settled()
+        port = int(str(proxy.backend_url).rsplit(":", 1)[1])
+        await proxy.stop_backend()
+        asking = asyncio.ensure_future(proxy.chat(**second_turn()))
+        await asyncio.sleep(0.05)  # its first try finds nobody
+        proxy.backend.restart()
+        again, _ = await serve(proxy.backend.app(), port)
+        assert (await asking).headers["X-Warmline-Cache"].startswith("restored")
+        await again.cleanup()
+
+
+@on_loop
+async def test_a_save_holds_nobody_up(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.saving_allowed.clear()
+        for _ in range(2):
+            assert (await proxy.chat(TEXT)).status == 200
+        assert (await proxy.status())["settling"] == 2
+        proxy.backend.saving_allowed.set()
+        await proxy.settled()
+        assert proxy.index.totals().segments > 0
+
+
+@on_loop
+async def test_what_fails_behind_an_answer_is_not_counted_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(tmp_path) as proxy:
+        with monkeypatch.context() as planted:
+            planted.setattr(proxy.index, "begin_save", lambda *_, **__: 1 / 0)
+            assert (await proxy.chat(TEXT)).status == 200
+            await proxy.settled()
+        assert (await proxy.chat(TEXT)).status == 200
+
+
+@on_loop
+async def test_many_that_notice_a_restart_ask_once(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        await proxy.chat(TEXT)
+        await proxy.settled()
+        proxy.backend.restart()
+        before = proxy.backend.calls["residents"].count("ids=1")
+        answers = await asyncio.gather(*(proxy.chat(f"{number} {TEXT}") for number in range(6)))
+        assert {each.status for each in answers} == {200}
+        assert proxy.backend.calls["residents"].count("ids=1") == before + 1
+
+
+@on_loop
+async def test_a_proxy_that_stops_cancels_and_keeps_what_runs(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 1
+        asking = asyncio.ensure_future(proxy.chat(TEXT))
+        await proxy.backend.holding.wait()
+        await proxy.stop_proxy()
+        await asyncio.wait([asking])
+        assert asking.exception() is not None, "half an answer must not look whole"
+        assert len(proxy.backend.calls["cancel"]) == len(proxy.backend.calls["save"]) == 1
+        proxy.index.flush()
+        assert proxy.index.requests()[0].outcome == "cancelled"
+        assert proxy.index.totals().tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("expected", "status"),
+    [(b"100-continue", b"200"), (b"100-Continue", b"200"), (b"\xed\xa0", b"417")],
+)
+@on_loop
+async def test_a_client_may_expect_to_be_told_to_go_on(tmp_path: Path, expected: bytes, status: bytes) -> None:
+    async with pair(tmp_path) as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
+        body = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
+        lines = [
+            b"POST /v1/chat/completions HTTP/1.1",
+            b"Host: localhost",
+            b"Expect: " + expected,
+            b"Connection: close",
+        ]
+        writer.write(b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", b""]))
+        if status == b"200":
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(body)
+        answer = await reader.read()
+        writer.close()
+        assert answer.split()[1] == status
+        assert status == b"200" or b'"message":"The header Expect must be 100-continue' in answer
+
+
+@pytest.mark.parametrize("path", ["purge", "pin", "replay", "import", "texts"])
+@on_loop
+async def test_an_owners_body_that_is_no_text_is_a_400(tmp_path: Path, path: str) -> None:
+    async with pair(tmp_path) as proxy:
+        for body in (b'{"path": "\xff", "segment": "\xff", "session": "\xff"}', b'{"x": ' + b"[" * 100_000):
+            url, headers = f"{proxy.url}/warmline/{path}", {"X-Warmline-Admin": "1"}
+            async with proxy.client.post(url, data=body, headers=headers) as response:
+                assert response.status == 400, await response.text()

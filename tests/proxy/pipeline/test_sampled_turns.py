@@ -1,0 +1,50 @@
+"""What was sampled when tools were called: sent along with the next prompt, at once and later, until it is purged."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from support.proxy.harness import Pair, on_loop, pair
+from warmline_common.protocol.messages import SampledTurn
+from warmline_common.protocol.tokens import namespace, pack_tokens
+
+CALL_ID = "call_00112233445566778899aabb"
+TURN = SampledTurn(calls=[CALL_ID], tokens=pack_tokens([1, 2, 3]))
+ASKED = {"role": "user", "content": "look"}
+NEXT = [
+    ASKED,
+    {"role": "assistant", "tool_calls": [{"id": CALL_ID, "function": {"name": "look", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": CALL_ID, "content": "a ship"},
+]
+
+
+async def told(proxy: Pair) -> Any:
+    """The turns that the backend is given with the conversation's next prompt."""
+    await proxy.chat(messages=NEXT)
+    return proxy.backend.calls["turns"][-1]
+
+
+@on_loop
+async def test_a_tool_that_answers_at_once_finds_its_call_remembered(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.turn = TURN
+        proxy.backend.saving_allowed.clear()
+        await proxy.chat(messages=[ASKED])
+        assert await told(proxy) == [TURN] and proxy.backend.calls["turns"][0] == []
+        proxy.backend.saving_allowed.set()
+
+
+@on_loop
+async def test_a_remembered_turn_belongs_to_its_conversation_and_goes_with_it(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.turn = TURN
+        await proxy.chat(messages=[ASKED])
+        record = (await proxy.settled())[0]
+        root = namespace("f" * 64, "")
+        (row,) = await asyncio.to_thread(proxy.index.turns, root, [CALL_ID])
+        assert record.session and row.session == record.session
+        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        purge = {"session": record.session}
+        async with proxy.client.post(f"{proxy.url}/warmline/purge", json=purge, headers=owner) as response:
+            assert response.status == 200
+        assert await told(proxy) == []

@@ -1,0 +1,170 @@
+"""Slow is not stuck: which limit ends a request, and which does not."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from support.proxy.harness import on_loop, pair
+from warmline_common.protocol.sse import DONE, data_event
+from warmline_proxy.errors import ClientError, cancelled
+from warmline_proxy.request.deadlines import Alarm, Clock, Limits, overdue
+
+HEADERS = {
+    "X-Warmline-Connect-Timeout": "1.5",
+    "X-Warmline-Queue-Timeout": "2",
+    "X-Warmline-Stall-Timeout": "0",
+    "X-Warmline-Total-Timeout": "3e2",
+}
+
+
+EVERYTHING = {"messages": [{"role": "user", "content": "Everything"}], "stream": True}
+
+
+def much(size: int) -> list[bytes]:
+    """A stream of at least so many bytes."""
+    piece = json.dumps({"choices": [{"index": 0, "delta": {"content": "x" * 100_000}}]}).encode()
+    return [data_event(piece)] * (size // 100_000) + [DONE]
+
+
+def code(error: ClientError | None) -> str:
+    return "" if error is None else error.body.decode().split('"code":"')[1].split('"')[0]
+
+
+def test_headers_override_what_they_name() -> None:
+    limits = Limits(connect_s=60, queue_s=10, stall_s=20, total_s=30)
+    assert limits.overridden({}) == limits
+    assert limits.overridden({"X-Warmline-Total-Timeout": "5"}) == Limits(60, 10, 20, 5)
+    assert limits.overridden(HEADERS) == Limits(1.5, 2, 0, 300)
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf", ""])
+def test_a_header_that_is_no_number_of_seconds_is_refused(text: str) -> None:
+    with pytest.raises(ClientError) as refused:
+        Limits().overridden({"X-Warmline-Queue-Timeout": text})
+    assert refused.value.status == 400 and "X-Warmline-Queue-Timeout" in str(refused.value)
+
+
+def test_total_counts_from_the_arrival() -> None:
+    clock = Clock(began=100.0)
+    assert overdue(Limits(total_s=5), clock, 105.0, 0.0, 1) is None
+    assert code(overdue(Limits(total_s=5), clock, 105.1, 0.0, 1)) == "deadline_exceeded"
+    assert overdue(Limits(), clock, 1e9, 0.0, 1) is None
+
+
+def test_queue_adds_up_all_waiting_and_nothing_else() -> None:
+    clock = Clock(began=0.0, waited_s=3.0, waiting_since=50.0)
+    assert overdue(Limits(queue_s=5), clock, 52.0, 0.0, 1) is None
+    assert code(overdue(Limits(queue_s=5), clock, 52.1, 0.0, 1)) == "queue_timeout"
+    clock.waiting_since = None
+    assert overdue(Limits(queue_s=5), clock, 1e9, 0.0, 1) is None
+
+
+def test_stalling_counts_from_the_last_progress() -> None:
+    clock = Clock(began=0.0, progressed_at=1000.0)
+    assert overdue(Limits(stall_s=10), clock, 1010.0, 0.0, 1) is None
+    assert code(overdue(Limits(stall_s=10), clock, 1010.1, 0.0, 1)) == "stalled"
+
+
+def test_stalling_stretches_with_the_slowest_step_and_with_those_that_take_turns() -> None:
+    clock = Clock(began=0.0, progressed_at=0.0)
+    assert overdue(Limits(stall_s=10), clock, 285.0, 57.0, 1) is None
+    assert code(overdue(Limits(stall_s=10), clock, 285.1, 57.0, 1)) == "stalled"
+    assert overdue(Limits(stall_s=10), clock, 855.0, 57.0, 3) is None
+
+
+def test_a_clock_keeps_waiting_and_progress_apart() -> None:
+    clock = Clock()
+    clock.waits()
+    assert clock.waiting_since is not None and clock.progressed_at is None
+    clock.progresses()
+    assert clock.waiting_since is None and clock.progressed_at is not None
+    clock.rests()
+    assert clock.waiting_since is None and clock.progressed_at is None
+
+
+@on_loop
+async def test_an_alarm_ends_what_is_inside_with_its_first_reason() -> None:
+    alarm = Alarm()
+    with pytest.raises(ClientError, match="one"):
+        async with alarm:
+            alarm.ring(cancelled("one"))
+            alarm.ring(cancelled("two"))
+            await asyncio.Event().wait()
+    alarm.ring(cancelled("late"))  # no harm
+
+
+@on_loop
+async def test_an_alarm_that_rang_before_ends_at_the_first_wait() -> None:
+    alarm = Alarm()
+    alarm.ring(cancelled("early"))
+    with pytest.raises(ClientError, match="early"):
+        async with alarm:
+            await asyncio.Event().wait()
+
+
+@on_loop
+async def test_an_alarm_leaves_other_failures_alone() -> None:
+    with pytest.raises(TimeoutError):
+        async with Alarm():
+            raise TimeoutError
+
+
+@on_loop
+async def test_a_request_past_its_total_is_ended_and_the_engine_lets_go(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.hold_after = 0
+        answer = await proxy.chat(headers={"X-Warmline-Total-Timeout": "0.2"})
+        assert answer.status == 504 and (await answer.json())["error"]["code"] == "deadline_exceeded"
+        (record,) = await proxy.settled()
+        assert proxy.backend.calls["cancel"] == [answer.headers["X-Warmline-Request"]] == [record.id]
+        assert record.outcome == "error" and record.saved_tokens == record.prompt_tokens
+
+
+@on_loop
+async def test_a_stalled_stream_ends_with_an_error_and_without_done(tmp_path: Path) -> None:
+    async with pair(tmp_path, stall_timeout_s=0.2) as proxy:
+        proxy.backend.hold_after = 1
+        answer = await proxy.chat(stream=True)
+        text = await answer.text()
+        assert answer.status == 200 and '"Par"' in text and '"code":"stalled"' in text and "[DONE]" not in text
+        await proxy.settled()
+        assert proxy.backend.calls["cancel"] == [answer.headers["X-Warmline-Request"]]
+
+
+@on_loop
+async def test_who_waits_too_long_for_its_turn_is_told_to_come_back(tmp_path: Path) -> None:
+    async with pair(tmp_path, running_count_max=1, queue_timeout_s=0.2) as proxy:
+        proxy.backend.hold_after = 1
+        first = asyncio.create_task(proxy.chat())
+        await proxy.backend.holding.wait()
+        second = await proxy.chat("Another one")
+        assert second.status == 503 and second.headers["Retry-After"].isdigit()
+        assert (await second.json())["error"]["code"] == "queue_timeout"
+        proxy.backend.let_go.set()
+        assert (await first).status == 200
+
+
+@on_loop
+async def test_a_client_that_reads_nothing_does_not_hold_a_place(tmp_path: Path) -> None:
+    async with pair(tmp_path, running_count_max=1) as proxy:
+        proxy.backend.raw = much(4_000_000)
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=EVERYTHING) as stuck:
+            proxy.backend.raw = None
+            assert (await proxy.chat("Another one")).status == 200
+            assert stuck.status == 200
+            while (await proxy.status())["lives"] > 1:
+                pass  # the other one settles
+            assert (await proxy.status())["lives"] == 1, "whose client has not read its answer yet"
+
+
+@on_loop
+async def test_a_backlog_has_a_bound(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.raw = much(20_000_000)
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=EVERYTHING):
+            while (await proxy.status())["lives"]:
+                pass
+        (record,) = await proxy.settled()
+        assert record.outcome == "error" and "unread" in record.error

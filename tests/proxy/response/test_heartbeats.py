@@ -1,0 +1,73 @@
+"""Signs of life to clients that wait: while there is progress, and no longer."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from support.proxy.harness import on_loop, pair
+from warmline_proxy.pipeline import deadline_monitor as overseer
+
+BODY = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+
+
+@on_loop
+async def test_json_is_kept_alive_with_whitespace(tmp_path: Path) -> None:
+    async with pair(tmp_path, heartbeat_after_s=0.1) as proxy:
+        proxy.backend.hold_after = 0
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=BODY) as answer:
+            assert await answer.content.readexactly(1) == b" "
+            proxy.backend.let_go.set()
+            body = await answer.read()
+        assert json.loads(body)["choices"][0]["message"]["content"] == "Paris."
+        assert answer.status == 200 and answer.content_type == "application/json"
+
+
+@on_loop
+async def test_json_that_fails_after_a_heartbeat_is_cut_off(tmp_path: Path) -> None:
+    async with pair(tmp_path, heartbeat_after_s=0.1, total_timeout_s=0.5) as proxy:
+        proxy.backend.hold_after = 0
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=BODY) as answer:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.read()
+        (record,) = await proxy.settled()
+        assert record.outcome == "error" and "total time" in record.error
+
+
+@on_loop
+async def test_json_without_heartbeats_fails_with_a_status(tmp_path: Path) -> None:
+    async with pair(tmp_path, total_timeout_s=0.5) as proxy:
+        proxy.backend.hold_after = 0
+        assert (await proxy.chat()).status == 504
+
+
+@on_loop
+async def test_a_stream_in_the_queue_hears_that_the_engine_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overseer, "BEAT_INTERVAL_S", 0.1)
+    async with pair(tmp_path, running_count_max=1, wedge_timeout_s=1) as proxy:
+        proxy.backend.hold_after = 1
+        first = asyncio.create_task(proxy.chat("The first"))
+        await proxy.backend.holding.wait()
+        proxy.backend.moving = True
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json={**BODY, "stream": True}) as second:
+            assert await second.content.readline() == b": working\n"
+            proxy.backend.let_go.set()
+            assert b"[DONE]" in await second.read()
+        assert (await first).status == 200
+
+
+@on_loop
+async def test_a_heartbeat_stops_with_the_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overseer, "BEAT_INTERVAL_S", 0.1)
+    async with pair(tmp_path, heartbeat_after_s=0.1, stall_timeout_s=1.0) as proxy:
+        proxy.backend.hold_after = 0
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=BODY) as answer:
+            heard = b""
+            with pytest.raises(aiohttp.ClientPayloadError):
+                while True:
+                    heard += await answer.content.readexactly(1)
+        assert heard == b" ", "one for the chunk that was done before, none for standing still"

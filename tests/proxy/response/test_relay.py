@@ -1,0 +1,147 @@
+"""What of the backend's stream reaches the client: model names, hard bytes, usage, heartbeats, failures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.proxy.fake_backend import SERVED, chunk, usage_chunk
+from support.proxy.harness import on_loop, pair
+from warmline_common.protocol.sse import EventParser
+
+CHAT = {"messages": []}
+
+
+def events(body: bytes) -> list[dict[str, Any]]:
+    parsed = [event.data for event in EventParser().feed(body) if event.data and event.data != b"[DONE]"]
+    return [json.loads(data) for data in parsed]
+
+
+def whole(*chunks: dict[str, Any]) -> bytes:
+    return b"".join(b"data: " + json.dumps(each, ensure_ascii=False).encode() + b"\n\n" for each in chunks)
+
+
+@pytest.mark.parametrize("name", ["openai/glm-5.2", "gpt-4o", SERVED, 'odd "name" \u2028 é'])
+@on_loop
+async def test_any_model_name_comes_back_as_sent(tmp_path: Path, name: str) -> None:
+    async with pair(tmp_path) as proxy:
+        folded = await (await proxy.chat(model=name)).json()
+        assert folded["model"] == name
+        streamed = events(await (await proxy.chat(model=name, stream=True)).read())
+        assert [each["model"] for each in streamed] == [name] * len(streamed)
+        assert {body["model"] for body in proxy.backend.calls["prompts"]} == {SERVED}
+
+
+@pytest.mark.parametrize("model", [{"model": None}, {}], ids=["null", "absent"])
+@on_loop
+async def test_without_a_model_the_served_name_comes_back(tmp_path: Path, model: dict[str, None]) -> None:
+    async with pair(tmp_path) as proxy:
+        body = {"messages": [{"role": "user", "content": "hi"}], **model}
+        async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=body) as response:
+            assert (await response.json())["model"] == SERVED
+
+
+@on_loop
+async def test_unknown_fields_pass_and_nulls_are_absent(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        odd = {"big": 123456789012345678901234567890, "nested": {"null": None, "text": "\u2028"}}
+        await proxy.chat(odd=odd, seed=None, stop=None)
+        body = proxy.backend.calls["prompts"][0]
+        assert body["odd"] == odd
+        assert not {"seed", "stop"} & set(body)
+
+
+@on_loop
+async def test_an_answer_that_was_not_streamed_is_whole(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        response = await proxy.chat()
+        answer = await response.json()
+        assert answer["object"] == "chat.completion"
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "Paris."}
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == 6
+        assert response.headers["X-Warmline-Cache"] == "cold 0"
+        assert len(response.headers["X-Warmline-Request"]) == 24
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@on_loop
+async def test_usage_is_told_where_it_was_asked_for(tmp_path: Path, asked: bool) -> None:
+    async with pair(tmp_path) as proxy:
+        options = {"stream_options": {"include_usage": True}} if asked else {}
+        body = await (await proxy.chat(stream=True, **options)).read()
+        assert [each["usage"]["completion_tokens"] for each in events(body) if each.get("usage")] == [6] * asked
+        assert all(("usage" in each) == asked for each in events(body))
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert b": prefill 0/" in body
+        assert b"event: warmline" not in body
+
+
+@on_loop
+async def test_hard_bytes_arrive_as_they_were_sent(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        text = 'line\u2028sep\u0085next "model": "x" data: [DONE]\r\n\n\\ \U0001f600'
+        stream = whole(chunk(CHAT, text), chunk(CHAT, "", "stop"), usage_chunk(1, 1, 0))
+        proxy.backend.raw = [bytes([byte]) for byte in stream] + [b"data: [DONE]\n\n"]
+        answer = await (await proxy.chat()).json()
+        assert answer["choices"][0]["message"]["content"] == text
+        streamed = events(await (await proxy.chat(stream=True)).read())
+        assert streamed[0]["choices"][0]["delta"]["content"] == text
+        assert streamed[0]["model"] == "any"
+
+
+@on_loop
+async def test_data_over_several_lines_is_one_event(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        lines = json.dumps(chunk(CHAT, "hi", "stop"), indent=1).encode().split(b"\n")
+        event = b"".join(b"data: " + line + b"\n" for line in lines) + b"\n"
+        proxy.backend.raw = [event[:40], event[40:], b"data: [DONE]\n\n"]
+        streamed = events(await (await proxy.chat(stream=True)).read())
+        assert [each["choices"][0]["delta"] for each in streamed] == [{"content": "hi"}]
+
+
+ERROR = {"error": {"message": "out of memory", "type": "server_error", "param": None, "code": None}}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@on_loop
+async def test_an_error_before_anything_is_an_http_status(tmp_path: Path, stream: bool) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.raw = [whole(ERROR)]
+        response = await proxy.chat(stream=stream)
+        assert response.status == 500
+        assert await response.json() == ERROR
+        assert response.headers["X-Warmline-Request"]
+
+
+@on_loop
+async def test_an_error_after_content_is_an_event_and_no_clean_end(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.raw = [whole(chunk(CHAT, "Par"), ERROR)]
+        response = await proxy.chat(stream=True)
+        body = await response.read()
+        assert response.status == 200
+        assert events(body)[-1] == ERROR
+        assert b"[DONE]" not in body
+        assert (await proxy.chat(stream=False)).status == 500
+
+
+@on_loop
+async def test_a_backend_that_dies_in_the_midst_is_an_error(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.raw = [whole(chunk(CHAT, "Par"))]
+        body = await (await proxy.chat(stream=True)).read()
+        assert "error" in events(body)[-1] and b"[DONE]" not in body
+        answer = await proxy.chat()
+        assert answer.status == 502
+        assert (await answer.json())["error"]["code"] == "backend_failed"
+
+
+@on_loop
+async def test_completions_are_folded_too(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        body = {"model": "m", "prompt": "The capital"}
+        async with proxy.client.post(f"{proxy.url}/v1/completions", json=body) as response:
+            answer = await response.json()
+        assert (answer["choices"][0]["text"], answer["object"]) == ("Paris.", "text_completion")

@@ -1,0 +1,256 @@
+"""When a backend is past hope, and that it is ended then: a real process stands for it, so that the kill is one too."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from support.proxy.audits import metric
+from support.proxy.harness import on_loop, pair, serve
+from warmline_common.protocol.messages import Pulse
+from warmline_proxy.upstream import client as upstream
+from warmline_proxy.upstream.client import Upstream
+from warmline_proxy.upstream.watchdog import BACKEND, WARMING_STEPS, Standstill, Watchdog, command_of, limit_s
+
+
+def pulse(step_age_s: float = 0.0, slowest_s: float = 0.0, steps: int = 1000) -> Pulse:
+    return Pulse(
+        boot="b",
+        pid=1,
+        ready=True,
+        busy=step_age_s > 0,
+        steps=steps,
+        step_age_s=step_age_s,
+        slowest_recent_step_s=slowest_s,
+    )
+
+
+def seen(pulse: Pulse | None, seconds: float, silent: bool = False) -> Standstill:
+    """A backend that was looked at once a second, and all the time was in that step, or silent."""
+    standstill = Standstill()
+    if pulse:
+        standstill.heard(pulse, 1.0)
+    for _ in range(int(seconds)):
+        if silent or pulse is None:
+            standstill.unheard(1.0)
+        else:
+            standstill.heard(pulse, 1.0)
+    return standstill
+
+
+def test_a_step_may_take_the_limit_or_five_of_the_slowest() -> None:
+    assert limit_s(120, None) == 120
+    assert limit_s(120, pulse(slowest_s=10)) == 120
+    assert limit_s(120, pulse(slowest_s=57)) == 285
+    long_step = pulse(step_age_s=300, slowest_s=57)
+    assert seen(long_step, 285).why_hopeless(120, long_step) == ""
+    assert "300.0 s" in seen(long_step, 286).why_hopeless(120, long_step)
+
+
+def test_the_first_steps_may_compile() -> None:
+    first = pulse(step_age_s=1e6, steps=WARMING_STEPS - 1)
+    assert seen(first, 599).why_hopeless(120, first) == ""
+    ninth = pulse(step_age_s=1e6, steps=WARMING_STEPS)
+    assert seen(ninth, 121).why_hopeless(120, ninth) != ""
+
+
+def test_silence_counts_even_where_nothing_was_ever_heard() -> None:
+    assert seen(None, 10).why_hopeless(10, None) == ""
+    assert "not answered for 11.0 s" in seen(None, 11).why_hopeless(10, None)
+    assert "not answered" in seen(pulse(), 11, silent=True).why_hopeless(10, pulse())
+
+
+def test_a_machine_that_slept_has_not_stood_still() -> None:
+    asleep = pulse(step_age_s=3600)
+    standstill = Standstill()
+    standstill.heard(asleep, 1.0)
+    standstill.heard(asleep, 3600.0)
+    assert standstill.why_hopeless(120, asleep) == ""
+
+
+def test_whatever_moves_is_not_stuck() -> None:
+    standstill = seen(pulse(step_age_s=100), 100)
+    assert standstill.heard(pulse(step_age_s=1, steps=1001), 1.0)
+    assert standstill.stuck_s == 0.0
+    assert not standstill.heard(pulse(step_age_s=2, steps=1001), 1.0)
+    assert standstill.stuck_s == 1.0
+
+
+@asynccontextmanager
+async def process(name: str = BACKEND) -> AsyncIterator[asyncio.subprocess.Process]:
+    """One that does nothing until it is killed, and is called as a backend is, unless `name` says otherwise."""
+    code = "import signal; print(flush=True); signal.pause()"
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, name, stdout=asyncio.subprocess.PIPE)
+    assert child.stdout is not None
+    await child.stdout.readline()  # it is what it is called now
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
+
+
+@on_loop
+async def test_a_step_that_never_returns_ends_the_process(tmp_path: Path) -> None:
+    async with process() as child, pair(tmp_path, wedge_timeout_s=0.4) as proxy:
+        proxy.backend.pid, proxy.backend.step_age_s = child.pid, 1e6
+        assert await child.wait() == -signal.SIGKILL
+        proxy.backend.step_age_s = 0.0
+        assert (await proxy.status())["backend_kills"] >= 1
+        assert await metric(proxy, "warmline_wedges_total ")() >= 1
+
+
+@on_loop
+async def test_a_process_that_takes_connections_and_says_nothing_is_ended_too(tmp_path: Path) -> None:
+    async with process() as child:
+        server = await asyncio.start_server(lambda reader, writer: asyncio.Event().wait(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        (pid_file := tmp_path / "backend.pid").write_text(f"{child.pid}\n")
+        client = Upstream(f"http://127.0.0.1:{port}", "secret")
+        watching = asyncio.create_task(Watchdog(client, 0.2, pid_file).run())
+        assert await child.wait() == -signal.SIGKILL
+        watching.cancel()
+        await client.close()
+        server.close()
+
+
+@on_loop
+async def test_requests_wait_for_a_backend_that_starts_and_hear_why_it_does_not(tmp_path: Path) -> None:
+    async with pair(tmp_path, connect_timeout_s=0.5) as proxy:
+        proxy.backend.ready = False
+        await proxy.stop_backend()
+        refused = await proxy.chat()
+        assert refused.status == 503 and refused.headers["Retry-After"] == "2"
+        assert "not reachable" in (await refused.json())["error"]["message"]
+
+
+@on_loop
+async def test_a_request_waits_while_the_model_loads(tmp_path: Path) -> None:
+    async with pair(tmp_path) as proxy:
+        proxy.backend.ready = False
+        waiting = asyncio.create_task(proxy.chat())
+        while not (await proxy.status())["lives"]:
+            pass
+        proxy.backend.ready = True
+        assert (await waiting).status == 200
+
+
+@on_loop
+async def test_a_process_of_another_kind_is_left_alone(tmp_path: Path) -> None:
+    """Its pid may be in a file that a killed backend left."""
+    async with process("somebody") as child, pair(tmp_path, wedge_timeout_s=0.2) as proxy:
+        assert "somebody" in command_of(child.pid)
+        proxy.backend.pid, proxy.backend.step_age_s = child.pid, 1e6
+        looks = proxy.backend.looks
+        while proxy.backend.looks < looks + 20:
+            await proxy.status()
+        assert (await proxy.status())["backend_kills"] == 0 and child.returncode is None
+
+
+@on_loop
+async def test_waiting_has_an_end_and_a_reason() -> None:
+    client = Upstream("http://127.0.0.1:9", "secret")
+    watchdog = Watchdog(client, 10.0, Path("none"))
+    watching = asyncio.create_task(watchdog.run())
+    with pytest.raises(TimeoutError):
+        await watchdog.up(0.1)
+    assert "not reachable" in watchdog.why_down
+    watching.cancel()
+    await client.close()
+
+
+@on_loop
+async def test_connecting_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X-Warmline-Connect-Timeout is one limit of one request, not of each of its three dispatches."""
+    waits: list[float | None] = []
+    up = Watchdog.up
+
+    async def counted(self: Watchdog, timeout_s: float | None = None) -> None:
+        if timeout_s:
+            waits.append(timeout_s)
+        await up(self, timeout_s)
+
+    monkeypatch.setattr(Watchdog, "up", counted)
+    async with pair(tmp_path) as proxy:
+        await proxy.stop_backend()
+        assert (await proxy.chat(headers={"X-Warmline-Connect-Timeout": "0.2"})).status == 503
+        assert sum(filter(None, waits)) <= 0.2 + 1e-6, waits
+
+
+@on_loop
+async def test_the_watchdog_survives_a_kill_that_is_not_permitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pid of another namespace, or reused by another user's process."""
+    tried = asyncio.Event()
+
+    def refuse(pid: int, number: int) -> None:
+        tried.set()
+        raise PermissionError("not yours")
+
+    async with process() as child, pair(tmp_path, wedge_timeout_s=0.4, connect_timeout_s=1) as proxy:
+        monkeypatch.setattr(os, "kill", refuse)
+        proxy.backend.pid = child.pid
+        proxy.backend.step_age_s = 1e6
+        await tried.wait()
+        proxy.backend.step_age_s = 0.0
+        monkeypatch.undo()
+        proxy.backend.mishaps = ["cut"]  # after which the backend is looked at before it is called again
+        assert (await proxy.chat()).status == 200
+
+
+@on_loop
+async def test_a_server_that_is_no_backend_of_ours_has_nobody_killed(tmp_path: Path) -> None:
+    """Somebody else has the port, and the pid file is what a killed backend left: its pid may be anybody's by now."""
+
+    async def not_found(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(status=404)
+
+    asked: list[str] = []
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", not_found)
+    runner, port = await serve(app)
+    async with process() as innocent:
+        (pid_file := tmp_path / "backend.pid").write_text(f"{innocent.pid}\n")
+        client = Upstream(f"http://127.0.0.1:{port}", "secret")
+        watchdog = Watchdog(client, 0.2, pid_file)
+        watching = asyncio.create_task(watchdog.run())
+        while len(asked) < 20 and not watchdog.kills:  # noqa: ASYNC110  nobody tells of a kill
+            await asyncio.sleep(0.01)
+        watching.cancel()
+        assert watchdog.kills == 0 and innocent.returncode is None
+    await client.close()
+    await runner.cleanup()
+
+
+@on_loop
+async def test_a_process_that_takes_no_more_connections_is_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loop is stuck, and what others wanted of it has filled the kernel's backlog."""
+    monkeypatch.setattr(upstream, "CONNECT_TIMEOUT_S", 0.1)
+    async with process() as child:
+        stuck = socket.create_server(("127.0.0.1", 0), backlog=0)
+        port = stuck.getsockname()[1]
+        others = [socket.socket() for _ in range(8)]
+        for other in others:
+            other.setblocking(False)
+            other.connect_ex(("127.0.0.1", port))
+        (pid_file := tmp_path / "backend.pid").write_text(f"{child.pid}\n")
+        client = Upstream(f"http://127.0.0.1:{port}", "secret")
+        watchdog = Watchdog(client, 0.4, pid_file)
+        watching = asyncio.create_task(watchdog.run())
+        assert await child.wait() == -signal.SIGKILL
+        watching.cancel()
+        await client.close()
+        for each in (stuck, *others):
+            each.close()

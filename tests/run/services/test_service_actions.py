@@ -1,0 +1,177 @@
+"""What the verbs have launchctl or systemctl do, and what their documentation says of it."""
+
+import json
+import os
+import plistlib
+import re
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+
+from support.run.fake_managers import User
+from warmline_common.storage.file_lock import process_lock
+from warmline_run.services import systemd_units as units
+from warmline_run.services.service import settings_of
+
+
+def test_install_boots_both_in_the_users_domain_and_again_boots_them_out_first(mac: User) -> None:
+    domain = f"gui/{os.getuid()}"
+    labels = {role: f"com.warmline.{role}" for role in ("proxy", "backend")}
+    files = {role: str(mac.root / "Library" / "LaunchAgents" / f"{label}.plist") for role, label in labels.items()}
+    boot = [
+        call
+        for role in ("backend", "proxy")
+        for call in (["enable", f"{domain}/{labels[role]}"], ["bootstrap", domain, files[role]])
+    ]
+    mac.install("--wait-s", "0")
+    assert mac.calls == boot
+    assert {Path(file).stat().st_mode & 0o777 for file in files.values()} == {0o600}
+    assert (mac.home / "logs" / "proxy.stderr").stat().st_mode & 0o777 == 0o600
+    mac.install("--wait-s", "0", "--disk-budget-gb", "3")
+    out = [["bootout", f"{domain}/{labels[role]}"] for role in ("proxy", "backend")]
+    assert mac.calls == [*boot, *out, *boot]
+    assert settings_of(plistlib.loads(Path(files["proxy"]).read_bytes())["ProgramArguments"])["disk_budget_gb"] == "3.0"
+    mac.run("uninstall")
+    assert mac.calls == [*boot, *out, *boot, *out]
+    assert not any(Path(file).exists() for file in files.values()) and (mac.home / "logs").is_dir()
+    assert "no launch agents are installed" in mac.run("uninstall").output
+
+
+def test_user_services_are_enabled_and_started(linux: User) -> None:
+    linux.install("--wait-s", "0", "--name", "second")
+    proxy, backend = "warmline-second-proxy.service", "warmline-second-backend.service"
+    start = [call for unit in (backend, proxy) for call in (["daemon-reload"], ["enable", unit], ["restart", unit])]
+    start.insert(0, ["daemon-reload"])  # whether there is a manager at all
+    assert linux.calls == start
+    linux.run("restart", "proxy", "--name", "second", "--wait-s", "0")
+    assert linux.calls[len(start) :] == [["restart", proxy]]
+    linux.run("uninstall", "--name", "second")
+    assert linux.calls[len(start) + 1 :] == [
+        ["disable", "--now", proxy],
+        ["disable", "--now", backend],
+        ["daemon-reload"],
+    ]
+
+
+def test_status_tells_what_runs_and_what_does_not(mac: User) -> None:
+    found = mac.status(code=1)
+    assert not found["installed"] and found["reason"] == "not installed"
+    mac.install("--wait-s", "0")
+    found = mac.status(code=1)
+    assert found["installed"] and not found["ready"] and found["url"] == f"http://127.0.0.1:{mac.port}/v1"
+    assert found["reason"] == "the proxy does not listen yet" and found["home"] == str(mac.home)
+    assert found["agents"]["proxy"]["pid"] == 4242
+    (mac.home / "warmline.toml").write_text("no_such_key = 1")
+    assert "no_such_key" in mac.status(code=1)["reason"]
+    Path(found["agents"]["backend"]["file"]).unlink()
+    shown = mac.run("status", code=1).output
+    assert "proxy    running, process 4242 (com.warmline.proxy)" in shown
+    assert "backend  not installed, but process 4242 runs as it" in shown
+
+
+def test_where_no_manager_answers_nothing_is_written(linux: User) -> None:
+    (linux.root / "bin" / "systemctl").write_text("#!/bin/sh\necho 'Failed to connect to bus' >&2\nexit 1\n")
+    assert "loginctl enable-linger" in linux.install(code=3).output
+    assert not (linux.root / ".config").exists() and not linux.home.exists()
+
+
+def test_what_runs_on_without_its_file_is_stopped(mac: User) -> None:
+    mac.install("--wait-s", "0")
+    proxy, backend = (mac.root / "Library/LaunchAgents" / f"com.warmline.{role}.plist" for role in ("proxy", "backend"))
+    backend.unlink()
+    mac.install("--wait-s", "0")
+    labels = [f"gui/{os.getuid()}/com.warmline.{role}" for role in ("proxy", "backend")]
+    assert mac.calls[-6:-4] == [["bootout", label] for label in labels]
+    proxy.unlink()
+    backend.unlink()
+    said = mac.run("uninstall").output
+    assert "stopped com.warmline.proxy" in said and "stopped com.warmline.backend" in said
+    assert "no launch agents are installed" in mac.run("uninstall").output
+
+
+def test_so_it_is_with_systemd(linux: User) -> None:
+    linux.install("--wait-s", "0")
+    for unit in (linux.root / ".config/systemd/user").glob("*.service"):
+        unit.unlink()
+    assert "stopped warmline-backend.service" in linux.run("uninstall").output
+    assert ["stop", "warmline-proxy.service"] in [call[-2:] for call in linux.calls]
+    assert "no user services are installed" in linux.run("uninstall").output
+
+
+@pytest.mark.parametrize("verb", ["status", "restart", "logs"])
+def test_what_is_not_installed_is_1(linux: User, verb: str) -> None:
+    shown = linux.run(verb, code=1).output
+    assert "backend  not installed" in shown or "no user services are installed; `warmline service install`" in shown
+
+
+def test_an_agent_that_can_not_start_is_told_with_its_last_words(mac: User) -> None:
+    mac.install("--wait-s", "0")
+    (mac.home / "logs" / "backend.stderr").write_text("warmline backend: can't serve nowhere\n")
+    mac.run("uninstall")
+    mac.then("exit 0")
+    mac.install("--wait-s", "0")
+    (mac.home / "logs" / "proxy.stderr").write_text("warmline: no\n")
+    said = mac.run("restart", "proxy", code=1).output
+    assert "the proxy does not run, exit code 0:\n  warmline: no\n" in said and "`warmline launchd logs`" in said
+    assert (
+        "proxy    not running, exit code 0 (com.warmline.proxy)\n         warmline: no\n"
+        in mac.run("status", code=1).output
+    )
+
+
+@pytest.mark.parametrize("words", [("--out", "x"), ("--port", "http"), ("--name", "A B"), ("--no-such-flag",)])
+def test_bad_usage_is_2(mac: User, words: tuple[str, ...]) -> None:
+    mac.install(*words, code=2)
+    assert not mac.calls
+
+
+def test_what_holds_the_home_or_a_port_is_told_before_anything_is_changed(mac: User) -> None:
+    (mac.home / "run").mkdir(parents=True)
+    with process_lock(mac.home / "run" / "backend.lock"):
+        said = mac.install(code=2).output
+        assert f"{mac.home} is in use by process {os.getpid()} (run/backend.lock)" in said
+    with socket.create_server(("127.0.0.1", mac.port)):
+        about = {"pid": os.getpid(), "url": f"http://127.0.0.1:{mac.port}"}
+        (mac.home / "run" / "proxy.json").write_text(json.dumps(about))
+        said = mac.install(code=2).output
+        assert f"port {mac.port} (--port): Address already in use\n" in said, "not by who told so and was killed"
+    assert not mac.calls
+
+
+def test_a_manager_that_is_not_there_or_refuses_is_3(mac: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = mac.root / "bin" / "launchctl"
+    tool.write_text("#!/bin/sh\necho 'Bootstrap failed: 125: Domain does not support specified action' >&2\nexit 125\n")
+    assert "launchctl print" in (said := mac.run("status", code=3).output) and "log in there" in said
+    tool.unlink()
+    assert mac.run("status", code=3).output.count("\n") == 1
+    assert "on Linux use `warmline service`" in mac.install(code=3).output
+    mac.install("--dry-run")
+
+
+# ---- the documentation
+
+
+def test_what_is_told_to_type_can_be_typed_in_that_order(mac: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the one machine here; `warmline service` has the same verbs."""
+    text = (Path(__file__).parents[3] / "docs" / "launchd.md").read_text()
+    typed = re.findall(r"^ *\.venv/bin/warmline launchd (.+)$", text, flags=re.MULTILINE)
+    assert {words.split()[0] for words in typed} == {"install", "status", "restart", "logs", "uninstall"}
+    monkeypatch.setattr("warmline_run.services.actions.wait", lambda pair, config, wait_s: 0)
+    for verb, *words in map(shlex.split, typed[: typed.index("uninstall") + 1]):
+        codes = {"status": 1}  # nothing listens
+        if verb == "install":
+            mac.install(*words)
+            (mac.home / "logs" / "backend.log").write_text("started\n")
+        else:
+            mac.run(verb, *words, code=codes.get(verb, 0))
+
+
+def test_every_key_of_the_plist_is_explained(mac: User) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "launchd.md").read_text()
+    mac.install("--dry-run", "--out", str(mac.root))
+    plist = plistlib.loads((mac.root / "com.warmline.proxy.plist").read_bytes())
+    obvious = {"Label", "WorkingDirectory", "StandardOutPath", "Umask"}
+    assert all(f"`{key}`" in text for key in plist.keys() - obvious)
+    assert f"`ThrottleInterval` {plist['ThrottleInterval']}" in text and f"after {units.RESTART_S} seconds" in text

@@ -1,0 +1,116 @@
+"""What the plists and units say, and who reads them so."""
+
+import os
+import plistlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.run.fake_managers import User
+from warmline_run.services import launchd_plists as plists
+from warmline_run.services import systemd_units as units
+from warmline_run.services.launchd import Launchd
+from warmline_run.services.manager import Installed
+from warmline_run.services.service import pair, settings_of
+from warmline_run.services.systemd import Systemd
+from warmline_run.settings.resolve import ConfigurationError, resolve
+from warmline_run.settings.schema import SETTINGS
+
+ODD_HOME = 'a home\\ of "odd" $HOME %h names'
+ODD_ARGUMENTS = '{"system": "50% of $HOME\\n"}'
+
+
+def test_a_plist_says_what_launchd_needs(mac: User) -> None:
+    mac.install("--dry-run", "--out", str(mac.root / "out"), "--drain-timeout-s", "90.5", "--model", "org/model")
+    plist = plistlib.loads((mac.root / "out" / "com.warmline.backend.plist").read_bytes())
+    program, *words = plist["ProgramArguments"]
+    assert Path(program).is_absolute() and words[:4] == ["-P", "-m", "warmline_run.cli", "backend"]
+    assert plist["Label"] == "com.warmline.backend"
+    assert plist["KeepAlive"] == {"SuccessfulExit": False} and plist["RunAtLoad"] is True
+    assert plist["ThrottleInterval"] == 30 and plist["ProcessType"] == "Interactive"
+    assert plist["ExitTimeOut"] == 121, "the drain, and time to save"
+    assert plist["SoftResourceLimits"] == {"NumberOfFiles": 8192}
+    assert plist["StandardErrorPath"] == plist["StandardOutPath"] == str(mac.home / "logs" / "backend.stderr")
+    assert plist["WorkingDirectory"] == str(mac.home) and plist["Umask"] == 0o077
+    assert plist["EnvironmentVariables"]["WARMLINE_AGENT"] == "launchd"
+    assert {"/usr/bin", "/bin"} <= set(plist["EnvironmentVariables"]["PATH"].split(":"))
+    assert not mac.calls and not mac.home.exists() and not (mac.root / "Library").exists(), "only written"
+
+
+def test_both_get_what_flags_and_variables_say_and_read_the_file_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "warmline.toml").write_text('port = 9000\nclient_key = "hush"')
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    flags = {"home": str(tmp_path), "model": "model", "lan": False, "kv_bits": "8"}
+    variables = {"WARMLINE_REUSE": "exact", "HF_HOME": "/models", "HF_TOKEN": "hush", "MLX_METAL_JIT": "1", "X": "y"}
+    for agent in pair(resolve(flags, variables), variables):
+        given = settings_of(agent.arguments)
+        assert given == {
+            **{"home": str(tmp_path), "model": str(tmp_path / "model"), "lan": False, "kv_bits": "8"},
+            **{"reuse": "exact", "log_files": True},
+        }
+        assert agent.environment.keys() == {"HOME", "PATH", "HF_HOME", "MLX_METAL_JIT"}
+        assert "hush" not in " ".join((*agent.arguments, *agent.environment.values()))
+        assert resolve(given, agent.environment)["port"] == 9000
+
+
+def test_every_setting_comes_back_from_the_command_line() -> None:
+    """As `resolve` has it, whatever its kind."""
+    others = {"served_name": "-x", "host": "::1", "stabilize": "ids,times", "cors_origins": "*", "allowed_hosts": "a"}
+    flags: dict[str, object] = {
+        name: others.get(name, not setting.default if isinstance(setting.default, bool) else setting.default)
+        for name, setting in SETTINGS.items()
+        if setting.as_flag
+    }
+    config = resolve({**flags, "home": "/nowhere"}, {})
+    (proxy, backend) = pair(config, {})
+    assert dict(resolve(settings_of(proxy.arguments), {})) == dict(config)
+    assert settings_of(backend.arguments) == settings_of(proxy.arguments)
+
+
+def test_what_an_agent_could_not_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="cachectl key add"):
+        pair(resolve({}, {"WARMLINE_CLIENT_KEY": "hush"}), {})
+    with pytest.raises(ConfigurationError, match="--name"):
+        pair(resolve({}, {}), {}, "Two words")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "warmline.toml").write_text('model = "model"')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match="depends on the current folder"):
+        pair(resolve({"home": str(tmp_path)}, {}), {})
+
+
+@pytest.mark.parametrize("manager", [Launchd, Systemd])
+def test_a_file_is_read_back_as_it_was_meant(manager: type[Launchd] | type[Systemd], tmp_path: Path) -> None:
+    flags = {"home": str(tmp_path / ODD_HOME), "chat_template_args": ODD_ARGUMENTS, "served_name": ""}
+    agent = pair(resolve(flags, {}), {"MLX_X": 'a "b"\\ %c $d', "PATH": "/a b"}, "second")[0]
+    read = manager().parse(manager().content(agent))
+    assert read == Installed(agent.arguments, agent.environment, agent.exit_timeout_s)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"<plist/>", b"[Service]", plistlib.dumps({"Label": "x"}), b"a=b"])
+def test_what_is_no_file_of_ours_is_told(data: bytes) -> None:
+    for read in (plists.read, units.read):
+        with pytest.raises(ValueError):
+            read(data)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
+def test_systemd_finds_nothing_wrong_with_the_units(linux: User) -> None:
+    out = linux.root / ODD_HOME.replace("\\", "").replace('"', "")
+    linux.home = linux.root / ODD_HOME
+    linux.install("--dry-run", "--out", str(out), "--chat-template-args", ODD_ARGUMENTS)
+    found = subprocess.run(
+        ["systemd-analyze", "verify", "--user", *map(str, out.iterdir())],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(linux.root), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (found.returncode, found.stdout + found.stderr) == (0, "")
+    text = (out / "warmline-backend.service").read_text().splitlines()
+    assert {"Restart=on-failure", "RestartPreventExitStatus=2", "TimeoutStopSec=60", "LimitNOFILE=8192"} <= set(text)

@@ -1,0 +1,234 @@
+"""`warmline gates` against servers that are wrong in one way each: the right gates fail, and say why."""
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from support.run.smoke_servers import (
+    BreaksStreams,
+    EmptyCalls,
+    ForgetsTheNewest,
+    Hangs,
+    HonestServer,
+    IgnoresForm,
+    KeepsNothing,
+    KeepsOnAGrid,
+    Keyed,
+    Leaks,
+    LeaksThoughts,
+    Loading,
+    LooseArguments,
+    Mixes,
+    Moody,
+    NeverCold,
+    NoDone,
+    NoUsage,
+    OneAtATime,
+    OneName,
+    OwnName,
+    RefusesForm,
+    RotsQuietly,
+    RotsWithLength,
+    served,
+)
+from warmline_common.storage.file_lock import process_lock
+from warmline_run.settings.resolve import ConfigurationError, resolve
+from warmline_run.smoke.check import FAILED, NOT_RUN, PASSED, Outcome, Scale, Visit
+from warmline_run.smoke.client import Server
+from warmline_run.smoke.command import (
+    EXIT_FAILED,
+    EXIT_PASSED,
+    EXIT_UNREACHABLE,
+    Target,
+    Wanted,
+    base_url,
+    examine_visit,
+    target,
+)
+from warmline_run.smoke.runner import GATES, chosen, run
+
+NAMES = [gate.name for gate in GATES]
+SMALL = Scale(turns_count=6, turn_bytes=400, long_tokens=1500, quick_s=0.0)
+TIMEOUT_S = 20.0
+
+
+def outcomes(
+    server: type[HonestServer],
+    names: Sequence[str] = (),
+    *,
+    timeout_s: float = TIMEOUT_S,
+    home: Path | None = None,
+    grid_tokens: int = 0,
+) -> dict[str, Outcome]:
+    async def ask() -> dict[str, Outcome]:
+        async with served(server()) as url, Server(url, timeout_s=timeout_s, model="honest-model") as asked:
+            visit = Visit(asked, "seed", SMALL, grid_tokens=grid_tokens, home=home, may_restart=home is not None)
+            return {outcome.gate.name: outcome async for outcome in run(visit, chosen(names))}
+
+    return asyncio.run(ask())
+
+
+def test_a_right_server_passes_all_and_restart_is_not_run_unasked() -> None:
+    seen = outcomes(HonestServer)
+    assert list(seen) == NAMES
+    assert {name: outcome.detail for name, outcome in seen.items() if outcome.result == FAILED} == {}
+    assert [name for name in NAMES if seen[name].result == NOT_RUN] == ["restart"]
+    assert "--restart" in seen["restart"].detail
+
+
+@pytest.mark.parametrize(
+    ("server", "gate", "said", "others"),
+    [
+        (Leaks, "no-markup", "'<|im_end|>' stands in the content of a short answer", ()),
+        (LeaksThoughts, "no-markup", "'</think>'", ()),
+        (OwnName, "any-name", "calls its model 'honest-model'", ()),
+        (OneName, "any-name", "answered 404: model openai/gates-a not found", ()),
+        (EmptyCalls, "tool-call", "has none: finish_reason 'tool_calls'", ()),
+        (LooseArguments, "tool-call", "'count' is '3'", ()),
+        (IgnoresForm, "exact-answer", "allows nothing but 'warm-4711'", ()),
+        (Moody, "exact-answer", "asked twice at temperature 0", ("streaming", "three-at-once", "long-transcript")),
+        (RotsWithLength, "long-transcript", "is not the cold one: they part at token 1", ()),
+        (RotsQuietly, "long-transcript", "they part at token 21", ()),
+        (NeverCold, "long-transcript", "asked to compute turn 2 cold", ()),
+        (KeepsNothing, "tool-result", "0 tokens were reused", ("long-transcript", "cancel")),
+        (ForgetsTheNewest, "long-transcript", "the one before it", ()),
+        (NoDone, "streaming", "without [DONE]", ()),
+        (NoUsage, "streaming", "no usage", ("cancel",)),
+        (BreaksStreams, "streaming", "broke in mid-answer", ("tool-call", "any-name", "no-markup", "cancel")),
+        (Mixes, "three-at-once", "beside two others and alone", ()),
+        (OneAtATime, "cancel", "until a long prompt was computed whole", ()),
+    ],
+)
+def test_a_wrong_server_fails_where_it_is_wrong(
+    server: type[HonestServer], gate: str, said: str, others: Sequence[str]
+) -> None:
+    seen = outcomes(server)
+    failed = {name: outcome.detail for name, outcome in seen.items() if outcome.result == FAILED}
+    assert set(failed) == {gate, *others}, failed
+    assert said in failed[gate]
+
+
+def test_what_a_server_refuses_in_words_is_not_its_failure() -> None:
+    seen = outcomes(RefusesForm, ["exact-answer", "three-at-once"])
+    assert seen["exact-answer"].result == NOT_RUN and "no forms here" in seen["exact-answer"].detail
+    assert seen["three-at-once"].result == PASSED and "none can be held to a value" in seen["three-at-once"].detail
+
+
+def test_what_exact_mode_keeps_is_judged_by_its_step() -> None:
+    told = outcomes(KeepsOnAGrid, grid_tokens=KeepsOnAGrid.STEP_TOKENS)
+    assert {name: outcome.detail for name, outcome in told.items() if outcome.result == FAILED} == {}
+    untold = outcomes(KeepsOnAGrid)
+    assert {name for name, outcome in untold.items() if outcome.result == FAILED} == {
+        "tool-result",
+        "long-transcript",
+        "cancel",
+    }
+
+
+def test_settings_speak_of_their_own_server_alone(tmp_path: Path) -> None:
+    lines = ["port = 9000", 'host = "0.0.0.0"', 'client_key = "hush"', "kv_bits = 8", 'reuse = "exact"']
+    (tmp_path / "warmline.toml").write_text("\n".join(lines))
+    config = resolve({"home": str(tmp_path)}, {})
+    own = Target("http://127.0.0.1:9000/v1", "hush", tmp_path, 2048, 0.4)
+    assert target(config, "", {}) == target(config, "http://127.0.0.1:9000/v1/", {}) == own
+    assert target(config, "http://other:9000/v1", {}) == Target("http://other:9000/v1", "", None)
+    assert target(config, "http://[::1]:9001/v1", {}) == Target("http://[::1]:9001/v1", "", tmp_path)
+    variable = {"WARMLINE_CLIENT_KEY": "mine"}
+    assert target(config, "http://other/v1", variable).key == "mine"
+
+
+def test_the_running_proxy_of_the_home_is_asked_unless_something_else_is_named(tmp_path: Path) -> None:
+    (tmp_path / "warmline.toml").write_text('client_key = "hush"')
+    (tmp_path / "run").mkdir()
+    told = tmp_path / "run" / "proxy.json"
+    config = resolve({"home": str(tmp_path)}, {})
+    place = json.dumps({"pid": os.getpid(), "url": "http://127.0.0.1:9000"})
+    told.write_text(place)
+    running, settings = "http://127.0.0.1:9000/v1", "http://127.0.0.1:8026/v1"
+    with process_lock(tmp_path / "home.lock"):
+        assert target(config, "", {}) == target(config, running, {}) == Target(running, "hush", tmp_path)
+        assert target(config, settings, {}).url == settings
+        assert target(config, "http://other/v1", {}).url == "http://other/v1"
+        variable = {"WARMLINE_PORT": "9001"}
+        assert target(resolve({"home": str(tmp_path)}, variable), "", variable).url == "http://127.0.0.1:9001/v1"
+        for broken in (json.dumps({"pid": 1, "url": running}), "", "[]", '{"pid": 1}'):
+            told.write_text(broken)
+            assert target(config, "", {}).url == settings
+    told.write_text(place)  # left by one that was killed: its pid, and its port, may be somebody else's by now
+    assert target(config, "", {}).url == settings
+    assert target(config, running, {}) == Target(running, "", tmp_path), "who listens there hears no key"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("http://127.0.0.1:8026", "http://127.0.0.1:8026/v1"),
+        ("http://127.0.0.1:8026/", "http://127.0.0.1:8026/v1"),
+        ("http://127.0.0.1:8026/v1/", "http://127.0.0.1:8026/v1"),
+        ("https://[::1]:1/v1/chat/completions", "https://[::1]:1/v1"),
+        ("http://h/chat/completions/", "http://h/v1"),
+        ("https://h/api/paas/v4", "https://h/api/paas/v4"),
+    ],
+)
+def test_an_address_near_the_base_url_is_understood(given: str, meant: str) -> None:
+    assert base_url(given) == meant
+
+
+@pytest.mark.parametrize("wrong", ["h:8026/v1", "ftp://h/v1", "http://h:99999/v1", "http:///v1", "http://h/v1?a=b", ""])
+def test_what_is_no_address_is_refused_with_an_example(wrong: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"expected an address such as http://127\.0\.0\.1:8026/v1"):
+        base_url(wrong)
+
+
+def test_a_url_that_leads_elsewhere_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    async def ask(model: str) -> int:
+        async with served(HonestServer()) as url:
+            visit = Visit(Server(f"{url}/v2", "", TIMEOUT_S, model), "seed", SMALL)
+            return await examine_visit(visit, Wanted(chosen(["load"])))
+
+    assert asyncio.run(ask("")) == EXIT_UNREACHABLE
+    shown = capsys.readouterr()
+    assert not shown.out and "/v2/models is not found (404): give the base URL" in shown.err
+    assert asyncio.run(ask("honest-model")) == EXIT_FAILED
+
+
+@pytest.mark.parametrize("server", [Hangs, Loading])
+def test_a_server_that_never_answers_costs_a_bounded_time(server: type[HonestServer]) -> None:
+    seen = outcomes(server, ["load"], timeout_s=0.3)["load"]
+    assert seen.result == FAILED
+    assert ("no whole answer within 0.3 s" if server is Hangs else "the model is being loaded") in seen.detail
+
+
+def test_restart_leaves_other_homes_alone(tmp_path: Path) -> None:
+    assert "can't be read" in outcomes(HonestServer, ["restart"], home=tmp_path)["restart"].detail
+    (tmp_path / "secret").write_text("other")
+    seen = outcomes(HonestServer, ["restart"], home=tmp_path)["restart"]
+    assert seen.result == NOT_RUN and "does not run from" in seen.detail
+
+
+@pytest.mark.parametrize(
+    ("server", "names", "key", "strict", "code"),
+    [
+        (HonestServer, ["load", "restart"], "", False, EXIT_PASSED),
+        (HonestServer, ["load", "restart"], "", True, EXIT_FAILED),
+        (OwnName, ["any-name"], "", False, EXIT_FAILED),
+        (Keyed, ["load"], "", False, EXIT_UNREACHABLE),
+        (Keyed, ["load"], "open", False, EXIT_PASSED),
+    ],
+)
+def test_exit_codes(server: type[HonestServer], names: list[str], key: str, strict: bool, code: int) -> None:
+    async def ask() -> int:
+        async with served(server()) as url:
+            visit = Visit(Server(url, key, TIMEOUT_S), "seed", SMALL)
+            return await examine_visit(visit, Wanted(chosen(names), strict=strict))
+
+    assert asyncio.run(ask()) == code
+
+
+def test_gates_come_in_their_order_whatever_the_order_asked() -> None:
+    assert [gate.name for gate in chosen(["streaming", "load"])] == ["load", "streaming"]
+    assert {outcome.result for outcome in outcomes(HonestServer, ["streaming", "load"]).values()} == {PASSED}

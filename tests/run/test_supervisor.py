@@ -1,0 +1,164 @@
+"""The supervisor over stand-ins, as real processes."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.processes import Running, free_port, writes_of
+from warmline_run import probe as asking
+from warmline_run import supervisor as supervise
+from warmline_run.address import Address
+
+DRIVER = str(Path(__file__).parents[1] / "support" / "run" / "run_supervisor.py")
+
+
+def driven(*manner: str) -> list[str]:
+    return [sys.executable, DRIVER, str(free_port()), str(free_port()), *manner]
+
+
+def start(*manner: str) -> Running:
+    return Running(driven(*manner))
+
+
+def wait_until_up(serve: Running) -> None:
+    """Both children would say that they stop.  "ready" tells this of the proxy alone."""
+    serve.wait_for_all("^backend up ", "^proxy up ", "^ready ")
+
+
+def test_announces_readiness_with_a_line_to_paste() -> None:
+    with start() as serve:
+        url = serve.wait_for(r"^ready (http://127\.0\.0\.1:\d+/v1)$")[1]
+        serve.wait_for(rf"^curl {url}/chat/completions -H 'Content-Type: application/json' -d '\{{.*France")
+
+
+def test_what_is_printed_is_whole_whenever_who_prints_is_killed() -> None:
+    """Whole lines a write, or others, who print to the same place, come in between."""
+    with writes_of(driven()) as (serve, writes):
+        announced = next(write for write in writes if write.startswith("ready "))
+        assert re.fullmatch(r"ready http://\S+/v1\ncurl .+\n", announced)
+        serve.terminate()
+        rest = list(writes)
+        assert any(write.startswith("warmline: stopping") for write in rest)
+        assert all(write.endswith("\n") for write in rest)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_proxy_before_the_backend(number: signal.Signals) -> None:
+    with start() as serve:
+        wait_until_up(serve)
+        serve.process.send_signal(number)
+        serve.wait_for("^warmline: stopping; once more to end at once$")
+        serve.wait_for("^proxy stopping$")
+        serve.wait_for("^backend stopping$")
+        serve.wait_for_silence()
+        assert serve.process.wait() == 0
+
+
+def test_restarts_a_killed_child_and_waits_longer_each_time() -> None:
+    with start() as serve:
+        up, _ = serve.wait_for_all(r"^backend up (\d+)", "^ready ")
+        first = int(up[1])
+        os.kill(first, signal.SIGKILL)
+        assert serve.wait_for(r"the backend was killed by SIGKILL; starting it again in (\S+) s")[1] == "1"
+        up_again, again = serve.wait_for_all(
+            r"^backend up (\d+)", r"^warmline: ready again, (\S+) s after the backend ended$"
+        )
+        assert float(again[1]) >= 1
+        second = int(up_again[1])
+        assert second != first
+        assert up.string.endswith(" keeper=None") and up_again.string.endswith(" keeper=serve"), (
+            "at a start a home that is held is an error; later it is waited for"
+        )
+        os.kill(second, signal.SIGKILL)
+        assert serve.wait_for(r"starting it again in (\S+) s")[1] == "2"
+        serve.process.terminate()  # while it waits to start the child again
+        serve.wait_for("^proxy stopping$")
+        serve.wait_for_silence()
+        assert serve.process.wait() == 0
+
+
+def test_that_all_is_ready_again_is_said_once_however_often_they_died(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready = False
+    monkeypatch.setattr(asking, "readiness", lambda _: asking.Readiness(ready))
+    monkeypatch.setattr(supervise, "PROBE_INTERVAL_S", 0.0)
+
+    async def live() -> None:
+        nonlocal ready
+        outage = supervise._Outage(Address("127.0.0.1", 1))
+        outage.note_end("backend")
+        outage.note_start("backend")
+        assert outage.asking is None, "that requests are served for the first time is announced otherwise"
+        outage.is_possible = True
+        outage.note_end("backend")
+        outage.note_start("backend")
+        first = outage.asking
+        assert first is not None
+        outage.note_end("backend")
+        outage.note_end("proxy")
+        ready = True
+        outage.note_start("proxy")
+        assert outage.asking is first, "the backend does not run yet"
+        await asyncio.wait([first])
+        assert first.cancelled(), "it died again meanwhile"
+        outage.note_start("backend")
+        await outage.asking
+        outage.note_end("proxy")
+        outage.note_start("proxy")
+        await outage.asking
+
+    asyncio.run(live())
+    lines = [re.sub(r"\d+\.\d", "N", line) for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "warmline: ready again, N s after the backend and the proxy ended",
+        "warmline: ready again, N s after the proxy ended",
+    ]
+
+
+def test_a_child_that_reports_a_configuration_error_ends_serve_with_code_2() -> None:
+    with start("misconfigured") as serve:
+        lines = serve.wait_for_silence()
+        assert "backend: no such model" in lines
+        assert serve.process.wait() == 2
+
+
+def test_no_child_outlives_a_killed_serve() -> None:
+    with start() as serve:
+        wait_until_up(serve)
+        serve.process.kill()
+        lines = serve.wait_for_silence()  # both stand-ins held the output open
+        assert {"proxy stopping", "backend stopping"} <= set(lines)
+
+
+def test_a_child_that_does_not_end_with_a_killed_serve_is_ended() -> None:
+    with start("stubborn") as serve:
+        wait_until_up(serve)
+        serve.process.kill()
+        assert "backend stopping" in serve.wait_for_silence()
+
+
+def test_a_child_gets_its_own_grace_and_is_then_killed() -> None:
+    with start("stubborn", "0.3") as serve:
+        wait_until_up(serve)
+        serve.process.terminate()
+        serve.wait_for("^backend stopping$")
+        serve.wait_for("the backend doesn't end; killing it", timeout_s=10)
+        serve.wait_for_silence()
+        assert serve.process.wait() == 0
+
+
+def test_a_second_signal_kills_what_does_not_stop() -> None:
+    with start("stubborn") as serve:
+        wait_until_up(serve)
+        serve.process.send_signal(signal.SIGINT)
+        serve.wait_for("^backend stopping$")
+        serve.process.send_signal(signal.SIGINT)
+        serve.wait_for("the backend doesn't end; killing it", timeout_s=5)
+        serve.wait_for_silence()
+        assert serve.process.wait() == 0

@@ -1,0 +1,362 @@
+"""Exact mode: whatever a request starts from and whoever runs beside it, each row of its log-probabilities is a cold
+run's, bit for bit.
+
+Run by test_exact.py, in a process that has OpenBLAS: with the reference BLAS most of this would hold by luck.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from support.backend.cold_runs import cold_logprobs
+from support.backend.engine_driver import Drive, Heard, cut_chain, loader, save
+from support.backend.families import FAMILIES, prompt_of, served
+from warmline_backend.generation.sequence import Event, Sequence
+from warmline_backend.kv_cache.kv import RowsGone
+from warmline_backend.kv_cache.residents import ResidentMismatch
+from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_common.protocol.tokens import pack_tokens
+
+Rows = list[NDArray[np.float32]]
+Told = list[tuple[Sequence, int, mx.array]]
+
+ALL = [*FAMILIES, "baichuan_m1", "mamba2"]
+GRID = 48  # more than the windows of 32; with 24, two chunks fill one
+LENGTH = 205  # 4 whole chunks and 13 tokens
+ANSWER = 8
+POOL = ThreadPoolExecutor(2)
+
+
+def drive_of(family: str, root: Path, step: int = GRID) -> Drive:
+    return Drive(served(family, root), step=step, exact=True)
+
+
+def noting(note: Callable[[list[Event], NDArray[np.float32]], object]) -> Callable[[DecodeGroup], Told]:
+    """A step of a decode group that shows each of its sequences' rows."""
+    step = DecodeGroup.step
+
+    def noted(group: DecodeGroup) -> Told:
+        told = step(group)
+        for sequence, _, row in told:
+            events: Any = sequence.request.listener  # the bound `append` of what a Heard has heard
+            note(events.__self__, np.array(row.astype(mx.float32)))
+        return told
+
+    return noted
+
+
+class Recorder:
+    """All log-probabilities that each request's tokens were chosen from."""
+
+    def __init__(self) -> None:
+        self._told: list[tuple[list[Event], NDArray[np.float32]]] = []
+
+    def note(self, events: list[Event], row: NDArray[np.float32]) -> None:
+        self._told.append((events, row))
+
+    def of(self, heard: Heard) -> Rows:
+        return [row for events, row in self._told if events is heard.events]
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(DecodeGroup, "step", noting(recorder.note))
+    return recorder
+
+
+@cache
+def cold(model: str, root: Path, step: int, prompt: tuple[int, ...], tokens: int) -> Rows:
+    """A cold answer, by an engine that reuses nothing, alone."""
+    rows: Rows = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeGroup, "step", noting(lambda _, row: rows.append(row)))
+        Drive(served(model, root), step=step, keeps=False).run(list(prompt), tokens)
+    return rows
+
+
+def assert_cold(found: Rows, drive: Drive, root: Path, prompt: list[int]) -> None:
+    """These are the rows of a cold run, all their bits."""
+    step = drive.scheduler.settings.prefill_step_size
+    assert_same(found, cold(drive.served.name, root, step, tuple(prompt), len(found)))
+
+
+def assert_same(found: Rows, expected: Rows) -> None:
+    differing = [n for n, pair in enumerate(zip(found, expected, strict=True)) if not np.array_equal(*pair)]
+    if not found or differing:
+        at = differing[0] if differing else 0
+        largest = np.abs(found[at] - expected[at]).max() if differing else 0.0
+        pytest.fail(f"{len(differing)} of {len(found)} rows differ, from token {at} on, there by {largest}")
+
+
+def other_end(length: int, shared: int, seed: int = 9) -> list[int]:
+    """A prompt that shares its first tokens with `prompt_of`."""
+    return prompt_of(length)[:shared] + prompt_of(length - shared, seed)
+
+
+# ---- the rule itself
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_cold_run_is_mlx_lms_own_in_chunks_on_the_grid(family: str, root: Path, recorder: Recorder) -> None:
+    drive, prompt = drive_of(family, root), prompt_of(LENGTH)
+    heard = drive.run(prompt, ANSWER)
+    caches = drive.served.layout.fresh() if family == "quantized" else None
+    assert heard.chunks == [48, 96, 144, 192, 204]
+    assert_same(recorder.of(heard), cold_logprobs(drive.served.model, prompt, GRID, ANSWER, caches).logprobs)
+    assert_cold(recorder.of(heard), drive, root, prompt)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_what_is_left_ends_on_the_grid(family: str, root: Path) -> None:
+    drive = drive_of(family, root)
+    for length, answer, left in ((LENGTH, 2, 192), (193, 4, 192), (192, 2, 144), (49, 2, 48), (48, 4, 0)):
+        settled = drive.run(prompt_of(length), answer).settled
+        assert (settled.prefilled_until, settled.generated) == (left, b"")
+        assert bool(settled.resident) == bool(left)
+        assert settled.checkpoints == ([left] if left and drive.served.layout.has_states else [])
+        assert not settled.positions or settled.positions[-1] == left
+
+
+def test_positions_off_the_grid_cut_nothing(root: Path) -> None:
+    heard = drive_of("qwen3_5", root).run(prompt_of(LENGTH), 2, checkpoints=(30, 96, 100, 200))
+    assert heard.chunks == [48, 96, 144, 192, 204] and heard.settled.checkpoints == [96, 192]
+    plain = Drive(served("qwen3_5", root), step=GRID, keeps=False).run(prompt_of(LENGTH), 2, checkpoints=(30, 96))
+    assert plain.chunks == heard.chunks
+
+
+def test_residents_are_not_continued_off_the_grid(root: Path) -> None:
+    drive = drive_of("llama", root)
+    resident = drive.run(prompt_of(LENGTH), 4).settled.resident
+    for position in (100, 191, 193):
+        with pytest.raises(ResidentMismatch, match=f"can't be continued at {position}"):
+            drive.submit(prompt_of(LENGTH), resident=resident, reuse=position, keep=True)
+    assert drive.run(prompt_of(LENGTH), 4, resident=resident, reuse=96).reused == 96
+
+
+# ---- warm starts
+
+
+@pytest.mark.parametrize(
+    ("family", "step"), [*((family, GRID) for family in ALL), ("gemma3", 24), ("baichuan_m1", 24), ("gemma3", 7)]
+)
+def test_turn_after_turn(family: str, step: int, root: Path, recorder: Recorder) -> None:
+    """What was decoded is prefilled again; the window has wrapped by then."""
+    drive, prompt = drive_of(family, root, step), prompt_of(100)
+    heard = drive.run(prompt, 40)  # past the next place of the grid
+    for turn in range(2):
+        settled = heard.settled
+        assert settled.prefilled_until == (len(prompt) - 1) // step * step
+        prompt = [*prompt, *(int(row.argmax()) for row in recorder.of(heard)), *prompt_of(31 + turn, turn + 3)]
+        heard = drive.run(prompt, ANSWER, resident=settled.resident, reuse=settled.prefilled_until)
+        assert heard.reused == settled.prefilled_until
+        assert_cold(recorder.of(heard), drive, root, prompt)
+
+
+@pytest.mark.parametrize(("family", "length"), [*((family, 193) for family in ALL), ("gemma3", 194), ("qwen3_5", 194)])
+def test_a_prompt_that_ends_right_after_the_grid(family: str, length: int, root: Path, recorder: Recorder) -> None:
+    """The first decode step, or a chunk of one token, continues the grid itself."""
+    drive, prompt = drive_of(family, root), prompt_of(length)
+    first = drive.run(prompt, ANSWER)
+    again = drive.run(prompt, ANSWER, resident=first.settled.resident, reuse=192)
+    onward = drive.run(other_end(210, length), ANSWER, resident=again.settled.resident, reuse=192)
+    assert again.chunks == [193][: length - 193] and again.settled.prefilled_until == 192
+    assert_same(recorder.of(again), recorder.of(first))
+    assert_cold(recorder.of(first), drive, root, prompt)
+    assert_cold(recorder.of(onward), drive, root, other_end(210, length))
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_branch_and_its_trunk(family: str, root: Path, recorder: Recorder) -> None:
+    """Both go on at once."""
+    drive = drive_of(family, root)
+    trunk = drive.run(prompt_of(LENGTH), ANSWER, checkpoints=(96,))
+    resident, places = trunk.settled.resident, trunk.settled.positions
+    at = 96 if not places or 96 in places else 192
+    prompts = (other_end(250, at), other_end(220, 192, 4))
+    branch = drive.submit(prompts[0], ANSWER, resident=resident, reuse=at, keep=True)[1]
+    onward = drive.submit(prompts[1], ANSWER, resident=resident, reuse=192)[1]
+    drive.until(lambda: branch.over and onward.over)
+    assert (branch.reused, onward.reused) == (at, 192)
+    assert_cold(recorder.of(branch), drive, root, prompts[0])
+    assert_cold(recorder.of(onward), drive, root, prompts[1])
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_from_disk(family: str, root: Path, recorder: Recorder, tmp_path: Path) -> None:
+    drive, fresh = drive_of(family, root), drive_of(family, root)
+    resident = drive.run(prompt_of(LENGTH), ANSWER, checkpoints=(48, 96)).settled.resident
+    chain, checkpoints = save(drive.scheduler.kv_of(192, resident=resident), tmp_path, [64, 130, 192])
+    for position in (48, 96, 192):
+        prompt = other_end(LENGTH, position)
+        at = next((each for each in checkpoints if each.position == position), None)
+        tokens, links = pack_tokens(prompt[:position]), cut_chain(chain, position)
+        read = loader(drive.served, tmp_path, POOL).load(tokens, links, at, lambda: False)
+        restored = fresh.scheduler.install("", read.build(drive.served.layout))
+        heard = fresh.run(prompt, ANSWER, resident=restored, reuse=position)
+        assert heard.reused == position
+        assert_cold(recorder.of(heard), drive, root, prompt)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_after_a_cancel_in_prefill(family: str, root: Path, recorder: Recorder) -> None:
+    """Between two whole chunks, and after the partial one."""
+    drive, prompt = drive_of(family, root), prompt_of(LENGTH)
+    for chunks, left in ((2, 96), (5, 192)):
+        name, cut = drive.submit(prompt, ANSWER)
+        while len(cut.chunks) < chunks:
+            next(drive.scheduler.turn())
+        settled = drive.scheduler.cancel(name)
+        assert settled is not None and settled.prefilled_until == left
+        again = drive.run(prompt, ANSWER, resident=settled.resident, reuse=left)
+        assert_cold(recorder.of(again), drive, root, prompt)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+def test_a_prefill_that_goes_on_alone_ends_with_what_is_kept(family: str, root: Path) -> None:
+    drive = drive_of(family, root)
+    name, alone = drive.submit(prompt_of(LENGTH), ANSWER)
+    drive.until(lambda: alone.chunks == [48])
+    assert drive.scheduler.detach(name)
+    drive.until(lambda: alone.over)
+    assert alone.chunks == [48, 96, 144, 192] and alone.settled.prefilled_until == 192
+    name, alone = drive.submit(prompt_of(LENGTH), ANSWER)
+    drive.until(lambda: alone.chunks[-1:] == [192])
+    assert not drive.scheduler.detach(name), "nothing is left to be done that would be kept"
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_after_a_cancel_while_decoding(family: str, root: Path, recorder: Recorder) -> None:
+    """Past the next place of the grid: what was decoded there is given up too."""
+    drive, prompt = drive_of(family, root), prompt_of(140)
+    name, cut = drive.submit(prompt, 500)
+    drive.until(lambda: len(recorder.of(cut)) > GRID)
+    settled = drive.scheduler.cancel(name)
+    assert settled is not None and settled.prefilled_until == 96
+    again = drive.run(prompt, ANSWER, resident=settled.resident, reuse=96)
+    assert_cold(recorder.of(again), drive, root, prompt)
+    assert_same(recorder.of(again), recorder.of(cut)[:ANSWER])
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_following(family: str, root: Path, recorder: Recorder) -> None:
+    """At the leader's last place on the grid before the wanted one; also when it has long gone on."""
+    drive = drive_of(family, root)
+    name, leader = drive.submit(prompt_of(LENGTH), 30)
+    prompts = [other_end(230, shared, shared) for shared in (130, 200, 203)]
+    followers = [
+        drive.submit(prompt, ANSWER, follow=name, reuse=shared)[1]
+        for prompt, shared in zip(prompts[:2], (130, 200), strict=True)
+    ]
+    drive.until(lambda: len(recorder.of(leader)) > 10)
+    followers.append(drive.submit(prompts[2], ANSWER, follow=name, reuse=203)[1])
+    drive.until(lambda: leader.over and all(each.over for each in followers))
+    assert [each.reused for each in followers] == [96, 192, 192]
+    for prompt, heard in zip(prompts, followers, strict=True):
+        assert_cold(recorder.of(heard), drive, root, prompt)
+    assert_cold(recorder.of(leader)[:ANSWER], drive, root, prompt_of(LENGTH))
+    assert leader.settled.prefilled_until == 192
+
+
+def test_who_can_be_followed_only_off_the_grid_is_not(root: Path) -> None:
+    drive = drive_of("llama", root)
+    name, _ = drive.submit(prompt_of(LENGTH), 4)
+    with pytest.raises(ResidentMismatch, match="can't be copied at 0 tokens"):
+        drive.submit(other_end(230, 40), 4, follow=name, reuse=40)
+
+
+@pytest.mark.parametrize(("family", "others"), [*((family, 2) for family in ALL), ("llama", 1), ("llama", 7)])
+def test_beside_others(family: str, others: int, root: Path, recorder: Recorder) -> None:
+    """All of one length, which would share a batch in fast mode."""
+    drive, prompts = drive_of(family, root), [prompt_of(100, n + 2) for n in range(others)]
+    beside = [drive.submit(prompt, 5_000) for prompt in prompts]
+    drive.until(lambda: all(len(recorder.of(heard)) > 1 for _, heard in beside))
+    assert [len(group.sequences) for group in drive.scheduler._lineup.groups] == [1] * others
+    first = drive.run(prompt_of(LENGTH), ANSWER)
+    again = drive.run(prompt_of(LENGTH), ANSWER, resident=first.settled.resident, reuse=192)
+    for name, _ in beside:
+        drive.scheduler.cancel(name)
+    for heard in (first, again):
+        assert_cold(recorder.of(heard), drive, root, prompt_of(LENGTH))
+    for prompt, (_, heard) in zip(prompts[:2], beside, strict=False):
+        assert_cold(recorder.of(heard)[:ANSWER], drive, root, prompt)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma3"])
+def test_seeded_sampling(family: str, root: Path, recorder: Recorder) -> None:
+    drive, options = drive_of(family, root), {"temperature": 1.0, "top_p": 0.9, "seed": 5}
+    first = drive.run(prompt_of(LENGTH), 30, **options)
+    warm = drive.run(prompt_of(LENGTH), 30, resident=first.settled.resident, reuse=192, **options)
+    assert warm.text == first.text
+    assert_same(recorder.of(warm), recorder.of(first))
+
+
+# ---- saving
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_nothing_past_the_grid_is_saved(family: str, root: Path) -> None:
+    drive = drive_of(family, root)
+    name, running = drive.submit(prompt_of(LENGTH), 300)
+    drive.until(lambda: running.chunks[-1:] == [144])
+    assert drive.scheduler.kv_of(144, running=name).length == 144
+    drive.until(lambda: drive.scheduler._lineup.find(name).kv.length > 240)  # type: ignore[union-attr]
+    kv = drive.scheduler.kv_of(192, running=name)
+    assert all(array.shape[2] == 192 for array in kv.rows(0, 192).values())
+    for until in (193, 204, 240):
+        with pytest.raises(RowsGone, match=f"192 tokens can be saved, {until} were asked for"):
+            drive.scheduler.kv_of(until, running=name)
+    assert all(end <= 192 for _, end, _ in kv.journal) and all(at <= 192 for at in kv.checkpoints)
+    drive.scheduler.saved("", name, 192)
+    drive.scheduler.cancel(name)
+    assert drive.run(prompt_of(LENGTH), 4, resident=running.settled.resident, reuse=192).reused == 192
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("gemma3", "qwen3_5")])
+def test_a_long_answer_leaves_no_room_behind(family: str, root: Path, recorder: Recorder) -> None:
+    """What is kept of it is a part: memory for the rest would push others out."""
+    drive = drive_of(family, root)
+    resident = drive.run(prompt_of(100), 200).settled.resident  # its room ends at 512
+    kv = drive.scheduler.residents.kv(resident)
+    assert kv is not None and kv.room == kv.length == 96
+    assert drive.scheduler.residents.bytes_held < 1.1 * drive.served.bytes_of(96) + drive.served.state_bytes
+    again = drive.run(prompt_of(LENGTH), ANSWER, resident=resident, reuse=96)
+    assert_cold(recorder.of(again), drive, root, prompt_of(LENGTH))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "baichuan_m1"])
+def test_the_place_to_come_back_to_is_counted_and_given_up(family: str, root: Path) -> None:
+    drive = drive_of(family, root)
+    name, heard = drive.submit(prompt_of(LENGTH), 60)
+    drive.until(lambda: len(drive.scheduler._lineup.groups) == 1)
+    kv = drive.scheduler.kv_of(1, running=name)
+    kept = sum(array.nbytes for array in kv.window_kept[1].values())
+    assert kept == drive.served.window_bytes > 0
+    with_it, kv.window_kept = drive.scheduler.running_bytes, (0, {})
+    assert with_it - drive.scheduler.running_bytes == kept
+    drive.scheduler.cancel(name)
+    assert heard.settled.resident == "", "without it there is no way back"
+    left = drive.run(prompt_of(LENGTH), 60).settled.resident
+    resident = drive.scheduler.residents.kv(left)
+    assert resident is not None and resident.window_kept == (0, {})
+
+
+# ---- that all this proves something
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_fast_mode_is_told_from_a_cold_run(family: str, root: Path, recorder: Recorder) -> None:
+    """A BLAS that rounds alike whatever it is given would let all of the above pass."""
+    drive = Drive(served(family, root), step=GRID)
+    first = drive.run(prompt_of(LENGTH), 30)
+    prompt = prompt_of(LENGTH) + first.generated + prompt_of(5, 4)
+    warm = drive.run(prompt, ANSWER, resident=first.settled.resident, reuse=len(prompt) - 5)
+    with pytest.raises(pytest.fail.Exception, match="rows differ"):
+        assert_cold(recorder.of(warm), drive, root, prompt)

@@ -1,0 +1,40 @@
+"""Output of a family parsed token by token: its parts, text, reasoning and calls."""
+
+import json
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from support.backend.tool_families import TOOLS
+from warmline_backend.output.events import Called, Part, Said, Thought
+from warmline_backend.output.expected import Expected
+from warmline_backend.output.parser import OutputStream
+
+
+def ids(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def parts_of(
+    tokenizer: TokenizerWrapper, text: str, *, natural: bool = True, tail: str = "", **fields: Any
+) -> list[Part]:
+    expected = Expected(marked=True, tail=tail, tools=fields.pop("tools", TOOLS), **fields)
+    stream = OutputStream(tokenizer, expected=expected)
+    parts: list[Part] = []
+    for token in ids(tokenizer, text):
+        if stream.stopped:
+            return parts
+        parts += stream.add(token)
+    return parts if stream.stopped else [*parts, *stream.finish(natural)]
+
+
+def content(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Said))
+
+
+def reasoning(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Thought))
+
+
+def calls(parts: list[Part]) -> list[tuple[str, Any]]:
+    return [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, Called)]

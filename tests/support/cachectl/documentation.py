@@ -1,0 +1,95 @@
+"""The home that docs/cachectl.md shows, and its examples run on it.
+
+`PYTHONPATH=tests/cachectl python tests/support/cachectl/documentation.py` writes their output there anew.
+"""
+
+import random
+import re
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+from support.cachectl.homes import run
+from support.index.indexes import ROOT, make_home, save
+from warmline_common.protocol.tokens import pack_tokens
+from warmline_common.storage.home import Home
+from warmline_proxy.index import tree as index_tree
+from warmline_proxy.index.index import Index
+from warmline_proxy.store.rows import RequestRecord
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "cachectl.md"
+COLUMNS = 80
+EXAMPLE = re.compile(r"(```console\n\$ cachectl ([^\n#]*)[^\n]*\n)(.*?)(```)", re.DOTALL)
+STEM = list(range(1000, 7000))
+MISSES = (
+    "",
+    "differs from what is stored at token 812, in message 1 (system): a time of day is new",
+    "evicted",
+)
+
+
+class _SameIds:
+    """Instead of the module `secrets`, so that the document's ids are these."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(8026)
+
+    def token_hex(self, count: int) -> str:
+        return self._random.randbytes(count).hex()
+
+
+def documented(path: Path) -> Home:
+    home = make_home(path)
+    with mock.patch.object(index_tree, "secrets", _SameIds()), Index(home, 1 << 30) as index:
+        save(index, [*STEM, 1, *range(900)], checkpoints=[6000], turn_end=6001, client="terminal-agent/task-17")
+        save(index, [*STEM, 2, *range(9000)], turn_end=6001, client="terminal-agent/task-18")
+        save(index, [7] * 2500, client="opencode")
+        save(index, [9] * 40)
+        index.quarantine(index.match(ROOT, pack_tokens([9]), 1).chain[0].id, "checksum")
+        for number, why in enumerate(MISSES * 2):
+            index.record(_record(number, why))
+    return home
+
+
+def _record(number: int, why: str) -> RequestRecord:
+    return RequestRecord(
+        id=f"{number:024x}",
+        at=time.time(),
+        endpoint="chat",
+        client_model="m",
+        outcome="ok",
+        source="cold" if number < 2 else "resident",
+        why_not_warmer=why,
+        prompt_tokens=6900,
+        cached_tokens=0 if number < 2 else 6000,
+        prefilled_tokens=6900 if number < 2 else 900,
+        generated_tokens=120,
+        ttft_s=0.4,
+    )
+
+
+def examples(text: str) -> list[tuple[str, str]]:
+    """The commands, without `cachectl`, and what the document says that they print; in its order."""
+    return [(found[2].strip(), found[3]) for found in EXAMPLE.finditer(text)]
+
+
+def shown(home: Home, command: str) -> str:
+    done = run(home, *command.split(), columns=COLUMNS)
+    return done.stdout + done.stderr
+
+
+def renewed(text: str, home: Home) -> str:
+    return EXAMPLE.sub(lambda found: f"{found[1]}{_without_ends(shown(home, found[2].strip()))}{found[4]}", text)
+
+
+def _without_ends(text: str) -> str:
+    return "".join(line.rstrip() + "\n" for line in text.splitlines())
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        DOCUMENT.write_text(renewed(DOCUMENT.read_text(encoding="utf-8"), documented(Path(folder, "home"))), "utf-8")
+
+
+OURS = ("ls", "inspect", "tree", "stats", "top", "verify", "doctor", "purge", "pin", "gc")

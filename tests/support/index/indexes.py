@@ -1,0 +1,162 @@
+"""A backend that writes a plan's files, and short hands for tests of the index."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from support.index.segment_files import write_segment_file
+from warmline_common.protocol.messages import Layout, SavedFile, SaveReply
+from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
+from warmline_common.storage.home import Home
+from warmline_common.storage.segment_file import FileMeta, file_checksum, read_checksums
+from warmline_proxy.index import save as index_save
+from warmline_proxy.index.index import Index
+from warmline_proxy.store.rows import SaveCommitted, SavePlan, SessionUpdate, TurnRow
+
+ROOT = namespace("model-a")
+MODEL = "model-a"
+BUDGET = 1 << 30
+ROW_BYTES = 16
+STATE_BYTES = 64
+PAGE_BYTES, HEADER_BYTES, FLAGS_AT, BRANCH, LEAF, OVERFLOW = 4096, 16, 10, 1, 2, 4  # of LMDB
+LAYOUT = Layout(
+    row_bytes=ROW_BYTES,
+    state_bytes=STATE_BYTES,
+    has_rows=True,
+    has_states=True,
+    has_windows=False,
+    persistent=True,
+    families=["KVCache", "ArraysCache"],
+)
+
+
+def turn(*calls: int, root: bytes = ROOT, **fields: Any) -> TurnRow:
+    """A sampled turn whose calls have these numbers."""
+    ids = [f"call_{call:024x}" for call in calls]
+    return TurnRow(
+        **{"root": root, "model": MODEL, "calls": ids, "tokens": pack_tokens(list(calls)), "at": 1.0} | fields
+    )
+
+
+def make_home(path: Path) -> Home:
+    home = Home(path)
+    home.prepare()
+    return home
+
+
+def break_page(home: Home, segment_id: str) -> None:
+    """Make the page with this segment's row one that ends the process which reads it: LMDB asserts."""
+    (data,) = home.index.glob("*/data.mdb")
+    pages = bytearray(data.read_bytes())
+    for at in range(2 * PAGE_BYTES, len(pages), PAGE_BYTES):
+        page = pages[at : at + PAGE_BYTES]
+        if bytes.fromhex(segment_id) in _keys(page) and b"prefill_s" in page:
+            pages[at + FLAGS_AT] = BRANCH
+    data.write_bytes(pages)
+
+
+def _keys(page: bytearray) -> list[bytes]:
+    """Of an LMDB page's entries, where it is a leaf; there may be rests of others in it, and of it in others."""
+
+    def number(at: int) -> int:
+        return int.from_bytes(page[at : at + 2], "little")
+
+    if number(FLAGS_AT) != LEAF:
+        return []
+    entries = [number(at) for at in range(HEADER_BYTES, number(FLAGS_AT + 2), 2)]
+    return [bytes(page[entry + 8 : entry + 8 + number(entry + 6)]) for entry in entries]
+
+
+def begin(
+    index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), root: bytes = ROOT, may_replace: bool = True
+) -> SavePlan | None:
+    return index.begin_save(
+        root, MODEL, pack_tokens(ids), checkpoints=checkpoints, layout=LAYOUT, may_replace=may_replace
+    )
+
+
+def planned(index: Index, ids: Sequence[int], checkpoints: Sequence[int] = (), may_replace: bool = True) -> SavePlan:
+    """Where something is to be saved."""
+    plan = begin(index, ids, checkpoints, may_replace=may_replace)
+    assert plan is not None
+    return plan
+
+
+def write_plan(home: Home, plan: SavePlan, fingerprint: str = "model-a") -> SaveReply:
+    """What a backend does on POST /kv/save."""
+    segments, checkpoints, root = [], [], plan.root
+    for spec in plan.segments:
+        meta = FileMeta(
+            kind="segment",
+            id=spec.id,
+            fingerprint=fingerprint,
+            root=root.hex(),
+            prefix=prefix_digest(root, plan.tokens[: spec.start * TOKEN_BYTES]),
+            start=spec.start,
+            end=spec.end,
+            parent=spec.parent,
+            model=MODEL,
+        )
+        tokens = plan.tokens[spec.start * TOKEN_BYTES : spec.end * TOKEN_BYTES]
+        segments.append(_write(home, meta, tokens, {"0.kv.keys": bytes(ROW_BYTES) * (spec.end - spec.start)}))
+    for ref in plan.checkpoints:
+        at = ref.position
+        prefix = prefix_digest(root, plan.tokens[: at * TOKEN_BYTES])
+        meta = FileMeta(
+            kind="checkpoint",
+            id=ref.id,
+            fingerprint=fingerprint,
+            root=root.hex(),
+            prefix=prefix,
+            start=at,
+            end=at,
+            position=at,
+            model=MODEL,
+        )
+        checkpoints.append(_write(home, meta, None, {"1.arrays.0": bytes(STATE_BYTES)}))
+    return SaveReply(boot="b", generation=0, segments=segments, checkpoints=checkpoints, seconds=0.0)
+
+
+def _write(home: Home, meta: FileMeta, tokens: bytes | None, tensors: dict[str, bytes]) -> SavedFile:
+    path = home.segment_file(meta.id)
+    size = write_segment_file(path, meta, tokens, tensors)
+    return SavedFile(id=meta.id, bytes_written=size, checksum=file_checksum(read_checksums(path)))
+
+
+def commit(index: Index, plan: SavePlan, turn_end: int = 0, client: str = "", prefill_s: float = 1.0) -> SaveCommitted:
+    reply = write_plan(index.home, plan)
+    return index.commit_save(plan, reply, prefill_s=prefill_s, session=SessionUpdate(turn_end=turn_end, client=client))
+
+
+def save(
+    index: Index,
+    ids: Sequence[int],
+    checkpoints: Sequence[int] = (),
+    turn_end: int = 0,
+    client: str = "",
+    prefill_s: float = 1.0,
+    may_replace: bool = True,
+) -> SaveCommitted:
+    plan = planned(index, ids, checkpoints, may_replace)
+    return commit(index, plan, turn_end, client, prefill_s)
+
+
+def matched(index: Index, ids: Sequence[int], root: bytes = ROOT) -> int:
+    return index.match(root, pack_tokens(ids), len(ids)).tokens
+
+
+def why(index: Index, ids: Sequence[int]) -> str:
+    return index.match(ROOT, pack_tokens(ids), len(ids)).why
+
+
+def files_on_disk(home: Home) -> int:
+    return sum(path.stat().st_size for path in home.segments.rglob("*") if path.is_file())
+
+
+@contextmanager
+def short_segments() -> Iterator[None]:
+    """Cuts and swallowing happen within a few blocks."""
+    with mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_TOKENS=70):
+        yield

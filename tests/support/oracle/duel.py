@@ -1,0 +1,356 @@
+"""A pair that reuses whatever it can against one that reuses nothing: after every step their answers are compared."""
+
+import contextlib
+import http.client
+import math
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from support.oracle import steps
+from support.oracle.conversations import Question, Talks
+from support.oracle.reference import STEP_TOKENS, Reference
+from support.oracle.steps import LEAVE_IN_DECODE, LEAVE_IN_PREFILL, Ask, Forget, Fresh, Kill, Purge, Restart, Together
+from support.oracle.verdict import Difference, Verdict, compare
+from support.pair.clients import Asked
+from support.pair.pair import START_TIMEOUT_S, Pair, Reply, ask
+from support.planted.faults import Gate, Planted
+
+NAME, CACHE = "X-Warmline-Request", "x-warmline-cache"
+LEAVING = {LEAVE_IN_PREFILL: ("prefill", "first"), LEAVE_IN_DECODE: ("decode",)}
+FLAGS = (
+    *("--prefill-step-size", str(STEP_TOKENS), "--partial-save-tokens", "128"),
+    *("--audit-fraction", "0", "--drain-timeout-s", "5", "--queue-count-max", "64"),
+)
+SMALL_DISK = ("--disk-budget-gb", "0.003")
+SMALL_MEMORY = ("--memory-budget-gb", "0.004")
+FAULTS_MAX = 2  # in one process: after one more it is left (scheduler.FAILURES_MAX)
+OUT_OF_MEMORY = "the memory budget is used up"
+RESTART_DELAY_S = 0.1
+NOISE_FACTOR = 2.0  # as much further from a cold run than others are a warm one may be, in families with steps
+AWAY = (OSError, http.client.HTTPException)
+POLL_S = 0.01
+
+
+MODES = ("fast", "exact")
+
+
+@dataclass
+class Tally:
+    """What was done and found, for the table."""
+
+    steps: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    largest: float = 0.0
+
+    def add(self, verdict: Verdict, warm: Reply) -> None:
+        self.counts["answers compared"] += 1
+        self.counts["numbers"] += verdict.numbers
+        self.counts["near ties"] += verdict.near_tie
+        self.counts["differences"] += bool(verdict.difference)
+        self.counts["prompt tokens"] += warm.prompt_tokens
+        self.counts["cached tokens"] += warm.cached
+        self.counts[start_of(warm).split()[0]] += 1
+        self.largest = max(self.largest, verdict.largest)
+
+
+class Duel:
+    """`do` has a step happen to the tested pair and raises Difference where the reference would not have said so."""
+
+    def __init__(self, reference: Reference, mode: str, environment: Mapping[str, str] | None = None) -> None:
+        self.family, self.mode, self.tally = reference.family, mode, Tally()
+        self.script: list[steps.Any] = []  # since the home was new
+        self.failure: Exception | None = None
+        self._reference, self._extra = reference, environment or {}
+        self._tolerance = self.family.tolerance if mode == "fast" else 0.0
+        self._folder = Path(tempfile.mkdtemp(prefix="oracle-"))
+        self._homes, self._talks, self._requests = 0, Talks(), 0
+        self._faults, self._small_memory = 0, False
+        self._pair: Pair | None = None
+        self.planted = Planted(RESTART_DELAY_S)
+
+    def __enter__(self) -> "Duel":
+        self.planted.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close() if kind is None else self.abandon()
+        self.planted.__exit__(kind, error, at)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def renew(self) -> None:
+        """Another home, in which nothing is stored."""
+        self.close()
+        shutil.rmtree(self._folder / str(self._homes), ignore_errors=True)
+        self._homes += 1
+        self.script, self._talks, self.failure = [], Talks(), None
+        self._start()
+
+    def empty(self) -> None:
+        """Nothing is stored or in memory any more."""
+        self.pair.settle()
+        self.pair.cachectl("purge", "--all", "--yes")
+        self.pair.forget_residents()
+
+    def close(self) -> None:
+        """The home must be whole."""
+        if self._pair is not None:
+            pair, self._pair = self._pair, None
+            try:
+                self._check(pair)
+            finally:
+                pair.stop()
+
+    def abandon(self) -> list[str]:
+        """Whatever has become of the home.  Returns what the pair has printed since its last start."""
+        pair, self._pair = self._pair, None
+        if pair is None:
+            return []
+        if pair.is_up:
+            pair.stop()
+        return pair.last_words()
+
+    @property
+    def pair(self) -> Pair:
+        if self._pair is None:
+            self.renew()
+        assert self._pair is not None
+        return self._pair
+
+    def do(self, step: steps.Any) -> None:
+        """After a failure it is raised again, whatever else is asked: what follows would say nothing."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            self._do(step)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _do(self, step: steps.Any) -> None:
+        pair = self.pair
+        self.script.append(step)
+        self.tally.steps += 1
+        self.tally.counts[type(step).__name__] += 1
+        match step:
+            case Fresh():
+                self._talks = Talks(step.salt)
+            case Ask():
+                self._ask(pair, [step])
+            case Together():
+                self._ask(pair, list(step.asks))
+            case Forget():
+                pair.settle()
+                pair.forget_residents()
+            case Purge():
+                self._purge(pair, step)
+            case Restart():
+                self._restart(pair, step)
+            case Kill():
+                self._kill(pair, step)
+
+    def check(self) -> None:
+        """`cachectl verify --deep` finds nothing."""
+        self._check(self.pair)
+
+    # ---- asking
+
+    def _ask(self, pair: Pair, asks: list[Ask]) -> None:
+        questions = [self._talks.question(each) for each in asks]
+        replies = self._replies(pair, questions)
+        for question, reply in zip(questions, replies, strict=True):
+            if reply is None:
+                self.tally.counts["left" if question.ask.end in LEAVING else "failed"] += 1
+                self._talks.answered(question, None)
+            else:
+                self._compare(question, reply)
+                self._talks.answered(question, reply.text)
+
+    def _replies(self, pair: Pair, questions: list[Question]) -> list[Reply | None]:
+        if len(questions) == 1:
+            return [self._reply(pair, questions[0])]
+        with ThreadPoolExecutor(len(questions)) as threads:
+            return list(threads.map(lambda question: self._whole(pair, question), questions))
+
+    def _reply(self, pair: Pair, question: Question) -> Reply | None:
+        if question.ask.end in LEAVING:
+            return self._left(pair, question)
+        if not question.ask.fault or self._faults == FAULTS_MAX:
+            return self._whole(pair, question)
+        self._faults += 1
+        self.planted.order("raise", question.ask.fault)
+        try:
+            return self._whole(pair, question)
+        finally:
+            self.planted.withdraw()
+
+    def _whole(self, pair: Pair, question: Question) -> Reply | None:
+        if question.ask.stream:
+            return self._ended(
+                Asked(pair, question.messages, stream=True, **question.options).wait_until_over(), question
+            )
+        reply = pair.post("/v1/chat/completions", question.body)
+        if reply.status == 200:
+            return reply
+        return self._refused(question, reply.raw.decode())
+
+    def _ended(self, asked: Asked, question: Question) -> Reply | None:
+        if asked.done and not asked.error:
+            return asked.reply
+        return self._refused(question, asked.told)
+
+    def _refused(self, question: Question, told: str) -> None:
+        """What fails after its client has heard some may; and, with little memory, what others grow too large for."""
+        if question.ask.fault != "decode" and not (self._small_memory and OUT_OF_MEMORY in told):
+            raise Difference(f"{question.ask} was not answered: {told}")
+
+    def _left(self, pair: Pair, question: Question) -> Reply | None:
+        """Its client leaves inside the given step; the engine lets go after it."""
+        self._requests += 1
+        name, phases = f"oracle-{self._homes}-{self._requests}", LEAVING[question.ask.end]
+        with self.planted.gate() as gate:
+            asked = Asked(pair, question.messages, headers={NAME: name}, stream=question.ask.stream, **question.options)
+            steps_left = question.ask.after
+            while (step := gate.next_step_unless(lambda: asked.over)) is not None:
+                if name in step.requests and step.phase in phases and (steps_left == 0 or step.phase == "first"):
+                    leave(asked, gate)
+                    step.let_pass()
+                    return None
+                steps_left -= name in step.requests and step.phase in phases
+                step.let_pass()
+        return self._ended(asked.wait_until_over(), question)
+
+    def _compare(self, question: Question, warm: Reply) -> None:
+        verdict = compare(self._reference.cold(question.body), warm, self._tolerance)
+        if verdict.difference and self.mode == "fast" and self.family.steps:
+            verdict = self._among_cold_runs(question, warm)
+        self.tally.add(verdict, warm)
+        if verdict.difference:
+            start = f"{start_of(warm)} of {warm.prompt_tokens}"
+            raise Difference(f"{verdict.difference}\nwarm start: {start}; {question.ask}")
+        if not 0 <= warm.cached < warm.prompt_tokens:
+            raise Difference(f"{warm.cached} tokens cached of a prompt of {warm.prompt_tokens}")
+        if self.mode == "exact" and warm.cached % STEP_TOKENS:
+            raise Difference(f"{warm.cached} tokens cached in exact mode, which is no multiple of {STEP_TOKENS}")
+
+    def _among_cold_runs(self, question: Question, warm: Reply) -> Verdict:
+        """Cold runs in other chunks tell by how much this very answer may differ; to be like one of them is enough."""
+        cold, *others = self._reference.cold_runs(question.body, warm.cached)
+        noise = max(compare(cold, other, math.inf).largest for other in others)
+        verdicts = [compare(other, warm, self._tolerance) for other in others]
+        verdicts.append(compare(cold, warm, max(self._tolerance, NOISE_FACTOR * noise)))
+        verdict = next((each for each in verdicts if not each.difference), verdicts[-1])
+        self.tally.counts["explained by noise"] += not verdict.difference
+        return verdict
+
+    # ---- what else happens
+
+    def _purge(self, pair: Pair, step: Purge) -> None:
+        sessions = pair.cachectl("inspect")["sessions"]
+        if sessions:
+            pair.cachectl("purge", "--session", sessions[step.which % len(sessions)]["id"], "--yes")
+
+    def _restart(self, pair: Pair, step: Restart) -> None:
+        if step.settled:
+            pair.settle()
+        if step.how == "softly":
+            pair.stop()
+            self._start(step)
+        elif step.how == "-9":
+            pair.kill()
+            self._start(step)
+        else:
+            kill(pair, step.how.removeprefix("-9 "))
+
+    def _kill(self, pair: Pair, step: Kill) -> None:
+        """Between the request and the end of its save; one that has fewer steps of the disk kills nobody."""
+        question, planted, pid = self._talks.question(step.ask), self.planted, pair.pid(step.process)
+        planted.kill_at(step.process, step.nth, step.when)
+        asked = Asked(pair, question.messages, **question.options).wait_until_over()
+        until(lambda: planted.killed(step.process) or is_settled(pair), "neither killed nor settled")
+        planted.mend_disk(step.process)
+        if planted.killed(step.process):
+            self.tally.counts["killed at the disk"] += 1
+            until_another(pair, step.process, pid)
+        if asked.done:
+            self._compare(question, asked.reply)
+        elif not planted.killed(step.process):
+            raise Difference(f"{step} was not answered: {asked.told}")
+        self._talks.answered(question, asked.text if asked.done else None)
+
+    def _start(self, step: Restart | None = None) -> None:
+        flags = [*FLAGS, "--reuse", self.mode, *self.family.flags]
+        flags += SMALL_DISK if step and step.small_disk else ()
+        self._faults = 0
+        self._small_memory = bool(step and step.small_memory)
+        flags += SMALL_MEMORY if self._small_memory else ()
+        home = self._folder / str(self._homes)
+        environment = {**self.planted.environment, **self._extra}
+        self._pair = Pair(home, self._reference.model, *flags, environment=environment).start()
+
+    def _check(self, pair: Pair) -> None:
+        pair.settle()
+        try:
+            pair.cachectl("verify", "--deep")
+        except AssertionError as error:
+            raise Difference(f"the home is not whole: {error}") from None
+        if drafts := [str(path) for path in pair.home.segments.rglob(".*.tmp")]:
+            raise Difference(f"drafts are left: {drafts}")
+
+
+def start_of(reply: Reply) -> str:
+    """As "restored 812"; a client that heard signs of life before the plan was made is not told."""
+    return next((value for name, value in reply.headers.items() if name.lower() == CACHE), "unknown")
+
+
+def leave(asked: Asked, gate: Gate) -> None:
+    """Returns when the engine has been told, in its mailbox."""
+    gate.forget_commands()
+    asked.leave()
+    gate.wait_for_command("cancel")
+
+
+def kill(pair: Pair, process: str) -> None:
+    """-9; returns when another has taken its place and is ready."""
+    pid = pair.pid(process)
+    os.kill(pid, signal.SIGKILL)
+    until_another(pair, process, pid)
+
+
+def until_another(pair: Pair, process: str, pid: int) -> None:
+    until(lambda: running_pid(pair, process) not in (0, pid), f"no other {process}")
+    until(lambda: is_ready(pair), f"the pair is not ready after its {process} was killed")
+
+
+def is_settled(pair: Pair) -> bool:
+    with contextlib.suppress(*AWAY, KeyError):
+        return not pair.proxy_status()["settling"]
+    return False
+
+
+def running_pid(pair: Pair, process: str) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return pair.pid(process)
+    return 0
+
+
+def is_ready(pair: Pair) -> bool:
+    with contextlib.suppress(*AWAY):
+        return ask(f"{pair.url}/ready", None, {}, "GET", timeout_s=5).status == 200
+    return False
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    limit = time.monotonic() + START_TIMEOUT_S
+    while not true():
+        if time.monotonic() > limit:
+            raise Difference(what)
+        time.sleep(POLL_S)

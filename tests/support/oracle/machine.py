@@ -1,0 +1,180 @@
+"""The oracle as a hypothesis state machine: any order of steps on one duel."""
+
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from support.oracle.duel import Duel
+from support.oracle.steps import (
+    AGAIN,
+    APPEND,
+    BEGIN,
+    BRANCH,
+    EDIT,
+    LEAVE_IN_DECODE,
+    LEAVE_IN_PREFILL,
+    LENGTH,
+    TOOLS,
+    WORD,
+    Ask,
+    Forget,
+    Fresh,
+    Kill,
+    Purge,
+    Restart,
+    Together,
+)
+
+MANY = st.integers(0, 1 << 16)
+DICE = st.integers(0, 1 << 32)
+WORDS = st.sampled_from([1, 9, 40, 64, 150, 400])
+ASKS_MAX, TOKENS_TOGETHER = 8, 60
+
+
+def asks(exact: bool, **fixed: Any) -> st.SearchStrategy[Ask]:
+    drawn: dict[str, Any] = {
+        "how": st.sampled_from([BEGIN, APPEND, APPEND, BRANCH, EDIT, AGAIN]),
+        "talk": MANY,
+        "at": MANY,
+        "words": WORDS,
+        "dice": DICE,
+        "tokens": st.integers(1, 24),
+        "end": st.sampled_from([LENGTH, LENGTH, WORD]),
+        "stream": st.booleans(),
+        "sampled": st.booleans() if exact else st.just(False),
+    }
+    return st.builds(Ask, **{**drawn, **{name: st.just(value) for name, value in fixed.items()}})
+
+
+RESTARTS = st.builds(
+    Restart,
+    how=st.sampled_from(["softly", "-9", "-9 backend", "-9 proxy"]),
+    settled=st.booleans(),
+    small_disk=st.booleans(),
+    small_memory=st.booleans(),
+)
+DROP_INTERVAL = 6  # steps between two that take something away; else little would be warm
+
+
+class Machine(RuleBasedStateMachine):
+    """Its state is the duel's; subclasses name it.  Restarts come seldom, since each takes seconds."""
+
+    duel: Duel
+    exact: bool
+    restart_interval: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since_restart = self._since_drop = 0
+
+    @initialize(salt=DICE, restart=RESTARTS)
+    def begin(self, salt: int, restart: Restart) -> None:
+        if len(self.duel.script) > self.restart_interval:
+            self._do(restart)
+        self._do(Fresh(salt))
+
+    def _do(self, step: Any) -> None:
+        self._since_restart = 0 if isinstance(step, Restart | Kill) else self._since_restart + 1
+        self._since_drop = 0 if isinstance(step, Forget | Purge | Restart) else self._since_drop + 1
+        self.duel.do(step)
+
+    def _ask(self, data: st.DataObject, **fixed: Any) -> None:
+        self._do(data.draw(asks(self.exact, **fixed)))
+
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self._ask(data, how=BEGIN)
+
+    @rule(data=st.data())
+    def append(self, data: st.DataObject) -> None:
+        self._ask(data, how=APPEND)
+
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        """With the conversation that came last, as an agent does."""
+        self._ask(data, how=APPEND, talk=-1)
+
+    @rule(data=st.data())
+    def branch(self, data: st.DataObject) -> None:
+        self._ask(data, how=BRANCH)
+
+    @rule(data=st.data())
+    def edit(self, data: st.DataObject) -> None:
+        self._ask(data, how=EDIT)
+
+    @rule(data=st.data())
+    def regenerate(self, data: st.DataObject) -> None:
+        self._ask(data, how=AGAIN)
+
+    @rule(data=st.data())
+    def change_tools(self, data: st.DataObject) -> None:
+        self._ask(data, how=TOOLS)
+
+    @rule(data=st.data())
+    def stop_by_word(self, data: st.DataObject) -> None:
+        self._ask(data, end=WORD, tokens=24)
+
+    @rule(data=st.data(), after=st.integers(0, 4))
+    def leave_in_prefill(self, data: st.DataObject, after: int) -> None:
+        self._ask(data, end=LEAVE_IN_PREFILL, after=after, words=400)
+
+    @rule(data=st.data(), after=st.integers(0, 12))
+    def leave_in_decode(self, data: st.DataObject, after: int) -> None:
+        self._ask(data, end=LEAVE_IN_DECODE, after=after, tokens=24)
+
+    @rule(data=st.data(), fault=st.sampled_from(["prefill", "first", "decode"]))
+    def fail(self, data: st.DataObject, fault: str) -> None:
+        self._ask(data, fault=fault, how=APPEND)
+
+    @rule(data=st.data())
+    def together(self, data: st.DataObject) -> None:
+        """With longer answers, or they would not meet."""
+        each = asks(self.exact, tokens=TOKENS_TOGETHER)
+        self._do(Together(tuple(data.draw(st.lists(each, min_size=2, max_size=ASKS_MAX)))))
+
+    @precondition(lambda self: self._since_drop >= DROP_INTERVAL)
+    @rule()
+    def forget(self) -> None:
+        self._do(Forget())
+
+    @precondition(lambda self: self._since_drop >= DROP_INTERVAL)
+    @rule(which=MANY)
+    def purge(self, which: int) -> None:
+        self._do(Purge(which))
+
+    @precondition(lambda self: self._since_restart >= self.restart_interval)
+    @rule(
+        data=st.data(),
+        process=st.sampled_from(["proxy", "backend"]),
+        nth=st.integers(1, 40),
+        when=st.sampled_from(["before", "middle", "after"]),
+    )
+    def kill_at_the_disk(self, data: st.DataObject, process: str, nth: int, when: str) -> None:
+        self._do(Kill(process, nth, when, data.draw(asks(self.exact, end=LENGTH))))
+
+    @precondition(lambda self: self._since_restart >= self.restart_interval)
+    @rule(restart=RESTARTS)
+    def restart(self, restart: Restart) -> None:
+        self._do(restart)
+
+
+def run(duel: Duel, seed_number: int, examples: int, steps: int, restart_interval: int) -> None:
+    """Nothing is made shorter here: what is stored outlives an example, and a script says more than one does."""
+
+    class Bound(Machine):
+        pass
+
+    Bound.duel, Bound.exact, Bound.restart_interval = duel, duel.mode == "exact", restart_interval
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        seed(seed_number)(Bound),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            phases=[Phase.generate],
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,23 @@
+"""Whether two greedy answers are the same one."""
+
+from support.pair.pair import Reply
+
+# What logits of a warm run may differ by: rows computed while decoding, in other batches, and in chunks that end
+# elsewhere, round differently; quantized rows turn a last bit into a step: cold runs in other chunks differed by 3.8e-2
+# at most, in 80 pairs of answers of 16 tokens.
+TOLERANCE = 1e-3
+TOLERANCE_QUANTIZED = 4e-2
+WITH_LOGPROBS = {"logprobs": True, "top_logprobs": 2}  # what `explain_difference` needs
+
+
+def explain_difference(cold: Reply, warm: Reply, tolerance: float = TOLERANCE) -> str:
+    """ "" where the greedy answers are equal, or differ first where the two likeliest tokens were nearly tied."""
+    mine, theirs = (reply.json["choices"][0]["logprobs"]["content"] for reply in (cold, warm))
+    for place, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+        if one["token"] != other["token"]:
+            first, second = (entry["logprob"] for entry in one["top_logprobs"])
+            if first - second <= tolerance:
+                print(f"a near tie: {first - second:.1e} between the two likeliest at token {place}")
+                return ""
+            return f"token {place}: {one['token']!r} cold, {other['token']!r} warm, {first - second:.1e} apart"
+    return "" if len(mine) == len(theirs) else f"{len(mine)} tokens cold, {len(theirs)} warm"

@@ -1,0 +1,219 @@
+"""Clients that read in a thread of their own, so that a test, or a storm, can leave, wait or look at any moment."""
+
+import contextlib
+import json
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from support.pair.pair import Pair, Reply
+from warmline_common.protocol.sse import ChunkFold, Event, EventParser
+
+LIMIT_S = 60.0
+READ_BYTES = 65_536
+SLOW_PIECES = 50
+GLANCE_S = 0.02  # how soon a reader sees that it is to leave
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST
+
+
+def head(path: str, body: bytes, headers: Mapping[str, str], method: str = "POST") -> bytes:
+    own = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in own.items()), "", ""]
+    return "\r\n".join(lines).encode()
+
+
+class Response:
+    """An HTTP/1.1 answer, parsed as its bytes come."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self.whole = False  # the answer has ended as HTTP says, not with the connection
+        self._raw = b""
+
+    @property
+    def is_stream(self) -> bool:
+        return self.headers.get("content-type", "").startswith("text/event-stream")
+
+    def feed(self, data: bytes) -> bytes:
+        """What it adds to the body."""
+        self._raw += data
+        if not self.status and not self._take_head():
+            return b""
+        before = len(self.body)
+        if "content-length" in self.headers:
+            self.body, self._raw = self.body + self._raw, b""
+            self.whole = len(self.body) >= int(self.headers["content-length"])
+        else:
+            while self._take_chunk():
+                pass
+        return self.body[before:]
+
+    def _take_head(self) -> bool:
+        lines, end, rest = self._raw.partition(b"\r\n\r\n")
+        if not end:
+            return False
+        first, *others = lines.decode("latin-1").split("\r\n")
+        self.status, self._raw = int(first.split()[1]), rest
+        self.headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in others)}
+        return True
+
+    def _take_chunk(self) -> bool:
+        size, end, rest = self._raw.partition(b"\r\n")
+        if not end or len(rest) < int(size, 16) + 2:
+            return False
+        data, self._raw = rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+        self.body += data
+        self.whole = self.whole or not data
+        return bool(data)
+
+
+class Asked:
+    """One request on a connection of its own.  All that is told of it may be read from any thread at any time."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        messages: list[dict[str, str]],
+        *,
+        headers: Mapping[str, str] | None = None,
+        read_pause_s: float = 0.0,
+        send_pause_s: float = 0.0,
+        **options: object,
+    ) -> None:
+        body = {"messages": messages, **options}
+        if body.get("stream"):
+            body["stream_options"] = {"include_usage": True}
+        self.messages, self.options = messages, {name: options[name] for name in options if name != "stream"}
+        self.response, self.events = Response(), list[Event]()
+        self.failure = ""  # how the connection broke, if it did
+        self.began = self.moved = time.monotonic()  # when the last byte came
+        self._pause_s = read_pause_s
+        self._parser, self._fold, self._text = EventParser(), ChunkFold(), ""
+        self._changed, self._over = threading.Condition(), False
+        self._leaving = ""
+        self._socket = socket.create_connection(("127.0.0.1", pair.port), LIMIT_S)
+        data = json.dumps(body).encode()
+        self._send(head("/v1/chat/completions", data, {"Connection": "close", **(headers or {})}) + data, send_pause_s)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    # ---- what came
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    @property
+    def status(self) -> int:
+        return self.response.status
+
+    @property
+    def text(self) -> str:
+        """Content that came so far; of a whole answer only once it is whole."""
+        return self._text
+
+    @property
+    def done(self) -> bool:
+        """A clean end: [DONE], or all of a JSON body."""
+        if self.response.is_stream:
+            return any(event.data == b"[DONE]" for event in self.events)
+        return self.response.whole and self.status == 200
+
+    @property
+    def error(self) -> str:
+        """What an error says, as an event or as a body; "" where there is none."""
+        for body in self._payloads():
+            if b'"error"' in body and (error := json.loads(body).get("error")):
+                return str(error["message"])
+        return ""
+
+    @property
+    def reply(self) -> Reply:
+        """The answer as one JSON, however it came.  Of one that ended well."""
+        assert self.done and not self.error, self.told
+        raw = json.dumps(self._fold.result()).encode() if self.response.is_stream else self.response.body
+        return Reply(self.status, self.response.headers, raw)
+
+    @property
+    def told(self) -> str:
+        """All of it, for a failing test."""
+        return f"{self.status} {self.failure} {self.error or self.response.body[-500:].decode(errors='replace')}"
+
+    def _payloads(self) -> list[bytes]:
+        if self.response.is_stream:
+            return [event.data for event in self.events]
+        return [self.response.body] if self.response.whole else []
+
+    # ---- waiting and leaving
+
+    def wait(self, reached: Callable[["Asked"], bool], what: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: reached(self) or self._over, LIMIT_S), f"{what}: {self.told}"
+        assert reached(self), f"{what}: {self.told}"
+
+    def wait_for_text(self) -> None:
+        self.wait(lambda asked: bool(asked.text), "no content")
+
+    def wait_until_over(self) -> "Asked":
+        self.wait(lambda asked: asked.over, "no end")
+        return self
+
+    def leave(self, how: str = "fin") -> None:
+        """Close the connection, now: in order ("fin"), or as a process that died does ("rst")."""
+        self._leaving = how
+        self._thread.join()
+
+    def _send(self, data: bytes, pause_s: float) -> None:
+        size = len(data) // SLOW_PIECES + 1 if pause_s else len(data)
+        for start in range(0, len(data), size):
+            time.sleep(pause_s)
+            self._socket.sendall(data[start : start + size])
+
+    # ---- the reader's thread
+
+    def _read(self) -> None:
+        try:
+            while not self._leaving and self._read_some():
+                time.sleep(self._pause_s)
+        except OSError as error:
+            self.failure = str(error)
+        if self._leaving == "rst":
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        self._socket.close()
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def _read_some(self) -> bool:
+        if not select.select([self._socket], [], [], GLANCE_S)[0]:
+            return True
+        data = self._socket.recv(READ_BYTES)
+        if not data:
+            self.failure = "" if self.response.whole else "the connection ended early"
+            return False
+        with self._changed:
+            self.moved = time.monotonic()
+            self._take(self.response.feed(data))
+            self._changed.notify_all()
+        return not self.response.whole
+
+    def _take(self, body: bytes) -> None:
+        if self.response.is_stream:
+            for event in self._parser.feed(body):
+                self.events.append(event)
+                if event.data.startswith(b"{") and "choices" in (chunk := json.loads(event.data)):
+                    self._add(chunk)
+        elif self.done:
+            self._text = self.reply.text
+
+    def _add(self, chunk: dict[str, Any]) -> None:
+        self._fold.add(chunk)
+        for choice in chunk["choices"]:
+            self._text += choice["delta"].get("content") or ""

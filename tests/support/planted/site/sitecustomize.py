@@ -1,0 +1,233 @@
+"""Faults in a real pair's processes, and a gate in the backend's; `planted.faults` has the other side.
+
+With this folder on PYTHONPATH, Python runs this file at the start of every process.  In proxy and backend it wraps each
+step of `warmline_common.storage.disk`, in the backend's also what the engine does in a step: a chunk of prefill
+("prefill"), the decode step that ends a prefill ("first"), a decode step of a group ("decode").  Before each one it
+looks into the folder that PLANTED_FOLDER names:
+
+- a socket `gate`: the engine's step is told there as a line of JSON, waits for a byte and, when it is over, says
+  `ended`; commands for the engine are told there too, once they are in its mailbox.  A gate that is gone stops nothing.
+- a file `order-PHASE` or `order-any`: its content is the fault to be had inside this step; the file becomes `taken`.
+- a file `disk-proxy` or `disk-backend`: what is to happen at steps of that process's disk; see `planted_disk`.
+- with PLANTED_BUGS set, a file `bug`: it names the one of `planted_bugs` that is on.
+
+PLANTED_MAP_BYTES is how large the proxy's map of its index is at first, PLANTED_RETRY_INTERVAL_S how soon it tries to
+save again.  PLANTED_RESTART_DELAY_S has `warmline serve` start again at once what died for the tenth time, too.
+"""
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+FOLDER = Path(os.environ["PLANTED_FOLDER"])
+BUGS = os.environ.get("PLANTED_BUGS")
+RESTART_DELAY_S = os.environ.get("PLANTED_RESTART_DELAY_S")
+CONFIGURATION_FAULT = 2  # an exit code after which nothing is started again
+
+
+# ---- faults, each inside a step, after the caches have moved on and before there is a token
+
+
+def fail() -> None:
+    """What mlx raises when a computation fails."""
+    import mlx.core as mx
+
+    mx.eval(mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu))
+
+
+def hang() -> None:
+    """Never returns; the other threads run on."""
+    threading.Event().wait()
+
+
+def freeze() -> NoReturn:
+    """Never returns and never gives the interpreter's lock away: nothing in this process runs any more."""
+    pause = ctypes.PyDLL(None).pause
+    while True:
+        pause()
+
+
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+def run_out_of_memory() -> None:
+    """As the kernel ends a process then."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "raise": fail,
+    "device": fail,
+    "hang": hang,
+    "freeze": freeze,
+    "segv": crash,
+    "abort": os.abort,  # as an error in one of Metal's command buffers ends a process
+    "oom": run_out_of_memory,
+}
+
+
+@contextlib.contextmanager
+def inside(model: Any, fault: str) -> Iterator[None]:
+    """Every call of the model has the fault, after its real work; of a broken device from now on."""
+    kind = type(model)
+    real = kind.__call__
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        computed = real(*arguments, **options)
+        FAULTS[fault]()
+        return computed
+
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        if fault != "device":
+            kind.__call__ = real
+
+
+def take_order(phase: str) -> str:
+    for name in (phase, "any"):
+        with contextlib.suppress(FileNotFoundError):
+            (FOLDER / f"order-{name}").rename(FOLDER / "taken")
+            return (FOLDER / "taken").read_text()
+    return ""
+
+
+# ---- the gate
+
+
+def gate() -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(FOLDER / "gate"))
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+def tell(connection: socket.socket, **message: object) -> None:
+    with contextlib.suppress(OSError):  # gone in this moment
+        connection.sendall(json.dumps({"process": os.getpid(), **message}).encode() + b"\n")
+
+
+@contextlib.contextmanager
+def passing(phase: str, requests: list[str]) -> Iterator[None]:
+    connection = gate()
+    if connection is None:
+        yield
+        return
+    with connection:
+        tell(connection, phase=phase, requests=requests)
+        with contextlib.suppress(OSError):
+            connection.recv(1)
+        yield
+        tell(connection, phase="ended")
+
+
+# ---- what is wrapped
+
+
+def wrap_step(kind: type, name: str, phase: str, sequences: Callable[[Any], list[Any]]) -> None:
+    real = getattr(kind, name)
+
+    @functools.wraps(real)
+    def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
+        members = sequences(self)
+        with passing(phase, [member.request.id for member in members]), contextlib.ExitStack() as stack:
+            if fault := take_order(phase):
+                stack.enter_context(inside(members[0].served.model, fault))
+            return real(self, *arguments, **options)
+
+    setattr(kind, name, wrapped)
+
+
+def wrap_ask(kind: type) -> None:
+    real = kind.ask  # type: ignore[attr-defined]
+
+    @functools.wraps(real)
+    def wrapped(self: Any, work: Callable[..., Any]) -> Any:
+        answer = real(self, work)
+        if connection := gate():
+            with connection:
+                tell(connection, asked=" ".join(work.__code__.co_names))
+        return answer
+
+    kind.ask = wrapped  # type: ignore[attr-defined]
+
+
+def plant_in_backend() -> None:
+    from warmline_backend.engine.engine import Engine
+    from warmline_backend.generation.sequence import Sequence
+    from warmline_backend.scheduler.decode_batch import DecodeGroup
+
+    wrap_step(Sequence, "prefill_chunk", "prefill", lambda one: [one])
+    wrap_step(Sequence, "decode_batch", "first", lambda one: [one])
+    wrap_step(DecodeGroup, "step", "decode", lambda group: list(group.sequences))
+    wrap_ask(Engine)
+
+
+def plant_in_proxy() -> None:
+    from warmline_proxy.index.index import Index
+    from warmline_proxy.pipeline.save_health import Persistence
+
+    if map_bytes := os.environ.get("PLANTED_MAP_BYTES"):
+        set_default(Index, "map_bytes", int(map_bytes))
+    if interval_s := os.environ.get("PLANTED_RETRY_INTERVAL_S"):
+        set_default(Persistence, "retry_interval_s", float(interval_s))
+
+
+def set_default(kind: type, name: str, value: object) -> None:
+    defaults = kind.__init__.__kwdefaults__  # type: ignore[misc]
+    assert name in defaults
+    defaults[name] = value
+
+
+def plant_in_disk(process: str) -> None:
+    from support.planted.site.planted_disk import Orders, wrap
+    from warmline_common.storage import disk
+
+    wrap(disk, Orders(FOLDER, process))
+
+
+def plant_bugs(process: str) -> None:
+    from support.planted.site import planted_bugs
+
+    plant = {"backend": planted_bugs.plant_in_backend, "proxy": planted_bugs.plant_in_proxy}[process]
+    plant(planted_bugs.active_in(FOLDER))
+
+
+def plant_in_serve(delay_s: float) -> None:
+    from warmline_run import supervisor as supervise
+
+    assert delay_s < supervise.RESTART_DELAY_MAX_S
+    supervise.RESTART_DELAY_FIRST_S = supervise.RESTART_DELAY_MAX_S = delay_s
+
+
+try:
+    if "warmline_backend" in sys.orig_argv:
+        plant_in_backend()
+        plant_in_disk("backend")
+        if BUGS:
+            plant_bugs("backend")
+    elif "warmline_proxy" in sys.orig_argv:
+        plant_in_proxy()
+        plant_in_disk("proxy")
+        if BUGS:
+            plant_bugs("proxy")
+    elif RESTART_DELAY_S and "serve" in sys.orig_argv:
+        plant_in_serve(float(RESTART_DELAY_S))
+except Exception:  # noqa: BLE001  a test must not pass for want of its fault
+    traceback.print_exc()
+    os._exit(CONFIGURATION_FAULT)

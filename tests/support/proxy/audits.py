@@ -1,0 +1,53 @@
+"""A conversation against the fake backend, and what its audits came to."""
+
+from collections.abc import Callable
+from typing import Any
+
+from support.proxy.fake_backend import FakeBackend
+from support.proxy.harness import Pair
+from warmline_common.protocol.messages import HEADER_BACKGROUND
+from warmline_proxy.store.rows import RequestRecord
+
+TEXT = "word " * 40
+ASKED = f"<user>{TEXT}\n<assistant>"
+QUESTIONS = ["And of Spain?", "And of Italy?", "And of Peru?"]
+COLLAPSED = ["!"] * 80
+
+
+def turn(number: int, backend: FakeBackend) -> dict[str, Any]:
+    """The conversation's turn of that number: 0 is cold, the others go on from what was said."""
+    said = "".join(backend.answer)
+    messages = [{"role": "user", "content": TEXT}]
+    for question in QUESTIONS[:number]:
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": question}]
+    return {"messages": messages}
+
+
+async def talk(proxy: Pair, turns: int = 2) -> list[str]:
+    """Where each turn started."""
+    return [(await proxy.chat(**turn(number, proxy.backend))).headers["X-Warmline-Cache"] for number in range(turns)]
+
+
+def metric(proxy: Pair, sample: str) -> Callable[[], Any]:
+    async def value() -> float:
+        async with proxy.client.get(f"{proxy.url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(sample))
+
+    return value
+
+
+async def audits(proxy: Pair, count: int = 1) -> None:
+    """Wait until so many have come to an end."""
+    counted = metric(proxy, "warmline_audits_total{")
+    while await counted() < count:
+        pass
+
+
+async def records(proxy: Pair) -> list[RequestRecord]:
+    """Oldest first."""
+    return (await proxy.settled())[::-1]
+
+
+def audited(backend: FakeBackend) -> int:
+    return sum(HEADER_BACKGROUND in headers for headers in backend.calls["generate"])

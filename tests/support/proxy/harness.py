@@ -1,0 +1,108 @@
+"""A proxy before a fake backend, both on real sockets of one event loop, the index a real one."""
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import aiohttp
+from aiohttp import web
+
+from support.proxy.fake_backend import FakeBackend
+from warmline_common.storage.home import Home
+from warmline_proxy.config import GB, Config
+from warmline_proxy.http.connections import listening
+from warmline_proxy.index.index import Index
+from warmline_proxy.routes.dispatch import build
+from warmline_proxy.store.rows import RequestRecord
+
+P = ParamSpec("P")
+TEST_TIMEOUT_S = 20.0
+
+
+def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Runs an async test on a fresh loop."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), TEST_TIMEOUT_S))
+
+    return run
+
+
+@dataclass
+class Pair:
+    app: web.Application
+    backend: FakeBackend
+    index: Index
+    home: Home
+    backend_url: str
+    url: str
+    client: aiohttp.ClientSession
+    stop_backend: Callable[[], Coroutine[Any, Any, None]]
+    stop_proxy: Callable[[], Coroutine[Any, Any, None]]
+
+    async def chat(
+        self, text: str = "What is the capital of France?", *, headers: dict[str, str] | None = None, **fields: Any
+    ) -> aiohttp.ClientResponse:
+        """A finished, not streamed answer to one user message, unless `messages` or `stream` say otherwise."""
+        body = {"model": "any", "messages": [{"role": "user", "content": text}], **fields}
+        response = await self.client.post(f"{self.url}/v1/chat/completions", json=body, headers=headers)
+        await response.read()
+        return response
+
+    async def status(self) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {self.home.secret()}"}
+        async with self.client.get(f"{self.url}/warmline/status", headers=headers) as response:
+            status: dict[str, Any] = await response.json()
+            return status
+
+    async def settled(self) -> list[RequestRecord]:
+        """Wait until what was answered is on disk; the records, newest first."""
+        while (await self.status())["settling"]:
+            pass
+        self.index.flush()
+        return self.index.requests()
+
+
+async def serve(app: web.Application, port: int = 0) -> tuple[web.AppRunner, int]:
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    return runner, runner.addresses[0][1]
+
+
+@asynccontextmanager
+async def pair(folder: Path, **settings: Any) -> AsyncIterator[Pair]:
+    home = Home(folder / "home")
+    home.prepare()
+    backend = FakeBackend(home)
+    below, backend_port = await serve(backend.app())
+    settings = {"disk_budget_bytes": GB, "port": 0, "audit_fraction": 0.0, **settings}  # no audits by chance
+    config = Config(home=home, backend_url=f"http://127.0.0.1:{backend_port}", **settings)
+    with Index(home, config.disk_budget_bytes) as index:
+        app = build(config, home.secret(), index)
+        async with listening(app, config) as above, aiohttp.ClientSession() as client:
+            yield Pair(
+                app,
+                backend,
+                index,
+                home,
+                config.backend_url,
+                f"http://127.0.0.1:{above.port}",
+                client,
+                below.cleanup,
+                above.close,
+            )
+    await below.cleanup()
+
+
+def perf_lines(caplog: Any) -> list[str]:
+    return [record.message for record in caplog.records if record.message.startswith("PERF ")]
+
+
+logging.getLogger("warmline_proxy").setLevel(logging.INFO)

@@ -1,0 +1,31 @@
+"""A proxy's figures in its tests, and waiting for what nobody tells of."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from support.metrics_text import Scraped
+from support.proxy.harness import Pair
+from warmline_proxy.routes.dispatch import LIVES
+
+
+async def scrape(proxy: Pair, **headers: str) -> Scraped:
+    async with proxy.client.get(f"{proxy.url}/metrics", headers=headers) as response:
+        assert response.status == 200
+        return Scraped(await response.text())
+
+
+async def until(true: Callable[[], Coroutine[Any, Any, bool]]) -> None:
+    while not await true():
+        pass
+
+
+async def when(true: Callable[[], object]) -> None:
+    while not true():  # noqa: ASYNC110  what it waits for tells nobody
+        await asyncio.sleep(0)
+
+
+async def ended(proxy: Pair) -> dict[tuple[str, ...], float]:
+    """Once all is over."""
+    await when(lambda: not len(proxy.app[LIVES]))
+    return (await scrape(proxy)).by("warmline_cancels_total", "phase", "by")

@@ -1,0 +1,81 @@
+"""What the tests of purges share: conversations, requests that are held, a compaction that takes its time."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from support.proxy.harness import Pair
+from warmline_common.protocol.tokens import namespace
+from warmline_proxy.index.index import Index
+
+ROOT = namespace("f" * 64)  # of who needs no key
+CALL_ID = "call_00112233445566778899aabb"
+FIRST = [{"role": "user", "content": "a long first question " * 8}]
+NEXT = [*FIRST, {"role": "assistant", "content": "Paris."}, {"role": "user", "content": "and then?"}]
+LONG = [{"role": "user", "content": "What begins alike " * 8 + "and ends otherwise than the other one. " * 4}]
+ALIKE = [{"role": "user", "content": "What begins alike " * 8 + "may be another matter altogether. " * 4}]
+LONGER = [*LONG, *NEXT[1:]]
+OTHER = [{"role": "user", "content": "something else " * 10}]
+
+
+async def purged(proxy: Pair, **what: Any) -> Any:
+    owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+    async with proxy.client.post(f"{proxy.url}/warmline/purge", json=what, headers=owner) as response:
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+
+async def spoken(proxy: Pair, messages: list[dict[str, str]]) -> str:
+    """Its conversation's id, once it is stored."""
+    await proxy.chat(messages=messages)
+    return (await proxy.settled())[0].session
+
+
+async def held(proxy: Pair, messages: list[dict[str, str]], key: str = "") -> "asyncio.Task[Any]":
+    """A request that is being answered, until the backend is let go on."""
+    proxy.backend.hold_after = 1
+    proxy.backend.holding.clear()
+    running = asyncio.create_task(proxy.chat(messages=messages, headers={"X-Api-Key": key} if key else None))
+    await proxy.backend.holding.wait()
+    return running
+
+
+async def let_go(proxy: Pair, running: "asyncio.Task[Any]") -> None:
+    proxy.backend.hold_after = None
+    proxy.backend.let_go.set()
+    assert (await running).status == 200
+    proxy.backend.let_go.clear()
+
+
+async def purged_while_read(
+    proxy: Pair, session: str, messages: list[dict[str, str]]
+) -> "tuple[asyncio.Task[Any], asyncio.Task[Any]]":
+    """(the request with these messages, whose restore reads until the backend may go on; the purge meanwhile)."""
+    proxy.backend.restart()
+    proxy.backend.restoring_allowed.clear()
+    running = asyncio.create_task(proxy.chat(messages=messages))
+    await proxy.backend.called("restore")
+    purge = asyncio.create_task(purged(proxy, session=session))
+    await proxy.backend.called("forget")
+    return running, purge
+
+
+@contextmanager
+def slow_compaction(proxy: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Event]:
+    """Within this the index is compacted only at its end; tells when somebody waits for that."""
+    began, may_go_on, loop, compact = asyncio.Event(), threading.Event(), asyncio.get_running_loop(), Index.compact
+
+    def compacting() -> None:
+        loop.call_soon_threadsafe(began.set)
+        may_go_on.wait()
+        compact(proxy.index)
+
+    monkeypatch.setattr(proxy.index, "compact", compacting)
+    try:
+        yield began
+    finally:
+        may_go_on.set()

@@ -1,0 +1,273 @@
+"""A storm over the real pair: all kinds of clients at once, while processes are killed and faults planted.
+
+    python tests/support/storm/storm.py --seconds 600 --seed 7       (`make chaos`)
+
+The seed decides who asks what and what happens next, not how the machine interleaves it.  In the last quarter nothing
+is killed any more, so that what the processes then hold has had the time to leak.
+"""
+
+import argparse
+import http.client
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support.pair.clients import Asked
+from support.pair.pair import WARMLINE, Pair
+from support.planted.faults import Planted
+from support.storm.clients import CROWD, PATIENCE_S, Client
+from support.storm.events import Fate
+from support.storm.log import Latency, Log, quantile
+from support.storm.prompts import LONG, Questions, ask_cold
+from warmline_common.protocol.messages import Vitals
+
+CACHECTL = str(Path(WARMLINE).with_name("cachectl"))
+FLAGS = (
+    *("--prefill-step-size", "128", "--partial-save-tokens", "512"),
+    *("--disk-budget-gb", "0.25", "--running-count-max", "8", "--queue-count-max", "32"),
+    *("--wedge-timeout-s", "3", "--stall-timeout-s", "30"),
+    *("--receive-timeout-s", "3", "--send-timeout-s", "3", "--drain-timeout-s", "2"),
+)
+MEMORY_GB_PER_TOKEN = 0.08 / 3_500  # of the longest prompt: three of these in memory, so residents are dropped
+RESTART_DELAY_S = 0.3
+DISTURBED_SHARE = 0.75
+PROBE_INTERVAL_S = 0.25
+REST_MAX_S = 0.3  # between two of one client's encounters
+IDLE_MAX_S = 60.0
+POLL_S = 0.1
+# What may be more than at the start: threads of pools that grow as needed (the backend's: one that writes, 4 that read,
+# 4 that restore, 2 that render, helpers), connections kept for the next request.
+SLACK = Vitals(tasks=0, threads=14, descriptors=4, bytes_unaccounted=1 << 20)
+
+
+@dataclass
+class Report:
+    seed: int
+    seconds: float
+    log: Log
+    wrong: list[str] = field(default_factory=list)
+    near_ties: int = 0
+    leaks: Counter[str] = field(default_factory=Counter)  # beyond SLACK
+    unclean: list[str] = field(default_factory=list)  # what is wrong with the home
+    printed: list[str] = field(default_factory=list)  # by the pair
+
+    @property
+    def failures(self) -> list[str]:
+        leaks = [f"leaked {count} {what}" for what, count in self.leaks.items() if count]
+        return [*self.log.problems, *self.wrong, *leaks, *self.unclean]
+
+    def table(self) -> str:
+        counts = self.log.counts
+        rows = [
+            ("seed", self.seed),
+            ("seconds", round(self.seconds)),
+            ("answered", counts["answered"]),
+            *((outcome, count) for outcome, count in sorted(counts.items()) if outcome != "answered"),
+            *((f"fault: {fault}", count) for fault, count in sorted(self.log.faults.items())),
+            ("backend started again", self._lines("the backend ", "starting it again")),
+            ("proxy started again", self._lines("the proxy ", "starting it again")),
+            ("killed as wedged", self._lines("is wedged and is killed")),
+            ("answered after being sent again", self._lines("PERF ", "outcome=ok", "dispatches=")),
+            ("near ties", self.near_ties),
+            ("wrong", len(self.wrong)),
+            ("hung", counts["hung"]),
+            *((f"leaked {what}", count) for what, count in self.leaks.items()),
+            *(
+                row
+                for beside in ("none", "part of a prefill", "a prefill", "a recovery")
+                for row in self._latency(beside)
+            ),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _lines(self, *words: str) -> int:
+        return sum(all(word in line for word in words) for line in self.printed)
+
+    def _latency(self, beside: str) -> list[tuple[str, str]]:
+        found = [latency.seconds for latency in self.log.latencies if latency.beside == beside]
+        what = f"small request beside {beside}"
+        return [(f"{what}, p50 p99", f"{quantile(found, 0.5):.3f} s  {quantile(found, 0.99):.3f} s  (n={len(found)})")]
+
+
+def run(seconds: float, seed: int, home: Path, model: Path, long: Sequence[int] = LONG) -> Report:
+    """Start a pair over `home`, let the storm go over it for so long, and see what is left.  Takes a minute longer.
+
+    `long`: tokens of its long prompts, about.
+    """
+    report = Report(seed, seconds, Log())
+    memory = ("--memory-budget-gb", f"{MEMORY_GB_PER_TOKEN * max(long):.4f}")
+    with Planted(RESTART_DELAY_S) as planted:
+        pair = Pair(home, model, *FLAGS, *memory, environment=planted.environment)
+        with pair:
+            questions = ask_cold(pair, random.Random(seed), long)
+            baseline = warm_up(pair, questions)
+            blow(pair, planted, questions, report)
+            planted.withdraw()
+            look_for_leaks(pair, baseline, report)
+            look_at_home(pair, report)
+        report.printed = pair.last_words()
+    compare(report)
+    return report
+
+
+def warm_up(pair: Pair, questions: Questions) -> dict[str, Vitals]:
+    """Have everything done once, in peace.  What the processes hold then is what they may hold."""
+    calm = Log()
+    blow_once(pair, questions, calm)
+    calm.released.set()
+    wait_until_idle(pair)
+    return vitals(pair)
+
+
+def blow_once(pair: Pair, questions: Questions, log: Log) -> None:
+    encounters = list(dict.fromkeys(encounter for kinds in CROWD for encounter in kinds))
+    clients = [Client(pair, questions, log, random.Random(number)) for number in range(len(encounters))]
+    threads = [threading.Thread(target=one, args=(client,)) for one, client in zip(encounters, clients, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def blow(pair: Pair, planted: Planted, questions: Questions, report: Report) -> None:
+    log, end = report.log, time.monotonic() + report.seconds
+    threads = [
+        threading.Thread(target=lived, args=(Client(pair, questions, log, dice_of(report.seed, number)), kinds))
+        for number, kinds in enumerate(CROWD)
+    ]
+    threads.append(threading.Thread(target=probe, args=(pair, questions, log)))
+    for thread in threads:
+        thread.start()
+    fate = Fate(pair, planted, log, dice_of(report.seed, -1))
+    while time.monotonic() < end - (1 - DISTURBED_SHARE) * report.seconds:
+        fate.strike()
+    log.released.wait(max(0.0, end - time.monotonic()))
+    log.released.set()
+    for thread in threads:
+        thread.join()
+
+
+def dice_of(seed: int, number: int) -> random.Random:
+    return random.Random(f"{seed} {number}")
+
+
+def lived(client: Client, kinds: list[Callable[[Client], None]]) -> None:
+    while not client.log.released.is_set():
+        began, kind = time.monotonic(), client.dice.choice(kinds)
+        try:
+            kind(client)
+        except OSError as error:
+            client.log.count("no connection")
+            if not client.log.disturbed_since(began):
+                client.log.problem(f"{kind.__name__}: {error!r}")
+        except Exception as error:  # noqa: BLE001  an answer that can't be read is a finding, too
+            client.log.problem(f"{kind.__name__}: {error!r}")
+        client.log.released.wait(client.dice.uniform(0, REST_MAX_S))
+
+
+def probe(pair: Pair, questions: Questions, log: Log) -> None:
+    """A small request, again and again: how long it takes while others are served, and while a long prompt is read."""
+    question = questions.small[0]
+    while not log.released.wait(PROBE_INTERVAL_S):
+        began, prefilling = time.monotonic(), log.prefilling()
+        try:
+            asked = Asked(pair, question.messages, **question.options)
+        except OSError:
+            continue
+        while not asked.over and time.monotonic() - asked.moved < PATIENCE_S:
+            time.sleep(0.001)
+        seconds = time.monotonic() - began
+        if log.ended(asked, question):
+            beside = {(True, True): "a prefill", (False, False): "none"}.get(
+                (prefilling, log.prefilling()), "part of a prefill"
+            )
+            log.latencies.append(Latency(seconds, "a recovery" if log.disturbed_since(began) else beside))
+
+
+# ---- afterwards
+
+
+def wait_until_idle(pair: Pair) -> None:
+    limit = time.monotonic() + IDLE_MAX_S
+    while not is_idle(pair) and time.monotonic() < limit:
+        time.sleep(POLL_S)
+
+
+def is_idle(pair: Pair) -> bool:
+    try:
+        proxy, backend = pair.proxy_status(), pair.status()
+    except (OSError, http.client.HTTPException, KeyError):
+        return False
+    held = proxy["lives"] + proxy["running"] + proxy["queued"] + proxy["settling"]
+    return backend.ready and not (held + backend.running + backend.queued)
+
+
+def vitals(pair: Pair) -> dict[str, Vitals]:
+    return {"proxy": Vitals(**pair.proxy_status()["vitals"]), "backend": pair.status().vitals}
+
+
+def look_for_leaks(pair: Pair, baseline: dict[str, Vitals], report: Report) -> None:
+    """Connections that were kept are given up after a while, so it waits until there is nothing left, or too long."""
+    wait_until_idle(pair)
+    limit = time.monotonic() + IDLE_MAX_S
+    while True:
+        report.leaks = leaks(pair, baseline)
+        if not report.leaks.total() or time.monotonic() > limit:
+            return
+        time.sleep(POLL_S)
+
+
+def leaks(pair: Pair, baseline: dict[str, Vitals]) -> "Counter[str]":
+    found, proxy, backend = Counter[str](), pair.proxy_status(), pair.status()
+    found["requests"] = proxy["lives"] + proxy["running"] + proxy["queued"] + backend.running + backend.queued
+    for process, now in vitals(pair).items():
+        for name, what in (("tasks",) * 2, ("threads",) * 2, ("descriptors",) * 2, ("bytes_unaccounted", "bytes")):
+            more = getattr(now, name) - getattr(baseline[process], name)
+            found[f"{what} ({process})"] = max(0, more - getattr(SLACK, name))
+    return found
+
+
+def look_at_home(pair: Pair, report: Report) -> None:
+    verify = [CACHECTL, "verify", "--deep", "--home", str(pair.home.root)]
+    done = subprocess.run(verify, capture_output=True, text=True)
+    if done.returncode:
+        report.unclean.append(done.stdout + done.stderr)
+    report.unclean += [f"a draft is left: {path}" for path in pair.home.segments.rglob(".*.tmp")]
+
+
+def compare(report: Report) -> None:
+    for question, reply in report.log.replies:
+        if fault := question.fault_of(reply):
+            report.wrong.append(f"{fault}; {question.messages[0]['content'][:40]!r} gave {reply.text[:80]!r}")
+        report.near_ties += question.nearly_tied(reply)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
+    parser.add_argument("--log", type=Path, help="write what the pair prints to this file")
+    given = parser.parse_args()
+    print(f"seed {given.seed}", flush=True)
+    from support.tiny_models import build
+
+    with tempfile.TemporaryDirectory(prefix="storm-") as folder:
+        report = run(given.seconds, given.seed, Path(folder) / "home", build("bench", Path(folder) / "bench"))
+    if given.log:
+        given.log.write_text("\n".join(report.printed))
+    print(report.table())
+    for failure in report.failures:
+        print(f"FAILED: {failure}")
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

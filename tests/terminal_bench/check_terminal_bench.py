@@ -1,0 +1,93 @@
+"""Terminal-Bench's agent on a real pair: `make terminal-bench`, which gives it a Python of its own.
+
+Its name keeps it out of `make test`, where that Python may not be.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.agent_model.agent_folder import build
+from support.pair.pair import Pair
+
+PYTHON = os.environ["WARMLINE_TERMINAL_BENCH_PYTHON"]
+AGENT = Path(__file__).parents[1] / "support" / "terminal_bench" / "terminal_bench_agent.py"
+KEY = "of-the-client"
+OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # LiteLLM would fetch prices
+TIMEOUT_S = 50  # it takes ten seconds; .ci/run gives all of this a minute
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    home, model = tmp_path_factory.mktemp("home"), build(tmp_path_factory.mktemp("models") / "agent")
+    with Pair(home, model, environment={**os.environ, "WARMLINE_CLIENT_KEY": KEY}) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def seen(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the agent says of all that it did, once it has done it."""
+    folder = tmp_path_factory.mktemp("work")
+    done = subprocess.run(
+        [PYTHON, str(AGENT), f"{pair.url}/v1", str(folder)],
+        env={"HOME": str(folder), "PATH": os.environ["PATH"], "OPENAI_API_KEY": KEY, **OFFLINE},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    pair.settle()
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def requests(pair: Pair, model: str) -> list[Any]:
+    """The records of the requests that named this model, oldest first."""
+    return [record for record in reversed(pair.requests()) if record["client_model"] == model]
+
+
+def assert_each_turn_starts_where_the_last_one_ended(turns: list[Any]) -> None:
+    """All of the last prompt is there; of the answer the client sends back no reasoning, so that is another text."""
+    for before, after in itertools.pairwise(turns):
+        assert after["cached_tokens"] >= before["prompt_tokens"], (before, after)
+
+
+def test_the_agent_does_its_task(pair: Pair, seen: Any) -> None:
+    assert seen["task"]["failure"] == "none"
+    assert seen["task"]["text"] == "Hello, world!\n"
+    said = [f"Episode {turn}: {count} commands" for turn, count in enumerate([1, 1, 0, 0])]
+    assert seen["task"]["commands"] == said
+    turns = requests(pair, "task")
+    assert len(turns) == 4 and {turn["outcome"] for turn in turns} == {"ok"}
+    assert_each_turn_starts_where_the_last_one_ended(turns)
+
+
+def test_a_chat_is_answered_right_and_warm(pair: Pair, seen: Any) -> None:
+    assert seen["chat"] == ["Paris.", "Tokyo."]
+    turns = requests(pair, "chat")
+    assert len(turns) == 2
+    assert_each_turn_starts_where_the_last_one_ended(turns)
+
+
+def test_an_answer_has_the_form_that_was_asked_for(seen: Any) -> None:
+    assert seen["structured"] == {"city": "Rome", "country": "Italy"}
+
+
+def test_a_prompt_that_is_too_long_is_known_for_that_at_once(pair: Pair, seen: Any) -> None:
+    assert seen["too-long"] == {"raised": "ContextLengthExceededError", "tries": 1}
+    assert len(requests(pair, "too-long")) <= 1  # never sent again
+
+
+def test_an_answer_that_is_cut_says_so(pair: Pair, seen: Any) -> None:
+    assert seen["cut"] == {"raised": "OutputLengthExceededError", "tries": 1}
+    assert len(requests(pair, "cut")) == 1
+
+
+def test_a_wrong_key_is_not_tried_again(pair: Pair, seen: Any) -> None:
+    assert seen["wrong-key"] == {"raised": "AuthenticationError", "tries": 1}
+    assert requests(pair, "wrong-key") == []
