@@ -25,37 +25,37 @@ from rich.console import Console
 from rich.table import Table
 from servers import (
     REQUEST_TIMEOUT_S,
-    Server,
-    ask,
-    blas_line,
-    calibrate,
-    conversation,
-    events,
+    BenchServer,
+    find_prompt_tokens,
+    format_blas,
+    make_conversation,
+    make_text,
     median,
-    mlx_lm_server,
-    noise,
+    read_events,
+    request_completion,
+    run_mlx_lm_server,
+    run_warmline,
     tiny_models,
-    warmline,
 )
 
 SMALL_PROMPT_TOKENS, SMALL_ANSWER_TOKENS = 40, 16
 STREAM_TOKENS_ALONE = 100
-ENDLESS_TOKENS = 20_000
-SMALL_COUNT_ALONE = 20
+STREAM_TOKENS_BESIDE = 20_000
+SMALL_REQUESTS_ALONE = 20
 
 
 @dataclass
-class Stream:
+class TimedStream:
     """One answer, read as it comes; `came` has the time.perf_counter() of each piece, which is a token, or a few where
     one alone is no text.
     """
 
-    came: list[float] = field(default_factory=list)
+    arrival_times: list[float] = field(default_factory=list)
 
-    def read(self, server: Server, tokens: int, stop: threading.Event) -> None:
+    def read(self, server: BenchServer, tokens: int, stop: threading.Event) -> None:
         body = {
             "model": "default_model",
-            "messages": [{"role": "user", "content": noise(SMALL_PROMPT_TOKENS, "stream")}],
+            "messages": [{"role": "user", "content": make_text(SMALL_PROMPT_TOKENS, "stream")}],
             "max_tokens": tokens,
             "temperature": 0,
             "stream": True,
@@ -63,20 +63,20 @@ class Stream:
         connection = HTTPConnection("127.0.0.1", server.port, timeout=REQUEST_TIMEOUT_S)
         headers = {"Content-Type": "application/json", **server.headers}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        for chunk in events(connection.getresponse()):
-            self.came += [time.perf_counter() for choice in chunk.get("choices") or () if choice.get("delta")]
+        for chunk in read_events(connection.getresponse()):
+            self.arrival_times += [time.perf_counter() for choice in chunk.get("choices") or () if choice.get("delta")]
             if stop.is_set():
                 break
         connection.close()
 
     def tokens_per_s(self, since: float = 0.0, until: float = math.inf) -> float:
-        within = [at for at in self.came if since <= at <= until]
+        within = [at for at in self.arrival_times if since <= at <= until]
         seconds = min(until, within[-1]) - max(since, within[0]) if len(within) > 1 else math.inf
         return (len(within) - 1) / seconds if seconds else math.nan
 
 
 @dataclass(frozen=True)
-class Measured:
+class BesideMeasurement:
     stream_alone: float  # tokens/s
     stream_beside: float
     small_alone: list[float]  # seconds for a whole small answer
@@ -85,39 +85,39 @@ class Measured:
     prefill_beside_s: float
 
 
-def small(server: Server, seed: object) -> float:
-    question = [{"role": "user", "content": noise(SMALL_PROMPT_TOKENS, (server.name, seed))}]
-    return ask(server, question, SMALL_ANSWER_TOKENS).total_s
+def time_small_request(server: BenchServer, seed: object) -> float:
+    question = [{"role": "user", "content": make_text(SMALL_PROMPT_TOKENS, (server.name, seed))}]
+    return request_completion(server, question, SMALL_ANSWER_TOKENS).total_s
 
 
-def measure(server: Server, tokens: int) -> Measured:
-    alone = Stream()
+def measure_server(server: BenchServer, tokens: int) -> BesideMeasurement:
+    alone = TimedStream()
     alone.read(server, STREAM_TOKENS_ALONE, threading.Event())
-    small_alone = [small(server, number) for number in range(SMALL_COUNT_ALONE)]
-    prefill_alone_s = ask(server, conversation(tokens, "alone"), 1).ttft_s
-    server.settle()
+    small_alone = [time_small_request(server, number) for number in range(SMALL_REQUESTS_ALONE)]
+    prefill_alone_s = request_completion(server, make_conversation(tokens, "alone"), 1).ttft_s
+    server.wait_until_saved()
 
-    stream, over = Stream(), threading.Event()
-    streaming = threading.Thread(target=stream.read, args=(server, ENDLESS_TOKENS, over))
+    stream, over = TimedStream(), threading.Event()
+    streaming = threading.Thread(target=stream.read, args=(server, STREAM_TOKENS_BESIDE, over))
     streaming.start()
-    while not stream.came:
+    while not stream.arrival_times:
         time.sleep(0.01)
     began, ended = time.perf_counter(), math.nan
     prefilled = threading.Event()
 
     def prefill() -> None:
         nonlocal ended
-        ask(server, conversation(tokens, "beside"), 1)
+        request_completion(server, make_conversation(tokens, "beside"), 1)
         ended = time.perf_counter()
         prefilled.set()
 
     threading.Thread(target=prefill).start()
     small_beside: list[float] = []
     while not prefilled.is_set():
-        small_beside.append(small(server, f"beside {len(small_beside)}"))
+        small_beside.append(time_small_request(server, f"beside {len(small_beside)}"))
     over.set()
     streaming.join()
-    return Measured(
+    return BesideMeasurement(
         alone.tokens_per_s(),
         stream.tokens_per_s(began, ended),
         small_alone,
@@ -131,7 +131,7 @@ def percentile(values: Sequence[float], share: int) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[share - 1] if len(values) > 1 else values[0]
 
 
-def table(measured: dict[str, Measured], tokens: int) -> Table:
+def render_table(measurements: dict[str, BesideMeasurement], tokens: int) -> Table:
     shown = Table(title=f"Beside one prefill of {tokens:,} tokens")
     for heading in (
         "",
@@ -145,7 +145,7 @@ def table(measured: dict[str, Measured], tokens: int) -> Table:
         "prefill beside",
     ):
         shown.add_column(heading, justify="left" if not heading else "right")
-    for name, each in measured.items():
+    for name, each in measurements.items():
         shown.add_row(
             name,
             f"{each.stream_alone:.1f} tok/s",
@@ -164,16 +164,16 @@ def run(options: argparse.Namespace, console: Console) -> None:
     with tempfile.TemporaryDirectory(prefix="warmline-bench-") as folder:
         place = Path(folder)
         model = options.model or tiny_models.build("bench", place / "model")
-        console.print(f"{blas_line()}\n{options.model or 'llama, 8 layers, 256 wide, float32'}")
-        measured: dict[str, Measured] = {}
-        with warmline(model, place / "home", place / "warmline.log") as (pair, _):
-            tokens = options.tokens or calibrate(pair, options.long_s)
-            pair.settle()
-            measured[pair.name] = measure(pair, tokens)
+        console.print(f"{format_blas()}\n{options.model or 'llama, 8 layers, 256 wide, float32'}")
+        measured: dict[str, BesideMeasurement] = {}
+        with run_warmline(model, place / "home", place / "warmline.log") as (pair, _):
+            tokens = options.tokens or find_prompt_tokens(pair, options.long_s)
+            pair.wait_until_saved()
+            measured[pair.name] = measure_server(pair, tokens)
         if not options.no_peer:
-            with mlx_lm_server(model, place / "mlx_lm.log") as peer:
-                measured[peer.name] = measure(peer, tokens)
-        console.print(table(measured, tokens))
+            with run_mlx_lm_server(model, place / "mlx_lm.log") as peer:
+                measured[peer.name] = measure_server(peer, tokens)
+        console.print(render_table(measured, tokens))
 
 
 def main() -> None:

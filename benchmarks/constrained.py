@@ -22,21 +22,21 @@ from typing import Any
 
 import mlx.core as mx
 from rich.console import Console
-from rows import Rows
-from servers import blas_line, environment, tiny_models
+from rows import StreamingTable
+from servers import format_blas, make_environment, tiny_models
 
 from warmline_backend import demo
-from warmline_backend.generation.sequence import Event, Generation, Piece
-from warmline_backend.model.model import ServedModel, load
+from warmline_backend.generation.sequence import GenerationEvent, GenerationRequest, TokenEvent
+from warmline_backend.model.model import ServedModel, load_served_model
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
-from warmline_backend.structured_output.compiler import Grammars
+from warmline_backend.structured_output.compiler import GrammarCompiler
 from warmline_backend.structured_output.constraint import Constraint
 from warmline_common.storage.home import Home
 
-TOGETHER = (1, 4)
+BATCH_SIZES = (1, 4)
 PROMPT_TOKENS = 64
-WARMED_STEPS = 8
+WARM_UP_STEPS = 8
 MEMORY_BYTES = 4 << 30
 SCHEMA: dict[str, Any] = {
     "type": "array",
@@ -67,122 +67,124 @@ WIDTHS = {
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchModel:
     name: str
     served: ServedModel
-    grammars: Grammars
+    grammars: GrammarCompiler
     constraint: Constraint
     compiled_s: float  # the tokenizer converted, and the grammar
 
     @classmethod
-    def of(cls, name: str, folder: Path) -> "Subject":
-        served = load(str(folder), name)
-        grammars, began = Grammars(served.tokenizer, served.vocabulary_size), time.perf_counter()
-        constraint = grammars.constraint("completion", {"structured_outputs": {"json": SCHEMA}}, None, "")
+    def load(cls, name: str, folder: Path) -> "BenchModel":
+        served = load_served_model(str(folder), name)
+        grammars, began = GrammarCompiler(served.tokenizer, served.vocabulary_size), time.perf_counter()
+        constraint = grammars.build_constraint("completion", {"structured_outputs": {"json": SCHEMA}}, None, "")
         assert constraint is not None
         return cls(name, served, grammars, constraint, time.perf_counter() - began)
 
 
-def subjects(options: argparse.Namespace, place: Path) -> Iterator[Subject]:
+def load_models(options: argparse.Namespace, place: Path) -> Iterator[BenchModel]:
     if options.model:
-        yield Subject.of(options.model.name, options.model)
+        yield BenchModel.load(options.model.name, options.model)
         return
     if options.shape:
         import large_models  # which makes arrays on the device as it is imported
 
-        large_models.build(options.shape, place / options.shape)
-        yield Subject.of(options.shape, place / options.shape)
+        large_models.build_model(options.shape, place / options.shape)
+        yield BenchModel.load(options.shape, place / options.shape)
         return
-    yield Subject.of("tiny", tiny_models.build("bench", place / "tiny"))
+    yield BenchModel.load("tiny", tiny_models.build("bench", place / "tiny"))
     try:
-        yield Subject.of("demo", demo.prepare(Home(place / "home"), "float32"))
-    except demo.DemoUnavailable as problem:
+        yield BenchModel.load("demo", demo.prepare_demo_model(Home(place / "home"), "float32"))
+    except demo.DemoUnavailableError as problem:
         print(f"no demo model: {problem}", file=sys.stderr)
 
 
-class Side:
+class DecodeBench:
     """Sequences that decode together, all free or all held to the schema."""
 
-    def __init__(self, subject: Subject, together: int, tokens: int, *, held: bool) -> None:
+    def __init__(self, subject: BenchModel, batch_size: int, tokens: int, *, is_constrained: bool) -> None:
         settings = SchedulerSettings(
             boot="bench",
             memory_budget_bytes=MEMORY_BYTES,
             prefill_step_size=2048,
-            running_count_max=together,
+            running_count_max=batch_size,
             keeps_residents=False,
         )
-        self._scheduler, self._heard = Scheduler(subject.served, settings), [0] * together
-        for number in range(together):
-            self._scheduler.submit(self._generation(subject, number, tokens, held=held))
-        self._steps = self._endless()
-        while not all(self._heard):
+        self._scheduler, self._token_counts = Scheduler(subject.served, settings), [0] * batch_size
+        for number in range(batch_size):
+            self._scheduler.submit(self._make_generation(subject, number, tokens, is_constrained=is_constrained))
+        self._steps = self._run_steps()
+        while not all(self._token_counts):
             next(self._steps)
 
-    def _generation(self, subject: Subject, number: int, tokens: int, *, held: bool) -> Generation:
-        def listener(event: Event) -> None:
-            self._heard[number] += isinstance(event, Piece)
+    def _make_generation(
+        self, subject: BenchModel, number: int, tokens: int, *, is_constrained: bool
+    ) -> GenerationRequest:
+        def listener(event: GenerationEvent) -> None:
+            self._token_counts[number] += isinstance(event, TokenEvent)
 
-        return Generation(
+        return GenerationRequest(
             id=f"{number}",
             prompt=[33 + number] * PROMPT_TOKENS,
             params=GenerationParams(max_tokens=tokens, temperature=0.7, seed=number, ignore_eos=True),
             listener=listener,
-            guide=subject.grammars.guide(subject.constraint) if held else None,
-            kept=False,
+            matcher=subject.grammars.create_matcher(subject.constraint) if is_constrained else None,
+            leaves_resident=False,
         )
 
-    def _endless(self) -> Iterator[None]:
+    def _run_steps(self) -> Iterator[None]:
         while True:
-            yield from self._scheduler.turn()
+            yield from self._scheduler.step()
 
-    def rate(self, steps: int) -> float:
+    def measure_rate(self, steps: int) -> float:
         """Tokens per second over some steps, the work that they leave on its way included."""
-        began, before = time.perf_counter(), sum(self._heard)
+        began, before = time.perf_counter(), sum(self._token_counts)
         for _ in range(steps):
             next(self._steps)
         mx.synchronize()
-        return (sum(self._heard) - before) / (time.perf_counter() - began)
+        return (sum(self._token_counts) - before) / (time.perf_counter() - began)
 
 
-def measure(subject: Subject, options: argparse.Namespace, rows: Rows) -> None:
-    for together in TOGETHER:
-        tokens = (options.rounds + 2) * options.steps + 2 * WARMED_STEPS
-        sides = [Side(subject, together, tokens, held=held) for held in (False, True)]
+def measure_model(subject: BenchModel, options: argparse.Namespace, rows: StreamingTable) -> None:
+    for together in BATCH_SIZES:
+        tokens = (options.rounds + 2) * options.steps + 2 * WARM_UP_STEPS
+        sides = [DecodeBench(subject, together, tokens, is_constrained=held) for held in (False, True)]
         for side in sides:
-            side.rate(WARMED_STEPS)
-        pairs = [_pair(sides, options.steps, number) for number in range(options.rounds)]
+            side.measure_rate(WARM_UP_STEPS)
+        pairs = [_measure_pair(sides, options.steps, number) for number in range(options.rounds)]
         free, held = (statistics.median(side) for side in zip(*pairs, strict=True))
         ratios = sorted(one_held / one_free for one_free, one_held in pairs)
-        rows.add(
+        rows.add_row(
             subject.name,
             str(subject.served.vocabulary_size),
             str(together),
             f"{free:.1f}",
             f"{held:.1f}",
             f"{statistics.median(ratios):.3f}",
-            _quartiles(ratios),
+            _format_quartiles(ratios),
             f"{subject.compiled_s * 1e3:.0f} ms",
         )
 
 
-def _pair(sides: Sequence[Side], steps: int, number: int) -> tuple[float, float]:
+def _measure_pair(sides: Sequence[DecodeBench], steps: int, number: int) -> tuple[float, float]:
     """Without and with; which goes first alternates."""
     first = number % 2
-    rates = {place: sides[place].rate(steps) for place in (first, 1 - first)}
+    rates = {place: sides[place].measure_rate(steps) for place in (first, 1 - first)}
     return rates[0], rates[1]
 
 
-def _quartiles(ratios: Sequence[float]) -> str:
+def _format_quartiles(ratios: Sequence[float]) -> str:
     if len(ratios) < 2:
         return ""
     low, _, high = statistics.quantiles(ratios, n=4)
     return f"{low:.3f} to {high:.3f}"
 
 
-def have_fast_blas() -> None:
+def ensure_fast_blas() -> None:
     """Start this script anew with it where it isn't loaded: it has to be before mlx."""
-    if environment().get("LD_PRELOAD") != os.environ.get("LD_PRELOAD"):
-        os.execve(sys.executable, sys.orig_argv, environment())
+    if make_environment().get("LD_PRELOAD") != os.environ.get("LD_PRELOAD"):
+        os.execve(sys.executable, sys.orig_argv, make_environment())
 
 
 def main() -> None:
@@ -195,15 +197,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.steps = 4, 8
-    have_fast_blas()
+    ensure_fast_blas()
     console = Console(width=150)
     device = mx.device_info().get("device_name") or platform.machine()
     versions = f"mlx {metadata.version('mlx')}; llguidance {metadata.version('llguidance')}"
-    console.print(f"{device}; {versions}; {blas_line()}")
+    console.print(f"{device}; {versions}; {format_blas()}")
     with tempfile.TemporaryDirectory(prefix="warmline-constrained-") as place:
-        rows = Rows(console, "decoding, free and with a schema", WIDTHS)
-        for subject in subjects(options, Path(place)):
-            measure(subject, options, rows)
+        rows = StreamingTable(console, "decoding, free and with a schema", WIDTHS)
+        for subject in load_models(options, Path(place)):
+            measure_model(subject, options, rows)
             mx.clear_cache()
 
 

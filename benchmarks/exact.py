@@ -17,11 +17,21 @@ from pathlib import Path
 
 import large_models
 from rich.console import Console
-from rows import Rows
-from servers import Answer, Message, Server, ask, blas_line, median, noise, tiny_models, warmline
+from rows import StreamingTable
+from servers import (
+    BenchServer,
+    Message,
+    TimedAnswer,
+    format_blas,
+    make_text,
+    median,
+    request_completion,
+    run_warmline,
+    tiny_models,
+)
 
 KILLED_AFTER = (4, 7)  # turns
-LIKELIEST = 20
+TOP_LOGPROBS = 20
 WIDTHS = {
     "turn": 15,
     "prompt": 7,
@@ -35,17 +45,17 @@ WIDTHS = {
 
 
 @dataclass(frozen=True)
-class Turn:
-    warm: Answer
-    cold: Answer
-    killed: bool  # everything was killed just before it
+class TurnPair:
+    warm: TimedAnswer
+    cold: TimedAnswer
+    is_after_kill: bool  # everything was killed just before it
 
     @property
-    def numbers(self) -> int:
+    def logprob_count(self) -> int:
         return sum(len(place) for place in self.warm.logprobs)
 
     @property
-    def places_alike(self) -> int:
+    def common_tokens(self) -> int:
         """Up to the first token that differs: from there on the two answer different prompts."""
         tokens = ([place[0][0] for place in answer.logprobs] for answer in (self.warm, self.cold))
         alike = 0
@@ -58,53 +68,55 @@ class Turn:
     @property
     def largest_difference(self) -> float:
         """Of a log-probability, over the places that are alike and the next one."""
-        pairs = list(zip(self.warm.logprobs, self.cold.logprobs, strict=False))[: self.places_alike + 1]
-        return max((difference(one, other) for one, other in pairs), default=0.0)
+        pairs = list(zip(self.warm.logprobs, self.cold.logprobs, strict=False))[: self.common_tokens + 1]
+        return max((logprob_difference(one, other) for one, other in pairs), default=0.0)
 
     @property
-    def equal(self) -> bool:
+    def is_equal(self) -> bool:
         return self.warm.text == self.cold.text and self.warm.logprobs == self.cold.logprobs
 
 
-def difference(one: Sequence[tuple[str, float]], other: Sequence[tuple[str, float]]) -> float:
+def logprob_difference(one: Sequence[tuple[str, float]], other: Sequence[tuple[str, float]]) -> float:
     """The largest, over the likeliest tokens that both name."""
     theirs = dict(other[1:])
     return max((abs(value - theirs[token]) for token, value in one[1:] if token in theirs), default=0.0)
 
 
-def conversation(pair: Server, direct: Server, turns: int, tokens_a_turn: int, answer_tokens: int) -> Iterator[Turn]:
-    messages: list[Message] = [{"role": "system", "content": noise(200, "system")}]
+def run_conversation(
+    pair: BenchServer, direct: BenchServer, turns: int, tokens_a_turn: int, answer_tokens: int
+) -> Iterator[TurnPair]:
+    messages: list[Message] = [{"role": "system", "content": make_text(200, "system")}]
     for number in range(turns):
         killed = number in KILLED_AFTER
         if killed:
-            pair.settle()
+            pair.wait_until_saved()
             pair.kill_and_start()
-        messages.append({"role": "user", "content": noise(tokens_a_turn, number)})
+        messages.append({"role": "user", "content": make_text(tokens_a_turn, number)})
         sampling = {"temperature": 0.8, "seed": number} if number % 2 else {"temperature": 0}
-        options = {**sampling, "logprobs": True, "top_logprobs": LIKELIEST, "ignore_eos": True}
-        warm = ask(pair, messages, answer_tokens, **options)
-        pair.settle()
-        cold = ask(direct, messages, answer_tokens, **options)
+        options = {**sampling, "logprobs": True, "top_logprobs": TOP_LOGPROBS, "ignore_eos": True}
+        warm = request_completion(pair, messages, answer_tokens, **options)
+        pair.wait_until_saved()
+        cold = request_completion(direct, messages, answer_tokens, **options)
         messages.append({"role": "assistant", "content": warm.text})
-        yield Turn(warm, cold, killed)
+        yield TurnPair(warm, cold, killed)
 
 
-def cells(number: int, turn: Turn) -> list[str]:
+def format_cells(number: int, turn: TurnPair) -> list[str]:
     """One row of WIDTHS."""
     return [
-        f"{number}{' after kill -9' if turn.killed else ''}",
+        f"{number}{' after kill -9' if turn.is_after_kill else ''}",
         f"{turn.warm.prompt_tokens:,}",
         f"{turn.warm.cached_tokens:,}",
         f"{turn.warm.ttft_s:.2f} s",
         f"{turn.cold.ttft_s:.2f} s",
-        f"{turn.numbers:,}",
+        f"{turn.logprob_count:,}",
         f"{turn.largest_difference:.1e}" if turn.largest_difference else "0",
-        "bit for bit" if turn.equal else "text" if turn.warm.text == turn.cold.text else "no",
+        "bit for bit" if turn.is_equal else "text" if turn.warm.text == turn.cold.text else "no",
     ]
 
 
-def summary(mode: str, turns: Sequence[Turn]) -> str:
-    equal = sum(turn.equal for turn in turns)
+def format_summary(mode: str, turns: Sequence[TurnPair]) -> str:
+    equal = sum(turn.is_equal for turn in turns)
     warm, cold = (median([getattr(turn, name).ttft_s for turn in turns[1:]]) for name in ("warm", "cold"))
     computed = median([turn.warm.prompt_tokens - turn.warm.cached_tokens for turn in turns[1:]])
     return (
@@ -123,18 +135,18 @@ def run(options: argparse.Namespace, console: Console) -> None:
             tiny_models.build("bench", model)
             what = "llama, 8 layers, 256 wide, float32"
         elif not options.model:
-            parameters = large_models.build(options.shape, model)
+            parameters = large_models.build_model(options.shape, model)
             what = f"{options.shape}, {parameters / 1e9:.2f}B parameters, bfloat16, random weights"
-        console.print(f"{blas_line()}\n{os.cpu_count()} cores; {what}")
+        console.print(f"{format_blas()}\n{os.cpu_count()} cores; {what}")
         for mode in options.modes:
             flags = ("--reuse", mode, "--audit-fraction", "0")
-            rows, turns = Rows(console, f"reuse = {mode}", WIDTHS), list[Turn]()
-            with warmline(model, place / f"home-{mode}", logs / f"{mode}.log", *flags) as (pair, direct):
+            rows, turns = StreamingTable(console, f"reuse = {mode}", WIDTHS), list[TurnPair]()
+            with run_warmline(model, place / f"home-{mode}", logs / f"{mode}.log", *flags) as (pair, direct):
                 tokens = options.tokens // options.turns
-                for turn in conversation(pair, direct, options.turns, tokens, options.answer_tokens):
+                for turn in run_conversation(pair, direct, options.turns, tokens, options.answer_tokens):
                     turns.append(turn)
-                    rows.add(*cells(len(turns), turn))
-            console.print(summary(mode, turns))
+                    rows.add_row(*format_cells(len(turns), turn))
+            console.print(format_summary(mode, turns))
 
 
 def main() -> None:

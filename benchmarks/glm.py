@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import glm_moe_dsa as mlx_lms
 from mlx_lm.models.cache import CacheList
 from rich.console import Console
-from rows import Rows
+from rows import StreamingTable
 
 from warmline_backend.model.architectures import glm_moe_dsa as ours
 
@@ -51,12 +51,12 @@ def main() -> None:
     parser.add_argument("--bits", type=int, choices=(16, 32), default=32, help="bfloat16 or float32")
     given = parser.parse_args()
     dtype = mx.bfloat16 if given.bits == 16 else mx.float32
-    own = _model(ours.Model(ours.ModelArgs.from_dict({**CONFIG, "indexer_types": ["full", "shared"]})), dtype)
-    peer = _model(mlx_lms.Model(mlx_lms.ModelArgs.from_dict(CONFIG)), dtype)
+    own = _prepare_model(ours.Model(ours.ModelArgs.from_dict({**CONFIG, "indexer_types": ["full", "shared"]})), dtype)
+    peer = _prepare_model(mlx_lms.Model(mlx_lms.ModelArgs.from_dict(CONFIG)), dtype)
     console = Console()
     title = f"a chunk of {given.chunk} tokens and a step, two layers, {dtype}, medians of {given.repeats}"
     widths = {"tokens": 8, "model": 12, "chunk": 9, "a token": 9, "peak above rest": 9, "step": 9}
-    rows = Rows(console, title, widths)
+    rows = StreamingTable(console, title, widths)
     for tokens in map(int, given.tokens.split(",")):
         contenders = {"ours": (own, GATHERED_FROM), "masked": (own, 1 << 40), "mlx-lm": (peer, 0)}
         measured: dict[str, list[tuple[float, int, float]]] = {name: [] for name in contenders}
@@ -67,7 +67,7 @@ def main() -> None:
         for name, runs in measured.items():
             chunk_s, peak, step_s = (statistics.median(values) for values in zip(*runs[1:], strict=True))
             token_ms = 1e3 * chunk_s / given.chunk
-            rows.add(
+            rows.add_row(
                 f"{tokens:,}",
                 name,
                 f"{chunk_s:.2f} s",
@@ -77,7 +77,7 @@ def main() -> None:
             )
 
 
-def _model(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
+def _prepare_model(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
     model.load_weights([(name, array.astype(dtype)) for name, array in tree_flatten(model.parameters())])
     mx.eval(model.parameters())
     return model
@@ -85,22 +85,22 @@ def _model(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
 
 def _measure(model: nn.Module, tokens: int, chunk: int, dtype: mx.Dtype) -> tuple[float, int, float]:
     """Seconds of a chunk, the memory that it took at its peak beyond what it started with, seconds of a step."""
-    caches = _filled(model, tokens, dtype)
+    caches = _make_filled_caches(model, tokens, dtype)
     held = mx.get_active_memory()
     mx.reset_peak_memory()
-    chunk_s = _timed(lambda: model(mx.array([list(range(chunk))]) % 256, cache=caches), caches)
+    chunk_s = _time_compute(lambda: model(mx.array([list(range(chunk))]) % 256, cache=caches), caches)
     peak = mx.get_peak_memory() - held
-    steps = [_timed(lambda: model(mx.array([[7]]), cache=caches), caches) for _ in range(STEPS)]
+    steps = [_time_compute(lambda: model(mx.array([[7]]), cache=caches), caches) for _ in range(STEPS)]
     return chunk_s, peak, statistics.median(steps)
 
 
-def _timed(compute: Callable[[], mx.array], caches: list[CacheList]) -> float:
+def _time_compute(compute: Callable[[], mx.array], caches: list[CacheList]) -> float:
     started = time.perf_counter()
     mx.eval(compute(), [layer.state for layer in caches])
     return time.perf_counter() - started
 
 
-def _filled(model: nn.Module, tokens: int, dtype: mx.Dtype) -> list[CacheList]:
+def _make_filled_caches(model: nn.Module, tokens: int, dtype: mx.Dtype) -> list[CacheList]:
     """Caches as if `tokens` had been prefilled, with room for what comes."""
     caches: list[CacheList] = model.make_cache()
     mx.eval(model(mx.array([[1]]), cache=caches), [layer.state for layer in caches])

@@ -61,13 +61,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(shape: str, folder: Path, seed: int = 3) -> int:
+def build_model(shape: str, folder: Path, seed: int = 3) -> int:
     """Make the model in `folder`; the number of its parameters."""
     config = SHAPES[shape]
     architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(seed)
     model = architecture.Model(architecture.ModelArgs.from_dict(config))
-    model.update(tree_map(_scaled, model.parameters()))
+    model.update(tree_map(_scale_parameter, model.parameters()))
     weights = dict(tree_flatten(model.parameters()))
     (head,) = (name for name in weights if name.endswith("lm_head.weight"))
     allowed = tiny_models.output_scale(stops=False)
@@ -81,7 +81,7 @@ def build(shape: str, folder: Path, seed: int = 3) -> int:
     return sum(array.size for array in weights.values())
 
 
-def _scaled(parameter: mx.array) -> mx.array:
+def _scale_parameter(parameter: mx.array) -> mx.array:
     if not mx.issubdtype(parameter.dtype, mx.floating):
         return parameter
     return (parameter * 3.0 if parameter.ndim == 2 else parameter).astype(mx.bfloat16)

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from restart import next_turn
+from restart import make_next_turn
 from rich.console import Console
-from rows import Rows
-from servers import Message, Server, ask, blas_line, median, noise, tiny_models, warmline
+from rows import StreamingTable
+from servers import BenchServer, Message, format_blas, make_text, median, request_completion, run_warmline, tiny_models
 
 from warmline_common.storage import disk
 
@@ -41,17 +41,17 @@ BLOCK_BYTES = 8 << 20
 WIDTHS = {"": 32, "median": 10, "fastest": 10, "slowest": 10, "bytes": 10, "a second": 10}
 
 
-class Home:
+class BenchHome:
     """A home under a running pair, and the commands that are measured on it."""
 
     def __init__(self, home: Path, place: Path) -> None:
         self._home, self.archive, self._copy = home, place / "talk.warmline", place / "copy"
 
-    def cachectl(self, *words: str) -> Any:
-        command = [sys.executable, "-c", CACHECTL, *words, "--home", str(self._home), "--json"]
+    def run_cachectl(self, *arguments: str) -> Any:
+        command = [sys.executable, "-c", CACHECTL, *arguments, "--home", str(self._home), "--json"]
         done = subprocess.run(command, capture_output=True, check=False)
         if done.returncode:
-            raise SystemExit(f"cachectl {' '.join(words)} ended with {done.returncode}: {done.stderr.decode()}")
+            raise SystemExit(f"cachectl {' '.join(arguments)} ended with {done.returncode}: {done.stderr.decode()}")
         return json.loads(done.stdout)
 
     @property
@@ -62,13 +62,13 @@ class Home:
     def bytes_stored(self) -> int:
         return sum(path.stat().st_size for path in self.files)
 
-    def copy(self) -> None:
+    def copy_archive(self) -> None:
         with self.archive.open("rb") as source, FileIO(self._copy, "wb") as target:
             while block := source.read(BLOCK_BYTES):
                 disk.write(target, block)
             disk.sync(target)
 
-    def read_all(self) -> None:
+    def read_segments(self) -> None:
         buffer = bytearray(BLOCK_BYTES)
         for path in self.files:
             with path.open("rb", buffering=0) as file:
@@ -76,67 +76,73 @@ class Home:
                     pass
 
 
-class Measured:
+class StepTimings:
     """Seconds and bytes of each thing that is done each round."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
 
-    def time(self, what: str, act: Callable[[], object], bytes_count: Callable[[], int] = lambda: 0) -> None:
+    def measure(self, step: str, action: Callable[[], object], bytes_count: Callable[[], int] = lambda: 0) -> None:
         before, began = bytes_count(), time.perf_counter()
-        act()
-        self.seconds.setdefault(what, []).append(time.perf_counter() - began)
-        self.bytes[what] = abs(bytes_count() - before)
+        action()
+        self.seconds.setdefault(step, []).append(time.perf_counter() - began)
+        self.bytes[step] = abs(bytes_count() - before)
 
-    def print(self, console: Console, title: str) -> None:
-        rows = Rows(console, title, WIDTHS)
+    def print_table(self, console: Console, title: str) -> None:
+        rows = StreamingTable(console, title, WIDTHS)
         for what, seconds in self.seconds.items():
             middle, size = median(seconds), self.bytes[what]
             times = (f"{each:.3f} s" for each in (middle, min(seconds), max(seconds)))
-            rows.add(what, *times, *((f"{size / 1e6:.1f} MB", f"{size / middle / 1e9:.2f} GB") if size else ("", "")))
+            rows.add_row(
+                what, *times, *((f"{size / 1e6:.1f} MB", f"{size / middle / 1e9:.2f} GB") if size else ("", ""))
+            )
 
 
-def rounds(home: Home, repeats: int) -> Measured:
+def run_rounds(home: BenchHome, repeats: int) -> StepTimings:
     """The conversation with the most tokens is taken out and put back."""
-    measured = Measured()
+    measured = StepTimings()
     for _ in range(repeats):
-        session = max(home.cachectl("ls")["sessions"], key=lambda each: each["tokens"])["id"]
-        measured.time("ls", lambda: home.cachectl("ls"))
+        session = max(home.run_cachectl("ls")["sessions"], key=lambda each: each["tokens"])["id"]
+        measured.measure("ls", lambda: home.run_cachectl("ls"))
         home.archive.unlink(missing_ok=True)
 
         def size() -> int:
             return home.archive.stat().st_size if home.archive.exists() else 0
 
-        measured.time("export", lambda name=session: home.cachectl("export", name, str(home.archive)), size)
-        measured.time("  limit: copy and sync", home.copy)
+        measured.measure("export", lambda name=session: home.run_cachectl("export", name, str(home.archive)), size)
+        measured.measure("  limit: copy and sync", home.copy_archive)
         measured.bytes["  limit: copy and sync"] = size()
-        measured.time(
-            "purge", lambda name=session: home.cachectl("purge", "--session", name, "--yes"), lambda: home.bytes_stored
+        measured.measure(
+            "purge",
+            lambda name=session: home.run_cachectl("purge", "--session", name, "--yes"),
+            lambda: home.bytes_stored,
         )
-        measured.time("import", lambda: home.cachectl("import", str(home.archive)), lambda: home.bytes_stored)
+        measured.measure("import", lambda: home.run_cachectl("import", str(home.archive)), lambda: home.bytes_stored)
         for what, act in (
-            ("verify --deep", lambda: home.cachectl("verify", "--deep")),
-            ("  limit: read", home.read_all),
+            ("verify --deep", lambda: home.run_cachectl("verify", "--deep")),
+            ("  limit: read", home.read_segments),
         ):
-            measured.time(what, act)
+            measured.measure(what, act)
             measured.bytes[what] = home.bytes_stored
     return measured
 
 
-def conversations(tokens: int) -> tuple[list[Message], list[Message]]:
+def make_conversations(tokens: int) -> tuple[list[Message], list[Message]]:
     """The first is a little longer, so that it can be told from the other by its length."""
-    shared = noise(tokens // 2, "shared")
-    texts = (shared + noise(tokens // 2 + 64, "first"), shared + noise(tokens // 2, "second"))
+    shared = make_text(tokens // 2, "shared")
+    texts = (shared + make_text(tokens // 2 + 64, "first"), shared + make_text(tokens // 2, "second"))
     first, second = ([{"role": "system", "content": each}, {"role": "user", "content": "And?"}] for each in texts)
     return first, second
 
 
-def print_turns(console: Console, pair: Server, direct: Server, turns: dict[str, list[Message]]) -> None:
-    rows = Rows(console, "the next turn", {"": 10, "first token": 0, "cold": 10, "cached": 18, "same answer": 0})
+def print_next_turns(console: Console, pair: BenchServer, direct: BenchServer, turns: dict[str, list[Message]]) -> None:
+    rows = StreamingTable(
+        console, "the next turn", {"": 10, "first token": 0, "cold": 10, "cached": 18, "same answer": 0}
+    )
     for name, messages in turns.items():
-        warm, cold = ask(pair, messages), ask(direct, messages)
-        rows.add(
+        warm, cold = request_completion(pair, messages), request_completion(direct, messages)
+        rows.add_row(
             name,
             f"{warm.ttft_s:.3f} s",
             f"{cold.ttft_s:.3f} s",
@@ -152,24 +158,24 @@ def run(options: argparse.Namespace, console: Console) -> None:
         if options.shape:
             import large_models  # which makes arrays on the device as it is imported
 
-            large_models.build(options.shape, model)
+            large_models.build_model(options.shape, model)
             mx.clear_cache()
         elif not options.model:
             tiny_models.build("bench", model)
         mode = ("--reuse", "exact" if options.exact else "fast")
-        with warmline(model, place / "home", options.log or place / "log", *mode) as (pair, direct):
-            home, talks = Home(place / "home", place), conversations(options.tokens)
-            answers = [ask(pair, messages) for messages in talks]
-            pair.settle()
-            measured = rounds(home, options.repeats)
+        with run_warmline(model, place / "home", options.log or place / "log", *mode) as (pair, direct):
+            home, talks = BenchHome(place / "home", place), make_conversations(options.tokens)
+            answers = [request_completion(pair, messages) for messages in talks]
+            pair.wait_until_saved()
+            measured = run_rounds(home, options.repeats)
             what = f"{mode[1]} mode; {options.tokens:,} tokens, half of them shared; median of {options.repeats}"
-            measured.print(console, what)
+            measured.print_table(console, what)
             names = ("moved", "the other")
             turns = {
-                name: next_turn(messages, answer, "And then?")
+                name: make_next_turn(messages, answer, "And then?")
                 for name, messages, answer in zip(names, talks, answers, strict=True)
             }
-            print_turns(console, pair, direct, turns)
+            print_next_turns(console, pair, direct, turns)
 
 
 def main() -> None:
@@ -187,7 +193,7 @@ def main() -> None:
         options.tokens, options.repeats = 1024, 1
     console = Console(width=150)
     device = mx.device_info().get("device_name") or platform.machine()
-    console.print(f"{device}; mlx {metadata.version('mlx')}; {blas_line()}")
+    console.print(f"{device}; mlx {metadata.version('mlx')}; {format_blas()}")
     run(options, console)
 
 

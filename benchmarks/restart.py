@@ -23,59 +23,59 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from servers import (
-    Answer,
+    BenchServer,
     Message,
-    Server,
-    ask,
-    blas_line,
-    calibrate,
-    conversation,
+    TimedAnswer,
+    find_prompt_tokens,
+    format_blas,
+    make_conversation,
+    make_text,
     median,
-    mlx_lm_server,
-    noise,
+    request_completion,
+    run_mlx_lm_server,
+    run_warmline,
     tiny_models,
-    warmline,
 )
 
 
 @dataclass
-class Turns:
+class RestartAnswers:
     """One conversation on one server."""
 
-    cold: Answer
-    in_session: Answer
-    after_restart: Answer
+    cold: TimedAnswer
+    in_session: TimedAnswer
+    after_restart: TimedAnswer
 
 
-def next_turn(messages: Sequence[Message], answer: Answer, question: str) -> list[Message]:
+def make_next_turn(messages: Sequence[Message], answer: TimedAnswer, question: str) -> list[Message]:
     return [*messages, {"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
 
 
-def turns(server: Server, tokens: int, seed: object) -> Turns:
-    first = conversation(tokens, seed)
-    cold = ask(server, first)
-    second = next_turn(first, cold, "And what is second?")
-    in_session = ask(server, second)
-    server.settle()
+def run_turns(server: BenchServer, tokens: int, seed: object) -> RestartAnswers:
+    first = make_conversation(tokens, seed)
+    cold = request_completion(server, first)
+    second = make_next_turn(first, cold, "And what is second?")
+    in_session = request_completion(server, second)
+    server.wait_until_saved()
     server.kill_and_start()
-    third = next_turn(second, in_session, "And what is third?")
-    return Turns(cold, in_session, ask(server, third))
+    third = make_next_turn(second, in_session, "And what is third?")
+    return RestartAnswers(cold, in_session, request_completion(server, third))
 
 
-def small_requests(servers: Sequence[Server], count: int) -> dict[str, list[float]]:
+def time_small_requests(servers: Sequence[BenchServer], count: int) -> dict[str, list[float]]:
     """TTFT of short, never-seen prompts, each server in turn so that all meet the same machine."""
     measured: dict[str, list[float]] = {server.name: [] for server in servers}
     for i in range(-3, count):  # three to warm up
         order = list(servers) if i % 2 else list(reversed(servers))
         for server in order:
-            answer = ask(server, [{"role": "user", "content": noise(40, (server.name, i))}], 4)
-            server.settle()
+            answer = request_completion(server, [{"role": "user", "content": make_text(40, (server.name, i))}], 4)
+            server.wait_until_saved()
             if i >= 0:
                 measured[server.name].append(answer.ttft_s)
     return measured
 
 
-def turns_table(measured: dict[str, list[Turns]], tokens: int) -> Table:
+def render_turns_table(measured: dict[str, list[RestartAnswers]], tokens: int) -> Table:
     repeats = len(next(iter(measured.values())))
     table = Table(title=f"Time to first token, prompt of {tokens:,} tokens, median of {repeats}")
     for heading in (
@@ -103,7 +103,7 @@ def turns_table(measured: dict[str, list[Turns]], tokens: int) -> Table:
     return table
 
 
-def small_table(measured: dict[str, list[float]]) -> Table:
+def render_small_table(measured: dict[str, list[float]]) -> Table:
     count = len(next(iter(measured.values())))
     table = Table(title=f"Small request, time to first token, {count} each, in turn")
     for heading in ("", "median", "25% to 75%", "slowest"):
@@ -119,7 +119,7 @@ def small_table(measured: dict[str, list[float]]) -> Table:
     return table
 
 
-def added_line(through: Sequence[float], direct: Sequence[float]) -> str:
+def format_added_latency(through: Sequence[float], direct: Sequence[float]) -> str:
     """Both are in the order of measuring, so what disturbs the machine for a while disturbs both of a pair."""
     medians_ms = (median(through) - median(direct)) * 1e3
     paired_ms = median([a - b for a, b in zip(through, direct, strict=True)]) * 1e3
@@ -132,22 +132,22 @@ def run(options: argparse.Namespace, console: Console) -> None:
         logs = options.logs or place
         logs.mkdir(parents=True, exist_ok=True)
         model = options.model or tiny_models.build("bench", place / "model")
-        measured: dict[str, list[Turns]] = {}
+        measured: dict[str, list[RestartAnswers]] = {}
         what = options.model or "llama, 8 layers, 256 wide, float32"
-        console.print(f"{blas_line()}\n{os.cpu_count()} cores; {what}")
-        with warmline(model, place / "home", logs / "warmline.log") as (pair, direct):
-            tokens = options.tokens or calibrate(pair, options.cold_s)
-            pair.settle()
-            measured[pair.name] = [turns(pair, tokens, repeat) for repeat in range(options.repeats)]
-            pair.settle()
-            small = small_requests([pair, direct], options.small)
+        console.print(f"{format_blas()}\n{os.cpu_count()} cores; {what}")
+        with run_warmline(model, place / "home", logs / "warmline.log") as (pair, direct):
+            tokens = options.tokens or find_prompt_tokens(pair, options.cold_s)
+            pair.wait_until_saved()
+            measured[pair.name] = [run_turns(pair, tokens, repeat) for repeat in range(options.repeats)]
+            pair.wait_until_saved()
+            small = time_small_requests([pair, direct], options.small)
         if not options.no_peer:
-            with mlx_lm_server(model, logs / "mlx_lm.log") as peer:
-                measured[peer.name] = [turns(peer, tokens, repeat) for repeat in range(options.repeats)]
-                small |= small_requests([peer], options.small)
-        console.print(turns_table(measured, tokens))
-        console.print(small_table(small))
-        console.print(added_line(small[pair.name], small[direct.name]))
+            with run_mlx_lm_server(model, logs / "mlx_lm.log") as peer:
+                measured[peer.name] = [run_turns(peer, tokens, repeat) for repeat in range(options.repeats)]
+                small |= time_small_requests([peer], options.small)
+        console.print(render_turns_table(measured, tokens))
+        console.print(render_small_table(small))
+        console.print(format_added_latency(small[pair.name], small[direct.name]))
 
 
 def main() -> None:

@@ -34,14 +34,14 @@ from typing import Any
 import guard
 import mlx.core as mx
 from rich.console import Console
-from rows import Rows
-from servers import blas_line, environment
+from rows import StreamingTable
+from servers import format_blas, make_environment
 
 from warmline_backend import demo
-from warmline_backend.generation.first_logits import first_logits
-from warmline_backend.generation.sequence import next_cut
-from warmline_backend.model.loader import ModelProblem
-from warmline_backend.model.model import ServedModel, load
+from warmline_backend.generation.first_logits import make_first_logits
+from warmline_backend.generation.sequence import find_chunk_end
+from warmline_backend.model.loader import ModelError
+from warmline_backend.model.model import ServedModel, load_served_model
 from warmline_common.protocol.messages import FirstLogits
 from warmline_common.storage.home import Home
 from warmline_proxy.audit.comparison import DIFFERS, Verdict, compare, judge
@@ -51,7 +51,7 @@ OTHER_CHUNKS = (37, 500)
 TEXT_CHARACTERS_MAX = 8_000  # of one file
 FILES_MAX = 200
 CORPUS_TOKENS = 150_000
-CORPORA = (guard.prose, guard.python_sources)
+CORPORA = (guard.read_prose, guard.read_python_sources)
 TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 WIDTHS = {
     "weights": 17,
@@ -73,23 +73,23 @@ WIDTHS = {
 # ---- models
 
 
-def models(options: argparse.Namespace, place: Path) -> Iterator[tuple[str, Path]]:
+def make_models(options: argparse.Namespace, place: Path) -> Iterator[tuple[str, Path]]:
     """(what its weights are, its folder), one after the other; what is made of the demo model is removed again."""
     if options.model:
         yield "as it is", options.model
         return
     for bits in options.weight_bits:
-        source = demo.prepare(Home(place / "home"), "q4" if bits else "float32")
+        source = demo.prepare_demo_model(Home(place / "home"), "q4" if bits else "float32")
         for name in options.types:
             if bits and name == "float32":
                 continue
             folder = place / f"{name}-{bits}"
-            cast(source, folder, TYPES[name])
+            cast_weights(source, folder, TYPES[name])
             yield f"{name}, {bits} bits" if bits else name, folder
             shutil.rmtree(folder)
 
 
-def cast(source: Path, folder: Path, dtype: mx.Dtype) -> None:
+def cast_weights(source: Path, folder: Path, dtype: mx.Dtype) -> None:
     """A copy of the model with all its floating weights in `dtype`."""
     shutil.copytree(source, folder)
     loaded: Any = mx.load(str(folder / "model.safetensors"))
@@ -104,18 +104,18 @@ def cast(source: Path, folder: Path, dtype: mx.Dtype) -> None:
 # ---- prompts
 
 
-def corpora_texts() -> list[list[str]]:
+def read_corpora() -> list[list[str]]:
     """The beginnings of files, for each corpus."""
     return [[text[:TEXT_CHARACTERS_MAX] for text in islice(texts(), FILES_MAX)] for texts in CORPORA]
 
 
-def corpus(texts: Iterable[str], served: ServedModel) -> list[int]:
+def encode_corpus(texts: Iterable[str], served: ServedModel) -> list[int]:
     """Its first tokens."""
     tokens = (served.tokenizer.encode(text, add_special_tokens=False) for text in texts)
     return list(islice(chain.from_iterable(tokens), CORPUS_TOKENS))
 
 
-def prompts(corpora: Sequence[list[int]], length: int, count: int) -> Iterator[list[int]]:
+def cut_prompts(corpora: Sequence[list[int]], length: int, count: int) -> Iterator[list[int]]:
     """Cut out anywhere, of each corpus in turn."""
     for number in range(count):
         tokens = corpora[number % len(corpora)]
@@ -126,14 +126,16 @@ def prompts(corpora: Sequence[list[int]], length: int, count: int) -> Iterator[l
 # ---- runs
 
 
-def computed(served: ServedModel, prompt: list[int], step: int = COLD_CHUNK, cuts: Iterable[int] = ()) -> FirstLogits:
+def compute_first_logits(
+    served: ServedModel, prompt: list[int], step: int = COLD_CHUNK, cuts: Iterable[int] = ()
+) -> FirstLogits:
     """What the token after `prompt` is chosen from; chunks are of `step` tokens at most, and end at each of `cuts`.
 
     As in the engine, the prompt's last token is the first decode step's.
     """
-    kv, end, cuts = served.fresh_kv(journals=False), len(prompt) - 1, list(cuts)
+    kv, end, cuts = served.make_kv(journals=False), len(prompt) - 1, list(cuts)
     while kv.length < end:
-        chunk = prompt[kv.length : next_cut(kv.length, end, step, cuts)]
+        chunk = prompt[kv.length : find_chunk_end(kv.length, end, step, cuts)]
         logits = served.model(mx.array([chunk]), cache=kv.layers)
         if len(chunk) > 1:
             mx.eval([layer.state for layer in kv.layers])
@@ -141,72 +143,82 @@ def computed(served: ServedModel, prompt: list[int], step: int = COLD_CHUNK, cut
             mx.async_eval(logits)  # type: ignore[no-untyped-call]
         kv.tokens += chunk
     logits = served.model(mx.array([prompt[-1:]]), cache=kv.layers)[:, -1, :]
-    return first_logits((logits - mx.logsumexp(logits, axis=-1, keepdims=True))[0])
+    return make_first_logits((logits - mx.logsumexp(logits, axis=-1, keepdims=True))[0])
 
 
 @dataclass(frozen=True)
-class Compared:
+class PromptComparison:
     """One prompt's other runs, each against its cold one."""
 
     noise: list[Verdict]
     warm: Verdict
-    judged: Verdict  # what an audit would come to
+    audit_verdict: Verdict  # what an audit would come to
 
 
-def compared(served: ServedModel, answer_tokens_max: int, prompt: list[int]) -> Compared:
-    answer, layout = len(prompt) // 2, served.described()
+def compare_prompt(served: ServedModel, answer_tokens_max: int, prompt: list[int]) -> PromptComparison:
+    answer, layout = len(prompt) // 2, served.describe_layout()
     reuse = answer + min(len(prompt) // 4, answer_tokens_max)
-    cold, again = computed(served, prompt), computed(served, prompt, cuts=[reuse])
-    warm = computed(served, prompt, cuts=range(answer, reuse + 1))
-    others = [*(computed(served, prompt, step) for step in OTHER_CHUNKS), again]
+    cold, again = compute_first_logits(served, prompt), compute_first_logits(served, prompt, cuts=[reuse])
+    warm = compute_first_logits(served, prompt, cuts=range(answer, reuse + 1))
+    others = [*(compute_first_logits(served, prompt, step) for step in OTHER_CHUNKS), again]
     noise = [compare(cold, other, layout) for other in others]
-    return Compared(noise, compare(warm, cold, layout), judge(warm, cold, again, layout))
+    return PromptComparison(noise, compare(warm, cold, layout), judge(warm, cold, again, layout))
 
 
 # ---- tables
 
 
-def spread(verdicts: Iterable[Verdict]) -> list[str]:
+def format_spread(verdicts: Iterable[Verdict]) -> list[str]:
     """Median, 95 % and largest difference."""
     differences = sorted(verdict.difference for verdict in verdicts)
     most = differences[min(int(len(differences) * 0.95), len(differences) - 1)]
     return [f"{value:.1e}" if value else "0" for value in (statistics.median(differences), most, differences[-1])]
 
 
-def row(results: Sequence[Compared]) -> list[str]:
+def format_row(results: Sequence[PromptComparison]) -> list[str]:
     noise, warm = [verdict for each in results for verdict in each.noise], [each.warm for each in results]
     tolerance = max(verdict.tolerance for verdict in (*noise, *warm))  # those that are equal have none
-    within, alarms = sum(verdict.agrees for verdict in warm), sum(each.judged.outcome == DIFFERS for each in results)
+    within, alarms = (
+        sum(verdict.agrees for verdict in warm),
+        sum(each.audit_verdict.outcome == DIFFERS for each in results),
+    )
     told = f"{tolerance:g}" if tolerance else ""
-    return [str(len(results)), *spread(noise), *spread(warm), told, f"{within} of {len(warm)}", str(alarms)]
+    return [
+        str(len(results)),
+        *format_spread(noise),
+        *format_spread(warm),
+        told,
+        f"{within} of {len(warm)}",
+        str(alarms),
+    ]
 
 
-def measure(options: argparse.Namespace, place: Path, console: Console) -> None:
-    texts, rows = corpora_texts(), Rows(console, "nats, against a cold run", WIDTHS)
-    for weights, folder in models(options, place):
+def measure_models(options: argparse.Namespace, place: Path, console: Console) -> None:
+    texts, rows = read_corpora(), StreamingTable(console, "nats, against a cold run", WIDTHS)
+    for weights, folder in make_models(options, place):
         for bits in options.kv_bits:
             told = weights, f"{bits} bits" if bits else "plain"
             try:
-                served = load(str(folder), weights, kv_bits=bits)
-                measure_one(served, texts, options, lambda *cells, told=told: rows.add(*told, *cells))
-            except (ModelProblem, RuntimeError) as error:  # a product of types that mlx can't compute on this device
+                served = load_served_model(str(folder), weights, kv_bits=bits)
+                measure_model(served, texts, options, lambda *cells, told=told: rows.add_row(*told, *cells))
+            except (ModelError, RuntimeError) as error:  # a product of types that mlx can't compute on this device
                 console.print(f"{' '.join(told)}: not computed: {str(error).splitlines()[0]}", markup=False)
             mx.clear_cache()
 
 
-def measure_one(
-    served: ServedModel, texts: list[list[str]], options: argparse.Namespace, add: Callable[..., None]
+def measure_model(
+    served: ServedModel, texts: list[list[str]], options: argparse.Namespace, add_row: Callable[..., None]
 ) -> None:
-    corpora = [corpus(each, served) for each in texts]
+    corpora = [encode_corpus(each, served) for each in texts]
     for length in options.lengths:
-        cut = prompts(corpora, length, options.prompts)
-        add(f"{length:,}", *row([compared(served, options.answer_tokens, prompt) for prompt in cut]))
+        cut = cut_prompts(corpora, length, options.prompts)
+        add_row(f"{length:,}", *format_row([compare_prompt(served, options.answer_tokens, prompt) for prompt in cut]))
 
 
-def have_fast_blas() -> None:
+def ensure_fast_blas() -> None:
     """Start this script anew with it where it isn't loaded: it has to be before mlx."""
-    if environment().get("LD_PRELOAD") != os.environ.get("LD_PRELOAD"):
-        os.execve(sys.executable, sys.orig_argv, environment())
+    if make_environment().get("LD_PRELOAD") != os.environ.get("LD_PRELOAD"):
+        os.execve(sys.executable, sys.orig_argv, make_environment())
 
 
 def main() -> None:
@@ -223,13 +235,13 @@ def main() -> None:
     if options.quick:
         options.prompts, options.lengths, options.weight_bits = 2, [100], [0]
         options.types = ["float32", "bfloat16"]
-    have_fast_blas()
+    ensure_fast_blas()
     console = Console(width=150)
     device = mx.device_info().get("device_name") or platform.machine()
     tf32 = os.environ.get("MLX_ENABLE_TF32", "not set")
-    console.print(f"{device}; mlx {metadata.version('mlx')}; MLX_ENABLE_TF32 {tf32}; {blas_line()}")
+    console.print(f"{device}; mlx {metadata.version('mlx')}; MLX_ENABLE_TF32 {tf32}; {format_blas()}")
     with tempfile.TemporaryDirectory(prefix="warmline-rounding-") as place:
-        measure(options, Path(place), console)
+        measure_models(options, Path(place), console)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from warmline_backend.kv_cache.codecs import CacheLayout
 from warmline_backend.kv_cache.kv import KV
-from warmline_backend.kv_cache.segment_io import Loader, as_bytes, write_file
+from warmline_backend.kv_cache.segment_io import ChainLoader, expose_bytes, write_segment_file
 from warmline_common.protocol.messages import SegmentRef
 from warmline_common.protocol.tokens import SEGMENT_TOKENS_MAX, pack_tokens, prefix_digest
 from warmline_common.storage import disk
@@ -45,7 +45,7 @@ READERS = 4
 FINGERPRINT = "benchmark"
 
 
-def build(shape: str) -> llama.Model:
+def build_model(shape: str) -> llama.Model:
     config = {**SHAPES[shape], "num_key_value_heads": SHAPES[shape]["num_attention_heads"] // 4}
     model = llama.Model(
         llama.ModelArgs.from_dict({"model_type": "llama", "vocab_size": 32000, "rms_norm_eps": 1e-5, **config})
@@ -56,7 +56,7 @@ def build(shape: str) -> llama.Model:
 
 
 def prefill(model: llama.Model, layout: CacheLayout, tokens: list[int]) -> KV:
-    kv = KV(layout, [], layout.fresh())
+    kv = KV(layout, [], layout.make_empty_cache())
     for start in range(0, len(tokens), CHUNK):
         chunk = tokens[start : start + CHUNK]
         model(mx.array([chunk]), cache=kv.layers)
@@ -65,7 +65,7 @@ def prefill(model: llama.Model, layout: CacheLayout, tokens: list[int]) -> KV:
     return kv
 
 
-def median_s(work: Callable[[], object], repeats: int) -> float:
+def measure_median_s(work: Callable[[], object], repeats: int) -> float:
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -74,20 +74,20 @@ def median_s(work: Callable[[], object], repeats: int) -> float:
     return statistics.median(seconds)
 
 
-def save(kv: KV, folder: Path) -> list[SegmentRef]:
+def save_segments(kv: KV, folder: Path) -> list[SegmentRef]:
     chain = []
     for start in range(0, kv.length, SEGMENT_TOKENS_MAX):
         end = min(kv.length, start + SEGMENT_TOKENS_MAX)
         name = f"{start:032x}"
         prefix = prefix_digest(b"", pack_tokens(kv.tokens[:start]))
         meta = FileMeta(kind="segment", id=name, fingerprint=FINGERPRINT, root="", prefix=prefix, start=start, end=end)
-        tensors = as_bytes(kv.rows(start, end))
-        write_file(folder / f"{name}.safetensors", meta, tensors, pack_tokens(kv.tokens[start:end]))
+        tensors = expose_bytes(kv.slice_rows(start, end))
+        write_segment_file(folder / f"{name}.safetensors", meta, tensors, pack_tokens(kv.tokens[start:end]))
         chain.append(SegmentRef(id=name, start=start, end=end, upto=end))
     return chain
 
 
-def save_like_mlx_lm(kv: KV, path: Path) -> None:
+def save_with_mlx_lm(kv: KV, path: Path) -> None:
     caches = []
     for layer in kv.layers:
         cache = KVCache()
@@ -96,7 +96,7 @@ def save_like_mlx_lm(kv: KV, path: Path) -> None:
     save_prompt_cache(str(path), caches)
 
 
-def load_like_mlx_lm(path: Path) -> None:
+def load_with_mlx_lm(path: Path) -> None:
     mx.eval([cache.state for cache in load_prompt_cache(str(path))])
 
 
@@ -121,34 +121,34 @@ def main() -> None:
     given = parser.parse_args()
     shape = "tiny" if given.tiny else "8B"
     tokens = [(7 * n + n * n) % 32000 for n in range(given.tokens or (4096 if given.tiny else 32768))]
-    model = build(shape)
-    layout = CacheLayout.of(lambda: make_prompt_cache(model))
+    model = build_model(shape)
+    layout = CacheLayout.from_factory(lambda: make_prompt_cache(model))
     prefill(model, layout, tokens[:CHUNK])
     began = time.perf_counter()
     kv = prefill(model, layout, tokens)
     prefill_s = time.perf_counter() - began
-    row_names = frozenset(kv.rows(0, 1))
+    row_names = frozenset(kv.slice_rows(0, 1))
 
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(READERS) as pool:
         folder, theirs, raw = Path(name), Path(name) / "prompt_cache.safetensors", Path(name) / "raw"
-        chain = save(kv, folder)
+        chain = save_segments(kv, folder)
         files = [folder / f"{link.id}.safetensors" for link in chain]
         size = sum(path.stat().st_size for path in files)
-        loader = Loader(
+        loader = ChainLoader(
             layout, row_names, FINGERPRINT, lambda segment: folder / f"{segment}.safetensors", pool, lambda work: work()
         )
         packed, blob = pack_tokens(tokens), bytes(size)
         buffer = memoryview(bytearray(64 << 20))
         rows = [
-            ("save, ours", median_s(lambda: save(kv, folder), given.repeats)),
-            ("save, mlx_lm", median_s(lambda: save_like_mlx_lm(kv, theirs), given.repeats)),
-            ("save, limit (write + fsync)", median_s(lambda: write_raw(raw, blob), given.repeats)),
+            ("save, ours", measure_median_s(lambda: save_segments(kv, folder), given.repeats)),
+            ("save, mlx_lm", measure_median_s(lambda: save_with_mlx_lm(kv, theirs), given.repeats)),
+            ("save, limit (write + fsync)", measure_median_s(lambda: write_raw(raw, blob), given.repeats)),
             (
                 "restore, ours",
-                median_s(lambda: loader.load(packed, chain, None, lambda: False).build(layout), given.repeats),
+                measure_median_s(lambda: loader.load(packed, chain, None, lambda: False).build(layout), given.repeats),
             ),
-            ("restore, mlx_lm", median_s(lambda: load_like_mlx_lm(theirs), given.repeats)),
-            ("restore, limit (one reader)", median_s(lambda: read_raw(files, buffer), given.repeats)),
+            ("restore, mlx_lm", measure_median_s(lambda: load_with_mlx_lm(theirs), given.repeats)),
+            ("restore, limit (one reader)", measure_median_s(lambda: read_raw(files, buffer), given.repeats)),
         ]
     table = Table("", "s", "GB/s", "x of cold prefill", title=f"{shape}, {len(tokens)} tokens, {size / 1e9:.2f} GB")
     for label, seconds in rows:

@@ -33,31 +33,35 @@ PREFILL_STEP_SIZE = 2048
 CALIBRATION_TOKENS = (1024, 3072)
 
 Message = dict[str, str]
-Place = tuple[tuple[str, float], ...]  # the token and its log-probability; then the likeliest ones, likeliest first
+TopLogprobs = tuple[
+    tuple[str, float], ...
+]  # the token and its log-probability; then the likeliest ones, likeliest first
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     ttft_s: float
     total_s: float
     text: str
     cached_tokens: int
     prompt_tokens: int
-    logprobs: tuple[Place, ...] = ()  # where they were asked for
+    logprobs: tuple[TopLogprobs, ...] = ()  # where they were asked for
 
 
 @dataclass
-class Server:
+class BenchServer:
     """Something that answers chat completions on a port of this machine, and can be killed and started again."""
 
     name: str
     port: int
     headers: dict[str, str] = field(default_factory=dict)
     kill_and_start: Callable[[], None] = lambda: None
-    settle: Callable[[], None] = lambda: None  # returns when nothing of earlier turns is left to do
+    wait_until_saved: Callable[[], None] = lambda: None  # returns when nothing of earlier turns is left to do
 
 
-def ask(server: Server, messages: Sequence[Message], answer_tokens: int = ANSWER_TOKENS, **options: Any) -> Answer:
+def request_completion(
+    server: BenchServer, messages: Sequence[Message], answer_tokens: int = ANSWER_TOKENS, **options: Any
+) -> TimedAnswer:
     """One streamed request on a new connection, greedy unless `options` say otherwise; time runs from before it."""
     body = {
         "model": "default_model",
@@ -75,8 +79,8 @@ def ask(server: Server, messages: Sequence[Message], answer_tokens: int = ANSWER
     response = connection.getresponse()
     if response.status != 200:
         raise SystemExit(f"{server.name} answered {response.status}: {response.read(2000).decode(errors='replace')}")
-    first_s, text, usage, logprobs = math.nan, "", {}, list[Place]()
-    for chunk in events(response):
+    first_s, text, usage, logprobs = math.nan, "", {}, list[TopLogprobs]()
+    for chunk in read_events(response):
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta", {})
@@ -84,9 +88,9 @@ def ask(server: Server, messages: Sequence[Message], answer_tokens: int = ANSWER
             if math.isnan(first_s) and (content or delta.get("reasoning")):
                 first_s = time.perf_counter() - started
             text += content
-            logprobs += [_place(entry) for entry in (choice.get("logprobs") or {}).get("content") or ()]
+            logprobs += [_parse_top_logprobs(entry) for entry in (choice.get("logprobs") or {}).get("content") or ()]
     connection.close()
-    return Answer(
+    return TimedAnswer(
         ttft_s=first_s,
         total_s=time.perf_counter() - started,
         text=text,
@@ -96,11 +100,11 @@ def ask(server: Server, messages: Sequence[Message], answer_tokens: int = ANSWER
     )
 
 
-def _place(entry: dict[str, Any]) -> Place:
+def _parse_top_logprobs(entry: dict[str, Any]) -> TopLogprobs:
     return tuple((each["token"], each["logprob"]) for each in (entry, *entry["top_logprobs"]))
 
 
-def events(lines: Any) -> Iterator[dict[str, Any]]:
+def read_events(lines: Any) -> Iterator[dict[str, Any]]:
     """The JSON of each unnamed SSE event, up to [DONE] or the end."""
     name = b""
     for line in lines:
@@ -113,7 +117,7 @@ def events(lines: Any) -> Iterator[dict[str, Any]]:
             name = b""
 
 
-def status_of(port: int, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+def get_status(port: int, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
     connection = HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request("GET", path, headers=headers or {})
@@ -125,15 +129,15 @@ def status_of(port: int, path: str, headers: dict[str, str] | None = None) -> tu
         connection.close()
 
 
-def until(condition: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+def wait_until(condition: Callable[[], bool], description: str, timeout_s: float = START_TIMEOUT_S) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:
-            raise SystemExit(f"waited {timeout_s:g} s in vain: {what}")
+            raise SystemExit(f"waited {timeout_s:g} s in vain: {description}")
         time.sleep(POLL_S)
 
 
-def free_ports(count: int) -> list[int]:
+def find_free_ports(count: int) -> list[int]:
     probes = [socket.socket() for _ in range(count)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
@@ -144,39 +148,41 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def warmline(model: Path, home: Path, log: Path, *flags: str) -> Iterator[tuple[Server, Server]]:
+def run_warmline(model: Path, home: Path, log: Path, *flags: str) -> Iterator[tuple[BenchServer, BenchServer]]:
     """The pair under `warmline serve` with an empty home: (through the proxy, the backend directly)."""
-    port, backend_port = free_ports(2)
+    port, backend_port = find_free_ports(2)
     command = [
         *(sys.executable, "-m", "warmline_run.cli", "serve"),
         *("--home", str(home), "--model", str(model), "--port", str(port), "--backend-port", str(backend_port)),
         *("--prefill-step-size", str(PREFILL_STEP_SIZE), *flags),
     ]
-    pair = Server("Warmline", port)
-    direct = Server("Warmline's backend", backend_port)
+    pair = BenchServer("Warmline", port)
+    direct = BenchServer("Warmline's backend", backend_port)
 
     def ready() -> bool:
-        return status_of(port, "/ready")[0] == 200
+        return get_status(port, "/ready")[0] == 200
 
     def owner() -> dict[str, str]:
         return {"Authorization": f"Bearer {(home / 'secret').read_text().strip()}"}
 
     def settle() -> None:
-        until(lambda: json.loads(status_of(port, "/warmline/status", owner())[1])["settling"] == 0, "the pair settles")
+        wait_until(
+            lambda: json.loads(get_status(port, "/warmline/status", owner())[1])["settling"] == 0, "the pair settles"
+        )
 
     def kill_and_start() -> None:
         """serve starts again what dies; the wait for it is no part of any measurement."""
         pids = [int((home / "run" / f"{name}.pid").read_text()) for name in ("proxy", "backend")]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        until(lambda: not any(alive(pid) for pid in pids), "the pair dies")
-        until(ready, "the pair is ready again")
+        wait_until(lambda: not any(is_alive(pid) for pid in pids), "the pair dies")
+        wait_until(ready, "the pair is ready again")
 
-    pair.settle, pair.kill_and_start = settle, kill_and_start
+    pair.wait_until_saved, pair.kill_and_start = settle, kill_and_start
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
         try:
-            until(lambda: ready() or process.poll() is not None, "the pair is ready")
+            wait_until(lambda: ready() or process.poll() is not None, "the pair is ready")
             if process.poll() is not None:
                 raise SystemExit(f"warmline serve ended; see {log}")
             direct.headers = owner()
@@ -186,7 +192,7 @@ def warmline(model: Path, home: Path, log: Path, *flags: str) -> Iterator[tuple[
             process.wait()
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -195,21 +201,23 @@ def alive(pid: int) -> bool:
 
 
 @contextmanager
-def mlx_lm_server(model: Path, log: Path) -> Iterator[Server]:
+def run_mlx_lm_server(model: Path, log: Path) -> Iterator[BenchServer]:
     """The peer, with the same BLAS and the same prefill step."""
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     command = [
         *(sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)),
         *("--prefill-step-size", str(PREFILL_STEP_SIZE)),
     ]
-    server = Server("mlx_lm.server", port)
+    server = BenchServer("mlx_lm.server", port)
     running: list[subprocess.Popen[bytes]] = []
 
     def start() -> None:
         with log.open("ab") as output:
-            running.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment()))
-        until(lambda: status_of(port, "/health")[0] == 200, "mlx_lm.server is ready")
-        ask(server, [{"role": "user", "content": "hello"}], 1)  # it loads the model with its first request
+            running.append(subprocess.Popen(command, stdout=output, stderr=output, env=make_environment()))
+        wait_until(lambda: get_status(port, "/health")[0] == 200, "mlx_lm.server is ready")
+        request_completion(
+            server, [{"role": "user", "content": "hello"}], 1
+        )  # it loads the model with its first request
 
     def kill_and_start() -> None:
         running[-1].kill()
@@ -225,23 +233,25 @@ def mlx_lm_server(model: Path, log: Path) -> Iterator[Server]:
         running[-1].wait()
 
 
-def environment() -> dict[str, str]:
-    preload, _ = openblas.preload(os.environ.get("LD_PRELOAD", ""))
+def make_environment() -> dict[str, str]:
+    preload, _ = openblas.choose_preload(os.environ.get("LD_PRELOAD", ""))
     return {**os.environ, **({"LD_PRELOAD": preload} if preload else {})}
 
 
-def noise(count: int, seed: object) -> str:
+def make_text(count: int, seed: object) -> str:
     """Text of `count` tokens of the byte-level tokenizer."""
     return "".join(random.Random(str(seed)).choices(string.ascii_letters + string.digits, k=count))
 
 
-def conversation(tokens: int, seed: object) -> list[Message]:
-    return [{"role": "system", "content": noise(tokens, seed)}, {"role": "user", "content": "What comes first?"}]
+def make_conversation(tokens: int, seed: object) -> list[Message]:
+    return [{"role": "system", "content": make_text(tokens, seed)}, {"role": "user", "content": "What comes first?"}]
 
 
-def calibrate(server: Server, cold_s: float) -> int:
+def find_prompt_tokens(server: BenchServer, cold_s: float) -> int:
     """The prompt length whose cold prefill takes `cold_s`, from two measurements: time = a * n + b * n^2."""
-    (n1, t1), (n2, t2) = ((n, ask(server, conversation(n, f"calibrate {n}"), 1).ttft_s) for n in CALIBRATION_TOKENS)
+    (n1, t1), (n2, t2) = (
+        (n, request_completion(server, make_conversation(n, f"calibrate {n}"), 1).ttft_s) for n in CALIBRATION_TOKENS
+    )
     b = max((t2 / n2 - t1 / n1) / (n2 - n1), 1e-12)
     a = max(t1 / n1 - b * n1, 1e-9)
     tokens = (math.sqrt(a * a + 4 * b * cold_s) - a) / (2 * b)
@@ -252,8 +262,8 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def blas_line() -> str:
-    if not openblas.wanted():
+def format_blas() -> str:
+    if not openblas.is_openblas_needed():
         return "BLAS: mlx's own (Metal or CUDA)"
-    preload, advice = openblas.preload(os.environ.get("LD_PRELOAD", ""))
+    preload, advice = openblas.choose_preload(os.environ.get("LD_PRELOAD", ""))
     return f"BLAS: {preload}" if preload else f"BLAS: the reference one ({advice})"

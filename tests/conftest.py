@@ -41,5 +41,5 @@ def demo_home() -> Iterator[Home]:
 
     with tempfile.TemporaryDirectory(prefix="warmline-demo-") as folder:
         home = Home(Path(folder))
-        demo.prepare(home, "float32")
+        demo.prepare_demo_model(home, "float32")
         yield home

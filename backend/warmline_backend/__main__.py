@@ -19,34 +19,34 @@ from typing import NoReturn
 
 from aiohttp import web
 
-from warmline_backend.config import BackendConfig, ConfigError, parse_config
+from warmline_backend.config import BackendConfig, BackendConfigError, parse_config
 from warmline_backend.engine import chunk_size as prefill_step
 from warmline_backend.engine.engine import Engine
 from warmline_backend.engine.warm_up import warm_up
-from warmline_backend.model.loader import ModelProblem
-from warmline_backend.model.model import load, memory_budget
+from warmline_backend.model.loader import ModelError
+from warmline_backend.model.model import compute_memory_budget, load_served_model
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.server.routes import make_app
-from warmline_backend.server.runtime import mark_of
+from warmline_backend.server.runtime import fingerprint_served_model
 from warmline_backend.server.service import Service
-from warmline_backend.server.shutdown import StopSignals, drain, unless
-from warmline_common.logging import start_logging, tell_of_loop
+from warmline_backend.server.shutdown import StopSignals, drain, run_until_event
+from warmline_common.logging import log_loop_error, start_logging
 from warmline_common.process import exit_codes as kept
-from warmline_common.process.console import say
+from warmline_common.process.console import write_line
 from warmline_common.process.file_limits import raise_descriptor_limit
-from warmline_common.process.parent_watch import end_with_parent
+from warmline_common.process.parent_watch import watch_parent
 from warmline_common.storage import disk
-from warmline_common.storage.file_lock import Locked, process_lock
-from warmline_common.storage.home import Home, unusable
-from warmline_common.storage.permissions import begin_private
+from warmline_common.storage.file_lock import LockedError, process_lock
+from warmline_common.storage.home import Home, describe_unusable_home
+from warmline_common.storage.permissions import set_private_umask
 
 log = logging.getLogger("warmline_backend")  # run as a module, it would be called __main__
 
 LOCK_WAIT_S = 10.0  # for a predecessor that is ending
-SWITCH_S = 0.0005
-DESCRIPTORS_WANTED = 8_192  # a connection is one
+THREAD_SWITCH_INTERVAL_S = 0.0005
+DESCRIPTOR_LIMIT = 8_192  # a connection is one
 GRACE_AFTER_DRAIN_S = 15.0  # before serve, or the lifeline, ends this process; the waits below are within it
-THREADS_END_S = 4.0  # what threads get to end their present work
+THREADS_WAIT_S = 4.0  # what threads get to end their present work
 POLL_S = 0.02
 SHUTDOWN_S = 1.0  # what the last bytes of streams get to be taken; aiohttp waits it twice
 
@@ -54,33 +54,33 @@ SHUTDOWN_S = 1.0  # what the last bytes of streams get to be taken; aiohttp wait
 def main(arguments: list[str]) -> int:
     try:
         config = parse_config(arguments)
-    except ConfigError as error:
-        say(f"warmline backend: {error}")
+    except BackendConfigError as error:
+        write_line(f"warmline backend: {error}")
         return 2
     home = Home(config.home)
     start_logging("backend", config.log_level, config.log_format, config.log_files, home)
-    end_with_parent(config.drain_timeout_s + GRACE_AFTER_DRAIN_S)
-    log.info("%d descriptors may be open", raise_descriptor_limit(DESCRIPTORS_WANTED))
-    sys.setswitchinterval(SWITCH_S)
+    watch_parent(config.drain_timeout_s + GRACE_AFTER_DRAIN_S)
+    log.info("%d descriptors may be open", raise_descriptor_limit(DESCRIPTOR_LIMIT))
+    sys.setswitchinterval(THREAD_SWITCH_INTERVAL_S)
     try:
         home.prepare()
-        secret = home.secret()
+        secret = home.load_secret()
     except OSError as error:
-        say(f"warmline backend: {unusable(home, error)}")
+        write_line(f"warmline backend: {describe_unusable_home(home, error)}")
         return 2
     try:
         with process_lock(home.backend_lock, LOCK_WAIT_S):
             return asyncio.run(_serve(config, home, secret))
-    except Locked as error:
-        say(f"warmline backend: {home.root} is {error}, another backend; use another --home")
-        return kept.code_of_held()
+    except LockedError as error:
+        write_line(f"warmline backend: {home.root} is {error}, another backend; use another --home")
+        return kept.locked_home_exit_code()
 
 
 async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
     at_rest = set(threading.enumerate())
     helpers = ThreadPoolExecutor(thread_name_prefix="helper")
     asyncio.get_running_loop().set_default_executor(helpers)
-    asyncio.get_running_loop().set_exception_handler(tell_of_loop)
+    asyncio.get_running_loop().set_exception_handler(log_loop_error)
     boot = secrets.token_hex(8)
     engine = Engine(lambda: _make_scheduler(config, home, boot), config.gpu_keepalive_s)
     service = Service(config, home, engine, boot)
@@ -92,13 +92,13 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
         await web.TCPSite(runner, config.host, config.port, reuse_address=True).start()
     except OSError as error:
         where = f"{config.host} port {config.port}"
-        say(f"warmline backend: can't listen on {where}: {error}; end what listens there, or use another port")
+        write_line(f"warmline backend: can't listen on {where}: {error}; end what listens there, or use another port")
         return 2
     engine.start()
-    told = _told_where(config, home)
+    told = _write_process_files(config, home)
     code = 1
     try:
-        code = await _run(config, service, engine, signals)
+        code = await _run_until_stopped(config, service, engine, signals)
     except Exception:
         log.critical("the process ends", exc_info=True)
     finally:
@@ -106,16 +106,16 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
         service.close()
         engine.stop()
         helpers.shutdown(wait=False, cancel_futures=True)
-        await _end_of_threads(at_rest)
+        await _wait_for_threads(at_rest)
         with suppress(OSError):
             for path in told:
                 disk.delete(path)
-        if busy := _others(at_rest):  # in a step, or at a disk, that may never answer
+        if busy := _list_other_threads(at_rest):  # in a step, or at a disk, that may never answer
             log.warning("%s: still at work; the process ends without waiting", ", ".join(busy))
-        _end_at_once(kept.exit_code(code))
+        _exit_now(kept.exit_code(code))
 
 
-def _end_at_once(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     """Python would wait for threads; and while it takes itself apart, mlx's own end the process with a signal where
     the engine has used a GPU (seen with CUDA): whoever keeps us running would take a clean stop for a crash.
     """
@@ -123,53 +123,53 @@ def _end_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _told_where(config: BackendConfig, home: Home) -> list[Path]:
+def _write_process_files(config: BackendConfig, home: Home) -> list[Path]:
     """The files that say which process we are, and on which port."""
     port = {"pid": os.getpid(), "port": config.port}
     texts = {home.run / "backend.json": json.dumps(port), home.pid_file("backend"): f"{os.getpid()}\n"}
     try:
         for path, text in texts.items():
-            disk.write_small(path, text)
+            disk.replace_file(path, text)
     except OSError as error:  # who asks for our health hears it, too
         log.warning("our process id could not be written down: %s", error)
     return list(texts)
 
 
-async def _end_of_threads(but: set[threading.Thread]) -> None:
+async def _wait_for_threads(excluded: set[threading.Thread]) -> None:
     """At most THREADS_END_S."""
-    until = time.monotonic() + THREADS_END_S
-    while _others(but) and time.monotonic() < until:  # noqa: ASYNC110  a thread's end tells nobody
+    until = time.monotonic() + THREADS_WAIT_S
+    while _list_other_threads(excluded) and time.monotonic() < until:  # noqa: ASYNC110  a thread's end tells nobody
         await asyncio.sleep(POLL_S)
 
 
-def _others(but: set[threading.Thread]) -> list[str]:
+def _list_other_threads(excluded: set[threading.Thread]) -> list[str]:
     """Names of all threads but these."""
-    return [thread.name for thread in threading.enumerate() if thread not in but]
+    return [thread.name for thread in threading.enumerate() if thread not in excluded]
 
 
-async def _run(config: BackendConfig, service: Service, engine: Engine, signals: StopSignals) -> int:
+async def _run_until_stopped(config: BackendConfig, service: Service, engine: Engine, signals: StopSignals) -> int:
     try:
-        await unless(signals.stop, service.wait_until_loaded())
-    except (ModelProblem, FileNotFoundError, ValueError) as error:
-        say(f"warmline backend: {cannot_serve(config.model, str(error))}")
+        await run_until_event(signals.stop, service.wait_until_loaded())
+    except (ModelError, FileNotFoundError, ValueError) as error:
+        write_line(f"warmline backend: {format_load_failure(config.model, str(error))}")
         return 2
     if not signals.stop.is_set():
         log.info("serving %s at http://%s:%d", config.served_name, config.host, config.port)
-    await unless(signals.stop, asyncio.wrap_future(engine.ended))
+    await run_until_event(signals.stop, asyncio.wrap_future(engine.ended))
     if not signals.stop.is_set():
         return 1
-    await drain(service, config.drain_timeout_s, signals.hurry)
+    await drain(service, config.drain_timeout_s, signals.stop_now)
     return 0
 
 
-def cannot_serve(model: str, why: str) -> str:
+def format_load_failure(model: str, reason: str) -> str:
     """Names the model once: most reasons do so themselves."""
-    return f"can't serve: {why}" if model in why else f"can't serve {model}: {why}"
+    return f"can't serve: {reason}" if model in reason else f"can't serve {model}: {reason}"
 
 
 def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:
     """Engine thread: everything that mlx touches is made where it will be used."""
-    served = load(
+    served = load_served_model(
         config.model,
         config.served_name,
         kv_bits=config.kv_bits,
@@ -177,13 +177,15 @@ def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:
         adapter_path=config.adapter_path,
         trust_remote_code=config.trust_remote_code,
     )
-    budget_bytes = config.memory_budget_bytes or memory_budget(served.weight_bytes)
+    budget_bytes = config.memory_budget_bytes or compute_memory_budget(served.weight_bytes)
     step = config.prefill_step_size
     settings = SchedulerSettings(
         boot=boot,
         memory_budget_bytes=budget_bytes,
         prefill_step_size=step
-        or prefill_step.resolve(served, mark_of(served, config, home), budget_bytes, home.models),
+        or prefill_step.resolve_step_size(
+            served, fingerprint_served_model(served, config, home), budget_bytes, home.models
+        ),
         running_count_max=config.running_count_max,
         keeps_residents=config.reuse != "off",
         exact=config.reuse == "exact",
@@ -193,5 +195,5 @@ def _make_scheduler(config: BackendConfig, home: Home, boot: str) -> Scheduler:
 
 
 if __name__ == "__main__":
-    begin_private()
-    kept.end(lambda: main(sys.argv[1:]))
+    set_private_umask()
+    kept.run_main(lambda: main(sys.argv[1:]))

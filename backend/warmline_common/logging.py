@@ -23,46 +23,46 @@ from types import TracebackType
 from typing import Any
 
 from warmline_common.process import console as lines
-from warmline_common.process.redaction import CHARS_MAX, masked, visible
+from warmline_common.process.redaction import MESSAGE_CHARS_MAX, escape_unprintable, redact
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FILE_BYTES_MAX = 10_000_000
-FILES_KEPT = 5  # older ones, besides the one that is written to
-OURS = ("warmline_proxy", "warmline_backend", "warmline_common")  # others are heard from "warning" on
+BACKUP_COUNT = 5  # older ones, besides the one that is written to
+OWN_PACKAGES = ("warmline_proxy", "warmline_backend", "warmline_common")  # others are heard from "warning" on
 FAULT_BYTES_MAX = 64 * 1024
 CAUSES_MAX = 8  # of an exception, that are told
 # Plain words about their own state, but for what they quote.  What others say may be a text that was sent.
-_PLAIN = (RuntimeError, MemoryError, TypeError, AssertionError, ArithmeticError, ImportError)
-_FOREIGN = ("jinja2", "msgspec", "tokenizers", "llguidance", "transformers")
+_SAFE_ERRORS = (RuntimeError, MemoryError, TypeError, AssertionError, ArithmeticError, ImportError)
+_UNSAFE_PACKAGES = ("jinja2", "msgspec", "tokenizers", "llguidance", "transformers")
 
 log = logging.getLogger(__name__)
 
-_request: ContextVar[str] = ContextVar("request", default="")
+_request_id: ContextVar[str] = ContextVar("request", default="")
 
 
 # ---- which request a line is about
 
 
-def current_request() -> str:
+def current_request_id() -> str:
     """The id of the request that this task works for; "" for none."""
-    return _request.get()
+    return _request_id.get()
 
 
 @contextmanager
-def about(request_id: str) -> Iterator[None]:
+def request_context(request_id: str) -> Iterator[None]:
     """Lines that are logged in here, and in tasks that are begun in here, are about this request."""
-    token = _request.set(request_id)
+    token = _request_id.set(request_id)
     try:
         yield
     finally:
-        _request.reset(token)
+        _request_id.reset(token)
 
 
-def name_request(request_id: str) -> None:
+def set_request_id(request_id: str) -> None:
     """The same from here on to the task's end, or to the end of the `about` that this is in."""
-    _request.set(request_id)
+    _request_id.set(request_id)
 
 
 # ---- start
@@ -81,7 +81,7 @@ def start_logging(process: str, level: str, format: str, files: bool, home: Home
     on_stderr = logging.StreamHandler(sys.stderr)
     on_stderr.setFormatter(formatter)
     if files:
-        in_file = LogFile(home.logs / f"{process}.log", on_stderr)
+        in_file = LogFileHandler(home.logs / f"{process}.log", on_stderr)
         in_file.setFormatter(formatter)
         root.addHandler(in_file)
         last_words = logging.StreamHandler(sys.stderr)
@@ -93,15 +93,15 @@ def start_logging(process: str, level: str, format: str, files: bool, home: Home
     _set_levels(level.upper())
     logging.raiseExceptions = False  # a line that can't be written would be told with all its arguments
     if files or format == "json":
-        lines.have_logged(log.error, alone=not files)
-    _hear_of_failures()
-    _hear_of_faults(home.logs / f"{process}.fault" if files else None)
+        lines.copy_to_log(log.error, log_only=not files)
+    _install_exception_hooks()
+    _enable_fault_handler(home.logs / f"{process}.fault" if files else None)
 
 
 def _set_levels(level: str) -> None:
     """What other libraries have to say of each byte that they move is of no use to anybody."""
     logging.getLogger().setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level]))
-    for name in OURS:
+    for name in OWN_PACKAGES:
         logging.getLogger(name).setLevel(level)
 
 
@@ -110,18 +110,21 @@ def _set_levels(level: str) -> None:
 
 class _Formatter(logging.Formatter):
     def formatException(self, ei: Any) -> str:
-        return traceback_of(ei[1]) if ei[1] is not None else ""
+        return format_traceback(ei[1]) if ei[1] is not None else ""
 
 
-def _request_of(record: logging.LogRecord) -> str:
-    return getattr(record, "request", "") or current_request()
+def _find_request_id(record: logging.LogRecord) -> str:
+    return getattr(record, "request", "") or current_request_id()
 
 
 class TextFormatter(_Formatter):
     """Lines for people.  Where a line does not name its request, that stands at its end."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        line, request_id = visible(super().formatMessage(record), line_end="\n    "), _request_of(record)
+        line, request_id = (
+            escape_unprintable(super().formatMessage(record), line_end="\n    "),
+            _find_request_id(record),
+        )
         return line if not request_id or request_id in record.message else f"{line} (request {request_id})"
 
 
@@ -135,22 +138,22 @@ class JsonFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields: Mapping[str, object] = getattr(record, "fields", {})
         entry: dict[str, object] = {
-            "time": rfc3339(record.created),
+            "time": format_rfc3339(record.created),
             "level": record.levelname.lower(),
             "process": self._process,
             "logger": record.name,
         }
-        if request_id := _request_of(record):
+        if request_id := _find_request_id(record):
             entry["request"] = request_id
         if "event" not in fields:
             entry["message"] = record.getMessage()
         entry |= fields
         if record.exc_info and record.exc_info[1] is not None:
-            entry["traceback"] = traceback_of(record.exc_info[1])
+            entry["traceback"] = format_traceback(record.exc_info[1])
         return json.dumps(entry)
 
 
-def rfc3339(at: float) -> str:
+def format_rfc3339(at: float) -> str:
     """Unix seconds as UTC, to the millisecond."""
     milliseconds = int(at * 1000)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(milliseconds // 1000))}.{milliseconds % 1000:03d}Z"
@@ -159,18 +162,18 @@ def rfc3339(at: float) -> str:
 # ---- exceptions
 
 
-def traceback_of(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """As Python writes it, but for what exceptions say: that is masked, or left out."""
     told: list[str] = []
-    for each, link in reversed(_chain(error)):
+    for each, link in reversed(_collect_causes(error)):
         told.append("Traceback (most recent call last):\n")
         told += traceback.format_tb(each.__traceback__)
-        words = visible(words_of(each))
+        words = escape_unprintable(redact_error(each))
         told.append(f"{type(each).__qualname__}{words and ': '}{words}\n{link}")
     return "".join(told).rstrip("\n")
 
 
-def _chain(error: BaseException) -> list[tuple[BaseException, str]]:
+def _collect_causes(error: BaseException) -> list[tuple[BaseException, str]]:
     """It and what it came from, each with what leads to the one before."""
     chain: list[tuple[BaseException, str]] = [(error, "")]
     while len(chain) < CAUSES_MAX:
@@ -184,29 +187,29 @@ def _chain(error: BaseException) -> list[tuple[BaseException, str]]:
     return chain
 
 
-def words_of(error: BaseException) -> str:
+def redact_error(error: BaseException) -> str:
     """What an exception says, as far as anybody may read it; "" where that may be a text that was sent."""
-    module, words = type(error).__module__.partition(".")[0], str(error)[:CHARS_MAX]
+    module, words = type(error).__module__.partition(".")[0], str(error)[:MESSAGE_CHARS_MAX]
     if isinstance(error, OSError):  # it names files, and those are ours
         return words
-    if module in OURS:
-        return masked(words)
-    if module not in _FOREIGN and (isinstance(error, _PLAIN) or words.startswith("[")):  # so mlx's begin
-        return masked(words, names=False)
+    if module in OWN_PACKAGES:
+        return redact(words)
+    if module not in _UNSAFE_PACKAGES and (isinstance(error, _SAFE_ERRORS) or words.startswith("[")):  # so mlx's begin
+        return redact(words, keep_names=False)
     return ""
 
 
-def told_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The same, or what it is."""
-    return words_of(error) or type(error).__qualname__
+    return redact_error(error) or type(error).__qualname__
 
 
-def tell_of_loop(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """An event loop's exception handler; asyncio's own writes down the values that exceptions have."""
     log.error("%s", context.get("message", "the event loop failed"), exc_info=context.get("exception"))
 
 
-def _hear_of_failures() -> None:
+def _install_exception_hooks() -> None:
     """What nobody has caught goes into the log."""
 
     def ends(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
@@ -226,7 +229,7 @@ def _hear_of_failures() -> None:
     sys.excepthook, threading.excepthook, sys.unraisablehook = ends, thread_ends, left_over
 
 
-def _hear_of_faults(path: Path | None) -> None:
+def _enable_fault_handler(path: Path | None) -> None:
     """Where a native library ends the process, its threads' frames go to stderr.
 
     Or into a file of their own, which the next start tells of: nothing can be put into a log, and rotated, at such a
@@ -253,14 +256,14 @@ def _hear_of_faults(path: Path | None) -> None:
 # ---- files
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     file = os.open(path, flags | os.O_CLOEXEC, 0o600)
     with suppress(OSError):  # another user's
         os.fchmod(file, 0o600)
     return file
 
 
-class LogFile(RotatingFileHandler):
+class LogFileHandler(RotatingFileHandler):
     """A file of its owner's alone, FILE_BYTES_MAX long at most; FILES_KEPT older ones are NAME.1 and so on.
 
     A line that the disk does not take goes to `otherwise`, and so does, once, why; the next one is tried again.  Not by
@@ -270,36 +273,36 @@ class LogFile(RotatingFileHandler):
     def __init__(
         self,
         path: Path,
-        otherwise: logging.Handler,
+        fallback: logging.Handler,
         bytes_max: int = FILE_BYTES_MAX,
-        files_kept: int = FILES_KEPT,
+        backup_count: int = BACKUP_COUNT,
     ) -> None:
-        super().__init__(path, maxBytes=bytes_max, backupCount=files_kept, encoding="utf-8", delay=True)
-        self._path, self._otherwise = path, otherwise
-        self._fails = self._complained = False
+        super().__init__(path, maxBytes=bytes_max, backupCount=backup_count, encoding="utf-8", delay=True)
+        self._path, self._fallback = path, fallback
+        self._has_failed = self._has_warned = False
 
     def _open(self) -> io.TextIOWrapper:
         """Nothing is kept back: what a buffer could not be rid of would come twice, or in pieces."""
         disk.make_folders(self._path.parent)
-        file = io.FileIO(self.baseFilename, "ab", opener=_private)
+        file = io.FileIO(self.baseFilename, "ab", opener=_open_private)
         return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", write_through=True)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._fails = False
+        self._has_failed = False
         super().emit(record)
-        self._complained = self._complained and self._fails
+        self._has_warned = self._has_warned and self._has_failed
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Called where a line could not be written."""
-        self._fails, error = True, sys.exc_info()[1]
+        self._has_failed, error = True, sys.exc_info()[1]
         if not isinstance(error, OSError):
             return  # the line itself is at fault
-        if not self._complained:
-            self._complained = True
-            self._otherwise.handle(_complaint(record, f"the log can't be written to {self._path}: {error}"))
-        self._otherwise.handle(record)
+        if not self._has_warned:
+            self._has_warned = True
+            self._fallback.handle(_make_warning(record, f"the log can't be written to {self._path}: {error}"))
+        self._fallback.handle(record)
 
 
-def _complaint(about_record: logging.LogRecord, what: str) -> logging.LogRecord:
-    message = f"{what}; it goes to stderr meanwhile"
-    return logging.LogRecord(log.name, logging.ERROR, about_record.pathname, about_record.lineno, message, (), None)
+def _make_warning(record: logging.LogRecord, problem: str) -> logging.LogRecord:
+    message = f"{problem}; it goes to stderr meanwhile"
+    return logging.LogRecord(log.name, logging.ERROR, record.pathname, record.lineno, message, (), None)

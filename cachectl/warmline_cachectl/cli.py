@@ -15,11 +15,11 @@ from warmline_cachectl.commands import keys as keys_cli
 from warmline_cachectl.commands import modify as changing_cli
 from warmline_cachectl.commands import top as top_cli
 from warmline_cachectl.commands import verify as checking_cli
-from warmline_cachectl.options import EXIT_REFUSED, EXIT_STOPPED, EXIT_UNREAD, fail
+from warmline_cachectl.options import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_REFUSED, fail
 from warmline_common.process.version import version
 
 
-class Grouped(TyperGroup):
+class CommandGroup(TyperGroup):
     """Help that lists the verbs by what they are for (their `rich_help_panel`), in plain text.
 
     What can't be printed ends the command with a code of its own: 1 would say that something was found.
@@ -34,11 +34,11 @@ class Grouped(TyperGroup):
                     sys.stdout.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else what is left is tried at the end
-            raise typer.Exit(EXIT_UNREAD) from None
+            raise typer.Exit(EXIT_BROKEN_PIPE) from None
         except SystemExit:  # so does rich tell of the same
-            raise typer.Exit(EXIT_UNREAD) from None
+            raise typer.Exit(EXIT_BROKEN_PIPE) from None
         except typer.Abort:  # where it asked
-            fail("nothing was changed", EXIT_STOPPED)
+            fail("nothing was changed", EXIT_INTERRUPTED)
         except OSError as error:
             fail(str(error), EXIT_REFUSED)
 
@@ -54,7 +54,7 @@ class Grouped(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Grouped,
+    cls=CommandGroup,
     help="Looks at what Warmline has stored, checks it, changes it; whether the proxy runs or not.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -70,15 +70,15 @@ app.add_typer(moving_cli.app)
 app.add_typer(keys_cli.group)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"cachectl {version()}")
         raise typer.Exit
 
 
 @app.callback()
 def _main(
-    asked: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None: ...

@@ -19,26 +19,27 @@ from urllib.request import ProxyHandler, Request, build_opener
 import msgspec
 
 from warmline_cachectl import configured
-from warmline_cachectl.upstream import forget_in_backend
-from warmline_common.protocol.messages import ErrorReply, decode, encode, message_in
-from warmline_common.storage.file_lock import holder_of
+from warmline_cachectl.upstream import purge_backend
+from warmline_common.protocol.messages import ErrorReply, decode, encode, parse_error_message
+from warmline_common.storage.file_lock import find_lock_holder
 from warmline_common.storage.home import Home
-from warmline_proxy.auth.key_store import KeysUnusable, NoSuchKey
-from warmline_proxy.auth.owners import Whose, models_of
-from warmline_proxy.auth.owners import whose as whose_by_keys
-from warmline_proxy.home_lock import HomeLocked, home_lock
-from warmline_proxy.index.index import Index, IndexFailure, IndexReader, NoIndex
+from warmline_proxy.auth.key_store import KeyNotFoundError, KeyStoreError
+from warmline_proxy.auth.owners import OwnerLabels, find_fingerprints
+from warmline_proxy.auth.owners import build_owner_labels as whose_by_keys
+from warmline_proxy.home_lock import HomeLockedError, home_lock
+from warmline_proxy.index.index import Index, IndexMissingError, IndexReader, IndexStoreError
 from warmline_proxy.index.recovery import orphans as strays
 from warmline_proxy.index.recovery.repair import repair as repair_index
-from warmline_proxy.retention.gc import collect
-from warmline_proxy.retention.pin import NotStored, TooMuchPinned
-from warmline_proxy.retention.pin import pin as pin_in
-from warmline_proxy.retention.purge import by_roots
+from warmline_proxy.retention.gc import collect_garbage
+from warmline_proxy.retention.pin import PinLimitError, UnknownSessionError
+from warmline_proxy.retention.pin import pin_session as pin_in
 from warmline_proxy.retention.purge import purge as purge_index
+from warmline_proxy.retention.purge import resolve_key
 from warmline_proxy.store.crash_probe import is_readable
 from warmline_proxy.store.rows import (
     GcReply,
     GcRequest,
+    IndexSnapshot,
     PinReply,
     PinRequest,
     PurgeReply,
@@ -47,35 +48,34 @@ from warmline_proxy.store.rows import (
     ReplayReply,
     ReplayRequest,
     SegmentRow,
-    Snapshot,
 )
 
 REPAIR_TIMEOUT_S = 24 * 3600.0  # every byte that is stored is read
 CHANGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
 LOCK_WAIT_S = 0.5  # who only looks whether it is held, holds it for a moment
-WHOSE_TIMEOUT_S = 2.0  # a proxy that hangs keeps nobody from looking
+OWNERS_TIMEOUT_S = 2.0  # a proxy that hangs keeps nobody from looking
 REPLAY_TIMEOUT_S = 24 * 3600.0  # it waits for others, and computes long prompts from their first token
 
 T = TypeVar("T")
 
 
-class CannotDo(Exception):
+class CachectlError(Exception):
     pass
 
 
-class NoHome(CannotDo):
+class HomeNotFoundError(CachectlError):
     pass
 
 
-class NoProxy(CannotDo):
+class ProxyNotRunningError(CachectlError):
     pass
 
 
-class Refused(CannotDo):
+class OperationRefusedError(CachectlError):
     pass
 
 
-class RefusedByProxy(Refused):
+class ProxyRefusedError(OperationRefusedError):
     """The message is what it would be without a proxy; `status` is HTTP's."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -88,47 +88,49 @@ def open_reader(home: Home) -> IndexReader:
     check_home(home)
     try:
         return IndexReader(home)
-    except NoIndex as error:
-        raise NoHome(f"{error} (nothing was ever stored there)") from error
-    except IndexFailure as error:
-        raise Refused(str(error)) from error
+    except IndexMissingError as error:
+        raise HomeNotFoundError(f"{error} (nothing was ever stored there)") from error
+    except IndexStoreError as error:
+        raise OperationRefusedError(str(error)) from error
 
 
-def whose(home: Home, snapshot: Snapshot) -> Whose:
+def read_owner_labels(home: Home, snapshot: IndexSnapshot) -> OwnerLabels:
     """Whose what is stored is: as the proxy says where one runs, which may have been given settings that nobody else
     knows of; else by the home's files, a header for each root.  Raises Refused where the keys can't be read.
     """
-    with suppress(CannotDo):
-        return ask(home, "/warmline/whose", Whose, WHOSE_TIMEOUT_S)
-    return _whose_here(home, snapshot.segments.values())
+    with suppress(CachectlError):
+        return request_proxy(home, "/warmline/whose", OwnerLabels, OWNERS_TIMEOUT_S)
+    return _read_owner_labels_locally(home, snapshot.segments.values())
 
 
-def whose_as_far_as_known(home: Home, snapshot: Snapshot) -> Whose:
+def read_owner_labels_if_readable(home: Home, snapshot: IndexSnapshot) -> OwnerLabels:
     """The same; where the keys can't be read, that of nothing it is known."""
     try:
-        return whose(home, snapshot)
-    except Refused:
-        return Whose()
+        return read_owner_labels(home, snapshot)
+    except OperationRefusedError:
+        return OwnerLabels()
 
 
-def _whose_here(home: Home, rows: Iterable[SegmentRow]) -> Whose:
+def _read_owner_labels_locally(home: Home, rows: Iterable[SegmentRow]) -> OwnerLabels:
     try:
-        return whose_by_keys(configured.key_holders(home), models_of(home, rows))
-    except KeysUnusable as error:
-        raise Refused(str(error)) from error
+        return whose_by_keys(configured.read_key_tenants(home), find_fingerprints(home, rows))
+    except KeyStoreError as error:
+        raise OperationRefusedError(str(error)) from error
 
 
-def _by_roots(home: Home, index: Index, request: PurgeRequest) -> PurgeRequest:
+def _resolve_roots(home: Home, index: Index, request: PurgeRequest) -> PurgeRequest:
     try:
-        return by_roots(request, _whose_here(home, index.segments()) if request.key else Whose())
-    except NoSuchKey as error:
-        raise Refused(str(error)) from error
+        return resolve_key(
+            request, _read_owner_labels_locally(home, index.segments()) if request.key else OwnerLabels()
+        )
+    except KeyNotFoundError as error:
+        raise OperationRefusedError(str(error)) from error
 
 
 def check_readable(home: Home) -> None:
     """Raises Refused where reading the index through would end this process, IndexFailure."""
     if not is_readable(home.index):
-        raise Refused(
+        raise OperationRefusedError(
             f"the index in {home.index} is damaged: no process gets through it; add --repair, or start a proxy"
         )
 
@@ -137,29 +139,36 @@ def purge(home: Home, request: PurgeRequest) -> PurgeReply:
     """Raises CannotDo."""
 
     def here(index: Index) -> PurgeReply:
-        reply = purge_index(index, _by_roots(home, index, request))
+        reply = purge_index(index, _resolve_roots(home, index, request))
         if request.dry_run:
             return reply
-        why = forget_in_backend(home)
-        strays.clear(index)
+        why = purge_backend(home)
+        strays.delete_leftovers(index)
         if not why:
-            index.note_told()
+            index.clear_purge_notice()
         else:
-            raise Refused(f"it is gone from the disk, but {why}")
+            raise OperationRefusedError(f"it is gone from the disk, but {why}")
         return reply
 
-    return changed(home, "/warmline/purge", request, PurgeReply, CHANGE_TIMEOUT_S, here)
+    return change_index(home, "/warmline/purge", request, PurgeReply, CHANGE_TIMEOUT_S, here)
 
 
 def pin(home: Home, request: PinRequest) -> PinReply:
     """Raises CannotDo."""
-    return changed(home, "/warmline/pin", request, PinReply, CHANGE_TIMEOUT_S, lambda index: pin_in(index, request))
+    return change_index(
+        home, "/warmline/pin", request, PinReply, CHANGE_TIMEOUT_S, lambda index: pin_in(index, request)
+    )
 
 
 def gc(home: Home, request: GcRequest) -> GcReply:
     """Raises CannotDo."""
-    return changed(
-        home, "/warmline/gc", request, GcReply, CHANGE_TIMEOUT_S, lambda index: collect(index, request, saving=False)
+    return change_index(
+        home,
+        "/warmline/gc",
+        request,
+        GcReply,
+        CHANGE_TIMEOUT_S,
+        lambda index: collect_garbage(index, request, is_saving=False),
     )
 
 
@@ -167,80 +176,82 @@ def repair(home: Home) -> RepairReply:
     """Raises CannotDo."""
     check_home(home)
     if not (home.index.is_dir() or home.segments.is_dir()):
-        raise NoHome(f"no index in {home.index} (nothing was ever stored there)")
+        raise HomeNotFoundError(f"no index in {home.index} (nothing was ever stored there)")
 
     def here(index: Index) -> RepairReply:
-        index.is_damaged(probed=True)
-        return repair_index(index, deep=True, saving=False)
+        index.is_damaged(force_probe=True)
+        return repair_index(index, deep=True, is_saving=False)
 
-    return changed(home, "/warmline/repair", {}, RepairReply, REPAIR_TIMEOUT_S, here)
+    return change_index(home, "/warmline/repair", {}, RepairReply, REPAIR_TIMEOUT_S, here)
 
 
 def replay(home: Home, request: ReplayRequest) -> ReplayReply:
     """By the proxy alone: it takes a model.  Raises CannotDo."""
     try:
-        return ask(home, "/warmline/replay", ReplayReply, REPLAY_TIMEOUT_S, request)
-    except NoProxy as error:
-        raise Refused(
+        return request_proxy(home, "/warmline/replay", ReplayReply, REPLAY_TIMEOUT_S, request)
+    except ProxyNotRunningError as error:
+        raise OperationRefusedError(
             "a replay computes: it needs the pair, which does not run on this home (start `warmline serve`)"
         ) from error
 
 
-def changed(home: Home, path: str, request: object, kind: type[T], timeout_s: float, here: Callable[[Index], T]) -> T:
+def change_index(
+    home: Home, path: str, request: object, reply_type: type[T], timeout_s: float, change_locally: Callable[[Index], T]
+) -> T:
     """What the proxy answers where one runs, else what `here` does, under the lock that it would hold.
 
     Raises CannotDo.
     """
-    with suppress(NoProxy):
-        return ask(home, path, kind, timeout_s, request)
-    return owned(home, here)
+    with suppress(ProxyNotRunningError):
+        return request_proxy(home, path, reply_type, timeout_s, request)
+    return run_locked(home, change_locally)
 
 
-def owned(home: Home, here: Callable[[Index], T]) -> T:
+def run_locked(home: Home, work: Callable[[Index], T]) -> T:
     """What `here` does, under the lock that a proxy would hold.  Raises Refused."""
     try:
-        with home_lock(home, LOCK_WAIT_S), Index(home, configured.disk_budget_bytes(home)) as index:
-            return here(index)
-    except (HomeLocked, IndexFailure, NotStored, TooMuchPinned) as error:
-        raise Refused(str(error)) from error
+        with home_lock(home, LOCK_WAIT_S), Index(home, configured.read_disk_budget_bytes(home)) as index:
+            return work(index)
+    except (HomeLockedError, IndexStoreError, UnknownSessionError, PinLimitError) as error:
+        raise OperationRefusedError(str(error)) from error
 
 
-def ask(home: Home, path: str, kind: type[T], timeout_s: float, request: object = None) -> T:
+def request_proxy(home: Home, path: str, reply_type: type[T], timeout_s: float, request: object = None) -> T:
     """What the running proxy answers: to a POST with a request, else to a GET.
 
     Raises NoProxy where none runs, Refused where it says no.
     """
-    url, pid = _announced(home)
+    url, pid = _read_announcement(home)
     if not url:
-        raise NoProxy(f"no proxy runs on {home.root} (start `warmline serve`)")
-    killed = NoProxy(f"no proxy answers at {url}, though {home.run / 'proxy.json'} names it")
-    if holder_of(home.lock) != pid:  # whoever listens there by now must not hear our secret
+        raise ProxyNotRunningError(f"no proxy runs on {home.root} (start `warmline serve`)")
+    killed = ProxyNotRunningError(f"no proxy answers at {url}, though {home.run / 'proxy.json'} names it")
+    if find_lock_holder(home.lock) != pid:  # whoever listens there by now must not hear our secret
         raise killed
     try:
-        return _ask_proxy(url, _secret(home), path, request, kind, timeout_s)
+        return _send_request(url, _read_secret(home), path, request, reply_type, timeout_s)
     except ConnectionRefusedError as error:
         raise killed from error
 
 
-def _secret(home: Home) -> str:
+def _read_secret(home: Home) -> str:
     try:
-        return home.secret()
+        return home.load_secret()
     except OSError as error:
-        raise Refused(f"without the home's secret the proxy can't be asked: {error}") from error
+        raise OperationRefusedError(f"without the home's secret the proxy can't be asked: {error}") from error
 
 
 def check_home(home: Home) -> None:
     """Raises NoHome."""
     if not home.root.is_dir():
-        raise NoHome(f"no home at {home.root} (name one with --home or WARMLINE_HOME)")
+        raise HomeNotFoundError(f"no home at {home.root} (name one with --home or WARMLINE_HOME)")
 
 
 def proxy_url(home: Home) -> str:
     """Where a proxy of this home said that it listens; "" where none did.  One that was killed left its address."""
-    return _announced(home)[0]
+    return _read_announcement(home)[0]
 
 
-def _announced(home: Home) -> tuple[str, str]:
+def _read_announcement(home: Home) -> tuple[str, str]:
     """A proxy's address and pid, as it told them; "" where none did, or nobody can be asked there."""
     try:
         told = json.loads((home.run / "proxy.json").read_text())
@@ -250,27 +261,27 @@ def _announced(home: Home) -> tuple[str, str]:
         return "", ""
 
 
-def _ask_proxy(url: str, secret: str, path: str, request: object, kind: type[T], timeout_s: float) -> T:
+def _send_request(url: str, secret: str, path: str, request: object, reply_type: type[T], timeout_s: float) -> T:
     headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
     data = None if request is None else encode(request)
     call = Request(url + path, data=data, headers=headers, method="GET" if data is None else "POST")
     direct = build_opener(ProxyHandler({}))  # it is on this machine, whatever http_proxy says
     try:
         with direct.open(call, timeout=timeout_s) as answer:
-            return decode(answer.read(), kind)
+            return decode(answer.read(), reply_type)
     except HTTPError as error:
-        raise _refusal(url, error.code, error.read()) from error
+        raise _make_refusal(url, error.code, error.read()) from error
     except URLError as error:
         if isinstance(error.reason, ConnectionRefusedError):
             raise error.reason from error
-        raise Refused(f"can't reach the proxy at {url}: {error.reason}") from error
+        raise OperationRefusedError(f"can't reach the proxy at {url}: {error.reason}") from error
     except (OSError, HTTPException, msgspec.MsgspecError) as error:
-        raise Refused(f"the proxy at {url} gave no answer: {error}") from error
+        raise OperationRefusedError(f"the proxy at {url} gave no answer: {error}") from error
 
 
-def _refusal(url: str, status: int, body: bytes) -> Refused:
+def _make_refusal(url: str, status: int, body: bytes) -> OperationRefusedError:
     """What is no error of the proxy's own says who sent it: something else may listen there by now."""
     try:
-        return RefusedByProxy(decode(body, ErrorReply).error.message, status)
+        return ProxyRefusedError(decode(body, ErrorReply).error.message, status)
     except msgspec.DecodeError:
-        return Refused(f"the proxy at {url} answered {status}: {message_in(body)}")
+        return OperationRefusedError(f"the proxy at {url} answered {status}: {parse_error_message(body)}")

@@ -9,14 +9,14 @@ from typing import Any
 
 from warmline_common.process.arguments import GB
 from warmline_common.storage.home import Home
-from warmline_proxy.auth.owners import Holders, holders
+from warmline_proxy.auth.owners import KeyTenants, load_key_tenants
 
 DISK_BUDGET_GB = 50.0  # as in the table of settings
 
 
-def setting(home: Home, name: str, default: Any) -> Any:
+def read_setting(home: Home, name: str, default: Any) -> Any:
     """A variable goes before the file; text is read as a number or a switch where the default is one."""
-    given = os.environ.get(f"WARMLINE_{name.upper()}", "") or _from_file(home).get(name, default)
+    given = os.environ.get(f"WARMLINE_{name.upper()}", "") or _read_file(home).get(name, default)
     try:
         if isinstance(default, bool):
             return given if isinstance(given, bool) else str(given).lower() in ("1", "true", "yes", "on")
@@ -25,16 +25,18 @@ def setting(home: Home, name: str, default: Any) -> Any:
         return default
 
 
-def disk_budget_bytes(home: Home) -> int:
-    return int(setting(home, "disk_budget_gb", DISK_BUDGET_GB) * GB)
+def read_disk_budget_bytes(home: Home) -> int:
+    return int(read_setting(home, "disk_budget_gb", DISK_BUDGET_GB) * GB)
 
 
-def key_holders(home: Home) -> Holders:
+def read_key_tenants(home: Home) -> KeyTenants:
     """The client keys in the home, and the one that the settings name.  Raises KeysUnusable."""
-    return holders(home, client_key=setting(home, "client_key", ""), share_cache=setting(home, "share_cache", False))
+    return load_key_tenants(
+        home, client_key=read_setting(home, "client_key", ""), share_cache=read_setting(home, "share_cache", False)
+    )
 
 
-def _from_file(home: Home) -> dict[str, Any]:
+def _read_file(home: Home) -> dict[str, Any]:
     """Empty where it can't be read: the processes that need it say what is wrong with it."""
     try:
         return tomllib.loads((home.root / "warmline.toml").read_text())

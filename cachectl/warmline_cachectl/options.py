@@ -16,13 +16,13 @@ from warmline_cachectl import client
 from warmline_cachectl.views import values as views
 from warmline_cachectl.views.columns import printable
 from warmline_common.storage.home import Home
-from warmline_proxy.index.index import IndexFailure, IndexReader
-from warmline_proxy.store.rows import Snapshot
+from warmline_proxy.index.index import IndexReader, IndexStoreError
+from warmline_proxy.store.rows import IndexSnapshot
 
 EXIT_OK, EXIT_FOUND, EXIT_USAGE, EXIT_REFUSED = 0, 1, 2, 3
-EXIT_STOPPED, EXIT_UNREAD = 130, 141  # as shells say it of SIGINT and SIGPIPE
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 130, 141  # as shells say it of SIGINT and SIGPIPE
 
-LOOKING, CHECKING, CHANGING = "Look", "Check", "Change"  # the groups of the help
+LOOK_GROUP, CHECK_GROUP, CHANGE_GROUP = "Look", "Check", "Change"  # the groups of the help
 
 HomeOption = Annotated[Path, typer.Option("--home", envvar="WARMLINE_HOME", help="The home directory.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -30,32 +30,32 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progre
 HOME = Path("~/.warmline")
 
 
-def examples(*lines: str) -> str:
+def format_examples(*lines: str) -> str:
     """An epilog for a verb's help; each line is a command that runs, with what it does after `  # `."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def home_at(path: Path) -> Home:
+def make_home(path: Path) -> Home:
     return Home(path.expanduser().absolute())
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[IndexReader]:
+def open_index(path: Path) -> Iterator[IndexReader]:
     """The index of the home at `path`; errors become a line and an exit code, as in `failing`."""
-    with failing(), client.open_reader(home_at(path)) as reader:
+    with exit_on_error(), client.open_reader(make_home(path)) as reader:
         yield reader
 
 
 @contextmanager
-def failing() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Errors that have a reason for people become a line and an exit code."""
     try:
         yield
     except BrokenPipeError:  # whoever read the output: `cli` says so
         raise
-    except client.NoHome as error:
+    except client.HomeNotFoundError as error:
         fail(str(error), EXIT_USAGE)
-    except (client.CannotDo, IndexFailure, OSError) as error:
+    except (client.CachectlError, IndexStoreError, OSError) as error:
         fail(str(error), EXIT_REFUSED)
 
 
@@ -64,22 +64,22 @@ def fail(message: str, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
-def resolved(snapshot: Snapshot, typed: str) -> tuple[str, str]:
+def resolve_id(snapshot: IndexSnapshot, typed: str) -> tuple[str, str]:
     """("session", "segment", "checkpoint" or "quarantined", full id) of an id or its beginning, or the command ends."""
     try:
-        kind, row_id = views.resolve(snapshot, typed)
-    except views.Ambiguous as error:
+        kind, row_id = views.find_id(snapshot, typed)
+    except views.AmbiguousIdError as error:
         fail(str(error), EXIT_USAGE)
     if not kind:
-        fail(views.unknown(snapshot, typed), EXIT_USAGE if len(typed) < views.ID_PREFIX_MIN else EXIT_FOUND)
+        fail(views.describe_unknown_id(snapshot, typed), EXIT_USAGE if len(typed) < views.ID_PREFIX_MIN else EXIT_FOUND)
     return kind, row_id
 
 
-def session_id(snapshot: Snapshot, typed: str) -> str:
+def resolve_session_id(snapshot: IndexSnapshot, typed: str) -> str:
     """The full id of a session; "" for "".  Ends the command where it is none."""
     if not typed:
         return ""
-    kind, row_id = resolved(snapshot, typed)
+    kind, row_id = resolve_id(snapshot, typed)
     if kind != "session":
         fail(f"{typed} is a {kind}, not a session", EXIT_USAGE)
     return row_id

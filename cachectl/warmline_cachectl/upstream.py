@@ -4,19 +4,19 @@ import json
 from http.client import HTTPConnection, HTTPException
 
 from warmline_cachectl import configured
-from warmline_common.storage.file_lock import holder_of
+from warmline_common.storage.file_lock import find_lock_holder
 from warmline_common.storage.home import Home
 
 TIMEOUT_S = 30.0
 BACKEND_PORT = 8025  # as in the table of settings
 
 
-def forget_in_backend(home: Home) -> str:
+def purge_backend(home: Home) -> str:
     """Have it forget all conversations; why that could not be, "" where it has or where none runs."""
-    if not (pid := holder_of(home.backend_lock)):
+    if not (pid := find_lock_holder(home.backend_lock)):
         return ""
-    port = _port(home, pid)
-    headers = {"Authorization": f"Bearer {home.secret()}"}
+    port = _read_port(home, pid)
+    headers = {"Authorization": f"Bearer {home.load_secret()}"}
     connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         connection.request("POST", "/kv/forget", headers=headers)
@@ -30,7 +30,7 @@ def forget_in_backend(home: Home) -> str:
     return f"the backend, process {pid}, {why}; what it holds in memory may be stored again: restart it"
 
 
-def _port(home: Home, pid: str) -> int:
+def _read_port(home: Home, pid: str) -> int:
     """Where that process says that it listens: a flag may have told it so.  Else as in the settings."""
     try:
         told = json.loads((home.run / "backend.json").read_text())
@@ -38,4 +38,4 @@ def _port(home: Home, pid: str) -> int:
             return int(told["port"])
     except (OSError, ValueError, KeyError, TypeError):
         pass  # it could not write it down
-    return int(configured.setting(home, "backend_port", BACKEND_PORT))
+    return int(configured.read_setting(home, "backend_port", BACKEND_PORT))

@@ -8,11 +8,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from warmline_run.settings.resolve import Config
+from warmline_run.settings.resolve import ResolvedConfig
 from warmline_run.settings.schema import SETTINGS, is_loopback
 
 ANY_ADDRESS = "0.0.0.0"
-PROBED = {ANY_ADDRESS: "127.0.0.1", "::": "::1"}  # a wildcard address is no address to connect to
+PROBE_HOSTS = {ANY_ADDRESS: "127.0.0.1", "::": "::1"}  # a wildcard address is no address to connect to
 LOOKUP_TIMEOUT_S = 2.0
 
 
@@ -28,16 +28,16 @@ class Address:
     @property
     def url(self) -> str:
         """For others, where they can connect."""
-        return url_of(_names()[0] if self.is_wildcard else self.host, self.port)
+        return format_url(_list_host_names()[0] if self.is_wildcard else self.host, self.port)
 
     @property
     def probe_host(self) -> str:
-        return PROBED.get(self.host, self.host)
+        return PROBE_HOSTS.get(self.host, self.host)
 
     @property
     def admin_url(self) -> str:
         """Where the dashboard is for who sits here."""
-        return f"{url_of(self.probe_host, self.port).removesuffix('/v1')}/admin"
+        return f"{format_url(self.probe_host, self.port).removesuffix('/v1')}/admin"
 
     @property
     def is_local(self) -> bool:
@@ -46,28 +46,30 @@ class Address:
 
     @property
     def is_wildcard(self) -> bool:
-        return self.host in PROBED
+        return self.host in PROBE_HOSTS
 
     @property
-    def more(self) -> str:
+    def alternatives_line(self) -> str:
         """A line with further ways to reach a wildcard address: names in .local are not known everywhere."""
         if not self.is_wildcard:
             return ""
-        return f"also {' and '.join(url_of(each, self.port) for each in [*_names()[1:], self.probe_host])}\n"
+        return (
+            f"also {' and '.join(format_url(each, self.port) for each in [*_list_host_names()[1:], self.probe_host])}\n"
+        )
 
-    def curl(self, needs_key: bool) -> str:
+    def curl_command(self, needs_key: bool) -> str:
         """A first request, to be pasted.  `needs_key`: without one it would be refused."""
-        key = f' -H "Authorization: Bearer {self._shown_key()}"' if needs_key or self.key else ""
+        key = f' -H "Authorization: Bearer {self._key_expression()}"' if needs_key or self.key else ""
         body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
         return f"curl {self.url}/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
 
-    def _shown_key(self) -> str:
+    def _key_expression(self) -> str:
         if self.key:
             return "$WARMLINE_CLIENT_KEY"
-        return f"$({program('cachectl')} key show{f' --home {shlex.quote(self.home)}' if self.home else ''})"
+        return f"$({format_program('cachectl')} key show{f' --home {shlex.quote(self.home)}' if self.home else ''})"
 
 
-def address_of(config: Config) -> Address:
+def make_address(config: ResolvedConfig) -> Address:
     """As the proxy does it: `lan` opens a host that is loopback."""
     host = str(config["host"])
     home = str(config["home"])
@@ -79,7 +81,7 @@ def address_of(config: Config) -> Address:
     )
 
 
-def program(name: str) -> str:
+def format_program(name: str) -> str:
     """One of our commands as a shell finds it: by its name where PATH leads to this installation, else by its path."""
     own, found = Path(sys.executable).with_name(name), shutil.which(name)
     if not own.is_file() or (found and Path(found).samefile(own)):
@@ -87,11 +89,11 @@ def program(name: str) -> str:
     return shlex.quote(str(own))
 
 
-def url_of(host: str, port: int) -> str:
+def format_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
-def _names() -> list[str]:
+def _list_host_names() -> list[str]:
     """How others reach this machine, the likeliest first: Linux is often without mDNS, and knows no name in .local."""
     names = [name for name in (bonjour_name(), lan_address()) if name]
     return names if sys.platform == "darwin" else names[::-1]

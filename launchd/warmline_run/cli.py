@@ -17,11 +17,17 @@ from warmline_run import probe as asking
 from warmline_run import processes as commands
 from warmline_run import startup_report as summary
 from warmline_run import supervisor as supervise
-from warmline_run.address import address_of
-from warmline_run.services.cli import group
+from warmline_run.address import make_address
+from warmline_run.services.cli import make_app
 from warmline_run.services.manager import ServiceManager
 from warmline_run.settings.cli_options import with_settings
-from warmline_run.settings.resolve import EXIT_CONFIGURATION, Config, ConfigurationError, Effective, resolve
+from warmline_run.settings.resolve import (
+    EXIT_CONFIGURATION,
+    ConfigurationError,
+    EffectiveSetting,
+    ResolvedConfig,
+    resolve,
+)
 from warmline_run.settings.schema import SETTINGS
 
 app = typer.Typer(
@@ -32,72 +38,74 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"warmline {version('warmline')}")
         raise typer.Exit
 
 
 @app.callback()
 def _main(
-    asked: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None: ...
 
 
 @app.command()
 @with_settings
-def serve(config: Config) -> None:
+def serve(config: ResolvedConfig) -> None:
     """Run proxy and backend together; restart what dies."""
     _check_ports_free(config)
-    _advise(os.environ)
+    _print_blas_advice(os.environ)
     try:
-        model = commands.model_to_load(config)
+        model = commands.prepare_model(config)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     code = supervise.run(
-        commands.backend(config, model, os.environ),
-        commands.proxy(config, os.environ),
-        address_of(config),
-        partial(asking.needs_key, address_of(config), Path(str(config["home"]))),
-        partial(summary.found, config),
+        commands.backend_command(config, model, os.environ),
+        commands.proxy_command(config, os.environ),
+        make_address(config),
+        partial(asking.needs_key, make_address(config), Path(str(config["home"]))),
+        partial(summary.read_report, config),
     )
     raise typer.Exit(code)
 
 
 @app.command()
 @with_settings
-def proxy(config: Config) -> None:
+def proxy(config: ResolvedConfig) -> None:
     """Run the proxy alone, in this process."""
-    _become(commands.proxy(config, os.environ))
+    _exec_command(commands.proxy_command(config, os.environ))
 
 
 @app.command()
 @with_settings
-def backend(config: Config) -> None:
+def backend(config: ResolvedConfig) -> None:
     """Run the backend alone, in this process."""
-    _advise(os.environ)
-    _become(commands.backend(config, commands.model_to_load(config), os.environ))
+    _print_blas_advice(os.environ)
+    _exec_command(commands.backend_command(config, commands.prepare_model(config), os.environ))
 
 
 @app.command(short_help="Say whether a model can be served, and how.")
 @with_settings
 def doctor(
-    config: Config,
-    examined: Annotated[str, typer.Argument(metavar="MODEL", help="instead of the setting", show_default=False)] = "",
+    config: ResolvedConfig,
+    examined_model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="instead of the setting", show_default=False)
+    ] = "",
     memory_gb: Annotated[float, typer.Option(min=0, help="on a Mac of so much memory; 0: on this machine")] = 0,
     prefill_tokens_s: Annotated[float, typer.Option(min=0, help="how fast it prefills, for times; 0: not known")] = 0,
     disk_gb_s: Annotated[float, typer.Option(min=0, help="how fast its disk is read, for times; 0: not known")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="for programs instead of people")] = False,
 ) -> None:
     """Say whether a model can be served, and how, without loading its weights."""
-    if examined:
-        config = _with_model(config, examined)
+    if examined_model:
+        config = _override_model(config, examined_model)
     numbers = {"--memory-gb": memory_gb, "--prefill-tokens-s": prefill_tokens_s, "--disk-gb-s": disk_gb_s}
     options = [word for flag, number in numbers.items() if number for word in (flag, f"{number:g}")]
     options += ["--json"] if as_json else []
-    _become(commands.doctor(config, commands.model_to_load(config), options, os.environ))
+    _exec_command(commands.doctor_command(config, commands.prepare_model(config), options, os.environ))
 
 
 @app.command(short_help="Check a running server.")
@@ -124,100 +132,109 @@ def gates(
     from warmline_run.smoke.check import Scale
 
     if names:
-        print(command.listing())
+        print(command.list_checks())
         return
     try:
-        target = command.target(resolve({"home": home}, os.environ), url, os.environ)
+        target = command.find_endpoint(resolve({"home": home}, os.environ), url, os.environ)
         scale = Scale(turns_count=turns, turn_bytes=int(turn_kb * 1000), long_tokens=long_tokens)
-        visit = command.visit(target, scale, model=model, tolerance=tolerance, timeout_s=timeout_s, seed=seed)
+        visit = command.make_target(target, scale, model=model, tolerance=tolerance, timeout_s=timeout_s, seed=seed)
         visit.may_restart = restart
-        wanted = command.Wanted(command.gates_called(only or []), as_json, strict)
+        wanted = command.RunOptions(command.select_checks(only or []), as_json, strict)
     except ConfigurationError as error:
-        supervise.say(str(error))
+        supervise.print_message(str(error))
         raise typer.Exit(EXIT_CONFIGURATION) from None
-    raise typer.Exit(command.examine(visit, wanted))
+    raise typer.Exit(command.run_checks(visit, wanted))
 
 
 @app.command("config")
 @with_settings
 def show_config(
-    config: Config, as_json: Annotated[bool, typer.Option("--json", help="for programs instead of people")] = False
+    config: ResolvedConfig,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs instead of people")] = False,
 ) -> None:
     """Show each setting in force and where it came from."""
-    rows = {name: (_shown(name, config), effective.source) for name, effective in config.origin.items()}
+    rows = {
+        name: (_mask_secret(name, config), effective.source) for name, effective in config.effective_settings.items()
+    }
     if as_json:
         print(
             json.dumps({name: {"value": value, "source": source} for name, (value, source) in rows.items()}, indent=2)
         )
         return
-    told = {name: (_as_typed(value), source) for name, (value, source) in rows.items()}
+    told = {name: (_format_value(value), source) for name, (value, source) in rows.items()}
     widths = max(map(len, told)), max(len(value) for value, _ in told.values())
     for name, (value, source) in told.items():
         print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}")
 
 
-def _as_typed(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """As the file, a variable and a flag take it."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
-def _with_model(config: Config, given: str) -> Config:
+def _override_model(config: ResolvedConfig, given: str) -> ResolvedConfig:
     try:
-        return Config({**config.origin, "model": Effective(SETTINGS["model"].parse(given), "MODEL")})
+        return ResolvedConfig(
+            {**config.effective_settings, "model": EffectiveSetting(SETTINGS["model"].parse(given), "MODEL")}
+        )
     except ValueError as error:
         raise ConfigurationError(f"MODEL: {error}, not {given!r}") from None
 
 
-def _shown(name: str, config: Config) -> Any:
+def _mask_secret(name: str, config: ResolvedConfig) -> Any:
     return "(set)" if SETTINGS[name].secret and config[name] else config[name]
 
 
-def _advise(environment: Mapping[str, str]) -> None:
-    _, advice = openblas.preload(environment.get("LD_PRELOAD", ""))
+def _print_blas_advice(environment: Mapping[str, str]) -> None:
+    _, advice = openblas.choose_preload(environment.get("LD_PRELOAD", ""))
     if advice:
-        supervise.say(advice)
+        supervise.print_message(advice)
 
 
-def _become(command: commands.Command) -> None:
+def _exec_command(command: commands.Command) -> None:
     sys.stdout.flush()
     os.execve(command.arguments[0], command.arguments, dict(command.environment))
 
 
-def _check_ports_free(config: Config) -> None:
+def _check_ports_free(config: ResolvedConfig) -> None:
     """Fail early and by name; the children bind for themselves a moment later."""
-    if problem := ports.occupied(config):
+    if problem := ports.describe_occupied_port(config):
         raise ConfigurationError(problem)
 
 
-def _launchd() -> ServiceManager:
-    from warmline_run.services.launchd import Launchd  # here, since no other command needs what this imports
+def _make_launchd_manager() -> ServiceManager:
+    from warmline_run.services.launchd import LaunchdManager  # here, since no other command needs what this imports
 
-    return Launchd()
+    return LaunchdManager()
 
 
-def _systemd() -> ServiceManager:
-    from warmline_run.services.systemd import Systemd
+def _make_systemd_manager() -> ServiceManager:
+    from warmline_run.services.systemd import SystemdManager
 
-    return Systemd()
+    return SystemdManager()
 
 
 app.add_typer(
-    group(_launchd, "launch agents (macOS)"), name="launchd", short_help="Have launchd keep the pair (macOS)."
+    make_app(_make_launchd_manager, "launch agents (macOS)"),
+    name="launchd",
+    short_help="Have launchd keep the pair (macOS).",
 )
 app.add_typer(
-    group(_systemd, "user services (Linux)"), name="service", short_help="Have systemd keep the pair (Linux)."
+    make_app(_make_systemd_manager, "user services (Linux)"),
+    name="service",
+    short_help="Have systemd keep the pair (Linux).",
 )
 
 
 def main() -> None:
     """`app`, in a process that launchd or systemd may keep."""
-    kept.bound_output()
+    kept.truncate_output()
     try:
         app()
     except SystemExit as ended:
-        sys.exit(kept.exit_code(ended.code) if isinstance(ended.code, int) else ended.code)
+        sys.exit(kept.map_exit_code(ended.code) if isinstance(ended.code, int) else ended.code)
 
 
 if __name__ == "__main__":

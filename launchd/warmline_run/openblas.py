@@ -19,34 +19,34 @@ PATTERNS = (
 # The power of two of cycles for which an idle thread spins before it sleeps.  OpenBLAS's own 26 keeps the cores from
 # the proxy for some 20 ms after each step; this is still longer than the pauses within a step.
 THREAD_TIMEOUT = "20"
-ADVICE = (
+INSTALL_ADVICE = (
     "no OpenBLAS found: prefill is about ten times slower than it could be; on Debian or Ubuntu: "
     "sudo apt-get install libopenblas0-pthread"
 )
 
 
-def wanted() -> bool:
+def is_openblas_needed() -> bool:
     """mlx computes on a Linux CPU here: not macOS, and no CUDA build of mlx installed."""
     return sys.platform == "linux" and not any(
         (package.name or "").lower().startswith("mlx-cuda") for package in metadata.distributions()
     )
 
 
-def find(root: Path = Path("/")) -> Path | None:
+def find_library(root: Path = Path("/")) -> Path | None:
     for pattern in PATTERNS:
         for library in sorted(root.glob(pattern)):
             return library
     return None
 
 
-def preload(already: str) -> tuple[str, str]:
+def choose_preload(ld_preload: str) -> tuple[str, str]:
     """(what LD_PRELOAD should be for the backend, one line of advice or "").
 
     `already` is the user's own LD_PRELOAD; one that names a BLAS is left as it is.
     """
-    if not wanted() or "blas" in already:
-        return already, ""
-    library = find()
+    if not is_openblas_needed() or "blas" in ld_preload:
+        return ld_preload, ""
+    library = find_library()
     if library is None:
-        return already, ADVICE
-    return f"{library}:{already}" if already else str(library), ""
+        return ld_preload, INSTALL_ADVICE
+    return f"{library}:{ld_preload}" if ld_preload else str(library), ""

@@ -11,48 +11,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from warmline_run.address import address_of
-from warmline_run.settings.resolve import Config
+from warmline_run.address import make_address
+from warmline_run.settings.resolve import ResolvedConfig
 from warmline_run.settings.schema import SETTINGS
 
-LISTENERS = ("port", "backend_port")
+PORT_SETTINGS = ("port", "backend_port")
 LOCKS = ("home.lock", "run/backend.lock")
 
 
 @dataclass(frozen=True)
-class Announced:
+class ProxyAnnouncement:
     """What a proxy says of itself in its home's run/proxy.json."""
 
     url: str
     pid: int
 
 
-def running(home: Path) -> Announced | None:
+def find_running_proxy(home: Path) -> ProxyAnnouncement | None:
     """By the proxy that has this home; None where none does.
 
     One that was killed leaves it behind: who else has its pid or its port by now must not be taken for it.
     """
     try:
         told = json.loads((home / "run" / "proxy.json").read_text())
-        found = Announced(str(told["url"]), int(told["pid"]))
+        found = ProxyAnnouncement(str(told["url"]), int(told["pid"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return found if _holder(home / "home.lock") == str(found.pid) else None
+    return found if _read_lock_holder(home / "home.lock") == str(found.pid) else None
 
 
-def occupied(config: Config, own_ports: Collection[int] = ()) -> str:
+def describe_occupied_port(config: ResolvedConfig, own_ports: Collection[int] = ()) -> str:
     """One line about the first port that can't be listened on, `own_ports` aside; "" where all are free."""
-    hosts = {"port": address_of(config).host, "backend_port": "127.0.0.1"}
-    for name in LISTENERS:
+    hosts = {"port": make_address(config).host, "backend_port": "127.0.0.1"}
+    for name in PORT_SETTINGS:
         number = int(config[name])
-        reason = "" if number in own_ports else _why_not(hosts[name], number)
+        reason = "" if number in own_ports else _probe_port(hosts[name], number)
         if reason:
-            who = _who(Path(str(config["home"]))) if reason == os.strerror(errno.EADDRINUSE) else ""
+            who = _describe_running_pair(Path(str(config["home"]))) if reason == os.strerror(errno.EADDRINUSE) else ""
             return f"can't listen on {hosts[name]} port {number} ({SETTINGS[name].flag}): {reason}{who}"
     return ""
 
 
-def _why_not(host: str, number: int) -> str:
+def _probe_port(host: str, number: int) -> str:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -63,19 +63,19 @@ def _why_not(host: str, number: int) -> str:
     return ""
 
 
-def _who(home: Path) -> str:
+def _describe_running_pair(home: Path) -> str:
     """A pair that runs from the same home says where it listens."""
-    if found := running(home):
+    if found := find_running_proxy(home):
         what = f"process {found.pid} serves {home} at {found.url}"
         return f" ({what}; where `warmline serve` or an agent runs, stop it first, or use other ports and another home)"
     return ""
 
 
-def held(home: Path, own: Collection[int] = ()) -> str:
+def describe_home_holder(home: Path, own_pids: Collection[int] = ()) -> str:
     """One line about who holds the home, processes of `own` aside; "" where nobody does."""
     for name in LOCKS:
-        holder = _holder(home / name)
-        if holder and not (holder.isdecimal() and int(holder) in own):
+        holder = _read_lock_holder(home / name)
+        if holder and not (holder.isdecimal() and int(holder) in own_pids):
             return (
                 f"{home} is in use by process {holder} ({name}): `warmline serve`, an agent or cachectl; "
                 "end that first, or use another --home"
@@ -85,13 +85,13 @@ def held(home: Path, own: Collection[int] = ()) -> str:
 
 def is_listening(home: Path, port: int) -> bool:
     """Whether the proxy that has this home listens on the port, and nobody else."""
-    found = running(home)
+    found = find_running_proxy(home)
     with suppress(ValueError):  # its address may make no sense
         return bool(found and urlsplit(found.url).port == port)
     return False
 
 
-def _holder(lock: Path) -> str:
+def _read_lock_holder(lock: Path) -> str:
     """The pid, as text, of the process that has locked the file; "?" where it does not say, "" where none has."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)

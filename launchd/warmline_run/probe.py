@@ -10,15 +10,15 @@ from warmline_run import ports
 from warmline_run.address import Address
 
 TIMEOUT_S = 2.0
-ANSWER_BYTES_MAX = 16_000_000
-FAILURES = (OSError, http.client.HTTPException)  # nobody answers, or no HTTP
+RESPONSE_BYTES_MAX = 16_000_000
+CONNECTION_ERRORS = (OSError, http.client.HTTPException)  # nobody answers, or no HTTP
 
 
 @dataclass(frozen=True)
-class Readiness:
+class ProxyReadiness:
     """`reason` is why not; `model` what is served."""
 
-    ready: bool
+    is_ready: bool
     reason: str = ""
     model: str = ""
 
@@ -29,12 +29,12 @@ def get(address: Address, path: str, key: str = "") -> tuple[int, dict[str, Any]
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
         answer = connection.getresponse()
-        return answer.status, _object_in(answer.read(ANSWER_BYTES_MAX))
+        return answer.status, _parse_object(answer.read(RESPONSE_BYTES_MAX))
     finally:
         connection.close()
 
 
-def _object_in(body: bytes) -> dict[str, Any]:
+def _parse_object(body: bytes) -> dict[str, Any]:
     try:
         told = json.loads(body)
     except ValueError:
@@ -42,20 +42,20 @@ def _object_in(body: bytes) -> dict[str, Any]:
     return told if isinstance(told, dict) else {}
 
 
-def readiness(address: Address) -> Readiness:
+def read_readiness(address: Address) -> ProxyReadiness:
     """Whether requests are served, as GET /ready tells.  Raises nothing: who can't be asked is not ready."""
     try:
         status, told = get(address, "/ready")
     except ConnectionRefusedError:
-        return Readiness(False, "the proxy does not listen yet")
-    except FAILURES as error:
-        return Readiness(False, f"the proxy does not answer: {error or type(error).__name__}")
+        return ProxyReadiness(False, "the proxy does not listen yet")
+    except CONNECTION_ERRORS as error:
+        return ProxyReadiness(False, f"the proxy does not answer: {error or type(error).__name__}")
     if status == 200:
-        return Readiness(True, model=str(told.get("model", "")))
-    return Readiness(False, str(told.get("reason", "")) or f"the proxy answers {status}")
+        return ProxyReadiness(True, model=str(told.get("model", "")))
+    return ProxyReadiness(False, str(told.get("reason", "")) or f"the proxy answers {status}")
 
 
-def state(address: Address, home: Path) -> dict[str, Any]:
+def read_status(address: Address, home: Path) -> dict[str, Any]:
     """What GET /warmline/status tells the owner of the home; {} where it does not.
 
     Whoever else has come to listen there must not hear the home's secret.
@@ -64,11 +64,14 @@ def state(address: Address, home: Path) -> dict[str, Any]:
         return {}
     try:
         status, told = get(address, "/warmline/status", (home / "secret").read_text().strip())
-    except (*FAILURES, ValueError):  # http.client refuses a header with a line's end in it, and text may be none
+    except (
+        *CONNECTION_ERRORS,
+        ValueError,
+    ):  # http.client refuses a header with a line's end in it, and text may be none
         return {}
     return told if status == 200 else {}
 
 
 def needs_key(address: Address, home: Path) -> bool:
     """Whether a client without a key is refused; False where the proxy does not tell."""
-    return state(address, home).get("needs_key") is True
+    return read_status(address, home).get("needs_key") is True

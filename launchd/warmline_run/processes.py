@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from warmline_run import openblas
-from warmline_run.settings.resolve import EXIT_CONFIGURATION, Config
+from warmline_run.settings.resolve import EXIT_CONFIGURATION, ResolvedConfig
 from warmline_run.settings.schema import DEMO_MODEL, SETTINGS
 
 DEMO_NAME = "smollm2-135m-instruct"
@@ -86,35 +86,35 @@ class Command:
     drain_timeout_s: float
 
 
-def module(name: str) -> list[str]:
+def module_arguments(name: str) -> list[str]:
     """-P: the current directory must not shadow an installed package."""
     return [sys.executable, "-P", "-m", name]
 
 
-def backend(config: Config, model: str, environment: Mapping[str, str]) -> Command:
+def backend_command(config: ResolvedConfig, model: str, environment: Mapping[str, str]) -> Command:
     """`model` is what to load: the setting, or the demo model's folder."""
     served = str(config["served_name"]) or (DEMO_NAME if config["model"] == DEMO_MODEL else "")
     arguments = [
-        *module("warmline_backend"),
+        *module_arguments("warmline_backend"),
         *("--model", model),
         *(("--served-name", served) if served else ()),
         *("--host", "127.0.0.1"),
         *("--port", str(config["backend_port"])),
-        *_flags(config, BACKEND_SETTINGS),
+        *_format_flags(config, BACKEND_SETTINGS),
     ]
     own = {name: value for name, value in environment.items() if name != CLIENT_KEY}
-    preload, _ = openblas.preload(own.get("LD_PRELOAD", ""))
+    preload, _ = openblas.choose_preload(own.get("LD_PRELOAD", ""))
     if preload:
         own["LD_PRELOAD"] = preload
         own.setdefault("OPENBLAS_THREAD_TIMEOUT", openblas.THREAD_TIMEOUT)
     return Command("backend", arguments, own, float(config["drain_timeout_s"]))
 
 
-def proxy(config: Config, environment: Mapping[str, str]) -> Command:
+def proxy_command(config: ResolvedConfig, environment: Mapping[str, str]) -> Command:
     arguments = [
-        *module("warmline_proxy"),
+        *module_arguments("warmline_proxy"),
         *("--backend-url", f"http://127.0.0.1:{config['backend_port']}"),
-        *_flags(config, PROXY_SETTINGS),
+        *_format_flags(config, PROXY_SETTINGS),
     ]
     own = {name: value for name, value in environment.items() if name != CLIENT_KEY}
     if config["client_key"]:
@@ -122,20 +122,22 @@ def proxy(config: Config, environment: Mapping[str, str]) -> Command:
     return Command("proxy", arguments, own, float(config["drain_timeout_s"]))
 
 
-def doctor(config: Config, model: str, options: Iterable[str], environment: Mapping[str, str]) -> Command:
+def doctor_command(
+    config: ResolvedConfig, model: str, options: Iterable[str], environment: Mapping[str, str]
+) -> Command:
     """`options` are the command's own.  A home that the command line does not name is in force anyway."""
     arguments = [
-        *module("warmline_backend.doctor"),
+        *module_arguments("warmline_backend.doctor"),
         *("--called", str(config["model"])),
-        *(("--home", str(config["home"])) if config.origin["home"].source == SETTINGS["home"].flag else ()),
-        *_flags(config, DOCTOR_SETTINGS),
+        *(("--home", str(config["home"])) if config.effective_settings["home"].source == SETTINGS["home"].flag else ()),
+        *_format_flags(config, DOCTOR_SETTINGS),
         *options,
         *("--", model),
     ]
     return Command("doctor", arguments, environment, 0.0)
 
 
-def _flags(config: Config, names: Iterable[str]) -> list[str]:
+def _format_flags(config: ResolvedConfig, names: Iterable[str]) -> list[str]:
     """A text that is "" and a switch that is off have no flag."""
     flags: list[str] = []
     for name in names:
@@ -147,14 +149,14 @@ def _flags(config: Config, names: Iterable[str]) -> list[str]:
     return flags
 
 
-def model_to_load(config: Config) -> str:
+def prepare_model(config: ResolvedConfig) -> str:
     """The model's folder or name; prepares the demo model where that is asked for.
 
     Its preparation says on stderr what it is about to write, and why it can't: then raises SystemExit.
     """
     if config["model"] != DEMO_MODEL:
         return str(config["model"])
-    command = [*module("warmline_backend.demo"), "--home", str(config["home"])]
+    command = [*module_arguments("warmline_backend.demo"), "--home", str(config["home"])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(EXIT_CONFIGURATION)

@@ -5,59 +5,66 @@ from pathlib import Path
 from typing import Any
 
 from warmline_run import probe as asking
-from warmline_run.address import Address, address_of
-from warmline_run.settings.resolve import Config
+from warmline_run.address import Address, make_address
+from warmline_run.settings.resolve import ResolvedConfig
 from warmline_run.settings.schema import is_loopback
 
-PARTS = ("segments", "checkpoints", "quarantined", "writing", "doomed", "index")  # what counts against the disk budget
+DISK_USAGE_NAMES = (
+    "segments",
+    "checkpoints",
+    "quarantined",
+    "writing",
+    "doomed",
+    "index",
+)  # what counts against the disk budget
 WIDTH = len("dashboard")
 KEY_HINT = "the admin key opens it: cachectl key show admin"
-ELSEWHERE_HINT = "from other machines it asks for the admin key: cachectl key show admin"
+REMOTE_KEY_HINT = "from other machines it asks for the admin key: cachectl key show admin"
 
 
-def found(config: Config) -> str:
+def read_report(config: ResolvedConfig) -> str:
     """Of the pair that serves by these settings.  Blocks; "" where it does not tell."""
-    address = address_of(config)
-    return text(asking.state(address, Path(str(config["home"]))), config, address)
+    address = make_address(config)
+    return format_report(asking.read_status(address, Path(str(config["home"]))), config, address)
 
 
-def text(status: Mapping[str, Any], config: Config, address: Address) -> str:
+def format_report(status: Mapping[str, Any], config: ResolvedConfig, address: Address) -> str:
     """A line a fact; "" where the state is none that we know, such as another version's.  Pure."""
     try:
         facts = {
-            "model": _model(status["engine"]),
-            "context": _context(status["engine"]),
-            "memory": f"{_bytes(status['engine']['memory_budget_bytes'])} for conversations",
-            "disk": _disk(status["totals"], status["disk_budget_bytes"]),
-            "kept": _kept(status),
-            "dashboard": _dashboard(config, address),
+            "model": _format_model(status["engine"]),
+            "context": _format_context(status["engine"]),
+            "memory": f"{_format_bytes(status['engine']['memory_budget_bytes'])} for conversations",
+            "disk": _format_disk(status["totals"], status["disk_budget_bytes"]),
+            "kept": _format_persistence(status),
+            "dashboard": _format_dashboard(config, address),
         }
     except (KeyError, TypeError, ValueError):
         return ""
     return "".join(f"{name:<{WIDTH}}  {said}\n" for name, said in facts.items())
 
 
-def _model(engine: Mapping[str, Any]) -> str:
+def _format_model(engine: Mapping[str, Any]) -> str:
     return f"{engine['model']} on {engine['device']}, KV in {engine['layout']['dtype']}"
 
 
-def _context(engine: Mapping[str, Any]) -> str:
+def _format_context(engine: Mapping[str, Any]) -> str:
     tokens = engine["context_tokens_max"]
     return f"{tokens:,} tokens" if tokens else "the model does not say how long"
 
 
-def _disk(totals: Mapping[str, Any], budget_bytes: int) -> str:
-    used = sum(totals[f"bytes_{part}"] for part in PARTS)
-    return f"{_bytes(used)} of {_bytes(budget_bytes)} used: {_stored(totals['sessions'], totals['tokens'])}"
+def _format_disk(totals: Mapping[str, Any], budget_bytes: int) -> str:
+    used = sum(totals[f"bytes_{part}"] for part in DISK_USAGE_NAMES)
+    return f"{_format_bytes(used)} of {_format_bytes(budget_bytes)} used: {_format_stored(totals['sessions'], totals['tokens'])}"
 
 
-def _stored(conversations: int, tokens: int) -> str:
+def _format_stored(conversations: int, tokens: int) -> str:
     if not conversations:
         return "no conversation is stored"
     return f"{conversations:,} conversation{'s' * (conversations > 1)}, {tokens:,} tokens"
 
 
-def _kept(status: Mapping[str, Any]) -> str:
+def _format_persistence(status: Mapping[str, Any]) -> str:
     """How long what is computed stays."""
     layout = status["engine"]["layout"]
     if status["reuse"] == "off":
@@ -71,15 +78,15 @@ def _kept(status: Mapping[str, Any]) -> str:
     return "on disk, across restarts"
 
 
-def _dashboard(config: Config, address: Address) -> str:
+def _format_dashboard(config: ResolvedConfig, address: Address) -> str:
     here = address.admin_url
     behind = is_loopback(address.host) and config["allowed_hosts"]  # a proxy on this machine: local is nobody then
     if config["admin_needs_key"] or behind or not address.is_local:
         return f"{here} ({KEY_HINT})"
-    return f"{here} ({ELSEWHERE_HINT})" if address.is_wildcard else here
+    return f"{here} ({REMOTE_KEY_HINT})" if address.is_wildcard else here
 
 
-def _bytes(number: float) -> str:
+def _format_bytes(number: float) -> str:
     """In units of 1,000, as budgets are set."""
     for unit in ("B", "KB", "MB", "GB"):
         if number < 999.5:

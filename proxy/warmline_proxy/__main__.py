@@ -10,29 +10,29 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from warmline_common.logging import start_logging, tell_of_loop
+from warmline_common.logging import log_loop_error, start_logging
 from warmline_common.process import exit_codes as kept
-from warmline_common.process.console import say
+from warmline_common.process.console import write_line
 from warmline_common.process.file_limits import raise_descriptor_limit
-from warmline_common.process.parent_watch import end_with_parent
+from warmline_common.process.parent_watch import watch_parent
 from warmline_common.storage import disk
-from warmline_common.storage.home import unusable
-from warmline_common.storage.permissions import begin_private, tighten
-from warmline_proxy.auth.key_store import tenant_of
+from warmline_common.storage.home import describe_unusable_home
+from warmline_common.storage.permissions import set_private_umask, tighten_permissions
+from warmline_proxy.auth.key_store import derive_tenant
 from warmline_proxy.auth.principals import prepare_keys
-from warmline_proxy.config import Config, ConfigError, parse
-from warmline_proxy.home_lock import HomeLocked, home_lock
-from warmline_proxy.http.connections import listening
-from warmline_proxy.index.index import Index, IndexFailure
+from warmline_proxy.config import ProxyConfig, ProxyConfigError, parse_config
+from warmline_proxy.home_lock import HomeLockedError, home_lock
+from warmline_proxy.http.connections import listen
+from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.index.recovery.startup import reconcile
-from warmline_proxy.routes.dispatch import LIVES, build, drain
+from warmline_proxy.routes.dispatch import REQUEST_REGISTRY, build_app, drain
 
 log = logging.getLogger("warmline_proxy")
 
 STOP_MARGIN_S = 15.0  # beyond the drain: to let go of what runs, and to write what is kept
 LOCK_WAIT_S = 10.0  # a predecessor that is ending, or cachectl
-ANNOUNCE_INTERVAL_S = 5.0  # between two tries to write our address down
-DESCRIPTORS_WANTED = 8_192  # a non-login macOS shell gives 256
+ADDRESS_RETRY_INTERVAL_S = 5.0  # between two tries to write our address down
+DESCRIPTOR_COUNT_TARGET = 8_192  # a non-login macOS shell gives 256
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,91 +41,91 @@ def main(arguments: Sequence[str]) -> int:
     Who keeps us running may be told another one: see `kept`.
     """
     try:
-        config = parse(arguments)
-    except ConfigError as error:
-        say(f"warmline proxy: {error}")
+        config = parse_config(arguments)
+    except ProxyConfigError as error:
+        write_line(f"warmline proxy: {error}")
         return 2
     start_logging("proxy", config.log_level, config.log_format, config.log_files, config.home)
-    end_with_parent(config.drain_timeout_s + STOP_MARGIN_S)
+    watch_parent(config.drain_timeout_s + STOP_MARGIN_S)
     try:
         config.home.prepare()
-        secret = config.home.secret()
-        if tightened := str(tighten(config.home)):
+        secret = config.home.load_secret()
+        if tightened := str(tighten_permissions(config.home)):
             log.warning("the home: %s", tightened)
         prepare_keys(config)
     except OSError as error:
-        say(f"warmline proxy: {unusable(config.home, error)}")
+        write_line(f"warmline proxy: {describe_unusable_home(config.home, error)}")
         return 2
-    except ConfigError as error:
-        say(f"warmline proxy: {error}")
+    except ProxyConfigError as error:
+        write_line(f"warmline proxy: {error}")
         return 2
     try:
         run(config, secret)
-    except HomeLocked as error:
-        say(f"warmline proxy: {error}")
-        return kept.code_of_held()
-    except (IndexFailure, OSError) as error:
-        say(f"warmline proxy: {error}")
+    except HomeLockedError as error:
+        write_line(f"warmline proxy: {error}")
+        return kept.locked_home_exit_code()
+    except (IndexStoreError, OSError) as error:
+        write_line(f"warmline proxy: {error}")
         return 1
     return 0
 
 
-def run(config: Config, secret: str) -> None:
+def run(config: ProxyConfig, secret: str) -> None:
     """Own the home, put the index in order, serve.  Raises HomeLocked, IndexFailure or OSError."""
-    descriptor_count_max = raise_descriptor_limit(DESCRIPTORS_WANTED)
+    descriptor_count_max = raise_descriptor_limit(DESCRIPTOR_COUNT_TARGET)
     with home_lock(config.home, LOCK_WAIT_S), Index(config.home, config.disk_budget_bytes) as index:
-        put_in_order(index)
+        reconcile_index(index)
         asyncio.run(serve(config, secret, index, descriptor_count_max))
 
 
-def put_in_order(index: Index) -> None:
+def reconcile_index(index: Index) -> None:
     """Where the disk does not let us, that is tried again while we serve."""
     if not index.read_only:
         try:
             log.info("index: %s", reconcile(index))
-            index.keep_spare()
+            index.allocate_reserve()
             return
-        except (IndexFailure, OSError) as error:
-            index.suspend(error)
+        except (IndexStoreError, OSError) as error:
+            index.set_read_only(error)
     log.error("%s; serving goes on with what is stored, and nothing is saved", index.read_only)
 
 
-async def serve(config: Config, secret: str, index: Index, descriptor_count_max: int) -> None:
-    asyncio.get_running_loop().set_exception_handler(tell_of_loop)
-    signals = Signals()
-    app = build(config, secret, index)
-    async with listening(app, config, descriptor_count_max) as listener, announced(config, listener.port):
+async def serve(config: ProxyConfig, secret: str, index: Index, descriptor_count_max: int) -> None:
+    asyncio.get_running_loop().set_exception_handler(log_loop_error)
+    signals = ShutdownSignals()
+    app = build_app(config, secret, index)
+    async with listen(app, config, descriptor_count_max) as listener, publish_address(config, listener.port):
         log.info("listening on http://%s:%d, backend %s", config.bind_host, listener.port, config.backend_url)
         log.info("at most %d connections, %d descriptors", listener.connections.count_max, descriptor_count_max)
         await signals.stop.wait()
-        log.info(stopping(app[LIVES].unanswered, config.drain_timeout_s))
-        await unless(signals.hurry, drain(app))  # while newcomers still reach us, to be told to come again
+        log.info(format_stop_message(app[REQUEST_REGISTRY].unanswered_count, config.drain_timeout_s))
+        await run_until_event(signals.stop_now, drain(app))  # while newcomers still reach us, to be told to come again
 
 
-def stopping(count: int, drain_timeout_s: float) -> str:
+def format_stop_message(unanswered_count: int, drain_timeout_s: float) -> str:
     """`count`: of the requests that clients still wait for."""
-    if not count:
+    if not unanswered_count:
         return "stopping"
-    what = "1 request has" if count == 1 else f"{count} requests have"
+    what = "1 request has" if unanswered_count == 1 else f"{unanswered_count} requests have"
     return f"stopping: {what} {drain_timeout_s:g} s to finish; what was computed by then is kept"
 
 
-class Signals:
+class ShutdownSignals:
     """The first SIGTERM or SIGINT asks to stop, the next one to hurry."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
-        self.hurry = asyncio.Event()
+        self.stop_now = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._arrived)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
-    def _arrived(self) -> None:
-        (self.hurry if self.stop.is_set() else self.stop).set()
+    def _on_signal(self) -> None:
+        (self.stop_now if self.stop.is_set() else self.stop).set()
 
 
-async def unless(event: asyncio.Event, work: Coroutine[None, None, None]) -> None:
+async def run_until_event(event: asyncio.Event, coroutine: Coroutine[None, None, None]) -> None:
     """Do it, or leave it where the event comes first."""
-    waiting, working = asyncio.create_task(event.wait()), asyncio.create_task(work)
+    waiting, working = asyncio.create_task(event.wait()), asyncio.create_task(coroutine)
     try:
         await asyncio.wait([waiting, working], return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -136,43 +136,45 @@ async def unless(event: asyncio.Event, work: Coroutine[None, None, None]) -> Non
 
 
 @asynccontextmanager
-async def announced(config: Config, port: int, retry_interval_s: float = ANNOUNCE_INTERVAL_S) -> AsyncIterator[None]:
+async def publish_address(
+    config: ProxyConfig, port: int, retry_interval_s: float = ADDRESS_RETRY_INTERVAL_S
+) -> AsyncIterator[None]:
     """While the proxy listens, its pid and address can be read from the run directory, as soon as that takes them; and
     from then on, whose cache the settings' key has.
     """
     address = json.dumps({"pid": os.getpid(), "url": local_url(config.bind_host, port)})
-    texts = {config.home.run / "proxy.json": address, config.home.pid_file("proxy"): f"{os.getpid()}\n"}
-    if tenant := tenant_of(config.client_key):
-        told = {config.home.settings_tenant: f"{tenant}\n", **texts}
+    address_files = {config.home.run / "proxy.json": address, config.home.pid_file("proxy"): f"{os.getpid()}\n"}
+    if tenant := derive_tenant(config.client_key):
+        files = {config.home.settings_tenant: f"{tenant}\n", **address_files}
     else:
-        told = texts
-        remove([config.home.settings_tenant])
-    telling = None if _tell(told) else asyncio.create_task(_tell_later(told, retry_interval_s))
+        files = address_files
+        delete_files([config.home.settings_tenant])
+    retry_task = None if _write_files(files) else asyncio.create_task(_retry_write_files(files, retry_interval_s))
     try:
         yield
     finally:
-        if telling is not None:
-            telling.cancel()
-        remove(list(texts))
+        if retry_task is not None:
+            retry_task.cancel()
+        delete_files(list(address_files))
 
 
-def _tell(texts: Mapping[Path, str], *, again: bool = False) -> bool:
+def _write_files(texts: Mapping[Path, str], *, is_retry: bool = False) -> bool:
     try:
         for path, text in texts.items():
-            disk.write_small(path, text)
+            disk.replace_file(path, text)
     except OSError as error:
-        if not again:
+        if not is_retry:
             log.warning("our address could not be written down, so cachectl will not find us: %s", error)
         return False
     return True
 
 
-async def _tell_later(texts: Mapping[Path, str], interval_s: float) -> None:
+async def _retry_write_files(texts: Mapping[Path, str], interval_s: float) -> None:
     """A disk that is full, or read-only, may be mended while we serve."""
-    told = False
-    while not told:
+    is_written = False
+    while not is_written:
         await asyncio.sleep(interval_s)
-        told = await asyncio.to_thread(_tell, texts, again=True)
+        is_written = await asyncio.to_thread(_write_files, texts, is_retry=True)
 
 
 def local_url(host: str, port: int) -> str:
@@ -184,12 +186,12 @@ def local_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def remove(files: Sequence[Path]) -> None:
+def delete_files(files: Sequence[Path]) -> None:
     for file in files:
         with suppress(OSError):
             disk.delete(file)
 
 
 if __name__ == "__main__":
-    begin_private()
-    kept.end(lambda: main(sys.argv[1:]))
+    set_private_umask()
+    kept.run_main(lambda: main(sys.argv[1:]))

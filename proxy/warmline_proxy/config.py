@@ -9,22 +9,22 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from warmline_common.process.arguments import GB, gigabytes
-from warmline_common.process.console import say
+from warmline_common.process.console import write_line
 from warmline_common.process.loopback import is_loopback
 from warmline_common.storage.home import Home
 from warmline_proxy.explain.stabilize import RULES
-from warmline_proxy.http.cors import origins
-from warmline_proxy.http.host_filter import allowed_names
+from warmline_proxy.http.cors import parse_origins
+from warmline_proxy.http.host_filter import parse_host_names
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-CLIENT_KEY_VARIABLE = "WARMLINE_CLIENT_KEY"
+CLIENT_KEY_ENV_VAR = "WARMLINE_CLIENT_KEY"
 ANY_ADDRESS = "0.0.0.0"
 
-REUSE = ("fast", "exact", "off")
-GARBAGE_GUARD = ("off", "observe")
-ON_DISCONNECT = ("stop", "finish-prefill")
-SECONDS = (
+REUSE_MODES = ("fast", "exact", "off")
+GARBAGE_GUARD_MODES = ("off", "observe")
+ON_DISCONNECT_MODES = ("stop", "finish-prefill")
+DURATION_SETTINGS = (
     "connect_timeout_s",
     "queue_timeout_s",
     "stall_timeout_s",
@@ -35,15 +35,15 @@ SECONDS = (
     "heartbeat_after_s",
     "drain_timeout_s",
 )
-POSITIVE = ("wedge_timeout_s", "receive_timeout_s", "send_timeout_s")
+POSITIVE_DURATION_SETTINGS = ("wedge_timeout_s", "receive_timeout_s", "send_timeout_s")
 
 
-class ConfigError(ValueError):
+class ProxyConfigError(ValueError):
     """A setting that can't be served; the message is one line for people."""
 
 
 @dataclass(frozen=True)
-class Config:
+class ProxyConfig:
     """What one proxy was told.  Raises ConfigError where the settings contradict each other."""
 
     home: Home
@@ -83,40 +83,46 @@ class Config:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
-            raise ConfigError(f"--port {self.port}: expected a number from 0 to 65535")
+            raise ProxyConfigError(f"--port {self.port}: expected a number from 0 to 65535")
         backend = urlsplit(self.backend_url)
         if backend.scheme != "http" or not backend.hostname:
-            raise ConfigError(f"--backend-url {self.backend_url}: expected an address such as http://127.0.0.1:8025")
+            raise ProxyConfigError(
+                f"--backend-url {self.backend_url}: expected an address such as http://127.0.0.1:8025"
+            )
         if self.disk_budget_bytes < 0:
-            raise ConfigError("--disk-budget-gb: expected 0 or more")
+            raise ProxyConfigError("--disk-budget-gb: expected 0 or more")
         if self.queue_count_max < 0 or self.running_count_max < 1:
-            raise ConfigError("--queue-count-max must be at least 0 and --running-count-max at least 1")
+            raise ProxyConfigError("--queue-count-max must be at least 0 and --running-count-max at least 1")
         if not 0 <= self.audit_fraction <= 1:
-            raise ConfigError(f"--audit-fraction {self.audit_fraction}: expected a share, from 0 to 1")
+            raise ProxyConfigError(f"--audit-fraction {self.audit_fraction}: expected a share, from 0 to 1")
         if not 0 <= self.audit_tolerance < float("inf"):
-            raise ConfigError(f"--audit-tolerance {self.audit_tolerance}: expected a difference in nats, 0 or more")
-        if self.on_disconnect not in ON_DISCONNECT:
-            raise ConfigError(f"--on-disconnect {self.on_disconnect}: expected {' or '.join(ON_DISCONNECT)}")
+            raise ProxyConfigError(
+                f"--audit-tolerance {self.audit_tolerance}: expected a difference in nats, 0 or more"
+            )
+        if self.on_disconnect not in ON_DISCONNECT_MODES:
+            raise ProxyConfigError(f"--on-disconnect {self.on_disconnect}: expected {' or '.join(ON_DISCONNECT_MODES)}")
         if unknown := set(self.stabilize_rules) - set(RULES):
-            raise ConfigError(f"--stabilize {', '.join(sorted(unknown))}: expected some of {', '.join(RULES)}")
+            raise ProxyConfigError(f"--stabilize {', '.join(sorted(unknown))}: expected some of {', '.join(RULES)}")
         if self.client_key != self.client_key.strip() or not self.client_key.isprintable():
-            raise ConfigError(f"{CLIENT_KEY_VARIABLE}: expected printable characters, and no spaces at the ends")
+            raise ProxyConfigError(f"{CLIENT_KEY_ENV_VAR}: expected printable characters, and no spaces at the ends")
         try:
-            origins(self.cors_origins)
+            parse_origins(self.cors_origins)
         except ValueError as error:
-            raise ConfigError(f"--cors-origins {error}") from None
+            raise ProxyConfigError(f"--cors-origins {error}") from None
         try:
-            allowed_names(self.allowed_hosts)
+            parse_host_names(self.allowed_hosts)
         except ValueError as error:
-            raise ConfigError(f"--allowed-hosts {error}") from None
-        for name in SECONDS:
+            raise ProxyConfigError(f"--allowed-hosts {error}") from None
+        for name in DURATION_SETTINGS:
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{_flag(name)} {getattr(self, name)}: expected a number of seconds, 0 or more")
-        for name in POSITIVE:
+                raise ProxyConfigError(
+                    f"{_flag_name(name)} {getattr(self, name)}: expected a number of seconds, 0 or more"
+                )
+        for name in POSITIVE_DURATION_SETTINGS:
             if not getattr(self, name):
-                raise ConfigError(f"{_flag(name)} 0: expected more than 0")
+                raise ProxyConfigError(f"{_flag_name(name)} 0: expected more than 0")
         if self.partial_save_tokens < 0 or self.connections_max < 1:
-            raise ConfigError("--partial-save-tokens must be at least 0 and --connections-max at least 1")
+            raise ProxyConfigError("--partial-save-tokens must be at least 0 and --connections-max at least 1")
 
     @property
     def stabilize_rules(self) -> tuple[str, ...]:
@@ -128,56 +134,56 @@ class Config:
         return ANY_ADDRESS if self.lan and is_loopback(self.host) else self.host
 
     @property
-    def open_to_others(self) -> bool:
+    def is_open_to_network(self) -> bool:
         """Whether other machines may connect; `client_keys.prepare_keys` sees to it that a key is asked for then."""
         return not is_loopback(self.bind_host)
 
     @property
-    def owner_needs_key(self) -> bool:
+    def is_admin_key_required(self) -> bool:
         """Whether to be on this machine is not enough: who listens on loopback and has other names is behind a proxy on
         this machine, through which the whole world comes from here.
         """
-        return self.admin_needs_key or (not self.open_to_others and bool(self.allowed_names))
+        return self.admin_needs_key or (not self.is_open_to_network and bool(self.allowed_host_names))
 
     @property
-    def allowed_names(self) -> frozenset[str]:
-        return allowed_names(self.allowed_hosts)
+    def allowed_host_names(self) -> frozenset[str]:
+        return parse_host_names(self.allowed_hosts)
 
     @property
     def allowed_origins(self) -> frozenset[str]:
-        return origins(self.cors_origins)
+        return parse_origins(self.cors_origins)
 
 
-class _Parser(argparse.ArgumentParser):
+class _ArgumentParser(argparse.ArgumentParser):
     """argparse, but bad flags cost one line instead of a page."""
 
     def error(self, message: str) -> NoReturn:
-        say(f"warmline proxy: {message}")
+        write_line(f"warmline proxy: {message}")
         raise SystemExit(2)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m warmline_proxy", description="Warmline's caching reverse proxy.")
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _ArgumentParser(prog="python -m warmline_proxy", description="Warmline's caching reverse proxy.")
     parser.add_argument("--home", type=Path, default=Path("~/.warmline"), help="where index and segments live")
-    parser.add_argument("--host", default=Config.host)
-    parser.add_argument("--port", type=int, default=Config.port)
-    parser.add_argument("--backend-url", default=Config.backend_url)
-    parser.add_argument("--reuse", choices=REUSE, default=Config.reuse)
-    parser.add_argument("--audit-fraction", type=float, default=Config.audit_fraction)
-    parser.add_argument("--audit-tolerance", type=float, default=Config.audit_tolerance)
-    parser.add_argument("--garbage-guard", choices=GARBAGE_GUARD, default=Config.garbage_guard)
-    parser.add_argument("--disk-budget-gb", type=gigabytes, default=Config.disk_budget_bytes / GB)
-    parser.add_argument("--queue-count-max", type=int, default=Config.queue_count_max)
-    parser.add_argument("--running-count-max", type=int, default=Config.running_count_max)
-    parser.add_argument("--on-disconnect", choices=ON_DISCONNECT, default=Config.on_disconnect)
-    parser.add_argument("--partial-save-tokens", type=int, default=Config.partial_save_tokens)
-    parser.add_argument("--connections-max", type=int, default=Config.connections_max)
+    parser.add_argument("--host", default=ProxyConfig.host)
+    parser.add_argument("--port", type=int, default=ProxyConfig.port)
+    parser.add_argument("--backend-url", default=ProxyConfig.backend_url)
+    parser.add_argument("--reuse", choices=REUSE_MODES, default=ProxyConfig.reuse)
+    parser.add_argument("--audit-fraction", type=float, default=ProxyConfig.audit_fraction)
+    parser.add_argument("--audit-tolerance", type=float, default=ProxyConfig.audit_tolerance)
+    parser.add_argument("--garbage-guard", choices=GARBAGE_GUARD_MODES, default=ProxyConfig.garbage_guard)
+    parser.add_argument("--disk-budget-gb", type=gigabytes, default=ProxyConfig.disk_budget_bytes / GB)
+    parser.add_argument("--queue-count-max", type=int, default=ProxyConfig.queue_count_max)
+    parser.add_argument("--running-count-max", type=int, default=ProxyConfig.running_count_max)
+    parser.add_argument("--on-disconnect", choices=ON_DISCONNECT_MODES, default=ProxyConfig.on_disconnect)
+    parser.add_argument("--partial-save-tokens", type=int, default=ProxyConfig.partial_save_tokens)
+    parser.add_argument("--connections-max", type=int, default=ProxyConfig.connections_max)
     parser.add_argument("--cors-origins", default="")
     parser.add_argument("--stabilize", default="")
-    for name in SECONDS:
-        parser.add_argument(_flag(name), type=float, default=getattr(Config, name))
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default=Config.log_level)
-    parser.add_argument("--log-format", choices=LOG_FORMATS, default=Config.log_format)
+    for name in DURATION_SETTINGS:
+        parser.add_argument(_flag_name(name), type=float, default=getattr(ProxyConfig, name))
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default=ProxyConfig.log_level)
+    parser.add_argument("--log-format", choices=LOG_FORMATS, default=ProxyConfig.log_format)
     parser.add_argument("--log-files", action="store_true")
     parser.add_argument("--lan", action="store_true")
     parser.add_argument("--allowed-hosts", default="")
@@ -186,14 +192,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _flag_name(setting: str) -> str:
+    return "--" + setting.replace("_", "-")
 
 
-def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Config:
+def parse_config(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> ProxyConfig:
     """Flags to a Config.  Raises SystemExit(2) on a bad flag, ConfigError on bad values."""
-    flags = _parser().parse_args(arguments)
-    return Config(
+    flags = _build_parser().parse_args(arguments)
+    return ProxyConfig(
         home=Home(flags.home.expanduser().absolute()),
         host=flags.host,
         port=flags.port,
@@ -210,7 +216,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         connections_max=flags.connections_max,
         cors_origins=flags.cors_origins,
         stabilize=flags.stabilize,
-        **{name: getattr(flags, name) for name in SECONDS},
+        **{name: getattr(flags, name) for name in DURATION_SETTINGS},
         log_level=flags.log_level,
         log_format=flags.log_format,
         log_files=flags.log_files,
@@ -218,5 +224,5 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         allowed_hosts=flags.allowed_hosts,
         share_cache=flags.share_cache,
         admin_needs_key=flags.admin_needs_key,
-        client_key=environment.get(CLIENT_KEY_VARIABLE, ""),
+        client_key=environment.get(CLIENT_KEY_ENV_VAR, ""),
     )

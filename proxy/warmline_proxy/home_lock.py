@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from warmline_common.storage.file_lock import Locked, process_lock
+from warmline_common.storage.file_lock import LockedError, process_lock
 from warmline_common.storage.home import Home
 
 
-class HomeLocked(Exception):
+class HomeLockedError(Exception):
     """Another process owns this home."""
 
 
@@ -17,5 +17,5 @@ def home_lock(home: Home, wait_s: float = 0.0) -> Iterator[None]:
     try:
         with process_lock(home.lock, wait_s):
             yield
-    except Locked as error:
-        raise HomeLocked(f"{home.root} is in use by process {error.holder}, a proxy or cachectl") from None
+    except LockedError as error:
+        raise HomeLockedError(f"{home.root} is in use by process {error.holder}, a proxy or cachectl") from None

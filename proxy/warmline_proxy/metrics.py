@@ -21,25 +21,25 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from warmline_common.process.version import version
-from warmline_proxy.errors import ClientError, read_error
+from warmline_proxy.errors import ClientError, decode_error_body
 from warmline_proxy.store.rows import RequestRecord
 
 # A prefill may take hours, a warm answer's first token milliseconds.
-SECONDS = (
+SECONDS_BUCKETS = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
     *(60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0, 7200.0),
 )
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
-RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 COMPUTED = "computed"  # of a prompt's tokens: neither resident nor restored nor shared
 OTHER = "other"
-CODES_MAX = 64  # that errors are told apart by; the backend's are among them
-_CODE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
+ERROR_CODES_MAX = 64  # that errors are told apart by; the backend's are among them
+_ERROR_CODE_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 
-PHASES = {"prefilling": "prefill", "answering": "decode"}  # as the field calls what Life.stage says
+PHASE_BY_STAGE = {"prefilling": "prefill", "answering": "decode"}  # as the field calls what Life.stage says
 # Who ends a request, by the code of what its client is told.
-ENDED_BY = {
+CANCEL_SOURCE_BY_CODE = {
     "deadline_exceeded": "total_timeout",
     "queue_timeout": "queue_timeout",
     "stalled": "stall_timeout",
@@ -48,13 +48,13 @@ ENDED_BY = {
 }
 
 
-class Metrics:
+class ProxyMetrics:
     """Counters and histograms by what they are about."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # each would be a metric of its own in plain text
         self._registry = registry = CollectorRegistry()
-        self._codes: set[str] = set()
+        self._error_codes: set[str] = set()
         self._lock = threading.Lock()
         ProcessCollector(registry=registry)  # of Linux
         Info("warmline_build", "Which Warmline this is.", registry=registry).info({"version": version()})
@@ -62,7 +62,7 @@ class Metrics:
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(f"warmline_{name}", about, labels, registry=registry)
 
-        def seconds(name: str, about: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        def seconds(name: str, about: str, *labels: str, buckets: tuple[float, ...] = SECONDS_BUCKETS) -> Histogram:
             return Histogram(f"warmline_{name}_seconds", about, labels, buckets=buckets, registry=registry)
 
         self._requests = counter(
@@ -79,16 +79,16 @@ class Metrics:
         self._restore = seconds("restore", "What requests spent restoring from disk, where they did.")
         self._prefill = seconds("prefill", "What computing the rest of prompts took.")
         self._decode = seconds("decode", "From the end of prefills to the last token of answers.")
-        self._per_token = seconds("time_per_output_token", "Mean of an answer's tokens.", buckets=TOKEN_SECONDS)
+        self._per_token = seconds("time_per_output_token", "Mean of an answer's tokens.", buckets=TOKEN_SECONDS_BUCKETS)
         self._estimate = Histogram(
             "warmline_ttft_estimate_ratio",
             "Time to the first token without waiting, over what was planned.",
             ["source"],
-            buckets=RATIOS,
+            buckets=RATIO_BUCKETS,
             registry=registry,
         )
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts by where their KV came from.", "source")
-        self._generated = counter("generated_tokens", "Tokens of answers.")
+        self._generated_tokens = counter("generated_tokens", "Tokens of answers.")
 
         self._saves = counter("saves", "Saves that are in the index.")
         self._saved_tokens = counter("saved_tokens", "Tokens whose KV was saved.")
@@ -115,16 +115,16 @@ class Metrics:
         )
         self.persistent.set(1)
 
-    def add(self, collector: Collector) -> None:
+    def register(self, collector: Collector) -> None:
         """Have it collected at each scrape, too."""
         self._registry.register(collector)
 
-    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+    def render_exposition(self, accept: str = "") -> tuple[bytes, str]:
         """What GET /metrics answers with, and its Content-Type: OpenMetrics where `accept` asks for it, or text."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
-    def recorded(self, record: RequestRecord, status: str) -> None:
+    def record_request(self, record: RequestRecord, status: str) -> None:
         """A request that was let in has ended; `status`: the class of what its client was told, "none" for nothing."""
         source = record.source
         self._requests.labels(api=record.endpoint, outcome=record.outcome, source=source, status=status).inc()
@@ -133,10 +133,10 @@ class Metrics:
         self._queue.observe(record.queue_s)
         if record.restore_s:
             self._restore.observe(record.restore_s)
-        self._count_prompt(record)
-        self._count_answer(record)
+        self._record_prompt(record)
+        self._record_generation(record)
 
-    def _count_prompt(self, record: RequestRecord) -> None:
+    def _record_prompt(self, record: RequestRecord) -> None:
         """Nothing of one of which nothing was computed: what it was to reuse came to nothing."""
         if not record.prefilled_tokens:
             return
@@ -145,9 +145,9 @@ class Metrics:
         if record.cached_tokens:
             self._prompt_tokens.labels(source=record.source).inc(record.cached_tokens)
 
-    def _count_answer(self, record: RequestRecord) -> None:
+    def _record_generation(self, record: RequestRecord) -> None:
         if record.generated_tokens:
-            self._generated.inc(record.generated_tokens)
+            self._generated_tokens.inc(record.generated_tokens)
             self._decode.observe(record.decode_s)
             self._per_token.observe(record.decode_s / record.generated_tokens)
         if record.ttft_s:
@@ -156,38 +156,38 @@ class Metrics:
             actual_s = max(0.0, record.ttft_s - record.queue_s)
             self._estimate.labels(source=record.source).observe(actual_s / record.expected_ttft_s)
 
-    def cancelled(self, stage: str, by: str) -> None:
+    def record_cancel(self, stage: str, cancel_source: str) -> None:
         """A request was ended; `stage` as Life's, `by` as `ended_by` says."""
-        self._cancels.labels(phase=PHASES.get(stage, stage), by=by).inc()
+        self._cancels.labels(phase=PHASE_BY_STAGE.get(stage, stage), by=cancel_source).inc()
 
-    def refused(self, error: ClientError) -> None:
+    def record_error(self, error: ClientError) -> None:
         """A client was told of an error."""
-        told = read_error(error)
-        self._errors.labels(status=str(error.status), code=self._known(told.code or told.type)).inc()
+        body = decode_error_body(error)
+        self._errors.labels(status=str(error.status), code=self._label_for_code(body.code or body.type)).inc()
 
-    def saved(self, tokens: int, bytes_written: int) -> None:
+    def record_save(self, tokens: int, bytes_written: int) -> None:
         self._saves.inc()
         self._saved_tokens.inc(tokens)
         self._saved_bytes.inc(bytes_written)
 
-    def evicted(self, why: str, files: int, bytes_count: int) -> None:
-        self._evictions.labels(why=why).inc(files)
+    def record_eviction(self, why: str, file_count: int, bytes_count: int) -> None:
+        self._evictions.labels(why=why).inc(file_count)
         self._evicted_bytes.labels(why=why).inc(bytes_count)
 
-    def _known(self, code: str) -> str:
+    def _label_for_code(self, code: str) -> str:
         """The code as a label; there are never more of these than CODES_MAX."""
-        if not _CODE.fullmatch(code):
+        if not _ERROR_CODE_PATTERN.fullmatch(code):
             return OTHER
         with self._lock:
-            if code not in self._codes and len(self._codes) >= CODES_MAX:
+            if code not in self._error_codes and len(self._error_codes) >= ERROR_CODES_MAX:
                 return OTHER
-            self._codes.add(code)
+            self._error_codes.add(code)
         return code
 
 
-METRICS = web.AppKey("metrics", Metrics)
+METRICS = web.AppKey("metrics", ProxyMetrics)
 
 
-def ended_by(reason: ClientError) -> str:
+def find_cancel_source(error: ClientError) -> str:
     """Who, or which limit, has ended a request for this reason."""
-    return reason.by or ENDED_BY.get(read_error(reason).code or "", OTHER)
+    return error.cancel_source or CANCEL_SOURCE_BY_CODE.get(decode_error_body(error).code or "", OTHER)

@@ -6,52 +6,52 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from warmline_common.process.redaction import quoted
-from warmline_common.protocol.messages import HEADER_REQUEST, Settled
-from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request, from_upstream
-from warmline_proxy.planner import COLD, RESTORED, Plan
-from warmline_proxy.store.rows import Parting, RequestRecord
+from warmline_common.process.redaction import quote_text
+from warmline_common.protocol.messages import HEADER_REQUEST, GenerationResult
+from warmline_proxy.errors import CLIENT_CLOSED, ClientError, bad_request, translate_upstream_error
+from warmline_proxy.planner import COLD, RESTORED, RequestPlan
+from warmline_proxy.store.rows import Divergence, RequestRecord
 from warmline_proxy.upstream.client import UpstreamError
 
 OK, ERROR, CANCELLED = "ok", "error", "cancelled"
 
 
-_GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def new_request_id() -> str:
     return secrets.token_hex(12)
 
 
-def read_request_id(given: str | None) -> str:
+def parse_request_id(header: str | None) -> str:
     """A client's own name for its request, or a new one.  Raises ClientError 400."""
-    if given is None:
+    if header is None:
         return new_request_id()
-    if not _GIVEN_ID.fullmatch(given):
-        shown = quoted(given[:80])
+    if not _REQUEST_ID_PATTERN.fullmatch(header):
+        shown = quote_text(header[:80])
         raise bad_request(f"The header {HEADER_REQUEST} must be 1 to 64 of A-Z a-z 0-9 . _ -, not {shown}.")
-    return given
+    return header
 
 
 @dataclass
-class Trace:
+class RequestLog:
     """Filled by the hot path, read by settle; owned by the event loop."""
 
     endpoint: str
     id: str = field(default_factory=new_request_id)
-    given_id: str = ""  # as its client named it
+    client_request_id: str = ""  # as its client named it
     key: str = ""  # name of the key that its client showed
-    at: float = field(default_factory=time.time)
-    began: float = field(default_factory=time.monotonic)
+    arrived_at: float = field(default_factory=time.time)
+    arrived_monotonic: float = field(default_factory=time.monotonic)
     client_model: str = ""
     session_hint: str = ""
-    stabilized: str = ""  # "times=2, ids=1": what was evened out at the top of its prompt
+    stabilization: str = ""  # "times=2, ids=1": what was evened out at the top of its prompt
     session: str = ""
     outcome: str = ""
     status: str = "none"  # the class of HTTP statuses that what its client was told belongs to, as "2xx"
     error: str = ""
     dispatches: int = 0  # how often it was sent to a backend; more than once where that was lost
-    plan: Plan | None = None
+    plan: RequestPlan | None = None
     prompt_tokens: int = 0
     saved_tokens: int = 0
     collapse: str = ""  # what the garbage guard saw of its answer
@@ -59,48 +59,52 @@ class Trace:
     restore_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0
-    settled: Settled | None = None
+    generation_result: GenerationResult | None = None
     root: bytes = b""  # namespace of its prompt
-    parting: Parting | None = None  # where that differs from what was known
+    divergence: Divergence | None = None  # where that differs from what was known
 
     def elapsed_s(self) -> float:
-        return time.monotonic() - self.began
+        return time.monotonic() - self.arrived_monotonic
 
-    def saw_content(self) -> None:
+    def record_first_token(self) -> None:
         """The first token's text is on its way to the client."""
         self.ttft_s = self.ttft_s or self.elapsed_s()
 
-    def answered(self) -> None:
+    def record_success(self) -> None:
         """The client has all of its answer; a failure in the midst of it stays one."""
         if not self.outcome:
             self.outcome, self.status = OK, "2xx"
 
-    def failed(self, error: ClientError | UpstreamError) -> None:
+    def record_failure(self, error: ClientError | UpstreamError) -> None:
         """A 499 is nobody's failure: somebody wanted it ended."""
-        wanted = isinstance(error, ClientError) and error.status == CLIENT_CLOSED
-        self.outcome, self.error = CANCELLED if wanted else ERROR, str(error)
-        self.status = f"{from_upstream(error).status // 100}xx"
+        is_cancel = isinstance(error, ClientError) and error.status == CLIENT_CLOSED
+        self.outcome, self.error = CANCELLED if is_cancel else ERROR, str(error)
+        self.status = f"{translate_upstream_error(error).status // 100}xx"
 
-    def left(self) -> None:
+    def record_disconnect(self) -> None:
         """The client went before its answer was whole; what failed before that stays a failure."""
         self.outcome = self.outcome or CANCELLED
 
-    def cache_header(self) -> str:
+    def format_cache_header(self) -> str:
         """X-Warmline-Cache: where the start came from and how many tokens it saved."""
         assert self.plan is not None
         return f"{self.plan.source} {self.plan.reuse}"
 
-    def _reused(self) -> int:
+    def _reused_tokens(self) -> int:
         """Less than planned where a request that is followed can no longer be copied at just that place."""
         planned = self.plan.reuse if self.plan else 0
-        return min(planned, self.prompt_tokens - self.settled.timings.prefilled) if self.settled else planned
+        return (
+            min(planned, self.prompt_tokens - self.generation_result.timings.prefilled)
+            if self.generation_result
+            else planned
+        )
 
-    def record(self) -> RequestRecord:
-        plan, timings = self.plan, self.settled.timings if self.settled else None
-        reuse = self._reused()
+    def build_record(self) -> RequestRecord:
+        plan, timings = self.plan, self.generation_result.timings if self.generation_result else None
+        reuse = self._reused_tokens()
         return RequestRecord(
             id=self.id,
-            at=self.at,
+            at=self.arrived_at,
             endpoint=self.endpoint,
             client_model=self.client_model,
             session=self.session,
@@ -118,12 +122,12 @@ class Trace:
             prefill_s=timings.prefill_s if timings else 0.0,
             ttft_s=self.ttft_s,
             decode_s=timings.decode_s if timings else 0.0,
-            expected_ttft_s=plan.seconds if plan else 0.0,
+            expected_ttft_s=plan.expected_ttft_s if plan else 0.0,
             decode_tokens_per_s=timings.decoded / timings.decode_s if timings and timings.decode_s > 0 else 0.0,
             total_s=self.total_s or self.elapsed_s(),
             key=self.key,
             root=self.root,
-            parting=self.parting,
+            parting=self.divergence,
             error=self.error,
             dispatches=self.dispatches,
             guard=self.collapse,
@@ -131,18 +135,20 @@ class Trace:
 
 
 # Of a record: where its prompt differs nobody is to read in a log; the others mean nothing there, or are not known yet.
-UNLOGGED = ("parting", "root", "audit")
+UNLOGGED_FIELDS = ("parting", "root", "audit")
 SECONDS_DIGITS = 6
 
 
-def perf_fields(record: RequestRecord, session_hint: str = "") -> dict[str, object]:
+def build_perf_fields(record: RequestRecord, session_hint: str = "") -> dict[str, object]:
     """The same as keys, under the names that records have."""
-    kept = {name: getattr(record, name) for name in record.__struct_fields__ if name not in UNLOGGED}
-    told = {name: round(value, SECONDS_DIGITS) if isinstance(value, float) else value for name, value in kept.items()}
-    return {"event": "perf", "request": told.pop("id"), **told, "client_session": session_hint}
+    values = {name: getattr(record, name) for name in record.__struct_fields__ if name not in UNLOGGED_FIELDS}
+    fields = {
+        name: round(value, SECONDS_DIGITS) if isinstance(value, float) else value for name, value in values.items()
+    }
+    return {"event": "perf", "request": fields.pop("id"), **fields, "client_session": session_hint}
 
 
-def perf_line(record: RequestRecord, session_hint: str = "") -> str:
+def format_perf_line(record: RequestRecord, session_hint: str = "") -> str:
     """One line, `key=value`; texts that others chose are quoted."""
     numbers = (
         f"queue={record.queue_s:.3f}s restore={record.restore_s:.3f}s prefill={record.prefill_s:.3f}s"

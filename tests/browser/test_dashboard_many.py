@@ -12,7 +12,7 @@ from support.browser.chromium import Chromium
 from support.many_segments import CHAIN, fill
 from support.processes import Running, free_port
 from warmline_common.storage.home import Home
-from warmline_proxy.auth.key_store import ADMIN, ensure
+from warmline_proxy.auth.key_store import ADMIN_KIND, ensure_key
 from warmline_proxy.index.index import Index
 from warmline_proxy.store.rows import RequestRecord
 from warmline_proxy.store.tables import REQUESTS_MAX
@@ -53,7 +53,7 @@ def remember(index: Index) -> None:
     sessions = [row.id for row in index.sessions()]
     for number in range(REQUESTS_MAX):
         source = sources[number % 3]
-        index.record(
+        index.record_request(
             RequestRecord(
                 id=f"{number:024x}",
                 at=now - 120 * (REQUESTS_MAX - 1 - number),
@@ -282,7 +282,7 @@ def test_more_than_a_page_of_a_branch_is_asked_for_again_whole(page: Chromium) -
 def test_the_admin_key_opens_the_page_and_all_that_it_asks(browser: Chromium, tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     home.prepare()
-    key = ensure(home, ADMIN).key
+    key = ensure_key(home, ADMIN_KIND).key
     proxy = Proxy(home, "--admin-needs-key")
     url = proxy.url.replace("127.0.0.1", "0.0.0.0")  # an address that a browser trusts as little as one in the network
     try:

@@ -10,7 +10,7 @@ import pytest
 
 from warmline_common.storage import disk
 from warmline_common.storage import file_lock as lock_module
-from warmline_common.storage.file_lock import Locked, holder_of, process_lock
+from warmline_common.storage.file_lock import LockedError, find_lock_holder, process_lock
 from warmline_common.storage.home import Home
 
 
@@ -24,7 +24,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(disk, step, fail)
     with pytest.raises(OSError, match="Input/output"):
-        disk.write_whole(tmp_path / "a" / "file", [b"one", b"two"])
+        disk.write_durable(tmp_path / "a" / "file", [b"one", b"two"])
     assert list((tmp_path / "a").iterdir()) == []
 
 
@@ -35,12 +35,12 @@ def test_the_first_failure_is_what_is_told(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(disk, "write", full)
     monkeypatch.setattr(disk, "delete", fail)
     with pytest.raises(OSError, match="No space"):
-        disk.write_whole(tmp_path / "file", [b"one"])
+        disk.write_durable(tmp_path / "file", [b"one"])
 
 
 def test_a_file_is_whole_private_and_in_one_piece(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "file"
-    assert disk.write_whole(path, [b"one", memoryview(b"two"), b""]) == 6
+    assert disk.write_durable(path, [b"one", memoryview(b"two"), b""]) == 6
     assert path.read_bytes() == b"onetwo"
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     disk.delete_tree(tmp_path / "a")
@@ -69,7 +69,7 @@ def test_where_a_drive_can_be_told_to_write_its_cache_it_is(
             disk.sync_folder(tmp_path)
         assert asked == ["drive"]
         return
-    disk.write_whole(tmp_path / "file", [b"one"])
+    disk.write_durable(tmp_path / "file", [b"one"])
     assert asked == (["drive", "system"] if refusal else ["drive"]) * 2, "the file, and its folder"
 
 
@@ -77,21 +77,21 @@ def test_a_secret_is_made_once_and_no_draft_of_it_stays(tmp_path: Path) -> None:
     home = Home(tmp_path / "h")
     home.prepare()
     (home.root / ".secret.x.tmp").write_text("half")
-    secret = home.secret()
-    assert len(secret) == 64 and home.secret() == secret
+    secret = home.load_secret()
+    assert len(secret) == 64 and home.load_secret() == secret
     assert not list(home.root.glob(".*"))
     for damaged in (b"", b" \n", b"\xff\xfe", b"a\nb"):  # nobody could prove himself by that, and none would know why
         (home.root / "secret").write_bytes(damaged)
         with pytest.raises(OSError, match="secret holds no secret; delete it"):
-            home.secret()
+            home.load_secret()
 
 
 def test_where_a_disk_knows_no_locks_nobody_holds_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with process_lock(tmp_path / "lock"):
-        assert holder_of(tmp_path / "lock") == str(os.getpid())
-    assert holder_of(tmp_path / "lock") == ""
+        assert find_lock_holder(tmp_path / "lock") == str(os.getpid())
+    assert find_lock_holder(tmp_path / "lock") == ""
     monkeypatch.setattr(lock_module.fcntl, "flock", fail)
-    assert holder_of(tmp_path / "lock") == ""
+    assert find_lock_holder(tmp_path / "lock") == ""
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_read_only_home_is_locked_too(tmp_path: Path, read_only: None) -> None:
     path = tmp_path / "lock"
     path.write_text("4711\n")
-    with process_lock(path), pytest.raises(Locked, match="4711"), process_lock(path):
+    with process_lock(path), pytest.raises(LockedError, match="4711"), process_lock(path):
         raise AssertionError("two owners")
     assert path.read_text() == "4711\n"
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from warmline_common.process.file_limits import open_descriptors
+from warmline_common.process.file_limits import count_open_descriptors
 
 PROGRAM = """
 import resource
@@ -36,9 +36,9 @@ def test_a_refusal_of_the_kernel_leaves_the_limit_as_it_was() -> None:
 
 
 def test_open_descriptors_are_counted() -> None:
-    before = open_descriptors()
+    before = count_open_descriptors()
     pipe = os.pipe()
-    assert open_descriptors() == before + 2
+    assert count_open_descriptors() == before + 2
     for descriptor in pipe:
         os.close(descriptor)
-    assert open_descriptors() == before
+    assert count_open_descriptors() == before

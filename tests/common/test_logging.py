@@ -14,13 +14,13 @@ import pytest
 from warmline_common.logging import (
     TEXT_FORMAT,
     JsonFormatter,
-    LogFile,
+    LogFileHandler,
     TextFormatter,
-    about,
-    name_request,
-    rfc3339,
-    told_of,
-    traceback_of,
+    describe_error,
+    format_rfc3339,
+    format_traceback,
+    request_context,
+    set_request_id,
 )
 
 SECRET = "once upon a time"
@@ -51,10 +51,10 @@ def add(log: logging.Logger, handler: logging.Handler, formatter: logging.Format
 def test_a_line_names_its_request_once(log: logging.Logger, heard: io.StringIO) -> None:
     add(log, logging.StreamHandler(heard), TextFormatter("%(levelname)s %(name)s: %(message)s"))
     log.info("nobody's")
-    with about("r-1"):
+    with request_context("r-1"):
         log.info("somebody's")
         log.info("request r-1 is named")
-        name_request("r-2")
+        set_request_id("r-2")
         log.warning("another's")
     log.info("nobody's again")
     assert heard.getvalue().splitlines() == [
@@ -81,7 +81,7 @@ def test_no_text_looks_like_a_line_of_its_own(log: logging.Logger, heard: io.Str
 
 def test_json_is_an_object_a_line(log: logging.Logger, heard: io.StringIO) -> None:
     add(log, logging.StreamHandler(heard), JsonFormatter("proxy"))
-    with about("r-1"):
+    with request_context("r-1"):
         log.info('two\nlines and a "quote"')
     log.info("PERF ...", extra={"fields": {"event": "perf", "request": "r-2", "queue_s": 0.5}})
     first, second = map(json.loads, heard.getvalue().splitlines())
@@ -98,7 +98,10 @@ def test_json_is_an_object_a_line(log: logging.Logger, heard: io.StringIO) -> No
 
 
 def test_times_are_utc_to_the_millisecond() -> None:
-    assert rfc3339(0.0) == "1970-01-01T00:00:00.000Z" and rfc3339(1764344614.0126) == "2025-11-28T15:43:34.012Z"
+    assert (
+        format_rfc3339(0.0) == "1970-01-01T00:00:00.000Z"
+        and format_rfc3339(1764344614.0126) == "2025-11-28T15:43:34.012Z"
+    )
 
 
 # ---- exceptions
@@ -127,12 +130,12 @@ def raised(error: Exception, cause: Exception | None = None) -> Exception:
     ],
 )
 def test_an_exception_says_what_anybody_may_read(error: Exception, told: str) -> None:
-    assert told_of(error) == told
+    assert describe_error(error) == told
 
 
 def test_a_traceback_has_frames_and_kinds_of_all_that_led_to_it() -> None:
     inner = raised(KeyError(SECRET))
-    told = traceback_of(raised(Foreign(SECRET), inner))
+    told = format_traceback(raised(Foreign(SECRET), inner))
     assert SECRET not in told and told.index("KeyError\n") < told.index("direct cause") < told.index("Foreign")
     assert told.count("in raised") == 2
 
@@ -152,7 +155,7 @@ def test_formatters_write_tracebacks_so(log: logging.Logger, heard: io.StringIO)
 def rotated(log: logging.Logger, path: Path, otherwise: io.StringIO, **limits: int) -> logging.Handler:
     last = logging.StreamHandler(otherwise)
     last.setFormatter(logging.Formatter("%(message)s"))
-    return add(log, LogFile(path, last, **limits), logging.Formatter("%(message)s"))
+    return add(log, LogFileHandler(path, last, **limits), logging.Formatter("%(message)s"))
 
 
 def test_files_are_rotated_and_private(log: logging.Logger, heard: io.StringIO, tmp_path: Path) -> None:

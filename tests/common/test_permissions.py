@@ -7,7 +7,7 @@ import pytest
 
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
-from warmline_common.storage.permissions import tighten
+from warmline_common.storage.permissions import tighten_permissions
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def home(tmp_path: Path) -> Home:
     """Open to all, with something in each corner."""
     home = Home(tmp_path / "home")
     home.prepare()
-    home.secret()
+    home.load_secret()
     for path in (home.keys, home.lock, home.segment_file("ab" * 16), home.index / "index.mdb", home.run / "proxy.pid"):
         path.parent.mkdir(exist_ok=True)
         path.touch()
@@ -31,12 +31,12 @@ def open_to_others(home: Home) -> list[str]:
 
 def test_all_of_it_is_tightened_and_said_once(home: Home) -> None:
     count = len(open_to_others(home))
-    said = str(tighten(home))
+    said = str(tighten_permissions(home))
     assert open_to_others(home) == [] and stat.S_IMODE(home.segments.stat().st_mode) == 0o700
     assert said == f"{count} files and folders were open to others, such as {home.root}: private now"
-    assert str(tighten(home)) == ""
+    assert str(tighten_permissions(home)) == ""
     home.root.chmod(0o755)
-    assert str(tighten(home)) == f"1 file or folder was open to others, such as {home.root}: private now"
+    assert str(tighten_permissions(home)) == f"1 file or folder was open to others, such as {home.root}: private now"
 
 
 def test_what_is_not_ours_is_left_alone_and_told(home: Home, tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_what_is_not_ours_is_left_alone_and_told(home: Home, tmp_path: Path) -> 
     elsewhere.mkdir(mode=0o755)
     (home.models / "linked").symlink_to(elsewhere)
     (home.root / "holiday.jpg").touch(0o644)
-    said = str(tighten(home))
+    said = str(tighten_permissions(home))
     assert open_to_others(home) == ["holiday.jpg", "home", "linked"]
     assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o755
     assert said.endswith(f"open to others, and left so: {home.root} (it holds other things, too)")
@@ -55,9 +55,11 @@ def test_what_can_not_be_tightened_is_told(home: Home, monkeypatch: pytest.Monke
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(disk, "set_mode", refuse)
-    assert "left so: " in str(tighten(home)) and "(Operation not permitted)" in str(tighten(home))
-    assert "other things" not in str(tighten(home)), "there are none"
+    assert "left so: " in str(tighten_permissions(home)) and "(Operation not permitted)" in str(
+        tighten_permissions(home)
+    )
+    assert "other things" not in str(tighten_permissions(home)), "there are none"
 
 
 def test_there_may_be_no_home(tmp_path: Path) -> None:
-    assert str(tighten(Home(tmp_path / "none"))) == ""
+    assert str(tighten_permissions(Home(tmp_path / "none"))) == ""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from warmline_common.process.redaction import is_name, masked, quoted, shown_path
+from warmline_common.process.redaction import is_field_name, quote_text, redact, redact_path
 
 KEPT = [
     "'temperature' must be a number from 0 to 2",
@@ -28,25 +28,25 @@ WITH_HIDDEN = [
 
 @pytest.mark.parametrize("text", KEPT)
 def test_our_own_words_are_kept(text: str) -> None:
-    assert masked(text) == text
+    assert redact(text) == text
 
 
 @pytest.mark.parametrize(("text", "told"), WITH_HIDDEN)
 def test_what_a_client_sent_is_not(text: str, told: str) -> None:
-    assert masked(text) == told
+    assert redact(text) == told
 
 
 def test_where_a_library_quotes_nothing_is_a_name() -> None:
-    assert masked("invalid literal for int(): 'secret'", names=False) == "invalid literal for int(): '…'"
+    assert redact("invalid literal for int(): 'secret'", keep_names=False) == "invalid literal for int(): '…'"
 
 
 def test_a_message_is_one_line_of_bounded_length() -> None:
-    assert masked("a\nb\r\n  c") == "a b c" and len(masked("word " * 1000)) <= 500
+    assert redact("a\nb\r\n  c") == "a b c" and len(redact("word " * 1000)) <= 500
 
 
 @pytest.mark.parametrize("text", ["my secret", "'it' is", 'so "it" is', "'\" it \"'", "\x1b[2K\n\udcff"])
 def test_what_is_quoted_is_told_nowhere(text: str) -> None:
-    assert quoted(text).isprintable() and masked(f"not {quoted(text)}, please") == 'not "…", please'
+    assert quote_text(text).isprintable() and redact(f"not {quote_text(text)}, please") == 'not "…", please'
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_what_is_quoted_is_told_nowhere(text: str) -> None:
     [("messages[0].tool_calls", True), ("x-y", True), ("Once upon", False), ("é", False), ("", False)],
 )
 def test_what_looks_like_a_name(name: str, is_one: bool) -> None:
-    assert is_name(name) == is_one
+    assert is_field_name(name) == is_one
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_what_looks_like_a_name(name: str, is_one: bool) -> None:
     ],
 )
 def test_of_a_path_the_words_of_apis_are_told(path: str, told: str) -> None:
-    assert shown_path(path) == told
+    assert redact_path(path) == told

@@ -10,14 +10,22 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from warmline_common.protocol.sse import DONE, ChunkFold, Event, EventParser, comment_event, data_event, parse_event
+from warmline_common.protocol.sse import (
+    DONE,
+    ChunkAggregator,
+    SseEvent,
+    SseParser,
+    encode_comment,
+    encode_event,
+    parse_event,
+)
 
 PAYLOADS = st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3)
 COMMENTS = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), min_size=1, max_size=20)
 
 
 @st.composite
-def streams(draw: st.DrawFn) -> list[tuple[bytes, Event]]:
+def streams(draw: st.DrawFn) -> list[tuple[bytes, SseEvent]]:
     """Framed events and what parsing each must give."""
     framed = []
     for _ in range(draw(st.integers(0, 5))):
@@ -26,12 +34,12 @@ def streams(draw: st.DrawFn) -> list[tuple[bytes, Event]]:
                 json.dumps(draw(PAYLOADS), ensure_ascii=False).encode(errors="replace"),
                 draw(st.sampled_from(["", "warmline"])),
             )
-            raw = data_event(payload, name)
-            framed.append((raw, Event(data=payload, name=name.encode(), raw=raw)))
+            raw = encode_event(payload, name)
+            framed.append((raw, SseEvent(data=payload, name=name.encode(), raw=raw)))
         else:
             text = draw(COMMENTS)
-            raw = comment_event(text)
-            framed.append((raw, Event(comment=text.encode(), raw=raw)))
+            raw = encode_comment(text)
+            framed.append((raw, SseEvent(comment=text.encode(), raw=raw)))
     return framed
 
 
@@ -41,17 +49,17 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
 
 @given(streams(), st.lists(st.integers(0), max_size=12), st.booleans())
 def test_events_come_out_whole_however_the_bytes_are_split(
-    stream: list[tuple[bytes, Event]], cuts: list[int], crlf: bool
+    stream: list[tuple[bytes, SseEvent]], cuts: list[int], crlf: bool
 ) -> None:
     data = b"".join(raw for raw, _ in stream)
     data = data.replace(b"\n", b"\r\n") if crlf else data
-    parser = EventParser()
+    parser = SseParser()
     got = [event for piece in pieces(data, cuts) for event in parser.feed(piece)]
     assert got == [event for _, event in stream]
 
 
 def test_an_event_comes_as_soon_as_its_blank_line_does() -> None:
-    parser = EventParser()
+    parser = SseParser()
     assert list(parser.feed(b"data: 1\n")) == []
     assert [event.data for event in parser.feed(b"\ndata: 2")] == [b"1"]
     assert [event.data for event in parser.feed(b"\n\n")] == [b"2"]
@@ -59,7 +67,7 @@ def test_an_event_comes_as_soon_as_its_blank_line_does() -> None:
 
 def test_lines_end_at_newlines_only() -> None:
     text = "a\u2028b\u0085c"
-    (event,) = EventParser().feed(data_event(json.dumps(text, ensure_ascii=False).encode()))
+    (event,) = SseParser().feed(encode_event(json.dumps(text, ensure_ascii=False).encode()))
     assert json.loads(event.data) == text
 
 
@@ -83,7 +91,7 @@ def chat_chunk(delta: dict[str, Any], **choice: Any) -> dict[str, Any]:
 
 
 def folded(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    fold = ChunkFold()
+    fold = ChunkAggregator()
     for chunk in chunks:
         fold.add(chunk)
     return fold.result()

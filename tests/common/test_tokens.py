@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from warmline_common.protocol.tokens import (
     BLOCK_TOKENS,
-    Prefix,
+    PrefixHash,
     chain_hashes,
-    common_chars,
-    common_prefix,
+    count_common_chars,
+    count_common_tokens,
     namespace,
     pack_tokens,
     prefix_digest,
@@ -62,10 +62,10 @@ def test_a_prefix_digest_names_the_root_and_every_token_before() -> None:
 
 @given(st.lists(IDS, max_size=5))
 def test_a_prefix_grows_as_if_hashed_at_once(parts: list[list[int]]) -> None:
-    prefix, hashes, tokens = Prefix(ROOT), [], b""
+    prefix, hashes, tokens = PrefixHash(ROOT), [], b""
     for part in parts:
         before, digest = prefix, prefix.digest
-        prefix, more = prefix.with_hashes(pack_tokens(part))
+        prefix, more = prefix.extend_with_hashes(pack_tokens(part))
         assert before.digest == digest
         hashes += more
         tokens += pack_tokens(part)
@@ -85,11 +85,11 @@ def test_models_and_tenants_do_not_meet() -> None:
 def test_common_prefix_counts_whole_tokens(shared: list[int], a: list[int], b: list[int]) -> None:
     one, other = shared + a, shared + b
     expected = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-    assert common_prefix(pack_tokens(one), pack_tokens(other)) == expected
+    assert count_common_tokens(pack_tokens(one), pack_tokens(other)) == expected
 
 
 @given(st.text(), st.text(), st.text())
 def test_common_chars_counts_what_two_texts_begin_with(shared: str, a: str, b: str) -> None:
     one, other = shared + a, shared + b
     expected = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-    assert common_chars(one, other) == expected
+    assert count_common_chars(one, other) == expected

@@ -13,11 +13,11 @@ import pytest
 
 POINTS = Path(__file__).parents[1] / "support" / "crash" / "points.py"
 PACKAGES = Path(__file__).parents[2]
-SEAM = PACKAGES / "backend" / "warmline_common" / "disk.py"
+SEAM = PACKAGES / "backend" / "warmline_common" / "storage" / "disk.py"
 
 # What changes a home must go through the seam.  `demo` makes a model's folder, whose files are written by mlx and
 # tokenizers, and which is no part of what is stored; `lock` a file that holds nothing; agents' files are no home's.
-EXEMPT = ("/demo.py", "/lock.py", "/agents/manager.py", "/agents/verbs.py")
+EXEMPT = ("/demo.py", "/file_lock.py", "/services/manager.py", "/services/actions.py")
 OF_PATHS = {"rename", "unlink", "rmdir", "mkdir", "hardlink_to", "symlink_to", "write_text", "write_bytes", "touch"}
 OF_PATHS |= {"chmod"}
 OF_MODULES = {

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from support import glm_5_2
 from warmline_backend.doctor import report
-from warmline_backend.doctor.examine import Examination, examine
-from warmline_backend.doctor.findings import Level, gigabytes
-from warmline_backend.doctor.sample_prompt import Question
+from warmline_backend.doctor.examine import Examination, examine_model
+from warmline_backend.doctor.findings import FindingLevel, format_bytes
+from warmline_backend.doctor.sample_prompt import DoctorSettings
 from warmline_run.cli import app
-from warmline_run.services.service import settings_of
+from warmline_run.services.service import parse_arguments
 from warmline_run.settings.resolve import resolve
 from warmline_run.settings.schema import SETTINGS
 
@@ -25,7 +25,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "glm-5.2.md").read_text()
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory: pytest.TempPathFactory) -> Examination:
     folder = glm_5_2.write(tmp_path_factory.mktemp("glm") / "GLM-5.2-mxfp4")
-    return examine(Question(str(folder), memory_gb=512, prefill_tokens_s=179, disk_gb_s=3))
+    return examine_model(DoctorSettings(str(folder), memory_gb=512, prefill_tokens_s=179, disk_gb_s=3))
 
 
 def test_the_table_is_what_doctor_computes(examined: Examination) -> None:
@@ -33,9 +33,9 @@ def test_the_table_is_what_doctor_computes(examined: Examination) -> None:
     rows = [
         [
             f"{length.tokens:,}",
-            *map(gigabytes, (length.kv_bytes, length.step_bytes, length.total_bytes, length.disk_bytes)),
-            report.duration(length.prefill_s),
-            report.duration(length.restore_s),
+            *map(format_bytes, (length.kv_bytes, length.step_bytes, length.total_bytes, length.disk_bytes)),
+            report.format_duration(length.prefill_s),
+            report.format_duration(length.restore_s),
         ]
         for length in examined.plan.lengths
     ]
@@ -47,9 +47,9 @@ def test_the_table_is_what_doctor_computes(examined: Examination) -> None:
 
 def test_the_figures_in_the_text_are_doctors_too(examined: Examination) -> None:
     assert examined.plan and examined.weights and examined.cache
-    assert f"{gigabytes(examined.weights.weight_bytes)} of weights" in TEXT
+    assert f"{format_bytes(examined.weights.weight_bytes)} of weights" in TEXT
     assert f"{examined.cache.weight.row_bytes:,} bytes a token" in TEXT
-    assert f"three quarters of the memory, {gigabytes(examined.plan.machine.bytes_usable)} of 512 GiB" in TEXT
+    assert f"three quarters of the memory, {format_bytes(examined.plan.machine.usable_bytes)} of 512 GiB" in TEXT
     assert f"about\n{examined.plan.tokens_max // 1000},000 tokens of one conversation" in TEXT
     raised = int(re.findall(r"iogpu\.wired_limit_mb=(\d+)", TEXT)[0]) << 20
     conversation = examined.plan.lengths[-1]
@@ -60,8 +60,8 @@ def test_the_figures_in_the_text_are_doctors_too(examined: Examination) -> None:
 
 
 def test_the_whole_model_is_examined_without_its_weights(examined: Examination) -> None:
-    assert examined.verdict is Level.WARN, "of memory alone: the GPU's limit is to be raised"
-    assert {finding.area for finding in examined.findings if finding.level is not Level.OK} == {"memory"}
+    assert examined.verdict is FindingLevel.WARN, "of memory alone: the GPU's limit is to be raised"
+    assert {finding.area for finding in examined.findings if finding.level is not FindingLevel.OK} == {"memory"}
     assert "21 x CacheList(KVCache, KVCache), 57 x CacheList(KVCache)" in " ".join(f.what for f in examined.findings)
 
 
@@ -98,5 +98,5 @@ def test_the_agents_can_be_installed_so(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, rehearsal).exit_code == 0
     for role in ("proxy", "backend"):
         agent = plistlib.loads((tmp_path / f"com.warmline.{role}.plist").read_bytes())
-        given = settings_of(agent["ProgramArguments"])
+        given = parse_arguments(agent["ProgramArguments"])
         assert resolve(given, agent["EnvironmentVariables"])["served_name"] == "glm-5.2", "from the file"

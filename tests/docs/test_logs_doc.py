@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from warmline_common import logging as logs
-from warmline_common.logging import JsonFormatter, about
-from warmline_proxy.request_log import perf_fields, perf_line
+from warmline_common.logging import JsonFormatter, request_context
+from warmline_proxy.request_log import build_perf_fields, format_perf_line
 from warmline_proxy.store.rows import RequestRecord
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "logs.md").read_text()
@@ -46,9 +46,9 @@ def lines() -> list[str]:
         raise RuntimeError("planted")
     except RuntimeError as error:
         failed = (type(error), error, error.__traceback__)
-    with about("ID"):
+    with request_context("ID"):
         named = line(logging.INFO, "it is planned")
-    perf = line(logging.INFO, "PERF", fields=perf_fields(SLOW, "a talk"))
+    perf = line(logging.INFO, "PERF", fields=build_perf_fields(SLOW, "a talk"))
     return [line(logging.INFO, "listening"), named, perf, line(logging.ERROR, "it failed", exc_info=failed)]
 
 
@@ -58,7 +58,7 @@ def test_the_table_has_all_keys_and_no_others() -> None:
 
 
 def test_the_table_has_all_fields_of_a_perf_line() -> None:
-    fields = re.findall(r" (\w+)=", perf_line(SLOW, "a talk"))
+    fields = re.findall(r" (\w+)=", format_perf_line(SLOW, "a talk"))
     assert sorted(filter(None, (text for _, text in ROWS))) == sorted(fields)
 
 
@@ -90,6 +90,6 @@ def jq(words: str, folder: Path, *flags: str) -> list[str]:
 
 
 def test_the_sizes_are_what_is_said() -> None:
-    size, kept = logs.FILE_BYTES_MAX, logs.FILES_KEPT
+    size, kept = logs.FILE_BYTES_MAX, logs.BACKUP_COUNT
     assert f"{size // 10**6} MB becomes" in DOCUMENT and f"to `.{kept}`" in DOCUMENT
     assert f"{2 * (kept + 1) * size // 10**6} MB at most" in DOCUMENT.replace("\n", " ")

@@ -14,10 +14,10 @@ from warmline_backend.config import parse_config
 from warmline_backend.engine.engine import Engine
 from warmline_backend.server.service import Service
 from warmline_common.storage.home import Home
-from warmline_proxy.config import Config
+from warmline_proxy.config import ProxyConfig
 from warmline_proxy.index.index import Index
 from warmline_proxy.metrics import METRICS
-from warmline_proxy.routes.dispatch import build
+from warmline_proxy.routes.dispatch import build_app
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| ([^|]+) \| (.+) \|$", re.MULTILINE)
@@ -47,7 +47,7 @@ def told(registry: CollectorRegistry) -> dict[str, tuple[Facts, str]]:
 def of_the_proxy(home: Home) -> dict[str, tuple[Facts, str]]:
     async def tell() -> dict[str, tuple[Facts, str]]:
         with Index(home, 1 << 30) as index:
-            app = build(Config(home=home), home.secret(), index)
+            app = build_app(ProxyConfig(home=home), home.load_secret(), index)
             metrics = app[METRICS]
             for collector in metrics._registry._collector_to_names:
                 if refresh := getattr(collector, "refresh", None):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from warmline_run.settings.reference import BEGIN, END, renewed
+from warmline_run.settings.reference import BEGIN, END, replace_table
 from warmline_run.settings.schema import SETTINGS
-from warmline_run.smoke.runner import GATES
+from warmline_run.smoke.runner import CHECKS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -16,19 +16,19 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 def test_the_settings_reference_is_what_the_code_makes() -> None:
     """`make reference` writes it anew."""
     text = text_of("settings.md")
-    assert renewed(text) == text
+    assert replace_table(text) == text
     made = text[text.index(BEGIN) : text.index(END)]
     assert re.findall(r"^\| `(\w+)` \|", made, flags=re.MULTILINE) == list(SETTINGS)
 
 
 def test_a_document_without_marks_is_not_touched() -> None:
     with pytest.raises(ValueError, match=r"the marks .* are missing"):
-        renewed("# Settings")
+        replace_table("# Settings")
 
 
 def test_the_gates_stand_there_in_their_order() -> None:
     named = re.findall(r"^\| `([a-z][\w-]*)` \|", text_of("gates.md"), flags=re.MULTILINE)
-    assert named == [gate.name for gate in GATES]
+    assert named == [gate.name for gate in CHECKS]
 
 
 def text_of(document: str) -> str:

@@ -30,25 +30,44 @@ class Family:
 
 
 BACKEND, PROXY, RUN = "backend/warmline_backend", "proxy/warmline_proxy", "launchd/warmline_run"
-REFUSALS = ("BadChain", "ResidentMismatch", "ResidentGone", "RowsGone", "UnknownPrompt")
-PARTS_OF_400 = ("refuse", "_unexpected", "CannotWrite")
+REFUSALS = (
+    "BadChainError",
+    "ResidentMismatchError",
+    "ResidentNotFoundError",
+    "RowsUnavailableError",
+    "UnknownPromptError",
+)
+PARTS_OF_400 = ("make_error", "_unexpected", "UnsupportedToolError")
 
 FAMILIES = (
     Family(f"{BACKEND}/doctor/*", (), "a finding, which is printed with its mend", "warmline doctor"),
     Family(
-        f"{RUN}/gates/*", ("Failed", "NotRun", "Malformed", "ValueError"), "printed with its advice", "warmline gates"
+        f"{RUN}/smoke/*",
+        ("CheckFailedError", "CheckNotRunError", "MalformedAnswerError", "ValueError"),
+        "printed with its advice",
+        "warmline gates",
     ),
-    Family("*", ("SegmentFileError", "Damaged"), "the detail behind what is logged or found", "Files that are damaged"),
-    Family(f"{PROXY}/moving/[atm]*.py", ("ArchiveError",), "what of an archive is wrong", "Export and import"),
-    Family(f"{PROXY}/repair.py", ("_say", "_refuse"), "what a repair did", "The index, and cachectl verify"),
-    Family(f"{RUN}/settings.py", ("ValueError",), "what was expected, behind the setting's name", "Settings"),
+    Family(
+        "*",
+        ("SegmentFileError", "DamagedFileError"),
+        "the detail behind what is logged or found",
+        "Files that are damaged",
+    ),
+    Family(f"{PROXY}/archive/*", ("ArchiveError",), "what of an archive is wrong", "Export and import"),
+    Family(
+        f"{PROXY}/index/recovery/repair.py",
+        ("_add_finding", "_reject_file"),
+        "what a repair did",
+        "The index, and cachectl verify",
+    ),
+    Family(f"{RUN}/settings/schema.py", ("ValueError",), "what was expected, behind the setting's name", "Settings"),
     Family(f"{BACKEND}/*", PARTS_OF_400, "a part of a message that has an entry", "What is wrong with a request"),
-    Family(f"{BACKEND}/models/*_config.py", ("ValueError",), "what of config.json can't be", "The model"),
+    Family(f"{BACKEND}/model/architectures/*_config.py", ("ValueError",), "what of config.json can't be", "The model"),
     Family(f"{BACKEND}/*", REFUSALS, "told to the proxy, which plans again"),
-    Family(f"{BACKEND}/output/*", (), "caught: the call is passed on as text"),
+    Family(f"{BACKEND}/tool_parsers/*", (), "caught: the call is passed on as text"),
     Family(f"{PROXY}/*", ("ConnectionResetError",), "ends the handling of a client that is gone"),
-    Family(f"{RUN}/agents/[pu]*.py", ("ValueError",), "caught: `status` says that the file is not ours"),
-    Family(f"{RUN}/reference.py", (), "told to who changes the settings' table"),
+    Family(f"{RUN}/services/*_*.py", ("ValueError",), "caught: `status` says that the file is not ours"),
+    Family(f"{RUN}/settings/reference.py", (), "told to who changes the settings' table"),
 )
 
 SPEAKERS = ("warmline backend: ", "warmline proxy: ", "standard input: ")  # stand before a message

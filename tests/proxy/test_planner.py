@@ -7,28 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.proxy.fake_backend import layout
-from warmline_common.protocol.messages import CheckpointRef, Layout, MessageEnd, Rate, SegmentRef
+from warmline_common.protocol.messages import CheckpointRef, KvLayout, MessageEnd, PrefillRate, SegmentRef
 from warmline_proxy.planner import (
-    Candidate,
     Costs,
-    Prompt,
-    Running,
-    checkpoint_positions,
-    cold_plan,
-    decide,
-    prefill_seconds,
+    PromptShape,
+    ResidentCandidate,
+    RunningRequest,
+    choose_checkpoint_positions,
+    estimate_prefill_s,
+    plan_cold,
+    plan_request,
 )
-from warmline_proxy.store.rows import Match
+from warmline_proxy.store.rows import PrefixMatch
 
-COSTS = Costs([Rate(tokens=1000, tokens_per_s=100.0)], 1e6)  # 10 ms a token to compute, 0.1 ms a row to read
+COSTS = Costs([PrefillRate(tokens=1000, tokens_per_s=100.0)], 1e6)  # 10 ms a token to compute, 0.1 ms a row to read
 HYBRID = layout(has_states=True, state_bytes=1000)
 
 
-def stored(tokens: int, checkpoints: tuple[int, ...] = (), why: str = "differs") -> Match:
+def stored(tokens: int, checkpoints: tuple[int, ...] = (), why: str = "differs") -> PrefixMatch:
     chain = [SegmentRef(id=f"s{start}", start=start, end=start + 100, upto=min(tokens, start + 100))
              for start in range(0, tokens, 100)]  # fmt: skip
     at = [CheckpointRef(id=f"c{position}", position=position) for position in checkpoints]
-    return Match(tokens=tokens, chain=chain, checkpoints=at, why=why)
+    return PrefixMatch(tokens=tokens, chain=chain, checkpoints=at, end_reason=why)
 
 
 @dataclass(frozen=True)
@@ -37,29 +37,29 @@ class Case:
     source: str
     reuse: int
     prompt: int = 300
-    residents: list[Candidate] = field(default_factory=list)
-    match: Match = field(default_factory=lambda: stored(0, why="nothing stored"))
-    layout: Layout | None = field(default_factory=layout)
+    residents: list[ResidentCandidate] = field(default_factory=list)
+    match: PrefixMatch = field(default_factory=lambda: stored(0, why="nothing stored"))
+    layout: KvLayout | None = field(default_factory=layout)
     why: str = ""
 
 
 CASES = [
     Case("nothing known", "cold", 0, why="nothing stored"),
-    Case("a resident", "resident", 200, residents=[Candidate("r", 200, 200)], why="in memory up to token 200"),
-    Case("never the whole prompt", "resident", 299, residents=[Candidate("r", 400, 300)]),
+    Case("a resident", "resident", 200, residents=[ResidentCandidate("r", 200, 200)], why="in memory up to token 200"),
+    Case("never the whole prompt", "resident", 299, residents=[ResidentCandidate("r", 400, 300)]),
     Case("never the whole prompt, restored", "restored", 299, match=stored(300)),
-    Case("a prompt of one token", "cold", 0, prompt=1, residents=[Candidate("r", 9, 1)], match=stored(1)),
-    Case("memory beats disk", "resident", 200, residents=[Candidate("r", 200, 200)], match=stored(200),
+    Case("a prompt of one token", "cold", 0, prompt=1, residents=[ResidentCandidate("r", 9, 1)], match=stored(1)),
+    Case("memory beats disk", "resident", 200, residents=[ResidentCandidate("r", 200, 200)], match=stored(200),
          why="in memory up to token 200"),
-    Case("disk where it reaches further", "restored", 280, residents=[Candidate("r", 90, 90)], match=stored(280),
+    Case("disk where it reaches further", "restored", 280, residents=[ResidentCandidate("r", 90, 90)], match=stored(280),
          why="differs"),
-    Case("memory where disk gains too little", "resident", 278, residents=[Candidate("r", 278, 278)],
+    Case("memory where disk gains too little", "resident", 278, residents=[ResidentCandidate("r", 278, 278)],
          match=stored(280), why="restoring 280 tokens would take longer"),
     Case("cold where reading costs more", "cold", 0, match=stored(1), layout=layout(row_bytes=10**6),
          why="restoring 1 tokens would take longer"),
-    Case("a resident only at its positions", "resident", 120, residents=[Candidate("r", 250, 200, (50, 120, 250))],
+    Case("a resident only at its positions", "resident", 120, residents=[ResidentCandidate("r", 250, 200, (50, 120, 250))],
          layout=HYBRID, why="differs from what is in memory at token 200; no checkpoint after token 120"),
-    Case("a resident past all its positions", "cold", 0, residents=[Candidate("r", 250, 200, (250,))], layout=HYBRID,
+    Case("a resident past all its positions", "cold", 0, residents=[ResidentCandidate("r", 250, 200, (250,))], layout=HYBRID,
          why="differs from what is in memory at token 200; no checkpoint after token 0"),
     Case("states restore at checkpoints", "restored", 150, match=stored(250, (40, 150, 290)), layout=HYBRID,
          why="differs; no checkpoint after token 150"),
@@ -75,7 +75,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_plan(case: Case) -> None:
-    plan = decide(Prompt(case.prompt), case.residents, case.match, case.layout, COSTS)
+    plan = plan_request(PromptShape(case.prompt), case.residents, case.match, case.layout, COSTS)
     assert (plan.source, plan.reuse, plan.why_not_warmer) == (case.source, case.reuse, case.why)
     assert plan.reuse < case.prompt
     assert sum(link.upto - link.start for link in plan.chain) == (plan.reuse if plan.source == "restored" else 0)
@@ -83,8 +83,8 @@ def test_plan(case: Case) -> None:
 
 
 def test_the_shortest_of_equal_residents_is_continued() -> None:
-    residents = [Candidate("long", 900, 200), Candidate("exact", 200, 200)]
-    assert decide(Prompt(300), residents, stored(0), layout(), COSTS).resident == "exact"
+    residents = [ResidentCandidate("long", 900, 200), ResidentCandidate("exact", 200, 200)]
+    assert plan_request(PromptShape(300), residents, stored(0), layout(), COSTS).resident == "exact"
 
 
 @pytest.mark.parametrize(
@@ -94,31 +94,34 @@ def test_the_shortest_of_equal_residents_is_continued() -> None:
 )
 def test_only_the_same_conversation_takes_a_resident_over(common: int, keep: bool) -> None:
     """A turn that repeats all messages of the last one goes on with it; what shares less is another's."""
-    resident = Candidate("r", 250, common, turn_end=180, durable=True)
-    plan = decide(Prompt(300), [resident], stored(0), layout(), COSTS)
-    assert (plan.resident, plan.reuse, plan.keep) == ("r", common, keep)
+    resident = ResidentCandidate("r", 250, common, turn_end=180, durable=True)
+    plan = plan_request(PromptShape(300), [resident], stored(0), layout(), COSTS)
+    assert (plan.resident, plan.reuse, plan.copy_resident) == ("r", common, keep)
 
 
 def test_a_tail_that_exists_nowhere_else_yet_is_not_given_up() -> None:
-    fresh = Candidate("r", 250, 200, turn_end=180)
-    assert decide(Prompt(300), [fresh], stored(0), layout(), COSTS).keep
-    whole = Candidate("r", 250, 250, turn_end=180)
-    assert not decide(Prompt(300), [whole], stored(0), layout(), COSTS).keep
+    fresh = ResidentCandidate("r", 250, 200, turn_end=180)
+    assert plan_request(PromptShape(300), [fresh], stored(0), layout(), COSTS).copy_resident
+    whole = ResidentCandidate("r", 250, 250, turn_end=180)
+    assert not plan_request(PromptShape(300), [whole], stored(0), layout(), COSTS).copy_resident
 
 
 @pytest.mark.parametrize("mine_first", [True, False])
 def test_its_own_resident_goes_before_one_that_would_be_copied(mine_first: bool) -> None:
     """In exact mode all that share a system prompt may end at one place; what is not taken over stays, and piles up."""
-    mine, others = Candidate("mine", 200, 260, turn_end=260), Candidate("others", 200, 240, turn_end=250)
+    mine, others = (
+        ResidentCandidate("mine", 200, 260, turn_end=260),
+        ResidentCandidate("others", 200, 240, turn_end=250),
+    )
     residents = [mine, others] if mine_first else [others, mine]
-    plan = decide(Prompt(300), residents, stored(0), layout(grid=100), COSTS)
-    assert (plan.resident, plan.reuse, plan.keep) == ("mine", 200, False)
+    plan = plan_request(PromptShape(300), residents, stored(0), layout(grid=100), COSTS)
+    assert (plan.resident, plan.reuse, plan.copy_resident) == ("mine", 200, False)
     longer = replace(mine, tokens=280, common=220, turn_end=210, durable=True)
-    plan = decide(Prompt(300), [replace(others, common=220), longer], stored(0), layout(grid=100), COSTS)
-    assert (plan.resident, plan.keep) == ("mine", False)
+    plan = plan_request(PromptShape(300), [replace(others, common=220), longer], stored(0), layout(grid=100), COSTS)
+    assert (plan.resident, plan.copy_resident) == ("mine", False)
 
 
-LEADER = Running("leader", common=300, tokens=300, prefilled=100, started=True)
+LEADER = RunningRequest("leader", common_tokens=300, tokens=300, prefilled=100, started=True)
 
 
 @pytest.mark.parametrize(
@@ -144,53 +147,58 @@ LEADER = Running("leader", common=300, tokens=300, prefilled=100, started=True)
         "nobody",
     ],
 )
-def test_what_another_request_computes_is_shared(running: list[Running], source: str, reuse: int) -> None:
-    plan = decide(Prompt(300), [], stored(0), layout(), COSTS, running=running)
+def test_what_another_request_computes_is_shared(running: list[RunningRequest], source: str, reuse: int) -> None:
+    plan = plan_request(PromptShape(300), [], stored(0), layout(), COSTS, running=running)
     assert (plan.source, plan.reuse) == (source, reuse)
-    assert plan.follow == (running[-1].request_id if source == "shared" else "")
+    assert plan.leader_id == (running[-1].request_id if source == "shared" else "")
 
 
 def test_nobody_is_followed_for_what_is_there_already() -> None:
-    resident = Candidate("r", 290, 290)
-    assert decide(Prompt(300), [resident], stored(0), layout(), COSTS, running=[LEADER]).source == "resident"
+    resident = ResidentCandidate("r", 290, 290)
+    assert plan_request(PromptShape(300), [resident], stored(0), layout(), COSTS, running=[LEADER]).source == "resident"
     behind = replace(LEADER, prefilled=0)
-    assert decide(Prompt(300), [Candidate("r", 200, 200)], stored(0), layout(), COSTS, running=[behind]).resident == "r"
+    assert (
+        plan_request(
+            PromptShape(300), [ResidentCandidate("r", 200, 200)], stored(0), layout(), COSTS, running=[behind]
+        ).resident
+        == "r"
+    )
 
 
 def test_restores_and_prefills_are_timed_without_measurements() -> None:
-    assert decide(Prompt(300), [], stored(200), layout(), Costs()).source == "restored"
+    assert plan_request(PromptShape(300), [], stored(200), layout(), Costs()).source == "restored"
 
 
 def test_prefill_gets_slower_with_length() -> None:
-    rates = [Rate(tokens=100, tokens_per_s=100.0), Rate(tokens=1000, tokens_per_s=10.0)]
-    assert prefill_seconds(0, 100, rates) == pytest.approx(1.0)
-    assert prefill_seconds(50, 150, rates) == pytest.approx(0.5 + 5.0)
-    assert prefill_seconds(150, 2000, rates) == pytest.approx(185.0)
+    rates = [PrefillRate(tokens=100, tokens_per_s=100.0), PrefillRate(tokens=1000, tokens_per_s=10.0)]
+    assert estimate_prefill_s(0, 100, rates) == pytest.approx(1.0)
+    assert estimate_prefill_s(50, 150, rates) == pytest.approx(0.5 + 5.0)
+    assert estimate_prefill_s(150, 2000, rates) == pytest.approx(185.0)
 
 
 @pytest.mark.parametrize(
     ("prompt", "start", "positions"),
     [
-        (Prompt(300, (100, 200, 290), 290), 0, (100, 290)),
-        (Prompt(300, (100, 200, 290), 290), 100, (290,)),
-        (Prompt(300, (100, 200, 290), 290), 290, ()),
-        (Prompt(9000, (100, 8990), 8990), 0, (100, 2048, 4096, 6144, 8192, 8990)),
-        (Prompt(8300, (2000, 8290), 8290), 0, (2000, 4096, 6144, 8290)),
-        (Prompt(5000), 0, (2048, 4096)),
-        (Prompt(40_000, (100,), 0), 0, (100, *range(6144, 40_000, 6144))),
-        (Prompt(1), 0, ()),
+        (PromptShape(300, (100, 200, 290), 290), 0, (100, 290)),
+        (PromptShape(300, (100, 200, 290), 290), 100, (290,)),
+        (PromptShape(300, (100, 200, 290), 290), 290, ()),
+        (PromptShape(9000, (100, 8990), 8990), 0, (100, 2048, 4096, 6144, 8192, 8990)),
+        (PromptShape(8300, (2000, 8290), 8290), 0, (2000, 4096, 6144, 8290)),
+        (PromptShape(5000), 0, (2048, 4096)),
+        (PromptShape(40_000, (100,), 0), 0, (100, *range(6144, 40_000, 6144))),
+        (PromptShape(1), 0, ()),
     ],
 )
-def test_checkpoints(prompt: Prompt, start: int, positions: tuple[int, ...]) -> None:
-    assert checkpoint_positions(prompt, start) == positions
-    assert cold_plan(prompt, layout(), "").checkpoints == ()
+def test_checkpoints(prompt: PromptShape, start: int, positions: tuple[int, ...]) -> None:
+    assert choose_checkpoint_positions(prompt, start) == positions
+    assert plan_cold(prompt, layout(), "").checkpoint_positions == ()
 
 
 def test_checkpoints_are_where_a_prefill_is_saved_on_its_way() -> None:
-    prompt = Prompt(40_000, (100,), 0)
-    assert checkpoint_positions(prompt, 0, 4096) == (100, *range(4096, 40_000 - 512, 4096))
-    assert checkpoint_positions(prompt, 0, 8192) == checkpoint_positions(prompt, 0)
-    assert checkpoint_positions(prompt, 0, 1)[1:4] == (1024, 1536, 2048), "but not closer than a chunk is worth"
+    prompt = PromptShape(40_000, (100,), 0)
+    assert choose_checkpoint_positions(prompt, 0, 4096) == (100, *range(4096, 40_000 - 512, 4096))
+    assert choose_checkpoint_positions(prompt, 0, 8192) == choose_checkpoint_positions(prompt, 0)
+    assert choose_checkpoint_positions(prompt, 0, 1)[1:4] == (1024, 1536, 2048), "but not closer than a chunk is worth"
 
 
 SYSTEM, QUESTION = MessageEnd(end=50, number=1, role="system"), MessageEnd(end=80, number=2, role="user")
@@ -211,22 +219,27 @@ TOOLS, LAST = MessageEnd(end=40, number=0, role="tools"), MessageEnd(end=290, nu
     ],
 )
 def test_a_difference_is_told_in_terms_of_messages(at: int, where: str) -> None:
-    prompt = Prompt(300, messages=(TOOLS, SYSTEM, QUESTION, ANSWER, LAST))
+    prompt = PromptShape(300, messages=(TOOLS, SYSTEM, QUESTION, ANSWER, LAST))
     here = stored(at, why=f"differs from what is stored at token {at}")
-    here.differs = True
-    plan = decide(prompt, [], here, layout(), COSTS)
+    here.is_divergent = True
+    plan = plan_request(prompt, [], here, layout(), COSTS)
     assert plan.why_not_warmer == f"differs from what is stored at token {at}{where}"
-    resident = Candidate("r", at + 1, at)
-    plan = decide(prompt, [resident], stored(0), layout(), COSTS)
+    resident = ResidentCandidate("r", at + 1, at)
+    plan = plan_request(prompt, [resident], stored(0), layout(), COSTS)
     assert plan.why_not_warmer == f"differs from what is in memory at token {at}{where}"
 
 
 def test_of_two_reasons_the_one_that_reaches_further_is_told() -> None:
-    prompt, stopped = Prompt(300, messages=(QUESTION,)), stored(200, why="stored up to token 200")
-    plan = decide(prompt, [Candidate("r", 90, 60)], stopped, layout(), COSTS)
+    prompt, stopped = PromptShape(300, messages=(QUESTION,)), stored(200, why="stored up to token 200")
+    plan = plan_request(prompt, [ResidentCandidate("r", 90, 60)], stopped, layout(), COSTS)
     assert plan.why_not_warmer == "stored up to token 200"
-    assert decide(prompt, [Candidate("r", 250, 220)], stopped, layout(), COSTS).why_not_warmer.startswith("differs")
-    assert decide(Prompt(300), [], stored(0, why="nothing stored"), layout(), COSTS).why_not_warmer == "nothing stored"
+    assert plan_request(prompt, [ResidentCandidate("r", 250, 220)], stopped, layout(), COSTS).why_not_warmer.startswith(
+        "differs"
+    )
+    assert (
+        plan_request(PromptShape(300), [], stored(0, why="nothing stored"), layout(), COSTS).why_not_warmer
+        == "nothing stored"
+    )
 
 
 # ---- exact mode: everything on the grid
@@ -239,7 +252,7 @@ ON_GRID = "exact mode keeps and reuses multiples of 64 tokens"
 @pytest.mark.parametrize(
     "case",
     [
-        Case("a resident up to the grid", "resident", 128, residents=[Candidate("r", 128, 150)],
+        Case("a resident up to the grid", "resident", 128, residents=[ResidentCandidate("r", 128, 150)],
              why=f"in memory up to token 128; {ON_GRID}"),
         Case("disk up to the grid", "restored", 192, match=stored(200), why=f"differs; {ON_GRID}"),
         Case("all but what lies past the grid", "restored", 256, match=stored(300), why=ON_GRID),
@@ -248,7 +261,7 @@ ON_GRID = "exact mode keeps and reuses multiples of 64 tokens"
         Case("nothing stored", "cold", 0, why=f"nothing stored; {ON_GRID}"),
         Case("less than the grid in common", "cold", 0, match=stored(63), why=f"differs; {ON_GRID}"),
         Case("positions off the grid are not used", "resident", 64,
-             residents=[Candidate("r", 250, 250, (64, 100, 250))], why=f"in memory up to token 250; {ON_GRID}"),
+             residents=[ResidentCandidate("r", 250, 250, (64, 100, 250))], why=f"in memory up to token 250; {ON_GRID}"),
         Case("nor checkpoints", "restored", 128, match=stored(250, (64, 128, 200)),
              layout=EXACT_HYBRID, why="differs; no checkpoint after token 128"),
     ],
@@ -265,9 +278,9 @@ def test_exact_plan(case: Case) -> None:
 def test_a_resident_that_ends_before_its_turn_does_is_taken_over_by_its_own_conversation_alone(
     common: int, keep: bool
 ) -> None:
-    resident = Candidate("r", 128, common, turn_end=140, durable=True)
-    plan = decide(Prompt(300), [resident], stored(0), EXACT, COSTS)
-    assert (plan.resident, plan.reuse, plan.keep) == ("r", 128, keep)
+    resident = ResidentCandidate("r", 128, common, turn_end=140, durable=True)
+    plan = plan_request(PromptShape(300), [resident], stored(0), EXACT, COSTS)
+    assert (plan.resident, plan.reuse, plan.copy_resident) == ("r", 128, keep)
 
 
 @pytest.mark.parametrize(
@@ -280,61 +293,61 @@ def test_a_resident_that_ends_before_its_turn_does_is_taken_over_by_its_own_conv
     ],
     ids=["the same prompt", "a part of it", "its last token comes after its last place", "less than the grid"],
 )
-def test_in_exact_mode_a_leader_is_left_on_the_grid(leader: Running, source: str, reuse: int) -> None:
-    plan = decide(Prompt(300), [], stored(0), EXACT, COSTS, running=[leader])
+def test_in_exact_mode_a_leader_is_left_on_the_grid(leader: RunningRequest, source: str, reuse: int) -> None:
+    plan = plan_request(PromptShape(300), [], stored(0), EXACT, COSTS, running=[leader])
     assert (plan.source, plan.reuse) == (source, reuse)
 
 
 @pytest.mark.parametrize(
     ("prompt", "start", "positions"),
     [
-        (Prompt(300, (100, 200, 290), 290), 0, (64, 256)),
-        (Prompt(300, (100, 200, 210), 210), 0, (64, 192, 256)),
-        (Prompt(300, (100, 200, 290), 290), 64, (256,)),
-        (Prompt(300, (100, 200, 290), 290), 256, ()),
-        (Prompt(257), 0, (256,)),
-        (Prompt(256), 0, (192,)),
-        (Prompt(64, (10, 60), 60), 0, ()),
-        (Prompt(5000), 0, (2048, 4096, 4992)),
+        (PromptShape(300, (100, 200, 290), 290), 0, (64, 256)),
+        (PromptShape(300, (100, 200, 210), 210), 0, (64, 192, 256)),
+        (PromptShape(300, (100, 200, 290), 290), 64, (256,)),
+        (PromptShape(300, (100, 200, 290), 290), 256, ()),
+        (PromptShape(257), 0, (256,)),
+        (PromptShape(256), 0, (192,)),
+        (PromptShape(64, (10, 60), 60), 0, ()),
+        (PromptShape(5000), 0, (2048, 4096, 4992)),
     ],
 )
-def test_checkpoints_on_the_grid(prompt: Prompt, start: int, positions: tuple[int, ...]) -> None:
-    assert checkpoint_positions(prompt, start, grid=GRID) == positions
+def test_checkpoints_on_the_grid(prompt: PromptShape, start: int, positions: tuple[int, ...]) -> None:
+    assert choose_checkpoint_positions(prompt, start, grid=GRID) == positions
 
 
 def test_strides_are_as_long_as_the_grid_allows() -> None:
-    prompt = Prompt(20_000, (), 0)
-    assert checkpoint_positions(prompt, 0, grid=4096) == (4096, 8192, 12_288, 16_384)
-    assert checkpoint_positions(prompt, 0, gap_max=8192, grid=1000) == (*range(4000, 20_000, 4000), 19_000)
+    prompt = PromptShape(20_000, (), 0)
+    assert choose_checkpoint_positions(prompt, 0, grid=4096) == (4096, 8192, 12_288, 16_384)
+    assert choose_checkpoint_positions(prompt, 0, gap_max=8192, grid=1000) == (*range(4000, 20_000, 4000), 19_000)
 
 
 @st.composite
-def candidates(draw: st.DrawFn) -> Candidate:
+def candidates(draw: st.DrawFn) -> ResidentCandidate:
     tokens = draw(st.integers(1, 900))
     common = draw(st.integers(1, tokens + 100))
     positions = draw(st.just(()) | st.lists(st.integers(1, tokens), unique=True).map(lambda at: tuple(sorted(at))))
-    return Candidate("r", tokens, common, positions, draw(st.integers(0, tokens + 100)), draw(st.booleans()))
+    return ResidentCandidate("r", tokens, common, positions, draw(st.integers(0, tokens + 100)), draw(st.booleans()))
 
 
 @st.composite
-def runnings(draw: st.DrawFn) -> Running:
+def runnings(draw: st.DrawFn) -> RunningRequest:
     tokens = draw(st.integers(1, 900))
     common = draw(st.integers(1, tokens))
-    return Running("leader", common, tokens, draw(st.integers(0, tokens)), draw(st.booleans()))
+    return RunningRequest("leader", common, tokens, draw(st.integers(0, tokens)), draw(st.booleans()))
 
 
 @st.composite
-def matches(draw: st.DrawFn) -> Match:
+def matches(draw: st.DrawFn) -> PrefixMatch:
     tokens = draw(st.integers(0, 800))
     at = draw(st.lists(st.integers(1, tokens), unique=True, max_size=4)) if tokens else []
     return stored(tokens, tuple(sorted(at)))
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> Prompt:
+def prompts(draw: st.DrawFn) -> PromptShape:
     tokens = draw(st.integers(1, 900))
     boundaries = sorted(draw(st.lists(st.integers(1, tokens), unique=True, max_size=5)))
-    return Prompt(tokens, boundaries, draw(st.sampled_from([0, *boundaries])))
+    return PromptShape(tokens, boundaries, draw(st.sampled_from([0, *boundaries])))
 
 
 @given(
@@ -346,29 +359,29 @@ def prompts(draw: st.DrawFn) -> Prompt:
     grid=st.sampled_from([0, 16, 64, 512]),
 )
 def test_whatever_is_there_a_start_is_one_that_the_model_can_go_on_from(
-    prompt: Prompt,
-    residents: list[Candidate],
-    match: Match,
-    running: list[Running],
+    prompt: PromptShape,
+    residents: list[ResidentCandidate],
+    match: PrefixMatch,
+    running: list[RunningRequest],
     has_states: bool,
     grid: int,
 ) -> None:
-    plan = decide(prompt, residents, match, layout(grid=grid, has_states=has_states), COSTS, running=running)
+    plan = plan_request(prompt, residents, match, layout(grid=grid, has_states=has_states), COSTS, running=running)
     assert 0 <= plan.reuse < prompt.tokens, "never the whole prompt"
-    assert all(plan.reuse < at < prompt.tokens for at in plan.checkpoints)
-    assert list(plan.checkpoints) == sorted(set(plan.checkpoints))
-    assert bool(plan.checkpoints) <= has_states
+    assert all(plan.reuse < at < prompt.tokens for at in plan.checkpoint_positions)
+    assert list(plan.checkpoint_positions) == sorted(set(plan.checkpoint_positions))
+    assert bool(plan.checkpoint_positions) <= has_states
     if grid:
-        assert not any(at % grid for at in (plan.reuse, *plan.checkpoints)), "all on the grid"
+        assert not any(at % grid for at in (plan.reuse, *plan.checkpoint_positions)), "all on the grid"
     if grid and has_states:
         last = (prompt.tokens - 1) // grid * grid
-        assert last in (plan.reuse, *plan.checkpoints), "what it leaves can be gone on from"
+        assert last in (plan.reuse, *plan.checkpoint_positions), "what it leaves can be gone on from"
     if plan.source == "restored":
         assert sum(link.upto - link.start for link in plan.chain) == plan.reuse <= match.tokens
         assert (plan.checkpoint.position if plan.checkpoint else 0) == (plan.reuse if has_states else 0)
     if plan.source == "resident":
-        assert any(plan.reuse <= min(each.tokens, each.common) for each in residents)
+        assert any(plan.reuse <= min(each.tokens, each.common_tokens) for each in residents)
         assert any(not each.positions or plan.reuse in each.positions for each in residents)
     if plan.source == "shared":
-        assert any(plan.reuse <= each.common for each in running)
+        assert any(plan.reuse <= each.common_tokens for each in running)
     assert plan.why_not_warmer or plan.reuse == prompt.tokens - 1, "and says why it is no warmer"

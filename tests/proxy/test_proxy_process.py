@@ -22,9 +22,9 @@ from support.proxy.fake_backend import FakeBackend
 from support.proxy.harness import on_loop, serve
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
-from warmline_proxy.auth.key_store import last_tenant, tenant_of
-from warmline_proxy.config import parse
-from warmline_proxy.home_lock import HomeLocked, home_lock
+from warmline_proxy.auth.key_store import derive_tenant, read_last_tenant
+from warmline_proxy.config import parse_config
+from warmline_proxy.home_lock import HomeLockedError, home_lock
 
 START_TIMEOUT_S = 15.0
 WITHOUT_PATIENCE = """
@@ -56,7 +56,7 @@ def test_it_tells_where_it_listens_and_ends_cleanly(tmp_path: Path, number: sign
     assert told["pid"] == process.pid == int((tmp_path / "run" / "proxy.pid").read_text())
     with urllib.request.urlopen(f"{told['url']}/health") as response:
         assert response.status == 200
-    with pytest.raises(HomeLocked), home_lock(Home(tmp_path)):
+    with pytest.raises(HomeLockedError), home_lock(Home(tmp_path)):
         pass
     process.send_signal(number)
     _, errors = process.communicate(timeout=START_TIMEOUT_S)
@@ -85,9 +85,9 @@ async def test_it_tells_where_it_listens_once_that_can_be_written(
 ) -> None:
     """A home that is full, or read-only, is mended while we serve; cachectl finds us from then on."""
     monkeypatch.setenv("WARMLINE_CLIENT_KEY", "wl-settings")
-    config, tries, written = parse(["--home", str(tmp_path)]), [0], asyncio.Event()
+    config, tries, written = parse_config(["--home", str(tmp_path)]), [0], asyncio.Event()
     config.home.prepare()
-    loop, real = asyncio.get_running_loop(), disk.write_small
+    loop, real = asyncio.get_running_loop(), disk.replace_file
 
     def full(path: Path, text: str) -> None:
         tries[0] += 1
@@ -97,15 +97,15 @@ async def test_it_tells_where_it_listens_once_that_can_be_written(
         if path.name == "proxy.pid":
             loop.call_soon_threadsafe(written.set)
 
-    monkeypatch.setattr(disk, "write_small", full)
-    async with proxy.announced(config, 8026, retry_interval_s=0.0):
+    monkeypatch.setattr(disk, "replace_file", full)
+    async with proxy.publish_address(config, 8026, retry_interval_s=0.0):
         assert not list((tmp_path / "run").iterdir())
         await asyncio.wait_for(written.wait(), START_TIMEOUT_S)
         assert json.loads((tmp_path / "run" / "proxy.json").read_text())["url"] == "http://127.0.0.1:8026"
     assert list((tmp_path / "run").iterdir()) == [config.home.settings_tenant], (
         "whose cache the settings' key has stays"
     )
-    assert last_tenant(config.home) == tenant_of("wl-settings")
+    assert read_last_tenant(config.home) == derive_tenant("wl-settings")
     assert caplog.text.count("could not be written down") == 1
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from warmline_run import address
-from warmline_run.address import Address, address_of
+from warmline_run.address import Address, make_address
 from warmline_run.settings.resolve import resolve
 
 
@@ -14,7 +14,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Studio.home.arpa")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(address, "lan_address", lambda: "192.168.1.5")
-    monkeypatch.setattr(address, "program", lambda name: name)
+    monkeypatch.setattr(address, "format_program", lambda name: name)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_wildcard_is_told_by_names_that_others_know(host: str, url: str, more: str) -> None:
-    assert (Address(host, 80).url, Address(host, 80).more) == (url, more)
+    assert (Address(host, 80).url, Address(host, 80).alternatives_line) == (url, more)
 
 
 def test_a_mac_is_told_by_its_name_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,16 +36,18 @@ def test_a_mac_is_told_by_its_name_first(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(address, "bonjour_name", lambda: "studio.local")
     told = Address("0.0.0.0", 80)
     assert told.url == "http://studio.local:80/v1"
-    assert told.more == "also http://192.168.1.5:80/v1 and http://127.0.0.1:80/v1\n"
+    assert told.alternatives_line == "also http://192.168.1.5:80/v1 and http://127.0.0.1:80/v1\n"
     monkeypatch.setattr(address, "lan_address", lambda: "")
-    assert (told.url, told.more) == ("http://studio.local:80/v1", "also http://127.0.0.1:80/v1\n")
+    assert (told.url, told.alternatives_line) == ("http://studio.local:80/v1", "also http://127.0.0.1:80/v1\n")
 
 
 def test_the_line_to_paste_shows_the_key_where_one_is_asked_for() -> None:
-    assert "Authorization" not in Address("127.0.0.1", 80).curl(needs_key=False)
-    assert '-H "Authorization: Bearer $(cachectl key show)"' in Address("0.0.0.0", 80).curl(needs_key=True)
-    assert "$(cachectl key show --home '/my home')" in Address("0.0.0.0", 80, home="/my home").curl(needs_key=True)
-    named = Address("127.0.0.1", 80, key="hush").curl(needs_key=True)
+    assert "Authorization" not in Address("127.0.0.1", 80).curl_command(needs_key=False)
+    assert '-H "Authorization: Bearer $(cachectl key show)"' in Address("0.0.0.0", 80).curl_command(needs_key=True)
+    assert "$(cachectl key show --home '/my home')" in Address("0.0.0.0", 80, home="/my home").curl_command(
+        needs_key=True
+    )
+    named = Address("127.0.0.1", 80, key="hush").curl_command(needs_key=True)
     assert "Bearer $WARMLINE_CLIENT_KEY" in named and "hush" not in named
 
 
@@ -60,8 +62,8 @@ def test_a_command_is_told_by_its_path_where_a_shell_would_not_find_it(
     monkeypatch.setattr("sys.executable", str(own / "python"))
     for path, told in (("own", f"'{own}/cachectl'"), ("else where", "cachectl"), ("none", f"'{own}/cachectl'")):
         monkeypatch.setenv("PATH", str(tmp_path / path))
-        assert address.program("cachectl") == told
-    assert address.program("warmline") == "warmline", "it is installed otherwise"
+        assert address.format_program("cachectl") == told
+    assert address.format_program("warmline") == "warmline", "it is installed otherwise"
 
 
 @pytest.mark.parametrize(
@@ -69,5 +71,5 @@ def test_a_command_is_told_by_its_path_where_a_shell_would_not_find_it(
     [({}, "127.0.0.1"), ({"lan": "true"}, "0.0.0.0"), ({"lan": "true", "host": "10.0.0.7"}, "10.0.0.7")],
 )
 def test_the_lan_opens_what_is_loopback(tmp_path: Path, settings: dict[str, str], host: str) -> None:
-    found = address_of(resolve({"home": str(tmp_path), **settings}, {}))
+    found = make_address(resolve({"home": str(tmp_path), **settings}, {}))
     assert (found.host, found.home) == (host, str(tmp_path))

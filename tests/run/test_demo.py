@@ -40,7 +40,7 @@ class ReferenceTokenizer:
     """Byte-pair encoding written from its definition, on the GGUF's own lists."""
 
     def __init__(self) -> None:
-        _, facts = mx.load(str(demo.gguf_file()), return_metadata=True)
+        _, facts = mx.load(str(demo.find_gguf_file()), return_metadata=True)
         texts, kinds = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.token_type"].tolist()
         self.ids = {text: token for token, text in enumerate(texts)}
         self.ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(facts["tokenizer.ggml.merges"])}
@@ -85,7 +85,7 @@ def test_tokenizes_as_the_definition_says_and_round_trips(demo_home: Home) -> No
 
 
 def test_the_chat_template_is_the_files_own(demo_home: Home) -> None:
-    _, facts = mx.load(str(demo.gguf_file()), return_metadata=True)
+    _, facts = mx.load(str(demo.find_gguf_file()), return_metadata=True)
     settings = json.loads((model(demo_home) / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == facts["tokenizer.chat_template"]
 
@@ -134,7 +134,7 @@ def test_a_conversion_that_fails_or_was_killed_leaves_nothing(tmp_path: Path, mo
     killed.mkdir()
     monkeypatch.setattr(demo, "_write_tokenizer", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        demo.prepare(home, "q4")
+        demo.prepare_demo_model(home, "q4")
     assert [path.name for path in home.models.iterdir()] == [".demo.lock"]
 
 

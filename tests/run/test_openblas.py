@@ -17,22 +17,22 @@ def library(root: Path, place: str) -> Path:
 def test_finds_the_threaded_build_first(tmp_path: Path) -> None:
     library(tmp_path, "usr/lib/aarch64-linux-gnu/libopenblas.so.0")
     threaded = library(tmp_path, "usr/lib/aarch64-linux-gnu/openblas-pthread/libopenblas.so.0")
-    assert openblas.find(tmp_path) == threaded
+    assert openblas.find_library(tmp_path) == threaded
 
 
 def test_says_what_to_install_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openblas, "wanted", lambda: True)
-    monkeypatch.setattr(openblas, "find", lambda: None)
-    preload, advice = openblas.preload("")
+    monkeypatch.setattr(openblas, "is_openblas_needed", lambda: True)
+    monkeypatch.setattr(openblas, "find_library", lambda: None)
+    preload, advice = openblas.choose_preload("")
     assert preload == ""
     assert "libopenblas0-pthread" in advice and "\n" not in advice
 
 
 def test_goes_before_what_is_preloaded_already_but_not_before_another_blas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openblas, "wanted", lambda: True)
-    monkeypatch.setattr(openblas, "find", lambda: Path("/x/libopenblas.so.0"))
-    assert openblas.preload("/y/libjemalloc.so") == ("/x/libopenblas.so.0:/y/libjemalloc.so", "")
-    assert openblas.preload("/y/libblas.so.3") == ("/y/libblas.so.3", "")
+    monkeypatch.setattr(openblas, "is_openblas_needed", lambda: True)
+    monkeypatch.setattr(openblas, "find_library", lambda: Path("/x/libopenblas.so.0"))
+    assert openblas.choose_preload("/y/libjemalloc.so") == ("/x/libopenblas.so.0:/y/libjemalloc.so", "")
+    assert openblas.choose_preload("/y/libblas.so.3") == ("/y/libblas.so.3", "")
 
 
 def test_not_wanted_off_linux_or_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,8 +40,8 @@ def test_not_wanted_off_linux_or_with_cuda(monkeypatch: pytest.MonkeyPatch) -> N
         name = "mlx-cuda-13"
 
     monkeypatch.setattr("sys.platform", "darwin")
-    assert not openblas.wanted()
+    assert not openblas.is_openblas_needed()
     monkeypatch.setattr("sys.platform", "linux")
-    assert openblas.wanted()
+    assert openblas.is_openblas_needed()
     monkeypatch.setattr(openblas.metadata, "distributions", lambda: [Package])
-    assert not openblas.wanted()
+    assert not openblas.is_openblas_needed()

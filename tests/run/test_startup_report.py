@@ -13,8 +13,8 @@ import pytest
 from warmline_run import ports
 from warmline_run import probe as asking
 from warmline_run import startup_report as summary
-from warmline_run.address import Address, address_of
-from warmline_run.settings.resolve import Config, resolve
+from warmline_run.address import Address, make_address
+from warmline_run.settings.resolve import ResolvedConfig, resolve
 
 STATUS: dict[str, Any] = {
     "persistence": "ok",
@@ -33,7 +33,7 @@ STATUS: dict[str, Any] = {
 }
 
 
-def config_of(**settings: str) -> Config:
+def config_of(**settings: str) -> ResolvedConfig:
     return resolve({"home": "/nowhere", **settings}, {})
 
 
@@ -46,7 +46,7 @@ def said(change: dict[str, Any], **settings: str) -> dict[str, str]:
         for each in above:
             holder = holder[each]
         holder[name] = value
-    lines = summary.text(status, config, address_of(config)).splitlines()
+    lines = summary.format_report(status, config, make_address(config)).splitlines()
     return {name: rest.strip() for name, _, rest in (line.partition(" ") for line in lines)}
 
 
@@ -80,13 +80,13 @@ def test_it_says_why_nothing_outlasts_a_restart(change: dict[str, Any], kept: st
 @pytest.mark.parametrize(
     ("settings", "where"),
     [
-        ({"lan": "true"}, f"http://127.0.0.1:8026/admin ({summary.ELSEWHERE_HINT})"),
+        ({"lan": "true"}, f"http://127.0.0.1:8026/admin ({summary.REMOTE_KEY_HINT})"),
         ({"host": "::1", "port": "80"}, "http://[::1]:80/admin"),
         ({"admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({summary.KEY_HINT})"),
         ({"allowed_hosts": "llm.example.org"}, f"http://127.0.0.1:8026/admin ({summary.KEY_HINT})"),
         (
             {"lan": "true", "allowed_hosts": "llm.example.org"},
-            f"http://127.0.0.1:8026/admin ({summary.ELSEWHERE_HINT})",
+            f"http://127.0.0.1:8026/admin ({summary.REMOTE_KEY_HINT})",
         ),
         ({"lan": "true", "admin_needs_key": "true"}, f"http://127.0.0.1:8026/admin ({summary.KEY_HINT})"),
         ({"lan": "true", "host": "10.0.0.7"}, f"http://10.0.0.7:8026/admin ({summary.KEY_HINT})"),
@@ -101,13 +101,13 @@ def test_what_is_not_known_is_not_made_up() -> None:
     empty = {"sessions": 0, "tokens": 0, **dict.fromkeys(STATUS["totals"].keys() - {"sessions", "tokens"}, 0)}
     assert said({"totals": empty})["disk"] == "0 B of 50 GB used: no conversation is stored"
     for broken in ({}, {"engine": None}, {**STATUS, "totals": {}}, {**STATUS, "engine": {"model": "m"}}):
-        assert summary.text(broken, config_of(), Address("127.0.0.1", 80)) == ""
+        assert summary.format_report(broken, config_of(), Address("127.0.0.1", 80)) == ""
 
 
 def test_where_nobody_tells_nothing_is_said(tmp_path: Path) -> None:
-    assert summary.found(config_of(home=str(tmp_path), port="9")) == "", "no secret"
+    assert summary.read_report(config_of(home=str(tmp_path), port="9")) == "", "no secret"
     (tmp_path / "secret").write_text("hush\n")
-    assert summary.found(config_of(home=str(tmp_path), port="9")) == "", "nobody listens"
+    assert summary.read_report(config_of(home=str(tmp_path), port="9")) == "", "nobody listens"
 
 
 def test_who_listens_and_is_not_the_homes_proxy_is_not_shown_the_secret(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_who_listens_and_is_not_the_homes_proxy_is_not_shown_the_secret(tmp_path
         lock.write_text(f"{os.getpid()}\n")
         for told in ({}, place):  # as a proxy leaves it that was killed
             (tmp_path / "run" / "proxy.json").write_text(json.dumps(told))
-            assert asking.state(Address("127.0.0.1", port), tmp_path) == {}
+            assert asking.read_status(Address("127.0.0.1", port), tmp_path) == {}
             listener.setblocking(False)
             with pytest.raises(BlockingIOError):
                 listener.accept()
@@ -128,5 +128,9 @@ def test_who_listens_and_is_not_the_homes_proxy_is_not_shown_the_secret(tmp_path
             fcntl.flock(held, fcntl.LOCK_EX)
             assert ports.is_listening(tmp_path, port) and not ports.is_listening(tmp_path, port + 1)
             config = config_of(home=str(tmp_path), port=str(port))
-            assert f"(process {os.getpid()} serves {tmp_path} at {place['url']}; " in ports.occupied(config)
-        assert ports.occupied(config).endswith("(--port): Address already in use"), "and is not taken for it"
+            assert f"(process {os.getpid()} serves {tmp_path} at {place['url']}; " in ports.describe_occupied_port(
+                config
+            )
+        assert ports.describe_occupied_port(config).endswith("(--port): Address already in use"), (
+            "and is not taken for it"
+        )

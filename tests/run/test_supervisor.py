@@ -86,32 +86,32 @@ def test_that_all_is_ready_again_is_said_once_however_often_they_died(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ready = False
-    monkeypatch.setattr(asking, "readiness", lambda _: asking.Readiness(ready))
+    monkeypatch.setattr(asking, "read_readiness", lambda _: asking.ProxyReadiness(ready))
     monkeypatch.setattr(supervise, "PROBE_INTERVAL_S", 0.0)
 
     async def live() -> None:
         nonlocal ready
-        outage = supervise._Outage(Address("127.0.0.1", 1))
-        outage.note_end("backend")
-        outage.note_start("backend")
-        assert outage.asking is None, "that requests are served for the first time is announced otherwise"
-        outage.is_possible = True
-        outage.note_end("backend")
-        outage.note_start("backend")
-        first = outage.asking
+        outage = supervise._OutageReporter(Address("127.0.0.1", 1))
+        outage.record_exit("backend")
+        outage.record_start("backend")
+        assert outage.report_task is None, "that requests are served for the first time is announced otherwise"
+        outage.is_enabled = True
+        outage.record_exit("backend")
+        outage.record_start("backend")
+        first = outage.report_task
         assert first is not None
-        outage.note_end("backend")
-        outage.note_end("proxy")
+        outage.record_exit("backend")
+        outage.record_exit("proxy")
         ready = True
-        outage.note_start("proxy")
-        assert outage.asking is first, "the backend does not run yet"
+        outage.record_start("proxy")
+        assert outage.report_task is first, "the backend does not run yet"
         await asyncio.wait([first])
         assert first.cancelled(), "it died again meanwhile"
-        outage.note_start("backend")
-        await outage.asking
-        outage.note_end("proxy")
-        outage.note_start("proxy")
-        await outage.asking
+        outage.record_start("backend")
+        await outage.report_task
+        outage.record_exit("proxy")
+        outage.record_start("proxy")
+        await outage.report_task
 
     asyncio.run(live())
     lines = [re.sub(r"\d+\.\d", "N", line) for line in capsys.readouterr().err.splitlines()]

@@ -5,7 +5,7 @@ import hashlib
 from warmline_common.protocol.tokens import chain_hashes, namespace, pack_tokens
 from warmline_proxy.index.index import Index
 from warmline_proxy.store.rows import SegmentRow, SessionRow
-from warmline_proxy.store.tables import Tables, blocks_within
+from warmline_proxy.store.tables import Tables, block_range
 
 MODEL = "model-a"
 SYSTEM_TOKENS, TURN_TOKENS = 128, 64
@@ -21,13 +21,13 @@ def fill(index: Index, segments: int, *, roots: int = 2, file_bytes: int = 256, 
     conversations = segments // CHAIN
 
     def change(tables: Tables) -> None:
-        tables.is_made_anew()
+        tables.mark_complete()
         for number in range(roots):
             _grow(tables, namespace(f"fingerprint {number}"), [_system(number)], file_bytes)
         for number in range(conversations):
             _converse(tables, number, number % roots, file_bytes, clients)
 
-    index.change(change)
+    index.transact(change)
     for row in index.segments():
         path = index.home.segment_file(row.id)
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -70,7 +70,7 @@ def _grow(tables: Tables, root: bytes, path: list[_Piece], size: int) -> None:
                 id=piece.id, parent=parent, root=root, model=MODEL, start=start, end=end, bytes_on_disk=size,
                 created=NEWEST,
             )  # fmt: skip
-            tables.insert_segment(row, pack_tokens(piece.tokens), hashes[blocks_within(start, end)])
+            tables.insert_segment(row, pack_tokens(piece.tokens), hashes[block_range(start, end)])
         start, parent = end, piece.id
 
 

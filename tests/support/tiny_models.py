@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten, tree_map
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from support.tool_templates import TOOL_TEMPLATE
-from warmline_backend.model.loader import model_classes
+from warmline_backend.model.loader import find_model_classes
 
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|pad|>"]
 VOCABULARY = 256 + len(SPECIAL_TOKENS)
@@ -199,7 +199,7 @@ def build(
 
 
 def _weights(config: dict[str, Any], stops: bool, seed: int) -> dict[str, mx.array]:
-    model_class, args_class = model_classes(config)
+    model_class, args_class = find_model_classes(config)
     mx.random.seed(seed)
     model: nn.Module = model_class(args_class.from_dict(config))
     model.update(tree_map(_scaled, model.parameters()))

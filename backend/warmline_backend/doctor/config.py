@@ -4,42 +4,42 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from warmline_backend.doctor.findings import Findings, few
+from warmline_backend.doctor.findings import Findings, format_first
 from warmline_backend.model.architectures.glm_moe_dsa_config import FULL
-from warmline_backend.model.loader import by_kind, model_classes
+from warmline_backend.model.loader import find_model_classes, format_by_kind
 
-INDEXER = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.")
-OTHER_CONFIG = "take config.json and weights from the same repository, or find a conversion of this very model"
+INDEXER_PATTERN = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.")
+CONFIG_REMEDY = "take config.json and weights from the same repository, or find a conversion of this very model"
 
 
-def own_code(config: dict[str, Any]) -> str:
+def find_custom_code(config: dict[str, Any]) -> str:
     """The file in the model's folder that builds it; "" where an architecture known here does."""
     return str(config.get("model_file") or "")
 
 
-def check_configuration(config: dict[str, Any], tensor_names: Iterable[str] | None) -> Findings:
+def check_config(config: dict[str, Any], tensor_names: Iterable[str] | None) -> Findings:
     """`config` as `loading.read_config` gives it; `tensor_names` None where not all of them are known."""
     findings = Findings("config")
-    if own_code(config):
+    if find_custom_code(config):
         findings.warn(
-            f"the model is built by code of its own, {own_code(config)}",
+            f"the model is built by code of its own, {find_custom_code(config)}",
             "read that file; serve with --trust-remote-code, which runs it, only if you trust it",
         )
         return findings
-    arguments = _arguments(config, findings)
+    arguments = _read_model_args(config, findings)
     if arguments is not None:
-        findings.ok(_described(config))
+        findings.ok(_describe_config(config))
         if tensor_names is not None:
-            _indexers(arguments, set(tensor_names), findings)
-    _quantization(config, findings)
+            _check_indexers(arguments, set(tensor_names), findings)
+    _check_quantization(config, findings)
     return findings
 
 
-def _arguments(config: dict[str, Any], findings: Findings) -> Any:
+def _read_model_args(config: dict[str, Any], findings: Findings) -> Any:
     """What the architecture reads of config.json; None where it can't."""
     kind = config["model_type"]
     try:
-        _, args_class = model_classes(config)
+        _, args_class = find_model_classes(config)
     except ValueError:
         findings.fail(
             f"nobody here knows the architecture {kind} (model_type in config.json)",
@@ -49,40 +49,40 @@ def _arguments(config: dict[str, Any], findings: Findings) -> Any:
     try:
         return args_class.from_dict(config)  # type: ignore[attr-defined]
     except TypeError as error:  # dataclasses name what they lack
-        findings.fail(f"config.json is not complete for {kind}: {error}", OTHER_CONFIG)
+        findings.fail(f"config.json is not complete for {kind}: {error}", CONFIG_REMEDY)
     except ValueError as error:
-        findings.fail(f"config.json can't be meant: {error}", OTHER_CONFIG)
+        findings.fail(f"config.json can't be meant: {error}", CONFIG_REMEDY)
     except Exception as error:  # noqa: BLE001  an architecture may raise anything on values that it does not expect
         findings.fail(
-            f"config.json has values that {kind} does not expect: {type(error).__name__}: {error}", OTHER_CONFIG
+            f"config.json has values that {kind} does not expect: {type(error).__name__}: {error}", CONFIG_REMEDY
         )
     return None
 
 
-def _described(config: dict[str, Any]) -> str:
+def _describe_config(config: dict[str, Any]) -> str:
     text = config.get("text_config") or {}
     layers = config.get("num_hidden_layers", text.get("num_hidden_layers"))
     return f"{config['model_type']}" + (f", {layers} layers" if layers else "")
 
 
-def _indexers(arguments: Any, names: set[str], findings: Findings) -> None:
+def _check_indexers(arguments: Any, names: set[str], findings: Findings) -> None:
     """Layers that select tokens must have what they select with, and those that share a selection must not."""
     types: list[str] | None = getattr(arguments, "indexer_types", None)
     if not types:
         return
-    having = {int(match[1]) for name in names if (match := INDEXER.search(name))}
+    having = {int(match[1]) for name in names if (match := INDEXER_PATTERN.search(name))}
     own = {layer for layer, kind in enumerate(types) if kind == FULL}
     if lacking := sorted(own - having):
         findings.fail(
             f'{len(lacking)} layers are "full" in indexer_types and have no indexer in the weights: '
-            f"{_numbers(lacking)}",
-            OTHER_CONFIG,
+            f"{_format_layer_numbers(lacking)}",
+            CONFIG_REMEDY,
         )
     if needless := sorted((set(range(len(types))) - own) & having):
         findings.fail(
             f'{len(needless)} layers are "shared" in indexer_types and have an indexer in the weights: '
-            f"{_numbers(needless)}",
-            OTHER_CONFIG,
+            f"{_format_layer_numbers(needless)}",
+            CONFIG_REMEDY,
         )
     if not lacking and not needless:
         findings.ok(
@@ -90,22 +90,22 @@ def _indexers(arguments: Any, names: set[str], findings: Findings) -> None:
         )
 
 
-def _numbers(layers: list[int]) -> str:
+def _format_layer_numbers(layers: list[int]) -> str:
     """ "0-2, 6": as parameters are listed."""
-    (line,) = by_kind(f"layers.{layer}.indexer" for layer in layers)
+    (line,) = format_by_kind(f"layers.{layer}.indexer" for layer in layers)
     return line[line.index("(") + 1 : -1]
 
 
-def _quantization(config: dict[str, Any], findings: Findings) -> None:
+def _check_quantization(config: dict[str, Any], findings: Findings) -> None:
     ours, theirs = config.get("quantization"), config.get("quantization_config")
     if not isinstance(ours, dict):
         return
     if lacking := [key for key in ("bits", "group_size") if not isinstance(ours.get(key), int)]:
-        findings.fail(f"quantization in config.json lacks {' and '.join(lacking)}", OTHER_CONFIG)
+        findings.fail(f"quantization in config.json lacks {' and '.join(lacking)}", CONFIG_REMEDY)
     if isinstance(theirs, dict):
         differing = [key for key in ("bits", "group_size") if key in theirs and theirs[key] != ours.get(key)]
         if differing:
             findings.warn(
-                f"quantization and quantization_config in config.json differ in {few(differing)}; the first is used",
+                f"quantization and quantization_config in config.json differ in {format_first(differing)}; the first is used",
                 "nothing, if the parameters below are right",
             )

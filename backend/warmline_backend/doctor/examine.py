@@ -10,15 +10,15 @@ from warmline_backend.doctor import activations as work
 from warmline_backend.doctor import chat_template as template
 from warmline_backend.doctor import locations as places
 from warmline_backend.doctor import machines, memory
-from warmline_backend.doctor.config import check_configuration, own_code
-from warmline_backend.doctor.files import CONFIG, check_files
-from warmline_backend.doctor.findings import Finding, Findings, Level, worst
-from warmline_backend.doctor.kv_cache import Cache, check_cache
-from warmline_backend.doctor.sample_prompt import Question
-from warmline_backend.doctor.serving import serve_line
-from warmline_backend.doctor.weights import Assembled, check_parameters
-from warmline_backend.model.loader import ModelProblem, read_config
-from warmline_backend.model.model import context_tokens_max
+from warmline_backend.doctor.config import check_config, find_custom_code
+from warmline_backend.doctor.files import CONFIG_NAME, check_files
+from warmline_backend.doctor.findings import DoctorFinding, FindingLevel, Findings, find_worst_level
+from warmline_backend.doctor.kv_cache import CacheSummary, check_cache
+from warmline_backend.doctor.sample_prompt import DoctorSettings
+from warmline_backend.doctor.serving import format_serve_command
+from warmline_backend.doctor.weights import LazyModel, check_weights
+from warmline_backend.model.loader import ModelError, read_config
+from warmline_backend.model.model import find_context_tokens_max
 from warmline_common.process.arguments import GB
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
@@ -30,120 +30,124 @@ DAMAGED = "download what is named here again; if that changes nothing, this is a
 class Examination:
     """What was found.  Parts are None where what comes before them is wrong."""
 
-    question: Question
+    settings: DoctorSettings
     folder: Path | None
-    findings: tuple[Finding, ...]
-    weights: Assembled | None = None
-    cache: Cache | None = None
-    plan: memory.Plan | None = None
+    findings: tuple[DoctorFinding, ...]
+    weights: LazyModel | None = None
+    cache: CacheSummary | None = None
+    plan: memory.MemoryPlan | None = None
 
     @property
-    def verdict(self) -> Level:
-        return worst(self.findings)
+    def verdict(self) -> FindingLevel:
+        return find_worst_level(self.findings)
 
     @property
-    def serve(self) -> str:
+    def serve_command(self) -> str:
         """The command that serves the model; "" where something is wrong."""
-        if self.verdict is Level.FAIL or self.weights is None:
+        if self.verdict is FindingLevel.FAIL or self.weights is None:
             return ""
-        wanted = self.plan.budget_wanted_gb if self.plan else 0.0
-        return serve_line(self.question, own_code=bool(own_code(self.weights.config)), budget_wanted_gb=wanted)
+        wanted = self.plan.budget_needed_gb if self.plan else 0.0
+        return format_serve_command(
+            self.settings, has_custom_code=bool(find_custom_code(self.weights.config)), budget_needed_gb=wanted
+        )
 
 
-def examine(question: Question) -> Examination:
+def examine_model(settings: DoctorSettings) -> Examination:
     """Reads file headers, config and tokenizer; no weight.  What a check does not expect is a finding, too."""
-    looked = _Looked(question)
+    looked = _Examiner(settings)
     try:
-        looked.at_all()
+        looked.run()
     except Exception as error:  # noqa: BLE001  a broken model may raise anything anywhere, and who asks wants to know where
-        where, area = looked.where
+        where, area = looked.current_check
         failed = Findings(area)
         failed.fail(f"{where} can't be examined: {type(error).__name__}: {error}", DAMAGED)
         looked.found += failed
     findings = tuple(sorted(looked.found, key=lambda finding: AREAS.index(finding.area)))
-    return Examination(question, looked.folder, findings, looked.weights, looked.cache, looked.plan)
+    return Examination(settings, looked.folder, findings, looked.weights, looked.cache, looked.plan)
 
 
-class _Looked:
+class _Examiner:
     """What has been looked at so far; `where` says what is being looked at, and whose area that is."""
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
-        self.where = (question.model, "files")
-        self.found: list[Finding] = []
+    def __init__(self, settings: DoctorSettings) -> None:
+        self.question = settings
+        self.current_check = (settings.model, "files")
+        self.found: list[DoctorFinding] = []
         self.folder: Path | None = None
-        self.weights: Assembled | None = None
-        self.cache: Cache | None = None
-        self.plan: memory.Plan | None = None
+        self.weights: LazyModel | None = None
+        self.cache: CacheSummary | None = None
+        self.plan: memory.MemoryPlan | None = None
 
-    def at_all(self) -> None:
-        found, self.folder = places.find(self.question.model)
-        self.found += found
+    def run(self) -> None:
+        findings, self.folder = places.find_model(self.question.model)
+        self.found += findings
         if self.folder is None:
             return
-        config = self._files(self.folder)
+        config = self._check_files(self.folder)
         if config:
-            self._tokenizer(self.folder, config)
-            if not self._failed("files", "config") and self._may_run(config):
-                self._weights(self.folder)
+            self._check_tokenizer(self.folder, config)
+            if not self._has_failed("files", "config") and self._can_build(config):
+                self._check_weights(self.folder)
 
-    def _files(self, folder: Path) -> dict[str, Any]:
+    def _check_files(self, folder: Path) -> dict[str, Any]:
         """The config; empty where it is not known."""
-        self.where = (str(folder), "files")
+        self.current_check = (str(folder), "files")
         files = check_files(folder)
         self.found += files.findings
-        self.where = (f"--adapter-path {self.question.adapter_path}", "files")
-        self.found += _adapter(self.question.adapter_path)
+        self.current_check = (f"--adapter-path {self.question.adapter_path}", "files")
+        self.found += _check_adapter(self.question.adapter_path)
         if not files.config:
             return {}
-        self.where = (str(folder / CONFIG), "config")
+        self.current_check = (str(folder / CONFIG_NAME), "config")
         try:
             config = read_config(folder)
-        except ModelProblem as problem:
+        except ModelError as problem:
             failed = Findings("config")
             failed.fail(str(problem))
             self.found += failed
             return {}
-        self.found += check_configuration(config, None if self._failed("files") else files.tensor_names)
+        self.found += check_config(config, None if self._has_failed("files") else files.tensor_names)
         return config
 
-    def _tokenizer(self, folder: Path, config: dict[str, Any]) -> None:
-        self.where = (f"{folder / 'tokenizer.json'}, or tokenizer_config.json,", "tokenizer")
-        findings, tokenizer = template.load(folder, config, trust_remote_code=self.question.trust_remote_code)
+    def _check_tokenizer(self, folder: Path, config: dict[str, Any]) -> None:
+        self.current_check = (f"{folder / 'tokenizer.json'}, or tokenizer_config.json,", "tokenizer")
+        findings, tokenizer = template.check_tokenizer(
+            folder, config, trust_remote_code=self.question.trust_remote_code
+        )
         self.found += findings
         if tokenizer is None:
             return
-        self.where = (f"the chat template in {folder}", "template")
+        self.current_check = (f"the chat template in {folder}", "template")
         self.found += template.check_template(tokenizer, config, json.loads(self.question.chat_template_args))
 
-    def _weights(self, folder: Path) -> None:
-        self.where = (f"the model in {folder}", "parameters")
-        parameters, self.weights = check_parameters(folder, trust_remote_code=self.question.trust_remote_code)
+    def _check_weights(self, folder: Path) -> None:
+        self.current_check = (f"the model in {folder}", "parameters")
+        parameters, self.weights = check_weights(folder, trust_remote_code=self.question.trust_remote_code)
         self.found += parameters
         if self.weights is None:
             return
-        self.where = (f"the cache of the model in {folder}", "cache")
+        self.current_check = (f"the cache of the model in {folder}", "cache")
         checked, self.cache = check_cache(self.weights.model, self.question)
         self.found += checked
         if self.cache is None:
             return
-        self.where = (f"what a step of the model in {folder} takes", "memory")
-        needs = _needs(self.weights, self.cache, self.question)
-        self.found += self._memory(needs)
+        self.current_check = (f"what a step of the model in {folder} takes", "memory")
+        needs = _estimate_needs(self.weights, self.cache, self.question)
+        self.found += self._check_memory(needs)
 
-    def _memory(self, needs: memory.Needs) -> Findings:
-        question = self.question
-        machine = machines.mac_of(question.memory_gb) if question.memory_gb else machines.this_machine()
-        speeds = memory.Speeds(question.prefill_tokens_s, question.disk_gb_s * GB)
-        self.plan = memory.plan(needs, machine, int(question.memory_budget_gb * GB), speeds)
+    def _check_memory(self, needs: memory.MemoryNeeds) -> Findings:
+        settings = self.question
+        machine = machines.estimate_mac(settings.memory_gb) if settings.memory_gb else machines.detect_machine()
+        speeds = memory.MachineSpeeds(settings.prefill_tokens_s, settings.disk_gb_s * GB)
+        self.plan = memory.plan_memory(needs, machine, int(settings.memory_budget_gb * GB), speeds)
         return memory.check_memory(needs, self.plan)
 
-    def _failed(self, *areas: str) -> bool:
-        return any(finding.level is Level.FAIL and finding.area in areas for finding in self.found)
+    def _has_failed(self, *areas: str) -> bool:
+        return any(finding.level is FindingLevel.FAIL and finding.area in areas for finding in self.found)
 
-    def _may_run(self, config: Mapping[str, Any]) -> bool:
+    def _can_build(self, config: Mapping[str, Any]) -> bool:
         """Whether the model can be built; not by code that comes with it, unless that is trusted."""
-        if not own_code(dict(config)) or self.question.trust_remote_code:
+        if not find_custom_code(dict(config)) or self.question.trust_remote_code:
             return True
         unseen = Findings("parameters")
         unseen.fail(
@@ -154,7 +158,7 @@ class _Looked:
         return False
 
 
-def _adapter(path: str) -> Findings:
+def _check_adapter(path: str) -> Findings:
     findings = Findings("files")
     for name in ADAPTER_FILES if path else ():
         if not (Path(path) / name).is_file():
@@ -162,25 +166,25 @@ def _adapter(path: str) -> Findings:
     return findings
 
 
-def _needs(weights: Assembled, cache: Cache, question: Question) -> memory.Needs:
-    context = context_tokens_max(weights.config)
-    step_bytes = _step_bytes(weights, cache, question.step_tokens, context)
+def _estimate_needs(weights: LazyModel, cache: CacheSummary, settings: DoctorSettings) -> memory.MemoryNeeds:
+    context = find_context_tokens_max(weights.config)
+    step_bytes = _estimate_step_bytes(weights, cache, settings.step_tokens, context)
     weight = cache.weight
-    return memory.Needs(weights.weight_bytes, weight.row_bytes, weight.state_bytes, context, step_bytes)
+    return memory.MemoryNeeds(weights.weight_bytes, weight.row_bytes, weight.state_bytes, context, step_bytes)
 
 
-def _step_bytes(weights: Assembled, cache: Cache, step: int, context: int) -> Callable[[int], int]:
+def _estimate_step_bytes(weights: LazyModel, cache: CacheSummary, step: int, context: int) -> Callable[[int], int]:
     """What a step takes, by the graphs of two: what lies between and beyond them is on a line, nearly."""
     deepest = min(memory.LENGTHS[-1], context or memory.LENGTHS[-1])
     shallow, deep = min(memory.LENGTHS[0], deepest // 2), deepest
     step = min(step, context or step)
-    work.hollow(weights.model)
-    heads = _heads(weights.config)
-    low, high = (work.step_bytes(weights.model, cache.layout, heads, depth, step) for depth in (shallow, deep))
+    work.zero_weights(weights.model)
+    heads = _count_heads(weights.config)
+    low, high = (work.estimate_step_bytes(weights.model, cache.layout, heads, depth, step) for depth in (shallow, deep))
     return lambda tokens: max(low, low + (high - low) * (tokens - shallow) // max(1, deep - shallow))
 
 
-def _heads(config: Mapping[str, Any]) -> int:
+def _count_heads(config: Mapping[str, Any]) -> int:
     """Of the layer that has most; 1 where the config doesn't say."""
     said = (config.get("text_config") or config).get("num_attention_heads")
     return max([count for count in (said if isinstance(said, list) else [said]) if isinstance(count, int)], default=1)

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warmline_backend.doctor.findings import Findings, few, gigabytes
-from warmline_backend.doctor.shards import AGAIN, BadShard, Shard, read_shard
+from warmline_backend.doctor.findings import Findings, format_bytes, format_first
+from warmline_backend.doctor.shards import DOWNLOAD_REMEDY, Shard, ShardError, read_shard
 
-CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
-WEIGHTS = "model*.safetensors"  # what mlx-lm reads
-NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d+)\.safetensors")
-FINISH = "finish the download: start it again, it goes on where it stopped"
+CONFIG_NAME, INDEX_NAME, SINGLE_FILE_NAME = "config.json", "model.safetensors.index.json", "model.safetensors"
+WEIGHTS_GLOB = "model*.safetensors"  # what mlx-lm reads
+SHARD_NAME_PATTERN = re.compile(r"(.*-)(\d+)-of-(\d+)\.safetensors")
+FINISH_DOWNLOAD_REMEDY = "finish the download: start it again, it goes on where it stopped"
 
 
 @dataclass(frozen=True)
-class Files:
+class ModelFiles:
     findings: Findings
     config: dict[str, Any]
     shards: tuple[Shard, ...]
@@ -32,32 +32,34 @@ class Files:
         return sum(shard.bytes_count for shard in self.shards)
 
 
-def check_files(folder: Path) -> Files:
+def check_files(folder: Path) -> ModelFiles:
     findings = Findings("files")
-    config = _config(folder, findings)
-    _leftovers(folder, findings)
-    paths = sorted(folder.glob(WEIGHTS))
+    config = _read_config(folder, findings)
+    _check_incomplete_downloads(folder, findings)
+    paths = sorted(folder.glob(WEIGHTS_GLOB))
     if not paths:
-        _no_weights(folder, findings)
+        _report_no_weights(folder, findings)
     shards = [shard for path in paths if (shard := _shard(path, findings))]
-    index = _index(folder, findings)
+    index = _read_index(folder, findings)
     if index is not None:
-        _against_index(index, paths, shards, findings)
+        _check_index(index, paths, shards, findings)
     else:
-        _numbering([path.name for path in paths], findings)
-    _twice(shards, findings)
+        _check_numbering([path.name for path in paths], findings)
+    _check_duplicates(shards, findings)
     if shards and len(shards) == len(paths):
         total = sum(shard.bytes_count for shard in shards)
         count = sum(len(shard.tensors) for shard in shards)
-        findings.ok(f"{_files(len(shards))} of weights, {gigabytes(total)}, {count:,} tensors, none truncated")
-    return Files(findings, config, tuple(shards))
+        findings.ok(
+            f"{_format_file_count(len(shards))} of weights, {format_bytes(total)}, {count:,} tensors, none truncated"
+        )
+    return ModelFiles(findings, config, tuple(shards))
 
 
-def _files(count: int) -> str:
+def _format_file_count(count: int) -> str:
     return f"{count} file{'s' * (count != 1)}"
 
 
-def _json_object(path: Path, findings: Findings) -> dict[str, Any] | None:
+def _read_json_object(path: Path, findings: Findings) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_bytes().decode())
     except OSError as error:
@@ -72,68 +74,76 @@ def _json_object(path: Path, findings: Findings) -> dict[str, Any] | None:
     return content
 
 
-def _config(folder: Path, findings: Findings) -> dict[str, Any]:
-    if not (folder / CONFIG).is_file():
-        findings.fail(f"there is no {CONFIG}", "give the folder that holds the model's files, or download it again")
+def _read_config(folder: Path, findings: Findings) -> dict[str, Any]:
+    if not (folder / CONFIG_NAME).is_file():
+        findings.fail(
+            f"there is no {CONFIG_NAME}", "give the folder that holds the model's files, or download it again"
+        )
         return {}
-    return _json_object(folder / CONFIG, findings) or {}
+    return _read_json_object(folder / CONFIG_NAME, findings) or {}
 
 
-def _leftovers(folder: Path, findings: Findings) -> None:
+def _check_incomplete_downloads(folder: Path, findings: Findings) -> None:
     """What a download that was interrupted leaves, in the folder, in its .cache, or in the hub's cache."""
     places = [folder, folder / ".cache" / "huggingface" / "download"]
     if folder.parent.name == "snapshots":
         places.append(folder.parent.parent / "blobs")
     left = [path for place in places for path in sorted(place.glob("*.incomplete"))]
     if left:
-        findings.warn(f"an interrupted download left {few(path.name for path in left)} in {left[0].parent}", FINISH)
+        findings.warn(
+            f"an interrupted download left {format_first(path.name for path in left)} in {left[0].parent}",
+            FINISH_DOWNLOAD_REMEDY,
+        )
 
 
-def _no_weights(folder: Path, findings: Findings) -> None:
+def _report_no_weights(folder: Path, findings: Findings) -> None:
     others = sorted(path.name for kind in ("*.safetensors", "*.gguf", "*.bin", "*.npz") for path in folder.glob(kind))
-    there = f"; there is {few(others)}, which mlx-lm does not read" if others else ""
-    findings.fail(f"no weights: nothing is called {WEIGHTS}{there}", "download a model in MLX's format, or convert it")
+    there = f"; there is {format_first(others)}, which mlx-lm does not read" if others else ""
+    findings.fail(
+        f"no weights: nothing is called {WEIGHTS_GLOB}{there}", "download a model in MLX's format, or convert it"
+    )
 
 
 def _shard(path: Path, findings: Findings) -> Shard | None:
     try:
         shard = read_shard(path)
-    except BadShard as problem:
+    except ShardError as problem:
         findings.fail(f"{path.name}: {problem}", problem.todo)
         return None
     except Exception as error:  # noqa: BLE001  whatever else is wrong with it, its name is what helps
-        findings.fail(f"{path.name} can't be examined: {type(error).__name__}: {error}", AGAIN)
+        findings.fail(f"{path.name} can't be examined: {type(error).__name__}: {error}", DOWNLOAD_REMEDY)
         return None
-    if shard.bytes_beyond:
-        findings.warn(f"{path.name} has {shard.bytes_beyond:,} bytes after its last tensor", "download it again")
+    if shard.trailing_bytes:
+        findings.warn(f"{path.name} has {shard.trailing_bytes:,} bytes after its last tensor", "download it again")
     return shard
 
 
-def _index(folder: Path, findings: Findings) -> dict[str, Any] | None:
+def _read_index(folder: Path, findings: Findings) -> dict[str, Any] | None:
     """The index, with a weight_map of names to names; None where there is none that can be used."""
-    if not (folder / INDEX).is_file():
+    if not (folder / INDEX_NAME).is_file():
         return None
-    index = _json_object(folder / INDEX, findings)
+    index = _read_json_object(folder / INDEX_NAME, findings)
     places = index.get("weight_map") if index is not None else None
     if index is not None and not (isinstance(places, dict) and all(isinstance(name, str) for name in places.values())):
-        findings.fail(f"{INDEX} has no weight_map of tensor names to file names", "download this file again")
+        findings.fail(f"{INDEX_NAME} has no weight_map of tensor names to file names", "download this file again")
         return None
     return index
 
 
-def _against_index(index: dict[str, Any], paths: list[Path], shards: list[Shard], findings: Findings) -> None:
+def _check_index(index: dict[str, Any], paths: list[Path], shards: list[Shard], findings: Findings) -> None:
     places: dict[str, str] = index["weight_map"]
     named, there = set(places.values()), {path.name for path in paths}
     if missing := sorted(named - there):
         findings.fail(
-            f"{len(missing)} of {_files(len(named))} that the index names are missing: {few(missing)}", FINISH
+            f"{len(missing)} of {_format_file_count(len(named))} that the index names are missing: {format_first(missing)}",
+            FINISH_DOWNLOAD_REMEDY,
         )
     if extra := sorted(there - named):
         findings.warn(
-            f"the index does not name {few(extra)}, but mlx-lm reads every {WEIGHTS}",
+            f"the index does not name {format_first(extra)}, but mlx-lm reads every {WEIGHTS_GLOB}",
             "remove what belongs to another model or an older download",
         )
-    _tensor_places(places, shards, findings)
+    _check_tensor_files(places, shards, findings)
     metadata = index.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     held = sum(shard.bytes_count for shard in shards)
@@ -144,31 +154,31 @@ def _against_index(index: dict[str, Any], paths: list[Path], shards: list[Shard]
         )
 
 
-def _tensor_places(places: dict[str, str], shards: list[Shard], findings: Findings) -> None:
+def _check_tensor_files(weight_map: dict[str, str], shards: list[Shard], findings: Findings) -> None:
     found = {name: shard.name for shard in shards for name in shard.tensors}
     read = {shard.name for shard in shards}
-    absent = sorted(name for name, place in places.items() if place in read and name not in found)
+    absent = sorted(name for name, place in weight_map.items() if place in read and name not in found)
     if absent:
         findings.fail(
-            f"{len(absent)} tensors are not in the file that the index names, nor in another: {few(absent)}",
+            f"{len(absent)} tensors are not in the file that the index names, nor in another: {format_first(absent)}",
             "download index and files again: they are of different versions",
         )
-    moved = sorted(name for name, place in places.items() if place in read and found.get(name, place) != place)
+    moved = sorted(name for name, place in weight_map.items() if place in read and found.get(name, place) != place)
     if moved:
         findings.warn(
-            f"{len(moved)} tensors are in another file than the index says: {few(moved)}",
+            f"{len(moved)} tensors are in another file than the index says: {format_first(moved)}",
             "nothing, if the parameters below are right; otherwise files of two versions are mixed",
         )
-    if unnamed := sorted(found.keys() - places.keys()):
+    if unnamed := sorted(found.keys() - weight_map.keys()):
         findings.warn(
-            f"{len(unnamed)} tensors in the files are not in the index: {few(unnamed)}",
+            f"{len(unnamed)} tensors in the files are not in the index: {format_first(unnamed)}",
             "nothing, if the parameters below are right; otherwise files of two versions are mixed",
         )
 
 
-def _numbering(names: list[str], findings: Findings) -> None:
+def _check_numbering(names: list[str], findings: Findings) -> None:
     """Without an index the names alone say how many files there should be."""
-    parts = [match for name in names if (match := NUMBERED.fullmatch(name))]
+    parts = [match for name in names if (match := SHARD_NAME_PATTERN.fullmatch(name))]
     series = Counter((match[1], match[3]) for match in parts)
     if len(series) > 1:
         listed = ", ".join(f"{count} of {int(total)}" for (_, total), count in sorted(series.items()))
@@ -177,24 +187,24 @@ def _numbering(names: list[str], findings: Findings) -> None:
         ((start, total),) = series
         numbers = {int(match[2]) for match in parts}
         if missing := sorted(set(range(1, int(total) + 1)) - numbers):
-            lacking = few(f"{start}{number:0{len(total)}}-of-{total}.safetensors" for number in missing)
-            findings.fail(f"{len(missing)} of {int(total)} files are missing: {lacking}", FINISH)
-    if parts and ONE_FILE in names:
+            lacking = format_first(f"{start}{number:0{len(total)}}-of-{total}.safetensors" for number in missing)
+            findings.fail(f"{len(missing)} of {int(total)} files are missing: {lacking}", FINISH_DOWNLOAD_REMEDY)
+    if parts and SINGLE_FILE_NAME in names:
         findings.fail(
-            f"{ONE_FILE} lies beside numbered files, and mlx-lm reads all of them", "keep those of one download"
+            f"{SINGLE_FILE_NAME} lies beside numbered files, and mlx-lm reads all of them", "keep those of one download"
         )
     if parts and len(series) == 1:
-        findings.warn(f"there is no {INDEX}", "download it too: it says which files belong to the model")
+        findings.warn(f"there is no {INDEX_NAME}", "download it too: it says which files belong to the model")
 
 
-def _twice(shards: list[Shard], findings: Findings) -> None:
-    if twice := sorted(_repeated(shards)):
+def _check_duplicates(shards: list[Shard], findings: Findings) -> None:
+    if twice := sorted(_find_duplicates(shards)):
         findings.fail(
-            f"{len(twice)} tensors are in several files, and which of them is used is left to chance: {few(twice)}",
+            f"{len(twice)} tensors are in several files, and which of them is used is left to chance: {format_first(twice)}",
             "remove the files of the other download",
         )
 
 
-def _repeated(shards: list[Shard]) -> Iterator[str]:
+def _find_duplicates(shards: list[Shard]) -> Iterator[str]:
     counts = Counter(name for shard in shards for name in shard.tensors)
     return (name for name, count in counts.items() if count > 1)

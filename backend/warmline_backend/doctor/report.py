@@ -9,24 +9,24 @@ from rich.table import Table
 from rich.text import Text
 
 from warmline_backend.doctor.examine import Examination
-from warmline_backend.doctor.findings import Finding, Level, gigabytes, shown
-from warmline_backend.doctor.memory import Plan
+from warmline_backend.doctor.findings import DoctorFinding, FindingLevel, escape_text, format_bytes
+from warmline_backend.doctor.memory import MemoryPlan
 
-STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
+LEVEL_STYLES = {FindingLevel.OK: "green", FindingLevel.WARN: "yellow", FindingLevel.FAIL: "bold red"}
 VERDICTS = {
-    Level.OK: "It can be served.",
-    Level.WARN: "It can be served; see the warnings.",
-    Level.FAIL: "It can't be served like this; see FAIL above.",
+    FindingLevel.OK: "It can be served.",
+    FindingLevel.WARN: "It can be served; see the warnings.",
+    FindingLevel.FAIL: "It can't be served like this; see FAIL above.",
 }
-WIDTH_PIPED = 120  # where no terminal says how wide it is
+PIPED_WIDTH = 120  # where no terminal says how wide it is
 
 
-def as_json(examination: Examination) -> dict[str, Any]:
+def convert_to_json(examination: Examination) -> dict[str, Any]:
     """Plain values; counts are bytes or tokens, as their names say."""
     weights, cache, plan = examination.weights, examination.cache, examination.plan
     return {
-        "model": shown(examination.question.model),
-        "folder": shown(str(examination.folder or "")),
+        "model": escape_text(examination.settings.model),
+        "folder": escape_text(str(examination.folder or "")),
         "verdict": examination.verdict.value,
         "findings": [asdict(finding) for finding in examination.findings],
         "weights": weights
@@ -34,7 +34,7 @@ def as_json(examination: Examination) -> dict[str, Any]:
         "cache": cache
         and {
             "layers": cache.layers,
-            "families": cache.layout.families,
+            "families": cache.layout.class_names,
             "row_bytes": cache.weight.row_bytes,
             "state_bytes": cache.weight.state_bytes,
             "window_tokens": cache.layout.window,
@@ -43,57 +43,57 @@ def as_json(examination: Examination) -> dict[str, Any]:
         },
         "memory": plan
         and {
-            "machine": plan.machine.how,
-            "machine_bytes": plan.machine.bytes_usable,
+            "machine": plan.machine.description,
+            "machine_bytes": plan.machine.usable_bytes,
             "budget_bytes": plan.budget_bytes,
             "tokens_max": plan.tokens_max,
             "lengths": [asdict(length) for length in plan.lengths],
         },
-        "serve": examination.serve,
+        "serve": examination.serve_command,
     }
 
 
-def show(examination: Examination, console: Console | None = None) -> None:
-    out = console or _console()
-    asked, folder = shown(examination.question.model), shown(str(examination.folder or ""))
+def print_report(examination: Examination, console: Console | None = None) -> None:
+    out = console or _make_console()
+    asked, folder = escape_text(examination.settings.model), escape_text(str(examination.folder or ""))
     out.print(Text(asked + (f"  ({folder})" if folder not in ("", asked) else "")), soft_wrap=True)
-    out.print(_findings(examination.findings))
+    out.print(_render_findings(examination.findings))
     if examination.plan:
-        out.print(Text(f"\nMemory of {examination.plan.machine.how}"))
-        out.print(_memory(examination.plan))
-    out.print(Text("\n" + VERDICTS[examination.verdict], style=STYLES[examination.verdict]))
-    if examination.serve:
-        out.print(Text("  " + shown(examination.serve)), soft_wrap=True)  # whole: it is to be copied
+        out.print(Text(f"\nMemory of {examination.plan.machine.description}"))
+        out.print(_render_memory(examination.plan))
+    out.print(Text("\n" + VERDICTS[examination.verdict], style=LEVEL_STYLES[examination.verdict]))
+    if examination.serve_command:
+        out.print(Text("  " + escape_text(examination.serve_command)), soft_wrap=True)  # whole: it is to be copied
 
 
-def _console() -> Console:
+def _make_console() -> Console:
     out = Console(highlight=False)
-    return out if out.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=WIDTH_PIPED)
+    return out if out.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=PIPED_WIDTH)
 
 
-def _findings(findings: tuple[Finding, ...]) -> Table:
+def _render_findings(findings: tuple[DoctorFinding, ...]) -> Table:
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         what = Text(finding.what)
         if finding.todo:
             what.append(f"\n→ {finding.todo}", style="dim")
-        table.add_row(Text(f"  {finding.area}"), Text(finding.level.value, style=STYLES[finding.level]), what)
+        table.add_row(Text(f"  {finding.area}"), Text(finding.level.value, style=LEVEL_STYLES[finding.level]), what)
     return table
 
 
-def _memory(plan: Plan) -> Table:
+def _render_memory(plan: MemoryPlan) -> Table:
     titles = ("tokens", "KV", "a prefill step", "with the weights", "on disk", "prefill", "restore", "")
     table = Table(*titles, header_style="", box=None, pad_edge=False)
     for column in table.columns[:-1]:
         column.justify = "right"
     for length in plan.lengths:
-        sizes = map(gigabytes, (length.kv_bytes, length.step_bytes, length.total_bytes, length.disk_bytes))
-        times = map(duration, (length.prefill_s, length.restore_s))
+        sizes = map(format_bytes, (length.kv_bytes, length.step_bytes, length.total_bytes, length.disk_bytes))
+        times = map(format_duration, (length.prefill_s, length.restore_s))
         table.add_row(f"{length.tokens:,}", *sizes, *times, length.verdict)
     return table
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} min"

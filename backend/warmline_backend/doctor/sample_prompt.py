@@ -8,7 +8,7 @@ PREFILL_STEP_SIZE = 2048  # the setting's default; also what "auto" is taken for
 
 
 @dataclass(frozen=True)
-class Question:
+class DoctorSettings:
     model: str  # a folder, or the name of a repository in the hub's cache
     called: str = ""  # what `warmline serve` is to be given; "": the same
     home: str = ""  # where another than the default is used

@@ -20,19 +20,19 @@ LFS_POINTER = b"version https://git-lfs"
 DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2}
 DTYPE_BYTES |= {"BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8}
 
-AGAIN = "download this file again"
+DOWNLOAD_REMEDY = "download this file again"
 
 
-class BadShard(Exception):
+class ShardError(Exception):
     """The file is not whole; `todo` says what helps."""
 
-    def __init__(self, what: str, todo: str = AGAIN) -> None:
+    def __init__(self, what: str, todo: str = DOWNLOAD_REMEDY) -> None:
         super().__init__(what)
         self.todo = todo
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ShardTensor:
     dtype: str
     shape: tuple[int, ...]
     bytes_count: int
@@ -41,8 +41,8 @@ class Tensor:
 @dataclass(frozen=True)
 class Shard:
     name: str
-    tensors: dict[str, Tensor]
-    bytes_beyond: int  # of the file, after the last tensor
+    tensors: dict[str, ShardTensor]
+    trailing_bytes: int  # of the file, after the last tensor
 
     @property
     def bytes_count(self) -> int:
@@ -54,64 +54,66 @@ def read_shard(path: Path) -> Shard:
     """Raises BadShard.  Reads the header and nothing else, however large the file is."""
     try:
         if path.exists() and not path.is_file():  # a pipe would never end
-            raise BadShard("is no file", "remove it, and download the file of this name")
+            raise ShardError("is no file", "remove it, and download the file of this name")
         with path.open("rb") as file:
             size = path.stat().st_size
             start = file.read(LENGTH_BYTES + POINTER_BYTES_MAX)
-            _check_kind(start, size)
+            _check_start(start, size)
             length = int.from_bytes(start[:LENGTH_BYTES], "little")
             if length > size - LENGTH_BYTES:
-                raise BadShard(f"its header says {length:,} bytes, the file has only {size:,}: truncated, or not one")
+                raise ShardError(f"its header says {length:,} bytes, the file has only {size:,}: truncated, or not one")
             if length > HEADER_BYTES_MAX:
-                raise BadShard(f"its header says {length:,} bytes, more than a safetensors file's may have")
+                raise ShardError(f"its header says {length:,} bytes, more than a safetensors file's may have")
             file.seek(LENGTH_BYTES)
             header = file.read(length)
     except FileNotFoundError:
-        raise BadShard("a link to a file that is not there") from None
+        raise ShardError("a link to a file that is not there") from None
     except OSError as error:
-        raise BadShard(f"can't be read: {error.strerror or error}", "mend the file's permissions or its disk") from None
-    tensors, end = _tensors(header)
+        raise ShardError(
+            f"can't be read: {error.strerror or error}", "mend the file's permissions or its disk"
+        ) from None
+    tensors, end = _parse_tensors(header)
     if (beyond := size - LENGTH_BYTES - length - end) < 0:
-        raise BadShard(f"truncated: {-beyond:,} of {end + length + LENGTH_BYTES:,} bytes are missing at its end")
+        raise ShardError(f"truncated: {-beyond:,} of {end + length + LENGTH_BYTES:,} bytes are missing at its end")
     return Shard(path.name, tensors, beyond)
 
 
-def _check_kind(start: bytes, size: int) -> None:
+def _check_start(start: bytes, size: int) -> None:
     if not size:
-        raise BadShard("is empty")
+        raise ShardError("is empty")
     if start.startswith(LFS_POINTER):
-        raise BadShard("is a Git LFS pointer, not the file itself", "run `git lfs pull` in the folder")
+        raise ShardError("is a Git LFS pointer, not the file itself", "run `git lfs pull` in the folder")
     if size < LENGTH_BYTES:
-        raise BadShard(f"truncated: it has {size} bytes")
+        raise ShardError(f"truncated: it has {size} bytes")
 
 
-def _tensors(header: bytes) -> tuple[dict[str, Tensor], int]:
+def _parse_tensors(header: bytes) -> tuple[dict[str, ShardTensor], int]:
     """The tensors by name, and where their bytes end."""
     try:
         entries: Any = json.loads(header.decode())
     except (ValueError, RecursionError):
-        raise BadShard("its header is no JSON: damaged, or no safetensors file") from None
+        raise ShardError("its header is no JSON: damaged, or no safetensors file") from None
     if not isinstance(entries, dict):
-        raise BadShard("its header is no JSON object: damaged, or no safetensors file")
+        raise ShardError("its header is no JSON object: damaged, or no safetensors file")
     entries.pop("__metadata__", None)
     tensors, places = {}, []
     for name, entry in entries.items():
-        if not _is_entry(entry):
-            raise BadShard(f"its header's entry for {name} is damaged")
+        if not _is_tensor_entry(entry):
+            raise ShardError(f"its header's entry for {name} is damaged")
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         width = DTYPE_BYTES.get(dtype)
         if start > end or (width and math.prod(shape) * width != end - start):
-            raise BadShard(f"its header contradicts itself: {name} is {dtype} {list(shape)} in {end - start:,} bytes")
-        tensors[name] = Tensor(dtype, shape, end - start)
+            raise ShardError(f"its header contradicts itself: {name} is {dtype} {list(shape)} in {end - start:,} bytes")
+        tensors[name] = ShardTensor(dtype, shape, end - start)
         places.append((start, end, name))
     places.sort()
     for (_, end, name), (start, _, other) in pairwise(places):
         if start < end:
-            raise BadShard(f"its header contradicts itself: {name} and {other} share bytes")
+            raise ShardError(f"its header contradicts itself: {name} and {other} share bytes")
     return tensors, max((end for _, end, _ in places), default=0)
 
 
-def _is_entry(entry: object) -> bool:
+def _is_tensor_entry(entry: object) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")

@@ -17,12 +17,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from warmline_backend.generation.sequence import Generation
+from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.generation.sequence import Sequence as Request
-from warmline_backend.model.loader import ModelProblem
-from warmline_backend.model.model import MEMORY_SHARE, ServedModel, memory_budget
+from warmline_backend.model.loader import ModelError
+from warmline_backend.model.model import MEMORY_SHARE, ServedModel, compute_memory_budget
 from warmline_backend.request.params import GenerationParams
-from warmline_backend.scheduler.capacity import tokens_alone
+from warmline_backend.scheduler.capacity import sequence_tokens_max
 from warmline_common.storage import disk
 
 log = logging.getLogger(__name__)
@@ -30,62 +30,70 @@ log = logging.getLogger(__name__)
 STEPS = (256, 512, 1024, 2048, 4096, 8192)  # each twice the one before
 NEAR_BEST = 0.97  # of the best speed
 CHUNK_S_MAX = 10.0  # from an empty context; later chunks take longer
-FIRST_LOOK_TOKENS = 64  # is this machine fast enough to measure anything?
+TRIAL_TOKENS = 64  # is this machine fast enough to measure anything?
 RUNS = 2  # of which the faster counts: the first may compile kernels and page weights in
 FILE = "prefill_steps.json"
-REMEMBERED_MAX = 256  # models; the oldest are forgotten first
+MODELS_MAX = 256  # models; the oldest are forgotten first
 
 
 @dataclass(frozen=True)
-class Timed:
+class ChunkTiming:
     seconds: float
     working_bytes: int  # what it took at its peak, beyond what was there before
 
 
 @dataclass(frozen=True)
-class Limits:
+class ChunkLimits:
     tokens_max: int  # what the context and the memory for KV have room for
     working_bytes_max: int  # what a chunk may take while it is computed
 
 
-TimeChunks = Callable[[Sequence[int]], Timed]  # of chunks of these lengths, one after the other, from the beginning
+TimeChunks = Callable[
+    [Sequence[int]], ChunkTiming
+]  # of chunks of these lengths, one after the other, from the beginning
 
 
-def resolve(served: ServedModel, fingerprint: str, memory_budget_bytes: int, folder: Path) -> int:
+def resolve_step_size(served: ServedModel, fingerprint: str, memory_budget_bytes: int, folder: Path) -> int:
     """The step for this model here: the remembered one, or one measured now.  Engine thread.  Raises ModelProblem.
 
     `fingerprint` is the model's without a grid, `folder` where the step is remembered.
     """
-    key = f"{fingerprint} {device()}"
-    steps = _remembered(folder / FILE)
+    key = f"{fingerprint} {describe_device()}"
+    steps = _load_step_sizes(folder / FILE)
     if known := steps.get(key):
         log.info("prefill step %d, as measured at an earlier start", known)
         return known
     log.info("measuring which prefill step is fastest; this is remembered")
     try:
-        speeds = measure(lambda lengths: time_chunks(served, lengths), limits(served, memory_budget_bytes))
+        speeds = measure_speeds(
+            lambda lengths: time_chunks(served, lengths), compute_limits(served, memory_budget_bytes)
+        )
     except RuntimeError as error:  # mlx's, such as memory that ran out
-        raise ModelProblem(f"measuring the prefill step failed: {error}; give one, --prefill-step-size 1024") from error
-    step = choose(speeds)
-    log.info("prefill step %d; tokens/s by step: %s", step, table(speeds) or "this machine is too slow to measure more")
-    _remember(folder / FILE, steps, key, step)
+        raise ModelError(f"measuring the prefill step failed: {error}; give one, --prefill-step-size 1024") from error
+    step = choose_step_size(speeds)
+    log.info(
+        "prefill step %d; tokens/s by step: %s",
+        step,
+        format_speeds(speeds) or "this machine is too slow to measure more",
+    )
+    _save_step_size(folder / FILE, steps, key, step)
     return step
 
 
 # ---- the choice
 
 
-def choose(speeds: Mapping[int, float]) -> int:
+def choose_step_size(speeds: Mapping[int, float]) -> int:
     """The smallest step that is nearly as fast as the best; the smallest of all where nothing was measured."""
     best = max(speeds.values(), default=0.0)
     return min((step for step, speed in speeds.items() if speed >= NEAR_BEST * best), default=STEPS[0])
 
 
-def table(speeds: Mapping[int, float]) -> str:
+def format_speeds(speeds: Mapping[int, float]) -> str:
     return ", ".join(f"{step}: {speed:.0f}" for step, speed in sorted(speeds.items()))
 
 
-def measure(time_chunks: TimeChunks, limits: Limits) -> dict[int, float]:
+def measure_speeds(time_chunks: TimeChunks, limits: ChunkLimits) -> dict[int, float]:
     """Tokens/s by step, as long as longer steps are faster and stay within the limits and `CHUNK_S_MAX`.
 
     A later token takes longer than an early one, so steps are compared over the same tokens: one chunk against two of
@@ -94,13 +102,13 @@ def measure(time_chunks: TimeChunks, limits: Limits) -> dict[int, float]:
     step = STEPS[0]
     if limits.tokens_max < step:
         return {}
-    last = time_chunks([FIRST_LOOK_TOKENS])
-    if not _allows(limits, last, step // FIRST_LOOK_TOKENS):
+    last = time_chunks([TRIAL_TOKENS])
+    if not _is_within_limits(limits, last, step // TRIAL_TOKENS):
         return {}
     last = time_chunks([step])
     speeds = {step: step / last.seconds}
     for longer in STEPS[1:]:
-        if limits.tokens_max < longer or not _allows(limits, last, longer // step):
+        if limits.tokens_max < longer or not _is_within_limits(limits, last, longer // step):
             break
         halves, last = time_chunks([step, step]), time_chunks([longer])
         if last.seconds > CHUNK_S_MAX or last.working_bytes > limits.working_bytes_max:
@@ -112,7 +120,7 @@ def measure(time_chunks: TimeChunks, limits: Limits) -> dict[int, float]:
     return speeds
 
 
-def _allows(limits: Limits, last: Timed, times: int) -> bool:
+def _is_within_limits(limits: ChunkLimits, last: ChunkTiming, times: int) -> bool:
     """Whether a chunk so many times longer should stay within the limits; attention's scores grow with the square."""
     return last.seconds * times <= CHUNK_S_MAX and last.working_bytes * times**2 <= limits.working_bytes_max
 
@@ -120,42 +128,44 @@ def _allows(limits: Limits, last: Timed, times: int) -> bool:
 # ---- measuring
 
 
-def limits(served: ServedModel, memory_budget_bytes: int) -> Limits:
-    room = tokens_alone(served, memory_budget_bytes)
-    return Limits(
+def compute_limits(served: ServedModel, memory_budget_bytes: int) -> ChunkLimits:
+    room = sequence_tokens_max(served, memory_budget_bytes)
+    return ChunkLimits(
         tokens_max=min(room, served.context_tokens_max or room),
-        working_bytes_max=int(memory_budget(served.weight_bytes) * (1 - MEMORY_SHARE) / MEMORY_SHARE),
+        working_bytes_max=int(compute_memory_budget(served.weight_bytes) * (1 - MEMORY_SHARE) / MEMORY_SHARE),
     )
 
 
-def time_chunks(served: ServedModel, lengths: Sequence[int]) -> Timed:
+def time_chunks(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:
     """Prefill a prompt in chunks of these lengths, as requests are prefilled."""
     return min((_time_once(served, lengths) for _ in range(RUNS)), key=lambda timed: timed.seconds)
 
 
-def _time_once(served: ServedModel, lengths: Sequence[int]) -> Timed:
+def _time_once(served: ServedModel, lengths: Sequence[int]) -> ChunkTiming:
     prompt = [n * 7919 % served.vocabulary_size for n in range(sum(lengths) + 1)]  # varied, for experts' sake
-    generation = Generation("prefill step", prompt, GenerationParams(max_tokens=1), lambda _: None, kept=False)
-    request = Request(generation, served.fresh_kv(journals=False), served)
+    generation = GenerationRequest(
+        "prefill step", prompt, GenerationParams(max_tokens=1), lambda _: None, leaves_resident=False
+    )
+    request = Request(generation, served.make_kv(journals=False), served)
     mx.clear_cache()
     mx.reset_peak_memory()
     before, began = mx.get_active_memory(), time.monotonic()
     for length in lengths:
         request.prefill_chunk(length)
-    return Timed(max(time.monotonic() - began, 1e-9), mx.get_peak_memory() - before)
+    return ChunkTiming(max(time.monotonic() - began, 1e-9), mx.get_peak_memory() - before)
 
 
 # ---- remembering
 
 
-def device() -> str:
+def describe_device() -> str:
     """What decides, besides the model, which step is fastest."""
     info = mx.device_info()
     names = [str(info[key]) for key in ("device_name", "architecture") if info.get(key)]
     return " ".join([*(names or [str(mx.default_device())]), f"mlx {metadata.version('mlx')}"])
 
 
-def _remembered(path: Path) -> dict[str, int]:
+def _load_step_sizes(path: Path) -> dict[str, int]:
     """Nothing where the file can't be read, or is damaged."""
     try:
         known: Any = json.loads(path.read_text())
@@ -170,12 +180,12 @@ def _remembered(path: Path) -> dict[str, int]:
     return {key: step for key, step in known.items() if type(step) is int and step in STEPS}
 
 
-def _remember(path: Path, steps: Mapping[str, int], key: str, step: int) -> None:
-    newest = [(known, size) for known, size in steps.items() if known != key][1 - REMEMBERED_MAX :]
+def _save_step_size(path: Path, steps: Mapping[str, int], key: str, step: int) -> None:
+    newest = [(known, size) for known, size in steps.items() if known != key][1 - MODELS_MAX :]
     try:
         with suppress(OSError):
             for draft in path.parent.glob(f".{path.stem}.*{disk.DRAFT_SUFFIX}"):  # of who was killed
                 disk.delete(draft)
-        disk.write_whole(path, [json.dumps(dict([*newest, (key, step)]), indent=1).encode()])
+        disk.write_durable(path, [json.dumps(dict([*newest, (key, step)]), indent=1).encode()])
     except OSError as error:
         log.warning("the prefill step can't be remembered and will be measured again at the next start: %s", error)

@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from warmline_backend.generation.step_stats import Tally
+from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.scheduler import Scheduler
-from warmline_common.logging import told_of
-from warmline_common.protocol.messages import LOADING, Rate, Resident
+from warmline_common.logging import describe_error
+from warmline_common.protocol.messages import LOADING, PrefillRate, Resident
 
 log = logging.getLogger(__name__)
 
@@ -27,28 +27,28 @@ REST_S = 1.0  # after the last step: what mlx had computed ahead is over by then
 Command = Callable[[bool], None]  # told whether the engine has ended
 
 
-class EngineStopped(Exception):
+class EngineStoppedError(Exception):
     """The engine has ended (or never came up); the reason is in the text."""
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Where the engine is.  Replaced whole, so that any thread reads one that was true a moment ago."""
 
     steps: int = 0  # chunks, decode steps and commands done
-    began: float = 0.0  # time.monotonic() at which the present one did; 0.0 while there is none
+    step_started_at: float = 0.0  # time.monotonic() at which the present one did; 0.0 while there is none
 
     @property
-    def busy(self) -> bool:
-        return self.began > 0
+    def is_busy(self) -> bool:
+        return self.step_started_at > 0
 
     @property
-    def age_s(self) -> float:
-        return time.monotonic() - self.began if self.busy else 0.0
+    def step_age_s(self) -> float:
+        return time.monotonic() - self.step_started_at if self.is_busy else 0.0
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class EngineSnapshot:
     """What the engine was like after its last turn, or once at rest; read by anybody, at once, even while a chunk takes
     a minute.
     """
@@ -59,7 +59,7 @@ class Snapshot:
     resident_bytes: int = 0
     memory_budget_bytes: int = 0
     generation: int = 0
-    prefill_rates: list[Rate] = field(default_factory=list)
+    prefill_rates: list[PrefillRate] = field(default_factory=list)
     decode_tokens_per_s: float = 0.0
     restore_bytes_per_s: float = 0.0
     save_bytes_per_s: float = 0.0
@@ -69,7 +69,7 @@ class Snapshot:
     memory_cache_bytes: int = 0  # freed buffers that mlx keeps
     memory_peak_bytes: int = 0
     bytes_unaccounted: int = 0
-    tally: Tally = field(default_factory=Tally)
+    step_stats: StepStats = field(default_factory=StepStats)
     keepalive_steps: int = 0
     residents: list[Resident] = field(default_factory=list)
 
@@ -86,19 +86,19 @@ class Engine(threading.Thread):
         self._make_scheduler = make_scheduler
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = False
-        self._keepalive_s, self._computed_at, self._weighed_at = keepalive_s, time.monotonic(), 0.0
-        self._closing, self._closed = threading.Lock(), False
+        self._keepalive_s, self._last_step_at, self._snapshot_at = keepalive_s, time.monotonic(), 0.0
+        self._close_lock, self._closed = threading.Lock(), False
         self._scheduler: Scheduler | None = None
         self.loaded: Future[ServedModel] = Future()
         self.ended: Future[None] = Future()  # however it did
         for future in (self.loaded, self.ended):
             future.set_running_or_notify_cancel()  # whoever gives up waiting must not cancel them for the others
-        self.snapshot, self.beat = Snapshot(), Beat()
+        self.snapshot, self.heartbeat = EngineSnapshot(), Heartbeat()
         self.failure = LOADING
 
     # ---- any thread
 
-    def ask(self, work: Callable[[Scheduler], T]) -> "Future[T]":
+    def submit(self, work: Callable[[Scheduler], T]) -> "Future[T]":
         """Have `work` done on the engine thread between two steps.  Fails with EngineStopped once it is over."""
         answer: Future[T] = Future()
 
@@ -116,13 +116,13 @@ class Engine(threading.Thread):
             if not answer.set_running_or_notify_cancel():
                 return
             if ended:
-                answer.set_exception(EngineStopped(self.failure))
+                answer.set_exception(EngineStoppedError(self.failure))
             else:
                 run()
 
-        with self._closing:
+        with self._close_lock:
             if self._closed:
-                answer.set_exception(EngineStopped(self.failure))
+                answer.set_exception(EngineStoppedError(self.failure))
             else:
                 self._commands.put(command)
         return answer
@@ -130,10 +130,10 @@ class Engine(threading.Thread):
     @property
     def scheduler(self) -> Scheduler:
         if self._scheduler is None:
-            raise EngineStopped(LOADING)
+            raise EngineStoppedError(LOADING)
         return self._scheduler
 
-    def let_sleep(self) -> None:
+    def stop_keepalive(self) -> None:
         """Compute no more tokens for nobody."""
         self._keepalive_s = 0.0
 
@@ -150,110 +150,110 @@ class Engine(threading.Thread):
     def run(self) -> None:
         try:
             self._scheduler = self._make_scheduler()
-            self._scheduler.changed = self._take_snapshot
+            self._scheduler.on_changed = self._take_snapshot
         except Exception as error:  # noqa: BLE001  whoever waits for the model must hear of it
             self.failure = f"the model could not be loaded: {error}"
             self.loaded.set_exception(error)
         else:
             self.failure = ""
             self.loaded.set_result(self._scheduler.served)
-            self._run()
+            self._run_loop()
         finally:
-            with self._closing:
+            with self._close_lock:
                 self._closed = True
-            self._refuse_rest()
+            self._refuse_pending()
             self.ended.set_result(None)
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         failure = "the engine has ended"
         try:
             self._take_snapshot()
-            self._computed_at = time.monotonic()
+            self._last_step_at = time.monotonic()
             while not self._stopping:
-                self._turn()
-                self._await_work()
-                self._obey()
+                self._run_step()
+                self._wait_for_work()
+                self._run_commands()
         except Exception as error:
-            failure = f"{failure}: {told_of(error)}"
+            failure = f"{failure}: {describe_error(error)}"
             log.exception("%s; this process must be started again", failure)
         finally:
             self.failure = failure
-            self.beat = Beat(self.beat.steps)
+            self.heartbeat = Heartbeat(self.heartbeat.steps)
 
-    def _turn(self) -> None:
+    def _run_step(self) -> None:
         """One turn of the scheduler; what is asked meanwhile is done between two of its steps."""
-        for _ in self.scheduler.turn():
+        for _ in self.scheduler.step():
             self._count_step()
-            self._computed_at = time.monotonic()
-            self._obey()
+            self._last_step_at = time.monotonic()
+            self._run_commands()
             if self._stopping:
                 break
         self._take_snapshot()
 
-    def _await_work(self) -> None:
+    def _wait_for_work(self) -> None:
         """Where nothing can be computed, wait for something to be asked; an idle device is kept awake meanwhile."""
-        blocked = self.scheduler.blocked
-        if self._stopping or not (blocked or self.scheduler.idle):
+        blocked = self.scheduler.is_blocked
+        if self._stopping or not (blocked or self.scheduler.is_idle):
             return
-        self.beat = Beat(self.beat.steps)
+        self.heartbeat = Heartbeat(self.heartbeat.steps)
         try:
-            command = self._commands.get(timeout=BLOCKED_WAIT_S if blocked else self._patience_s())
+            command = self._commands.get(timeout=BLOCKED_WAIT_S if blocked else self._idle_wait_s())
         except queue.Empty:
             command = None
         finally:
-            self.beat = Beat(self.beat.steps, time.monotonic())
+            self.heartbeat = Heartbeat(self.heartbeat.steps, time.monotonic())
         if command is not None:
             command(False)
             self._count_command()
-        elif not blocked and self._until_keepalive_s() == 0.0:
-            self.scheduler.keep_awake()
+        elif not blocked and self._keepalive_wait_s() == 0.0:
+            self.scheduler.run_keepalive()
             self._count_command()
-            self._computed_at = time.monotonic()
+            self._last_step_at = time.monotonic()
 
-    def _patience_s(self) -> float | None:
+    def _idle_wait_s(self) -> float | None:
         """How long an idle engine waits to be asked for something; None: until it is."""
-        waits = (self._until_keepalive_s(), self._until_rest_s())
+        waits = (self._keepalive_wait_s(), self._rest_wait_s())
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def _until_keepalive_s(self) -> float | None:
-        return max(0.0, self._computed_at + self._keepalive_s - time.monotonic()) if self._keepalive_s else None
+    def _keepalive_wait_s(self) -> float | None:
+        return max(0.0, self._last_step_at + self._keepalive_s - time.monotonic()) if self._keepalive_s else None
 
-    def _until_rest_s(self) -> float | None:
+    def _rest_wait_s(self) -> float | None:
         """Until a snapshot shows the engine at rest; None where the last one does."""
-        rest = self._computed_at + REST_S
-        return max(0.0, rest - time.monotonic()) if self._weighed_at < rest else None
+        rest = self._last_step_at + REST_S
+        return max(0.0, rest - time.monotonic()) if self._snapshot_at < rest else None
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         """Do what has been asked so far; what is asked meanwhile waits for the next step, so that there is one."""
         for _ in range(self._commands.qsize()):
             self._commands.get()(False)
             self._count_command()
 
     def _count_command(self) -> None:
-        self.scheduler.tally.commands.add(self.beat.age_s)
+        self.scheduler.step_stats.command_seconds.add(self.heartbeat.step_age_s)
         self._count_step()
 
     def _count_step(self) -> None:
         """A step or command is done, and the next begins."""
-        self.beat = Beat(self.beat.steps + 1, time.monotonic())
+        self.heartbeat = Heartbeat(self.heartbeat.steps + 1, time.monotonic())
 
-    def _refuse_rest(self) -> None:
+    def _refuse_pending(self) -> None:
         while not self._commands.empty():
             self._commands.get()(True)
 
     def _take_snapshot(self) -> None:
-        self._weighed_at = time.monotonic()
+        self._snapshot_at = time.monotonic()
         scheduler = self.scheduler
         rates, running, kept = scheduler.rates, scheduler.running_bytes, scheduler.residents.bytes_held
         active, weights = mx.get_active_memory(), scheduler.served.weight_bytes
-        self.snapshot = Snapshot(
-            running=scheduler.running,
-            queued=scheduler.queued,
+        self.snapshot = EngineSnapshot(
+            running=scheduler.running_count,
+            queued=scheduler.queued_count,
             running_bytes=running,
             resident_bytes=kept,
             memory_budget_bytes=scheduler.residents.budget_bytes,
             generation=scheduler.residents.generation,
-            prefill_rates=rates.prefill,
+            prefill_rates=rates.prefill_rates,
             decode_tokens_per_s=rates.decode_tokens_per_s,
             restore_bytes_per_s=rates.restore_bytes_per_s,
             save_bytes_per_s=rates.save_bytes_per_s,
@@ -263,7 +263,7 @@ class Engine(threading.Thread):
             memory_cache_bytes=mx.get_cache_memory(),
             memory_peak_bytes=mx.get_peak_memory(),
             bytes_unaccounted=active - weights - kept - running,
-            tally=scheduler.tally.copy(),
+            step_stats=scheduler.step_stats.copy(),
             keepalive_steps=scheduler.keepalive_steps,
-            residents=scheduler.residents.listed(),
+            residents=scheduler.residents.list_residents(),
         )

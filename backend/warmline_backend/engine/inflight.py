@@ -15,136 +15,136 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from warmline_backend.engine.engine import Engine
-from warmline_backend.generation.sequence import Ended, Event, Generation, Listener
-from warmline_backend.kv_cache.segment_io import Cancelled
-from warmline_common.protocol.messages import Settled, Timings
+from warmline_backend.generation.sequence import EndedEvent, EventListener, GenerationEvent, GenerationRequest
+from warmline_backend.kv_cache.segment_io import OperationCancelledError
+from warmline_common.protocol.messages import GenerationResult, Timings
 
 log = logging.getLogger(__name__)
 
-SETTLED_KEPT_MAX = 256
-EVENTS_WAITING_MAX = 100_000
-UNREAD = f"more than {EVENTS_WAITING_MAX} events wait and nobody reads them"
+RESULTS_MAX = 256
+EVENTS_QUEUED_MAX = 100_000
+EVENTS_OVERFLOW = f"more than {EVENTS_QUEUED_MAX} events wait and nobody reads them"
 
 
-class UnknownRequest(Exception):
+class UnknownGenerationError(Exception):
     pass
 
 
 @dataclass(eq=False)
-class Call:
+class InflightGeneration:
     """One generation as its handler has it.  `events` ends with `Ended`, which comes once and always."""
 
     id: str
-    events: "asyncio.Queue[Event]" = field(default_factory=asyncio.Queue)
+    events: "asyncio.Queue[GenerationEvent]" = field(default_factory=asyncio.Queue)
     background: bool = False
     submitted: bool = False  # the engine has it, or is about to
     cancelled: bool = False  # before that
-    alone: bool = False  # it goes on without a client
-    left: bool = False  # nobody reads its events any more
-    unread: bool = False  # too many of them wait
-    let_go: bool = False  # the engine was asked to end it
-    over: bool = False
+    detached: bool = False  # it goes on without a client
+    abandoned: bool = False  # nobody reads its events any more
+    overflowed: bool = False  # too many of them wait
+    cancel_sent: bool = False  # the engine was asked to end it
+    done: bool = False
 
 
-class Generations:
+class InflightGenerations:
     """All calls under way, by request id, and how the last ones settled."""
 
     def __init__(self, engine: Engine, boot: str) -> None:
         self._engine, self._boot = engine, boot
-        self._calls: dict[str, Call] = {}
-        self._settled: OrderedDict[str, Settled] = OrderedDict()
-        self._none = asyncio.Event()
-        self._none.set()
+        self._by_id: dict[str, InflightGeneration] = {}
+        self._results: OrderedDict[str, GenerationResult] = OrderedDict()
+        self._empty = asyncio.Event()
+        self._empty.set()
 
-    async def until_none(self) -> None:
-        await self._none.wait()
+    async def wait_until_empty(self) -> None:
+        await self._empty.wait()
 
     @property
-    def under_way(self) -> list[str]:
-        return list(self._calls)
+    def request_ids(self) -> list[str]:
+        return list(self._by_id)
 
     @contextmanager
-    def accepted(self, request_id: str) -> Iterator[Call]:
+    def accept(self, request_id: str) -> Iterator[InflightGeneration]:
         """From here on it can be cancelled; whoever leaves the block before its end lets go of it."""
-        if (earlier := self._calls.get(request_id)) is not None:
-            self._give_up(earlier)  # first, so that it is not the new one which that ends
-        call = self._calls[request_id] = Call(request_id)
-        self._settled.pop(request_id, None)
-        self._none.clear()
+        if (earlier := self._by_id.get(request_id)) is not None:
+            self._cancel_nowait(earlier)  # first, so that it is not the new one which that ends
+        call = self._by_id[request_id] = InflightGeneration(request_id)
+        self._results.pop(request_id, None)
+        self._empty.clear()
         try:
             yield call
         finally:
-            self._leave(call)
+            self._abandon(call)
 
-    def forget_settled(self) -> None:
+    def clear_results(self) -> None:
         """How the last ones ended, with what they generated."""
-        self._settled.clear()
+        self._results.clear()
 
-    def listener(self, call: Call) -> Listener:
+    def make_listener(self, inflight: InflightGeneration) -> EventListener:
         """What the engine is to tell of this call; never blocks it, however far this loop lags."""
         loop = asyncio.get_running_loop()
-        return lambda event: _call_soon(loop, lambda: self._hear(call, event))
+        return lambda event: _call_soon(loop, lambda: self._handle_event(inflight, event))
 
-    async def submit(self, call: Call, generation: Generation) -> None:
+    async def submit(self, inflight: InflightGeneration, request: GenerationRequest) -> None:
         """Hand a generation to the engine.  Raises Cancelled where that was asked for meanwhile."""
-        if call.cancelled:
-            raise Cancelled
-        call.submitted, call.background = True, generation.background
+        if inflight.cancelled:
+            raise OperationCancelledError
+        inflight.submitted, inflight.background = True, request.background
         try:
-            await asyncio.wrap_future(self._engine.ask(lambda scheduler: scheduler.submit(generation)))
+            await asyncio.wrap_future(self._engine.submit(lambda scheduler: scheduler.submit(request)))
         except Exception:
-            self._forget(call)
+            self._remove(inflight)
             raise
 
-    async def cancel(self, request_id: str) -> Settled:
+    async def cancel(self, request_id: str) -> GenerationResult:
         """End one, and answer when the engine has let go; one that has just ended is answered with how it did."""
-        call = self._calls.get(request_id)
+        call = self._by_id.get(request_id)
         if call is not None and not call.submitted:
             call.cancelled = True
-            return self.nothing_kept(request_id, "cancelled")
-        settled = await asyncio.wrap_future(self._engine.ask(lambda scheduler: scheduler.cancel(request_id)))
-        settled = settled or self._settled.get(request_id)
+            return self.make_empty_result(request_id, "cancelled")
+        settled = await asyncio.wrap_future(self._engine.submit(lambda scheduler: scheduler.cancel(request_id)))
+        settled = settled or self._results.get(request_id)
         if settled is None:
-            raise UnknownRequest(request_id)
+            raise UnknownGenerationError(request_id)
         return settled
 
-    async def finish_prefill(self, request_id: str) -> Settled | None:
+    async def finish_prefill(self, request_id: str) -> GenerationResult | None:
         """Nobody waits for its answer any more: let it end with its prefill.  None: it goes on, alone.
 
         One that has no prefill worth finishing is cancelled, as `cancel` does.
         """
-        call = self._calls.get(request_id)
+        call = self._by_id.get(request_id)
         if call is None or not call.submitted:
             return await self.cancel(request_id)
-        call.alone = True  # before the engine answers: the stream may be closed at any moment
+        call.detached = True  # before the engine answers: the stream may be closed at any moment
         detached = False
         try:
-            detached = await asyncio.wrap_future(self._engine.ask(lambda scheduler: scheduler.detach(request_id)))
+            detached = await asyncio.wrap_future(self._engine.submit(lambda scheduler: scheduler.detach(request_id)))
             return None if detached else await self.cancel(request_id)
         finally:  # also where whoever asked has left before the engine has heard
-            call.alone = detached
-            if call.left:
-                self._leave(call)
+            call.detached = detached
+            if call.abandoned:
+                self._abandon(call)
 
-    def let_all_go(self) -> None:
+    def cancel_all(self) -> None:
         """Cancel all, without waiting."""
-        for call in list(self._calls.values()):
-            self._give_up(call)
+        for call in list(self._by_id.values()):
+            self._cancel_nowait(call)
 
-    def let_background_go(self) -> None:
+    def cancel_background(self) -> None:
         """Cancel what nobody waits for, without waiting."""
-        for call in list(self._calls.values()):
+        for call in list(self._by_id.values()):
             if call.background:
-                self._give_up(call)
+                self._cancel_nowait(call)
 
     def end_all(self, reason: str) -> None:
         """The engine has ended: whoever still listens hears of it."""
-        for call in list(self._calls.values()):
-            self._hear(call, Ended(self.nothing_kept(call.id, "discarded", reason), 0))
+        for call in list(self._by_id.values()):
+            self._handle_event(call, EndedEvent(self.make_empty_result(call.id, "discarded", reason), 0))
 
-    def nothing_kept(self, request_id: str, finish: str, error: str = "") -> Settled:
+    def make_empty_result(self, request_id: str, finish: str, error: str = "") -> GenerationResult:
         """How something settles of which the engine holds nothing."""
-        return Settled(
+        return GenerationResult(
             boot=self._boot,
             generation=self._engine.snapshot.generation,
             request_id=request_id,
@@ -158,57 +158,57 @@ class Generations:
             error=error,
         )
 
-    def _hear(self, call: Call, event: Event) -> None:
-        if call.over:
+    def _handle_event(self, inflight: InflightGeneration, event: GenerationEvent) -> None:
+        if inflight.done:
             return
-        if isinstance(event, Ended):
-            self._remember(event.settled)
-            self._forget(call)
-            if call.unread:
-                settled = msgspec.structs.replace(event.settled, finish="error", error=UNREAD)
-                event = replace(event, settled=settled)
-        elif call.left or call.unread:
+        if isinstance(event, EndedEvent):
+            self._record_result(event.result)
+            self._remove(inflight)
+            if inflight.overflowed:
+                settled = msgspec.structs.replace(event.result, finish="error", error=EVENTS_OVERFLOW)
+                event = replace(event, result=settled)
+        elif inflight.abandoned or inflight.overflowed:
             return
-        elif call.events.qsize() >= EVENTS_WAITING_MAX:
-            log.error("request %s is cancelled: %s", call.id, UNREAD)
-            call.unread = True
-            self._let_go(call)
+        elif inflight.events.qsize() >= EVENTS_QUEUED_MAX:
+            log.error("request %s is cancelled: %s", inflight.id, EVENTS_OVERFLOW)
+            inflight.overflowed = True
+            self._cancel_on_engine(inflight)
             return
-        call.events.put_nowait(event)
+        inflight.events.put_nowait(event)
 
-    def _leave(self, call: Call) -> None:
-        call.left = True
-        if not call.submitted:
-            self._forget(call)
-        elif not (call.over or call.alone):
-            self._let_go(call)
+    def _abandon(self, inflight: InflightGeneration) -> None:
+        inflight.abandoned = True
+        if not inflight.submitted:
+            self._remove(inflight)
+        elif not (inflight.done or inflight.detached):
+            self._cancel_on_engine(inflight)
 
-    def _give_up(self, call: Call) -> None:
+    def _cancel_nowait(self, inflight: InflightGeneration) -> None:
         """Cancel without waiting, however far it has come."""
-        if call.submitted:
-            self._let_go(call)
+        if inflight.submitted:
+            self._cancel_on_engine(inflight)
         else:
-            call.cancelled = True
+            inflight.cancelled = True
 
-    def _let_go(self, call: Call) -> None:
+    def _cancel_on_engine(self, inflight: InflightGeneration) -> None:
         """Have the engine cancel it, without waiting; it may never have got it, and then there is no end to hear of."""
-        if call.let_go:
+        if inflight.cancel_sent:
             return
-        call.let_go, loop = True, asyncio.get_running_loop()
-        letting_go = self._engine.ask(lambda scheduler: scheduler.cancel(call.id))
-        letting_go.add_done_callback(lambda _: _call_soon(loop, lambda: self._forget(call)))
+        inflight.cancel_sent, loop = True, asyncio.get_running_loop()
+        letting_go = self._engine.submit(lambda scheduler: scheduler.cancel(inflight.id))
+        letting_go.add_done_callback(lambda _: _call_soon(loop, lambda: self._remove(inflight)))
 
-    def _forget(self, call: Call) -> None:
-        call.over = True
-        if self._calls.get(call.id) is call:
-            del self._calls[call.id]
-        if not self._calls:
-            self._none.set()
+    def _remove(self, inflight: InflightGeneration) -> None:
+        inflight.done = True
+        if self._by_id.get(inflight.id) is inflight:
+            del self._by_id[inflight.id]
+        if not self._by_id:
+            self._empty.set()
 
-    def _remember(self, settled: Settled) -> None:
-        self._settled[settled.request_id] = settled
-        while len(self._settled) > SETTLED_KEPT_MAX:
-            self._settled.popitem(last=False)
+    def _record_result(self, result: GenerationResult) -> None:
+        self._results[result.request_id] = result
+        while len(self._results) > RESULTS_MAX:
+            self._results.popitem(last=False)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
-from warmline_backend.generation.sequence import Generation, Sequence
-from warmline_backend.model.loader import ModelProblem
+from warmline_backend.generation.sequence import GenerationRequest, Sequence
+from warmline_backend.model.loader import ModelError
 from warmline_backend.model.model import ServedModel
 from warmline_backend.request.params import GenerationParams
-from warmline_backend.scheduler.capacity import tokens_alone
+from warmline_backend.scheduler.capacity import sequence_tokens_max
 from warmline_backend.scheduler.decode_batch import DecodeGroup
 from warmline_backend.scheduler.scheduler import SchedulerSettings
 
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 GPU_S_MAX = 60.0  # a full chunk of a very large model takes twenty
 CPU_S_MAX = 0.2  # there is little to compile
-FEW_TOKENS = 4
+SHORT_PROMPT_TOKENS = 4
 GROWTH = 4  # each prompt is so many times longer than the one before
-STEPS = 2  # of decoding, in each work
-BEYOND_TOKENS = 64  # what a sparse model computes past the place where it begins to select
+DECODE_STEPS = 2  # of decoding, in each work
+SPARSE_MARGIN_TOKENS = 64  # what a sparse model computes past the place where it begins to select
 
-Work = tuple[int, Callable[[], None]]  # how many tokens it computes, and does so
+WarmUpJob = tuple[int, Callable[[], None]]  # how many tokens it computes, and does so
 
 
 def warm_up(served: ServedModel, settings: SchedulerSettings, seconds_max: float | None = None) -> int:
@@ -39,14 +39,14 @@ def warm_up(served: ServedModel, settings: SchedulerSettings, seconds_max: float
     began = time.monotonic()
     until = began + (_seconds_max() if seconds_max is None else seconds_max)
     computed, token_s = 0, 0.0
-    for tokens, work in _works(served, settings):
+    for tokens, work in _make_jobs(served, settings):
         now = time.monotonic()
         if now + tokens * token_s > until:
             break
         try:
             work()
         except RuntimeError as error:  # mlx's, such as memory that ran out
-            raise ModelProblem(
+            raise ModelError(
                 f"this device can't compute {tokens} tokens, which was tried to warm up: {error}; a smaller "
                 "--prefill-step-size takes less memory at a time"
             ) from error
@@ -60,72 +60,77 @@ def prompt_lengths(step: int, index_topk: int, tokens_max: int) -> list[int]:
     """Of the prompts to warm up with, ascending: the last one has a full chunk, and goes beyond `index_topk` (0: the
     model's attention is not sparse).  None is longer than `tokens_max`.
     """
-    longest = min(max(step, index_topk + BEYOND_TOKENS if index_topk else 0), tokens_max)
-    lengths, length = [], FEW_TOKENS * GROWTH
+    longest = min(max(step, index_topk + SPARSE_MARGIN_TOKENS if index_topk else 0), tokens_max)
+    lengths, length = [], SHORT_PROMPT_TOKENS * GROWTH
     while length < longest:
         lengths.append(length)
         length *= GROWTH
-    return [*lengths, longest] if longest > FEW_TOKENS else lengths
+    return [*lengths, longest] if longest > SHORT_PROMPT_TOKENS else lengths
 
 
 def _seconds_max() -> float:
     return GPU_S_MAX if mx.default_device().type == mx.DeviceType.gpu else CPU_S_MAX
 
 
-def _works(served: ServedModel, settings: SchedulerSettings) -> Iterator[Work]:
-    warming = _Warming(served, settings)
-    yield 1, lambda: mx.eval(served.model(mx.array([[1]]), cache=served.layout.fresh()))  # how fast is it at all?
-    yield FEW_TOKENS + STEPS, lambda: warming.answer(FEW_TOKENS)
-    if served.layout.batches and not settings.exact:
-        yield 2 * (FEW_TOKENS + STEPS), warming.answer_two
-    for length in prompt_lengths(settings.prefill_step_size, served.index_topk, warming.tokens_max):
-        yield length + STEPS, lambda length=length: warming.answer(length)  # type: ignore[misc]
+def _make_jobs(served: ServedModel, settings: SchedulerSettings) -> Iterator[WarmUpJob]:
+    warming = _WarmUpRunner(served, settings)
+    yield (
+        1,
+        lambda: mx.eval(served.model(mx.array([[1]]), cache=served.layout.make_empty_cache())),
+    )  # how fast is it at all?
+    yield SHORT_PROMPT_TOKENS + DECODE_STEPS, lambda: warming.run_prompt(SHORT_PROMPT_TOKENS)
+    if served.layout.is_batchable and not settings.exact:
+        yield 2 * (SHORT_PROMPT_TOKENS + DECODE_STEPS), warming.run_batch_of_two
+    for length in prompt_lengths(settings.prefill_step_size, served.index_topk, warming.prompt_tokens_max):
+        yield length + DECODE_STEPS, lambda length=length: warming.run_prompt(length)  # type: ignore[misc]
 
 
-class _Warming:
+class _WarmUpRunner:
     """Requests as the scheduler runs them, but nobody's, and nothing is measured or kept of them."""
 
     def __init__(self, served: ServedModel, settings: SchedulerSettings) -> None:
         self._served, self._settings = served, settings
 
     @property
-    def tokens_max(self) -> int:
+    def prompt_tokens_max(self) -> int:
         """How long a prompt may be that leaves room for its answer in the context and the memory budget."""
-        room = tokens_alone(self._served, self._settings.memory_budget_bytes)
-        return min(room, self._served.context_tokens_max or room) - STEPS - 1
+        room = sequence_tokens_max(self._served, self._settings.memory_budget_bytes)
+        return min(room, self._served.context_tokens_max or room) - DECODE_STEPS - 1
 
-    def answer(self, prompt_tokens: int) -> None:
-        self._decode(self._prefilled(prompt_tokens, sampled=True))
+    def run_prompt(self, prompt_tokens: int) -> None:
+        self._decode(self._prefill(prompt_tokens, sampled=True))
 
-    def answer_two(self) -> None:
+    def run_batch_of_two(self) -> None:
         """In one batch; then one leaves it."""
-        first, second = (self._prefilled(FEW_TOKENS, sampled=sampled) for sampled in (True, False))
-        group, other = DecodeGroup.of(first), DecodeGroup.of(second)
-        group.join(other)
+        first, second = (self._prefill(SHORT_PROMPT_TOKENS, sampled=sampled) for sampled in (True, False))
+        group, other = DecodeGroup.from_sequence(first), DecodeGroup.from_sequence(second)
+        group.merge(other)
         self._step(group)
-        group.leave(second)
+        group.remove(second)
         self._step(group)
 
-    def _prefilled(self, prompt_tokens: int, *, sampled: bool) -> Sequence:
+    def _prefill(self, prompt_tokens: int, *, sampled: bool) -> Sequence:
         prompt = [1 + n % (self._served.vocabulary_size - 1) for n in range(prompt_tokens + 1)]
-        params = GenerationParams(max_tokens=STEPS, ignore_eos=True)
+        params = GenerationParams(max_tokens=DECODE_STEPS, ignore_eos=True)
         if sampled:
-            params = GenerationParams(max_tokens=STEPS, ignore_eos=True, temperature=1.0, top_p=0.9, seed=0)
+            params = GenerationParams(max_tokens=DECODE_STEPS, ignore_eos=True, temperature=1.0, top_p=0.9, seed=0)
         settings = self._settings
-        kv = self._served.fresh_kv(journals=settings.keeps_residents, grid=settings.grid)
-        sequence = Sequence(Generation("warm-up", prompt, params, lambda _: None, kept=False), kv, self._served)
-        while sequence.prefill_left > 0:
+        kv = self._served.make_kv(journals=settings.keeps_residents, grid=settings.grid)
+        sequence = Sequence(
+            GenerationRequest("warm-up", prompt, params, lambda _: None, leaves_resident=False), kv, self._served
+        )
+        while sequence.prefill_tokens_left > 0:
             sequence.prefill_chunk(settings.prefill_step_size)
         return sequence
 
     def _decode(self, sequence: Sequence) -> None:
-        group = DecodeGroup.of(sequence)
-        for _ in range(STEPS):
+        group = DecodeGroup.from_sequence(sequence)
+        for _ in range(DECODE_STEPS):
             self._step(group)
 
     def _step(self, group: DecodeGroup) -> None:
         for sequence, token, logprobs in group.step():
-            sequence.text.add(token)
-            sequence.note_first(logprobs)
-            if sequence.fault.error is not None:
-                raise RuntimeError(f"sampling failed: {sequence.fault.error}")
+            sequence.output_parser.add(token)
+            sequence.record_first_logits(logprobs)
+            if sequence.sampler_fault.error is not None:
+                raise RuntimeError(f"sampling failed: {sequence.sampler_fault.error}")

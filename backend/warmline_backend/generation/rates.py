@@ -2,15 +2,15 @@
 
 from collections import deque
 
-from warmline_common.protocol.messages import Rate
+from warmline_common.protocol.messages import PrefillRate
 
 SMOOTHING = 0.3  # weight of the newest sample
 SECONDS_MIN = 1e-9  # a clock may see none pass
-TELLING_BYTES = 16 << 20  # a smaller read or write takes as long as its calls do, and says nothing of a large one
+SAMPLE_BYTES_MIN = 16 << 20  # a smaller read or write takes as long as its calls do, and says nothing of a large one
 RECENT_CHUNKS, RECENT_DECODE_STEPS = 32, 64  # apart: a minute of decode steps must not hide how long a chunk takes
 
 
-class Smoothed:
+class SmoothedRate:
     """How much is done a second, the newest work counting most; 0 until the first sample.
 
     Work and time are averaged apart, so that a sample weighs as much as was done: the few tokens of a short chunk,
@@ -37,31 +37,33 @@ class Rates:
     """
 
     def __init__(self) -> None:
-        self._prefill: dict[int, Smoothed] = {}
-        self._decode, self._restore, self._save = Smoothed(), Smoothed(), Smoothed()
+        self._prefill: dict[int, SmoothedRate] = {}
+        self._decode, self._restore, self._save = SmoothedRate(), SmoothedRate(), SmoothedRate()
         self._chunks_s: deque[float] = deque(maxlen=RECENT_CHUNKS)
         self._decode_steps_s: deque[float] = deque(maxlen=RECENT_DECODE_STEPS)
 
-    def prefilled(self, length: int, tokens: int, seconds: float) -> None:
+    def record_prefill(self, length: int, tokens: int, seconds: float) -> None:
         """A chunk of `tokens` ended at `length`."""
         self._chunks_s.append(seconds)
-        self._prefill.setdefault(1 << (length - 1).bit_length(), Smoothed()).add(tokens, seconds)
+        self._prefill.setdefault(1 << (length - 1).bit_length(), SmoothedRate()).add(tokens, seconds)
 
-    def decoded(self, tokens: int, seconds: float) -> None:
+    def record_decode(self, tokens: int, seconds: float) -> None:
         self._decode_steps_s.append(seconds)
         self._decode.add(tokens, seconds)
 
-    def restored(self, bytes_read: int, seconds: float) -> None:
-        if bytes_read >= TELLING_BYTES:
+    def record_restore(self, bytes_read: int, seconds: float) -> None:
+        if bytes_read >= SAMPLE_BYTES_MIN:
             self._restore.add(bytes_read, seconds)
 
-    def saved(self, bytes_written: int, seconds: float) -> None:
-        if bytes_written >= TELLING_BYTES:
+    def record_save(self, bytes_written: int, seconds: float) -> None:
+        if bytes_written >= SAMPLE_BYTES_MIN:
             self._save.add(bytes_written, seconds)
 
     @property
-    def prefill(self) -> list[Rate]:
-        return [Rate(tokens=length, tokens_per_s=rate.per_second) for length, rate in sorted(self._prefill.items())]
+    def prefill_rates(self) -> list[PrefillRate]:
+        return [
+            PrefillRate(tokens=length, tokens_per_s=rate.per_second) for length, rate in sorted(self._prefill.items())
+        ]
 
     @property
     def decode_tokens_per_s(self) -> float:

@@ -40,7 +40,7 @@ class SamplerFault:
     def __init__(self) -> None:
         self.error: Exception | None = None
 
-    def sampler(self, inner: Sampler) -> Sampler:
+    def guard_sampler(self, inner: Sampler) -> Sampler:
         def guarded(logprobs: mx.array) -> mx.array:
             if self.error is None:
                 try:
@@ -51,7 +51,7 @@ class SamplerFault:
 
         return guarded
 
-    def processor(self, inner: LogitsProcessor) -> LogitsProcessor:
+    def guard_processor(self, inner: LogitsProcessor) -> LogitsProcessor:
         def guarded(tokens: mx.array, logits: mx.array) -> mx.array:
             if self.error is None:
                 try:
@@ -68,12 +68,12 @@ def make_sampler(params: GenerationParams, fault: SamplerFault) -> Sampler:
 
     Greedy is mlx-lm's own `greedy_sampler` object: a batch whose samplers are all that one samples in one call.
     """
-    if params.greedy:
+    if params.is_greedy:
         return greedy_sampler  # type: ignore[no-any-return]
-    return fault.sampler(_Seeded(params))
+    return fault.guard_sampler(_SeededSampler(params))
 
 
-class _Seeded:
+class _SeededSampler:
     """mlx-lm's filters in its order, then a draw with this sequence's own key."""
 
     def __init__(self, params: GenerationParams) -> None:
@@ -83,9 +83,11 @@ class _Seeded:
         self._key: mx.array | None = None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        return mx.random.categorical(self._filtered(logprobs) * (1.0 / self._params.temperature), key=self._next_key())
+        return mx.random.categorical(
+            self._filter_logprobs(logprobs) * (1.0 / self._params.temperature), key=self._next_key()
+        )
 
-    def _filtered(self, logprobs: mx.array) -> mx.array:
+    def _filter_logprobs(self, logprobs: mx.array) -> mx.array:
         params = self._params
         if 0 < params.top_p < 1:
             logprobs = apply_top_p(logprobs, params.top_p)
@@ -117,17 +119,21 @@ def make_processors(
         repetition_context_size=params.repetition_context_size,
     )
     if params.presence_penalty:
-        processors.append(_on_generated(make_presence_penalty(params.presence_penalty, _ALL_TOKENS), prompt_tokens))
+        processors.append(
+            _apply_to_generated(make_presence_penalty(params.presence_penalty, _ALL_TOKENS), prompt_tokens)
+        )
     if params.frequency_penalty:
-        processors.append(_on_generated(make_frequency_penalty(params.frequency_penalty, _ALL_TOKENS), prompt_tokens))
+        processors.append(
+            _apply_to_generated(make_frequency_penalty(params.frequency_penalty, _ALL_TOKENS), prompt_tokens)
+        )
     if params.allowed_token_ids:
-        processors.append(_Only(params.allowed_token_ids))
+        processors.append(_AllowedTokensProcessor(params.allowed_token_ids))
     if ends := {*params.stop_token_ids, *(() if params.ignore_eos else eos)} if params.min_tokens else ():
-        processors.append(_NotYet(ends, prompt_tokens + params.min_tokens))
-    return [fault.processor(processor) for processor in processors]
+        processors.append(_MinTokensProcessor(ends, prompt_tokens + params.min_tokens))
+    return [fault.guard_processor(processor) for processor in processors]
 
 
-class _Only:
+class _AllowedTokensProcessor:
     """Nothing but these tokens is sampled."""
 
     def __init__(self, allowed: Collection[int]) -> None:
@@ -136,37 +142,37 @@ class _Only:
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if self._mask is None:
-            self._mask = _mask(self._allowed, logits)
+            self._mask = _make_mask(self._allowed, logits)
         return mx.where(self._mask, logits, mx.array(-mx.inf, logits.dtype))
 
 
-class _NotYet:
+class _MinTokensProcessor:
     """These tokens are sampled only where nothing else may be, until there are `length` tokens.
 
     So they are as unlikely as a number can say, rather than impossible: a form that is complete leaves nothing but an
     end, and then it wins.
     """
 
-    def __init__(self, ends: Collection[int], length: int) -> None:
-        self._ends, self._length = list(ends), length
+    def __init__(self, end_tokens: Collection[int], length: int) -> None:
+        self._end_tokens, self._length = list(end_tokens), length
         self._mask: mx.array | None = None
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if tokens.shape[-1] >= self._length:
             return logits
         if self._mask is None:
-            self._mask = _mask(self._ends, logits)
+            self._mask = _make_mask(self._end_tokens, logits)
         return mx.where(self._mask, mx.array(mx.finfo(logits.dtype).min, logits.dtype), logits)
 
 
-def _mask(tokens: list[int], logits: mx.array) -> mx.array:
+def _make_mask(tokens: list[int], logits: mx.array) -> mx.array:
     """[vocabulary]: true for these tokens."""
     mask = np.zeros(logits.shape[-1], np.bool_)
     mask[tokens] = True
     return mx.array(mask)
 
 
-def _on_generated(inner: LogitsProcessor, prompt_tokens: int) -> LogitsProcessor:
+def _apply_to_generated(inner: LogitsProcessor, prompt_tokens: int) -> LogitsProcessor:
     def processor(tokens: mx.array, logits: mx.array) -> mx.array:
         return inner(tokens[prompt_tokens:], logits)
 

@@ -12,21 +12,21 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences
 from mlx_lm.sample_utils import greedy_sampler
 
-from warmline_backend.generation.first_logits import OwnRow, first_logits
+from warmline_backend.generation.first_logits import LogprobsCapture, make_first_logits
 from warmline_backend.generation.sampling import SamplerFault, make_processors, make_sampler
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.model.model import ServedModel
-from warmline_backend.output.events import Part, Said
-from warmline_backend.output.expected import Expected
-from warmline_backend.output.parser import OutputStream
+from warmline_backend.output.events import Part, Text
+from warmline_backend.output.expected import ExpectedOutput
+from warmline_backend.output.parser import OutputParser
 from warmline_backend.request.params import GenerationParams
-from warmline_backend.structured_output.matcher import Guide
-from warmline_common.protocol.messages import FirstLogits, Settled, Timings
+from warmline_backend.structured_output.matcher import Matcher
+from warmline_common.protocol.messages import FirstLogits, GenerationResult, Timings
 from warmline_common.protocol.tokens import pack_tokens
 
 # Between the places where a chunk ends only for a follower: each costs a state and a short chunk, and what lies between
 # is soon computed again.
-MEETINGS_APART_TOKENS = 64
+FORK_DISTANCE_TOKENS_MIN = 64
 UNBOUNDED = 1 << 30  # ends are the engine's to find, so mlx-lm's own limits are out of the way
 
 
@@ -34,12 +34,12 @@ UNBOUNDED = 1 << 30  # ends are the engine's to find, so mlx-lm's own limits are
 
 
 @dataclass(frozen=True)
-class Started:
+class StartedEvent:
     """It has left the queue: from here on it computes."""
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrefillProgress:
     """A prefill chunk is done: `done` of `total` prompt tokens have rows."""
 
     done: int
@@ -47,102 +47,106 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class TokenLogprobs:
+class SampledLogprobs:
     token: int
     logprob: float
     top: list[tuple[int, float]]  # likeliest first
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenEvent:
     """A token was generated.  `parts` may be empty: half a character, the start of a stop word or of a marker, and a
     call that is not complete are held back.
     """
 
     parts: typing.Sequence[Part]
     token: int
-    logprobs: TokenLogprobs | None = None
-    reasons: bool = False  # it belongs to the reasoning
+    logprobs: SampledLogprobs | None = None
+    is_reasoning: bool = False  # it belongs to the reasoning
     stop_word: str = ""  # that it has completed
 
     @property
     def text(self) -> str:
         """Its content."""
-        return "".join(part.text for part in self.parts if isinstance(part, Said))
+        return "".join(part.text for part in self.parts if isinstance(part, Text))
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedEvent:
     """Nothing more comes.  `settled.finish` says why; on "error", `settled.error` does."""
 
-    settled: Settled
-    reused: int  # prompt tokens that were not prefilled
+    result: GenerationResult
+    reused_tokens: int  # prompt tokens that were not prefilled
 
 
-Event = Started | Progress | Piece | Ended
-Listener = Callable[[Event], None]  # called on the engine thread; must not block
+GenerationEvent = StartedEvent | PrefillProgress | TokenEvent | EndedEvent
+EventListener = Callable[[GenerationEvent], None]  # called on the engine thread; must not block
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationRequest:
     """A request, checked: what the engine is asked to do."""
 
     id: str
     prompt: list[int]
     params: GenerationParams
-    listener: Listener
-    guide: Guide | None = None  # what its answer must be; of this run alone
-    resident: str = ""
-    follow: str = ""  # the request that computes the prompt's first `reuse` tokens; no resident then
-    reuse: int = 0
-    keep: bool = False  # copy the resident and leave it for others, rather than take it over
-    kept: bool = True  # what it has computed becomes a resident
+    listener: EventListener
+    matcher: Matcher | None = None  # what its answer must be; of this run alone
+    resident_id: str = ""
+    leader_id: str = ""  # the request that computes the prompt's first `reuse` tokens; no resident then
+    reuse_tokens: int = 0
+    copy_resident: bool = False  # copy the resident and leave it for others, rather than take it over
+    leaves_resident: bool = True  # what it has computed becomes a resident
     root: bytes = b""  # namespace of fingerprint and tenant: it starts from nobody else's rows
     background: bool = False  # computed only while nobody else is; it makes way for whoever wants its memory
     checkpoints: tuple[int, ...] = ()  # ascending positions in the prompt at which to keep recurrent state
-    expected: Expected = Expected()  # noqa: RUF009  frozen
+    expected_output: ExpectedOutput = ExpectedOutput()  # noqa: RUF009  frozen
 
 
 @dataclass(eq=False)
 class Sequence:
     """A request with its KV.  Engine thread only."""
 
-    request: Generation
+    request: GenerationRequest
     kv: KV
     served: ServedModel
-    adopted: str = ""  # the resident whose KV this was
+    adopted_resident_id: str = ""  # the resident whose KV this was
     leader: "Sequence | None" = None  # whom it follows, while it waits
-    meeting: int = 0  # how much of the leader's KV it starts from
+    fork_position: int = 0  # how much of the leader's KV it starts from
     detached: bool = False  # nobody waits for its answer: it ends with its prefill
-    chunks_passed_over: float = 0.0
-    decoding_since: float = 0.0  # time.monotonic()
-    generated: int = 0
+    chunks_skipped: float = 0.0
+    decode_started_at: float = 0.0  # time.monotonic()
+    generated_count: int = 0
     timings: Timings = field(default_factory=Timings)
-    first: FirstLogits | None = None  # what its first token was chosen from
-    arrived: float = field(default_factory=time.monotonic)
-    _prefill: PromptProcessingBatch | None = None
+    first_logits: FirstLogits | None = None  # what its first token was chosen from
+    arrival_time: float = field(default_factory=time.monotonic)
+    _prefill_batch: PromptProcessingBatch | None = None
 
     def __post_init__(self) -> None:
         self._set_grid_end()
-        self.fault = SamplerFault()
+        self.sampler_fault = SamplerFault()
         params = self.request.params
-        self.text = OutputStream(self.served.tokenizer, params.stop, self.request.expected, params.min_tokens)
-        self.reused = self.kv.length
-        self._own_row = OwnRow()
-        self._meetings: set[int] = set()  # where a chunk ends only for those who follow, and no longer than they do
+        self.output_parser = OutputParser(
+            self.served.tokenizer, params.stop, self.request.expected_output, params.min_tokens
+        )
+        self.reused_tokens = self.kv.length
+        self._logprobs_capture = LogprobsCapture()
+        self._fork_positions: set[int] = (
+            set()
+        )  # where a chunk ends only for those who follow, and no longer than they do
         self.answer_tokens_max = params.max_tokens  # or what the memory budget leaves
 
     def _set_grid_end(self) -> None:
         """Where its last full chunk ends; what comes after that is not kept in exact mode."""
-        self.kv.grid_end = self.kv.on_grid(len(self.request.prompt) - 1)
+        self.kv.grid_end = self.kv.floor_to_grid(len(self.request.prompt) - 1)
 
     @property
-    def prefill_left(self) -> int:
+    def prefill_tokens_left(self) -> int:
         """Prompt tokens before the last one, which is the first decode step's."""
         return len(self.request.prompt) - 1 - self.kv.length
 
     @property
-    def left_to_keep(self) -> int:
+    def savable_tokens_left(self) -> int:
         """Of these, those that can be kept: in exact mode not those after its last full chunk."""
         return self.kv.grid_end - self.kv.length
 
@@ -152,115 +156,115 @@ class Sequence:
         return len(self.request.prompt) + self.answer_tokens_max
 
     @property
-    def tokens_known(self) -> list[int]:
+    def all_tokens(self) -> list[int]:
         """What it computes: its prompt, and the answer so far."""
         return max(self.request.prompt, self.kv.tokens, key=len)
 
-    def ends_at(self, token: int) -> bool:
+    def is_end(self, token: int) -> bool:
         """Whether the model ends its answer here, or has nothing left to say in the form that was asked for."""
         if token in self.request.params.stop_token_ids:
             return True
         if token not in self.served.tokenizer.eos_token_ids:
             return False
-        guide = self.request.guide
-        return not self.request.params.ignore_eos or (guide is not None and guide.complete)
+        guide = self.request.matcher
+        return not self.request.params.ignore_eos or (guide is not None and guide.is_complete)
 
-    def started(self) -> None:
-        self.timings.queue_s = time.monotonic() - self.arrived
+    def mark_started(self) -> None:
+        self.timings.queue_s = time.monotonic() - self.arrival_time
 
     @property
-    def cuts(self) -> list[int]:
+    def chunk_ends(self) -> list[int]:
         """Where a chunk ends and a state is kept, ascending; in exact mode all are on the grid, where chunks end."""
-        last = [self.kv.grid_end] if self.keeps_place else []
-        return sorted({*self.request.checkpoints, *self._meetings, *last})
+        last = [self.kv.grid_end] if self.needs_rollback_point else []
+        return sorted({*self.request.checkpoints, *self._fork_positions, *last})
 
     @property
-    def keeps_place(self) -> bool:
+    def needs_rollback_point(self) -> bool:
         """It will come back to where its last full chunk ends, for that is what is kept of it."""
-        return bool(self.request.kept and self.kv.grid and self.kv.grid_end)
+        return bool(self.request.leaves_resident and self.kv.grid and self.kv.grid_end)
 
     @property
-    def states_to_come(self) -> int:
+    def pending_checkpoint_count(self) -> int:
         """How many states are still to be kept on the way to the answer."""
-        return sum(self.kv.length < cut < len(self.request.prompt) for cut in self.cuts)
+        return sum(self.kv.length < cut < len(self.request.prompt) for cut in self.chunk_ends)
 
     # ---- leading and following
 
-    def start_from_leader(self) -> None:
+    def fork_from_leader(self) -> None:
         """Take a copy of the leader's first `meeting` tokens, or as many as can be had."""
         assert self.leader
         held = self.leader.kv
-        self.kv = held.branch(held.deepest_place(self.meeting), apart=True)
-        for meeting in self.leader._meetings.difference(self.request.checkpoints):
+        self.kv = held.fork(held.find_continue_position(self.fork_position), detached=True)
+        for meeting in self.leader._fork_positions.difference(self.request.checkpoints):
             self.kv.checkpoints.pop(meeting, None)
         self._set_grid_end()
-        self.reused = self.kv.length
+        self.reused_tokens = self.kv.length
 
-    def meeting_for(self, wanted: int) -> int:
+    def choose_fork_position(self, position: int) -> int:
         """Where a follower of the first `wanted` tokens is to be given its copy; 0 where it can't be, or not any more.
 
         Where the model can't be copied just anywhere, a chunk will end there.
         """
         kv = self.kv
-        if kv.length >= wanted:
-            return kv.deepest_place(wanted)
+        if kv.length >= position:
+            return kv.find_continue_position(position)
         if kv.grid:
-            meeting = kv.on_grid(min(wanted, kv.grid_end))  # a chunk ends there anyway
-        elif wanted < len(self.request.prompt) - 1 and (kv.layout.has_states or kv.layout.window):
-            meeting = self._apart_from_others(wanted)
+            meeting = kv.floor_to_grid(min(position, kv.grid_end))  # a chunk ends there anyway
+        elif position < len(self.request.prompt) - 1 and (kv.layout.has_states or kv.layout.window):
+            meeting = self._space_fork_position(position)
         else:
-            meeting = wanted
+            meeting = position
         if not (kv.layout.has_states or kv.layout.window):
             return meeting
-        if meeting > kv.length and meeting not in self.cuts:
-            self._meetings.add(meeting)
+        if meeting > kv.length and meeting not in self.chunk_ends:
+            self._fork_positions.add(meeting)
         return meeting
 
-    def _apart_from_others(self, wanted: int) -> int:
+    def _space_fork_position(self, position: int) -> int:
         """The last place up to `wanted` that is a cut, or far enough from all cuts to become one."""
         kv, prompt = self.kv, len(self.request.prompt)
-        cuts = [cut for cut in self.cuts if kv.length < cut < prompt - 1 or kv.can_continue_at(cut)]
-        before = max((cut for cut in cuts if cut <= wanted), default=0)
-        after = min((cut for cut in cuts if cut > wanted), default=prompt + MEETINGS_APART_TOKENS)
-        free = min(wanted, after - MEETINGS_APART_TOKENS)
-        return before if before and free - before < MEETINGS_APART_TOKENS else max(free, kv.length)
+        cuts = [cut for cut in self.chunk_ends if kv.length < cut < prompt - 1 or kv.can_continue_at(cut)]
+        before = max((cut for cut in cuts if cut <= position), default=0)
+        after = min((cut for cut in cuts if cut > position), default=prompt + FORK_DISTANCE_TOKENS_MIN)
+        free = min(position, after - FORK_DISTANCE_TOKENS_MIN)
+        return before if before and free - before < FORK_DISTANCE_TOKENS_MIN else max(free, kv.length)
 
-    def forget_meeting(self, position: int) -> None:
+    def remove_fork_position(self, position: int) -> None:
         """Nobody is to be given a copy there any more: its state goes, unless this request wants it too."""
-        if position in self._meetings:
-            self._meetings.remove(position)
+        if position in self._fork_positions:
+            self._fork_positions.remove(position)
             self.kv.checkpoints.pop(position, None)
 
     # ---- prefill and end
 
     def prefill_chunk(self, step: int) -> int:
         """Compute the next chunk and keep what a save will want of it.  Returns its tokens."""
-        start, cuts = self.kv.length, self.cuts
-        self._keep_place()
+        start, cuts = self.kv.length, self.chunk_ends
+        self._capture_rollback_point()
         longest = step - start % step if self.kv.grid else step
-        end = next_cut(start, len(self.request.prompt) - 1, longest, cuts)
-        if self._prefill is None:
+        end = find_chunk_end(start, len(self.request.prompt) - 1, longest, cuts)
+        if self._prefill_batch is None:
             # Built empty and handed the cache in batched form: mlx-lm would copy every row into a new batch.
-            self._prefill = PromptProcessingBatch(
+            self._prefill_batch = PromptProcessingBatch(
                 self.served.model, [self.request.id], [], tokens=[self.kv.tokens], prefill_step_size=UNBOUNDED
             )
-            self._prefill.prompt_cache = self.kv.layers
-        self._prefill.prompt([self.request.prompt[start:end]])
-        self.kv.let_go_of_chunk()
+            self._prefill_batch.prompt_cache = self.kv.layers
+        self._prefill_batch.prompt([self.request.prompt[start:end]])
+        self.kv.release_chunk()
         self.kv.capture_window()
         if end in cuts:
             self.kv.capture_checkpoint()
         return end - start
 
-    def _keep_place(self) -> None:
+    def _capture_rollback_point(self) -> None:
         """About to leave the grid for good."""
-        if self.keeps_place and self.kv.length == self.kv.grid_end:
-            self.kv.keep_place()
+        if self.needs_rollback_point and self.kv.length == self.kv.grid_end:
+            self.kv.capture_rollback_point()
 
-    def settled(self, finish: str, *, boot: str, generation: int, resident: str, error: str) -> Settled:
+    def make_result(self, finish: str, *, boot: str, generation: int, resident: str, error: str) -> GenerationResult:
         """How it ended; `resident` is what is kept of it, if anything."""
         kv, prompt = self.kv, len(self.request.prompt)
-        return Settled(
+        return GenerationResult(
             boot=boot,
             generation=generation,
             request_id=self.request.id,
@@ -272,27 +276,27 @@ class Sequence:
             positions=kv.positions() if resident else [],
             timings=self.timings,
             error=error,
-            first=self.first,
+            first=self.first_logits,
         )
 
-    def note_first(self, logprobs: mx.array) -> None:
+    def record_first_logits(self, logprobs: mx.array) -> None:
         """Its first token was chosen from this row [vocabulary]; processors may have made it of the model's own."""
-        own, self._own_row.row = self._own_row.row, None
-        self.first = first_logits(logprobs if own is None else own)
+        own, self._logprobs_capture.logprobs = self._logprobs_capture.logprobs, None
+        self.first_logits = make_first_logits(logprobs if own is None else own)
 
-    def decode_batch(self) -> "DecodeBatch":
+    def make_decode_batch(self) -> "DecodeBatch":
         """A decode batch of this sequence alone; computes its first step."""
-        self._keep_place()
-        params, self._prefill = self.request.params, None
-        sampler = make_sampler(params, self.fault)
+        self._capture_rollback_point()
+        params, self._prefill_batch = self.request.params, None
+        sampler = make_sampler(params, self.sampler_fault)
         eos = self.served.tokenizer.eos_token_ids
-        processors = make_processors(params, len(self.request.prompt), self.fault, eos)
-        if self.request.guide is not None:  # last: nothing that comes after may allow what it does not
-            processors.append(self.fault.processor(self.request.guide))
+        processors = make_processors(params, len(self.request.prompt), self.sampler_fault, eos)
+        if self.request.matcher is not None:  # last: nothing that comes after may allow what it does not
+            processors.append(self.sampler_fault.guard_processor(self.request.matcher))
         if processors:
-            processors.insert(0, self._own_row)
+            processors.insert(0, self._logprobs_capture)
         return DecodeBatch(
-            self.request.guide,
+            self.request.matcher,
             self.served.model,
             [self.request.id],
             mx.array(self.request.prompt[-1:]),
@@ -313,29 +317,29 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
     computed behind the forward pass, and they are to be done before it is.
     """
 
-    def __init__(self, guide: Guide | None, model: object, uids: list[str], *rest: object) -> None:
-        self._guides = {uid: guide for uid in uids if guide is not None}
+    def __init__(self, matcher: Matcher | None, model: object, uids: list[str], *rest: object) -> None:
+        self._matchers = {uid: matcher for uid in uids if matcher is not None}
         super().__init__(model, uids, *rest)
 
     def extend(self, batch: "DecodeBatch") -> None:
-        self._guides |= batch._guides
+        self._matchers |= batch._matchers
         super().extend(batch)
 
     def _step(self) -> tuple[list[int], list[mx.array]]:
-        for row, uid in enumerate(self.uids) if self._guides else ():
-            if (guide := self._guides.get(uid)) is not None:
-                guide.follows(self._next_tokens, row)
+        for row, uid in enumerate(self.uids) if self._matchers else ():
+            if (guide := self._matchers.get(uid)) is not None:
+                guide.set_sampled(self._next_tokens, row)
         return super()._step()  # type: ignore[no-any-return]
 
     def filter(self, keep: list[int]) -> None:
         super().filter(keep)
-        self._guides = {uid: guide for uid, guide in self._guides.items() if uid in self.uids}
+        self._matchers = {uid: guide for uid, guide in self._matchers.items() if uid in self.uids}
 
     def extract_cache(self, idx: int) -> list[object]:
         return []
 
 
-def next_cut(start: int, end: int, step: int, cuts: Iterable[int]) -> int:
+def find_chunk_end(start: int, end: int, step: int, chunk_ends: Iterable[int]) -> int:
     """Where the chunk that begins at `start` ends: after `step` tokens, at the next of `cuts`, or at `end`."""
-    wanted = (position for position in cuts if position > start)
+    wanted = (position for position in chunk_ends if position > start)
     return min(end, start + step, next(wanted, end))

@@ -15,7 +15,7 @@ BATCH_SEQUENCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 FINISHES = ("stop", "length", "cancelled", "error", "discarded", "leaderless")
 
 
-class Spread:
+class StepHistogram:
     """How often a value was at most each of the ascending `bounds`, or beyond all; and the sum of all values."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -26,8 +26,8 @@ class Spread:
         self._counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def copy(self) -> "Spread":
-        copied = Spread(self.bounds)
+    def copy(self) -> "StepHistogram":
+        copied = StepHistogram(self.bounds)
         copied.sum, copied._counts = self.sum, self._counts.copy()
         return copied
 
@@ -41,45 +41,47 @@ class Spread:
         return list(zip(names, map(float, accumulate(self._counts)), strict=True))
 
 
-def _seconds() -> Spread:
-    return Spread(STEP_SECONDS)
+def _make_seconds_histogram() -> StepHistogram:
+    return StepHistogram(STEP_SECONDS)
 
 
-def _batches() -> Spread:
-    return Spread(BATCH_SEQUENCES)
+def _make_batch_histogram() -> StepHistogram:
+    return StepHistogram(BATCH_SEQUENCES)
 
 
-def _none() -> Counter[str]:
+def _make_finish_counter() -> Counter[str]:
     return Counter(dict.fromkeys(FINISHES, 0))
 
 
 @dataclass
-class Tally:
+class StepStats:
     """The engine's own; `copy` is for everybody."""
 
-    chunks: Spread = field(default_factory=_seconds)
-    decodes: Spread = field(default_factory=_seconds)  # steps of one batch each
-    commands: Spread = field(default_factory=_seconds)  # what others have asked for, and tokens for nobody
-    batches: Spread = field(default_factory=_batches)  # sequences in a decode step
+    chunk_seconds: StepHistogram = field(default_factory=_make_seconds_histogram)
+    decode_seconds: StepHistogram = field(default_factory=_make_seconds_histogram)  # steps of one batch each
+    command_seconds: StepHistogram = field(
+        default_factory=_make_seconds_histogram
+    )  # what others have asked for, and tokens for nobody
+    batch_sizes: StepHistogram = field(default_factory=_make_batch_histogram)  # sequences in a decode step
     prefilled_tokens: int = 0
     decoded_tokens: int = 0
-    ended: Counter[str] = field(default_factory=_none)  # generations by `Settled.finish`
+    finish_counts: Counter[str] = field(default_factory=_make_finish_counter)  # generations by `Settled.finish`
     failed_steps: int = 0
 
-    def chunk(self, tokens: int, seconds: float) -> None:
+    def record_chunk(self, tokens: int, seconds: float) -> None:
         self.prefilled_tokens += tokens
-        self.chunks.add(seconds)
+        self.chunk_seconds.add(seconds)
 
-    def decode(self, sequences: int, seconds: float) -> None:
-        self.batches.add(sequences)
-        self.decodes.add(seconds)
+    def record_decode(self, sequences: int, seconds: float) -> None:
+        self.batch_sizes.add(sequences)
+        self.decode_seconds.add(seconds)
 
-    def copy(self) -> "Tally":
+    def copy(self) -> "StepStats":
         return replace(
             self,
-            chunks=self.chunks.copy(),
-            decodes=self.decodes.copy(),
-            commands=self.commands.copy(),
-            batches=self.batches.copy(),
-            ended=self.ended.copy(),
+            chunk_seconds=self.chunk_seconds.copy(),
+            decode_seconds=self.decode_seconds.copy(),
+            command_seconds=self.command_seconds.copy(),
+            batch_sizes=self.batch_sizes.copy(),
+            finish_counts=self.finish_counts.copy(),
         )

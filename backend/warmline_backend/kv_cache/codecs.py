@@ -31,7 +31,7 @@ from mlx_lm.models.cache import (
 Fields = dict[str, mx.array]  # field name -> (1, heads, rows, width) for rows, any shape with leading 1 for states
 
 
-class Kind(StrEnum):
+class CodecKind(StrEnum):
     ROWS = "rows"
     WINDOW = "window"
     STATE = "state"
@@ -40,24 +40,24 @@ class Kind(StrEnum):
 class Codec:
     """What all codecs share.  `batches` is false where mlx-lm can't put several sequences into one cache."""
 
-    kind: Kind
-    batches = True
+    kind: CodecKind
+    is_batchable = True
 
-    def lift(self, single: Any) -> Any:
+    def to_batched(self, single: Any) -> Any:
         """The batched form of a cache of one sequence; rows are shared, not copied, where that is possible."""
         raise NotImplementedError
 
-    def lower(self, leaf: Any, i: int) -> Any:
+    def extract_sequence(self, leaf: Any, i: int) -> Any:
         """Sequence `i` of a batch as a batched form of its own (evaluated by the caller)."""
-        return self.lift(leaf.extract(i))
+        return self.to_batched(leaf.extract(i))
 
 
 class RowsCodec(Codec):
     """KVCache."""
 
-    kind = Kind.ROWS
+    kind = CodecKind.ROWS
 
-    def lift(self, single: KVCache) -> BatchKVCache:
+    def to_batched(self, single: KVCache) -> BatchKVCache:
         batch = BatchKVCache([0])
         if single.keys is not None:
             batch.keys, batch.values = single.keys, single.values
@@ -74,9 +74,9 @@ class RowsCodec(Codec):
         """A leaf holding rows [0, position); `fields` become its buffers."""
         single = type(template)()
         single.keys, single.values, single.offset = fields["keys"], fields["values"], position
-        return self.lift(single)
+        return self.to_batched(single)
 
-    def room(self, leaf: BatchKVCache) -> int:
+    def count_buffer_rows(self, leaf: BatchKVCache) -> int:
         """Rows of its buffer, used or not."""
         return 0 if leaf.keys is None else int(leaf.keys.shape[2])
 
@@ -88,11 +88,11 @@ class RowsCodec(Codec):
 class QuantizedRowsCodec(Codec):
     """QuantizedKVCache: packed data, scales and biases, a row a token.  Has no batched form of its own."""
 
-    kind = Kind.ROWS
-    batches = False
-    _parts = ("data", "scales", "biases")
+    kind = CodecKind.ROWS
+    is_batchable = False
+    _tensor_names = ("data", "scales", "biases")
 
-    def lift(self, single: QuantizedKVCache) -> QuantizedKVCache:
+    def to_batched(self, single: QuantizedKVCache) -> QuantizedKVCache:
         return single
 
     def rows(self, leaf: QuantizedKVCache, i: int, length: int, start: int, end: int) -> Fields:
@@ -100,18 +100,18 @@ class QuantizedRowsCodec(Codec):
         return {
             f"{half}_{part}": array[:, :, start:end]
             for half, arrays in halves
-            for part, array in zip(self._parts, arrays, strict=True)
+            for part, array in zip(self._tensor_names, arrays, strict=True)
         }
 
     def build(self, fields: Fields, position: int, template: QuantizedKVCache) -> QuantizedKVCache:
         leaf = QuantizedKVCache(group_size=template.group_size, bits=template.bits)
         # Lists, as mlx-lm's own update assigns into them.
-        leaf.keys = [fields[f"keys_{part}"] for part in self._parts]
-        leaf.values = [fields[f"values_{part}"] for part in self._parts]
+        leaf.keys = [fields[f"keys_{part}"] for part in self._tensor_names]
+        leaf.values = [fields[f"values_{part}"] for part in self._tensor_names]
         leaf.offset = position
         return leaf
 
-    def room(self, leaf: QuantizedKVCache) -> int:
+    def count_buffer_rows(self, leaf: QuantizedKVCache) -> int:
         return 0 if leaf.keys is None else int(leaf.keys[0].shape[2])
 
     def truncate(self, leaf: QuantizedKVCache, count: int) -> None:
@@ -121,16 +121,16 @@ class QuantizedRowsCodec(Codec):
 class WindowCodec(Codec):
     """RotatingKVCache without `keep`: rows leave memory once the window has passed them."""
 
-    kind = Kind.WINDOW
+    kind = CodecKind.WINDOW
 
-    def lift(self, single: RotatingKVCache) -> BatchRotatingKVCache:
+    def to_batched(self, single: RotatingKVCache) -> BatchRotatingKVCache:
         return BatchRotatingKVCache.merge([single])
 
-    def alone(self, leaf: BatchRotatingKVCache) -> bool:
+    def is_single(self, leaf: BatchRotatingKVCache) -> bool:
         """Whether this is a batch of one."""
         return int(leaf.left_padding.shape[0]) == 1
 
-    def kept(self, leaf: BatchRotatingKVCache, length: int) -> int:
+    def count_rows_in_memory(self, leaf: BatchRotatingKVCache, length: int) -> int:
         """How many of the last rows are in memory, for a sequence of `length` tokens."""
         if leaf.keys is None:
             return 0
@@ -150,7 +150,7 @@ class WindowCodec(Codec):
         single = RotatingKVCache(max_size=template.max_size)
         single.keys, single.values = fields["keys"], fields["values"]
         single.offset, single._idx = position, fields["keys"].shape[2]
-        return self.lift(single)
+        return self.to_batched(single)
 
 
 def _ring_slice(buffer: mx.array, first: int, count: int, size: int) -> mx.array:
@@ -165,23 +165,23 @@ def _ring_slice(buffer: mx.array, first: int, count: int, size: int) -> mx.array
 class StateCodec(Codec):
     """ArraysCache (gated delta net, Mamba): the state after the last token, nothing else."""
 
-    kind = Kind.STATE
+    kind = CodecKind.STATE
 
-    def lift(self, single: ArraysCache) -> ArraysCache:
+    def to_batched(self, single: ArraysCache) -> ArraysCache:
         if single.empty():
             return ArraysCache.merge([single])
         batch = ArraysCache(size=len(single.cache))
         batch.cache = list(single.cache)
         return batch
 
-    def lower(self, leaf: ArraysCache, i: int) -> ArraysCache:
+    def extract_sequence(self, leaf: ArraysCache, i: int) -> ArraysCache:
         return self.build(self.state(leaf, i), 0, leaf)
 
     def state(self, leaf: ArraysCache, i: int) -> Fields:
         """The state of sequence `i`; a lazy view.  Entries that a model leaves unused are left out."""
         return {f"state{n}": array[i : i + 1] for n, array in enumerate(leaf.cache) if array is not None}
 
-    def copy_out(self, leaf: ArraysCache) -> None:
+    def detach_state(self, leaf: ArraysCache) -> None:
         """Keep the state alone: a model may leave a view there, into all that it computed of a chunk."""
         leaf.cache = [None if array is None else mx.contiguous(array) for array in leaf.cache]
         mx.eval([array for array in leaf.cache if array is not None])
@@ -190,7 +190,7 @@ class StateCodec(Codec):
         single = ArraysCache(size=len(template.cache))
         for name, array in fields.items():
             single[int(name.removeprefix("state"))] = array
-        return self.lift(single)
+        return self.to_batched(single)
 
 
 ROWS, QUANTIZED, WINDOW, STATE = RowsCodec(), QuantizedRowsCodec(), WindowCodec(), StateCodec()
@@ -231,7 +231,7 @@ def _rebuild_layer(layer: Any, leaves: Iterator[Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class CacheLeaf:
     name: str  # "layer.component"
     codec: Any  # Codec
     template: Any  # an empty cache of the model's own class, for its parameters
@@ -241,57 +241,57 @@ class Leaf:
 class CacheLayout:
     """What a model's cache consists of.  `problem` says why it can't be persisted; then there are no leaves."""
 
-    make: Callable[[], list[Any]]  # a fresh cache of the model's own classes
+    make_cache: Callable[[], list[Any]]  # a fresh cache of the model's own classes
     template: list[Any]
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[CacheLeaf, ...]
     problem: str = ""
 
     @classmethod
-    def of(cls, make: Callable[[], list[Any]]) -> "CacheLayout":
-        template = make()
+    def from_factory(cls, make_cache: Callable[[], list[Any]]) -> "CacheLayout":
+        template = make_cache()
         leaves, unknown = [], set()
         for name, leaf in flatten(template):
             codec = _CODECS.get(type(leaf))
             if codec is None or (codec is WINDOW and leaf.keep):
                 unknown.add(type(leaf).__name__)
             else:
-                leaves.append(Leaf(name, codec, leaf))
+                leaves.append(CacheLeaf(name, codec, leaf))
         if unknown:
             names = ", ".join(sorted(unknown))
-            return cls(make, template, (), f"no codec for the cache class {names}")
-        return cls(make, template, tuple(leaves))
+            return cls(make_cache, template, (), f"no codec for the cache class {names}")
+        return cls(make_cache, template, tuple(leaves))
 
-    def of_kind(self, kind: Kind) -> list[tuple[int, Leaf]]:
+    def leaves_of_kind(self, kind: CodecKind) -> list[tuple[int, CacheLeaf]]:
         """The leaves of one kind with their place in flattened order."""
         return [(n, leaf) for n, leaf in enumerate(self.leaves) if leaf.codec.kind is kind]
 
     @property
     def has_states(self) -> bool:
-        return bool(self.of_kind(Kind.STATE))
+        return bool(self.leaves_of_kind(CodecKind.STATE))
 
     @property
     def window(self) -> int:
         """The longest window in tokens; 0 without rotating layers."""
-        return max((leaf.template.max_size for _, leaf in self.of_kind(Kind.WINDOW)), default=0)
+        return max((leaf.template.max_size for _, leaf in self.leaves_of_kind(CodecKind.WINDOW)), default=0)
 
     @property
-    def quantized(self) -> str:
+    def quantization(self) -> str:
         """ "q8" or "q4" where rows are; "" otherwise."""
         return next((f"q{leaf.template.bits}" for leaf in self.leaves if leaf.codec is QUANTIZED), "")
 
     @property
-    def batches(self) -> bool:
+    def is_batchable(self) -> bool:
         """Several sequences can share one decode batch."""
-        return not self.problem and all(leaf.codec.batches for leaf in self.leaves)
+        return not self.problem and all(leaf.codec.is_batchable for leaf in self.leaves)
 
     @property
-    def families(self) -> list[str]:
+    def class_names(self) -> list[str]:
         return sorted({type(leaf).__name__ for _, leaf in flatten(self.template)})
 
-    def fresh(self) -> list[Any]:
+    def make_empty_cache(self) -> list[Any]:
         """An empty cache in batched form.  Classes without a codec stay as the model made them: batches of one."""
-        layers = self.make()
+        layers = self.make_cache()
         if self.problem:
             return layers
-        lifted = (leaf.codec.lift(single) for leaf, (_, single) in zip(self.leaves, flatten(layers), strict=True))
+        lifted = (leaf.codec.to_batched(single) for leaf, (_, single) in zip(self.leaves, flatten(layers), strict=True))
         return rebuild(self.template, lifted)

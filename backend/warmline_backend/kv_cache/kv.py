@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx.utils import tree_reduce
 
-from warmline_backend.kv_cache.codecs import CacheLayout, Kind, Leaf, flatten, rebuild
+from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CodecKind, flatten, rebuild
 
-CHECKPOINTS_KEPT = 3  # besides the first, which ends system and tools: where a next turn may part ways
-ROOM_MAX = 1.25  # times its rows, of what comes to rest in exact mode
+LAST_CHECKPOINTS_COUNT = 3  # besides the first, which ends system and tools: where a next turn may part ways
+BUFFER_RATIO_MAX = 1.25  # times its rows, of what comes to rest in exact mode
 
 T = TypeVar("T")
-Named = dict[str, mx.array]  # "layer.component.field" -> array
+NamedArrays = dict[str, mx.array]  # "layer.component.field" -> array
 
 
-class RowsGone(Exception):
+class RowsUnavailableError(Exception):
     """Rows of a rotating layer were asked for that are neither in its window nor in the journal."""
 
 
@@ -38,14 +38,17 @@ class KV:
     layout: CacheLayout
     tokens: list[int]
     layers: list[Any]  # batched form
-    journal: list[tuple[int, int, Named]] = field(default_factory=list)
-    checkpoints: dict[int, Named] = field(default_factory=dict)
+    journal: list[tuple[int, int, NamedArrays]] = field(default_factory=list)
+    checkpoints: dict[int, NamedArrays] = field(default_factory=dict)
     index: int = 0  # which sequence of the batch
     journal_until: int = 0  # rows below this are in the journal or were dropped from it
-    journals: bool = True  # rows of rotating layers are kept for a save
+    journal_enabled: bool = True  # rows of rotating layers are kept for a save
     grid: int = 0  # exact mode: chunks end, and it is continued, at multiples of so many tokens; 0: anywhere
     grid_end: int = 0  # with a grid: tokens from here on are not, or won't be, computed on it
-    window_kept: tuple[int, Named] = (0, {})  # a position, and the rows of rotating layers in their windows there
+    rollback_window: tuple[int, NamedArrays] = (
+        0,
+        {},
+    )  # a position, and the rows of rotating layers in their windows there
 
     @classmethod
     def from_leaves(cls, layout: CacheLayout, tokens: list[int], leaves: Iterator[Any]) -> "KV":
@@ -57,11 +60,11 @@ class KV:
         return len(self.tokens)
 
     @property
-    def end(self) -> int:
+    def savable_length(self) -> int:
         """How many of its tokens may be kept."""
-        return self.on_grid(min(self.length, self.grid_end)) if self.grid else self.length
+        return self.floor_to_grid(min(self.length, self.grid_end)) if self.grid else self.length
 
-    def on_grid(self, position: int) -> int:
+    def floor_to_grid(self, position: int) -> int:
         """The last multiple of the grid up to `position`; that itself where there is no grid."""
         return position - position % self.grid if self.grid else position
 
@@ -69,85 +72,89 @@ class KV:
     def nbytes(self) -> int:
         """Bytes held when this sequence is alone in its batch."""
         journal = sum(_nbytes(rows) for *_, rows in self.journal)
-        kept = sum(map(_nbytes, self.checkpoints.values())) + _nbytes(self.window_kept[1])
+        kept = sum(map(_nbytes, self.checkpoints.values())) + _nbytes(self.rollback_window[1])
         return layers_nbytes(self.layers) + journal + kept
 
     @property
-    def room(self) -> int:
+    def buffer_rows(self) -> int:
         """Rows that its buffers have, at least one a token."""
         for leaf, (_, held) in zip(self.layout.leaves, flatten(self.layers), strict=False):
-            if leaf.codec.kind is Kind.ROWS:
-                return max(self.length, int(leaf.codec.room(held)))
+            if leaf.codec.kind is CodecKind.ROWS:
+                return max(self.length, int(leaf.codec.count_buffer_rows(held)))
         return self.length
 
     # ---- what is captured while it is in memory
 
     def capture_window(self) -> None:
         """Copy rows of rotating layers, produced since the last call, into the journal."""
-        windows = self.layout.of_kind(Kind.WINDOW)
-        start, end = self.journal_until, max(self.journal_until, self.end)
+        windows = self.layout.leaves_of_kind(CodecKind.WINDOW)
+        start, end = self.journal_until, max(self.journal_until, self.savable_length)
         self.journal_until = end
-        if windows and self.journals and start < end:
-            self.journal.append((start, end, self._window_rows(lambda _: start, end)))
+        if windows and self.journal_enabled and start < end:
+            self.journal.append((start, end, self._copy_window_rows(lambda _: start, end)))
 
-    def _window_rows(self, start_of: Callable[[Leaf], int], end: int) -> Named:
+    def _copy_window_rows(self, start_of: Callable[[CacheLeaf], int], end: int) -> NamedArrays:
         """Copies of rows [start, end) of rotating layers, all of which must still be in memory."""
         leaves, length = self._leaves(), self.length
         return _detach(
-            _named(
+            _name_arrays(
                 (leaf.name, leaf.codec.rows(leaves[n], self.index, length, start_of(leaf), end))
-                for n, leaf in self.layout.of_kind(Kind.WINDOW)
+                for n, leaf in self.layout.leaves_of_kind(CodecKind.WINDOW)
             )
         )
 
-    def keep_place(self) -> None:
+    def capture_rollback_point(self) -> None:
         """Keep what it takes to come back to the present length later, in place of what was kept before."""
         at = self.length
         self.capture_checkpoint()
         if self.layout.window and at:
-            self.window_kept = at, self._window_rows(lambda leaf: max(0, at - leaf.template.max_size), at)
+            self.rollback_window = at, self._copy_window_rows(lambda leaf: max(0, at - leaf.template.max_size), at)
 
-    def let_go_of_chunk(self) -> None:
+    def release_chunk(self) -> None:
         """Hold nothing of the chunk just computed but what it has left."""
         leaves = self._leaves()
-        for n, leaf in self.layout.of_kind(Kind.STATE):
-            leaf.codec.copy_out(leaves[n])
+        for n, leaf in self.layout.leaves_of_kind(CodecKind.STATE):
+            leaf.codec.detach_state(leaves[n])
 
-    def capture_due(self, steps: int) -> bool:
+    def needs_capture(self, steps: int) -> bool:
         """Whether `steps` more tokens could push uncaptured rows out of the smallest window."""
-        window = min((leaf.template.max_size for _, leaf in self.layout.of_kind(Kind.WINDOW)), default=0)
-        return bool(window) and self.end > self.journal_until and self.length + steps - self.journal_until >= window
+        window = min((leaf.template.max_size for _, leaf in self.layout.leaves_of_kind(CodecKind.WINDOW)), default=0)
+        return (
+            bool(window)
+            and self.savable_length > self.journal_until
+            and self.length + steps - self.journal_until >= window
+        )
 
     def capture_checkpoint(self) -> None:
         """Keep the state of all recurrent layers at the present length."""
-        states = self.layout.of_kind(Kind.STATE)
+        states = self.layout.leaves_of_kind(CodecKind.STATE)
         if states and self.length and self.length not in self.checkpoints:
             leaves = self._leaves()
-            state = _named((leaf.name, leaf.codec.state(leaves[n], self.index)) for n, leaf in states)
+            state = _name_arrays((leaf.name, leaf.codec.state(leaves[n], self.index)) for n, leaf in states)
             self.checkpoints[self.length] = _detach(state)
 
-    def forget_saved(self, until: int, *, states: bool = True) -> None:
+    def release_saved(self, end: int, *, states: bool = True) -> None:
         """Drop what was kept only to be saved, below `until`: journal rows, states but for the first and the last."""
-        self.journal = [entry for entry in self.journal if entry[1] > until]
-        saved = sorted(position for position in self.checkpoints if position <= until)
-        for position in saved[1:-CHECKPOINTS_KEPT] if states else ():
+        self.journal = [entry for entry in self.journal if entry[1] > end]
+        saved = sorted(position for position in self.checkpoints if position <= end)
+        for position in saved[1:-LAST_CHECKPOINTS_COUNT] if states else ():
             del self.checkpoints[position]
 
     # ---- reading for a save
 
-    def rows(self, start: int, end: int) -> Named:
+    def slice_rows(self, start: int, end: int) -> NamedArrays:
         """Rows [start, end) of all leaves that have rows: contiguous, lazy.  Raises RowsGone."""
         leaves = self._leaves()
-        rows: Named = {}
-        for n, leaf in self.layout.of_kind(Kind.ROWS):
+        rows: NamedArrays = {}
+        for n, leaf in self.layout.leaves_of_kind(CodecKind.ROWS):
             fields = leaf.codec.rows(leaves[n], self.index, self.length, start, end)
             rows |= {f"{leaf.name}.{key}": mx.contiguous(array) for key, array in fields.items()}
-        if self.layout.of_kind(Kind.WINDOW):
+        if self.layout.leaves_of_kind(CodecKind.WINDOW):
             self.capture_window()
-            rows |= self._journal_rows(start, end)
+            rows |= self._slice_journal(start, end)
         return rows
 
-    def _journal_rows(self, start: int, end: int) -> Named:
+    def _slice_journal(self, start: int, end: int) -> NamedArrays:
         parts: dict[str, list[mx.array]] = {}
         reached = start
         for first, last, rows in self.journal:
@@ -159,125 +166,132 @@ class KV:
                 parts.setdefault(name, []).append(array[:, :, reached - first : min(end, last) - first])
             reached = min(end, last)
         if reached < end:
-            raise RowsGone(f"rows [{reached}, {end}) of rotating layers are no longer in memory")
+            raise RowsUnavailableError(f"rows [{reached}, {end}) of rotating layers are no longer in memory")
         return {name: mx.contiguous(mx.concatenate(arrays, axis=2)) for name, arrays in parts.items()}
 
     # ---- continuing
 
     def positions(self) -> list[int]:
         """Where this KV, at rest, can be continued, ascending; empty means anywhere on the grid, if there is one."""
-        return self._places() or []
+        return self._find_positions() or []
 
     def can_continue_at(self, position: int) -> bool:
-        return position > 0 and self.deepest_place(position) == position
+        return position > 0 and self.find_continue_position(position) == position
 
-    def deepest_place(self, position: int) -> int:
+    def find_continue_position(self, position: int) -> int:
         """The last place up to `position` where it can be continued; 0 where there is none."""
-        upto = self.on_grid(min(position, self.end))
-        places = self._places()
+        upto = self.floor_to_grid(min(position, self.savable_length))
+        places = self._find_positions()
         return upto if places is None else max((at for at in places if at <= upto), default=0)
 
-    def _places(self) -> list[int] | None:
+    def _find_positions(self) -> list[int] | None:
         """As `positions`, but None means anywhere, and empty nowhere."""
-        there = [self.end] if self.end == self.length or self.window_kept[0] == self.end else []
-        if self.layout.problem or not self._whole():
+        there = (
+            [self.savable_length]
+            if self.savable_length == self.length or self.rollback_window[0] == self.savable_length
+            else []
+        )
+        if self.layout.problem or not self._is_window_complete():
             return there  # a state is of no use without the window that belongs to it
         if not self.layout.has_states:
             return None
-        present = {self.length} if self.end == self.length else set()
-        return sorted(present.union(at for at in self.checkpoints if at <= self.end and self.on_grid(at) == at))
+        present = {self.length} if self.savable_length == self.length else set()
+        return sorted(
+            present.union(at for at in self.checkpoints if at <= self.savable_length and self.floor_to_grid(at) == at)
+        )
 
-    def _whole(self) -> bool:
+    def _is_window_complete(self) -> bool:
         """Every row of every rotating layer is still in its window."""
         leaves = self._leaves()
-        windows = self.layout.of_kind(Kind.WINDOW)
+        windows = self.layout.leaves_of_kind(CodecKind.WINDOW)
         return all(
-            leaf.codec.kept(leaves[n], self.length) >= self.length and self.length <= leaf.template.max_size
+            leaf.codec.count_rows_in_memory(leaves[n], self.length) >= self.length
+            and self.length <= leaf.template.max_size
             for n, leaf in windows
         )
 
-    def branch(self, position: int, *, apart: bool = False) -> "KV":
+    def fork(self, position: int, *, detached: bool = False) -> "KV":
         """A KV of the first `position` tokens; this one stays as it is.  Only where `can_continue_at(position)`.
 
         It shares memory with this one until either is written to; `apart`, it is a copy from the start, as it has to be
         where this one is written to all the time.
         """
         leaves = (
-            self._leaf_at(leaf, held, position, apart)
+            self._build_leaf_at(leaf, held, position, detached)
             for leaf, held in zip(self.layout.leaves, self._leaves(), strict=True)
         )
         twin = KV.from_leaves(self.layout, self.tokens[:position], leaves)
-        twin.journals, twin.journal_until = self.journals, min(self.journal_until, position)
+        twin.journal_enabled, twin.journal_until = self.journal_enabled, min(self.journal_until, position)
         twin.grid, twin.grid_end = self.grid, position
-        twin._keep_below(position, self)
+        twin._copy_history_below(position, self)
         return twin
 
     def truncate(self, position: int) -> None:
         """Forget all but the first `position` tokens, in place.  Only where `can_continue_at(position)`."""
         if position < self.length:
-            self._go_back(position)
-        self.window_kept, self.grid_end = (0, {}), position
+            self._roll_back(position)
+        self.rollback_window, self.grid_end = (0, {}), position
 
-    def give_room_back(self) -> None:
+    def shrink_buffers(self) -> None:
         """Have buffers as long as its rows, where they are much longer: a long answer may have been forgotten."""
-        if self.room <= ROOM_MAX * self.length:
+        if self.buffer_rows <= BUFFER_RATIO_MAX * self.length:
             return
         leaves = self._leaves()
-        for n, leaf in self.layout.of_kind(Kind.ROWS):
+        for n, leaf in self.layout.leaves_of_kind(CodecKind.ROWS):
             fields = leaf.codec.rows(leaves[n], self.index, self.length, 0, self.length)
             leaves[n] = leaf.codec.build(_detach(fields), self.length, leaf.template)
         self.layers, self.index = rebuild(self.layout.template, iter(leaves)), 0
 
-    def _go_back(self, position: int) -> None:
+    def _roll_back(self, position: int) -> None:
         leaves = self._leaves()
         for n, leaf in enumerate(self.layout.leaves):
-            if leaf.codec.kind is Kind.ROWS:  # its buffer, with room to grow, is kept
+            if leaf.codec.kind is CodecKind.ROWS:  # its buffer, with room to grow, is kept
                 leaf.codec.truncate(leaves[n], self.length - position)
             else:
-                leaves[n] = self._leaf_at(leaf, leaves[n], position)
+                leaves[n] = self._build_leaf_at(leaf, leaves[n], position)
         self.layers = rebuild(self.layout.template, iter(leaves))
         self.tokens = self.tokens[:position]
         self.journal_until = min(self.journal_until, position)
-        self._keep_below(position, self)
+        self._copy_history_below(position, self)
 
-    def _leaf_at(self, leaf: Leaf, held: Any, position: int, apart: bool = False) -> Any:
-        if leaf.codec.kind is Kind.STATE:
+    def _build_leaf_at(self, leaf: CacheLeaf, held: Any, position: int, detached: bool = False) -> Any:
+        if leaf.codec.kind is CodecKind.STATE:
             state = self.checkpoints.get(position)
-            fields = leaf.codec.state(held, self.index) if state is None else fields_of(state, leaf.name)
-        elif leaf.codec.kind is Kind.WINDOW and position == self.length:
+            fields = leaf.codec.state(held, self.index) if state is None else select_fields(state, leaf.name)
+        elif leaf.codec.kind is CodecKind.WINDOW and position == self.length:
             # past its start, a ring has no row 0
-            return copy.deepcopy(held) if leaf.codec.alone(held) else leaf.codec.lower(held, self.index)
-        elif leaf.codec.kind is Kind.WINDOW and position == self.window_kept[0]:
-            fields = fields_of(self.window_kept[1], leaf.name)
+            return copy.deepcopy(held) if leaf.codec.is_single(held) else leaf.codec.extract_sequence(held, self.index)
+        elif leaf.codec.kind is CodecKind.WINDOW and position == self.rollback_window[0]:
+            fields = select_fields(self.rollback_window[1], leaf.name)
         else:
             fields = leaf.codec.rows(held, self.index, self.length, 0, position)
-        return leaf.codec.build(_detach(fields) if apart else fields, position, leaf.template)
+        return leaf.codec.build(_detach(fields) if detached else fields, position, leaf.template)
 
-    def _keep_below(self, position: int, other: "KV") -> None:
+    def _copy_history_below(self, position: int, other: "KV") -> None:
         self.checkpoints = {at: state for at, state in other.checkpoints.items() if at <= position}
-        self.journal = [_cut(entry, position) for entry in other.journal if entry[0] < position]
+        self.journal = [_truncate_entry(entry, position) for entry in other.journal if entry[0] < position]
 
     def _leaves(self) -> list[Any]:
         return [leaf for _, leaf in flatten(self.layers)]
 
 
-def _named(leaves: Any) -> Named:
+def _name_arrays(leaves: Any) -> NamedArrays:
     return {f"{name}.{key}": array for name, fields in leaves for key, array in fields.items()}
 
 
-def fields_of(named: Mapping[str, T], leaf: str) -> dict[str, T]:
+def select_fields(entries: Mapping[str, T], leaf: str) -> dict[str, T]:
     """What of `named` belongs to one leaf, by the name of its field."""
-    return {name.removeprefix(leaf + "."): value for name, value in named.items() if name.startswith(leaf + ".")}
+    return {name.removeprefix(leaf + "."): value for name, value in entries.items() if name.startswith(leaf + ".")}
 
 
-def _detach(named: Named) -> Named:
+def _detach(arrays: NamedArrays) -> NamedArrays:
     """Evaluated copies that keep nothing else alive: a slice would hold its whole base."""
-    copies = {name: mx.contiguous(array) for name, array in named.items()}
+    copies = {name: mx.contiguous(array) for name, array in arrays.items()}
     mx.eval(copies)
     return copies
 
 
-def _cut(entry: tuple[int, int, Named], position: int) -> tuple[int, int, Named]:
+def _truncate_entry(entry: tuple[int, int, NamedArrays], position: int) -> tuple[int, int, NamedArrays]:
     start, end, rows = entry
     if end <= position:
         return entry
@@ -294,5 +308,5 @@ def layers_nbytes(layers: list[Any]) -> int:
     return total
 
 
-def _nbytes(named: Named) -> int:
-    return sum(array.nbytes for array in named.values())
+def _nbytes(arrays: NamedArrays) -> int:
+    return sum(array.nbytes for array in arrays.values())

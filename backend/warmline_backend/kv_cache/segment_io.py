@@ -15,20 +15,20 @@ from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
-from warmline_backend.kv_cache.codecs import CacheLayout, Kind
-from warmline_backend.kv_cache.kv import KV, Named, fields_of
+from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind
+from warmline_backend.kv_cache.kv import KV, NamedArrays, select_fields
 from warmline_common.protocol.messages import CheckpointRef, SavedFile, SegmentRef
-from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix, prefix_digests, unpack_tokens
+from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens, prefix_digests, unpack_tokens
 from warmline_common.storage import disk
 from warmline_common.storage.segment_file import (
-    CHECKSUMS,
-    TOKENS,
+    CHECKSUMS_TENSOR,
+    TOKENS_TENSOR,
     FileMeta,
     SegmentFileError,
     SegmentHeader,
-    TensorPlace,
+    TensorInfo,
+    encode_header,
     file_checksum,
-    frame,
     header_checksum,
     read_header,
     tensor_checksum,
@@ -53,21 +53,21 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Python's buffer protocol has no bfloat16, so bytes are always reached through an unsigned type of the same width.
-CARRIERS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-ROOM_TOKENS = 256  # a restored buffer ends on a multiple of this, as mlx-lm's own do
+UNSIGNED_DTYPES = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+BUFFER_STEP_TOKENS = 256  # a restored buffer ends on a multiple of this, as mlx-lm's own do
 READ_BYTES_MAX = 64 << 20  # one read call; some systems refuse 2 GiB and more
 
 
-class BadChain(Exception):
+class BadChainError(Exception):
     """The request makes no sense: a gap, a position that is not the chain's, a checkpoint that is not there."""
 
 
-class Cancelled(Exception):
+class OperationCancelledError(Exception):
     """The save or restore was given up by its caller."""
 
 
 @dataclass(frozen=True)
-class Tensor:
+class RawTensor:
     """An evaluated array as its raw bytes; `keeps` holds the memory that `data` looks into."""
 
     dtype: str
@@ -76,17 +76,17 @@ class Tensor:
     keeps: object = None
 
 
-def as_bytes(named: Named) -> dict[str, Tensor]:
+def expose_bytes(arrays: NamedArrays) -> dict[str, RawTensor]:
     """Evaluate arrays and expose their bytes.  Engine thread."""
-    carried = {name: array.view(CARRIERS[array.dtype.size]) for name, array in named.items()}
+    carried = {name: array.view(UNSIGNED_DTYPES[array.dtype.size]) for name, array in arrays.items()}
     mx.eval(carried)
     return {
-        name: Tensor(DTYPE_NAMES[named[name].dtype], named[name].shape, _raw(array), array)
+        name: RawTensor(DTYPE_NAMES[arrays[name].dtype], arrays[name].shape, _view_bytes(array), array)
         for name, array in carried.items()
     }
 
 
-def _raw(array: mx.array) -> memoryview:
+def _view_bytes(array: mx.array) -> memoryview:
     buffer: Any = array  # has the buffer protocol, though its type stub doesn't say so
     return memoryview(buffer).cast("B") if array.nbytes else memoryview(b"")
 
@@ -94,21 +94,21 @@ def _raw(array: mx.array) -> memoryview:
 # ---- writing
 
 
-def write_file(path: Path, meta: FileMeta, tensors: dict[str, Tensor], tokens: bytes = b"") -> SavedFile:
+def write_segment_file(path: Path, meta: FileMeta, tensors: dict[str, RawTensor], tokens: bytes = b"") -> SavedFile:
     """Write, fsync and rename one file; when this returns it is durable.  Raises OSError, and leaves nothing then."""
     if meta.kind == "segment":
-        tensors = {**tensors, TOKENS: Tensor("U32", (len(tokens) // TOKEN_BYTES,), memoryview(tokens))}
+        tensors = {**tensors, TOKENS_TENSOR: RawTensor("U32", (len(tokens) // TOKEN_BYTES,), memoryview(tokens))}
     names = sorted(tensors)
     checksums = [tensor_checksum(name, *meta.span, [tensors[name].data]) for name in names]
     shapes: dict[str, tuple[str, Sequence[int]]] = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
     checksums.append(header_checksum(meta, shapes))
     packed = b"".join(value.to_bytes(8, "little") for value in checksums)
-    head = frame(meta, shapes | {CHECKSUMS: ("U64", (len(checksums),))})
-    written = disk.write_whole(path, [head, *(tensors[name].data for name in names), packed])
+    head = encode_header(meta, shapes | {CHECKSUMS_TENSOR: ("U64", (len(checksums),))})
+    written = disk.write_durable(path, [head, *(tensors[name].data for name in names), packed])
     return SavedFile(id=meta.id, bytes_written=written, checksum=file_checksum(checksums))
 
 
-def sweep_drafts(folder: Path) -> int:
+def delete_drafts(folder: Path) -> int:
     """Delete what a process that died in the midst of a save has left.  Returns how many; before any save."""
     swept = 0
     for draft in list(folder.glob(f"*/.*{disk.DRAFT_SUFFIX}")):
@@ -121,21 +121,21 @@ def sweep_drafts(folder: Path) -> int:
 # ---- reading
 
 
-def buffer_tokens(tokens: int) -> int:
+def round_up_to_buffer(tokens: int) -> int:
     """How many rows a buffer of `tokens` has: buffers grow by ROOM_TOKENS, mlx-lm's and restored ones."""
-    return -(-tokens // ROOM_TOKENS) * ROOM_TOKENS
+    return -(-tokens // BUFFER_STEP_TOKENS) * BUFFER_STEP_TOKENS
 
 
-class Damaged(Exception):
+class DamagedFileError(Exception):
     """A file of the chain can't be used: `bad` names it, tokens below `good_prefix` come from files that can."""
 
-    def __init__(self, bad: str, good_prefix: int, reason: str, detail: str) -> None:
-        super().__init__(f"{bad}: {reason}: {detail}")
-        self.bad, self.good_prefix, self.reason, self.detail = bad, good_prefix, reason, detail
+    def __init__(self, file_id: str, good_prefix: int, reason: str, detail: str) -> None:
+        super().__init__(f"{file_id}: {reason}: {detail}")
+        self.file_id, self.good_prefix, self.reason, self.detail = file_id, good_prefix, reason, detail
 
 
 @dataclass(frozen=True)
-class _Carrier:
+class _ByteBuffer:
     """An array that a reader fills through its bytes.  Made and read on the engine thread, filled on any."""
 
     dtype: str
@@ -144,44 +144,46 @@ class _Carrier:
     data: memoryview
 
     @classmethod
-    def of(cls, dtype: str, shape: tuple[int, ...]) -> "_Carrier":
-        array = mx.zeros(shape, CARRIERS[DTYPES[dtype].size])
+    def allocate(cls, dtype: str, shape: tuple[int, ...]) -> "_ByteBuffer":
+        array = mx.zeros(shape, UNSIGNED_DTYPES[DTYPES[dtype].size])
         mx.eval(array)
-        return cls(dtype, shape, array, _raw(array))
+        return cls(dtype, shape, array, _view_bytes(array))
 
-    def filled(self) -> mx.array:
+    def view_typed(self) -> mx.array:
         """What was read, under its own type; shares the memory."""
         return self.array.view(DTYPES[self.dtype])
 
 
 @dataclass(frozen=True)
-class _Target:
+class _RowTarget:
     """Where the rows of one tensor go: positions [first, position) of every head."""
 
-    carrier: _Carrier  # (1, heads, rows of room, width)
+    buffer: _ByteBuffer  # (1, heads, rows of room, width)
     first: int
 
     @property
     def row_bytes(self) -> int:
         """One row of one head."""
-        return self.carrier.shape[3] * self.carrier.array.dtype.size
+        return self.buffer.shape[3] * self.buffer.array.dtype.size
 
 
 @dataclass
-class Loaded:
+class LoadedChain:
     """Rows and state of [0, position), read and verified, not yet a cache."""
 
     position: int
     tokens: bytes
     bytes_read: int = 0
-    rows: dict[str, _Target] = field(default_factory=dict)
-    state: dict[str, _Carrier] = field(default_factory=dict)
+    rows: dict[str, _RowTarget] = field(default_factory=dict)
+    state: dict[str, _ByteBuffer] = field(default_factory=dict)
 
     def build(self, layout: CacheLayout) -> KV:
         """The KV that these bytes are.  Engine thread."""
-        state = {name: carrier.filled() for name, carrier in self.state.items()}
-        arrays = state | {name: target.carrier.filled() for name, target in self.rows.items()}
-        built = (leaf.codec.build(fields_of(arrays, leaf.name), self.position, leaf.template) for leaf in layout.leaves)
+        state = {name: carrier.view_typed() for name, carrier in self.state.items()}
+        arrays = state | {name: target.buffer.view_typed() for name, target in self.rows.items()}
+        built = (
+            leaf.codec.build(select_fields(arrays, leaf.name), self.position, leaf.template) for leaf in layout.leaves
+        )
         kv = KV.from_leaves(layout, unpack_tokens(self.tokens), built)
         if state:
             kv.checkpoints[self.position] = state
@@ -189,14 +191,14 @@ class Loaded:
         return kv
 
 
-class OnEngine(Protocol):
+class EngineRunner(Protocol):
     """Runs `work` on the engine thread and waits for what it returns."""
 
     def __call__(self, work: Callable[[], T]) -> T: ...
 
 
 @dataclass(frozen=True)
-class Loader:
+class ChainLoader:
     """Reads chains of one model.  `segment_file` maps an id to its path; `pool` reads segments side by side.
 
     `on_engine` has work done on the engine thread: arrays are made there, and nowhere else.
@@ -206,29 +208,29 @@ class Loader:
     row_names: frozenset[str]  # every tensor that a segment of this model has
     fingerprint: str
     segment_file: Callable[[str], Path]
-    pool: Executor
-    on_engine: OnEngine
+    reader_pool: Executor
+    run_on_engine: EngineRunner
 
     def load(
         self,
         tokens: bytes,
         chain: list[SegmentRef],
         checkpoint: CheckpointRef | None,
-        given_up: Callable[[], bool],
+        is_cancelled: Callable[[], bool],
         root: bytes = b"",
-    ) -> Loaded:
+    ) -> LoadedChain:
         """Read and verify all that continuing after `tokens` takes.  Raises Damaged, Cancelled, BadChain.
 
         `root`: whose chain it is; what was saved under another one is foreign.
         """
-        loaded = Loaded(len(tokens) // TOKEN_BYTES, tokens)
+        loaded = LoadedChain(len(tokens) // TOKEN_BYTES, tokens)
         _check_chain(chain, checkpoint, loaded.position, self.layout)
         prefixes = prefix_digests(root, tokens, [*(link.start for link in chain), loaded.position])
-        headers = [self._check(link) for link in chain]
+        headers = [self._read_segment_header(link) for link in chain]
         if headers:
-            loaded.rows = self.on_engine(lambda: self._targets(loaded.position, headers[0]))
+            loaded.rows = self.run_on_engine(lambda: self._allocate_targets(loaded.position, headers[0]))
         jobs = [
-            self.pool.submit(self._read_segment, link, header, prefixes[link.start], loaded, given_up)
+            self.reader_pool.submit(self._read_segment, link, header, prefixes[link.start], loaded, is_cancelled)
             for link, header in zip(chain, headers, strict=True)
         ]
         try:
@@ -244,92 +246,111 @@ class Loader:
             self._read_state(checkpoint, prefixes[loaded.position], loaded)
         return loaded
 
-    def _check(self, link: SegmentRef) -> SegmentHeader:
+    def _read_segment_header(self, segment_ref: SegmentRef) -> SegmentHeader:
         """The header of a link that is what the index says it is, of this model, in this place."""
         try:
-            header = read_header(self.segment_file(link.id))
+            header = read_header(self.segment_file(segment_ref.id))
         except SegmentFileError as error:
-            raise Damaged(link.id, link.start, error.reason, error.detail) from error
+            raise DamagedFileError(segment_ref.id, segment_ref.start, error.reason, error.detail) from error
         meta = header.meta
         if meta.fingerprint != self.fingerprint:
-            raise Damaged(link.id, link.start, "foreign", f"made by another model ({meta.fingerprint[:12]})")
-        if header.content().keys() != self.row_names:
-            raise Damaged(link.id, link.start, "foreign", "its tensors are not this model's")
-        if (meta.kind, meta.id, meta.start, meta.end) != ("segment", link.id, link.start, link.end):
-            raise Damaged(link.id, link.start, "foreign", f"{meta.kind} {meta.id} of [{meta.start}, {meta.end})")
+            raise DamagedFileError(
+                segment_ref.id, segment_ref.start, "foreign", f"made by another model ({meta.fingerprint[:12]})"
+            )
+        if header.select_kv_tensors().keys() != self.row_names:
+            raise DamagedFileError(segment_ref.id, segment_ref.start, "foreign", "its tensors are not this model's")
+        if (meta.kind, meta.id, meta.start, meta.end) != (
+            "segment",
+            segment_ref.id,
+            segment_ref.start,
+            segment_ref.end,
+        ):
+            raise DamagedFileError(
+                segment_ref.id, segment_ref.start, "foreign", f"{meta.kind} {meta.id} of [{meta.start}, {meta.end})"
+            )
         return header
 
-    def _targets(self, position: int, header: SegmentHeader) -> dict[str, _Target]:
+    def _allocate_targets(self, position: int, header: SegmentHeader) -> dict[str, _RowTarget]:
         """Room for [0, position) of every tensor with rows; for rotating layers, of their window.  Engine thread."""
-        room, targets = buffer_tokens(position), {}
+        room, targets = round_up_to_buffer(position), {}
         for leaf in self.layout.leaves:
-            if leaf.codec.kind is Kind.STATE:
+            if leaf.codec.kind is CodecKind.STATE:
                 continue
-            windowed = leaf.codec.kind is Kind.WINDOW
+            windowed = leaf.codec.kind is CodecKind.WINDOW
             first = max(0, position - leaf.template.max_size) if windowed else 0
             rows = position - first if windowed else room
-            for name, place in fields_of(header.tensors, leaf.name).items():
+            for name, place in select_fields(header.tensors, leaf.name).items():
                 one, heads, _, width = place.shape
-                carrier = _Carrier.of(place.dtype, (one, heads, rows, width))
-                targets[f"{leaf.name}.{name}"] = _Target(carrier, first)
+                carrier = _ByteBuffer.allocate(place.dtype, (one, heads, rows, width))
+                targets[f"{leaf.name}.{name}"] = _RowTarget(carrier, first)
         return targets
 
     def _read_segment(
-        self, link: SegmentRef, header: SegmentHeader, prefix: str, loaded: Loaded, given_up: Callable[[], bool]
+        self,
+        segment_ref: SegmentRef,
+        header: SegmentHeader,
+        prefix: str,
+        loaded_chain: LoadedChain,
+        is_cancelled: Callable[[], bool],
     ) -> int:
         try:
-            _check_place(header.meta, prefix)
-            with disk.open_to_read(self.segment_file(link.id)) as file:
-                reader = _Reader(file, header)
-                self._check_tokens(link, reader, loaded)
-                for name, target in loaded.rows.items():
-                    if given_up():
-                        raise Cancelled
-                    if link.upto > target.first:
-                        reader.read_rows(name, target, link.upto)
+            _check_prefix(header.meta, prefix)
+            with disk.open_to_read(self.segment_file(segment_ref.id)) as file:
+                reader = _TensorReader(file, header)
+                self._check_tokens(segment_ref, reader, loaded_chain)
+                for name, target in loaded_chain.rows.items():
+                    if is_cancelled():
+                        raise OperationCancelledError
+                    if segment_ref.upto > target.first:
+                        reader.read_rows(name, target, segment_ref.upto)
                 return reader.bytes_read
         except SegmentFileError as error:
-            raise Damaged(link.id, link.start, error.reason, error.detail) from error
+            raise DamagedFileError(segment_ref.id, segment_ref.start, error.reason, error.detail) from error
         except OSError as error:
-            raise Damaged(link.id, link.start, _reason(error), str(error)) from error
+            raise DamagedFileError(segment_ref.id, segment_ref.start, _classify_os_error(error), str(error)) from error
 
-    def _check_tokens(self, link: SegmentRef, reader: "_Reader", loaded: Loaded) -> None:
+    def _check_tokens(self, segment_ref: SegmentRef, reader: "_TensorReader", loaded_chain: LoadedChain) -> None:
         """Equality decides, here too: the file's own tokens against those of the prompt."""
-        wanted = loaded.tokens[link.start * TOKEN_BYTES : link.upto * TOKEN_BYTES]
-        stored = reader.read_whole(TOKENS)
-        equal = common_prefix(stored, wanted)
-        if equal < link.upto - link.start:
-            raise SegmentFileError("tokens", f"differs at token {link.start + equal}")
+        wanted = loaded_chain.tokens[segment_ref.start * TOKEN_BYTES : segment_ref.upto * TOKEN_BYTES]
+        stored = reader.read_tensor(TOKENS_TENSOR)
+        equal = count_common_tokens(stored, wanted)
+        if equal < segment_ref.upto - segment_ref.start:
+            raise SegmentFileError("tokens", f"differs at token {segment_ref.start + equal}")
 
-    def _read_state(self, checkpoint: CheckpointRef, prefix: str, loaded: Loaded) -> None:
+    def _read_state(self, checkpoint: CheckpointRef, prefix: str, loaded_chain: LoadedChain) -> None:
         try:
             path = self.segment_file(checkpoint.id)
             header = read_header(path)
             meta = header.meta
-            wanted = ("checkpoint", checkpoint.id, loaded.position, self.fingerprint)
+            wanted = ("checkpoint", checkpoint.id, loaded_chain.position, self.fingerprint)
             if (meta.kind, meta.id, meta.position, meta.fingerprint) != wanted:
                 raise SegmentFileError("foreign", f"{meta.kind} {meta.id} at {meta.position}")
-            _check_place(meta, prefix)
-            loaded.state = self.on_engine(
-                lambda: {name: _Carrier.of(place.dtype, place.shape) for name, place in header.content().items()}
+            _check_prefix(meta, prefix)
+            loaded_chain.state = self.run_on_engine(
+                lambda: {
+                    name: _ByteBuffer.allocate(place.dtype, place.shape)
+                    for name, place in header.select_kv_tensors().items()
+                }
             )
             with disk.open_to_read(path) as file:
-                reader = _Reader(file, header)
-                for name, carrier in loaded.state.items():
+                reader = _TensorReader(file, header)
+                for name, carrier in loaded_chain.state.items():
                     reader.read_into(name, carrier.data)
-                loaded.bytes_read += reader.bytes_read
+                loaded_chain.bytes_read += reader.bytes_read
         except SegmentFileError as error:
-            raise Damaged(checkpoint.id, loaded.position, error.reason, error.detail) from error
+            raise DamagedFileError(checkpoint.id, loaded_chain.position, error.reason, error.detail) from error
         except OSError as error:
-            raise Damaged(checkpoint.id, loaded.position, _reason(error), str(error)) from error
+            raise DamagedFileError(
+                checkpoint.id, loaded_chain.position, _classify_os_error(error), str(error)
+            ) from error
 
 
-def _reason(error: OSError) -> str:
+def _classify_os_error(error: OSError) -> str:
     """Whether a file is gone, or can't be read now."""
     return "missing" if isinstance(error, FileNotFoundError) else "io"
 
 
-def _check_place(meta: FileMeta, prefix: str) -> None:
+def _check_prefix(meta: FileMeta, prefix: str) -> None:
     """What a file holds is true only after the tokens that it was computed after."""
     if meta.prefix != prefix:
         raise SegmentFileError("foreign", f"{meta.kind} {meta.id} was computed after other tokens")
@@ -340,60 +361,62 @@ def _check_chain(chain: list[SegmentRef], checkpoint: CheckpointRef | None, posi
     reached = 0
     for link in chain:
         if link.start != reached or not link.start < link.upto <= link.end:
-            raise BadChain(f"segment {link.id}: [{link.start}, {link.upto}) of end {link.end} after {reached} tokens")
+            raise BadChainError(
+                f"segment {link.id}: [{link.start}, {link.upto}) of end {link.end} after {reached} tokens"
+            )
         reached = link.upto
     if reached != position or position == 0:
-        raise BadChain(f"the chain holds {reached} tokens, the request names {position}")
+        raise BadChainError(f"the chain holds {reached} tokens, the request names {position}")
     if layout.has_states and (checkpoint is None or checkpoint.position != position):
-        raise BadChain(f"a model with recurrent layers needs a checkpoint at {position}")
+        raise BadChainError(f"a model with recurrent layers needs a checkpoint at {position}")
 
 
-class _Reader:
+class _TensorReader:
     """Reads tensors of one open file, each compared with its checksum.  Raises SegmentFileError, OSError."""
 
     def __init__(self, file: FileIO, header: SegmentHeader) -> None:
         self._file = file
         self._header = header
         self.bytes_read = 0
-        place = header.tensors[CHECKSUMS]
+        place = header.tensors[CHECKSUMS_TENSOR]
         packed = bytearray(place.bytes_count)
         self._fill(memoryview(packed), place.offset)
         checksums = [int.from_bytes(packed[at : at + 8], "little") for at in range(0, len(packed), 8)]
         header.verify(checksums)
-        self._wanted = dict(zip(header.checksummed(), checksums[:-1], strict=True))
+        self._expected_checksums = dict(zip(header.list_checksummed_names(), checksums[:-1], strict=True))
 
-    def read_whole(self, name: str) -> bytes:
+    def read_tensor(self, name: str) -> bytes:
         data = bytearray(self._header.tensors[name].bytes_count)
         self.read_into(name, memoryview(data))
         return bytes(data)
 
     def read_into(self, name: str, data: memoryview) -> None:
         self._fill(data, self._header.tensors[name].offset)
-        self._verify(name, [data])
+        self._verify_checksum(name, [data])
 
-    def read_rows(self, name: str, target: _Target, upto: int) -> None:
+    def read_rows(self, name: str, target: _RowTarget, upto: int) -> None:
         """Rows [max(start, target.first), upto) of every head, straight into place.
 
         What else the tensor holds is read for its checksum alone.
         """
         place, meta = self._header.tensors.get(name), self._header.meta
-        carrier = target.carrier
+        carrier = target.buffer
         if place is None or place.dtype != carrier.dtype or place.shape[1::2] != carrier.shape[1::2]:
             raise SegmentFileError("foreign", f"{name} is {place and (place.dtype, place.shape)}")
         if place.shape[2] != meta.end - meta.start:
             raise SegmentFileError("rows", f"{name} has {place.shape[2]} rows for [{meta.start}, {meta.end})")
-        self._verify(name, self._strips(place, target, upto))
+        self._verify_checksum(name, self._read_strips(place, target, upto))
 
-    def _strips(self, place: TensorPlace, target: _Target, upto: int) -> Iterator[memoryview]:
+    def _read_strips(self, place: TensorInfo, target: _RowTarget, upto: int) -> Iterator[memoryview]:
         """Head by head: the rows before the wanted ones, the wanted ones in their place, those behind them."""
         start, end = self._header.meta.start, self._header.meta.end
-        row, room = target.row_bytes, target.carrier.shape[2]
+        row, room = target.row_bytes, target.buffer.shape[2]
         first = max(start, target.first)
         before, after = memoryview(bytearray((first - start) * row)), memoryview(bytearray((end - upto) * row))
         offset = place.offset
         for head in range(place.shape[1]):
             into = (head * room + first - target.first) * row
-            for strip in (before, target.carrier.data[into : into + (upto - first) * row], after):
+            for strip in (before, target.buffer.data[into : into + (upto - first) * row], after):
                 self._fill(strip, offset)
                 offset += strip.nbytes
                 yield strip
@@ -408,6 +431,6 @@ class _Reader:
             done += count
         self.bytes_read += done
 
-    def _verify(self, name: str, parts: Iterable[memoryview]) -> None:
-        if tensor_checksum(name, *self._header.meta.span, parts) != self._wanted[name]:
+    def _verify_checksum(self, name: str, pieces: Iterable[memoryview]) -> None:
+        if tensor_checksum(name, *self._header.meta.span, pieces) != self._expected_checksums[name]:
             raise SegmentFileError("checksum", f"{name} of {self._header.meta.kind} {self._header.meta.id}")

@@ -22,18 +22,18 @@ import mlx_lm.models.base
 import mlx_lm.models.cache
 from mlx_lm.utils import load_config
 
-from warmline_backend.model.loader import model_classes
-from warmline_backend.model.numerics import arithmetic
+from warmline_backend.model.loader import find_model_classes
+from warmline_backend.model.numerics import describe_numerics
 from warmline_common.protocol.messages import SEGMENT_FORMAT
 from warmline_common.storage import disk
 
 PIECE_BYTES = 16 << 20
 READERS_MAX = 8
 DIGESTS_MAX = 4096  # remembered; the oldest are forgotten first
-_MODELS = ("mlx_lm.models.", "warmline_backend.model.architectures.")
+_MODEL_PACKAGES = ("mlx_lm.models.", "warmline_backend.model.architectures.")
 
 
-def fingerprint(
+def compute_fingerprint(
     model_path: Path,
     adapter_path: Path | None,
     kv_bits: int | None,
@@ -48,35 +48,35 @@ def fingerprint(
     `dtype` is the KV's, `shards` how many ranks share the model.  With a `grid` (exact mode) it is also the identity of
     what rounds the numbers; such KV and any other never meet.
     """
-    digests = _Digests(home_models_dir / "digests.json")
+    digests = _DigestCache(home_models_dir / "digests.json")
     weights = sorted(model_path.glob("model*.safetensors"))
     if not weights:
         raise FileNotFoundError(f"no model*.safetensors in {model_path}: its weights are missing, download it again")
-    adapter = _adapter_files(adapter_path)
-    known = digests.of([*weights, *adapter])
+    adapter = _list_adapter_files(adapter_path)
+    known = digests.compute_all([*weights, *adapter])
     identity: dict[str, object] = {
         "weights": [[path.name, known[path]] for path in weights],
         "adapter": [[path.name, known[path]] for path in adapter],
         "config": json.loads((model_path / "config.json").read_text()),
-        "code": _code(model_path),
+        "code": _hash_sources(model_path),
         "kv": [kv_bits, kv_group_size] if kv_bits else None,
         "dtype": dtype,
         "shards": shards,
         "segment_format": SEGMENT_FORMAT,
     }
     if grid:
-        identity["exact"] = {"grid": grid, **arithmetic()}
+        identity["exact"] = {"grid": grid, **describe_numerics()}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def _adapter_files(adapter_path: Path | None) -> list[Path]:
+def _list_adapter_files(adapter_path: Path | None) -> list[Path]:
     """What mlx-lm reads of an adapter."""
     if adapter_path is None:
         return []
     return [adapter_path / "adapter_config.json", *sorted(adapter_path.glob("*.safetensors"))]
 
 
-def _code(model_path: Path) -> list[list[str]]:
+def _hash_sources(model_path: Path) -> list[list[str]]:
     """Name and source digest of the modules that compute and hold this model's KV."""
     config = load_config(model_path)
     modules = [mlx_lm.models.base, mlx_lm.models.cache]
@@ -84,14 +84,14 @@ def _code(model_path: Path) -> list[list[str]]:
     if model_file := config.get("model_file"):
         sources["model_file"] = (model_path / model_file).read_bytes()
     else:
-        architecture = inspect.getmodule(model_classes(config)[0])
+        architecture = inspect.getmodule(find_model_classes(config)[0])
         assert architecture is not None
         modules.append(architecture)
-    sources |= {module.__name__: inspect.getsource(module).encode() for module in _closure(modules)}
+    sources |= {module.__name__: inspect.getsource(module).encode() for module in _find_dependencies(modules)}
     return [[name, hashlib.sha256(source).hexdigest()] for name, source in sorted(sources.items())]
 
 
-def _closure(modules: Iterable[ModuleType]) -> list[ModuleType]:
+def _find_dependencies(modules: Iterable[ModuleType]) -> list[ModuleType]:
     """These modules of models, mlx-lm's and ours, and those that they take something from, directly or not.
 
     One architecture builds on others (qwen3_5 on qwen3_next), and on rope_utils, switch_layers and the like.
@@ -102,48 +102,48 @@ def _closure(modules: Iterable[ModuleType]) -> list[ModuleType]:
         module = waiting.pop()
         if module.__name__ not in found:
             found[module.__name__] = module
-            waiting.extend(_taken(module))
+            waiting.extend(_find_imports(module))
     return list(found.values())
 
 
-def _taken(module: ModuleType) -> Iterator[ModuleType]:
+def _find_imports(module: ModuleType) -> Iterator[ModuleType]:
     for value in vars(module).values():
         name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-        if isinstance(name, str) and name.startswith(_MODELS):
+        if isinstance(name, str) and name.startswith(_MODEL_PACKAGES):
             yield sys.modules[name]
 
 
-class _Digests:
+class _DigestCache:
     """sha256 of files, remembered in a private JSON file; a damaged one is begun again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._known = self._load()
+        self._digests = self._load()
 
-    def of(self, paths: Sequence[Path]) -> dict[Path, str]:
+    def compute_all(self, paths: Sequence[Path]) -> dict[Path, str]:
         with ThreadPoolExecutor(max_workers=min(READERS_MAX, os.cpu_count() or 1)) as readers:
-            return dict(zip(paths, readers.map(self._digest, paths), strict=True))
+            return dict(zip(paths, readers.map(self._compute, paths), strict=True))
 
-    def _digest(self, path: Path) -> str:
+    def _compute(self, path: Path) -> str:
         with path.open("rb", buffering=0) as file:
-            key = _identity(file)
-            if known := self._known.get(key):
+            key = _make_file_key(file)
+            if known := self._digests.get(key):
                 return known
             digest = _sha256(file)
-            if _identity(file) != key:
+            if _make_file_key(file) != key:
                 raise OSError(f"{path} changed while it was read")
-        self._remember(key, digest)
+        self._save(key, digest)
         return digest
 
-    def _remember(self, key: str, digest: str) -> None:
+    def _save(self, key: str, digest: str) -> None:
         """At once: whoever is stopped in the middle of a large model need not read all of it again."""
         with self._lock:
-            self._known[key] = digest
-            while len(self._known) > DIGESTS_MAX:
-                del self._known[next(iter(self._known))]
+            self._digests[key] = digest
+            while len(self._digests) > DIGESTS_MAX:
+                del self._digests[next(iter(self._digests))]
             with suppress(OSError):  # a digest that can't be remembered is computed again
-                disk.write_small(self._path, json.dumps(self._known, indent=1))
+                disk.replace_file(self._path, json.dumps(self._digests, indent=1))
 
     def _load(self) -> dict[str, str]:
         try:
@@ -154,7 +154,7 @@ class _Digests:
         return known if valid else {}
 
 
-def _identity(file: FileIO) -> str:
+def _make_file_key(file: FileIO) -> str:
     """Not the device: its number may change with a restart.  The change time, since the modification time can be set:
     another model may be copied over this one, dates and all.
     """

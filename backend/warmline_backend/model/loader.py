@@ -20,15 +20,15 @@ from warmline_backend.model.architectures import ARCHITECTURES
 
 T = TypeVar("T")
 
-PLACES_SHOWN_MAX = 12
+LAYER_RUNS_SHOWN_MAX = 12
 LAYERS_MAX = 10_000
 
 
-class ModelProblem(Exception):
+class ModelError(Exception):
     """The model can't be served; says what is wrong and what to do."""
 
 
-class ParameterMismatch(ModelProblem):
+class ParameterMismatchError(ModelError):
     """What the files hold is not what the model consists of.  `str` lists it by kind."""
 
     def __init__(
@@ -42,12 +42,18 @@ class ParameterMismatch(ModelProblem):
         self.missing, self.unexpected = missing, unexpected
         self.wrong_shape, self.wrong_type = wrong_shape, wrong_type
         parts = [
-            *_part("missing", "that the model needs and the files lack", missing),
-            *_part("unexpected", "in the files that the model does not have", unexpected),
-            *_part("of another shape", "than the model needs", [name for name, *_ in wrong_shape]),
-            *(f"  {kind}: needed {needed}, found {found}" for kind, (needed, found) in differing(wrong_shape).items()),
-            *_part("of another type", "than the model computes with", [name for name, *_ in wrong_type]),
-            *(f"  {kind}: needed {needed}, found {found}" for kind, (needed, found) in differing(wrong_type).items()),
+            *_format_section("missing", "that the model needs and the files lack", missing),
+            *_format_section("unexpected", "in the files that the model does not have", unexpected),
+            *_format_section("of another shape", "than the model needs", [name for name, *_ in wrong_shape]),
+            *(
+                f"  {kind}: needed {needed}, found {found}"
+                for kind, (needed, found) in group_mismatches(wrong_shape).items()
+            ),
+            *_format_section("of another type", "than the model computes with", [name for name, *_ in wrong_type]),
+            *(
+                f"  {kind}: needed {needed}, found {found}"
+                for kind, (needed, found) in group_mismatches(wrong_type).items()
+            ),
         ]
         super().__init__(
             "its weights don't fit its config.json, and with any of them left out its answers would be wrong; "
@@ -55,33 +61,33 @@ class ParameterMismatch(ModelProblem):
         )
 
 
-def _part(what: str, why: str, names: Iterable[str]) -> list[str]:
+def _format_section(title: str, reason: str, names: Iterable[str]) -> list[str]:
     names = list(names)
     if not names:
         return []
-    return [f"{len(names)} {what} ({why}):", *(f"  {line}" for line in by_kind(names))]
+    return [f"{len(names)} {title} ({reason}):", *(f"  {line}" for line in format_by_kind(names))]
 
 
-def kind_of(name: str) -> str:
+def mask_layer_number(name: str) -> str:
     """The name with its layer's number left open."""
     return re.sub(r"\.\d+\.", ".*.", name, count=1)
 
 
-def differing(parameters: Iterable[tuple[str, T, T]]) -> dict[str, tuple[T, T]]:
+def group_mismatches(parameters: Iterable[tuple[str, T, T]]) -> dict[str, tuple[T, T]]:
     """By kind what the model needs and what was found, of one parameter of each."""
-    return {kind_of(name): (needed, found) for name, needed, found in parameters}
+    return {mask_layer_number(name): (needed, found) for name, needed, found in parameters}
 
 
-def by_kind(names: Iterable[str]) -> list[str]:
+def format_by_kind(names: Iterable[str]) -> list[str]:
     """A line for each kind of parameter, with the layers that it is about."""
     places: dict[str, list[int]] = {}
     for name in names:
         number = re.search(r"\.(\d+)\.", name)
-        places.setdefault(kind_of(name), []).extend([int(number[1])] if number else [])
-    return [kind + _layers(sorted(set(numbers))) for kind, numbers in sorted(places.items())]
+        places.setdefault(mask_layer_number(name), []).extend([int(number[1])] if number else [])
+    return [kind + _format_layers(sorted(set(numbers))) for kind, numbers in sorted(places.items())]
 
 
-def _layers(numbers: list[int]) -> str:
+def _format_layers(numbers: list[int]) -> str:
     if not numbers:
         return ""
     runs: list[list[int]] = []
@@ -90,12 +96,12 @@ def _layers(numbers: list[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:PLACES_SHOWN_MAX])
-    more = ", ..." if len(runs) > PLACES_SHOWN_MAX else ""
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:LAYER_RUNS_SHOWN_MAX])
+    more = ", ..." if len(runs) > LAYER_RUNS_SHOWN_MAX else ""
     return f": {len(numbers)} layer{'s' * (len(numbers) > 1)} ({shown}{more})"
 
 
-def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+def find_model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     """The classes of a model and of its arguments.  Raises ValueError where nobody knows the architecture."""
     if ours := ARCHITECTURES.get(config["model_type"]):
         return ours.Model, ours.ModelArgs
@@ -113,25 +119,25 @@ def read_config(folder: Path) -> dict[str, Any]:
     except OSError:
         raise
     except Exception as error:  # JSON may be broken, no text, no object, or nested without end
-        raise ModelProblem(
+        raise ModelError(
             f"config.json or generation_config.json in {folder} is damaged, download both again "
             f"({type(error).__name__}: {error})"
         ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelProblem(f'{folder / "config.json"} names no model_type; expected one such as "llama"')
+        raise ModelError(f'{folder / "config.json"} names no model_type; expected one such as "llama"')
     text = config.get("text_config") or {}
     if not isinstance(text, dict):
-        raise ModelProblem(f"text_config in {folder / 'config.json'} is no object; download the file again")
+        raise ModelError(f"text_config in {folder / 'config.json'} is no object; download the file again")
     for layers in (config.get("num_hidden_layers"), text.get("num_hidden_layers")):
         if isinstance(layers, int) and layers > LAYERS_MAX:  # making them would take all memory there is
-            raise ModelProblem(
+            raise ModelError(
                 f"num_hidden_layers in {folder / 'config.json'} is {layers}, and no model has more than {LAYERS_MAX}; "
                 "download the file again"
             )
     return config
 
 
-def assemble(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+def load_lazy_model(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
     """The model with its weights, and its config; lazy, so that of the files only headers have been read.
 
     Raises ParameterMismatch, ModelProblem for untrusted code and for whatever else an architecture can't do with the
@@ -140,39 +146,37 @@ def assemble(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[
     """
     config = read_config(folder)
     if glob.escape(str(folder)) != str(folder):  # mlx-lm would take the path for a pattern, and find nothing, or others
-        raise ModelProblem(
-            f"mlx-lm can't read a folder with *, ? or [ in its path: {folder}; rename it, or give a link"
-        )
+        raise ModelError(f"mlx-lm can't read a folder with *, ? or [ in its path: {folder}; rename it, or give a link")
     if (code := config.get("model_file")) and not trust_remote_code:
-        raise ModelProblem(
+        raise ModelError(
             f"its config.json names {code}, code that comes with the model and would run here; read {folder / code}, "
             "and pass --trust-remote-code if you trust it"
         )
     try:
         model, config = load_model(
-            folder, lazy=True, get_model_classes=_checking_classes, trust_remote_code=trust_remote_code
+            folder, lazy=True, get_model_classes=_find_checking_classes, trust_remote_code=trust_remote_code
         )
-    except (ModelProblem, ValueError, OSError, MemoryError):
+    except (ModelError, ValueError, OSError, MemoryError):
         raise
     except (Exception, SystemExit) as error:  # whatever constructors, mlx, and code that comes with a model raise
         if code:
-            raise ModelProblem(
+            raise ModelError(
                 f"{folder / code}, code that comes with the model, fails; see what it needs installed, and whether "
                 f"it is made for these weights ({type(error).__name__}: {error})"
             ) from error
-        raise ModelProblem(
+        raise ModelError(
             f"config.json and the weights can't be those of one {config['model_type']}; download both again from the "
             f"same repository, or find a conversion of this very model ({type(error).__name__}: {error})"
         ) from error
     return model, config
 
 
-def _checking_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    model_class, args_class = model_classes(config)
-    return _checking(model_class), args_class
+def _find_checking_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    model_class, args_class = find_model_classes(config)
+    return _make_checking_class(model_class), args_class
 
 
-def _checking(model_class: type[nn.Module]) -> type[nn.Module]:
+def _make_checking_class(model_class: type[nn.Module]) -> type[nn.Module]:
     """The same class, but what is wrong with the weights is told by kind, all of it at once."""
 
     class Checking(model_class):  # type: ignore[misc]
@@ -198,14 +202,14 @@ def check_parameters(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
         if needed[name].shape != weights[name].shape
     )
     types = tuple(
-        (name, type_name(needed[name]), type_name(weights[name]))
+        (name, format_dtype(needed[name]), format_dtype(weights[name]))
         for name in sorted(needed.keys() & weights.keys())
         if mx.issubdtype(needed[name].dtype, mx.floating) and not mx.issubdtype(weights[name].dtype, mx.floating)
     )
     if missing or unexpected or wrong or types:
-        raise ParameterMismatch(missing, unexpected, wrong, types)
+        raise ParameterMismatchError(missing, unexpected, wrong, types)
 
 
-def type_name(array: mx.array) -> str:
+def format_dtype(array: mx.array) -> str:
     """Such as "bfloat16"."""
     return str(array.dtype).removeprefix("mlx.core.")

@@ -15,14 +15,14 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _download, load_adapters, load_tokenizer
 
-from warmline_backend.kv_cache.codecs import CacheLayout, Kind, flatten
-from warmline_backend.kv_cache.kv import KV, fields_of, layers_nbytes
-from warmline_backend.model.loader import ModelProblem, assemble
-from warmline_common.protocol.messages import Layout
+from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, flatten
+from warmline_backend.kv_cache.kv import KV, layers_nbytes, select_fields
+from warmline_backend.model.loader import ModelError, load_lazy_model
+from warmline_common.protocol.messages import KvLayout
 
 log = logging.getLogger(__name__)
 
-CHUNK_TOKENS = 8  # of the few that a model is tried with
+PROBE_CHUNK_TOKENS = 8  # of the few that a model is tried with
 CONTEXT_KEYS = ("max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length", "n_positions")
 FLOATS_COARSEST_FIRST = ("bfloat16", "float16", "float32")
 DETAIL_CHARS_MAX = 300  # of another library's error
@@ -46,30 +46,30 @@ class ServedModel:
     weight_bytes: int
     index_topk: int  # how many tokens sparse attention selects; 0 where it isn't sparse
 
-    def bytes_of(self, tokens: int) -> int:
+    def kv_bytes(self, tokens: int) -> int:
         """KV bytes of a sequence of `tokens`, without padding."""
         return tokens * self.row_bytes + self.state_bytes
 
-    def fresh_kv(self, *, journals: bool, grid: int = 0) -> KV:
-        return KV(self.layout, [], self.layout.fresh(), journals=journals, grid=grid)
+    def make_kv(self, *, journals: bool, grid: int = 0) -> KV:
+        return KV(self.layout, [], self.layout.make_empty_cache(), journal_enabled=journals, grid=grid)
 
-    def described(self, grid: int = 0) -> Layout:
+    def describe_layout(self, grid: int = 0) -> KvLayout:
         layout = self.layout
-        return Layout(
+        return KvLayout(
             row_bytes=self.row_bytes,
             state_bytes=self.state_bytes,
             has_rows=self.row_bytes > 0,
             has_states=layout.has_states,
             has_windows=layout.window > 0,
             persistent=not layout.problem,
-            families=layout.families,
+            families=layout.class_names,
             why_not=layout.problem,
             grid=grid,
-            dtype=layout.quantized or _coarsest(self.dtype),
+            dtype=layout.quantization or _find_coarsest_dtype(self.dtype),
         )
 
 
-def load(
+def load_served_model(
     path: str,
     name: str,
     *,
@@ -82,28 +82,26 @@ def load(
 
     Raises ModelProblem, or what mlx-lm raises for a folder that is no model.
     """
-    folder = _folder(path)
+    folder = _resolve_folder(path)
     maybe_set_recommended_wired_limit()  # macOS would page a large model out between two steps
-    model, config = assemble(folder, trust_remote_code=trust_remote_code)
+    model, config = load_lazy_model(folder, trust_remote_code=trust_remote_code)
     try:
         mx.eval(model.parameters())
     except RuntimeError as error:
-        raise ModelProblem(
-            f"its weights can't be read: {error}; `warmline doctor` says which file is damaged"
-        ) from error
+        raise ModelError(f"its weights can't be read: {error}; `warmline doctor` says which file is damaged") from error
     if adapter_path:
-        model = _adapted(model, adapter_path)
-    tokenizer = tokenizer_of(folder, config, trust_remote_code=trust_remote_code)
-    layout = CacheLayout.of(cache_maker(model, kv_bits, kv_group_size))
+        model = _load_adapter(model, adapter_path)
+    tokenizer = load_model_tokenizer(folder, config, trust_remote_code=trust_remote_code)
+    layout = CacheLayout.from_factory(make_cache_factory(model, kv_bits, kv_group_size))
     try:
-        logits, layers = few_tokens(model, layout)
+        logits, layers = run_probe(model, layout)
         mx.eval(logits)
     except (RuntimeError, ValueError) as error:  # such as a quantized product that mlx has no kernel for on this device
         todo = (
             "; leave --kv-bits out, or choose a --kv-group-size that divides the width of the heads" if kv_bits else ""
         )
-        raise ModelProblem(f"this device can't compute the model as configured: {error}{todo}") from error
-    weight = weigh(layout, layers)
+        raise ModelError(f"this device can't compute the model as configured: {error}{todo}") from error
+    weight = measure_kv(layout, layers)
     if layout.problem:
         log.warning("%s is served without persistence: %s", name, layout.problem)
     return ServedModel(
@@ -116,22 +114,22 @@ def load(
         row_bytes=weight.row_bytes,
         state_bytes=weight.state_bytes,
         window_bytes=weight.window_bytes,
-        context_tokens_max=context_tokens_max(config),
-        vocabulary_size=vocabulary_size(config, tokenizer),
+        context_tokens_max=find_context_tokens_max(config),
+        vocabulary_size=find_vocabulary_size(config, tokenizer),
         dtype=weight.dtype,
         weight_bytes=tree_reduce(lambda held, weight: held + weight.nbytes, model.parameters(), 0),
         index_topk=config.get("index_topk") or 0,
     )
 
 
-def _adapted(model: nn.Module, adapter_path: str) -> nn.Module:
+def _load_adapter(model: nn.Module, adapter_path: str) -> nn.Module:
     """Raises ModelProblem, OSError."""
     try:
         model = load_adapters(model, adapter_path)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # whatever mlx-lm and mlx raise on files that are none of an adapter for this model
-        raise ModelProblem(
+        raise ModelError(
             f"--adapter-path {adapter_path}: not an adapter for this model, as mlx_lm.lora writes them "
             f"({type(error).__name__}: {error})"
         ) from error
@@ -139,7 +137,7 @@ def _adapted(model: nn.Module, adapter_path: str) -> nn.Module:
     return model
 
 
-def tokenizer_of(folder: Path, config: dict[str, Any], *, trust_remote_code: bool) -> TokenizerWrapper:
+def load_model_tokenizer(folder: Path, config: dict[str, Any], *, trust_remote_code: bool) -> TokenizerWrapper:
     """Raises ModelProblem that says which files to look at.  `config` is what mlx-lm makes of config.json."""
     settings = {"trust_remote_code": True} if trust_remote_code else None
     try:
@@ -153,48 +151,48 @@ def tokenizer_of(folder: Path, config: dict[str, Any], *, trust_remote_code: boo
             todo = "take config.json from the model's repository"
         else:
             todo = "download the tokenizer's files again: tokenizer.json, tokenizer_config.json"
-        raise ModelProblem(f"the tokenizer can't be loaded; {todo} ({_said(error)})") from error
+        raise ModelError(f"the tokenizer can't be loaded; {todo} ({_format_error(error)})") from error
 
 
-def _said(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     """What another library's error says, in a line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:DETAIL_CHARS_MAX]}"
 
 
-def _folder(path: str) -> Path:
+def _resolve_folder(path: str) -> Path:
     """The local folder of a path or repo id."""
     try:
         local = Path(path).expanduser()
         local.exists()
     except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name that is too long ...
-        raise ModelProblem(f"--model {path[:200]}: no folder can be called so: {error}") from error
+        raise ModelError(f"--model {path[:200]}: no folder can be called so: {error}") from error
     if local.exists():
         if not (local / "config.json").is_file():
-            raise ModelProblem(f"--model {path}: not a model's folder, it has no config.json")
+            raise ModelError(f"--model {path}: not a model's folder, it has no config.json")
         return local
-    if not may_be_repository(path):
-        raise ModelProblem(f"--model {path}: there is no such folder")
+    if not can_be_repository(path):
+        raise ModelError(f"--model {path}: there is no such folder")
     try:
         return Path(_download(path))
     except Exception as error:  # the hub's client and its own HTTP client raise whatever happens to them
-        raise ModelProblem(
+        raise ModelError(
             f"--model {path}: neither a folder here nor in the hub's cache, and it could not be downloaded "
-            f"({_said(error)}); `hf download {path}` says more"
+            f"({_format_error(error)}); `hf download {path}` says more"
         ) from error
 
 
-def may_be_repository(name: str) -> bool:
+def can_be_repository(name: str) -> bool:
     """Whether what is no folder here could be the name of a repository, owner/model."""
     return not name.startswith(("/", ".", "~")) and name.count("/") == 1
 
 
-def cache_maker(model: nn.Module, kv_bits: int, kv_group_size: int) -> Callable[[], list[Any]]:
+def make_cache_factory(model: nn.Module, kv_bits: int, kv_group_size: int) -> Callable[[], list[Any]]:
     """What makes the model's cache.  Raises ModelProblem where it can't be quantized."""
     if not kv_bits:
         return lambda: list(make_prompt_cache(model))
     others = {type(layer).__name__ for layer in make_prompt_cache(model) if type(layer) is not KVCache}
     if others:
-        raise ModelProblem(
+        raise ModelError(
             f"--kv-bits {kv_bits}: only plain KV caches can be quantized, this model has {', '.join(sorted(others))}; "
             "leave --kv-bits out"
         )
@@ -203,7 +201,7 @@ def cache_maker(model: nn.Module, kv_bits: int, kv_group_size: int) -> Callable[
 
 
 @dataclass(frozen=True)
-class Weight:
+class KvSizes:
     """What the KV of a sequence weighs."""
 
     row_names: frozenset[str]  # "layer.component.field" of every tensor of a segment
@@ -213,45 +211,45 @@ class Weight:
     dtype: str  # of its floating values, such as "mlx.core.bfloat16"; several are joined by commas
 
 
-def few_tokens(model: nn.Module, layout: CacheLayout) -> tuple[list[mx.array], list[Any]]:
+def run_probe(model: nn.Module, layout: CacheLayout) -> tuple[list[mx.array], list[Any]]:
     """The logits of a chunk and of a step after it, and the cache that they leave; lazily: no weight is read."""
-    layers = layout.fresh()
-    chunk, step = list(range(1, CHUNK_TOKENS + 1)), [1]
+    layers = layout.make_empty_cache()
+    chunk, step = list(range(1, PROBE_CHUNK_TOKENS + 1)), [1]
     return [model(mx.array([tokens]), cache=layers) for tokens in (chunk, step)], layers
 
 
-def weigh(layout: CacheLayout, layers: list[Any]) -> Weight:
+def measure_kv(layout: CacheLayout, layers: list[Any]) -> KvSizes:
     """By the shapes of what `few_tokens` left, computed or not; computes nothing itself."""
-    length = CHUNK_TOKENS + 1
+    length = PROBE_CHUNK_TOKENS + 1
     if layout.problem:
-        return Weight(frozenset(), layers_nbytes(layers) // length, 0, 0, "")
+        return KvSizes(frozenset(), layers_nbytes(layers) // length, 0, 0, "")
     rows: dict[str, mx.array] = {}
     states: dict[str, mx.array] = {}
     for leaf, (_, held) in zip(layout.leaves, flatten(layers), strict=True):
-        if leaf.codec.kind is Kind.STATE:
+        if leaf.codec.kind is CodecKind.STATE:
             states |= {f"{leaf.name}.{field}": array for field, array in leaf.codec.state(held, 0).items()}
         else:
             fields = leaf.codec.rows(held, 0, length, 0, length)
             rows |= {f"{leaf.name}.{field}": array for field, array in fields.items()}
     dtypes = {str(array.dtype) for array in (*rows.values(), *states.values())}
-    return Weight(
+    return KvSizes(
         row_names=frozenset(rows),
         row_bytes=sum(array.nbytes for array in rows.values()) // length,
         state_bytes=sum(array.nbytes for array in states.values()),
         window_bytes=sum(
-            sum(array.nbytes for array in fields_of(rows, leaf.name).values()) // length * leaf.template.max_size
-            for _, leaf in layout.of_kind(Kind.WINDOW)
+            sum(array.nbytes for array in select_fields(rows, leaf.name).values()) // length * leaf.template.max_size
+            for _, leaf in layout.leaves_of_kind(CodecKind.WINDOW)
         ),
         dtype=",".join(sorted(dtypes)),
     )
 
 
-def _coarsest(dtypes: str) -> str:
+def _find_coarsest_dtype(dtypes: str) -> str:
     """The one that rounds most, of "mlx.core.bfloat16,mlx.core.float32" and the like; "" where there is none."""
     return next((name for name in FLOATS_COARSEST_FIRST if name in dtypes.replace("mlx.core.", "").split(",")), "")
 
 
-def context_tokens_max(config: dict[str, Any]) -> int:
+def find_context_tokens_max(config: dict[str, Any]) -> int:
     """0 where the config doesn't say."""
     for part in (config, config.get("text_config") or {}):
         for key in CONTEXT_KEYS:
@@ -260,24 +258,24 @@ def context_tokens_max(config: dict[str, Any]) -> int:
     return 0
 
 
-def vocabulary_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
+def find_vocabulary_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
     for part in (config, config.get("text_config") or {}):
         if isinstance(value := part.get("vocab_size"), int):
             return value
     return len(tokenizer.get_vocab())
 
 
-def memory_budget(weight_bytes: int) -> int:
+def compute_memory_budget(weight_bytes: int) -> int:
     """What residents and running requests may hold when nobody said: a share of what the weights leave."""
-    return max(int((machine_bytes() - weight_bytes) * MEMORY_SHARE), 0)
+    return max(int((get_machine_bytes() - weight_bytes) * MEMORY_SHARE), 0)
 
 
-def device_name() -> str:
+def get_device_name() -> str:
     """What computes, for people."""
     return str(mx.device_info().get("device_name", "this machine"))
 
 
-def machine_bytes() -> int:
+def get_machine_bytes() -> int:
     """The memory that a model and its KV can have on this machine."""
     info = mx.device_info()
     sizes = (info.get(name) for name in ("max_recommended_working_set_size", "total_memory", "memory_size"))

@@ -14,11 +14,11 @@ from threadpoolctl import threadpool_info
 LIBRARIES = ("mlx", "nvidia-")  # mlx, mlx-lm, mlx's back ends, and what these take from NVIDIA
 DEVICE_KEYS = ("device_name", "architecture", "compute_capability_major", "compute_capability_minor")
 BLAS_KEYS = ("internal_api", "version", "threading_layer", "architecture", "num_threads")
-NOT_MLX = ("numpy.libs", "scipy.libs")  # these bring a BLAS of their own
-SWITCHES = ("MLX_ENABLE_TF32", "MLX_DISABLE_COMPILE")
+OTHER_BLAS_PATHS = ("numpy.libs", "scipy.libs")  # these bring a BLAS of their own
+MLX_ENVIRONMENT_VARIABLES = ("MLX_ENABLE_TF32", "MLX_DISABLE_COMPILE")
 
 
-def arithmetic() -> dict[str, object]:
+def describe_numerics() -> dict[str, object]:
     """JSON, the same in every process that rounds alike."""
     device = mx.device_info()
     return {
@@ -33,7 +33,7 @@ def arithmetic() -> dict[str, object]:
         "blas": sorted(
             [str(library.get(key)) for key in BLAS_KEYS]
             for library in threadpool_info()
-            if library["user_api"] == "blas" and not any(name in library["filepath"] for name in NOT_MLX)
+            if library["user_api"] == "blas" and not any(name in library["filepath"] for name in OTHER_BLAS_PATHS)
         ),
-        "switches": {name: os.environ.get(name) for name in SWITCHES},
+        "switches": {name: os.environ.get(name) for name in MLX_ENVIRONMENT_VARIABLES},
     }

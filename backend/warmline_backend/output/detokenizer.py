@@ -10,40 +10,40 @@ _PENDING_TOKENS_MAX = 16  # no character needs as many; more is noise that never
 _TEXT = "text"
 
 
-def text_of(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> str:
+def decode_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> str:
     """All that these tokens say, special ones included.  Any thread."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-class StopWords:
+class StopWordFilter:
     """Content up to the first stop word that is complete.  Not thread-safe; one a request."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._state = TextStateMachine({_TEXT: [(word, None) for word in words]}).make_state(_TEXT)
-        self.stopped = False  # a stop word is complete; it and what follows are not emitted
-        self.word = ""  # which one
+        self.is_stopped = False  # a stop word is complete; it and what follows are not emitted
+        self.stop_word = ""  # which one
 
     def add(self, text: str) -> str:
         """What may be emitted now: nothing that could begin a stop word."""
-        if self.stopped:
+        if self.is_stopped:
             return ""
         read = self._state[3] + text  # what was held back comes first
         self._state, segments = TextStateMachine.split(self._state, text)
-        self.stopped = self._state[0] is None
+        self.is_stopped = self._state[0] is None
         told = "".join(part for state, part in segments if state == _TEXT)
-        if self.stopped:
-            self.word = read[len(told) : len(read) - len(self._state[3])]
+        if self.is_stopped:
+            self.stop_word = read[len(told) : len(read) - len(self._state[3])]
         return told
 
-    def release(self) -> str:
+    def flush(self) -> str:
         """What was held back, once it can't become a stop word any more."""
-        if self.stopped:
+        if self.is_stopped:
             return ""
         self._state, held, _ = TextStateMachine.flush(self._state)
         return str(held)
 
 
-class Decoder:
+class Detokenizer:
     """Decodes with a window over the last tokens, so that each step costs the same.
 
     mlx-lm's streaming detokenizers drop the leading space of an answer.  A client sends the answer back with its next
@@ -57,16 +57,16 @@ class Decoder:
 
     def add(self, token: int) -> str:
         self._pending.append(token)
-        text = self._pending_text()
+        text = self._decode_pending()
         if not text or (text.endswith("\ufffd") and len(self._pending) < _PENDING_TOKENS_MAX):
             return ""
         self._context, self._pending = self._pending, []
         return text
 
     def finish(self) -> str:
-        text, self._pending = self._pending_text(), []
+        text, self._pending = self._decode_pending(), []
         return text
 
-    def _pending_text(self) -> str:
+    def _decode_pending(self) -> str:
         known = self._decode(self._context) if self._context else ""
         return str(self._decode(self._context + self._pending)[len(known) :])

@@ -6,7 +6,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
-def echoed(body: Mapping[str, Any], tokens: Sequence[int], tokenizer: TokenizerWrapper) -> str:
+def render_echo(body: Mapping[str, Any], tokens: Sequence[int], tokenizer: TokenizerWrapper) -> str:
     """The prompt as it was sent, or, where it was sent as token ids, what these read as.
 
     `body` was rendered to `tokens`, so its prompt is a text, a list of ids, or a list of one of these.

@@ -3,13 +3,13 @@
 import json
 from typing import Any
 
-from warmline_backend.output.events import Called, Part, Said, Thought
-from warmline_backend.tool_parsers.argument_types import parameters_of, typed
-from warmline_backend.tool_parsers.base import Items, Written
-from warmline_backend.tool_parsers.lenient_json import Unreadable
+from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
+from warmline_backend.tool_parsers.argument_types import convert_arguments, find_parameters
+from warmline_backend.tool_parsers.base import ParsedItems, RawToolCall
+from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
 
 
-class Teller:
+class PartEmitter:
     """Line breaks next to reasoning's markers belong to the markers.  Where there may be calls, so does white space
     before and after them, but where content stands on both sides.
 
@@ -19,30 +19,30 @@ class Teller:
     def __init__(self, tools: list[dict[str, Any]] | None, parallel: bool) -> None:
         self._tools, self._parallel = tools, parallel
         self._parts: list[Part] = []
-        self._space = ""  # of content, told only once something follows
-        self._breaks = ""  # of reasoning, likewise
+        self._pending_space = ""  # of content, told only once something follows
+        self._pending_breaks = ""  # of reasoning, likewise
         self._after_marker = False
-        self._said = False
-        self.called = False
-        self.after_call = False  # and nothing was said since
-        self.reasoned_until = 0  # where the last reasoning ended; -1 within one
+        self._has_content = False
+        self.has_calls = False
+        self.is_after_call = False  # and nothing was said since
+        self.reasoning_end = 0  # where the last reasoning ended; -1 within one
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """The one call that was wanted is told."""
-        return self.called and not self._parallel
+        return self.has_calls and not self._parallel
 
     @property
-    def said(self) -> bool:
+    def has_content(self) -> bool:
         """There is content."""
-        return self._said
+        return self._has_content
 
     @property
-    def silent(self) -> bool:
+    def is_empty(self) -> bool:
         """Nothing was told yet, but reasoning."""
-        return not self._said and not self.called
+        return not self._has_content and not self.has_calls
 
-    def taken(self) -> list[Part]:
+    def take_parts(self) -> list[Part]:
         """What is new to tell."""
         parts, self._parts = self._parts, []
         return parts
@@ -50,25 +50,25 @@ class Teller:
     # ---- reasoning
 
     def begin_reasoning(self) -> None:
-        self._after_marker, self.reasoned_until = True, -1
+        self._after_marker, self.reasoning_end = True, -1
 
     @property
-    def reasoning_is_empty(self) -> bool:
+    def is_reasoning_empty(self) -> bool:
         return self._after_marker
 
     def end_reasoning(self, offset: int) -> None:
-        self._after_marker, self._breaks, self.reasoned_until = True, "", offset
+        self._after_marker, self._pending_breaks, self.reasoning_end = True, "", offset
 
-    def think(self, text: str) -> None:
-        if not (text := self._unmarked(text)):
+    def emit_reasoning(self, text: str) -> None:
+        if not (text := self._strip_breaks(text)):
             return
-        text = self._breaks + text
+        text = self._pending_breaks + text
         told = text.rstrip("\n")
-        self._breaks = text[len(told) :]
+        self._pending_breaks = text[len(told) :]
         if told:
-            self._parts.append(Thought(told))
+            self._parts.append(Reasoning(told))
 
-    def _unmarked(self, text: str) -> str:
+    def _strip_breaks(self, text: str) -> str:
         if self._after_marker:
             text = text.lstrip("\n")
             self._after_marker = not text
@@ -76,56 +76,56 @@ class Teller:
 
     # ---- content and calls
 
-    def say(self, text: str) -> None:
-        if not (text := self._unmarked(text)):
+    def emit_text(self, text: str) -> None:
+        if not (text := self._strip_breaks(text)):
             return
-        if self.called and not self._said:
+        if self.has_calls and not self._has_content:
             text = text.lstrip()
         if self._tools is None:
-            self._said = True
-            self._parts.append(Said(text))
+            self._has_content = True
+            self._parts.append(Text(text))
             return
-        text = self._space + text
+        text = self._pending_space + text
         told = text.rstrip()
-        self._space = text[len(told) :]
+        self._pending_space = text[len(told) :]
         if told:
-            self._said, self.after_call = True, False
-            self._parts.append(Said(told))
+            self._has_content, self.is_after_call = True, False
+            self._parts.append(Text(told))
 
-    def tell(self, items: Items, offset: int) -> None:
+    def emit_items(self, items: ParsedItems, offset: int) -> None:
         """Calls that end at `offset`, and what stands between them.  Raises Unreadable, and nothing is told then."""
-        for item in [item if isinstance(item, str) else self._called(item, offset) for item in items]:
+        for item in [item if isinstance(item, str) else self._make_tool_call(item, offset) for item in items]:
             if isinstance(item, str):
-                self.say(item)
-            elif not self.done:
-                self.call(item)
+                self.emit_text(item)
+            elif not self.is_done:
+                self.emit_call(item)
 
-    def _called(self, written: Written, offset: int) -> Called:
-        arguments = typed(written.arguments, parameters_of(self._tools, written.name))
-        return Called(written.name, _as_json(arguments), self.reasoned_until, offset)
+    def _make_tool_call(self, raw_call: RawToolCall, offset: int) -> ToolCall:
+        arguments = convert_arguments(raw_call.arguments, find_parameters(self._tools, raw_call.name))
+        return ToolCall(raw_call.name, _encode_arguments(arguments), self.reasoning_end, offset)
 
-    def call(self, call: Called) -> None:
-        if not self._said:
-            self._space = ""
-        self.called = self.after_call = True
+    def emit_call(self, call: ToolCall) -> None:
+        if not self._has_content:
+            self._pending_space = ""
+        self.has_calls = self.is_after_call = True
         self._after_marker = False
         self._parts.append(call)
 
     def finish(self) -> None:
         """Nothing more comes: the white space at the end is told too, but behind calls."""
-        if self._breaks:
-            self._parts.append(Thought(self._breaks))
-        if self._space and not self.called:
-            self._parts.append(Said(self._space))
-        self._breaks = self._space = ""
+        if self._pending_breaks:
+            self._parts.append(Reasoning(self._pending_breaks))
+        if self._pending_space and not self.has_calls:
+            self._parts.append(Text(self._pending_space))
+        self._pending_breaks = self._pending_space = ""
 
 
-def _as_json(arguments: dict[str, Any]) -> str:
+def _encode_arguments(arguments: dict[str, Any]) -> str:
     try:
         text = json.dumps(arguments, ensure_ascii=False)
         text.encode()
     except UnicodeEncodeError:  # half a surrogate pair, which only an escape can say
         return json.dumps(arguments)
     except RecursionError as error:
-        raise Unreadable("nested too deeply") from error
+        raise ToolCallParseError("nested too deeply") from error
     return text

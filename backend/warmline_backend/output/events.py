@@ -4,21 +4,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Text:
     """Content: text for whoever asked."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class Reasoning:
     """Reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class ToolCall:
     """A whole call of a tool.
 
     `arguments` is JSON.  The sampled tokens [start, end) hold all that came after the reasoning, up to this call's end;
@@ -31,4 +31,4 @@ class Called:
     end: int = -1
 
 
-Part = Said | Thought | Called
+Part = Text | Reasoning | ToolCall

@@ -5,31 +5,33 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from warmline_backend.prompt.renderer import Rendered
-from warmline_backend.request.response_format import form_of
+from warmline_backend.prompt.renderer import RenderedPrompt
+from warmline_backend.request.response_format import parse_text_format
 
 _TAIL_TOKENS = 8  # of a prompt whose tail is not known: as many as the longest marker and what follows it have
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedOutput:
     """`tools` may be called; None: nothing is read as a call."""
 
-    marked: bool = False  # reasoning and calls are told apart; else all of it is content, as for completions
+    has_parts: bool = False  # reasoning and calls are told apart; else all of it is content, as for completions
     tail: str = ""  # the prompt's end, which may have opened the reasoning
     tools: list[dict[str, Any]] | None = None
     parallel: bool = True  # more than one call may be told
-    formed: bool = False  # its content is held to a form, in which markers are text like any other
+    is_constrained: bool = False  # its content is held to a form, in which markers are text like any other
 
 
-def expected_of(endpoint: str, body: dict[str, Any], rendered: Rendered, tokenizer: TokenizerWrapper) -> Expected:
+def make_expected_output(
+    endpoint: str, body: dict[str, Any], rendered: RenderedPrompt, tokenizer: TokenizerWrapper
+) -> ExpectedOutput:
     """Some templates open the reasoning in the user's message, so that a prompt has no tail which says so."""
     if endpoint != "chat":
-        return Expected()
-    return Expected(
-        marked=True,
+        return ExpectedOutput()
+    return ExpectedOutput(
+        has_parts=True,
         tail=rendered.tail or str(tokenizer.decode(rendered.tokens[-_TAIL_TOKENS:])),
         tools=None if body.get("tool_choice") == "none" else rendered.tools,
         parallel=body.get("parallel_tool_calls") is not False,
-        formed=form_of(body) is not None,
+        is_constrained=parse_text_format(body) is not None,
     )

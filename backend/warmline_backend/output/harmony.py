@@ -1,149 +1,151 @@
 """Answers of messages with headers told apart as they come."""
 
 from warmline_backend.output.dialect import Dialect
-from warmline_backend.output.emitter import Teller
+from warmline_backend.output.emitter import PartEmitter
 from warmline_backend.output.events import Part
 from warmline_backend.output.headers import MESSAGE, START
-from warmline_backend.output.markers import Scanner
+from warmline_backend.output.markers import MarkerScanner
 from warmline_backend.output.splitter import Tools
-from warmline_backend.tool_parsers.base import Items, Written, plain_name, read_arguments
-from warmline_backend.tool_parsers.lenient_json import Unreadable
+from warmline_backend.tool_parsers.base import ParsedItems, RawToolCall, normalize_name, parse_arguments
+from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
 
 
-class HeadedSplitter:
+class HeaderSplitter:
     """A Splitter.  `tail`: the prompt's end, in which a header has begun."""
 
     def __init__(self, dialect: Dialect, tools: Tools, *, tail: str = "", parallel: bool = True) -> None:
-        assert dialect.headers
-        self._headers, self._format = dialect.headers, dialect.calls if tools else None
-        self._teller = Teller(tools if self._format else None, parallel)
-        self._in_body = Scanner([*self._headers.ends, START])
-        self._in_header = Scanner([MESSAGE])
+        assert dialect.header_format
+        self._header_format, self._tool_format = dialect.header_format, dialect.tool_format if tools else None
+        self._emitter = PartEmitter(tools if self._tool_format else None, parallel)
+        self._body_scanner = MarkerScanner([*self._header_format.end_markers, START])
+        self._header_scanner = MarkerScanner([MESSAGE])
         self._buffer, self._offset = "", 0
         self._header = ""  # of the message under way, as far as it has come
-        self._held: list[str] = []  # of a call
+        self._pending: list[str] = []  # of a call
         self._recipient = ""  # whom the message calls
         self._step = self._read_header
-        self._thinks = False
-        self._prompted = ""  # what of the header the prompt has
+        self._is_reasoning = False
+        self._prompt_header = ""  # what of the header the prompt has
         if tail:
             self.feed(tail)
             self._offset = -len(self._buffer)
-            self._teller = Teller(tools if self._format else None, parallel)
-            if self._thinks:
-                self._teller.begin_reasoning()
-            self._prompted = self._header
+            self._emitter = PartEmitter(tools if self._tool_format else None, parallel)
+            if self._is_reasoning:
+                self._emitter.begin_reasoning()
+            self._prompt_header = self._header
 
     @property
-    def done(self) -> bool:
-        return self._teller.done
+    def is_done(self) -> bool:
+        return self._emitter.is_done
 
     @property
-    def thinking(self) -> bool:
-        return self._thinks
+    def is_reasoning(self) -> bool:
+        return self._is_reasoning
 
     @property
-    def calling(self) -> bool:
+    def is_calling(self) -> bool:
         return bool(self._recipient)
 
     def feed(self, text: str) -> list[Part]:
         self._buffer += text
-        while not self._teller.done and self._step():
+        while not self._emitter.is_done and self._step():
             pass
-        return self._teller.taken()
+        return self._emitter.take_parts()
 
     def finish(self, natural: bool) -> list[Part]:
         rest = self._take(len(self._buffer))
         if self._step == self._read_body:
-            self._body(rest)
+            self._emit_body(rest)
             self._end_message("", natural)
         else:
             self._header += rest
-            if not any(word in self._written_header for word in self._headers.words):
-                self._teller.say(self._written_header)
-        self._teller.finish()
-        return self._teller.taken()
+            if not any(word in self._sampled_header for word in self._header_format.markers):
+                self._emitter.emit_text(self._sampled_header)
+        self._emitter.finish()
+        return self._emitter.take_parts()
 
     # ---- states
 
     def _read_header(self) -> bool:
-        safe, marker = self._in_header.find(self._buffer)
+        safe, marker = self._header_scanner.find_marker(self._buffer)
         self._header += self._take(safe)
-        if not self._headers.may_be_header(self._header):
-            self._answer_without()
+        if not self._header_format.can_be_header(self._header):
+            self._begin_headerless_body()
             return True
         if marker:
             self._take(len(marker))
             self._begin_message()
         return bool(marker)
 
-    def _answer_without(self) -> None:
+    def _begin_headerless_body(self) -> None:
         """What seemed to be a header is the beginning of an answer that has none."""
-        text, self._header = self._written_header, ""
-        begun = START if text.startswith(START) and not self._prompted else ""  # read as one again, it would not end
-        self._teller.say(begun)
+        text, self._header = self._sampled_header, ""
+        begun = (
+            START if text.startswith(START) and not self._prompt_header else ""
+        )  # read as one again, it would not end
+        self._emitter.emit_text(begun)
         self._buffer = text[len(begun) :] + self._buffer
         self._offset -= len(text) - len(begun)
         self._step = self._read_body
 
     def _begin_message(self) -> None:
-        headers, header = self._headers, self._header
-        self._recipient = headers.recipient(header) if self._format else ""
-        self._thinks = not self._recipient and headers.is_reasoning(header)
+        headers, header = self._header_format, self._header
+        self._recipient = headers.parse_recipient(header) if self._tool_format else ""
+        self._is_reasoning = not self._recipient and headers.is_reasoning(header)
         self._step = self._read_body
-        if self._thinks:
-            self._teller.begin_reasoning()
+        if self._is_reasoning:
+            self._emitter.begin_reasoning()
 
     def _read_body(self) -> bool:
-        safe, marker = self._in_body.find(self._buffer)
-        self._body(self._take(safe))
+        safe, marker = self._body_scanner.find_marker(self._buffer)
+        self._emit_body(self._take(safe))
         if not marker:
             return False
         if marker != START:
             self._take(len(marker))
-        self._end_message(marker if marker in self._headers.ends else "", True)
+        self._end_message(marker if marker in self._header_format.end_markers else "", True)
         return True
 
     @property
-    def _written_header(self) -> str:
-        return self._header.removeprefix(self._prompted)
+    def _sampled_header(self) -> str:
+        return self._header.removeprefix(self._prompt_header)
 
-    def _body(self, text: str) -> None:
+    def _emit_body(self, text: str) -> None:
         if self._recipient:
-            self._held.append(text)
-        elif self._thinks:
-            self._teller.think(text)
+            self._pending.append(text)
+        elif self._is_reasoning:
+            self._emitter.emit_reasoning(text)
         else:
-            self._teller.say(text)
+            self._emitter.emit_text(text)
 
     def _end_message(self, marker: str, natural: bool) -> None:
         if self._recipient:
             self._end_call(marker, natural)
-        if self._thinks and marker:
-            self._teller.end_reasoning(self._offset)
-        self._header, self._prompted, self._recipient, self._held = "", "", "", []
-        self._step, self._thinks = self._read_header, False
+        if self._is_reasoning and marker:
+            self._emitter.end_reasoning(self._offset)
+        self._header, self._prompt_header, self._recipient, self._pending = "", "", "", []
+        self._step, self._is_reasoning = self._read_header, False
 
     def _end_call(self, marker: str, natural: bool) -> None:
-        text = "".join(self._held)
+        text = "".join(self._pending)
         try:
             if not marker and not natural:
-                raise Unreadable("it is cut")
-            self._teller.tell(self._items(text), self._offset - len(marker))
-        except Unreadable:
-            self._teller.say(self._written_header + MESSAGE + text + marker)
+                raise ToolCallParseError("it is cut")
+            self._emitter.emit_items(self._parse_calls(text), self._offset - len(marker))
+        except ToolCallParseError:
+            self._emitter.emit_text(self._sampled_header + MESSAGE + text + marker)
 
-    def _items(self, text: str) -> Items:
+    def _parse_calls(self, text: str) -> ParsedItems:
         """Raises Unreadable."""
-        if self._headers.calls_are_json:
-            return [Written(plain_name(self._recipient), read_arguments(text))]
-        assert self._format
-        before, found, rest = text.partition(self._format.start)
-        calls, _, after = rest.partition(self._format.end)
+        if self._header_format.has_json_calls:
+            return [RawToolCall(normalize_name(self._recipient), parse_arguments(text))]
+        assert self._tool_format
+        before, found, rest = text.partition(self._tool_format.start)
+        calls, _, after = rest.partition(self._tool_format.end)
         if not found:
-            raise Unreadable("no call")
-        items = [before, *self._format.read(calls, False), after]
-        return [item for item in items if isinstance(item, Written) or item.strip()]
+            raise ToolCallParseError("no call")
+        items = [before, *self._tool_format.parse(calls, False), after]
+        return [item for item in items if isinstance(item, RawToolCall) or item.strip()]
 
     def _take(self, length: int) -> str:
         taken, self._buffer = self._buffer[:length], self._buffer[length:]

@@ -11,18 +11,18 @@ _HEADER_CHARS_MAX = 256
 
 
 @dataclass(frozen=True)
-class Headers:
-    ends: tuple[str, ...]  # of a message
-    fields: tuple[str, ...]  # of a header: what may follow the role
-    people: tuple[str, ...]  # recipients of content
-    myself: str  # the recipient of reasoning, "" where a channel tells
-    calls_are_json: bool  # a call's message is its arguments; else it holds calls between markers
+class HeaderFormat:
+    end_markers: tuple[str, ...]  # of a message
+    field_prefixes: tuple[str, ...]  # of a header: what may follow the role
+    content_recipients: tuple[str, ...]  # recipients of content
+    reasoning_recipient: str  # the recipient of reasoning, "" where a channel tells
+    has_json_calls: bool  # a call's message is its arguments; else it holds calls between markers
 
     @property
-    def words(self) -> tuple[str, ...]:
-        return (*self.ends, *self.fields, START, MESSAGE)
+    def markers(self) -> tuple[str, ...]:
+        return (*self.end_markers, *self.field_prefixes, START, MESSAGE)
 
-    def may_be_header(self, text: str) -> bool:
+    def can_be_header(self, text: str) -> bool:
         """Whether text with no message's start in it may yet be a header: a model may also answer without one."""
         if len(text) > _HEADER_CHARS_MAX:
             return False
@@ -32,32 +32,32 @@ class Headers:
                 return True
             text = text.removeprefix(word)
         text = text.lstrip()
-        return any(text.startswith(field) or field.startswith(text) for field in self.fields)
+        return any(text.startswith(field) or field.startswith(text) for field in self.field_prefixes)
 
-    def recipient(self, header: str) -> str:
+    def parse_recipient(self, header: str) -> str:
         """The function that a message calls; "" where it calls none."""
         match = _RECIPIENT.search(header)
         name = match.group(1) if match else ""
-        return "" if name == self.myself or name in self.people else name
+        return "" if name == self.reasoning_recipient or name in self.content_recipients else name
 
     def is_reasoning(self, header: str) -> bool:
-        if self.myself:
-            return f"to={self.myself}" in header
+        if self.reasoning_recipient:
+            return f"to={self.reasoning_recipient}" in header
         channel = _CHANNEL.search(header)
         return channel is not None and channel.group(1) == "analysis"
 
 
-HARMONY = Headers(
-    ends=("<|end|>", "<|return|>", "<|call|>"),
-    fields=("to=", "<|channel|>", "<|constrain|>"),
-    people=("user", "assistant", "all"),
-    myself="",
-    calls_are_json=True,
+HARMONY = HeaderFormat(
+    end_markers=("<|end|>", "<|return|>", "<|call|>"),
+    field_prefixes=("to=", "<|channel|>", "<|constrain|>"),
+    content_recipients=("user", "assistant", "all"),
+    reasoning_recipient="",
+    has_json_calls=True,
 )
-MUSE = Headers(
-    ends=("<|eom|>", "<|eot|>"),
-    fields=("to=",),
-    people=("user", "commentary"),
-    myself="self",
-    calls_are_json=False,
+MUSE = HeaderFormat(
+    end_markers=("<|eom|>", "<|eot|>"),
+    field_prefixes=("to=",),
+    content_recipients=("user", "commentary"),
+    reasoning_recipient="self",
+    has_json_calls=False,
 )

@@ -4,26 +4,26 @@ import re
 from collections.abc import Iterable
 
 
-class Scanner:
+class MarkerScanner:
     """Finds the first of some markers; where one contains another at its start, the shorter counts.  Holds no state."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         ordered = sorted(set(markers) - {""}, key=len)
         self._find = re.compile("|".join(map(re.escape, ordered))).search if ordered else None
-        self._beginnings = frozenset(marker[:length] for marker in ordered for length in range(1, len(marker)))
+        self._prefixes = frozenset(marker[:length] for marker in ordered for length in range(1, len(marker)))
         self._longest = max(map(len, ordered), default=1)
 
-    def find(self, text: str) -> tuple[int, str]:
+    def find_marker(self, text: str) -> tuple[int, str]:
         """How much of `text` lies before all markers, whatever follows, and the marker that stands there, if any."""
-        begun = self._begun(text)
+        begun = self._find_partial(text)
         match = self._find(text) if self._find else None
         if match is None or match.start() > begun:
             return begun, ""
         return match.start(), match.group()
 
-    def _begun(self, text: str) -> int:
+    def _find_partial(self, text: str) -> int:
         """Where a marker begins that the text ends within."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[start:] in self._beginnings:
+            if text[start:] in self._prefixes:
                 return start
         return len(text)

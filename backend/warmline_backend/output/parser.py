@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from warmline_backend.output.detokenizer import Decoder, StopWords
-from warmline_backend.output.dialect import Dialect, dialect_of, opens_reasoning
-from warmline_backend.output.events import Called, Part, Said
-from warmline_backend.output.expected import Expected
-from warmline_backend.output.harmony import HeadedSplitter
-from warmline_backend.output.splitter import MarkedSplitter, Splitter
+from warmline_backend.output.detokenizer import Detokenizer, StopWordFilter
+from warmline_backend.output.dialect import Dialect, detect_dialect, is_reasoning_open
+from warmline_backend.output.events import Part, Text, ToolCall
+from warmline_backend.output.expected import ExpectedOutput
+from warmline_backend.output.harmony import HeaderSplitter
+from warmline_backend.output.splitter import MarkerSplitter, Splitter
 
 
-class OutputStream:
+class OutputParser:
     """One answer.  Not thread-safe; one a request.
 
     End-of-sequence tokens have no text: a caller that ends on one does not `add` it.  Stop words count from the token
@@ -26,101 +26,103 @@ class OutputStream:
         self,
         tokenizer: TokenizerWrapper,
         stop_words: Sequence[str] = (),
-        expected: Expected | None = None,
+        expected: ExpectedOutput | None = None,
         min_tokens: int = 0,
     ) -> None:
-        expected = expected or Expected()
-        self._decoder = Decoder(tokenizer)
-        self._stops = StopWords(stop_words) if stop_words else None
-        self._unstoppable = min_tokens  # how many tokens are still to come before a stop word counts
+        expected = expected or ExpectedOutput()
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stop_filter = StopWordFilter(stop_words) if stop_words else None
+        self._tokens_before_stop = min_tokens  # how many tokens are still to come before a stop word counts
         self._splitter: Splitter | None = None
-        self._hidden: frozenset[int] = frozenset()
-        self._shows_words = False
-        self.reasons = False  # the last token belongs to the reasoning
-        self._ends = array("Q", [0])  # how many characters the first n tokens have
-        if expected.marked:
-            dialect = dialect_of(tokenizer)
-            self._hidden = dialect.hidden
-            self._shows_words = dialect.calls is not None and dialect.calls.words is None
-            if dialect.marked:
-                self._splitter = splitter_of(dialect, expected)
+        self._hidden_tokens: frozenset[int] = frozenset()
+        self._shows_call_tokens = False
+        self.is_reasoning = False  # the last token belongs to the reasoning
+        self._char_ends = array("Q", [0])  # how many characters the first n tokens have
+        if expected.has_parts:
+            dialect = detect_dialect(tokenizer)
+            self._hidden_tokens = dialect.hidden_tokens
+            self._shows_call_tokens = dialect.tool_format is not None and dialect.tool_format.special_tokens is None
+            if dialect.has_markers:
+                self._splitter = make_splitter(dialect, expected)
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """A stop word is complete, or the one call that was wanted: nothing more is told."""
-        return bool((self._stops and self._stops.stopped) or (self._splitter and self._splitter.done))
+        return bool((self._stop_filter and self._stop_filter.is_stopped) or (self._splitter and self._splitter.is_done))
 
     @property
     def stop_word(self) -> str:
         """The one that is complete, or ""."""
-        return self._stops.word if self._stops else ""
+        return self._stop_filter.stop_word if self._stop_filter else ""
 
     def add(self, token: int) -> Sequence[Part]:
         """What may be told now: not half a character, and nothing that what follows could still make another thing."""
-        if self.stopped:
+        if self.is_stopped:
             return ()
-        self._unstoppable -= 1
-        text = "" if token in self._hidden and self._is_hidden() else self._decoder.add(token)
+        self._tokens_before_stop -= 1
+        text = "" if token in self._hidden_tokens and self._hides_special_tokens() else self._detokenizer.add(token)
         if self._splitter is None:
-            return self._content(text)
-        self._ends.append(self._ends[-1] + len(text))
-        self.reasons = self._splitter.thinking
+            return self._filter_content(text)
+        self._char_ends.append(self._char_ends[-1] + len(text))
+        self.is_reasoning = self._splitter.is_reasoning
         if not text:
             return ()
-        parts = self._told(self._splitter.feed(text))
-        self.reasons = self.reasons or self._splitter.thinking
+        parts = self._filter_parts(self._splitter.feed(text))
+        self.is_reasoning = self.is_reasoning or self._splitter.is_reasoning
         return parts
 
-    def _is_hidden(self) -> bool:
+    def _hides_special_tokens(self) -> bool:
         """Special tokens are no text, but within a call of a family whose words are not known."""
-        return not (self._shows_words and self._splitter and self._splitter.calling)
+        return not (self._shows_call_tokens and self._splitter and self._splitter.is_calling)
 
     def finish(self, natural: bool = True) -> Sequence[Part]:
         """The rest, once no more tokens come; `stopped` may become true here too.
 
         `natural`: the model has ended by itself, rather than been cut off.
         """
-        if self.stopped:
+        if self.is_stopped:
             return ()
-        rest = self._decoder.finish()
+        rest = self._detokenizer.finish()
         if self._splitter is None:
-            return [*self._content(rest), *self._held()]
-        parts = self._told([*self._splitter.feed(rest), *self._splitter.finish(natural)])
-        return parts if self._stops and self._stops.stopped else [*parts, *self._held()]
+            return [*self._filter_content(rest), *self._flush_content()]
+        parts = self._filter_parts([*self._splitter.feed(rest), *self._splitter.finish(natural)])
+        return parts if self._stop_filter and self._stop_filter.is_stopped else [*parts, *self._flush_content()]
 
-    def _content(self, text: str) -> Sequence[Part]:
-        if self._stops is not None and self._unstoppable <= 0:
-            text = self._stops.add(text)
-        return (Said(text),) if text else ()
+    def _filter_content(self, text: str) -> Sequence[Part]:
+        if self._stop_filter is not None and self._tokens_before_stop <= 0:
+            text = self._stop_filter.add(text)
+        return (Text(text),) if text else ()
 
-    def _held(self) -> Sequence[Part]:
+    def _flush_content(self) -> Sequence[Part]:
         """What could have begun a stop word, and did not."""
-        text = self._stops.release() if self._stops is not None else ""
-        return (Said(text),) if text else ()
+        text = self._stop_filter.flush() if self._stop_filter is not None else ""
+        return (Text(text),) if text else ()
 
-    def _told(self, parts: list[Part]) -> Sequence[Part]:
+    def _filter_parts(self, parts: list[Part]) -> Sequence[Part]:
         """With stop words heeded, which count in content alone, and places in tokens rather than characters."""
         told: list[Part] = []
         for part in parts:
-            if isinstance(part, Said):
-                told += self._content(part.text)
-                if self._stops and self._stops.stopped:
+            if isinstance(part, Text):
+                told += self._filter_content(part.text)
+                if self._stop_filter and self._stop_filter.is_stopped:
                     break
             else:
-                told += self._held()
-                told.append(self._placed(part) if isinstance(part, Called) else part)
+                told += self._flush_content()
+                told.append(self._convert_offsets(part) if isinstance(part, ToolCall) else part)
         return told
 
-    def _placed(self, call: Called) -> Called:
-        start = bisect_left(self._ends, call.start) if call.start >= 0 else -1
-        if start >= 0 and self._ends[start] != call.start:  # reasoning ended within a token
+    def _convert_offsets(self, call: ToolCall) -> ToolCall:
+        start = bisect_left(self._char_ends, call.start) if call.start >= 0 else -1
+        if start >= 0 and self._char_ends[start] != call.start:  # reasoning ended within a token
             start = -1
-        return replace(call, start=start, end=bisect_left(self._ends, call.end))
+        return replace(call, start=start, end=bisect_left(self._char_ends, call.end))
 
 
-def splitter_of(dialect: Dialect, expected: Expected) -> Splitter:
+def make_splitter(dialect: Dialect, expected: ExpectedOutput) -> Splitter:
     tools, tail, parallel = expected.tools, expected.tail, expected.parallel
-    if dialect.headers:
-        return HeadedSplitter(dialect, tools, tail=tail, parallel=parallel)
-    thinking = opens_reasoning(dialect, tail)
-    return MarkedSplitter(dialect, tools, thinking=thinking, parallel=parallel, formed=expected.formed)
+    if dialect.header_format:
+        return HeaderSplitter(dialect, tools, tail=tail, parallel=parallel)
+    thinking = is_reasoning_open(dialect, tail)
+    return MarkerSplitter(
+        dialect, tools, in_reasoning=thinking, parallel=parallel, is_constrained=expected.is_constrained
+    )

@@ -2,12 +2,12 @@
 
 from typing import Any, Protocol
 
-from warmline_backend.output.dialect import Dialect, scanners_of
-from warmline_backend.output.emitter import Teller
-from warmline_backend.output.events import Called, Part, Said
-from warmline_backend.output.markers import Scanner
-from warmline_backend.tool_parsers.lenient_json import Unreadable
-from warmline_backend.tool_parsers.registry import Opening
+from warmline_backend.output.dialect import Dialect, get_scanners
+from warmline_backend.output.emitter import PartEmitter
+from warmline_backend.output.events import Part, Text, ToolCall
+from warmline_backend.output.markers import MarkerScanner
+from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
+from warmline_backend.tool_parsers.registry import CallMarkers
 
 Tools = list[dict[str, Any]] | None
 
@@ -19,15 +19,15 @@ class Splitter(Protocol):
     """Parts that come out are final.  Offsets of calls are characters of all that was fed."""
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """What follows is not wanted."""
 
     @property
-    def thinking(self) -> bool:
+    def is_reasoning(self) -> bool:
         """What follows is reasoning."""
 
     @property
-    def calling(self) -> bool:
+    def is_calling(self) -> bool:
         """What follows belongs to a call."""
 
     def feed(self, text: str) -> list[Part]:
@@ -37,7 +37,7 @@ class Splitter(Protocol):
         """The rest.  `natural`: the model ended by itself, so what is open may be taken for closed."""
 
 
-class MarkedSplitter:
+class MarkerSplitter:
     """For models that put markers around reasoning and around calls.
 
     `tools` None: nothing is a call.  `thinking`: the prompt has opened the reasoning.  `parallel`: more than one call
@@ -49,108 +49,108 @@ class MarkedSplitter:
         dialect: Dialect,
         tools: Tools,
         *,
-        thinking: bool = False,
+        in_reasoning: bool = False,
         parallel: bool = True,
-        formed: bool = False,
+        is_constrained: bool = False,
     ) -> None:
-        self._format = dialect.calls if tools else None
-        self._tools = tools if self._format else None
-        self._dialect, self._scanners = dialect, scanners_of(dialect, self._format is not None)
-        self._teller, self._formed = Teller(self._tools, parallel), formed
+        self._tool_format = dialect.tool_format if tools else None
+        self._tools = tools if self._tool_format else None
+        self._dialect, self._scanners = dialect, get_scanners(dialect, self._tool_format is not None)
+        self._emitter, self._is_constrained = PartEmitter(self._tools, parallel), is_constrained
         self._buffer = ""  # what comes after all that was consumed
         self._offset = 0  # of the buffer
-        self._held: list[str] = []  # of a call, or of what may be one
-        self._opening: Opening | None = None  # of the call
-        self._call_scanner = Scanner(())
-        self._ends_held = 0  # end markers in `_held`, taken for text of the call
-        self._trial: MarkedSplitter | None = None  # reads what may be calls amid the reasoning
-        self._trial_calls: list[Called] = []
+        self._pending: list[str] = []  # of a call, or of what may be one
+        self._call_markers: CallMarkers | None = None  # of the call
+        self._call_scanner = MarkerScanner(())
+        self._end_markers_held = 0  # end markers in `_held`, taken for text of the call
+        self._trial: MarkerSplitter | None = None  # reads what may be calls amid the reasoning
+        self._trial_calls: list[ToolCall] = []
         self._trial_marker, self._trial_start, self._trials = "", 0, 0
-        bare = self._format is not None and self._format.may_be_bare is not None
-        self._step = self._begin if bare else self._say
-        if thinking:
-            self._step = self._think
-            self._teller.begin_reasoning()
+        bare = self._tool_format is not None and self._tool_format.can_be_bare is not None
+        self._step = self._read_start if bare else self._read_content
+        if in_reasoning:
+            self._step = self._read_reasoning
+            self._emitter.begin_reasoning()
 
     @property
-    def done(self) -> bool:
-        return self._teller.done
+    def is_done(self) -> bool:
+        return self._emitter.is_done
 
     @property
-    def thinking(self) -> bool:
-        return self._step in (self._think, self._try)
+    def is_reasoning(self) -> bool:
+        return self._step in (self._read_reasoning, self._read_trial)
 
     @property
-    def calling(self) -> bool:
-        return self._step in (self._call, self._try)
+    def is_calling(self) -> bool:
+        return self._step in (self._read_call, self._read_trial)
 
     def feed(self, text: str) -> list[Part]:
         self._buffer += text
-        while not self._teller.done and self._step():
+        while not self._emitter.is_done and self._step():
             pass
-        return self._teller.taken()
+        return self._emitter.take_parts()
 
     def finish(self, natural: bool) -> list[Part]:
         going_on = True
-        while going_on and not self._teller.done:
+        while going_on and not self._emitter.is_done:
             going_on = self._step() or self._finish_step(natural)
-        self._teller.finish()
-        return self._teller.taken()
+        self._emitter.finish()
+        return self._emitter.take_parts()
 
     def _finish_step(self, natural: bool) -> bool:
         """Do away with what is open.  Whether there is yet more to read."""
-        if self._step == self._call:
-            self._held.append(self._take(len(self._buffer)))
+        if self._step == self._read_call:
+            self._pending.append(self._take(len(self._buffer)))
             self._end_call("", cut=not natural)
             return bool(self._buffer)
-        if self._step == self._try:
+        if self._step == self._read_trial:
             self._finish_trial(natural)
             return bool(self._buffer)
-        if self._step == self._think:
-            self._teller.think(self._take(len(self._buffer)))
+        if self._step == self._read_reasoning:
+            self._emitter.emit_reasoning(self._take(len(self._buffer)))
         else:
-            self._teller.say(self._take(len(self._buffer)))
+            self._emitter.emit_text(self._take(len(self._buffer)))
         return False
 
     # ---- states: each consumes up to the next marker, and says whether another may go on
 
-    def _begin(self) -> bool:
+    def _read_start(self) -> bool:
         """The answer may be a call that nothing marks."""
-        assert self._format and self._format.may_be_bare
-        is_call = self._format.may_be_bare(self._buffer)
+        assert self._tool_format and self._tool_format.can_be_bare
+        is_call = self._tool_format.can_be_bare(self._buffer)
         if is_call is None:
             return False
         if is_call:
-            self._begin_call(self._format)
+            self._begin_call(self._tool_format)
         else:
-            self._step = self._say
+            self._step = self._read_content
         return True
 
-    def _say(self) -> bool:
-        if self._formed and self._teller.said:
-            self._teller.say(self._take(len(self._buffer)))
+    def _read_content(self) -> bool:
+        if self._is_constrained and self._emitter.has_content:
+            self._emitter.emit_text(self._take(len(self._buffer)))
             return False
-        safe, marker = self._scanners.content.find(self._buffer)
-        self._teller.say(self._take(safe))
+        safe, marker = self._scanners.content.find_marker(self._buffer)
+        self._emitter.emit_text(self._take(safe))
         if not marker:
             return False
-        if self._formed and self._teller.said:
+        if self._is_constrained and self._emitter.has_content:
             return True
         self._take(len(marker))
         if marker == self._dialect.think_start:
-            self._teller.begin_reasoning()
-            self._step = self._think
+            self._emitter.begin_reasoning()
+            self._step = self._read_reasoning
         elif marker == self._dialect.think_end:
             self._end_reasoning()
         elif opening := self._scanners.openings.get(marker):
             self._begin_call(opening)
-        elif marker not in self._dialect.noise and not self._teller.after_call:
-            self._teller.say(marker)
+        elif marker not in self._dialect.ignored_markers and not self._emitter.is_after_call:
+            self._emitter.emit_text(marker)
         return True
 
-    def _think(self) -> bool:
-        safe, marker = self._scanners.thought.find(self._buffer)
-        self._teller.think(self._take(safe))
+    def _read_reasoning(self) -> bool:
+        safe, marker = self._scanners.reasoning.find_marker(self._buffer)
+        self._emitter.emit_reasoning(self._take(safe))
         if not marker:
             return False
         if marker == self._dialect.think_end:
@@ -158,114 +158,114 @@ class MarkedSplitter:
             self._end_reasoning()
         elif marker == self._dialect.think_start:
             self._take(len(marker))
-            if not self._teller.reasoning_is_empty:  # else the prompt has opened it already
-                self._teller.think(marker)
+            if not self._emitter.is_reasoning_empty:  # else the prompt has opened it already
+                self._emitter.emit_reasoning(marker)
         else:
             self._begin_trial(marker)
         return True
 
     def _begin_trial(self, marker: str) -> None:
         self._trials += 1
-        self._trial_start, self._trial_calls, self._held = self._offset, [], []
+        self._trial_start, self._trial_calls, self._pending = self._offset, [], []
         if self._trials > TRIALS_MAX:
-            self._teller.think(self._take(len(marker)))
+            self._emitter.emit_reasoning(self._take(len(marker)))
             return
-        self._trial, self._step = MarkedSplitter(self._dialect, self._tools), self._try
+        self._trial, self._step = MarkerSplitter(self._dialect, self._tools), self._read_trial
         self._trial_marker = marker
-        self._attempt(self._take(len(marker)))
+        self._feed_trial(self._take(len(marker)))
 
     def _end_reasoning(self) -> None:
-        self._teller.end_reasoning(self._offset)
-        bare = self._format is not None and self._format.may_be_bare is not None and self._teller.silent
-        self._step = self._begin if bare else self._say
+        self._emitter.end_reasoning(self._offset)
+        bare = self._tool_format is not None and self._tool_format.can_be_bare is not None and self._emitter.is_empty
+        self._step = self._read_start if bare else self._read_content
 
     # ---- calls
 
-    def _begin_call(self, opening: Opening) -> None:
-        self._opening, self._held, self._ends_held = opening, [], 0
-        self._call_scanner = self._scanners.calls[opening.start]
-        self._step = self._call
+    def _begin_call(self, call_markers: CallMarkers) -> None:
+        self._call_markers, self._pending, self._end_markers_held = call_markers, [], 0
+        self._call_scanner = self._scanners.calls[call_markers.start]
+        self._step = self._read_call
 
-    def _call(self) -> bool:
-        safe, marker = self._call_scanner.find(self._buffer)
-        self._held.append(self._take(safe))
+    def _read_call(self) -> bool:
+        safe, marker = self._call_scanner.find_marker(self._buffer)
+        self._pending.append(self._take(safe))
         if not marker:
             return False
-        assert self._opening
-        if marker != self._opening.end:  # the next call's start
-            self._step = self._say
+        assert self._call_markers
+        if marker != self._call_markers.end:  # the next call's start
+            self._step = self._read_content
             self._end_call("", cut=False)
             return True
         self._take(len(marker))
         if not self._end_call(marker, cut=False):
-            self._held.append(marker)
-            self._ends_held += 1
+            self._pending.append(marker)
+            self._end_markers_held += 1
         return True
 
     def _end_call(self, marker: str, *, cut: bool) -> bool:
         """A call's text is there: tell what it says, or the text itself where it says nothing.  False where the marker
         stands amid a text of the call.
         """
-        assert self._opening
-        text = "".join(self._held)
+        assert self._call_markers
+        text = "".join(self._pending)
         try:
-            if cut and self._opening.end:
-                raise Unreadable("it is cut")
-            self._teller.tell(self._opening.read(text, cut), self._offset)
-        except Unreadable as error:
-            if marker and error.cut and self._ends_held < ENDS_HELD_MAX:
+            if cut and self._call_markers.end:
+                raise ToolCallParseError("it is cut")
+            self._emitter.emit_items(self._call_markers.parse(text, cut), self._offset)
+        except ToolCallParseError as error:
+            if marker and error.cut and self._end_markers_held < ENDS_HELD_MAX:
                 return False
-            self._give_up(text + marker)
-        self._step = self._say
+            self._reject_call(text + marker)
+        self._step = self._read_content
         return True
 
-    def _give_up(self, text: str) -> None:
+    def _reject_call(self, text: str) -> None:
         """No call after all.  Where it holds end markers, what follows the first of them is read anew."""
-        assert self._opening
-        first = text.find(self._opening.end) + len(self._opening.end) if self._ends_held else len(text)
-        self._teller.say(self._opening.start + text[:first])
+        assert self._call_markers
+        first = text.find(self._call_markers.end) + len(self._call_markers.end) if self._end_markers_held else len(text)
+        self._emitter.emit_text(self._call_markers.start + text[:first])
         self._buffer = text[first:] + self._buffer
         self._offset -= len(text) - first
 
     # ---- what may be calls amid the reasoning: they count where nothing but the end follows them
 
-    def _try(self) -> bool:
+    def _read_trial(self) -> bool:
         assert self._trial
-        safe, marker = self._scanners.reasoned.find(self._buffer)
-        if not self._attempt(self._take(safe)) or marker:
-            self._end_trial()
+        safe, marker = self._scanners.trial.find_marker(self._buffer)
+        if not self._feed_trial(self._take(safe)) or marker:
+            self._reject_trial()
             return True
         return False
 
-    def _end_trial(self) -> None:
+    def _reject_trial(self) -> None:
         """It is reasoning; other calls may begin within it."""
-        text, length = "".join(self._held), len(self._trial_marker)
-        self._teller.think(text[:length])
+        text, length = "".join(self._pending), len(self._trial_marker)
+        self._emitter.emit_reasoning(text[:length])
         self._buffer = text[length:] + self._buffer
         self._offset -= len(text) - length
-        self._step = self._think
+        self._step = self._read_reasoning
 
-    def _attempt(self, text: str) -> bool:
+    def _feed_trial(self, text: str) -> bool:
         """Whether it may still be nothing but calls."""
         assert self._trial
-        self._held.append(text)
-        return self._all_calls(self._trial.feed(text))
+        self._pending.append(text)
+        return self._collect_trial_calls(self._trial.feed(text))
 
-    def _all_calls(self, parts: list[Part]) -> bool:
-        self._trial_calls += [part for part in parts if isinstance(part, Called)]
-        return not any(isinstance(part, Said) and part.text.strip() for part in parts)
+    def _collect_trial_calls(self, parts: list[Part]) -> bool:
+        self._trial_calls += [part for part in parts if isinstance(part, ToolCall)]
+        return not any(isinstance(part, Text) and part.text.strip() for part in parts)
 
     def _finish_trial(self, natural: bool) -> None:
         assert self._trial
-        fits = self._attempt(self._take(len(self._buffer)))
-        if not (fits and natural and self._all_calls(self._trial.finish(natural)) and self._trial_calls):
-            self._end_trial()
+        fits = self._feed_trial(self._take(len(self._buffer)))
+        if not (fits and natural and self._collect_trial_calls(self._trial.finish(natural)) and self._trial_calls):
+            self._reject_trial()
             return
-        self._teller.end_reasoning(self._trial_start)
+        self._emitter.end_reasoning(self._trial_start)
         for call in self._trial_calls:
-            if not self._teller.done:
+            if not self._emitter.is_done:
                 start = self._trial_start
-                self._teller.call(Called(call.name, call.arguments, start, start + call.end))
+                self._emitter.emit_call(ToolCall(call.name, call.arguments, start, start + call.end))
 
     def _take(self, length: int) -> str:
         taken, self._buffer = self._buffer[:length], self._buffer[length:]

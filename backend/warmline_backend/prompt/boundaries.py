@@ -6,87 +6,89 @@ that: templates that rewrite earlier turns give fewer ends, never wrong ones.
 
 from collections.abc import Callable
 
-from warmline_backend.prompt.messages import Conversation
+from warmline_backend.prompt.messages import ChatConversation
 from warmline_backend.prompt.template_traits import Message
-from warmline_common.protocol.tokens import common_chars
+from warmline_common.protocol.tokens import count_common_chars
 
 MESSAGES_ALL_MAX = 16  # up to so many, every message's end is looked for; beyond, only the last ones'
 MESSAGES_LAST = 8
 TURNS_LAST = 2  # and the answers to as many users' messages: from there on templates leave out reasoning
 
 
-class Boundaries:
+class BoundaryFinder:
     """Of one conversation, rendered to `text`; `prefix` renders messages alone, to "" where the template refuses."""
 
-    def __init__(self, conversation: Conversation, text: str, prefix: Callable[[list[Message]], str]) -> None:
-        self._conversation, self._text, self._prefix = conversation, text, prefix
+    def __init__(
+        self, conversation: ChatConversation, text: str, render_prefix: Callable[[list[Message]], str]
+    ) -> None:
+        self._conversation, self._text, self._render_prefix = conversation, text, render_prefix
 
-    def turn_end(self) -> int:
+    def find_turn_end(self) -> int:
         """Where the prompt leaves what is the same without a generation prompt (or without the message to continue)."""
-        closed = [item.message for item in self._conversation.closed]
-        return common_chars(self._prefix(closed), self._text) if closed else 0
+        closed = [item.message for item in self._conversation.complete_items]
+        return count_common_chars(self._render_prefix(closed), self._text) if closed else 0
 
-    def message_ends(self) -> dict[int, int]:
+    def find_message_ends(self) -> dict[int, int]:
         """Character offsets of the other boundaries, by how many messages end there."""
-        messages, system, ends = self._conversation.messages, self._conversation.system_messages, {}
+        messages, system, ends = self._conversation.messages, self._conversation.system_count, {}
         if system or self._conversation.tools:
-            ends[system] = self._system_end()
-        for count in _wanted_ends(self._conversation):
-            prefix = self._prefix(messages[:count])
+            ends[system] = self._find_system_end()
+        for count in _select_message_counts(self._conversation):
+            prefix = self._render_prefix(messages[:count])
             if self._text.startswith(prefix):
                 ends[count] = len(prefix)
         return ends
 
-    def rewritten_ends(self, known: dict[int, int]) -> dict[int, int]:
+    def find_rewritten_ends(self, known_ends: dict[int, int]) -> dict[int, int]:
         """Where messages end that read differently now that a user has spoken after them: as rendered before a user's
         message, whose own length is known from one that stands behind the first message.
         """
-        messages, first = self._conversation.messages, self._conversation.system_messages + 1
-        last_turn = max(self._conversation.turns, default=0)
-        wanted = _wanted_ends(self._conversation, last=0)
-        rewritten = [count for count in wanted if count <= last_turn and count not in known]
+        messages, first = self._conversation.messages, self._conversation.system_count + 1
+        last_turn = max(self._conversation.user_indices, default=0)
+        wanted = _select_message_counts(self._conversation, last_count=0)
+        rewritten = [count for count in wanted if count <= last_turn and count not in known_ends]
         if not rewritten:
             return {}
-        start, followed = self._prefix(messages[:first]), self._before_a_user(first)
+        start, followed = self._render_prefix(messages[:first]), self._render_before_user(first)
         if not start or not followed.startswith(start):
             return {}
         ends = {}
         for count in rewritten:
-            followed_here = self._before_a_user(count)
+            followed_here = self._render_before_user(count)
             end = len(followed_here) - (len(followed) - len(start))
             if end > 0 and self._text.startswith(followed_here[:end]):
                 ends[count] = end
         return ends
 
-    def _before_a_user(self, count: int) -> str:
-        return self._prefix([*self._conversation.messages[:count], {"role": "user", "content": "a"}])
+    def _render_before_user(self, count: int) -> str:
+        return self._render_prefix([*self._conversation.messages[:count], {"role": "user", "content": "a"}])
 
-    def _system_end(self) -> int:
+    def _find_system_end(self) -> int:
         """The end of system messages and tools.
 
         Some templates refuse a conversation without a user, or move the system text into the user's message; then it is
         where two conversations that differ in the user's first word part ways.
         """
-        system = self._conversation.messages[: self._conversation.system_messages]
-        plain = self._prefix(system) if system else ""
-        if plain and _shows(self._conversation, plain) and self._text.startswith(plain):
+        system = self._conversation.messages[: self._conversation.system_count]
+        plain = self._render_prefix(system) if system else ""
+        if plain and _has_system_and_tools(self._conversation, plain) and self._text.startswith(plain):
             return len(plain)
-        one, other = (self._prefix([*system, {"role": "user", "content": word}]) for word in ("a", "b"))
-        shared = one[: common_chars(one, other)]
+        one, other = (self._render_prefix([*system, {"role": "user", "content": word}]) for word in ("a", "b"))
+        shared = one[: count_common_chars(one, other)]
         return len(shared) if self._text.startswith(shared) else 0
 
 
-def _shows(conversation: Conversation, text: str) -> bool:
+def _has_system_and_tools(conversation: ChatConversation, text: str) -> bool:
     """Whether the system messages and the tools are in the text at all."""
-    needles = [str(m["content"]).strip() for m in conversation.messages[: conversation.system_messages]]
-    needles += [tool["function"]["name"] for tool in conversation.offered or ()]
+    needles = [str(m["content"]).strip() for m in conversation.messages[: conversation.system_count]]
+    needles += [tool["function"]["name"] for tool in conversation.offered_tools or ()]
     return all(needle in text for needle in needles)
 
 
-def _wanted_ends(conversation: Conversation, last: int = MESSAGES_LAST) -> list[int]:
+def _select_message_counts(conversation: ChatConversation, last_count: int = MESSAGES_LAST) -> list[int]:
     """How many messages to look for the end of, ascending; of a long conversation the `last`, and around turns."""
-    ends = range(conversation.system_messages + 1, len(conversation.messages))
+    ends = range(conversation.system_count + 1, len(conversation.messages))
     if len(conversation.messages) <= MESSAGES_ALL_MAX:
         return list(ends)
-    turns = {index + after for index in conversation.turns[-TURNS_LAST:] for after in (1, 2)}
-    return sorted(turns.intersection(ends).union(ends[len(ends) - last :]))
+    turns = {index + after for index in conversation.user_indices[-TURNS_LAST:] for after in (1, 2)}
+    return sorted(turns.intersection(ends).union(ends[len(ends) - last_count :]))

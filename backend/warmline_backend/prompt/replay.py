@@ -21,246 +21,268 @@ import msgspec
 import xxhash
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from warmline_backend.prompt.messages import Conversation
-from warmline_backend.prompt.template_compat import Item, Said
-from warmline_backend.tool_parsers.registry import ToolFormat, tool_format
+from warmline_backend.prompt.messages import ChatConversation
+from warmline_backend.prompt.template_compat import ConversationItem, OriginalMessage
+from warmline_backend.tool_parsers.registry import ToolFormat, detect_tool_format
 from warmline_common.protocol.messages import SampledTurn
 from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 
 Tools = list[dict[str, Any]] | None
-Read = tuple[str, list[tuple[str, str]]]  # content, and the calls' names and arguments as JSON
-ReadTurn = Callable[[Sequence[int], Tools], Read]  # tokens as an answer of a model that was told of these tools
-Tokenized = tuple[list[int], Callable[[int], int]]  # ids, and how many of them lie wholly before a character
+ParsedTurn = tuple[str, list[tuple[str, str]]]  # content, and the calls' names and arguments as JSON
+TurnParser = Callable[[Sequence[int], Tools], ParsedTurn]  # tokens as an answer of a model that was told of these tools
+TokenizedText = tuple[list[int], Callable[[int], int]]  # ids, and how many of them lie wholly before a character
 
 SHAPES_MAX = 1024
-READ_MAX = 4096  # turns that were read, remembered,
-READ_BYTES_MAX = 1 << 26  # and what they and their tokens may weigh
-HEAD_TOKENS = 16  # as many as the header of an assistant's message may have
+PARSED_TURNS_MAX = 4096  # turns that were read, remembered,
+PARSED_TURNS_BYTES_MAX = 1 << 26  # and what they and their tokens may weigh
+HEADER_TOKENS_MAX = 16  # as many as the header of an assistant's message may have
 
-_UNREADABLE = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
+_PARSE_ERRORS = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class SampledSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens for the characters [start, end) of a marked text."""
 
-    message: int  # its index
+    message_index: int  # its index
     start: int
     end: int
     tokens: list[int]
 
 
-class Marked(msgspec.Struct, frozen=True, kw_only=True):
+class MarkedConversation(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation with words of ours in messages that may be replayed."""
 
-    conversation: Conversation
-    pattern: re.Pattern[str]  # finds the words: kind ("c" or "n"), message, call
-    turns: dict[int, list[int]]  # the tokens, by the message's index
+    conversation: ChatConversation
+    placeholder_pattern: re.Pattern[str]  # finds the words: kind ("c" or "n"), message, call
+    sampled_tokens: dict[int, list[int]]  # the tokens, by the message's index
 
 
-class Replayer:
+class ToolCallReplayer:
     """Any number of threads."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, read_turn: ReadTurn) -> None:
-        self._wrapper, self._read_turn = tokenizer, read_turn
-        self._format: ToolFormat | None = tool_format(tokenizer)
+    def __init__(self, tokenizer: TokenizerWrapper, parse_turn: TurnParser) -> None:
+        self._tokenizer, self._parse_turn = tokenizer, parse_turn
+        self._tool_format: ToolFormat | None = detect_tool_format(tokenizer)
         self._think_end = str(tokenizer.think_end or "")
-        self._ends = [str(tokenizer.decode([token])) for token in sorted(tokenizer.eos_token_ids)]
-        self._any_end = re.compile("|".join(map(re.escape, filter(None, self._ends))) or r"\Z")
-        self._shapes: set[str] = set()  # of regions that read as they should
-        self._remembered: OrderedDict[bytes, Read | None] = OrderedDict()
-        self._remembered_bytes = 0
+        self._eos_texts = [str(tokenizer.decode([token])) for token in sorted(tokenizer.eos_token_ids)]
+        self._eos_pattern = re.compile("|".join(map(re.escape, filter(None, self._eos_texts))) or r"\Z")
+        self._verified_shapes: set[str] = set()  # of regions that read as they should
+        self._parsed_turns: OrderedDict[bytes, ParsedTurn | None] = OrderedDict()
+        self._parsed_turns_bytes = 0
         self._lock = threading.Lock()
 
     # ---- which
 
-    def marked(self, conversation: Conversation, turns: Iterable[SampledTurn]) -> Marked:
+    def mark_conversation(self, conversation: ChatConversation, turns: Iterable[SampledTurn]) -> MarkedConversation:
         """With every message marked whose turn is among these and still says the same."""
         by_ids = {tuple(turn.calls): turn.tokens for turn in turns}
-        tools_key = xxhash.xxh3_128_digest(json.dumps(conversation.offered).encode()) if by_ids else b""
+        tools_key = xxhash.xxh3_128_digest(json.dumps(conversation.offered_tools).encode()) if by_ids else b""
         faithful = {}
-        for index, item in enumerate(conversation.closed):
-            sampled = by_ids.get(item.said.ids) if item.said.ids else None
-            tokens = self._without_end(unpack_tokens(sampled)) if sampled and _is_whole(item) else []
-            if tokens and self._says(tokens, item.said, conversation.offered, tools_key):
+        for index, item in enumerate(conversation.complete_items):
+            sampled = by_ids.get(item.original.call_ids) if item.original.call_ids else None
+            tokens = self._strip_eos(unpack_tokens(sampled)) if sampled and _is_content_intact(item) else []
+            if tokens and self._is_same_turn(tokens, item.original, conversation.offered_tools, tools_key):
                 faithful[index] = tokens
-        return self._mark(conversation, faithful)
+        return self._insert_placeholders(conversation, faithful)
 
-    def without(self, marked: Marked, original: Conversation, doubtful: set[int]) -> Marked:
+    def unmark_messages(
+        self, marked: MarkedConversation, original: ChatConversation, doubtful_messages: set[int]
+    ) -> MarkedConversation:
         """Fewer messages marked."""
-        return self._mark(original, {at: tokens for at, tokens in marked.turns.items() if at not in doubtful})
+        return self._insert_placeholders(
+            original, {at: tokens for at, tokens in marked.sampled_tokens.items() if at not in doubtful_messages}
+        )
 
-    def _without_end(self, tokens: list[int]) -> list[int]:
+    def _strip_eos(self, tokens: list[int]) -> list[int]:
         """The template writes the end of the answer."""
-        return tokens[:-1] if tokens and tokens[-1] in self._wrapper.eos_token_ids else tokens
+        return tokens[:-1] if tokens and tokens[-1] in self._tokenizer.eos_token_ids else tokens
 
-    def _says(self, sampled: list[int], said: Said, tools: Tools, tools_key: bytes) -> bool:
-        if (read := self._read(sampled, tools, tools_key)) is None:
+    def _is_same_turn(self, sampled: list[int], original: OriginalMessage, tools: Tools, tools_key: bytes) -> bool:
+        if (read := self._parse_cached(sampled, tools, tools_key)) is None:
             return False
         content, calls = read
-        if content.strip() != self._spoken(said.content).strip() or [name for name, _ in calls] != list(said.names):
+        if content.strip() != self._strip_reasoning(original.content).strip() or [name for name, _ in calls] != list(
+            original.call_names
+        ):
             return False
-        return all(_same(_value(text), given) for (_, text), given in zip(calls, said.arguments, strict=True))
+        return all(
+            _is_same_json(_parse_value(text), given)
+            for (_, text), given in zip(calls, original.call_arguments, strict=True)
+        )
 
-    def _spoken(self, content: str) -> str:
+    def _strip_reasoning(self, content: str) -> str:
         """Some clients send the reasoning before the content."""
         return content.rpartition(self._think_end)[2] if self._think_end else content
 
-    def _read(self, sampled: list[int], tools: Tools, tools_key: bytes) -> Read | None:
+    def _parse_cached(self, sampled: list[int], tools: Tools, tools_key: bytes) -> ParsedTurn | None:
         key = tools_key + pack_tokens(sampled)
         with self._lock:
-            if key in self._remembered:
-                self._remembered.move_to_end(key)
-                return self._remembered[key]
+            if key in self._parsed_turns:
+                self._parsed_turns.move_to_end(key)
+                return self._parsed_turns[key]
         try:
-            read = self._read_turn(sampled, tools)
-        except _UNREADABLE:  # tokens of another tokenizer
+            read = self._parse_turn(sampled, tools)
+        except _PARSE_ERRORS:  # tokens of another tokenizer
             read = None
-        self._remember(key, read)
+        self._cache_parsed(key, read)
         return read
 
-    def _remember(self, key: bytes, read: Read | None) -> None:
+    def _cache_parsed(self, key: bytes, parsed: ParsedTurn | None) -> None:
         with self._lock:
-            if key in self._remembered:  # by another thread meanwhile
+            if key in self._parsed_turns:  # by another thread meanwhile
                 return
-            self._remembered[key] = read
-            self._remembered_bytes += _weight(key, read)
-            while len(self._remembered) > READ_MAX or self._remembered_bytes > READ_BYTES_MAX:
-                self._remembered_bytes -= _weight(*self._remembered.popitem(last=False))
+            self._parsed_turns[key] = parsed
+            self._parsed_turns_bytes += _count_parsed_bytes(key, parsed)
+            while len(self._parsed_turns) > PARSED_TURNS_MAX or self._parsed_turns_bytes > PARSED_TURNS_BYTES_MAX:
+                self._parsed_turns_bytes -= _count_parsed_bytes(*self._parsed_turns.popitem(last=False))
 
     # ---- where
 
-    def _mark(self, conversation: Conversation, turns: dict[int, list[int]]) -> Marked:
+    def _insert_placeholders(
+        self, conversation: ChatConversation, sampled_tokens: dict[int, list[int]]
+    ) -> MarkedConversation:
         word = f"w{secrets.token_hex(8)}"
         items = [
-            self._marked_item(item, at, word) if at in turns else item for at, item in enumerate(conversation.items)
+            self._mark_item(item, at, word) if at in sampled_tokens else item
+            for at, item in enumerate(conversation.items)
         ]
-        return Marked(
-            conversation=msgspec.structs.replace(conversation, items=items) if turns else conversation,
-            pattern=re.compile(word + r"([cn])(\d+)z(\d+)q"),
-            turns=turns,
+        return MarkedConversation(
+            conversation=msgspec.structs.replace(conversation, items=items) if sampled_tokens else conversation,
+            placeholder_pattern=re.compile(word + r"([cn])(\d+)z(\d+)q"),
+            sampled_tokens=sampled_tokens,
         )
 
-    def _marked_item(self, item: Item, at: int, word: str) -> Item:
+    def _mark_item(self, item: ConversationItem, index: int, prefix: str) -> ConversationItem:
         content, calls = item.message["content"], []
-        spoken = self._spoken(content)
-        content = content[: len(content) - len(spoken)] + (f"{word}c{at}z0q" if spoken.strip() else spoken)
+        spoken = self._strip_reasoning(content)
+        content = content[: len(content) - len(spoken)] + (f"{prefix}c{index}z0q" if spoken.strip() else spoken)
         for number, call in enumerate(item.message.get("tool_calls", ())):
-            function, name = call["function"], f"{word}n{at}z{number}q"
+            function, name = call["function"], f"{prefix}n{index}z{number}q"
             nothing = "{}" if isinstance(function["arguments"], str) else {}
             marked = {**call, "function": {**function, "name": name, "arguments": nothing}}
             if str(call.get("id", "")).startswith(shown := f"functions.{function['name']}:"):
                 marked["id"] = f"functions.{name}:{call['id'][len(shown) :]}"
             calls.append(marked)
-        return item.changed(content=content, **({"tool_calls": calls} if calls else {}))
+        return item.replace(content=content, **({"tool_calls": calls} if calls else {}))
 
-    def places(self, marked: Marked, text: str, tail: str) -> tuple[list[Place], set[int]]:
+    def find_spans(self, marked: MarkedConversation, text: str, tail: str) -> tuple[list[SampledSpan], set[int]]:
         """Where in the rendered text the turns belong, in their order, and the messages of which that is not clear.
 
         `tail`: the prompt's end, from where the last message ends: what answers are begun with.
         """
         found: dict[int, list[re.Match[str]]] = {}
-        for match in marked.pattern.finditer(text):
+        for match in marked.placeholder_pattern.finditer(text):
             found.setdefault(int(match[2]), []).append(match)
-        places: list[Place] = []
+        places: list[SampledSpan] = []
         doubtful: set[int] = set()
-        for at, tokens in sorted(marked.turns.items()):
+        for at, tokens in sorted(marked.sampled_tokens.items()):
             after = places[-1].end if places else 0
             calls = len(marked.conversation.items[at].message.get("tool_calls", ()))
-            words = _words(found.get(at, []), calls)
-            place = self._place(text, after, words, tail, tokens) if words else None
-            if place is None or not self._reads(text[place.start : place.end], words, marked):
+            words = _order_placeholders(found.get(at, []), calls)
+            place = self._find_span(text, after, words, tail, tokens) if words else None
+            if place is None or not self._is_exact_region(text[place.start : place.end], words, marked):
                 doubtful.add(at)
             else:
                 places.append(place)
         return places, doubtful
 
-    def _place(self, text: str, after: int, words: list[re.Match[str]], tail: str, tokens: list[int]) -> Place | None:
-        at, first, last = int(words[0][2]), words[0], words[-1]
-        end = self._end(text, last)
-        begins = first.start() if first[1] == "c" else self._call_start(text, after, first.start(), tail)
-        if end is None or begins is None or begins < after:
+    def _find_span(
+        self, text: str, previous_end: int, placeholders: list[re.Match[str]], tail: str, tokens: list[int]
+    ) -> SampledSpan | None:
+        at, first, last = int(placeholders[0][2]), placeholders[0], placeholders[-1]
+        end = self._find_end(text, last)
+        begins = first.start() if first[1] == "c" else self._find_call_start(text, previous_end, first.start(), tail)
+        if end is None or begins is None or begins < previous_end:
             return None
-        header, _, _ = tail.partition(str(self._wrapper.think_start)) if self._think_end else (tail, "", "")
-        head = self._decoded(tokens[:HEAD_TOKENS])
-        if (own := header.strip()) and head.startswith(own) and text.endswith(own, after, begins):
-            return Place(message=at, start=begins - len(own), end=end, tokens=tokens)  # it began a message of its own
-        start, thought = self._start(text, after, begins, header, tail)
-        return Place(message=at, start=start, end=end, tokens=tokens if thought else self._unspaced(tokens))
+        header, _, _ = tail.partition(str(self._tokenizer.think_start)) if self._think_end else (tail, "", "")
+        head = self._decode(tokens[:HEADER_TOKENS_MAX])
+        if (own := header.strip()) and head.startswith(own) and text.endswith(own, previous_end, begins):
+            return SampledSpan(
+                message_index=at, start=begins - len(own), end=end, tokens=tokens
+            )  # it began a message of its own
+        start, thought = self._find_start(text, previous_end, begins, header, tail)
+        return SampledSpan(
+            message_index=at, start=start, end=end, tokens=tokens if thought else self._strip_leading_space(tokens)
+        )
 
-    def _start(self, text: str, after: int, begins: int, header: str, tail: str) -> tuple[int, bool]:
+    def _find_start(self, text: str, previous_end: int, content_start: int, header: str, tail: str) -> tuple[int, bool]:
         """Where what was sampled after the reasoning began, and whether the space that it began with belongs there."""
-        bare = after + len(text[after:begins].rstrip())
-        if self._think_end and text.endswith(self._think_end, after, bare):
+        bare = previous_end + len(text[previous_end:content_start].rstrip())
+        if self._think_end and text.endswith(self._think_end, previous_end, bare):
             # A template that closed the reasoning itself went on with a space before the model did.
             own, thought = tail if tail.rstrip().endswith(self._think_end) else "", True
         else:
             own, thought = header, not self._think_end
         space = own[len(own.rstrip()) :]
-        fits = text.startswith(space, bare) and bare + len(space) <= begins
-        return bare + len(space) if fits else begins, thought
+        fits = text.startswith(space, bare) and bare + len(space) <= content_start
+        return bare + len(space) if fits else content_start, thought
 
-    def _unspaced(self, tokens: list[int]) -> list[int]:
+    def _strip_leading_space(self, tokens: list[int]) -> list[int]:
         """Without the space between a reasoning that is not there and the answer."""
-        at = next((at for at, token in enumerate(tokens) if self._decoded([token]).strip()), 0)
+        at = next((at for at, token in enumerate(tokens) if self._decode([token]).strip()), 0)
         return tokens[at:]
 
-    def _decoded(self, tokens: list[int]) -> str:
-        return str(self._wrapper.decode(tokens))
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
 
-    def _call_start(self, text: str, after: int, name: int, tail: str) -> int | None:
-        at = text.rfind(self._format.start, after, name) if self._format and self._format.start else -1
+    def _find_call_start(self, text: str, previous_end: int, name_start: int, tail: str) -> int | None:
+        at = (
+            text.rfind(self._tool_format.start, previous_end, name_start)
+            if self._tool_format and self._tool_format.start
+            else -1
+        )
         if at >= 0:
             return at
-        header = tail.partition(str(self._wrapper.think_start))[0] if self._think_end else tail
-        at = text.rfind(header, after, name) if header else -1
+        header = tail.partition(str(self._tokenizer.think_start))[0] if self._think_end else tail
+        at = text.rfind(header, previous_end, name_start) if header else -1
         return at + len(header) if at >= 0 else None
 
-    def _end(self, text: str, last: re.Match[str]) -> int | None:
-        if last[1] == "c":
-            return last.end()
-        over = match.start() if (match := self._any_end.search(text, last.end())) else None
-        if (marker := self._format.end if self._format else "") and marker not in self._ends:
-            at = text.find(marker, last.end(), over)
+    def _find_end(self, text: str, last_placeholder: re.Match[str]) -> int | None:
+        if last_placeholder[1] == "c":
+            return last_placeholder.end()
+        over = match.start() if (match := self._eos_pattern.search(text, last_placeholder.end())) else None
+        if (marker := self._tool_format.end if self._tool_format else "") and marker not in self._eos_texts:
+            at = text.find(marker, last_placeholder.end(), over)
             return at + len(marker) if at >= 0 else over
         return over
 
-    def _reads(self, region: str, words: list[re.Match[str]], marked: Marked) -> bool:
+    def _is_exact_region(self, region: str, placeholders: list[re.Match[str]], marked: MarkedConversation) -> bool:
         """Whether the region is these words' message, the whole of it, and nothing else."""
-        if {match[0] for match in marked.pattern.finditer(region)} != {match[0] for match in words}:
+        if {match[0] for match in marked.placeholder_pattern.finditer(region)} != {match[0] for match in placeholders}:
             return False
-        names = [match[0] for match in words if match[1] == "n"]
+        names = [match[0] for match in placeholders if match[1] == "n"]
         if not names:
-            return region == words[0][0]
-        shape = marked.pattern.sub(lambda match: f"{match[1]}{match[3]}", region)
-        if shape in self._shapes:
+            return region == placeholders[0][0]
+        shape = marked.placeholder_pattern.sub(lambda match: f"{match[1]}{match[3]}", region)
+        if shape in self._verified_shapes:
             return True
-        tokens = self._wrapper.encode(region, add_special_tokens=False)
+        tokens = self._tokenizer.encode(region, add_special_tokens=False)
         try:
-            content, calls = self._read_turn(tokens, marked.conversation.offered)
-        except _UNREADABLE:
+            content, calls = self._parse_turn(tokens, marked.conversation.offered_tools)
+        except _PARSE_ERRORS:
             return False
-        expected = words[0][0] if words[0][1] == "c" else ""
+        expected = placeholders[0][0] if placeholders[0][1] == "c" else ""
         reads = content.strip() == expected and [name for name, _ in calls] == names
-        if reads and len(self._shapes) < SHAPES_MAX:
-            self._shapes.add(shape)
+        if reads and len(self._verified_shapes) < SHAPES_MAX:
+            self._verified_shapes.add(shape)
         return reads
 
 
-def _weight(key: bytes, read: Read | None) -> int:
-    content, calls = read or ("", [])
+def _count_parsed_bytes(key: bytes, parsed: ParsedTurn | None) -> int:
+    content, calls = parsed or ("", [])
     return len(key) + len(content) + sum(len(name) + len(arguments) for name, arguments in calls)
 
 
-def _is_whole(item: Item) -> bool:
+def _is_content_intact(item: ConversationItem) -> bool:
     """Its content is where the client had it."""
-    return "tool_calls" not in item.message or bool(item.message["content"]) == bool(item.said.content)
+    return "tool_calls" not in item.message or bool(item.message["content"]) == bool(item.original.content)
 
 
-def _words(found: list[re.Match[str]], calls: int) -> list[re.Match[str]]:
+def _order_placeholders(placeholders: list[re.Match[str]], calls: int) -> list[re.Match[str]]:
     """The content's word, if the template shows it, and the first of each call's; [] where they are not in order."""
-    content = [match for match in found if match[1] == "c"]
+    content = [match for match in placeholders if match[1] == "c"]
     names: dict[int, re.Match[str]] = {}
-    for match in found:
+    for match in placeholders:
         if match[1] == "n":
             names.setdefault(int(match[3]), match)
     words = [*content, *names.values()]
@@ -268,53 +290,55 @@ def _words(found: list[re.Match[str]], calls: int) -> list[re.Match[str]]:
     return words if in_order and len(content) <= 1 and list(names) == list(range(calls)) else []
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same_json(a: Any, b: Any) -> bool:
     """As JSON: a number is its value, true is no number, and an object has no order."""
     try:
-        return _equal(a, b)
+        return _is_equal(a, b)
     except RecursionError:
         return False
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_is_equal(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(map(_is_equal, a, b))
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
 # ---- the prompt
 
 
-def spliced(
+def splice_tokens(
     text: str,
-    places: list[Place],
-    marked: Marked,
-    tokenize: Callable[[str], Tokenized],
-) -> Tokenized:
+    spans: list[SampledSpan],
+    marked: MarkedConversation,
+    tokenize: Callable[[str], TokenizedText],
+) -> TokenizedText:
     """The text's tokens, with each place's in its stead.  Characters are those of the marked text."""
     ids: list[int] = []
     starts: list[int] = []  # characters at which the parts below begin
     parts: list[Callable[[int], int]] = []
 
     def add_text(start: int, end: int) -> None:
-        piece = _Restored(text[start:end], marked.pattern, lambda match: _meant(marked, match))
+        piece = _RestoredText(
+            text[start:end], marked.placeholder_pattern, lambda match: _resolve_placeholder(marked, match)
+        )
         tokens, token_at = tokenize(piece.text) if piece.text else ([], lambda _: 0)
         base = len(ids)
         starts.append(start)
-        parts.append(lambda offset: base + token_at(piece.offset(offset - start)))
+        parts.append(lambda offset: base + token_at(piece.map_offset(offset - start)))
         ids.extend(tokens)
 
     at = 0
-    for place in places:
+    for place in spans:
         add_text(at, place.start)
         base = len(ids)
         starts.append(place.start)
@@ -325,26 +349,26 @@ def spliced(
     return ids, lambda offset: parts[bisect_right(starts, offset) - 1](offset)
 
 
-def _meant(marked: Marked, word: re.Match[str]) -> str:
+def _resolve_placeholder(marked: MarkedConversation, placeholder: re.Match[str]) -> str:
     """What a word stands for, where a template says it outside of its message."""
-    said = marked.conversation.items[int(word[2])].said
-    return said.names[int(word[3])] if word[1] == "n" else said.content
+    said = marked.conversation.items[int(placeholder[2])].original
+    return said.call_names[int(placeholder[3])] if placeholder[1] == "n" else said.content
 
 
-class _Restored:
+class _RestoredText:
     """A piece of text in which names stand again, and where its characters have gone."""
 
-    def __init__(self, marked: str, pattern: re.Pattern[str], name: Callable[[re.Match[str]], str]) -> None:
+    def __init__(self, marked_text: str, pattern: re.Pattern[str], resolve: Callable[[re.Match[str]], str]) -> None:
         self._edges, self._shifts = [0], [0]
         pieces, at, shift = [], 0, 0
-        for match in pattern.finditer(marked):
-            told = name(match)
-            pieces += [marked[at : match.start()], told]
+        for match in pattern.finditer(marked_text):
+            told = resolve(match)
+            pieces += [marked_text[at : match.start()], told]
             at = match.end()
             shift += len(told) - (match.end() - match.start())
             self._edges.append(at)
             self._shifts.append(shift)
-        self.text = "".join([*pieces, marked[at:]]) if pieces else marked
+        self.text = "".join([*pieces, marked_text[at:]]) if pieces else marked_text
 
-    def offset(self, offset: int) -> int:
+    def map_offset(self, offset: int) -> int:
         return max(0, offset + self._shifts[bisect_right(self._edges, offset) - 1])

@@ -9,18 +9,18 @@ Schema = Mapping[str, Any]
 CHAIN_MAX = 100  # references that lead to references
 
 
-def resolve(schema: Any, root: Any) -> Schema | None:
+def resolve_references(schema: Any, root: Any) -> Schema | None:
     """What a chain of local references leads to; None where it leads nowhere, or is no object."""
     for _ in range(CHAIN_MAX):
         if not isinstance(schema, Mapping):
             return None
         if not isinstance(reference := schema.get("$ref"), str):
             return schema
-        schema = place_of(reference, root)
+        schema = lookup_reference(reference, root)
     return None
 
 
-def place_of(reference: str, root: Any) -> Any:
+def lookup_reference(reference: str, root: Any) -> Any:
     """The part of `root` that a reference names; None where there is none, or it is in another document."""
     if reference == "#":
         return root
@@ -35,7 +35,7 @@ def place_of(reference: str, root: Any) -> Any:
     return found
 
 
-def references_in(schema: Any) -> set[str]:
+def collect_references(schema: Any) -> set[str]:
     """All of them, at any depth, as they are written."""
     found: set[str] = set()
     waiting = [schema]
@@ -50,13 +50,13 @@ def references_in(schema: Any) -> set[str]:
     return found
 
 
-def moved(schema: Any, to: str) -> Any:
+def rebase_references(schema: Any, prefix: str) -> Any:
     """The same with its references into a document in which their own stands at `to`, as in "#/$defs/whole"."""
     if isinstance(schema, list):
-        return [moved(part, to) for part in schema]
+        return [rebase_references(part, prefix) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    made = {key: moved(part, to) for key, part in schema.items()}
+    made = {key: rebase_references(part, prefix) for key, part in schema.items()}
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
-        made["$ref"] = to + reference[1:]
+        made["$ref"] = prefix + reference[1:]
     return made

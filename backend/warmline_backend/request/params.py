@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from warmline_backend.request.fields import refused_in
+from warmline_backend.request.fields import find_unsupported_field
 from warmline_common.protocol.messages import ErrorBody, ErrorReply, encode
 
 STOP_WORDS_MAX = 16
@@ -23,14 +23,14 @@ TEMPERATURE_GREEDY = 1e-5  # below it, sampling and argmax can't be told apart
 _INT64 = 1 << 63
 
 
-class BadRequest(Exception):
+class BadRequestError(Exception):
     """The body is at fault: `message` says what was wrong and what was expected, `param` names the field."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.message, self.param, self.code, self.status = message, param, code, status
 
-    def reply(self) -> bytes:
+    def encode_reply(self) -> bytes:
         """OpenAI's error object as JSON."""
         return encode(ErrorReply(error=ErrorBody(message=self.message, param=self.param, code=self.code)))
 
@@ -63,7 +63,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool = True  # one answer may have several calls
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         return self.temperature < TEMPERATURE_GREEDY or self.top_p == 0 or self.top_k == 1
 
 
@@ -85,78 +85,80 @@ def parse_params(
     """
     fields = Fields(body)
     _refuse_unsupported(endpoint, fields)
-    logprobs, top_logprobs = _logprobs(endpoint, fields)
-    echo = endpoint == "completion" and _echo(fields, logprobs)
-    max_tokens = _max_tokens(fields, context_tokens_max, prompt_tokens, default_max_tokens, low=0 if echo else 1)
+    logprobs, top_logprobs = _parse_logprobs(endpoint, fields)
+    echo = endpoint == "completion" and _parse_echo(fields, logprobs)
+    max_tokens = _parse_max_tokens(fields, context_tokens_max, prompt_tokens, default_max_tokens, low=0 if echo else 1)
     return GenerationParams(
         max_tokens=max_tokens,
-        temperature=fields.number("temperature", default_temperature, low=0.0),
-        top_p=fields.number("top_p", default_top_p, low=0.0, high=1.0),
-        top_k=_top_k(fields),
-        min_p=fields.number("min_p", 0.0, low=0.0, high=1.0),
-        seed=fields.optional_integer("seed", low=-_INT64, high=_INT64 - 1),
-        stop=_stop(fields),
-        stop_token_ids=_token_ids(fields, "stop_token_ids", vocabulary_size, STOP_TOKENS_MAX),
-        min_tokens=min(_min_tokens(fields), max_tokens),
-        allowed_token_ids=_allowed_token_ids(fields, vocabulary_size),
-        presence_penalty=fields.number("presence_penalty", 0.0, low=-2.0, high=2.0),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, low=-2.0, high=2.0),
-        repetition_penalty=_repetition_penalty(fields),
-        repetition_context_size=fields.integer("repetition_context_size", 20, low=1),
-        logit_bias=_logit_bias(fields, vocabulary_size),
+        temperature=fields.get_number("temperature", default_temperature, low=0.0),
+        top_p=fields.get_number("top_p", default_top_p, low=0.0, high=1.0),
+        top_k=_parse_top_k(fields),
+        min_p=fields.get_number("min_p", 0.0, low=0.0, high=1.0),
+        seed=fields.get_optional_integer("seed", low=-_INT64, high=_INT64 - 1),
+        stop=_parse_stop(fields),
+        stop_token_ids=_parse_token_ids(fields, "stop_token_ids", vocabulary_size, STOP_TOKENS_MAX),
+        min_tokens=min(_parse_min_tokens(fields), max_tokens),
+        allowed_token_ids=_parse_allowed_token_ids(fields, vocabulary_size),
+        presence_penalty=fields.get_number("presence_penalty", 0.0, low=-2.0, high=2.0),
+        frequency_penalty=fields.get_number("frequency_penalty", 0.0, low=-2.0, high=2.0),
+        repetition_penalty=_parse_repetition_penalty(fields),
+        repetition_context_size=fields.get_integer("repetition_context_size", 20, low=1),
+        logit_bias=_parse_logit_bias(fields, vocabulary_size),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
-        stream=fields.boolean("stream"),
-        include_usage=_include_usage(fields),
-        ignore_eos=fields.boolean("ignore_eos"),
+        stream=fields.get_boolean("stream"),
+        include_usage=_parse_include_usage(fields),
+        ignore_eos=fields.get_boolean("ignore_eos"),
         echo=echo,
-        tool_choice=tool_choice_mode(fields) if endpoint == "chat" else "auto",
-        parallel_tool_calls=endpoint != "chat" or parallel_tool_calls(fields),
+        tool_choice=parse_tool_choice(fields) if endpoint == "chat" else "auto",
+        parallel_tool_calls=endpoint != "chat" or parse_parallel_tool_calls(fields),
     )
 
 
 class Fields:
     """Typed reads of a JSON object in which null means absent.  Every read raises BadRequest naming the field."""
 
-    def __init__(self, body: object, within: str = "") -> None:
+    def __init__(self, body: object, path: str = "") -> None:
         if not isinstance(body, Mapping):
-            what = f"'{within}'" if within else "the body"
-            raise BadRequest(f"{what} must be a JSON object, not {kind_of(body)}", within or None)
-        self.body, self._prefix = body, f"{within}." if within else ""
+            what = f"'{path}'" if path else "the body"
+            raise BadRequestError(f"{what} must be a JSON object, not {format_json_type(body)}", path or None)
+        self.body, self._prefix = body, f"{path}." if path else ""
 
     def get(self, name: str) -> Any:
         return self.body.get(name)
 
-    def refuse(self, name: str, expected: str, value: object) -> BadRequest:
-        return BadRequest(f"'{self._prefix}{name}' must be {expected}, not {shown(value)}", self._prefix + name)
+    def make_error(self, name: str, expected: str, value: object) -> BadRequestError:
+        return BadRequestError(
+            f"'{self._prefix}{name}' must be {expected}, not {format_value(value)}", self._prefix + name
+        )
 
-    def optional_boolean(self, name: str) -> bool | None:
+    def get_optional_boolean(self, name: str) -> bool | None:
         value = self.get(name)
         if value is None or isinstance(value, bool):
             return value
-        raise self.refuse(name, "true or false", value)
+        raise self.make_error(name, "true or false", value)
 
-    def boolean(self, name: str) -> bool:
-        return bool(self.optional_boolean(name))
+    def get_boolean(self, name: str) -> bool:
+        return bool(self.get_optional_boolean(name))
 
-    def number(self, name: str, default: float, *, low: float, high: float = math.inf) -> float:
+    def get_number(self, name: str, default: float, *, low: float, high: float = math.inf) -> float:
         value = self.get(name)
         if value is None:
             return default
         if _is_number(value) and low <= value <= high:
             return float(value)
-        raise self.refuse(name, f"a number {_range(low, high)}", value)
+        raise self.make_error(name, f"a number {_format_range(low, high)}", value)
 
-    def optional_integer(self, name: str, *, low: int, high: float = math.inf) -> int | None:
+    def get_optional_integer(self, name: str, *, low: int, high: float = math.inf) -> int | None:
         value = self.get(name)
         if value is None:
             return None
         if _is_integer(value) and low <= value <= high:
             return value
-        raise self.refuse(name, f"an integer {_range(low, high)}", value)
+        raise self.make_error(name, f"an integer {_format_range(low, high)}", value)
 
-    def integer(self, name: str, default: int, *, low: int, high: float = math.inf) -> int:
-        value = self.optional_integer(name, low=low, high=high)
+    def get_integer(self, name: str, default: int, *, low: int, high: float = math.inf) -> int:
+        value = self.get_optional_integer(name, low=low, high=high)
         return default if value is None else value
 
 
@@ -172,31 +174,31 @@ def _is_number(value: object) -> TypeGuard[int | float]:
         return False
 
 
-def _range(low: float, high: float) -> str:
+def _format_range(low: float, high: float) -> str:
     return f"of at least {low}" if high == math.inf else f"from {low} to {high}"
 
 
-def kind_of(value: object) -> str:
+def format_json_type(value: object) -> str:
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """The value where it is short, else its kind: an error message is no place for a transcript."""
     text = f'"{value}"' if isinstance(value, str) else repr(value)
-    return text if isinstance(value, str | int | float) and len(text) <= 40 else kind_of(value)
+    return text if isinstance(value, str | int | float) and len(text) <= 40 else format_json_type(value)
 
 
-def _limit_name(fields: Fields) -> str:
+def _find_limit_field(fields: Fields) -> str:
     return "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
 
 
-def _max_tokens(fields: Fields, context: int, prompt: int, default: int, low: int) -> int:
-    asked = fields.optional_integer(_limit_name(fields), low=low)
-    room = context - prompt if context else TOKENS_UNBOUNDED
+def _parse_max_tokens(fields: Fields, context_tokens_max: int, prompt_tokens: int, default: int, low: int) -> int:
+    asked = fields.get_optional_integer(_find_limit_field(fields), low=low)
+    room = context_tokens_max - prompt_tokens if context_tokens_max else TOKENS_UNBOUNDED
     if room < 1:
-        raise BadRequest(
-            f"This model's maximum context length is {context} tokens. However, your prompt has {prompt} tokens, which "
+        raise BadRequestError(
+            f"This model's maximum context length is {context_tokens_max} tokens. However, your prompt has {prompt_tokens} tokens, which "
             "leaves no room for an answer. Please shorten the prompt.",
             param="messages" if fields.get("messages") is not None else "prompt",
             code="context_length_exceeded",
@@ -204,26 +206,28 @@ def _max_tokens(fields: Fields, context: int, prompt: int, default: int, low: in
     return min(default or room if asked is None else asked, room)
 
 
-def _min_tokens(fields: Fields) -> int:
+def _parse_min_tokens(fields: Fields) -> int:
     """A limit that the context has cut is no contradiction; one that was asked for is."""
-    least, most = fields.integer("min_tokens", 0, low=0), fields.get(_limit_name(fields))
+    least, most = fields.get_integer("min_tokens", 0, low=0), fields.get(_find_limit_field(fields))
     if most is not None and least > most:
-        raise BadRequest(f"'min_tokens' is {least}, which is more than '{_limit_name(fields)}', {most}", "min_tokens")
+        raise BadRequestError(
+            f"'min_tokens' is {least}, which is more than '{_find_limit_field(fields)}', {most}", "min_tokens"
+        )
     return least
 
 
-def _top_k(fields: Fields) -> int:
+def _parse_top_k(fields: Fields) -> int:
     """-1 means off, as in vLLM."""
-    value = fields.optional_integer("top_k", low=-1)
+    value = fields.get_optional_integer("top_k", low=-1)
     return 0 if value is None or value < 0 else value
 
 
-def _repetition_penalty(fields: Fields) -> float:
+def _parse_repetition_penalty(fields: Fields) -> float:
     """0 would divide by zero; mlx_lm.server's clients send it for off."""
-    return fields.number("repetition_penalty", 1.0, low=0.0) or 1.0
+    return fields.get_number("repetition_penalty", 1.0, low=0.0) or 1.0
 
 
-def _stop(fields: Fields) -> tuple[str, ...]:
+def _parse_stop(fields: Fields) -> tuple[str, ...]:
     value = fields.get("stop")
     words = [value] if isinstance(value, str) else value
     if words is None:
@@ -233,59 +237,64 @@ def _stop(fields: Fields) -> tuple[str, ...]:
         or len(words) > STOP_WORDS_MAX
         or not all(isinstance(word, str) and word for word in words)
     ):
-        raise fields.refuse("stop", f"a string or a list of up to {STOP_WORDS_MAX} strings, none empty", value)
+        raise fields.make_error("stop", f"a string or a list of up to {STOP_WORDS_MAX} strings, none empty", value)
     return tuple(words)
 
 
-def _token_ids(fields: Fields, name: str, vocabulary_size: int, count_max: int) -> tuple[int, ...]:
+def _parse_token_ids(fields: Fields, name: str, vocabulary_size: int, count_max: int) -> tuple[int, ...]:
     value = fields.get(name)
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > count_max:
-        raise fields.refuse(name, f"a list of up to {count_max} token ids", value)
+        raise fields.make_error(name, f"a list of up to {count_max} token ids", value)
     if not all(_is_integer(token) and 0 <= token < vocabulary_size for token in value):
-        raise BadRequest(f"'{name}' must be token ids from 0 to {vocabulary_size - 1}", name)
+        raise BadRequestError(f"'{name}' must be token ids from 0 to {vocabulary_size - 1}", name)
     return tuple(value)
 
 
-def _allowed_token_ids(fields: Fields, vocabulary_size: int) -> tuple[int, ...]:
-    allowed = _token_ids(fields, "allowed_token_ids", vocabulary_size, vocabulary_size)
+def _parse_allowed_token_ids(fields: Fields, vocabulary_size: int) -> tuple[int, ...]:
+    allowed = _parse_token_ids(fields, "allowed_token_ids", vocabulary_size, vocabulary_size)
     if fields.get("allowed_token_ids") == []:
-        raise BadRequest("'allowed_token_ids' is empty, so no token could follow; leave it out", "allowed_token_ids")
+        raise BadRequestError(
+            "'allowed_token_ids' is empty, so no token could follow; leave it out", "allowed_token_ids"
+        )
     return allowed
 
 
-def _logit_bias(fields: Fields, vocabulary_size: int) -> dict[int, float]:
+def _parse_logit_bias(fields: Fields, vocabulary_size: int) -> dict[int, float]:
     value = fields.get("logit_bias")
     if value is None:
         return {}
     entries = Fields(value, "logit_bias")
-    return {_token_id(key, vocabulary_size): entries.number(key, 0.0, low=-100.0, high=100.0) for key in value}
+    return {
+        _parse_token_id(key, vocabulary_size): entries.get_number(key, 0.0, low=-100.0, high=100.0) for key in value
+    }
 
 
-def _token_id(key: str, vocabulary_size: int) -> int:
+def _parse_token_id(key: str, vocabulary_size: int) -> int:
     if key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < vocabulary_size:
         return int(key)
-    raise BadRequest(
-        f"'logit_bias' has the key {shown(key)}; keys must be token ids from 0 to {vocabulary_size - 1}", "logit_bias"
+    raise BadRequestError(
+        f"'logit_bias' has the key {format_value(key)}; keys must be token ids from 0 to {vocabulary_size - 1}",
+        "logit_bias",
     )
 
 
-def _logprobs(endpoint: str, fields: Fields) -> tuple[bool, int]:
+def _parse_logprobs(endpoint: str, fields: Fields) -> tuple[bool, int]:
     """Chat has a switch and a count, the older endpoint only a count (0 is on, without alternatives)."""
     if endpoint == "completion":
-        count = fields.optional_integer("logprobs", low=0, high=TOP_LOGPROBS_MAX)
+        count = fields.get_optional_integer("logprobs", low=0, high=TOP_LOGPROBS_MAX)
         return count is not None, count or 0
-    wanted = fields.boolean("logprobs")
-    count = fields.integer("top_logprobs", 0, low=0, high=TOP_LOGPROBS_MAX)
+    wanted = fields.get_boolean("logprobs")
+    count = fields.get_integer("top_logprobs", 0, low=0, high=TOP_LOGPROBS_MAX)
     if count and not wanted:
-        raise BadRequest("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
+        raise BadRequestError("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
     return wanted, count
 
 
-def _echo(fields: Fields, logprobs: bool) -> bool:
-    if (echo := fields.boolean("echo")) and logprobs:
-        raise BadRequest(
+def _parse_echo(fields: Fields, logprobs: bool) -> bool:
+    if (echo := fields.get_boolean("echo")) and logprobs:
+        raise BadRequestError(
             "'echo' with 'logprobs' is not supported, for a prompt's own log-probabilities are not computed; leave one "
             "of them out",
             "echo",
@@ -293,20 +302,22 @@ def _echo(fields: Fields, logprobs: bool) -> bool:
     return echo
 
 
-def _include_usage(fields: Fields) -> bool:
+def _parse_include_usage(fields: Fields) -> bool:
     options = fields.get("stream_options")
-    return options is not None and Fields(options, "stream_options").boolean("include_usage")
+    return options is not None and Fields(options, "stream_options").get_boolean("include_usage")
 
 
 def _refuse_unsupported(endpoint: str, fields: Fields) -> None:
-    if fields.integer("n", 1, low=1) != 1:
-        raise BadRequest(f"'n' is {fields.get('n')}; the backend computes one choice a request: ask the proxy", "n")
-    if refused := refused_in(endpoint, fields.body):
+    if fields.get_integer("n", 1, low=1) != 1:
+        raise BadRequestError(
+            f"'n' is {fields.get('n')}; the backend computes one choice a request: ask the proxy", "n"
+        )
+    if refused := find_unsupported_field(endpoint, fields.body):
         name, instead = refused
-        raise BadRequest(f"'{name}' is not supported here: {instead}", name)
+        raise BadRequestError(f"'{name}' is not supported here: {instead}", name)
 
 
-def tool_choice_mode(fields: Fields) -> str:
+def parse_tool_choice(fields: Fields) -> str:
     """ "auto", "none" or "required"; a tool that is named is required.  What it names is `grammar.asked`'s to check."""
     choice = fields.get("tool_choice")
     if choice is None:
@@ -321,11 +332,11 @@ def tool_choice_mode(fields: Fields) -> str:
         mode = Fields(inner, "tool_choice.allowed_tools").get("mode")
         if mode in ("auto", "required"):
             return str(mode)
-        raise Fields(inner, "tool_choice.allowed_tools").refuse("mode", '"auto" or "required"', mode)
+        raise Fields(inner, "tool_choice.allowed_tools").make_error("mode", '"auto" or "required"', mode)
     expected = '"auto", "none", "required", or an object of type "function" or "allowed_tools"'
-    raise fields.refuse("tool_choice", expected, choice if isinstance(choice, str) else kind or choice)
+    raise fields.make_error("tool_choice", expected, choice if isinstance(choice, str) else kind or choice)
 
 
-def parallel_tool_calls(fields: Fields) -> bool:
+def parse_parallel_tool_calls(fields: Fields) -> bool:
     """Whether one answer may have several calls; it may where nothing is said."""
-    return fields.optional_boolean("parallel_tool_calls") is not False
+    return fields.get_optional_boolean("parallel_tool_calls") is not False

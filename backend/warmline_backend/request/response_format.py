@@ -8,17 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from warmline_backend.request.params import BadRequest, Fields, parallel_tool_calls, shown, tool_choice_mode
+from warmline_backend.request.params import (
+    BadRequestError,
+    Fields,
+    format_value,
+    parse_parallel_tool_calls,
+    parse_tool_choice,
+)
 
 CHOICES_MAX = 1000
-FORM_BYTES_MAX = 1 << 18  # of a schema, a regular expression, a grammar
+FORMAT_BYTES_MAX = 1 << 18  # of a schema, a regular expression, a grammar
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar")
 # What says it by itself: vLLM's older fields, and llama.cpp's, of which an empty grammar is none.
-LONE_FIELDS = {f"guided_{kind}": kind for kind in STRUCTURED_KINDS} | {"grammar": "grammar", "json_schema": "json"}
+LEGACY_FIELDS = {f"guided_{kind}": kind for kind in STRUCTURED_KINDS} | {"grammar": "grammar", "json_schema": "json"}
 
 
 @dataclass(frozen=True)
-class Form:
+class TextFormat:
     """What the text must be."""
 
     kind: str  # one of STRUCTURED_KINDS
@@ -27,7 +33,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Tool:
+class CallableTool:
     """A function that the model may call."""
 
     name: str
@@ -37,87 +43,103 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Asked:
-    form: Form | None = None
-    choice: str = "auto"  # or "none", or "required"
-    tools: tuple[Tool, ...] = ()  # that may be called
-    several: bool = True  # calls in one answer
-    narrowed: bool = False  # the model was told of more tools than may be called
+class ResponseFormat:
+    text_format: TextFormat | None = None
+    tool_choice: str = "auto"  # or "none", or "required"
+    tools: tuple[CallableTool, ...] = ()  # that may be called
+    parallel: bool = True  # calls in one answer
+    has_restricted_tools: bool = False  # the model was told of more tools than may be called
 
     @property
-    def anything(self) -> bool:
+    def is_unconstrained(self) -> bool:
         """Nothing is asked of the answer's form."""
-        free = self.choice == "auto" and not self.narrowed and not any(tool.strict for tool in self.tools)
-        return self.form is None and (free or (self.choice == "none" and not self.tools))
+        free = (
+            self.tool_choice == "auto" and not self.has_restricted_tools and not any(tool.strict for tool in self.tools)
+        )
+        return self.text_format is None and (free or (self.tool_choice == "none" and not self.tools))
 
 
-def asks_for_a_form(body: Mapping[str, Any]) -> bool:
+def has_format_fields(body: Mapping[str, Any]) -> bool:
     """Whether to look closer: cheap, and true too often rather than too seldom."""
-    names = ("response_format", "structured_outputs", "tool_choice", "tools", *LONE_FIELDS)
+    names = ("response_format", "structured_outputs", "tool_choice", "tools", *LEGACY_FIELDS)
     return any(body.get(name) is not None for name in names)
 
 
-def read_asked(endpoint: str, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> Asked:
+def parse_response_format(
+    endpoint: str, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None
+) -> ResponseFormat:
     """`tools` are those that the model was told of, as the body has them: functions, as `conversation` checks."""
-    form = form_of(body)
+    form = parse_text_format(body)
     if endpoint != "chat":
-        return Asked(form=form)
+        return ResponseFormat(text_format=form)
     fields = Fields(body)
-    choice = tool_choice_mode(fields)
-    told = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools or ()))
+    choice = parse_tool_choice(fields)
+    told = tuple(_parse_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools or ()))
     if choice == "required" and not told:
-        raise BadRequest("'tool_choice' asks for a call, but there are no 'tools' to call; send some", "tool_choice")
-    allowed = _allowed(body.get("tool_choice"), told)
-    return Asked(form, choice, allowed, parallel_tool_calls(fields), narrowed=len(allowed) < len(told))
+        raise BadRequestError(
+            "'tool_choice' asks for a call, but there are no 'tools' to call; send some", "tool_choice"
+        )
+    allowed = _filter_allowed_tools(body.get("tool_choice"), told)
+    return ResponseFormat(
+        form, choice, allowed, parse_parallel_tool_calls(fields), has_restricted_tools=len(allowed) < len(told)
+    )
 
 
 # ---- tools
 
 
-def _tool(tool: Mapping[str, Any], field: str) -> Tool:
+def _parse_tool(tool: Mapping[str, Any], field: str) -> CallableTool:
     function = tool["function"]
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise BadRequest(f"'{field}.function.strict' must be true or false, not {shown(strict)}", field)
-    return Tool(function["name"], function.get("parameters"), bool(strict), f"{field}.function.parameters")
+        raise BadRequestError(f"'{field}.function.strict' must be true or false, not {format_value(strict)}", field)
+    return CallableTool(function["name"], function.get("parameters"), bool(strict), f"{field}.function.parameters")
 
 
-def _allowed(choice: object, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+def _filter_allowed_tools(choice: object, tools: tuple[CallableTool, ...]) -> tuple[CallableTool, ...]:
     """Those that `tool_choice` lets be called, where it names any."""
     if not isinstance(choice, Mapping):
         return tools
     if choice.get("type") == "function":
-        names = {_named(choice, "tool_choice")}
+        names = {_parse_function_name(choice, "tool_choice")}
     else:
         named = Fields(choice.get("allowed_tools"), "tool_choice.allowed_tools").get("tools")
         if not isinstance(named, list) or not named:
-            raise BadRequest("'tool_choice.allowed_tools.tools' must be a list of functions", "tool_choice")
-        names = {_named(tool, f"tool_choice.allowed_tools.tools[{place}]") for place, tool in enumerate(named)}
+            raise BadRequestError("'tool_choice.allowed_tools.tools' must be a list of functions", "tool_choice")
+        names = {
+            _parse_function_name(tool, f"tool_choice.allowed_tools.tools[{place}]") for place, tool in enumerate(named)
+        }
     if missing := sorted(names - {tool.name for tool in tools}):
-        raise BadRequest(f"'tool_choice' names {shown(missing[0])}, which is not among 'tools'", "tool_choice")
+        raise BadRequestError(
+            f"'tool_choice' names {format_value(missing[0])}, which is not among 'tools'", "tool_choice"
+        )
     return tuple(tool for tool in tools if tool.name in names)
 
 
-def _named(choice: object, field: str) -> str:
+def _parse_function_name(choice: object, field: str) -> str:
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise BadRequest(f"'{field}.function.name' must be the name of one of 'tools'", "tool_choice")
+        raise BadRequestError(f"'{field}.function.name' must be the name of one of 'tools'", "tool_choice")
     return name
 
 
 # ---- forms
 
 
-def form_of(body: Mapping[str, Any]) -> Form | None:
-    forms = [form for form in (_response_format(body), *_structured(body), *_lone(body)) if form is not None]
+def parse_text_format(body: Mapping[str, Any]) -> TextFormat | None:
+    forms = [
+        form
+        for form in (_parse_format_field(body), *_parse_structured_outputs(body), *_parse_legacy_fields(body))
+        if form is not None
+    ]
     if len(forms) > 1:
         fields = " and ".join(f"'{form.field}'" for form in forms[:2])
-        raise BadRequest(f"{fields} both say what the answer must be; send one of them", forms[1].field)
+        raise BadRequestError(f"{fields} both say what the answer must be; send one of them", forms[1].field)
     return forms[0] if forms else None
 
 
-def _response_format(body: Mapping[str, Any]) -> Form | None:
+def _parse_format_field(body: Mapping[str, Any]) -> TextFormat | None:
     if (asked := body.get("response_format")) is None:
         return None
     fields = Fields(asked, "response_format")
@@ -125,84 +147,86 @@ def _response_format(body: Mapping[str, Any]) -> Form | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return _json(fields.get("schema") or {"type": "object"}, "response_format.schema")
+        return _make_json_format(fields.get("schema") or {"type": "object"}, "response_format.schema")
     if kind == "json_schema":
-        return _json_schema(fields)
-    raise fields.refuse("type", '"text", "json_object" or "json_schema"', kind)
+        return _parse_json_schema(fields)
+    raise fields.make_error("type", '"text", "json_object" or "json_schema"', kind)
 
 
-def _json_schema(fields: Fields) -> Form:
+def _parse_json_schema(fields: Fields) -> TextFormat:
     inner = Fields(fields.get("json_schema"), "response_format.json_schema")
     name = inner.get("name")
     if name is not None and not isinstance(name, str):
-        raise inner.refuse("name", "a string", name)
-    inner.boolean("strict")
+        raise inner.make_error("name", "a string", name)
+    inner.get_boolean("strict")
     schema = inner.get("schema")
     if not isinstance(schema, Mapping):
-        raise inner.refuse("schema", "a JSON schema (an object)", schema)
-    return _json(schema, "response_format.json_schema.schema")
+        raise inner.make_error("schema", "a JSON schema (an object)", schema)
+    return _make_json_format(schema, "response_format.json_schema.schema")
 
 
-def _structured(body: Mapping[str, Any]) -> list[Form | None]:
+def _parse_structured_outputs(body: Mapping[str, Any]) -> list[TextFormat | None]:
     if (asked := body.get("structured_outputs")) is None:
         return []
     fields = Fields(asked, "structured_outputs")
-    forms = [_of_kind(kind, fields.get(kind), f"structured_outputs.{kind}") for kind in STRUCTURED_KINDS]
-    if fields.boolean("json_object"):
-        forms.append(_json({"type": "object"}, "structured_outputs.json_object"))
+    forms = [_make_text_format(kind, fields.get(kind), f"structured_outputs.{kind}") for kind in STRUCTURED_KINDS]
+    if fields.get_boolean("json_object"):
+        forms.append(_make_json_format({"type": "object"}, "structured_outputs.json_object"))
     if fields.get("structural_tag") is not None:
-        raise BadRequest("'structured_outputs.structural_tag' is not supported; send 'tools'", "structured_outputs")
+        raise BadRequestError(
+            "'structured_outputs.structural_tag' is not supported; send 'tools'", "structured_outputs"
+        )
     if not any(forms):
-        raise BadRequest(
+        raise BadRequestError(
             '\'structured_outputs\' must have one of "json", "regex", "choice", "grammar"', "structured_outputs"
         )
     return forms
 
 
-def _lone(body: Mapping[str, Any]) -> list[Form | None]:
-    asked = {field: body.get(field) for field in LONE_FIELDS}
+def _parse_legacy_fields(body: Mapping[str, Any]) -> list[TextFormat | None]:
+    asked = {field: body.get(field) for field in LEGACY_FIELDS}
     asked["grammar"] = asked["grammar"] or None
-    return [_of_kind(LONE_FIELDS[field], value, field) for field, value in asked.items()]
+    return [_make_text_format(LEGACY_FIELDS[field], value, field) for field, value in asked.items()]
 
 
-def _of_kind(kind: str, value: object, field: str) -> Form | None:
+def _make_text_format(kind: str, value: object, field: str) -> TextFormat | None:
     if value is None:
         return None
     if kind == "json":
-        return _json(_parsed(value, field), field)
+        return _make_json_format(_decode_schema(value, field), field)
     if kind == "choice":
-        return _choices(value, field)
+        return _make_choice_format(value, field)
     if not isinstance(value, str) or not value:
-        raise BadRequest(f"'{field}' must be a string that is not empty, not {shown(value)}", field)
+        raise BadRequestError(f"'{field}' must be a string that is not empty, not {format_value(value)}", field)
     _check_size(len(value), field)
-    return Form(kind, value, field)
+    return TextFormat(kind, value, field)
 
 
-def _parsed(value: object, field: str) -> object:
+def _decode_schema(value: object, field: str) -> object:
     """A schema may come as JSON in a string."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise BadRequest(f"'{field}' must be a JSON schema; this string is no JSON", field) from None
+        raise BadRequestError(f"'{field}' must be a JSON schema; this string is no JSON", field) from None
 
 
-def _json(schema: object, field: str) -> Form:
+def _make_json_format(schema: object, field: str) -> TextFormat:
     if not isinstance(schema, Mapping):
-        raise BadRequest(f"'{field}' must be a JSON schema (an object), not {shown(schema)}", field)
-    return Form("json", schema, field)
+        raise BadRequestError(f"'{field}' must be a JSON schema (an object), not {format_value(schema)}", field)
+    return TextFormat("json", schema, field)
 
 
-def _choices(value: object, field: str) -> Form:
+def _make_choice_format(value: object, field: str) -> TextFormat:
     if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
-        raise BadRequest(f"'{field}' must be a list of strings, none empty", field)
+        raise BadRequestError(f"'{field}' must be a list of strings, none empty", field)
     if len(value) > CHOICES_MAX:
-        raise BadRequest(f"'{field}' has {len(value)} choices; {CHOICES_MAX} are the most", field)
+        raise BadRequestError(f"'{field}' has {len(value)} choices; {CHOICES_MAX} are the most", field)
     _check_size(sum(map(len, value)), field)
-    return Form("choice", value, field)
+    return TextFormat("choice", value, field)
 
 
 def _check_size(size: int, field: str) -> None:
-    if size > FORM_BYTES_MAX:
-        raise BadRequest(f"'{field}' is {size} characters long; {FORM_BYTES_MAX} are the most", field)
+    if size > FORMAT_BYTES_MAX:
+        raise BadRequestError(f"'{field}' is {size} characters long; {FORMAT_BYTES_MAX} are the most", field)

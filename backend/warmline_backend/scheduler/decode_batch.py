@@ -23,27 +23,27 @@ class DecodeGroup:
     sequences: list[Sequence] = field(default_factory=list)
 
     @classmethod
-    def of(cls, sequence: Sequence) -> "DecodeGroup":
+    def from_sequence(cls, sequence: Sequence) -> "DecodeGroup":
         """A group of one; computes its first step."""
-        group = cls(sequence.decode_batch(), [sequence])
-        group._place()
+        group = cls(sequence.make_decode_batch(), [sequence])
+        group._attach_sequences()
         return group
 
-    def welcomes(self, sequence: Sequence) -> bool:
+    def can_accept(self, sequence: Sequence) -> bool:
         """Whether taking it in keeps the padding within bounds."""
         lengths = [member.kv.length for member in self.sequences] + [sequence.kv.length]
-        return sequence.kv.layout.batches and len(lengths) * max(lengths) <= PADDING_MAX * sum(lengths)
+        return sequence.kv.layout.is_batchable and len(lengths) * max(lengths) <= PADDING_MAX * sum(lengths)
 
-    def join(self, other: "DecodeGroup") -> None:
+    def merge(self, other: "DecodeGroup") -> None:
         """Take over all of another group's sequences."""
         self.batch.extend(other.batch)
         self.sequences += other.sequences
-        self._place()
+        self._attach_sequences()
 
     def step(self) -> list[tuple[Sequence, int, mx.array]]:
         """One token for each: (sequence, token id, log-probabilities [vocabulary])."""
         for sequence in self.sequences:
-            if sequence.kv.capture_due(1):
+            if sequence.kv.needs_capture(1):
                 sequence.kv.capture_window()
         responses = self.batch.next()
         return [
@@ -51,18 +51,18 @@ class DecodeGroup:
             for sequence, response in zip(self.sequences, responses, strict=True)
         ]
 
-    def leave(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Take one out; its KV is its own from then on."""
         place = self.sequences.index(sequence)
         sequence.kv.capture_window()
         if len(self.sequences) == 1:
             sequence.kv.layers = list(self.batch.prompt_cache)  # moved: `filter` clears only the batch's own list
         else:
-            sequence.kv.layers = self._lowered(sequence, place)
+            sequence.kv.layers = self._extract_layers(sequence, place)
         sequence.kv.index = 0
         self.batch.filter([n for n in range(len(self.batch.uids)) if n != place])
         del self.sequences[place]  # after it: where it fails, they still stand for the batch's rows
-        self._place()
+        self._attach_sequences()
 
     def dissolve(self) -> list[Sequence]:
         """Hold nothing any more, whoever still looks at this group.  Returns who was in it; their rows are gone."""
@@ -70,14 +70,14 @@ class DecodeGroup:
         self.batch.prompt_cache.clear()
         return sequences
 
-    def _lowered(self, sequence: Sequence, place: int) -> list[Any]:
+    def _extract_layers(self, sequence: Sequence, place: int) -> list[Any]:
         layout = sequence.kv.layout
         held = (leaf for _, leaf in flatten(self.batch.prompt_cache))
-        lowered = (leaf.codec.lower(cache, place) for leaf, cache in zip(layout.leaves, held, strict=True))
+        lowered = (leaf.codec.extract_sequence(cache, place) for leaf, cache in zip(layout.leaves, held, strict=True))
         layers = rebuild(layout.template, lowered)
         mx.eval([layer.state for layer in layers])
         return layers
 
-    def _place(self) -> None:
+    def _attach_sequences(self) -> None:
         for n, sequence in enumerate(self.sequences):
             sequence.kv.index, sequence.kv.layers = n, self.batch.prompt_cache

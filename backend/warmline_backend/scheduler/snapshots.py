@@ -2,54 +2,54 @@
 
 from dataclasses import dataclass
 
-from warmline_backend.kv_cache.kv import KV, RowsGone
-from warmline_backend.kv_cache.residents import UNSAVED_S, ResidentGone, Residents
-from warmline_backend.scheduler.queues import Lineup
+from warmline_backend.kv_cache.kv import KV, RowsUnavailableError
+from warmline_backend.kv_cache.residents import UNSAVED_LEASE_S, ResidentNotFoundError, Residents
+from warmline_backend.scheduler.queues import Queues
 
 
 @dataclass(frozen=True)
-class _Held:
+class _KvPrefix:
     """A KV whose first `tokens` tokens are meant."""
 
     kv: KV
-    tokens: int
-    resident: str = ""  # its id, where it is at rest
-    grows: bool = False  # it is a running request's own: there will be more to save
+    token_count: int
+    resident_id: str = ""  # its id, where it is at rest
+    is_running: bool = False  # it is a running request's own: there will be more to save
 
 
-class Saving:
+class Snapshots:
     """Finds what a save names, wherever it has gone meanwhile."""
 
-    def __init__(self, lineup: Lineup, residents: Residents) -> None:
-        self._lineup, self._residents = lineup, residents
+    def __init__(self, queues: Queues, residents: Residents) -> None:
+        self._queues, self._residents = queues, residents
 
-    def kv_of(self, until: int, resident: str, running: str) -> KV:
+    def find_kv(self, end: int, resident_id: str, running_id: str) -> KV:
         """As Scheduler.kv_of."""
-        held = self._held(resident, running)
-        if until > held.tokens:
-            raise RowsGone(f"{held.tokens} tokens can be saved, {until} were asked for")
-        self._residents.renew(held.resident, UNSAVED_S)  # whoever asks is saving it
+        held = self._find_prefix(resident_id, running_id)
+        if end > held.token_count:
+            raise RowsUnavailableError(f"{held.token_count} tokens can be saved, {end} were asked for")
+        self._residents.renew_lease(held.resident_id, UNSAVED_LEASE_S)  # whoever asks is saving it
         return held.kv
 
-    def saved(self, resident: str, running: str, until: int) -> None:
+    def mark_saved(self, resident_id: str, running_id: str, end: int) -> None:
         """As Scheduler.saved."""
         try:
-            held = self._held(resident, running)
-        except ResidentGone:
+            held = self._find_prefix(resident_id, running_id)
+        except ResidentNotFoundError:
             return
-        if until > held.tokens:
+        if end > held.token_count:
             return
-        whole = until == held.tokens and not held.grows
-        held.kv.forget_saved(until, states=whole)
-        self._residents.saved(held.resident, whole=whole)
+        whole = end == held.token_count and not held.is_running
+        held.kv.release_saved(end, states=whole)
+        self._residents.mark_saved(held.resident_id, whole=whole)
 
-    def _held(self, resident: str, running: str) -> _Held:
-        if running and (sequence := self._lineup.find(running)) is not None:
-            return _Held(sequence.kv, sequence.kv.end, grows=True)
-        resident = resident or self._residents.left_by(running)
-        if (kv := self._residents.kv(resident)) is not None:
-            return _Held(kv, kv.length, resident)
-        for sequence in self._lineup:
-            if resident and sequence.adopted == resident:
-                return _Held(sequence.kv, sequence.reused)
-        raise ResidentGone(resident or running)
+    def _find_prefix(self, resident_id: str, running_id: str) -> _KvPrefix:
+        if running_id and (sequence := self._queues.find(running_id)) is not None:
+            return _KvPrefix(sequence.kv, sequence.kv.savable_length, is_running=True)
+        resident_id = resident_id or self._residents.find_by_request(running_id)
+        if (kv := self._residents.find_kv(resident_id)) is not None:
+            return _KvPrefix(kv, kv.length, resident_id)
+        for sequence in self._queues:
+            if resident_id and sequence.adopted_resident_id == resident_id:
+                return _KvPrefix(sequence.kv, sequence.reused_tokens)
+        raise ResidentNotFoundError(resident_id or running_id)

@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 
 from warmline_backend.generation.sampling import LOGPROB_MIN
 from warmline_common.protocol.messages import ErrorBody, ErrorReply, encode
-from warmline_common.protocol.sse import data_event
+from warmline_common.protocol.sse import encode_event
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -25,19 +25,19 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: "tuple[TokenLogprob, ...]" = ()
 
 
-class TokenNames:
+class TokenDecoder:
     """What a token reads as, alone: text for people, bytes for exactness (a token may be half a character)."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
         self._byte_of = _byte_alphabet() if isinstance(tokenizer.detokenizer, BPEStreamingDetokenizer) else {}
 
-    def logprob(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
-        raw = self._raw(token)
-        others = tuple(self.logprob(other, value) for other, value in top)
+    def decode_logprob(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
+        raw = self._decode_bytes(token)
+        others = tuple(self.decode_logprob(other, value) for other, value in top)
         return TokenLogprob(raw.decode("utf-8", "replace"), raw, logprob, others)
 
-    def _raw(self, token: int) -> bytes:
+    def _decode_bytes(self, token: int) -> bytes:
         text = str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
         if "\ufffd" not in text:
             return text.encode()
@@ -56,50 +56,56 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in kept} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
 
 
-class ChunkWriter:
+class ChunkEncoder:
     """Writes one answer.  Chunks must be asked for in order: the older endpoint's log-probabilities carry offsets."""
 
     def __init__(self, endpoint: str, request_id: str, model: str, created: int) -> None:
-        self._chat = endpoint == "chat"
-        self._head = {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}",
-            "object": "chat.completion.chunk" if self._chat else "text_completion",
+        self._is_chat = endpoint == "chat"
+        self._common_fields = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request_id}",
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
             "created": created,
             "model": model,
         }
-        self._offset = 0
+        self._text_offset = 0
 
-    def role(self) -> bytes:
+    def encode_role(self) -> bytes:
         """The opening chunk of a chat, before it is known whether there will be content; nothing for a completion."""
-        return self._choice({"role": "assistant"}, None, None) if self._chat else b""
+        return self._encode_choice({"role": "assistant"}, None, None) if self._is_chat else b""
 
-    def text(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+    def encode_text(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         """New text, with the log-probabilities of the tokens that were added since the last chunk."""
-        return self._choice({"content": text} if self._chat else text, self._shown(logprobs), None)
+        return self._encode_choice({"content": text} if self._is_chat else text, self._format_logprobs(logprobs), None)
 
-    def reasoning(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+    def encode_reasoning(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         """New reasoning, under both names that clients look for."""
-        return self._choice({"reasoning_content": text, "reasoning": text}, self._shown(logprobs), None)
+        return self._encode_choice(
+            {"reasoning_content": text, "reasoning": text}, self._format_logprobs(logprobs), None
+        )
 
-    def call(self, index: int, call_id: str, name: str, arguments: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+    def encode_tool_call(
+        self, index: int, call_id: str, name: str, arguments: str, logprobs: Sequence[TokenLogprob] = ()
+    ) -> bytes:
         """A whole call; `arguments` is JSON, `index` counts an answer's calls from 0."""
         call = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        return self._choice({"tool_calls": [call]}, self._shown(logprobs), None)
+        return self._encode_choice({"tool_calls": [call]}, self._format_logprobs(logprobs), None)
 
-    def rest(self, logprobs: Sequence[TokenLogprob]) -> bytes:
+    def encode_logprobs(self, logprobs: Sequence[TokenLogprob]) -> bytes:
         """Of the last tokens, which had no text that is told."""
-        return self._choice({} if self._chat else "", self._shown(logprobs), None)
+        return self._encode_choice({} if self._is_chat else "", self._format_logprobs(logprobs), None)
 
-    def finish(self, reason: str, stop_word: str = "", *, empty: bool = False) -> bytes:
+    def encode_finish(self, reason: str, stop_word: str = "", *, empty: bool = False) -> bytes:
         """`reason` is OpenAI's: "stop", "length" or "tool_calls"; `stop_reason` names the stop word that ended it.
 
         `empty`: neither content nor a call was told; the content is "" then, while that beside calls is null.
         """
         word = {"stop_reason": stop_word} if stop_word else {}
         delta = {"content": ""} if empty else {}
-        return self._choice(delta if self._chat else "", None, reason, **word)
+        return self._encode_choice(delta if self._is_chat else "", None, reason, **word)
 
-    def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> bytes:
+    def encode_usage(
+        self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0
+    ) -> bytes:
         usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -107,50 +113,55 @@ class ChunkWriter:
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         }
-        return data_event(msgspec.json.encode({**self._head, "choices": [], "usage": usage}))
+        return encode_event(msgspec.json.encode({**self._common_fields, "choices": [], "usage": usage}))
 
-    def error(self, message: str, kind: str = "server_error", code: str | None = None) -> bytes:
+    def encode_error(self, message: str, kind: str = "server_error", code: str | None = None) -> bytes:
         """What ends a stream that failed after it began; no [DONE] may follow."""
-        return data_event(encode(ErrorReply(error=ErrorBody(message=message, type=kind, code=code))))
+        return encode_event(encode(ErrorReply(error=ErrorBody(message=message, type=kind, code=code))))
 
-    def _choice(self, content: object, logprobs: dict[str, Any] | None, finish: str | None, **more: str) -> bytes:
+    def _encode_choice(
+        self, content: object, logprobs: dict[str, Any] | None, finish: str | None, **extra_fields: str
+    ) -> bytes:
         choice = {
             "index": 0,
-            "delta" if self._chat else "text": content,
+            "delta" if self._is_chat else "text": content,
             "logprobs": logprobs,
             "finish_reason": finish,
-            **more,
+            **extra_fields,
         }
-        return data_event(msgspec.json.encode({**self._head, "choices": [choice]}))
+        return encode_event(msgspec.json.encode({**self._common_fields, "choices": [choice]}))
 
-    def _shown(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _format_logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not logprobs:
             return None
-        return _chat_logprobs(logprobs) if self._chat else self._legacy_logprobs(logprobs)
+        return _format_chat_logprobs(logprobs) if self._is_chat else self._format_legacy_logprobs(logprobs)
 
-    def _legacy_logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _format_legacy_logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         offsets = []
         for entry in logprobs:
-            offsets.append(self._offset)
-            self._offset += len(entry.token)
+            offsets.append(self._text_offset)
+            self._text_offset += len(entry.token)
         return {
             "tokens": [entry.token for entry in logprobs],
-            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
-            "top_logprobs": [{other.token: _finite(other.logprob) for other in entry.top} for entry in logprobs],
+            "token_logprobs": [_clamp_logprob(entry.logprob) for entry in logprobs],
+            "top_logprobs": [{other.token: _clamp_logprob(other.logprob) for other in entry.top} for entry in logprobs],
             "text_offset": offsets,
         }
 
 
-def _chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+def _format_chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {
-        "content": [{**_named(entry), "top_logprobs": [_named(other) for other in entry.top]} for entry in logprobs]
+        "content": [
+            {**_format_logprob(entry), "top_logprobs": [_format_logprob(other) for other in entry.top]}
+            for entry in logprobs
+        ]
     }
 
 
-def _named(entry: TokenLogprob) -> dict[str, Any]:
-    return {"token": entry.token, "logprob": _finite(entry.logprob), "bytes": list(entry.raw)}
+def _format_logprob(entry: TokenLogprob) -> dict[str, Any]:
+    return {"token": entry.token, "logprob": _clamp_logprob(entry.logprob), "bytes": list(entry.raw)}
 
 
-def _finite(logprob: float) -> float:
+def _clamp_logprob(logprob: float) -> float:
     """JSON has no infinity; OpenAI writes -9999 for a token that could not be drawn."""
     return max(logprob, LOGPROB_MIN)

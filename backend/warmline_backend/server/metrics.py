@@ -17,13 +17,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from warmline_backend.engine.engine import Engine
-from warmline_backend.generation.step_stats import Spread
-from warmline_backend.kv_cache.kv import RowsGone
-from warmline_backend.kv_cache.residents import ResidentGone
-from warmline_backend.kv_cache.segment_io import BadChain, Cancelled, Damaged
-from warmline_backend.scheduler.capacity import TooLarge
+from warmline_backend.generation.step_stats import StepHistogram
+from warmline_backend.kv_cache.kv import RowsUnavailableError
+from warmline_backend.kv_cache.residents import ResidentNotFoundError
+from warmline_backend.kv_cache.segment_io import BadChainError, DamagedFileError, OperationCancelledError
+from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_common.process.version import version
-from warmline_common.protocol.messages import Status
+from warmline_common.protocol.messages import BackendStatus
 
 PREFIX = "warmline_backend_"
 # Half a gigabyte a second is a good disk, and a conversation may weigh a hundred gigabytes.
@@ -31,7 +31,7 @@ TRANSFER_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.
 RENDER_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
-class Transfers:
+class TransferMetrics:
     """Restores, or saves: how long they took, what they moved, why they failed.  Any thread."""
 
     def __init__(self, name: str, about: str, registry: CollectorRegistry) -> None:
@@ -43,62 +43,62 @@ class Transfers:
             f"{PREFIX}{name}_failures", f"Ended without success: {about}.", ["reason"], registry=registry
         )
 
-    def done(self, bytes_moved: int, seconds: float) -> None:
+    def observe(self, bytes_moved: int, seconds: float) -> None:
         self._seconds.observe(seconds)
         self._bytes.inc(bytes_moved)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def count_failures(self) -> Iterator[None]:
         """Around one: counts how it fails."""
         try:
             yield
         except BaseException as error:
-            self._failures.labels(reason=reason_of(error)).inc()
+            self._failures.labels(reason=classify_failure(error)).inc()
             raise
 
 
-def reason_of(error: BaseException) -> str:
+def classify_failure(error: BaseException) -> str:
     """Why a restore or a save has failed, in a word."""
-    if isinstance(error, Damaged):
+    if isinstance(error, DamagedFileError):
         return error.reason
-    if isinstance(error, (Cancelled, CancelledError)):
+    if isinstance(error, (OperationCancelledError, CancelledError)):
         return "cancelled"
-    if isinstance(error, (ResidentGone, RowsGone)):
+    if isinstance(error, (ResidentNotFoundError, RowsUnavailableError)):
         return "gone"
-    if isinstance(error, TooLarge):
+    if isinstance(error, KvTooLargeError):
         return "too_large"
-    if isinstance(error, BadChain):
+    if isinstance(error, BadChainError):
         return "bad_chain"
     if isinstance(error, OSError):
         return errno.errorcode.get(error.errno or 0, "EIO")
     return "other"
 
 
-class Metrics:
+class BackendMetrics:
     """Counted where it happens, on any thread but the engine's; at a scrape, also what the engine last said."""
 
-    def __init__(self, engine: Engine, status: Callable[[], Status]) -> None:
+    def __init__(self, engine: Engine, read_status: Callable[[], BackendStatus]) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # each would be a metric of its own in plain text
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)  # of Linux
         Info(f"{PREFIX}build", "Which Warmline this is.", registry=registry).info({"version": version()})
-        self.restores = Transfers("restore", "Restores from disk", registry)
-        self.saves = Transfers("save", "Saves to disk", registry)
-        self._render = Histogram(
+        self.restores = TransferMetrics("restore", "Restores from disk", registry)
+        self.saves = TransferMetrics("save", "Saves to disk", registry)
+        self._render_seconds = Histogram(
             f"{PREFIX}render_seconds",
             "Checking, rendering and tokenizing a body.",
             buckets=RENDER_SECONDS,
             registry=registry,
         )
-        self._compile = Histogram(
+        self._compile_seconds = Histogram(
             f"{PREFIX}grammar_compile_seconds",
             "Compiling a grammar that was not at hand.",
             buckets=RENDER_SECONDS,
             registry=registry,
         )
-        registry.register(_State(engine, status))
+        registry.register(_EngineCollector(engine, read_status))
 
-    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+    def render_exposition(self, accept: str = "") -> tuple[bytes, str]:
         """What GET /metrics answers with, and its Content-Type: OpenMetrics where `accept` asks for it, or text.
 
         Event loop thread.
@@ -107,24 +107,24 @@ class Metrics:
         return encode(self._registry), content_type
 
     @contextmanager
-    def rendering(self) -> Iterator[None]:
+    def time_render(self) -> Iterator[None]:
         """Around the rendering of one prompt, refused or not."""
-        with _timed(self._render):
+        with _observe_duration(self._render_seconds):
             yield
 
-    def compiled(self, seconds: float) -> None:
+    def observe_compile(self, seconds: float) -> None:
         """A grammar was."""
-        self._compile.observe(seconds)
+        self._compile_seconds.observe(seconds)
 
 
-class _State(Collector):
+class _EngineCollector(Collector):
     """What the engine and the process are like, read at a scrape."""
 
-    def __init__(self, engine: Engine, status: Callable[[], Status]) -> None:
-        self._engine, self._status = engine, status
+    def __init__(self, engine: Engine, read_status: Callable[[], BackendStatus]) -> None:
+        self._engine, self._read_status = engine, read_status
 
     def collect(self) -> Iterable[Metric]:
-        status = self._status()
+        status = self._read_status()
         yield from self._model(status)
         yield from self._work(status)
         yield from self._steps()
@@ -134,7 +134,7 @@ class _State(Collector):
         yield _gauge("threads", "Threads of the process.", status.vitals.threads)
         yield _gauge("descriptors", "Files and sockets that the process has open.", status.vitals.descriptors)
 
-    def _model(self, status: Status) -> Iterable[Metric]:
+    def _model(self, status: BackendStatus) -> Iterable[Metric]:
         about = {
             "model": status.model,
             "fingerprint": status.fingerprint,
@@ -148,29 +148,32 @@ class _State(Collector):
         yield _gauge("context_tokens_max", "The model's context; 0 where it doesn't say.", status.context_tokens_max)
         yield _gauge("prefill_step_tokens", "The most tokens of a chunk.", status.prefill_step_size)
 
-    def _work(self, status: Status) -> Iterable[Metric]:
+    def _work(self, status: BackendStatus) -> Iterable[Metric]:
         yield _gauge("generations_running", "Generations that prefill or decode.", status.running)
         yield _gauge("generations_queued", "Generations that wait for their turn.", status.queued)
-        yield _counters(
-            "generations", "Generations that have ended.", "finish", dict(self._engine.snapshot.tally.ended)
+        yield _labelled_counter(
+            "generations",
+            "Generations that have ended.",
+            "finish",
+            dict(self._engine.snapshot.step_stats.finish_counts),
         )
         yield _gauge("residents", "KV in memory between two requests.", status.residents)
         yield _counter("residents_dropped", "Residents given up for want of memory.", self._engine.snapshot.generation)
 
     def _steps(self) -> Iterable[Metric]:
-        beat, snapshot = self._engine.beat, self._engine.snapshot
-        tally = snapshot.tally
-        kinds = {"prefill": tally.chunks, "decode": tally.decodes, "other": tally.commands}
-        yield _spreads("step_seconds", "Steps of the engine.", "kind", kinds)
-        yield _spreads("decode_batch_sequences", "Sequences in a decode step.", "", {"": tally.batches})
+        beat, snapshot = self._engine.heartbeat, self._engine.snapshot
+        tally = snapshot.step_stats
+        kinds = {"prefill": tally.chunk_seconds, "decode": tally.decode_seconds, "other": tally.command_seconds}
+        yield _histograms("step_seconds", "Steps of the engine.", "kind", kinds)
+        yield _histograms("decode_batch_sequences", "Sequences in a decode step.", "", {"": tally.batch_sizes})
         yield _counter("prefilled_tokens", "Tokens of prompts that were computed.", tally.prefilled_tokens)
         yield _counter("decoded_tokens", "Tokens that were generated.", tally.decoded_tokens)
         yield _counter("failed_steps", "Steps that failed, with all in their batch.", tally.failed_steps)
         yield _counter("keepalive_steps", "Tokens computed for nobody.", snapshot.keepalive_steps)
-        yield _gauge("step_age_seconds", "How long the present step has been going on.", beat.age_s)
+        yield _gauge("step_age_seconds", "How long the present step has been going on.", beat.step_age_s)
         yield _gauge("slowest_recent_step_seconds", "The slowest step of late.", snapshot.slowest_recent_step_s)
 
-    def _memory(self, status: Status) -> Iterable[Metric]:
+    def _memory(self, status: BackendStatus) -> Iterable[Metric]:
         snapshot = self._engine.snapshot
         yield _gauge("memory_budget_bytes", "What the KV of all may take.", status.memory_budget_bytes)
         yield _gauge("resident_bytes", "KV of residents.", status.resident_bytes)
@@ -179,7 +182,7 @@ class _State(Collector):
         yield _gauge("memory_cache_bytes", "Freed buffers that mlx keeps.", snapshot.memory_cache_bytes)
         yield _gauge("memory_peak_bytes", "The most that mlx has held.", snapshot.memory_peak_bytes)
 
-    def _rates(self, status: Status) -> Iterable[Metric]:
+    def _rates(self, status: BackendStatus) -> Iterable[Metric]:
         prefill = GaugeMetricFamily(
             f"{PREFIX}prefill_tokens_per_second", "Prefill as last measured, by context length.", labels=["context"]
         )
@@ -192,7 +195,7 @@ class _State(Collector):
 
 
 @contextmanager
-def _timed(seconds: Histogram) -> Iterator[None]:
+def _observe_duration(seconds: Histogram) -> Iterator[None]:
     began = time.monotonic()
     try:
         yield
@@ -208,16 +211,16 @@ def _counter(name: str, about: str, value: float) -> Metric:
     return CounterMetricFamily(PREFIX + name, about, value=value)
 
 
-def _counters(name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
+def _labelled_counter(name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
     family = CounterMetricFamily(PREFIX + name, about, labels=[label])
     for word, value in values.items():
         family.add_metric([word], value)
     return family
 
 
-def _spreads(name: str, about: str, label: str, spreads: Mapping[str, Spread]) -> Metric:
+def _histograms(name: str, about: str, label: str, histograms: Mapping[str, StepHistogram]) -> Metric:
     """Without a label where that is ""."""
     family = HistogramMetricFamily(PREFIX + name, about, labels=[label] if label else [])
-    for word, spread in spreads.items():
+    for word, spread in histograms.items():
         family.add_metric([word] if label else [], spread.buckets(), spread.sum)
     return family

@@ -3,17 +3,17 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from warmline_backend.output.expected import Expected
+from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.structured_output.constraint import Constraint
 from warmline_common.protocol.messages import MessageEnd
 
-PROMPTS_KEPT_MAX = 4096
-PROMPT_TOKENS_KEPT_MAX = 8_000_000
+PROMPTS_MAX = 4096
+PROMPT_TOKENS_MAX = 8_000_000
 CHARS_PER_TOKEN = 4  # of a grammar, to weigh it
 
 
-class UnknownPrompt(Exception):
+class UnknownPromptError(Exception):
     """Forgotten, or never there."""
 
 
@@ -28,10 +28,10 @@ class StoredPrompt:
     messages: list[MessageEnd]
     echo: str = ""  # what the answer begins with
     constraint: Constraint | None = None  # what its answer must be
-    expected: Expected = Expected()  # noqa: RUF009  frozen
+    expected_output: ExpectedOutput = ExpectedOutput()  # noqa: RUF009  frozen
 
     @property
-    def weight(self) -> int:
+    def weight_tokens(self) -> int:
         """In tokens: a constraint's grammar may be longer than its prompt."""
         return len(self.tokens) + (len(self.constraint.grammar) // CHARS_PER_TOKEN if self.constraint else 0)
 
@@ -41,23 +41,21 @@ class PromptStore:
 
     def __init__(self) -> None:
         self._prompts: OrderedDict[str, StoredPrompt] = OrderedDict()
-        self.tokens_kept = 0
+        self.tokens_stored = 0
 
     def add(self, prompt: StoredPrompt) -> None:
         self._prompts[prompt.id] = prompt
-        self.tokens_kept += prompt.weight
-        while len(self._prompts) > 1 and (
-            len(self._prompts) > PROMPTS_KEPT_MAX or self.tokens_kept > PROMPT_TOKENS_KEPT_MAX
-        ):
-            self.tokens_kept -= self._prompts.popitem(last=False)[1].weight
+        self.tokens_stored += prompt.weight_tokens
+        while len(self._prompts) > 1 and (len(self._prompts) > PROMPTS_MAX or self.tokens_stored > PROMPT_TOKENS_MAX):
+            self.tokens_stored -= self._prompts.popitem(last=False)[1].weight_tokens
 
     def clear(self) -> None:
         """Who waits to be generated from is told that its prompt is gone, and renders it again."""
         self._prompts.clear()
-        self.tokens_kept = 0
+        self.tokens_stored = 0
 
     def get(self, prompt_id: str) -> StoredPrompt:
         """Raises UnknownPrompt."""
         if (prompt := self._prompts.get(prompt_id)) is None:
-            raise UnknownPrompt(f"no prompt {prompt_id}: it is too old, or this backend was restarted")
+            raise UnknownPromptError(f"no prompt {prompt_id}: it is too old, or this backend was restarted")
         return prompt

@@ -20,19 +20,19 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from warmline_backend.engine.engine import EngineStopped
-from warmline_backend.engine.inflight import Call, UnknownRequest
-from warmline_backend.kv_cache.kv import RowsGone
-from warmline_backend.kv_cache.residents import ResidentGone, ResidentMismatch
-from warmline_backend.kv_cache.segment_io import BadChain, Cancelled, Damaged
-from warmline_backend.request.params import BadRequest
-from warmline_backend.scheduler.capacity import TooLarge
-from warmline_backend.server.prompt_store import UnknownPrompt
-from warmline_backend.server.response import Answer
-from warmline_backend.server.service import NotReady, Service
-from warmline_common.logging import about
+from warmline_backend.engine.engine import EngineStoppedError
+from warmline_backend.engine.inflight import InflightGeneration, UnknownGenerationError
+from warmline_backend.kv_cache.kv import RowsUnavailableError
+from warmline_backend.kv_cache.residents import ResidentMismatchError, ResidentNotFoundError
+from warmline_backend.kv_cache.segment_io import BadChainError, DamagedFileError, OperationCancelledError
+from warmline_backend.request.params import BadRequestError
+from warmline_backend.scheduler.capacity import KvTooLargeError
+from warmline_backend.server.prompt_store import UnknownPromptError
+from warmline_backend.server.response import GenerationResponse
+from warmline_backend.server.service import NotReadyError, Service
+from warmline_common.logging import request_context
 from warmline_common.process.loopback import DOCKER_HOST, is_local
-from warmline_common.process.redaction import quoted, shown_path
+from warmline_common.process.redaction import quote_text, redact_path
 from warmline_common.protocol.messages import (
     HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
@@ -43,16 +43,16 @@ from warmline_common.protocol.messages import (
     HEADER_RESIDENT,
     HEADER_REUSE,
     HEADER_ROOT,
+    ClearCacheRequest,
+    DetokenizeReply,
+    DetokenizeRequest,
     ErrorBody,
     ErrorReply,
-    ForgetRequest,
-    KeepOrder,
+    EvictionOrder,
     PromptRequest,
-    RestoreRefused,
+    RestoreRefusal,
     RestoreRequest,
     SaveRequest,
-    TextsReply,
-    TextsRequest,
     decode,
     encode,
 )
@@ -66,15 +66,19 @@ BODY_BYTES_MAX = 512 << 20
 STATUS_CLIENT_GONE = 499  # nginx's word for it
 RETRY_AFTER_S = "2"
 SEND_TIMEOUT_S = 300.0  # for the next piece of a stream to be taken
-POLLED = ("/health", "/metrics", "/kv/status")  # too often to be told of
-_ID = re.compile(r"[A-Za-z0-9._-]{1,80}")  # the proxy gives a name that is taken an ending, and so it does each choice
+POLLED_PATHS = ("/health", "/metrics", "/kv/status")  # too often to be told of
+_REQUEST_ID = re.compile(
+    r"[A-Za-z0-9._-]{1,80}"
+)  # the proxy gives a name that is taken an ending, and so it does each choice
 # Of an answer that is no stream; else 500.
-STATUS_OF_FINISH = {"cancelled": STATUS_CLIENT_GONE, "discarded": 503, "leaderless": 503}
+STATUS_BY_FINISH = {"cancelled": STATUS_CLIENT_GONE, "discarded": 503, "leaderless": 503}
 
 
 def make_app(service: Service, secret: str) -> web.Application:
     """The whole application; `secret` is what every call but /health, and /metrics from this machine, must bear."""
-    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_named, _translate, _authenticate(secret)])
+    app = web.Application(
+        client_max_size=BODY_BYTES_MAX, middlewares=[_bind_request_id, _translate_errors, _authenticate(secret)]
+    )
     routes = _Routes(service)
     app.add_routes(
         [
@@ -91,9 +95,9 @@ def make_app(service: Service, secret: str) -> web.Application:
             web.post("/kv/save", routes.save),
             web.get("/kv/status", routes.status),
             web.get("/kv/residents", routes.residents),
-            web.put("/kv/residents/order", routes.order_residents),
-            web.delete("/kv/residents/{resident}", routes.drop_resident),
-            web.post("/kv/forget", routes.forget),
+            web.put("/kv/residents/order", routes.set_eviction_order),
+            web.delete("/kv/residents/{resident}", routes.delete_resident),
+            web.post("/kv/forget", routes.clear_cache),
             web.delete("/requests/{request}", routes.cancel),
         ]
     )
@@ -101,13 +105,13 @@ def make_app(service: Service, secret: str) -> web.Application:
 
 
 @web.middleware
-async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _bind_request_id(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Outermost: what is logged meanwhile is about the request that the proxy's call is for."""
     named, began = request.headers.get(HEADER_REQUEST, ""), time.monotonic()
-    with about(named if _ID.fullmatch(named) else ""):
+    with request_context(named if _REQUEST_ID.fullmatch(named) else ""):
         response = await handler(request)
-        if request.path not in POLLED:
-            path, seconds = shown_path(request.path), time.monotonic() - began
+        if request.path not in POLLED_PATHS:
+            path, seconds = redact_path(request.path), time.monotonic() - began
             log.debug("%s %s: %d after %.3f s", request.method[:16], path, response.status, seconds)
         return response
 
@@ -118,14 +122,14 @@ def _authenticate(secret: str) -> Any:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not (_is_open(request) or hmac.compare_digest(given, expected)):
+        if not (_is_public(request) or hmac.compare_digest(given, expected)):
             return _error(401, "the backend's secret is missing or wrong; talk to the proxy instead", "authentication")
         return await handler(request)
 
     return middleware
 
 
-def _is_open(request: web.Request) -> bool:
+def _is_public(request: web.Request) -> bool:
     """Whether no secret is wanted: it moves, and how much, is no secret on this machine."""
     if request.path == "/metrics":
         return is_local(request.remote or "", request.headers.getall("Host", []), (DOCKER_HOST,))
@@ -133,26 +137,26 @@ def _is_open(request: web.Request) -> bool:
 
 
 @web.middleware
-async def _translate(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _translate_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except BadRequest as error:
-        return web.Response(status=error.status, body=error.reply(), content_type="application/json")
+    except BadRequestError as error:
+        return web.Response(status=error.status, body=error.encode_reply(), content_type="application/json")
     except msgspec.DecodeError as error:
         return _error(400, f"We could not parse the JSON body of your request: {error}")
-    except BadChain as error:
+    except BadChainError as error:
         return _error(400, str(error))
-    except TooLarge as error:
+    except KvTooLargeError as error:
         return _error(400, str(error), code="kv_memory_exceeded")
-    except ResidentMismatch as error:
+    except ResidentMismatchError as error:
         return _error(409, str(error), code="resident_mismatch")
-    except (ResidentGone, RowsGone, UnknownPrompt) as error:
+    except (ResidentNotFoundError, RowsUnavailableError, UnknownPromptError) as error:
         return _error(410, f"{type(error).__name__}: {error}", code="gone")
-    except UnknownRequest as error:
+    except UnknownGenerationError as error:
         return _error(404, f"no request {error} is running here", code="unknown_request")
-    except Cancelled:
+    except OperationCancelledError:
         return _error(STATUS_CLIENT_GONE, "cancelled", code="cancelled")
-    except (NotReady, EngineStopped) as error:
+    except (NotReadyError, EngineStoppedError) as error:
         return _error(503, str(error), "unavailable", headers={"Retry-After": RETRY_AFTER_S})
     except ConnectionResetError:  # an OSError too, but not the disk's
         return _error(STATUS_CLIENT_GONE, "the client has left", code="cancelled")
@@ -185,72 +189,72 @@ class _Routes:
     # ---- state
 
     async def health(self, request: web.Request) -> web.Response:
-        return _json(self._service.pulse())
+        return _json(self._service.read_health())
 
     async def ready(self, request: web.Request) -> web.Response:
-        reason = await self._service.why_not_ready()
+        reason = await self._service.find_readiness_problem()
         return _json({"ready": not reason, "reason": reason}, 503 if reason else 200)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        body, content_type = self._service.metrics.exposition(request.headers.get("Accept", ""))
+        body, content_type = self._service.metrics.render_exposition(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def status(self, request: web.Request) -> web.Response:
-        return _json(self._service.status())
+        return _json(self._service.read_status())
 
     async def models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [self._model(self._service.served_name)]})
+        return _json({"object": "list", "data": [self._describe_model(self._service.served_name)]})
 
     async def model(self, request: web.Request) -> web.Response:
-        return _json(self._model(request.match_info["model"]))
+        return _json(self._describe_model(request.match_info["model"]))
 
-    def _model(self, name: str) -> dict[str, object]:
+    def _describe_model(self, name: str) -> dict[str, object]:
         """Whatever it is called, one model answers."""
-        root, created = self._service.served_name, self._service.status().model_created
+        root, created = self._service.served_name, self._service.read_status().model_created
         return {"id": name, "object": "model", "created": created, "owned_by": "warmline", "root": root}
 
     # ---- kv
 
     async def prompts(self, request: web.Request) -> web.Response:
         raw = await request.read()
-        return _json(await self._service.prompt(decode(raw, PromptRequest), len(raw)))
+        return _json(await self._service.create_prompt(decode(raw, PromptRequest), len(raw)))
 
     async def texts(self, request: web.Request) -> web.Response:
-        wanted = await _body(request, TextsRequest)
-        return _json(TextsReply(texts=await self._service.texts(wanted.sequences)))
+        wanted = await _read_body(request, DetokenizeRequest)
+        return _json(DetokenizeReply(texts=await self._service.decode_texts(wanted.sequences)))
 
     async def restore(self, request: web.Request) -> web.Response:
         try:
-            return _json(await self._service.restore(await _body(request, RestoreRequest)))
-        except Damaged as error:
-            status = self._service.status()
-            refused = RestoreRefused(
+            return _json(await self._service.restore(await _read_body(request, RestoreRequest)))
+        except DamagedFileError as error:
+            status = self._service.read_status()
+            refused = RestoreRefusal(
                 boot=status.boot,
                 generation=status.generation,
                 reason=error.reason,
-                bad=error.bad,
+                bad=error.file_id,
                 good_prefix=error.good_prefix,
                 detail=error.detail,
             )
             return _json(refused, 409)
 
     async def save(self, request: web.Request) -> web.Response:
-        return _json(await self._service.save(await _body(request, SaveRequest)))
+        return _json(await self._service.save(await _read_body(request, SaveRequest)))
 
     async def residents(self, request: web.Request) -> web.Response:
-        return _json(self._service.residents(with_ids=request.query.get("ids") == "1"))
+        return _json(self._service.list_residents(with_ids=request.query.get("ids") == "1"))
 
-    async def drop_resident(self, request: web.Request) -> web.Response:
-        dropped = await self._service.drop_resident(request.match_info["resident"])
+    async def delete_resident(self, request: web.Request) -> web.Response:
+        dropped = await self._service.delete_resident(request.match_info["resident"])
         return _json({"dropped": dropped}, 200 if dropped else 410)
 
-    async def forget(self, request: web.Request) -> web.Response:
-        wanted = await _body(request, ForgetRequest) if request.can_read_body else ForgetRequest()
-        await self._service.forget(wanted.keep)
+    async def clear_cache(self, request: web.Request) -> web.Response:
+        wanted = await _read_body(request, ClearCacheRequest) if request.can_read_body else ClearCacheRequest()
+        await self._service.clear_cache(wanted.keep)
         return _json({})
 
-    async def order_residents(self, request: web.Request) -> web.Response:
-        await self._service.order_residents((await _body(request, KeepOrder)).drop_first)
+    async def set_eviction_order(self, request: web.Request) -> web.Response:
+        await self._service.set_eviction_order((await _read_body(request, EvictionOrder)).drop_first)
         return _json({})
 
     async def cancel(self, request: web.Request) -> web.Response:
@@ -258,7 +262,7 @@ class _Routes:
         if finish is None:
             return _json(await self._service.cancel(request_id))
         if finish != "prefill":
-            raise BadRequest(f"finish={finish}: expected prefill, or no finish at all to cancel at once", "finish")
+            raise BadRequestError(f"finish={finish}: expected prefill, or no finish at all to cancel at once", "finish")
         settled = await self._service.finish_prefill(request_id)
         return _json(settled) if settled else _json({}, 202)
 
@@ -274,77 +278,92 @@ class _Routes:
         """A prompt that was rendered ahead is the proxy's: it always wants a stream and usage, and sends no body."""
         service, headers = self._service, request.headers
         if HEADER_FOLLOW in headers and HEADER_RESIDENT in headers:
-            raise BadRequest(f"a request starts from {HEADER_FOLLOW} or from {HEADER_RESIDENT}, not from both")
+            raise BadRequestError(f"a request starts from {HEADER_FOLLOW} or from {HEADER_RESIDENT}, not from both")
         background = headers.get(HEADER_BACKGROUND) == "1"
-        with service.accepted(headers.get(HEADER_REQUEST) or secrets.token_hex(8)) as call:
+        with service.accept(headers.get(HEADER_REQUEST) or secrets.token_hex(8)) as call:
             if prompt_id := headers.get(HEADER_PROMPT):
                 prompt = service.prompts.get(prompt_id)
             else:
                 raw = await request.read()
-                prompt = await service.render(endpoint, decode(raw, dict[str, Any]), len(raw))
+                prompt = await service.render_prompt(endpoint, decode(raw, dict[str, Any]), len(raw))
             if background and prompt.params.max_tokens != 1:
-                raise BadRequest(f"with {HEADER_BACKGROUND} one token is computed: send max_tokens 1", "max_tokens")
+                raise BadRequestError(
+                    f"with {HEADER_BACKGROUND} one token is computed: send max_tokens 1", "max_tokens"
+                )
             await service.generate(
                 call,
                 prompt,
-                resident=headers.get(HEADER_RESIDENT, ""),
-                follow=headers.get(HEADER_FOLLOW, ""),
-                reuse=_number(headers, HEADER_REUSE),
-                keep=headers.get(HEADER_KEEP) == "1",
+                resident_id=headers.get(HEADER_RESIDENT, ""),
+                leader_id=headers.get(HEADER_FOLLOW, ""),
+                reuse_tokens=_parse_token_count(headers, HEADER_REUSE),
+                copy_resident=headers.get(HEADER_KEEP) == "1",
                 # Whoever gives no name to its request has no use for a resident.
-                kept=HEADER_REQUEST in headers and not background,
+                leaves_resident=HEADER_REQUEST in headers and not background,
                 background=background,
-                root=_root(headers),
-                checkpoints=_positions(headers),
+                root=_parse_root(headers),
+                checkpoints=_parse_checkpoints(headers),
             )
             streamed = bool(prompt_id) or prompt.params.stream
             with_usage = bool(prompt_id) or prompt.params.include_usage or not streamed
-            answer = Answer(prompt, call.id, service.served_name, service.loaded.names, with_usage)
-            return await (self._stream(request, answer, call) if streamed else self._whole(answer, call))
+            answer = GenerationResponse(prompt, call.id, service.served_name, service.runtime.token_decoder, with_usage)
+            return await (
+                self._respond_streamed(request, answer, call) if streamed else self._respond_folded(answer, call)
+            )
 
-    async def _stream(self, request: web.Request, answer: Answer, call: Call) -> web.StreamResponse:
+    async def _respond_streamed(
+        self, request: web.Request, generation_response: GenerationResponse, inflight: InflightGeneration
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            async for data in answer.stream(call.events, closing_event=HEADER_REQUEST in request.headers):
+            async for data in generation_response.stream(
+                inflight.events, closing_event=HEADER_REQUEST in request.headers
+            ):
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await response.write(data)
             await response.write_eof()
         except TimeoutError:
             log.warning(
-                "request %s: nobody has taken its answer for %g s; its connection is cut", call.id, SEND_TIMEOUT_S
+                "request %s: nobody has taken its answer for %g s; its connection is cut", inflight.id, SEND_TIMEOUT_S
             )
             if request.transport is not None:
                 request.transport.abort()
         return response
 
-    async def _whole(self, answer: Answer, call: Call) -> web.Response:
-        folded = await answer.whole(call.events)
-        if answer.error:
-            return _error(STATUS_OF_FINISH.get(answer.finish, 500), answer.error, "server_error", code=answer.finish)
+    async def _respond_folded(
+        self, generation_response: GenerationResponse, inflight: InflightGeneration
+    ) -> web.Response:
+        folded = await generation_response.fold(inflight.events)
+        if generation_response.error:
+            return _error(
+                STATUS_BY_FINISH.get(generation_response.finish, 500),
+                generation_response.error,
+                "server_error",
+                code=generation_response.finish,
+            )
         return _json(folded)
 
 
-async def _body(request: web.Request, kind: type[T]) -> T:
+async def _read_body(request: web.Request, kind: type[T]) -> T:
     return decode(await request.read(), kind)
 
 
-def _number(headers: Any, name: str) -> int:
+def _parse_token_count(headers: Any, name: str) -> int:
     text = headers.get(name, "0")
     if not text.isdecimal():
-        raise BadRequest(f"the header {name} must be a number of tokens, not {quoted(text)}")
+        raise BadRequestError(f"the header {name} must be a number of tokens, not {quote_text(text)}")
     return int(text)
 
 
-def _root(headers: Any) -> bytes:
+def _parse_root(headers: Any) -> bytes:
     text = headers.get(HEADER_ROOT, "")
     if not re.fullmatch(r"(?:[0-9a-f]{32})?", text):
-        raise BadRequest(f"the header {HEADER_ROOT} must be 32 hexadecimal digits")
+        raise BadRequestError(f"the header {HEADER_ROOT} must be 32 hexadecimal digits")
     return bytes.fromhex(text)
 
 
-def _positions(headers: Any) -> tuple[int, ...]:
+def _parse_checkpoints(headers: Any) -> tuple[int, ...]:
     texts = [text for text in headers.get(HEADER_CHECKPOINTS, "").replace(" ", "").split(",") if text]
     if not all(text.isdecimal() for text in texts):
-        raise BadRequest(f"the header {HEADER_CHECKPOINTS} must be token positions, such as 120,800")
+        raise BadRequestError(f"the header {HEADER_CHECKPOINTS} must be token positions, such as 120,800")
     return tuple(sorted({int(text) for text in texts}))

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from warmline_backend.config import BackendConfig
-from warmline_backend.engine.kv_transfer import Storage
-from warmline_backend.model.fingerprint import fingerprint
+from warmline_backend.engine.kv_transfer import KvTransfer
+from warmline_backend.model.fingerprint import compute_fingerprint
 from warmline_backend.model.model import ServedModel
-from warmline_backend.output.detokenizer import text_of
-from warmline_backend.output.echo import echoed
-from warmline_backend.output.expected import expected_of
-from warmline_backend.prompt.renderer import Renderer
-from warmline_backend.request.params import BadRequest, parse_params
-from warmline_backend.scheduler.capacity import check_fits
-from warmline_backend.server.chunks import TokenNames
+from warmline_backend.output.detokenizer import decode_tokens
+from warmline_backend.output.echo import render_echo
+from warmline_backend.output.expected import make_expected_output
+from warmline_backend.prompt.renderer import TemplateRenderer
+from warmline_backend.request.params import BadRequestError, parse_params
+from warmline_backend.scheduler.capacity import check_capacity
+from warmline_backend.server.chunks import TokenDecoder
 from warmline_backend.server.prompt_store import StoredPrompt
-from warmline_backend.structured_output.compiler import Grammars
+from warmline_backend.structured_output.compiler import GrammarCompiler
 from warmline_common.protocol.messages import SampledTurn
 from warmline_common.protocol.tokens import TOKEN_BYTES, unpack_tokens
 from warmline_common.storage.home import Home
@@ -27,34 +27,36 @@ TEXTS_TOKENS_MAX = 65_536  # that are read for one question
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Runtime:
     """All that exists once the model does.  Any thread, but for `storage`, which is the event loop's."""
 
     served: ServedModel
     fingerprint: str
-    renderer: Renderer
-    grammars: Grammars
-    names: TokenNames
-    storage: Storage
-    created: int  # when the model's config was last written, in Unix seconds
+    renderer: TemplateRenderer
+    grammar_compiler: GrammarCompiler
+    token_decoder: TokenDecoder
+    kv_transfer: KvTransfer
+    model_created: int  # when the model's config was last written, in Unix seconds
     device: str  # that computes it, for people
 
-    def texts_of(self, sequences: Sequence[bytes]) -> list[str]:
+    def decode_texts(self, sequences: Sequence[bytes]) -> list[str]:
         """What packed token sequences say.  Raises BadRequest."""
         if sum(map(len, sequences)) > TEXTS_TOKENS_MAX * TOKEN_BYTES:
-            raise BadRequest(f"the sequences have more than {TEXTS_TOKENS_MAX} tokens in all; send fewer", "sequences")
-        return [text_of(self.served.tokenizer, self._ids(sequence)) for sequence in sequences]
+            raise BadRequestError(
+                f"the sequences have more than {TEXTS_TOKENS_MAX} tokens in all; send fewer", "sequences"
+            )
+        return [decode_tokens(self.served.tokenizer, self._unpack_ids(sequence)) for sequence in sequences]
 
-    def _ids(self, sequence: bytes) -> list[int]:
+    def _unpack_ids(self, sequence: bytes) -> list[int]:
         if len(sequence) % TOKEN_BYTES:
-            raise BadRequest(f"a sequence has {len(sequence)} bytes; a token has {TOKEN_BYTES}", "sequences")
+            raise BadRequestError(f"a sequence has {len(sequence)} bytes; a token has {TOKEN_BYTES}", "sequences")
         ids = unpack_tokens(sequence)
         if ids and max(ids) >= self.served.vocabulary_size:
             known = self.served.vocabulary_size - 1
-            raise BadRequest(f"token {max(ids)} is none of this model's, which end at {known}", "sequences")
+            raise BadRequestError(f"token {max(ids)} is none of this model's, which end at {known}", "sequences")
         return ids
 
-    def prompt_of(
+    def make_prompt(
         self,
         endpoint: str,
         body: dict[str, Any],
@@ -65,7 +67,7 @@ class Loaded:
         """A body checked, rendered and tokenized, with all that its answer needs.  Raises BadRequest, TooLarge."""
         served = self.served
         rendered = self.renderer.render(endpoint, body, turns)
-        expected = expected_of(endpoint, body, rendered, served.tokenizer)
+        expected = make_expected_output(endpoint, body, rendered, served.tokenizer)
         params = parse_params(
             endpoint,
             body,
@@ -76,7 +78,7 @@ class Loaded:
             default_temperature=config.temperature,
             default_top_p=config.top_p,
         )
-        check_fits(served, len(rendered.tokens), params.max_tokens, budget_bytes)
+        check_capacity(served, len(rendered.tokens), params.max_tokens, budget_bytes)
         return StoredPrompt(
             id=secrets.token_hex(8),
             endpoint=endpoint,
@@ -85,15 +87,15 @@ class Loaded:
             boundaries=rendered.boundaries,
             turn_end=rendered.turn_end,
             messages=rendered.messages,
-            echo=echoed(body, rendered.tokens, served.tokenizer) if params.echo else "",
-            constraint=self.grammars.constraint(endpoint, body, rendered.tools, expected.tail),
-            expected=expected,
+            echo=render_echo(body, rendered.tokens, served.tokenizer) if params.echo else "",
+            constraint=self.grammar_compiler.build_constraint(endpoint, body, rendered.tools, expected.tail),
+            expected_output=expected,
         )
 
 
-def mark_of(served: ServedModel, config: BackendConfig, home: Home, grid: int = 0) -> str:
+def fingerprint_served_model(served: ServedModel, config: BackendConfig, home: Home, grid: int = 0) -> str:
     """The fingerprint of what is served.  Raises OSError, ValueError; may read all weights."""
-    return fingerprint(
+    return compute_fingerprint(
         served.path,
         Path(config.adapter_path) if config.adapter_path else None,
         config.kv_bits,

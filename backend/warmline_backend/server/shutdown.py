@@ -22,50 +22,50 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.stop, self.hurry = asyncio.Event(), asyncio.Event()
-        self._heard: set[signal.Signals] = set()
+        self.stop, self.stop_now = asyncio.Event(), asyncio.Event()
+        self._received: set[signal.Signals] = set()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._hear, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._handle_signal, number)
 
-    def _hear(self, number: signal.Signals) -> None:
-        if number in self._heard:
-            self.hurry.set()
-        self._heard.add(number)
+    def _handle_signal(self, number: signal.Signals) -> None:
+        if number in self._received:
+            self.stop_now.set()
+        self._received.add(number)
         self.stop.set()
 
 
-async def drain(service: Service, timeout_s: float, hurry: asyncio.Event) -> None:
+async def drain(service: Service, timeout_s: float, stop_now: asyncio.Event) -> None:
     """Refuse what is new; wait for what runs, then cancel it; wait for what it left to be saved.
 
     Takes at most `timeout_s` + CANCEL_WAIT_S + SAVES_WAIT_S, and at most CANCEL_WAIT_S once `hurry` is set.
     """
     service.shut_down()
-    if count := len(service.generations.under_way):
+    if count := len(service.inflight.request_ids):
         log.info("shutting down: %d requests have %g s to end", count, timeout_s)
-    await _within(timeout_s, hurry, service.generations.until_none())
-    if count := len(service.generations.under_way):
+    await _wait_within(timeout_s, stop_now, service.inflight.wait_until_empty())
+    if count := len(service.inflight.request_ids):
         log.warning("%d requests are cancelled", count)
-    service.let_all_go()
+    service.cancel_all()
     if count:
-        await _within(CANCEL_WAIT_S, asyncio.Event(), service.generations.until_none())
-    if service.generations.under_way:
+        await _wait_within(CANCEL_WAIT_S, asyncio.Event(), service.inflight.wait_until_empty())
+    if service.inflight.request_ids:
         log.warning("the engine does not let go of them")  # so it would not hand over anything to be saved either
         return
-    await _within(SAVES_WAIT_S, hurry, _until_saved(service))
+    await _wait_within(SAVES_WAIT_S, stop_now, _wait_for_saves(service))
 
 
-async def _until_saved(service: Service) -> None:
-    while await service.saves_expected():  # noqa: ASYNC110  a lease may end without anybody saying so
+async def _wait_for_saves(service: Service) -> None:
+    while await service.has_pending_saves():  # noqa: ASYNC110  a lease may end without anybody saying so
         await asyncio.sleep(POLL_S)
 
 
-async def _within(timeout_s: float, hurry: asyncio.Event, work: Awaitable[None]) -> None:
+async def _wait_within(timeout_s: float, stop_now: asyncio.Event, work: Awaitable[None]) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            await unless(hurry, work)
+            await run_until_event(stop_now, work)
 
 
-async def unless(event: asyncio.Event, work: Awaitable[None]) -> None:
+async def run_until_event(event: asyncio.Event, work: Awaitable[None]) -> None:
     """Await `work`, or leave it when `event` is set."""
     waiting, task = asyncio.ensure_future(event.wait()), asyncio.ensure_future(work)
     try:

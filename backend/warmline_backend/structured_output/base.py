@@ -4,19 +4,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from warmline_backend.request.json_refs import Schema
-from warmline_backend.request.response_format import Tool
-from warmline_backend.structured_output.lark import Lark
+from warmline_backend.request.response_format import CallableTool
+from warmline_backend.structured_output.lark import LarkBuilder
 
 
-class CannotWrite(Exception):
+class UnsupportedToolError(Exception):
     """A tool or an argument has no form in this family's calls."""
 
 
 @dataclass(frozen=True)
-class Offered:
+class ToolSchema:
     """A tool with parameters that are fit for a grammar."""
 
-    tool: Tool
+    tool: CallableTool
     parameters: Schema
 
     @property
@@ -28,20 +28,20 @@ class Offered:
         return not self.tool.strict
 
 
-Style = Callable[[Lark, Sequence[Offered], bool], str]
+ToolCallGrammar = Callable[[LarkBuilder, Sequence[ToolSchema], bool], str]
 """(grammar, tools, whether there may be several calls) -> an expression"""
 
 
-def repeated(one: str, several: bool, between: str = "") -> str:
+def repeat_call(one: str, several: bool, separator: str = "") -> str:
     """One call, or more of them with `between` in between."""
-    return f"{one} ({between} {one})*" if several else one
+    return f"{one} ({separator} {one})*" if several else one
 
 
-def each(lark: Lark, tools: Sequence[Offered], written: Callable[[Offered], str]) -> str:
+def choose_tool(lark: LarkBuilder, tools: Sequence[ToolSchema], write_call: Callable[[ToolSchema], str]) -> str:
     """A call of one of the tools."""
-    return lark.one_of(written(tool) for tool in tools)
+    return lark.one_of(write_call(tool) for tool in tools)
 
 
-def arguments_json(lark: Lark, tool: Offered) -> str:
+def write_json_arguments(lark: LarkBuilder, tool: ToolSchema) -> str:
     """A call's arguments as one JSON object."""
     return lark.json(tool.parameters, lenient=tool.lenient)

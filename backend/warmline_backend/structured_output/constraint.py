@@ -9,20 +9,20 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from warmline_backend.output.dialect import Dialect, dialect_of, opens_reasoning
+from warmline_backend.output.dialect import Dialect, detect_dialect, is_reasoning_open
 from warmline_backend.output.headers import HARMONY
 from warmline_backend.request.json_refs import Schema
-from warmline_backend.request.params import BadRequest
-from warmline_backend.request.response_format import Asked, Form, Tool
-from warmline_backend.structured_output.base import CannotWrite, Offered
-from warmline_backend.structured_output.json_schema import fitted, guided, required_in
-from warmline_backend.structured_output.lark import Lark, TooLong, quoted
-from warmline_backend.structured_output.tool_calls import SECTIONS, STYLES
+from warmline_backend.request.params import BadRequestError
+from warmline_backend.request.response_format import CallableTool, ResponseFormat, TextFormat
+from warmline_backend.structured_output.base import ToolSchema, UnsupportedToolError
+from warmline_backend.structured_output.json_schema import adapt_schema, add_guidance_options, list_required_names
+from warmline_backend.structured_output.lark import GrammarTooLongError, LarkBuilder, quote_literal
+from warmline_backend.structured_output.tool_calls import SECTION_FORMATS, TOOL_CALL_GRAMMARS
 
-Reasoning = Literal["open", "possible", "closed"]
+ReasoningState = Literal["open", "possible", "closed"]
 """Where the answer starts: within reasoning; where the model may open it; after it, or where there is none."""
 
-Checked = Callable[[str], str]
+GrammarCheck = Callable[[str], str]
 """(grammar) -> what is wrong with it, or "" """
 
 NAMES_MAX = 200
@@ -30,29 +30,29 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 
 @dataclass(frozen=True)
-class Family:
+class TokenizerTraits:
     """What of a tokenizer matters here."""
 
     markers: Mapping[str, int]  # tokens that are never text
     dialect: Dialect
     think_start: tuple[int, ...] = ()
     think_end: tuple[int, ...] = ()
-    around: tuple[str, ...] = ()  # markers around whatever is said
-    breaks: frozenset[int] = frozenset()  # line breaks that may stand between reasoning and answer
+    wrapper_markers: tuple[str, ...] = ()  # markers around whatever is said
+    line_breaks: frozenset[int] = frozenset()  # line breaks that may stand between reasoning and answer
 
     @property
-    def style(self) -> str:
+    def tool_format(self) -> str:
         """The name of its tool format; "" where it has none."""
-        return self.dialect.calls.name if self.dialect.calls else ""
+        return self.dialect.tool_format.name if self.dialect.tool_format else ""
 
     @property
     def call_start(self) -> str:
-        return self.dialect.calls.start if self.dialect.calls else ""
+        return self.dialect.tool_format.start if self.dialect.tool_format else ""
 
     @property
-    def channels(self) -> bool:
+    def has_channels(self) -> bool:
         """gpt-oss: reasoning and answer are messages of their own."""
-        return self.dialect.headers is HARMONY
+        return self.dialect.header_format is HARMONY
 
 
 @dataclass(frozen=True)
@@ -60,157 +60,172 @@ class Constraint:
     """What one prompt's answer is held to."""
 
     grammar: str = ""  # llguidance's; "" where tokens are forbidden, and nothing else
-    reasoning: Reasoning = "closed"
+    reasoning: ReasoningState = "closed"
     trigger: int | None = None  # the grammar begins with this token, and holds only from there on
-    once: bool = True  # with a trigger: nothing follows the grammar
-    forbidden: tuple[int, ...] = ()
+    single_match: bool = True  # with a trigger: nothing follows the grammar
+    forbidden_tokens: tuple[int, ...] = ()
     think_start: tuple[int, ...] = ()
     think_end: tuple[int, ...] = ()
-    breaks: frozenset[int] = field(default_factory=frozenset)
+    line_breaks: frozenset[int] = field(default_factory=frozenset)
 
 
-def family_of(tokenizer: TokenizerWrapper, markers: Mapping[str, int]) -> Family:
+def read_tokenizer_traits(tokenizer: TokenizerWrapper, markers: Mapping[str, int]) -> TokenizerTraits:
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
-    dialect = dialect_of(tokenizer)
-    return Family(
+    dialect = detect_dialect(tokenizer)
+    return TokenizerTraits(
         markers=markers,
         dialect=dialect,
         think_start=ids(dialect.think_start),
         think_end=ids(dialect.think_end),
-        around=tuple(tokenizer.structural_markers),
-        breaks=frozenset(tokens[0] for tokens in (ids("\n"), ids("\n\n")) if len(tokens) == 1),
+        wrapper_markers=tuple(tokenizer.structural_markers),
+        line_breaks=frozenset(tokens[0] for tokens in (ids("\n"), ids("\n\n")) if len(tokens) == 1),
     )
 
 
-def reasoning_at(tail: str, dialect: Dialect) -> Reasoning:
+def detect_reasoning(tail: str, dialect: Dialect) -> ReasoningState:
     """By the prompt's text from its last message's end on."""
     if not dialect.think_start:
         return "closed"
-    if opens_reasoning(dialect, tail):
+    if is_reasoning_open(dialect, tail):
         return "open"
     return "closed" if dialect.think_end in tail else "possible"
 
 
-def constraint_of(asked: Asked, tail: str, family: Family, checked: Checked) -> Constraint | None:
+def build_constraint(
+    response_format: ResponseFormat, tail: str, traits: TokenizerTraits, check_grammar: GrammarCheck
+) -> Constraint | None:
     """None where any answer will do.  Raises BadRequest."""
-    if asked.anything:
+    if response_format.is_unconstrained:
         return None
-    if family.dialect.headers and not family.channels and asked.choice != "none":
-        raise BadRequest("this model's answers are messages with headers; they can't be held to a form", _field(asked))
+    if traits.dialect.header_format and not traits.has_channels and response_format.tool_choice != "none":
+        raise BadRequestError(
+            "this model's answers are messages with headers; they can't be held to a form",
+            _find_field_name(response_format),
+        )
     base = Constraint(
-        reasoning=reasoning_at(tail, family.dialect),
-        think_start=family.think_start,
-        think_end=family.think_end,
-        breaks=family.breaks,
+        reasoning=detect_reasoning(tail, traits.dialect),
+        think_start=traits.think_start,
+        think_end=traits.think_end,
+        line_breaks=traits.line_breaks,
     )
-    if asked.choice == "required":
-        return replace(base, grammar=_Writer(family, asked, checked).required())
-    if asked.form is not None:
-        return replace(base, grammar=_Writer(family, asked, checked).answer())
-    if asked.choice == "none":
-        return _without_calls(family)
-    return _lazy(base, asked, family, checked)
+    if response_format.tool_choice == "required":
+        return replace(base, grammar=_GrammarWriter(traits, response_format, check_grammar).write_required_calls())
+    if response_format.text_format is not None:
+        return replace(base, grammar=_GrammarWriter(traits, response_format, check_grammar).write_answer())
+    if response_format.tool_choice == "none":
+        return _forbid_tool_calls(traits)
+    return _build_lazy_constraint(base, response_format, traits, check_grammar)
 
 
-def _field(asked: Asked) -> str:
-    return asked.form.field if asked.form else "tool_choice" if asked.choice == "required" else "tools"
+def _find_field_name(response_format: ResponseFormat) -> str:
+    return (
+        response_format.text_format.field
+        if response_format.text_format
+        else "tool_choice"
+        if response_format.tool_choice == "required"
+        else "tools"
+    )
 
 
-def _without_calls(family: Family) -> Constraint | None:
-    calls = family.dialect.calls
-    starts = [opening.start for opening in (calls, *calls.others)] if calls else []
-    forbidden = tuple(family.markers[start] for start in starts if start in family.markers)
-    return Constraint(forbidden=forbidden) if forbidden else None
+def _forbid_tool_calls(traits: TokenizerTraits) -> Constraint | None:
+    calls = traits.dialect.tool_format
+    starts = [opening.start for opening in (calls, *calls.alternatives)] if calls else []
+    forbidden = tuple(traits.markers[start] for start in starts if start in traits.markers)
+    return Constraint(forbidden_tokens=forbidden) if forbidden else None
 
 
-def _lazy(base: Constraint, asked: Asked, family: Family, checked: Checked) -> Constraint | None:
+def _build_lazy_constraint(
+    base: Constraint, response_format: ResponseFormat, traits: TokenizerTraits, check_grammar: GrammarCheck
+) -> Constraint | None:
     """Free text, and calls of strict tools as they must be."""
-    writer = _Writer(family, asked, checked)
-    if family.style not in STYLES:
-        strict = next((tool.field for tool in asked.tools if tool.strict), "")
+    writer = _GrammarWriter(traits, response_format, check_grammar)
+    if traits.tool_format not in TOOL_CALL_GRAMMARS:
+        strict = next((tool.field for tool in response_format.tools if tool.strict), "")
         what = "leave 'strict' out" if strict else "send 'tool_choice' \"auto\""
-        raise BadRequest(f"{writer.no_calls()}; {what}", strict or "tool_choice")
-    trigger = family.markers.get(family.call_start)
-    if trigger is not None and not family.channels:
-        return replace(base, grammar=writer.block(), trigger=trigger, once=not asked.several)
-    return replace(base, grammar=writer.free())
+        raise BadRequestError(f"{writer.describe_missing_grammar()}; {what}", strict or "tool_choice")
+    trigger = traits.markers.get(traits.call_start)
+    if trigger is not None and not traits.has_channels:
+        return replace(
+            base, grammar=writer.write_call_block(), trigger=trigger, single_match=not response_format.parallel
+        )
+    return replace(base, grammar=writer.write_free_text())
 
 
-class _Writer:
+class _GrammarWriter:
     """Writes one request's grammar."""
 
-    def __init__(self, family: Family, asked: Asked, checked: Checked) -> None:
-        self._family, self._asked, self._checked = family, asked, checked
-        self._lark = Lark(family.markers)
+    def __init__(self, traits: TokenizerTraits, response_format: ResponseFormat, check_grammar: GrammarCheck) -> None:
+        self._traits, self._response_format, self._check_grammar = traits, response_format, check_grammar
+        self._lark = LarkBuilder(traits.markers)
 
-    def no_calls(self) -> str:
+    def describe_missing_grammar(self) -> str:
         return "this model's way of calling tools has no grammar here, so its calls can't be held to one"
 
     # ---- whole grammars
 
-    def required(self) -> str:
+    def write_required_calls(self) -> str:
         """Calls, and nothing else."""
-        return self._checked_calls(self._lark.written(self._calls(self._asked.several)))
+        return self._check_calls(self._lark.render(self._write_calls(self._response_format.parallel)))
 
-    def block(self) -> str:
+    def write_call_block(self) -> str:
         """What one marker begins: one call, or all."""
-        several = self._asked.several and self._family.style in SECTIONS
-        return self._checked_calls(self._lark.written(self._calls(several)))
+        several = self._response_format.parallel and self._traits.tool_format in SECTION_FORMATS
+        return self._check_calls(self._lark.render(self._write_calls(several)))
 
-    def free(self) -> str:
+    def write_free_text(self) -> str:
         """Text, and calls in it, for families whose calls begin with text, or are channels."""
-        if self._family.channels:
-            calls = self._calls(several=False)
-            return self._checked_calls(self._lark.written(self._channels(calls, self._lark.text())))
-        start, several = self._family.call_start, self._asked.several
-        if self._family.around:
-            begin, end, *ends = (self._lark.literal(marker) for marker in self._family.around)
-            said = f"({begin} {self._lark.text()} {end})? ({self._calls(several)})? ({' '.join(ends)})?"
-            return self._checked_calls(self._lark.written(said))
+        if self._traits.has_channels:
+            calls = self._write_calls(several=False)
+            return self._check_calls(self._lark.render(self._write_channels(calls, self._lark.text())))
+        start, several = self._traits.call_start, self._response_format.parallel
+        if self._traits.wrapper_markers:
+            begin, end, *ends = (self._lark.literal(marker) for marker in self._traits.wrapper_markers)
+            said = f"({begin} {self._lark.text()} {end})? ({self._write_calls(several)})? ({' '.join(ends)})?"
+            return self._check_calls(self._lark.render(said))
         if not start:  # only an answer that begins so is a call
             other = self._lark.text("([^{](?s:.*))?")
-            return self._checked_calls(self._lark.written(f"{self._calls(several)} | {other}"))
-        self._lark = Lark(self._family.markers, begun=start)
-        head = f"{self._lark.text_up_to(start)} {self._calls(several and self._family.style in SECTIONS)}"
-        rest = self._lark.text(without=(start,))
+            return self._check_calls(self._lark.render(f"{self._write_calls(several)} | {other}"))
+        self._lark = LarkBuilder(self._traits.markers, consumed_prefix=start)
+        head = f"{self._lark.text_until(start)} {self._write_calls(several and self._traits.tool_format in SECTION_FORMATS)}"
+        rest = self._lark.text(excluded=(start,))
         whole = f"({head})* {rest}" if several else f"{rest} | {head}"
-        return self._checked_calls(self._lark.written(whole))
+        return self._check_calls(self._lark.render(whole))
 
-    def answer(self) -> str:
+    def write_answer(self) -> str:
         """The form; or calls, where there are tools and none or any may be called."""
-        asked, form = self._asked, self._asked.form
+        asked, form = self._response_format, self._response_format.text_format
         assert form is not None
-        answer = _grammar_of(form)
-        if problem := self._checked(_listed([answer])):
-            raise BadRequest(f"'{form.field}' can't be used: \"{problem}\"", form.field)
-        may_call = asked.choice == "auto" and asked.tools and self._family.style in STYLES
-        if not (may_call or self._family.around or self._family.channels):
-            return _listed([answer])
-        calls = self._calls(asked.several) if may_call else ""
-        if self._family.channels:
-            start = self._channels(calls, "@answer")
+        answer = _encode_form(form)
+        if problem := self._check_grammar(_encode_grammars([answer])):
+            raise BadRequestError(f"'{form.field}' can't be used: \"{problem}\"", form.field)
+        may_call = asked.tool_choice == "auto" and asked.tools and self._traits.tool_format in TOOL_CALL_GRAMMARS
+        if not (may_call or self._traits.wrapper_markers or self._traits.has_channels):
+            return _encode_grammars([answer])
+        calls = self._write_calls(asked.parallel) if may_call else ""
+        if self._traits.has_channels:
+            start = self._write_channels(calls, "@answer")
         else:
-            start = " | ".join(part for part in (self._around("@answer"), calls) if part)
-        main = {"name": "main", "lark_grammar": self._lark.written(start)}
-        written = _listed([main, {**answer, "name": "answer"}])
-        if problem := self._checked(written):
-            raise BadRequest(f"'{form.field}' and these tools can't be used together: \"{problem}\"", form.field)
+            start = " | ".join(part for part in (self._wrap_in_markers("@answer"), calls) if part)
+        main = {"name": "main", "lark_grammar": self._lark.render(start)}
+        written = _encode_grammars([main, {**answer, "name": "answer"}])
+        if problem := self._check_grammar(written):
+            raise BadRequestError(f"'{form.field}' and these tools can't be used together: \"{problem}\"", form.field)
         return written
 
     # ---- what stands around
 
-    def _around(self, inner: str) -> str:
-        if not self._family.around:
+    def _wrap_in_markers(self, inner: str) -> str:
+        if not self._traits.wrapper_markers:
             return inner
-        begin, end, *rest = (self._lark.literal(marker) for marker in self._family.around)
+        begin, end, *rest = (self._lark.literal(marker) for marker in self._traits.wrapper_markers)
         return f"({begin})? {inner} ({' '.join([end, *rest])})?"
 
-    def _channels(self, calls: str, text: str) -> str:
+    def _write_channels(self, calls: str, text: str) -> str:
         """Reasoning, then calls or text; where no form is asked for, words to the user may precede them."""
         lark = self._lark
-        kinds = '"analysis"' if self._asked.form else '("analysis" | "commentary")'
+        kinds = '"analysis"' if self._response_format.text_format else '("analysis" | "commentary")'
         thought = f"{lark.literal('<|channel|>')} {kinds} {lark.literal('<|message|>')}"
         thinks = f"({thought} {lark.text()} {lark.literal('<|end|><|start|>assistant')})*"
         said = f'{lark.literal("<|channel|>final")} (" "? {lark.literal("<|constrain|>json")})?'
@@ -219,71 +234,75 @@ class _Writer:
 
     # ---- calls
 
-    def _calls(self, several: bool) -> str:
-        if (style := STYLES.get(self._family.style)) is None:
-            raise BadRequest(f"{self.no_calls()}; send 'tool_choice' \"auto\"", "tool_choice")
-        offered = [self._offered(tool) for tool in self._asked.tools]
+    def _write_calls(self, several: bool) -> str:
+        if (style := TOOL_CALL_GRAMMARS.get(self._traits.tool_format)) is None:
+            raise BadRequestError(f"{self.describe_missing_grammar()}; send 'tool_choice' \"auto\"", "tool_choice")
+        offered = [self._prepare_tool(tool) for tool in self._response_format.tools]
         try:
             calls = style(self._lark, offered, several)
-        except CannotWrite as problem:
-            raise BadRequest(f"this model can't be held to calling these tools: {problem}", "tools") from problem
-        except TooLong as problem:
-            raise BadRequest("these tools are too large to be held to their schemas; send fewer", "tools") from problem
-        if self._family.channels and self._asked.choice == "required":
-            return self._channels(calls, "")
+        except UnsupportedToolError as problem:
+            raise BadRequestError(f"this model can't be held to calling these tools: {problem}", "tools") from problem
+        except GrammarTooLongError as problem:
+            raise BadRequestError(
+                "these tools are too large to be held to their schemas; send fewer", "tools"
+            ) from problem
+        if self._traits.has_channels and self._response_format.tool_choice == "required":
+            return self._write_channels(calls, "")
         return calls
 
-    def _offered(self, tool: Tool) -> Offered:
+    def _prepare_tool(self, tool: CallableTool) -> ToolSchema:
         """Where the schema of a tool that is not strict can't be used, its arguments' names are."""
         try:
-            parameters: Schema = fitted(_parameters(tool), tool.field)
-            problem = self._checked(_listed([{"json_schema": guided(parameters, lenient=not tool.strict)}]))
+            parameters: Schema = adapt_schema(_close_parameters(tool), tool.field)
+            problem = self._check_grammar(
+                _encode_grammars([{"json_schema": add_guidance_options(parameters, lenient=not tool.strict)}])
+            )
             if problem:
-                raise BadRequest(f"'{tool.field}' can't be used: \"{problem}\"", tool.field)
-        except BadRequest:
+                raise BadRequestError(f"'{tool.field}' can't be used: \"{problem}\"", tool.field)
+        except BadRequestError:
             if tool.strict:
                 raise
-            parameters = _names_alone(tool.parameters)
-        return Offered(tool, parameters)
+            parameters = _reduce_to_names(tool.parameters)
+        return ToolSchema(tool, parameters)
 
-    def _checked_calls(self, grammar: str) -> str:
-        written = _listed([{"lark_grammar": grammar}])
-        if problem := self._checked(written):
-            raise BadRequest(f'these tools can\'t be held to a grammar: "{problem}"', "tools")
+    def _check_calls(self, grammar: str) -> str:
+        written = _encode_grammars([{"lark_grammar": grammar}])
+        if problem := self._check_grammar(written):
+            raise BadRequestError(f'these tools can\'t be held to a grammar: "{problem}"', "tools")
         return written
 
 
-def _parameters(tool: Tool) -> Schema:
+def _close_parameters(tool: CallableTool) -> Schema:
     """As a schema that allows no other arguments, where it doesn't speak of them."""
     parameters = tool.parameters
     if parameters is None:
         return NO_PARAMETERS
     if not isinstance(parameters, Mapping):
-        raise BadRequest(f"'{tool.field}' must be a JSON schema (an object)", tool.field)
+        raise BadRequestError(f"'{tool.field}' must be a JSON schema (an object)", tool.field)
     if not parameters:
         return NO_PARAMETERS
     properties = parameters.get("properties")
     composed = any(key in parameters for key in ("allOf", "anyOf", "oneOf", "$ref", "patternProperties"))
-    listed = isinstance(properties, Mapping) and set(required_in(parameters)) <= set(properties)
+    listed = isinstance(properties, Mapping) and set(list_required_names(parameters)) <= set(properties)
     if listed and not composed and "additionalProperties" not in parameters:
         return {"type": "object", **parameters, "additionalProperties": False}
     return {"type": "object", **parameters}
 
 
-def _names_alone(parameters: Any) -> Schema:
+def _reduce_to_names(parameters: Any) -> Schema:
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if not isinstance(properties, Mapping) or len(properties) > NAMES_MAX:
         return {"type": "object"}
-    required = [name for name in required_in(parameters) if name in properties]
+    required = [name for name in list_required_names(parameters) if name in properties]
     return {"type": "object", "properties": {name: {} for name in properties}, "required": required}
 
 
-def _grammar_of(form: Form) -> dict[str, Any]:
+def _encode_form(form: TextFormat) -> dict[str, Any]:
     """One of llguidance's grammars."""
     if form.kind == "json":
-        return {"json_schema": guided(fitted(form.value, form.field))}
+        return {"json_schema": add_guidance_options(adapt_schema(form.value, form.field))}
     if form.kind == "choice":
-        return {"lark_grammar": f"start: {' | '.join(quoted(word) for word in form.value)}"}
+        return {"lark_grammar": f"start: {' | '.join(quote_literal(word) for word in form.value)}"}
     if form.kind == "regex":
         made: Sequence[dict[str, Any]] = json.loads(LLMatcher.grammar_from_regex(form.value))["grammars"]
         return {key: value for key, value in made[0].items() if value is not None and key != "name"}
@@ -291,8 +310,8 @@ def _grammar_of(form: Form) -> dict[str, Any]:
         return {"lark_grammar": any_to_lark(form.value)}
     except Exception as problem:
         detail = str(problem)[:200]
-        raise BadRequest(f"'{form.field}' can't be read as a grammar: \"{detail}\"", form.field) from problem
+        raise BadRequestError(f"'{form.field}' can't be read as a grammar: \"{detail}\"", form.field) from problem
 
 
-def _listed(grammars: Sequence[Mapping[str, Any]]) -> str:
+def _encode_grammars(grammars: Sequence[Mapping[str, Any]]) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from warmline_backend.request.json_refs import Schema, place_of, references_in, resolve
-from warmline_backend.request.params import BadRequest
+from warmline_backend.request.json_refs import Schema, collect_references, lookup_reference, resolve_references
+from warmline_backend.request.params import BadRequestError
 
 SCHEMA_BYTES_MAX = 1 << 18
 SCHEMA_NODES_MAX = 10_000
@@ -22,25 +22,25 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
 )
-_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-_LISTS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
-_SINGLES = frozenset(("items", "additionalProperties", "not", "contains", "propertyNames", "additionalItems"))
-_IN_REFERENCES = "#/~%!$&'()*+,;=:@?-._"  # what stands in one as it is; llguidance wants the rest encoded
+_MAP_KEYWORDS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_LIST_KEYWORDS = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
+_SCHEMA_KEYWORDS = frozenset(("items", "additionalProperties", "not", "contains", "propertyNames", "additionalItems"))
+_REFERENCE_SAFE_CHARS = "#/~%!$&'()*+,;=:@?-._"  # what stands in one as it is; llguidance wants the rest encoded
 _ROUNDS_MAX = 50
 JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
 
-def fitted(schema: Schema, field: str) -> dict[str, Any]:
+def adapt_schema(schema: Schema, field: str) -> dict[str, Any]:
     """The schema for llguidance.  Raises BadRequest where it is too large, or no JSON can be valid and end."""
     _check_bounds(schema, field)
-    if not _ends(schema):
-        raise BadRequest(f"'{field}' can't be satisfied: a part of it requires itself without end", field)
-    made = _fitted(schema, schema)
+    if not _can_end(schema):
+        raise BadRequestError(f"'{field}' can't be satisfied: a part of it requires itself without end", field)
+    made = _adapt(schema, schema)
     assert isinstance(made, dict)
     return made
 
 
-def guided(schema: Schema, **options: Any) -> dict[str, Any]:
+def add_guidance_options(schema: Schema, **options: Any) -> dict[str, Any]:
     """With llguidance's options at its root; with `lenient` it ignores keywords that it does not know."""
     return {**schema, "x-guidance": {**SPACING, **options}}
 
@@ -52,19 +52,19 @@ def _check_bounds(schema: Schema, field: str) -> None:
         value, depth = waiting.pop()
         nodes += 1
         if depth > SCHEMA_DEPTH_MAX:
-            raise BadRequest(f"'{field}' nests deeper than {SCHEMA_DEPTH_MAX} levels", field)
+            raise BadRequestError(f"'{field}' nests deeper than {SCHEMA_DEPTH_MAX} levels", field)
         if nodes > SCHEMA_NODES_MAX:
-            raise BadRequest(f"'{field}' has more than {SCHEMA_NODES_MAX} parts; it is too large", field)
+            raise BadRequestError(f"'{field}' has more than {SCHEMA_NODES_MAX} parts; it is too large", field)
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
         waiting.extend((part, depth + 1) for part in inner)
     if len(json.dumps(schema, ensure_ascii=False)) > SCHEMA_BYTES_MAX:
-        raise BadRequest(f"'{field}' is longer than {SCHEMA_BYTES_MAX} characters; it is too large", field)
+        raise BadRequestError(f"'{field}' is longer than {SCHEMA_BYTES_MAX} characters; it is too large", field)
 
 
 # ---- rewriting
 
 
-def _fitted(schema: Any, root: Schema) -> Any:
+def _adapt(schema: Any, root: Schema) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     made: dict[str, Any] = {}
@@ -73,36 +73,37 @@ def _fitted(schema: Any, root: Schema) -> Any:
             continue
         if key == "format" and isinstance(value, str) and value not in _FORMATS:
             continue
-        made[key] = _fitted_under(key, value, root)
-    if isinstance(branches := made.get("oneOf"), list) and "anyOf" not in made and _apart(branches, root):
+        made[key] = _adapt_keyword(key, value, root)
+    if isinstance(branches := made.get("oneOf"), list) and "anyOf" not in made and _are_exclusive(branches, root):
         made["anyOf"] = made.pop("oneOf")
     return made
 
 
-def _fitted_under(key: str, value: Any, root: Schema) -> Any:
+def _adapt_keyword(key: str, value: Any, root: Schema) -> Any:
     if key == "$ref" and isinstance(value, str):
-        return quote(value, safe=_IN_REFERENCES)
-    if key in _MAPS and isinstance(value, Mapping):
-        return {name: _fitted(inner, root) for name, inner in value.items()}
-    if key in _LISTS and isinstance(value, list):
-        return [_fitted(inner, root) for inner in value]
-    if key in _SINGLES:
-        return [_fitted(inner, root) for inner in value] if isinstance(value, list) else _fitted(value, root)
+        return quote(value, safe=_REFERENCE_SAFE_CHARS)
+    if key in _MAP_KEYWORDS and isinstance(value, Mapping):
+        return {name: _adapt(inner, root) for name, inner in value.items()}
+    if key in _LIST_KEYWORDS and isinstance(value, list):
+        return [_adapt(inner, root) for inner in value]
+    if key in _SCHEMA_KEYWORDS:
+        return [_adapt(inner, root) for inner in value] if isinstance(value, list) else _adapt(value, root)
     return value
 
 
-def _apart(branches: list[Any], root: Schema) -> bool:
+def _are_exclusive(branches: list[Any], root: Schema) -> bool:
     """Whether no JSON can be valid under two of them: their types differ, or a property that all require does."""
-    resolved = [resolve(branch, root) for branch in branches]
+    resolved = [resolve_references(branch, root) for branch in branches]
     if any(branch is None for branch in resolved):
         return False
     known = [branch for branch in resolved if branch is not None]
-    return _disjoint(map(_types, known)) or any(
-        _disjoint(_tags(branch, name, root) for branch in known) for name in required_in(known[0] if known else {})
+    return _are_disjoint(map(_find_types, known)) or any(
+        _are_disjoint(_find_tag_values(branch, name, root) for branch in known)
+        for name in list_required_names(known[0] if known else {})
     )
 
 
-def _disjoint(sets: Iterable[frozenset[str] | None]) -> bool:
+def _are_disjoint(sets: Iterable[frozenset[str] | None]) -> bool:
     """Looks no further than the first that is not."""
     seen: set[str] = set()
     for values in sets:
@@ -112,7 +113,7 @@ def _disjoint(sets: Iterable[frozenset[str] | None]) -> bool:
     return True
 
 
-def _types(schema: Schema) -> frozenset[str] | None:
+def _find_types(schema: Schema) -> frozenset[str] | None:
     """None where any type is valid.  A number may be an integer: "number" counts as both."""
     named = schema.get("type")
     types = [named] if isinstance(named, str) else named
@@ -121,17 +122,17 @@ def _types(schema: Schema) -> frozenset[str] | None:
     return frozenset(types) | ({"integer"} if "number" in types else frozenset())
 
 
-def _tags(schema: Schema, name: str, root: Schema) -> frozenset[str] | None:
+def _find_tag_values(schema: Schema, name: str, root: Schema) -> frozenset[str] | None:
     """The values that a required property of an object may have, as JSON; None where they are not few."""
     properties = schema.get("properties")
-    inner = resolve(properties.get(name), root) if isinstance(properties, Mapping) else None
-    if inner is None or name not in required_in(schema) or schema.get("type") != "object":
+    inner = resolve_references(properties.get(name), root) if isinstance(properties, Mapping) else None
+    if inner is None or name not in list_required_names(schema) or schema.get("type") != "object":
         return None
     values = [inner["const"]] if "const" in inner else inner.get("enum")
     return frozenset(json.dumps(value, sort_keys=True) for value in values) if isinstance(values, list) else None
 
 
-def required_in(schema: Schema) -> list[str]:
+def list_required_names(schema: Schema) -> list[str]:
     """The names that an object must have."""
     required = schema.get("required")
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
@@ -140,44 +141,44 @@ def required_in(schema: Schema) -> list[str]:
 # ---- whether it ends
 
 
-def _ends(schema: Schema) -> bool:
+def _can_end(schema: Schema) -> bool:
     """Whether some JSON that ends may be valid.
 
     A cheap look at what is required for certain: where it can't tell, it says yes.  References that can end are found
     round by round, each built on those before; what is left after the last one only requires itself.
     """
     ending: set[str] = set()
-    waiting = {reference: place_of(reference, schema) for reference in references_in(schema)}
+    waiting = {reference: lookup_reference(reference, schema) for reference in collect_references(schema)}
     for _ in range(_ROUNDS_MAX):
-        found = [reference for reference, part in waiting.items() if _ends_by(part, ending)]
+        found = [reference for reference, part in waiting.items() if _can_end_given(part, ending)]
         if not found:
-            return _ends_by(schema, ending)
+            return _can_end_given(schema, ending)
         for reference in found:
             ending.add(reference)
             del waiting[reference]
     return True
 
 
-def _ends_by(schema: Any, ending: set[str]) -> bool:
+def _can_end_given(schema: Any, ending: set[str]) -> bool:
     """Whether it ends where these references do."""
     if not isinstance(schema, Mapping):
         return True
     if isinstance(reference := schema.get("$ref"), str) and reference not in ending:
         return False
-    return all(_ends_by(part, ending) for part in _certain(schema)) and all(
-        any(_ends_by(branch, ending) for branch in branches)
+    return all(_can_end_given(part, ending) for part in _iter_required_parts(schema)) and all(
+        any(_can_end_given(branch, ending) for branch in branches)
         for key in ("anyOf", "oneOf")
         if isinstance(branches := schema.get(key), list) and branches
     )
 
 
-def _certain(schema: Schema) -> Iterator[Any]:
+def _iter_required_parts(schema: Schema) -> Iterator[Any]:
     """Parts that whatever is valid must have.  An object's only where it must be an object, an array's likewise."""
     if isinstance(parts := schema.get("allOf"), list):
         yield from parts
     properties = schema.get("properties")
     if schema.get("type") == "object" and isinstance(properties, Mapping):
-        yield from (properties[name] for name in required_in(schema) if name in properties)
+        yield from (properties[name] for name in list_required_names(schema) if name in properties)
     count = schema.get("minItems")
     if schema.get("type") == "array" and isinstance(count, int) and count > 0:
         first = schema.get("prefixItems")

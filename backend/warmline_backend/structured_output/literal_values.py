@@ -9,39 +9,41 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from warmline_backend.request.json_refs import Schema, moved, references_in, resolve
-from warmline_backend.structured_output.json_schema import required_in
-from warmline_backend.structured_output.lark import ANY_TEXT, Lark, in_regex, optional, quoted
-from warmline_backend.tool_parsers.argument_types import possible_types
+from warmline_backend.request.json_refs import Schema, collect_references, rebase_references, resolve_references
+from warmline_backend.structured_output.json_schema import list_required_names
+from warmline_backend.structured_output.lark import ANY_TEXT, LarkBuilder, escape_regex, optional, quote_literal
+from warmline_backend.tool_parsers.argument_types import find_possible_types
 
-_LENGTH_COUNTED_MAX = 10_000  # a longer limit on text is left to the model
-_ROOT_KEYS = ("$defs", "definitions")
-_SHARED = ("#/$defs/", "#/definitions/")
-_WHOLE = "#/$defs/whole"
+_TEXT_LENGTH_MAX = 10_000  # a longer limit on text is left to the model
+_DEFINITION_KEYS = ("$defs", "definitions")
+_DEFINITION_PREFIXES = ("#/$defs/", "#/definitions/")
+_WHOLE_SCHEMA_REFERENCE = "#/$defs/whole"
 _ANCHORED = re.compile(r"\^((?:\[\^|[^\\|^$]|\\.)*)\$")
 _SCALARS = (str, int, float, type(None))
-_NUMBERS = ("integer", "number", "boolean")
-_NOTES = frozenset(("title", "description", "deprecated", "readOnly", "writeOnly", "discriminator", "$comment"))
+_NON_TEXT_TYPES = ("integer", "number", "boolean")
+_ANNOTATION_KEYWORDS = frozenset(
+    ("title", "description", "deprecated", "readOnly", "writeOnly", "discriminator", "$comment")
+)
 
 
 @dataclass(frozen=True)
-class Argument:
+class ToolArgument:
     name: str
     schema: Any
     required: bool
 
 
-def arguments_of(parameters: Schema) -> Iterator[Argument]:
+def iter_arguments(parameters: Schema) -> Iterator[ToolArgument]:
     """The properties of a tool's parameters, in their order.  Others that the schema may allow are never given."""
-    found = resolve(parameters, parameters) or {}
-    properties, names = found.get("properties"), required_in(found)
+    found = resolve_references(parameters, parameters) or {}
+    properties, names = found.get("properties"), list_required_names(found)
     for name, schema in properties.items() if isinstance(properties, Mapping) else ():
-        yield Argument(name, schema, name in names)
+        yield ToolArgument(name, schema, name in names)
 
 
-def sequence_of(arguments: Iterator[Argument], written: Callable[[Argument], str]) -> str:
+def join_arguments(arguments: Iterator[ToolArgument], write_argument: Callable[[ToolArgument], str]) -> str:
     """One after the other, optional ones or not."""
-    parts = [(argument, written(argument)) for argument in arguments]
+    parts = [(argument, write_argument(argument)) for argument in arguments]
     return " ".join(part if argument.required else optional(part) for argument, part in parts)
 
 
@@ -49,39 +51,39 @@ def sequence_of(arguments: Iterator[Argument], written: Callable[[Argument], str
 
 
 @dataclass(frozen=True)
-class Value:
+class AllowedValues:
     """All that a schema's unions allow, taken together."""
 
     patterns: tuple[str, ...]  # of text
-    words: tuple[Any, ...]  # scalars that are listed
-    others: tuple[Schema, ...]  # to be written as JSON
+    constants: tuple[Any, ...]  # scalars that are listed
+    json_schemas: tuple[Schema, ...]  # to be written as JSON
 
     @property
-    def strings(self) -> list[str]:
-        return [word for word in self.words if isinstance(word, str)]
+    def string_constants(self) -> list[str]:
+        return [word for word in self.constants if isinstance(word, str)]
 
     @property
-    def text(self) -> str:
+    def unquoted_pattern(self) -> str:
         """A pattern of what is read as a string where strings stand without quotes, and of null."""
-        if any(other.get("type") not in _NUMBERS for other in self.others):
+        if any(other.get("type") not in _NON_TEXT_TYPES for other in self.json_schemas):
             return ANY_TEXT  # a list or an object may stand there too
-        return self._pattern(*(["null"] if None in self.words else []))
+        return self._join_patterns(*(["null"] if None in self.constants else []))
 
     @property
-    def string(self) -> str:
+    def string_pattern(self) -> str:
         """A pattern of its strings alone."""
-        return self._pattern()
+        return self._join_patterns()
 
-    def _pattern(self, *more: str) -> str:
-        patterns = [*self.patterns, *map(in_regex, self.strings), *more]
+    def _join_patterns(self, *more: str) -> str:
+        patterns = [*self.patterns, *map(escape_regex, self.string_constants), *more]
         return ANY_TEXT if ANY_TEXT in patterns else f"(?:{'|'.join(patterns)})"
 
 
-def value_of(schema: Any, parameters: Schema) -> Value:
+def collect_allowed_values(schema: Any, parameters: Schema) -> AllowedValues:
     patterns: list[str] = []
     words: list[Any] = []
     others: list[Schema] = []
-    for branch in _branches(schema, parameters):
+    for branch in _iter_branches(schema, parameters):
         listed = [branch["const"]] if "const" in branch else branch.get("enum")
         if isinstance(listed, list):
             words += [word for word in listed if isinstance(word, _SCALARS)]
@@ -89,24 +91,24 @@ def value_of(schema: Any, parameters: Schema) -> Value:
                 others.append({"enum": nested})
         elif branch.get("type") == "null":
             words.append(None)
-        elif _may_be_text(branch, parameters):
-            patterns.append(text_pattern(branch))
+        elif _can_be_text(branch, parameters):
+            patterns.append(build_text_pattern(branch))
         else:
             others.append(branch)
-    return Value(tuple(patterns), tuple(words), tuple(others))
+    return AllowedValues(tuple(patterns), tuple(words), tuple(others))
 
 
-def _branches(schema: Any, parameters: Schema) -> Iterator[Schema]:
+def _iter_branches(schema: Any, parameters: Schema) -> Iterator[Schema]:
     """Of a union, and of those within it; each once, for they may refer to each other in any way."""
     waiting, seen = [schema], set[int]()
     while waiting:
-        one = resolve(waiting.pop(), parameters)
+        one = resolve_references(waiting.pop(), parameters)
         if one is None:
             yield {}
         elif id(one) not in seen:
             seen.add(id(one))
             kinds = one.get("type")
-            if union := _union(one):
+            if union := _find_union_branches(one):
                 waiting.extend(reversed(union))
             elif isinstance(kinds, list) and kinds and not {"enum", "const"} & one.keys():
                 yield from ({**one, "type": kind} for kind in kinds)
@@ -114,23 +116,23 @@ def _branches(schema: Any, parameters: Schema) -> Iterator[Schema]:
                 yield one
 
 
-def _union(schema: Schema) -> list[Any]:
+def _find_union_branches(schema: Schema) -> list[Any]:
     """Its branches, where it says nothing besides."""
-    said = [key for key in schema if key not in _NOTES]
+    said = [key for key in schema if key not in _ANNOTATION_KEYWORDS]
     branches = schema[said[0]] if len(said) == 1 else None
     if not isinstance(branches, list):
         return []
     return branches if said[0] in ("anyOf", "oneOf") or (said[0] == "allOf" and len(branches) == 1) else []
 
 
-def _may_be_text(schema: Schema, parameters: Schema) -> bool:
+def _can_be_text(schema: Schema, parameters: Schema) -> bool:
     """Whether a string is valid, as far as can be seen: then whatever is written is one."""
     if "type" not in schema and {"properties", "items"} & schema.keys():
         return False
-    return "string" in possible_types(schema, parameters)
+    return "string" in find_possible_types(schema, parameters)
 
 
-def text_pattern(schema: Schema) -> str:
+def build_text_pattern(schema: Schema) -> str:
     """What a string's pattern and lengths say, where that can be said of plain text."""
     if schema.get("type") != "string":
         return ANY_TEXT
@@ -138,7 +140,7 @@ def text_pattern(schema: Schema) -> str:
     if isinstance(pattern, str) and (anchored := _ANCHORED.fullmatch(pattern)):
         return re.sub(r"(?<!\\)/", r"\/", anchored[1])
     low, high = schema.get("minLength", 0), schema.get("maxLength")
-    if not isinstance(low, int) or not isinstance(high, int) or not 0 <= low <= high <= _LENGTH_COUNTED_MAX:
+    if not isinstance(low, int) or not isinstance(high, int) or not 0 <= low <= high <= _TEXT_LENGTH_MAX:
         return ANY_TEXT
     return f"(?s:.{{{low},{high}}})"
 
@@ -146,34 +148,41 @@ def text_pattern(schema: Schema) -> str:
 # ---- writing it
 
 
-def tagged_value(
-    lark: Lark, schema: Any, parameters: Schema, *, end: str, without: tuple[str, ...], lenient: bool
+def write_tagged_value(
+    lark: LarkBuilder, schema: Any, parameters: Schema, *, end: str, excluded: tuple[str, ...], lenient: bool
 ) -> str:
     """A value between tags, and the tag that ends it: `end`.  `without`: other tags that text may not contain."""
-    value = value_of(schema, parameters)
+    value = collect_allowed_values(schema, parameters)
     if value.patterns:
-        return lark.text_up_to(end, without=without, pattern=value.text)
-    options = [*map(lark.literal, value.strings), *json_values(lark, value, parameters, lenient)]
+        return lark.text_until(end, excluded=excluded, pattern=value.unquoted_pattern)
+    options = [*map(lark.literal, value.string_constants), *write_json_values(lark, value, parameters, lenient)]
     return f"{lark.one_of(options)} {lark.literal(end)}"
 
 
-def string_value(lark: Lark, value: Value, end: str, without: tuple[str, ...] = ()) -> str:
+def write_string_value(lark: LarkBuilder, allowed: AllowedValues, end: str, excluded: tuple[str, ...] = ()) -> str:
     """Its strings, and the tag that ends them; "" where none may stand there."""
-    if value.patterns:
-        return lark.text_up_to(end, without=without, pattern=value.string)
-    return f"{lark.one_of(map(lark.literal, value.strings))} {lark.literal(end)}" if value.strings else ""
+    if allowed.patterns:
+        return lark.text_until(end, excluded=excluded, pattern=allowed.string_pattern)
+    return (
+        f"{lark.one_of(map(lark.literal, allowed.string_constants))} {lark.literal(end)}"
+        if allowed.string_constants
+        else ""
+    )
 
 
-def json_values(lark: Lark, value: Value, parameters: Schema, lenient: bool) -> list[str]:
+def write_json_values(lark: LarkBuilder, allowed: AllowedValues, parameters: Schema, lenient: bool) -> list[str]:
     """All that it may be but a string, as JSON."""
-    words = [quoted(json.dumps(word)) for word in value.words if not isinstance(word, str)]
-    return [*words, *(json_value(lark, other, parameters, lenient) for other in value.others)]
+    words = [quote_literal(json.dumps(word)) for word in allowed.constants if not isinstance(word, str)]
+    return [*words, *(write_json_value(lark, other, parameters, lenient) for other in allowed.json_schemas)]
 
 
-def json_value(lark: Lark, schema: Schema, parameters: Schema, lenient: bool) -> str:
+def write_json_value(lark: LarkBuilder, schema: Schema, parameters: Schema, lenient: bool) -> str:
     """A part of `parameters` as JSON; its references lead where they did."""
-    if all(reference.startswith(_SHARED) for reference in references_in(parameters)):
-        shared = {key: parameters[key] for key in _ROOT_KEYS if key in parameters}
+    if all(reference.startswith(_DEFINITION_PREFIXES) for reference in collect_references(parameters)):
+        shared = {key: parameters[key] for key in _DEFINITION_KEYS if key in parameters}
     else:
-        schema, shared = moved(schema, _WHOLE), {"$defs": {"whole": moved(parameters, _WHOLE)}}
+        schema, shared = (
+            rebase_references(schema, _WHOLE_SCHEMA_REFERENCE),
+            {"$defs": {"whole": rebase_references(parameters, _WHOLE_SCHEMA_REFERENCE)}},
+        )
     return lark.json({**schema, **shared}, lenient=lenient)

@@ -13,157 +13,157 @@ from llguidance import LLMatcher
 
 from warmline_backend.structured_output.constraint import Constraint
 
-State = Literal["reasoning", "start", "free", "grammar"]
+MatcherState = Literal["reasoning", "start", "free", "grammar"]
 
 
-class OffGrammar(Exception):
+class GrammarDeadEndError(Exception):
     """No token may follow: the grammar has met a limit, or the tokenizer can't write what it wants."""
 
 
-class Guide:
+class Matcher:
     """A logits processor for one run of one sequence; it is called once a step, with all tokens so far.
 
     The matcher is copied, never changed.
     """
 
-    def __init__(self, constraint: Constraint, matcher: LLMatcher | None, width: int, eos: list[int]) -> None:
-        self._constraint, self._prototype, self._width = constraint, matcher, width
+    def __init__(self, constraint: Constraint, ll_matcher: LLMatcher | None, width: int, eos: list[int]) -> None:
+        self._constraint, self._prototype, self._width = constraint, ll_matcher, width
         self._eos = frozenset(eos)
-        self._matcher = matcher.deep_copy() if matcher is not None else None
-        self._lately: deque[int] = deque(maxlen=max(len(constraint.think_start), len(constraint.think_end), 1))
-        self._opened = 0  # how many of the tokens that open reasoning are there
-        self._fits = True  # the grammar takes what there is of the answer
+        self._ll_matcher = ll_matcher.deep_copy() if ll_matcher is not None else None
+        self._recent_tokens: deque[int] = deque(maxlen=max(len(constraint.think_start), len(constraint.think_end), 1))
+        self._opening_count = 0  # how many of the tokens that open reasoning are there
+        self._is_matching = True  # the grammar takes what there is of the answer
         self._sampled: tuple[mx.array, int] | None = None  # all sequences' last tokens, and which is this one's
-        self._begun = self._reasoned = False
-        self._fixed: dict[str, mx.array] = {}
-        self.complete = False  # the answer has its form, and has ended
-        self.state: State = self._first_state()
+        self._has_started = self._has_reasoned = False
+        self._masks: dict[str, mx.array] = {}
+        self.is_complete = False  # the answer has its form, and has ended
+        self.state: MatcherState = self._choose_initial_state()
 
-    def _first_state(self) -> State:
+    def _choose_initial_state(self) -> MatcherState:
         if self._constraint.reasoning == "open":
             return "reasoning"
         return "free" if self._is_lazy else "start"
 
     @property
     def _is_lazy(self) -> bool:
-        return self._matcher is None or self._constraint.trigger is not None
+        return self._ll_matcher is None or self._constraint.trigger is not None
 
     # ---- a step
 
-    def follows(self, sampled: mx.array, row: int) -> None:
+    def set_sampled(self, sampled: mx.array, row: int) -> None:
         """What the next step's logits come after: `sampled[row]`, which may not be computed yet."""
         self._sampled = sampled, row
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         self._width = logits.shape[-1]  # which may be more than the tokenizer has tokens
-        if self._matcher is None:
-            return self._masked("forbidden", logits)
+        if self._ll_matcher is None:
+            return self._apply_fixed_mask("forbidden", logits)
         # The device goes on with this step while this waits for the last token, and thinks about the next.
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
-        if self._begun:
+        if self._has_started:
             sampled, row = self._sampled or (tokens, -1)
             self.advance(int(sampled.tolist()[row]))  # type: ignore[index, arg-type]
-        self._begun = True
+        self._has_started = True
         if self.state == "free":
             return logits
         if self.state == "reasoning":
-            return logits if self._is_lazy else self._masked("unending", logits)
-        return self._where(mx.array(self.allowed()), logits)
+            return logits if self._is_lazy else self._apply_fixed_mask("unending", logits)
+        return self._apply_mask(mx.array(self.compute_allowed()), logits)
 
     def advance(self, token: int) -> None:
         """Take the token that was just sampled.  Raises OffGrammar."""
-        self._lately.append(token)
+        self._recent_tokens.append(token)
         match self.state:
             case "reasoning":
-                if self._lately_were(self._constraint.think_end):
-                    self.state, self._reasoned = ("free" if self._is_lazy else "start"), True
+                if self._has_suffix(self._constraint.think_end):
+                    self.state, self._has_reasoned = ("free" if self._is_lazy else "start"), True
             case "start":
-                self._start(token)
+                self._advance_start(token)
             case "free":
-                self._listen(token)
+                self._advance_free(token)
             case "grammar":
                 self._consume(token)
 
-    def _start(self, token: int) -> None:
+    def _advance_start(self, token: int) -> None:
         """The answer's first tokens: they open the reasoning, or belong to the grammar, or might do either still."""
-        assert self._matcher is not None
-        opens = self._may_open and token == self._constraint.think_start[self._opened]
-        fits = self._fits and self._matcher.validate_tokens([token]) == 1
-        if opens and self._opened + 1 == len(self._constraint.think_start):
+        assert self._ll_matcher is not None
+        opens = self._can_open_reasoning and token == self._constraint.think_start[self._opening_count]
+        fits = self._is_matching and self._ll_matcher.validate_tokens([token]) == 1
+        if opens and self._opening_count + 1 == len(self._constraint.think_start):
             assert self._prototype is not None
-            self._matcher, self._fits, self.state = self._prototype.deep_copy(), True, "reasoning"
+            self._ll_matcher, self._is_matching, self.state = self._prototype.deep_copy(), True, "reasoning"
         elif opens:
-            self._opened += 1
-            self._fits = fits
+            self._opening_count += 1
+            self._is_matching = fits
             if fits:
                 self._consume(token)
-        elif self._reasoned and not fits and token in self._constraint.breaks:
+        elif self._has_reasoned and not fits and token in self._constraint.line_breaks:
             self.state = "grammar"
         else:
             self.state = "grammar"
             self._consume(token)
 
-    def _listen(self, token: int) -> None:
+    def _advance_free(self, token: int) -> None:
         """Free text: reasoning or a call may begin."""
         constraint = self._constraint
         if token == constraint.trigger:
             assert self._prototype is not None
-            self._matcher, self.state = self._prototype.deep_copy(), "grammar"
+            self._ll_matcher, self.state = self._prototype.deep_copy(), "grammar"
             self._consume(token)
-        elif constraint.think_start and self._lately_were(constraint.think_start):
+        elif constraint.think_start and self._has_suffix(constraint.think_start):
             self.state = "reasoning"
 
     def _consume(self, token: int) -> None:
-        assert self._matcher is not None
-        if self.complete:
+        assert self._ll_matcher is not None
+        if self.is_complete:
             return
-        if not self._matcher.consume_token(token):
-            raise OffGrammar(self._problem())
-        if token in self._eos and self._matcher.is_stopped():
-            self.complete = True
-        elif self._is_lazy and not self._constraint.once and self._matcher.is_stopped():
+        if not self._ll_matcher.consume_token(token):
+            raise GrammarDeadEndError(self._describe_dead_end())
+        if token in self._eos and self._ll_matcher.is_stopped():
+            self.is_complete = True
+        elif self._is_lazy and not self._constraint.single_match and self._ll_matcher.is_stopped():
             self.state = "free"
 
     @property
-    def _may_open(self) -> bool:
-        return self._constraint.reasoning == "possible" and not self._reasoned
+    def _can_open_reasoning(self) -> bool:
+        return self._constraint.reasoning == "possible" and not self._has_reasoned
 
-    def _lately_were(self, tokens: tuple[int, ...]) -> bool:
-        return bool(tokens) and tuple(self._lately)[-len(tokens) :] == tokens
+    def _has_suffix(self, tokens: tuple[int, ...]) -> bool:
+        return bool(tokens) and tuple(self._recent_tokens)[-len(tokens) :] == tokens
 
     # ---- what may come next
 
-    def allowed(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def compute_allowed(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """[vocabulary]: which tokens may come next where not all may.  Raises OffGrammar where none may."""
-        assert self._matcher is not None
-        allowed = self._by_grammar() if self._fits else np.zeros(self._width, np.bool_)
+        assert self._ll_matcher is not None
+        allowed = self._compute_grammar_allowed() if self._is_matching else np.zeros(self._width, np.bool_)
         if self.state == "start":
-            if self._may_open:
-                allowed[self._constraint.think_start[self._opened]] = True
-            if self._reasoned:
-                allowed[list(self._constraint.breaks)] = True
+            if self._can_open_reasoning:
+                allowed[self._constraint.think_start[self._opening_count]] = True
+            if self._has_reasoned:
+                allowed[list(self._constraint.line_breaks)] = True
         return allowed
 
-    def _by_grammar(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        assert self._matcher is not None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+    def _compute_grammar_allowed(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        assert self._ll_matcher is not None
+        bits = np.frombuffer(self._ll_matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=self._width, bitorder="little").astype(np.bool_)
         if not allowed.any():
-            raise OffGrammar(self._problem())
+            raise GrammarDeadEndError(self._describe_dead_end())
         return allowed
 
-    def _masked(self, name: Literal["forbidden", "unending"], logits: mx.array) -> mx.array:
+    def _apply_fixed_mask(self, name: Literal["forbidden", "unending"], logits: mx.array) -> mx.array:
         """Without the tokens that are forbidden, or those that end an answer."""
-        if name not in self._fixed:
+        if name not in self._masks:
             allowed = np.ones(self._width, np.bool_)
-            allowed[list(self._constraint.forbidden if name == "forbidden" else self._eos)] = False
-            self._fixed[name] = mx.array(allowed)
-        return self._where(self._fixed[name], logits)
+            allowed[list(self._constraint.forbidden_tokens if name == "forbidden" else self._eos)] = False
+            self._masks[name] = mx.array(allowed)
+        return self._apply_mask(self._masks[name], logits)
 
-    def _where(self, allowed: mx.array, logits: mx.array) -> mx.array:
+    def _apply_mask(self, allowed: mx.array, logits: mx.array) -> mx.array:
         return mx.where(allowed, logits, mx.array(-mx.inf, logits.dtype))
 
-    def _problem(self) -> str:
-        assert self._matcher is not None
-        detail = " ".join(re.split("<state>|<non-verbose/>", self._matcher.get_error())[0].split())
+    def _describe_dead_end(self) -> str:
+        assert self._ll_matcher is not None
+        detail = " ".join(re.split("<state>|<non-verbose/>", self._ll_matcher.get_error())[0].split())
         return f'the answer can\'t go on in the form asked for: "{detail[:200] or "no token may follow"}"'

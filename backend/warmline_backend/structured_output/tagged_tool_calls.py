@@ -4,20 +4,20 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from warmline_backend.structured_output.base import Offered, Style, each, repeated
-from warmline_backend.structured_output.lark import Lark, optional, quoted
+from warmline_backend.structured_output.base import ToolCallGrammar, ToolSchema, choose_tool, repeat_call
+from warmline_backend.structured_output.lark import LarkBuilder, optional, quote_literal
 from warmline_backend.structured_output.literal_values import (
-    Argument,
-    Value,
-    arguments_of,
-    json_value,
-    json_values,
-    sequence_of,
-    string_value,
-    tagged_value,
-    value_of,
+    AllowedValues,
+    ToolArgument,
+    collect_allowed_values,
+    iter_arguments,
+    join_arguments,
+    write_json_value,
+    write_json_values,
+    write_string_value,
+    write_tagged_value,
 )
-from warmline_backend.tool_parsers.argument_types import possible_types
+from warmline_backend.tool_parsers.argument_types import find_possible_types
 
 
 @dataclass(frozen=True)
@@ -32,27 +32,29 @@ class _Tags:
     empty: str = ""  # how a call without arguments is written, where that is different: all of it
 
 
-def _tagged(tags: _Tags) -> Callable[[Lark, Sequence[Offered]], str]:
-    def written(lark: Lark, tools: Sequence[Offered]) -> str:
-        return each(lark, tools, lambda tool: _tagged_call(lark, tags, tool))
+def _make_call_writer(tags: _Tags) -> Callable[[LarkBuilder, Sequence[ToolSchema]], str]:
+    def written(lark: LarkBuilder, tools: Sequence[ToolSchema]) -> str:
+        return choose_tool(lark, tools, lambda tool: _write_tagged_call(lark, tags, tool))
 
     return written
 
 
-def _tagged_call(lark: Lark, tags: _Tags, tool: Offered) -> str:
-    def argument(one: Argument) -> str:
+def _write_tagged_call(lark: LarkBuilder, tags: _Tags, tool: ToolSchema) -> str:
+    def argument(one: ToolArgument) -> str:
         end, gap, _ = tags.argument_end.partition("\f")
-        value = tagged_value(lark, one.schema, tool.parameters, end=end, without=tags.banned, lenient=tool.lenient)
-        return f"{_spaced(lark, tags.argument.format(one.name))} {value} {_spaced(lark, gap)}"
+        value = write_tagged_value(
+            lark, one.schema, tool.parameters, end=end, excluded=tags.banned, lenient=tool.lenient
+        )
+        return f"{_write_line_breaks(lark, tags.argument.format(one.name))} {value} {_write_line_breaks(lark, gap)}"
 
-    arguments = list(arguments_of(tool.parameters))
+    arguments = list(iter_arguments(tool.parameters))
     if not arguments and tags.empty:
         return lark.literal(tags.empty.format(tool.name))
-    given = sequence_of(iter(arguments), argument)
-    return f"{_spaced(lark, tags.start.format(tool.name))} {given} {_spaced(lark, tags.end)}"
+    given = join_arguments(iter(arguments), argument)
+    return f"{_write_line_breaks(lark, tags.start.format(tool.name))} {given} {_write_line_breaks(lark, tags.end)}"
 
 
-def _spaced(lark: Lark, text: str) -> str:
+def _write_line_breaks(lark: LarkBuilder, text: str) -> str:
     """`text` with its form feeds as line breaks that may be left out."""
     return r' ("\n")? '.join(lark.literal(part) for part in text.split("\f"))
 
@@ -101,120 +103,121 @@ _MUSE = _Tags(
 )
 
 
-def _dsml(lark: Lark, tools: Sequence[Offered], several: bool) -> str:
+def _dsml(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
     """Each argument says whether it is text."""
     mark = "｜DSML｜"  # noqa: RUF001
     banned = (f"</{mark}invoke>",)
 
-    def head(one: Argument, is_string: str) -> str:
+    def head(one: ToolArgument, is_string: str) -> str:
         return lark.literal(f'<{mark}parameter name="{one.name}" string="{is_string}">')
 
-    def argument(tool: Offered, one: Argument) -> str:
-        end, value = f"</{mark}parameter>", value_of(one.schema, tool.parameters)
-        string = string_value(lark, value, end, banned)
-        others = json_values(lark, value, tool.parameters, tool.lenient)
+    def argument(tool: ToolSchema, one: ToolArgument) -> str:
+        end, value = f"</{mark}parameter>", collect_allowed_values(one.schema, tool.parameters)
+        string = write_string_value(lark, value, end, banned)
+        others = write_json_values(lark, value, tool.parameters, tool.lenient)
         options = [f"{head(one, 'true')} {string}"] if string else []
         if others:
             options.append(f"{head(one, 'false')} {lark.one_of(others)} {lark.literal(end)}")
-        return f"{lark.one_of(options)} {quoted(chr(10))}"
+        return f"{lark.one_of(options)} {quote_literal(chr(10))}"
 
-    def call(tool: Offered) -> str:
-        given = sequence_of(arguments_of(tool.parameters), lambda one: argument(tool, one))
+    def call(tool: ToolSchema) -> str:
+        given = join_arguments(iter_arguments(tool.parameters), lambda one: argument(tool, one))
         start, end = f'<{mark}invoke name="{tool.name}">\n', f"</{mark}invoke>\n"
         return f"{lark.literal(start)} {given} {lark.literal(end)}"
 
-    calls = repeated(each(lark, tools, call), several)
+    calls = repeat_call(choose_tool(lark, tools, call), several)
     start, end = f"<{mark}function_calls>\n", f"</{mark}function_calls>"
     return f"{lark.literal(start)} {calls} {lark.literal(end)}"
 
 
-def _by_one(tags: _Tags, between: str) -> Style:
+def _make_separate_calls(tags: _Tags, separator: str) -> ToolCallGrammar:
     """Each call has markers of its own."""
 
-    def written(lark: Lark, tools: Sequence[Offered], several: bool) -> str:
-        return repeated(_tagged(tags)(lark, tools), several, between)
+    def written(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
+        return repeat_call(_make_call_writer(tags)(lark, tools), several, separator)
 
     return written
 
 
-def _in_section(start: str, tags: _Tags, end: str) -> Style:
+def _make_section_calls(start: str, tags: _Tags, end: str) -> ToolCallGrammar:
     """One pair of markers holds all calls."""
 
-    def written(lark: Lark, tools: Sequence[Offered], several: bool) -> str:
-        calls = repeated(_tagged(tags)(lark, tools), several)
+    def written(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
+        calls = repeat_call(_make_call_writer(tags)(lark, tools), several)
         return f"{lark.literal(start)} {calls} {lark.literal(end)}"
 
     return written
 
 
-def _minicpm5(lark: Lark, tools: Sequence[Offered], several: bool) -> str:
-    def argument(tool: Offered, one: Argument) -> str:
+def _minicpm5(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
+    def argument(tool: ToolSchema, one: ToolArgument) -> str:
         head, end = f'<param name="{one.name}">', "</param>"
-        value = value_of(one.schema, tool.parameters)
+        value = collect_allowed_values(one.schema, tool.parameters)
         if not value.patterns:
-            written = tagged_value(lark, one.schema, tool.parameters, end=end, without=(), lenient=tool.lenient)
-            return f"{quoted(head)} {written}"
-        plain = lark.terminal(f"/[^<&\\n]*/ & /{value.text}/")
-        held = lark.text_up_to(f"]]>{end}", without=("]]>",), pattern=value.string)
-        quoted_text = f"{quoted('<![CDATA[')} {held}"
-        return f"{quoted(head)} ({plain} {quoted(end)} | {quoted_text})"
+            written = write_tagged_value(lark, one.schema, tool.parameters, end=end, excluded=(), lenient=tool.lenient)
+            return f"{quote_literal(head)} {written}"
+        plain = lark.add_terminal(f"/[^<&\\n]*/ & /{value.unquoted_pattern}/")
+        held = lark.text_until(f"]]>{end}", excluded=("]]>",), pattern=value.string_pattern)
+        quoted_text = f"{quote_literal('<![CDATA[')} {held}"
+        return f"{quote_literal(head)} ({plain} {quote_literal(end)} | {quoted_text})"
 
-    def call(tool: Offered) -> str:
-        given = sequence_of(arguments_of(tool.parameters), lambda one: argument(tool, one))
+    def call(tool: ToolSchema) -> str:
+        given = join_arguments(iter_arguments(tool.parameters), lambda one: argument(tool, one))
         head, end = f'<function name="{tool.name}">', "</function>"
         return f"{lark.literal(head)} {given} {lark.literal(end)}"
 
-    return repeated(each(lark, tools, call), several, optional(r'"\n"'))
+    return repeat_call(choose_tool(lark, tools, call), several, optional(r'"\n"'))
 
 
-def _kimi_k3(lark: Lark, tools: Sequence[Offered], several: bool) -> str:
+def _kimi_k3(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
     """Each argument says of what type it is."""
     end = "<|close|>argument<|sep|>"
 
-    def head(one: Argument, kind: str) -> str:
+    def head(one: ToolArgument, kind: str) -> str:
         return lark.literal(f'<|open|>argument key="{one.name}" type="{kind}"<|sep|>')
 
-    def argument(tool: Offered, one: Argument) -> str:
-        value = value_of(one.schema, tool.parameters)
-        kinds = {"string": string_value(lark, value, end)} | {
-            kind: f"{lark.one_of(options)} {lark.literal(end)}" for kind, options in _by_kind(lark, value, tool).items()
+    def argument(tool: ToolSchema, one: ToolArgument) -> str:
+        value = collect_allowed_values(one.schema, tool.parameters)
+        kinds = {"string": write_string_value(lark, value, end)} | {
+            kind: f"{lark.one_of(options)} {lark.literal(end)}"
+            for kind, options in _group_by_type(lark, value, tool).items()
         }
         return lark.one_of(f"{head(one, kind)} {written}" for kind, written in kinds.items() if written)
 
-    def call(tool: Offered) -> str:
+    def call(tool: ToolSchema) -> str:
         start, middle = f'<|open|>call tool="{tool.name}" index="', '"<|sep|>'
-        given = sequence_of(arguments_of(tool.parameters), lambda one: argument(tool, one))
+        given = join_arguments(iter_arguments(tool.parameters), lambda one: argument(tool, one))
         begun = f"{lark.literal(start)} /[1-9][0-9]{{0,2}}/ {lark.literal(middle)}"
         return f"{begun} {given} {lark.literal('<|close|>call<|sep|>')}"
 
-    calls = repeated(each(lark, tools, call), several)
+    calls = repeat_call(choose_tool(lark, tools, call), several)
     return f"{lark.literal('<|open|>tools<|sep|>')} {calls} {lark.literal('<|close|>tools<|sep|>')}"
 
 
-def _by_kind(lark: Lark, value: Value, tool: Offered) -> dict[str, list[str]]:
+def _group_by_type(lark: LarkBuilder, allowed: AllowedValues, tool: ToolSchema) -> dict[str, list[str]]:
     """What is no string as JSON, by its type; an integer is a number."""
     written: dict[str, list[str]] = {}
-    for word in value.words:
+    for word in allowed.constants:
         if not isinstance(word, str):
             kind = "null" if word is None else "boolean" if isinstance(word, bool) else "number"
-            written.setdefault(kind, []).append(quoted(json.dumps(word)))
-    for schema in value.others:
-        types = possible_types(schema, tool.parameters) - {"string"}
+            written.setdefault(kind, []).append(quote_literal(json.dumps(word)))
+    for schema in allowed.json_schemas:
+        types = find_possible_types(schema, tool.parameters) - {"string"}
         for kind in sorted(types - ({"integer"} if "number" in types else set())):
-            one = json_value(lark, {**schema, "type": kind}, tool.parameters, tool.lenient)
+            one = write_json_value(lark, {**schema, "type": kind}, tool.parameters, tool.lenient)
             written.setdefault("number" if kind == "integer" else kind, []).append(one)
     return written
 
 
-TAGGED: dict[str, Style] = {
+TAGGED_TOOL_CALL_GRAMMARS: dict[str, ToolCallGrammar] = {
     "deepseek_v32": _dsml,
-    "seed_oss": _by_one(_SEED, r'"\n"'),
-    "qwen3_coder": _by_one(_QWEN3_CODER, r'"\n"'),
-    "glm47": _by_one(_GLM, r'("\n")?'),
-    "laguna": _by_one(_GLM, r'("\n")?'),
-    "longcat": _by_one(_LONGCAT, r'"\n"'),
-    "minimax_m2": _in_section("<minimax:tool_call>\n", _MINIMAX, "</minimax:tool_call>"),
-    "muse_spark": _in_section("<atem:function_calls>\n", _MUSE, "</atem:function_calls>"),
+    "seed_oss": _make_separate_calls(_SEED, r'"\n"'),
+    "qwen3_coder": _make_separate_calls(_QWEN3_CODER, r'"\n"'),
+    "glm47": _make_separate_calls(_GLM, r'("\n")?'),
+    "laguna": _make_separate_calls(_GLM, r'("\n")?'),
+    "longcat": _make_separate_calls(_LONGCAT, r'"\n"'),
+    "minimax_m2": _make_section_calls("<minimax:tool_call>\n", _MINIMAX, "</minimax:tool_call>"),
+    "muse_spark": _make_section_calls("<atem:function_calls>\n", _MUSE, "</atem:function_calls>"),
     "minicpm5": _minicpm5,
     "kimi_k3": _kimi_k3,
 }

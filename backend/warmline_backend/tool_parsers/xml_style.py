@@ -4,9 +4,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from warmline_backend.tool_parsers.argument_types import Bare
-from warmline_backend.tool_parsers.base import Items, Written, plain_name, read_arguments, read_json_calls
-from warmline_backend.tool_parsers.lenient_json import Unreadable, read_leniently
+from warmline_backend.tool_parsers.argument_types import BareText
+from warmline_backend.tool_parsers.base import (
+    ParsedItems,
+    RawToolCall,
+    normalize_name,
+    parse_arguments,
+    parse_json_calls,
+)
+from warmline_backend.tool_parsers.lenient_json import ToolCallParseError, parse_lenient_json
 
 BROKEN_MAX = 32  # calls of one text: each is looked for to the text's end
 
@@ -14,107 +20,107 @@ _NO_SPACE = re.compile(r"\S")
 
 
 @dataclass(frozen=True)
-class Tags:
+class TagFormat:
     """How a family writes one call."""
 
-    opening: re.Pattern[str]  # of a call; group "name"
-    closing: str  # of a call; "" where only the format's end marker closes it: one call between two markers
-    argument: re.Pattern[str]  # what stands before a value; groups "key" and, in some, "kind"
+    call_start: re.Pattern[str]  # of a call; group "name"
+    call_end: str  # of a call; "" where only the format's end marker closes it: one call between two markers
+    argument_start: re.Pattern[str]  # what stands before a value; groups "key" and, in some, "kind"
     argument_end: str
-    framed: bool = False  # each value stands on lines of its own, whose breaks are not part of it
-    json_too: bool = False  # some models of the family write JSON instead
+    has_multiline_values: bool = False  # each value stands on lines of its own, whose breaks are not part of it
+    accepts_json: bool = False  # some models of the family write JSON instead
 
 
-def read_tagged(tags: Tags, text: str, cut: bool) -> Items:
+def parse_tagged(tags: TagFormat, text: str, cut: bool) -> ParsedItems:
     """Every call in `text`.  Raises Unreadable where there is none, or too many are broken."""
-    at = _skip(text, 0)
-    if tags.json_too and text[at : at + 1] in ("{", "["):
-        return read_json_calls(text, cut)
-    if not tags.closing:
-        return [_call_alone(tags, text, at)]
-    items: Items = []
+    at = _skip_space(text, 0)
+    if tags.accepts_json and text[at : at + 1] in ("{", "["):
+        return parse_json_calls(text, cut)
+    if not tags.call_end:
+        return [_parse_single_call(tags, text, at)]
+    items: ParsedItems = []
     at = broken = 0
-    while opening := tags.opening.search(text, at):
-        _keep(text[at : opening.start()], items)
-        item, at = _one_of_several(tags, text, opening)
+    while opening := tags.call_start.search(text, at):
+        _append_text(text[at : opening.start()], items)
+        item, at = _parse_tagged_call(tags, text, opening)
         items.append(item)
         broken += isinstance(item, str)
         if broken > BROKEN_MAX:
-            raise Unreadable("broken calls")
-    _keep(text[at:], items)
-    return _with_calls(items)
+            raise ToolCallParseError("broken calls")
+    _append_text(text[at:], items)
+    return _require_calls(items)
 
 
-def _one_of_several(tags: Tags, text: str, opening: re.Match[str]) -> tuple[Written | str, int]:
+def _parse_tagged_call(tags: TagFormat, text: str, opening: re.Match[str]) -> tuple[RawToolCall | str, int]:
     """The call that begins there, or its text where it is broken, and where the next may begin."""
     try:
-        arguments, at = _arguments(tags, text, opening.end())
-        return Written(plain_name(opening["name"]), arguments), _close(tags, text, at)
-    except Unreadable as error:
+        arguments, at = _parse_tagged_arguments(tags, text, opening.end())
+        return RawToolCall(normalize_name(opening["name"]), arguments), _find_call_end(tags, text, at)
+    except ToolCallParseError as error:
         if error.cut:
             raise
-    following = tags.opening.search(text, opening.end())
+    following = tags.call_start.search(text, opening.end())
     end = following.start() if following else len(text)
     return text[opening.start() : end], end
 
 
-def _call_alone(tags: Tags, text: str, at: int) -> Written:
-    opening = tags.opening.match(text, at)
+def _parse_single_call(tags: TagFormat, text: str, position: int) -> RawToolCall:
+    opening = tags.call_start.match(text, position)
     if opening is None:
-        raise Unreadable("no call")
-    name, at = plain_name(opening["name"]), opening.end()
-    if tags.json_too and text.startswith("{", at):
-        return Written(name, read_arguments(text[at:]))
-    arguments, at = _arguments(tags, text, at)
-    if text[at:].strip():
-        raise Unreadable("text among the arguments")
-    return Written(name, arguments)
+        raise ToolCallParseError("no call")
+    name, position = normalize_name(opening["name"]), opening.end()
+    if tags.accepts_json and text.startswith("{", position):
+        return RawToolCall(name, parse_arguments(text[position:]))
+    arguments, position = _parse_tagged_arguments(tags, text, position)
+    if text[position:].strip():
+        raise ToolCallParseError("text among the arguments")
+    return RawToolCall(name, arguments)
 
 
-def _skip(text: str, at: int) -> int:
+def _skip_space(text: str, position: int) -> int:
     """The next place that is no space."""
-    found = _NO_SPACE.search(text, at)
+    found = _NO_SPACE.search(text, position)
     return found.start() if found else len(text)
 
 
-def _keep(text: str, items: Items) -> None:
+def _append_text(text: str, items: ParsedItems) -> None:
     if text.strip():
         items.append(text)
 
 
-def _with_calls(items: Items) -> Items:
-    if not any(isinstance(item, Written) for item in items):
-        raise Unreadable("no call")
+def _require_calls(items: ParsedItems) -> ParsedItems:
+    if not any(isinstance(item, RawToolCall) for item in items):
+        raise ToolCallParseError("no call")
     return items
 
 
-def _close(tags: Tags, text: str, at: int) -> int:
+def _find_call_end(tags: TagFormat, text: str, position: int) -> int:
     """Where the call ends whose last argument ended at `at`.  A closing tag may lack where the next call begins, or
     all ends.
     """
-    at = _skip(text, at)
-    if text.startswith(tags.closing, at):
-        return at + len(tags.closing)
-    if at < len(text) and not tags.opening.match(text, at):
-        raise Unreadable("text among the arguments")
-    return at
+    position = _skip_space(text, position)
+    if text.startswith(tags.call_end, position):
+        return position + len(tags.call_end)
+    if position < len(text) and not tags.call_start.match(text, position):
+        raise ToolCallParseError("text among the arguments")
+    return position
 
 
-def _arguments(tags: Tags, text: str, at: int) -> tuple[dict[str, Any], int]:
+def _parse_tagged_arguments(tags: TagFormat, text: str, position: int) -> tuple[dict[str, Any], int]:
     """Arguments from `at` on, and where the last one ends."""
     arguments: dict[str, Any] = {}
-    while opening := tags.argument.match(text, _skip(text, at)):
+    while opening := tags.argument_start.match(text, _skip_space(text, position)):
         start = opening.end()
-        end, at = _value_end(tags, text, start)
+        end, position = _find_value_end(tags, text, start)
         value = text[start:end]
-        if tags.framed:
+        if tags.has_multiline_values:
             value = value.removeprefix("\n").removesuffix("\n")
-        kind = opening["kind"] if "kind" in tags.argument.groupindex else None
-        arguments[opening["key"].strip()] = _value(value, kind)
-    return arguments, at
+        kind = opening["kind"] if "kind" in tags.argument_start.groupindex else None
+        arguments[opening["key"].strip()] = _parse_tagged_value(value, kind)
+    return arguments, position
 
 
-def _value_end(tags: Tags, text: str, start: int) -> tuple[int, int]:
+def _find_value_end(tags: TagFormat, text: str, start: int) -> tuple[int, int]:
     """Where a value ends, and where its closing tag does.
 
     A closing tag counts where the next argument, or the call's end, follows it: text may hold the tag itself.
@@ -122,97 +128,97 @@ def _value_end(tags: Tags, text: str, start: int) -> tuple[int, int]:
     end, passed = text.find(tags.argument_end, start), -1
     while end >= 0:
         after = end + len(tags.argument_end)
-        if _may_follow(tags, text, _skip(text, after)):
+        if _can_follow(tags, text, _skip_space(text, after)):
             break
         passed = after if passed < 0 else passed
         end = text.find(tags.argument_end, after)
-    if passed >= 0 and tags.argument.search(text, passed, max(end, 0)):
-        raise Unreadable("text among the arguments")
-    if passed < 0 and (lacking := _where_one_lacks(tags, text, start, end)) >= 0:
+    if passed >= 0 and tags.argument_start.search(text, passed, max(end, 0)):
+        raise ToolCallParseError("text among the arguments")
+    if passed < 0 and (lacking := _find_unclosed_end(tags, text, start, end)) >= 0:
         return lacking, lacking
     if end < 0:
-        raise Unreadable("a value does not end", cut=True)
+        raise ToolCallParseError("a value does not end", cut=True)
     return end, end + len(tags.argument_end)
 
 
-def _may_follow(tags: Tags, text: str, at: int) -> bool:
+def _can_follow(tags: TagFormat, text: str, position: int) -> bool:
     """Whether what stands there may follow an argument."""
     return (
-        at == len(text)
-        or bool(tags.argument.match(text, at))
-        or bool(tags.closing and (text.startswith(tags.closing, at) or tags.opening.match(text, at)))
+        position == len(text)
+        or bool(tags.argument_start.match(text, position))
+        or bool(tags.call_end and (text.startswith(tags.call_end, position) or tags.call_start.match(text, position)))
     )
 
 
-def _where_one_lacks(tags: Tags, text: str, start: int, end: int) -> int:
+def _find_unclosed_end(tags: TagFormat, text: str, start: int, end: int) -> int:
     """Where a value ends without its closing tag: before a line that begins the next argument or ends the call."""
     limit = end if end >= 0 else len(text)
-    if not tags.framed:
+    if not tags.has_multiline_values:
         return -1
-    following = tags.argument.search(text, start, limit)
+    following = tags.argument_start.search(text, start, limit)
     if following and text[: following.start()].endswith("\n"):
         return following.start()
-    return text.find(tags.closing, start, limit) if end < 0 else -1
+    return text.find(tags.call_end, start, limit) if end < 0 else -1
 
 
-def _value(text: str, kind: str | None) -> Any:
+def _parse_tagged_value(text: str, kind: str | None) -> Any:
     """`kind`: what the tag says of the value's type, if anything."""
     if kind in ("true", "string"):  # as in string="true" and in type="string"
         return text
     if kind is not None:
         try:
-            value, end = read_leniently(text)
-        except Unreadable:
-            return Bare(text)
-        return Bare(text) if text[end:].strip() else value
+            value, end = parse_lenient_json(text)
+        except ToolCallParseError:
+            return BareText(text)
+        return BareText(text) if text[end:].strip() else value
     if text.startswith("<![CDATA[") and text.endswith("]]>"):
         return text[9:-3]
-    return Bare(text)
+    return BareText(text)
 
 
-def _quoted(group: str) -> str:
+def _make_quoted_pattern(group: str) -> str:
     """A name in either kind of quotes, or in none; the last one may lack."""
     return rf"\s*=\s*(?P<quote>[\"']?)(?P<{group}>[^\"'<>]{{1,256}}?)(?:(?P=quote)|(?=\s*>))\s*"
 
 
-QWEN = Tags(
-    opening=re.compile(r"<function=(?P<name>[^<>\n]{1,256}?)\s*>"),
-    closing="</function>",
-    argument=re.compile(r"<parameter=(?P<key>[^<>\n]{1,256}?)\s*>"),
+QWEN = TagFormat(
+    call_start=re.compile(r"<function=(?P<name>[^<>\n]{1,256}?)\s*>"),
+    call_end="</function>",
+    argument_start=re.compile(r"<parameter=(?P<key>[^<>\n]{1,256}?)\s*>"),
     argument_end="</parameter>",
-    framed=True,
-    json_too=True,
+    has_multiline_values=True,
+    accepts_json=True,
 )
 
 
-def keyed(prefix: str = "") -> Tags:
+def make_key_value_tags(prefix: str = "") -> TagFormat:
     """A name, and then keys and values in turn; `prefix` begins the tags' names."""
-    return Tags(
-        opening=re.compile(r"(?P<name>[^\s<>{}\"']+)\s*(?=<|\{|\Z)"),
-        closing="",
-        argument=re.compile(
+    return TagFormat(
+        call_start=re.compile(r"(?P<name>[^\s<>{}\"']+)\s*(?=<|\{|\Z)"),
+        call_end="",
+        argument_start=re.compile(
             rf"<{prefix}arg_key>(?P<key>[^<>]{{1,256}})</{prefix}arg_key>(?:\\n|\s)*<{prefix}arg_value>"
         ),
         argument_end=f"</{prefix}arg_value>",
-        json_too=True,
+        accepts_json=True,
     )
 
 
-def invoked(prefix: str = "", kind: str = "") -> Tags:
+def make_invoke_tags(prefix: str = "", kind: str = "") -> TagFormat:
     """<invoke name="..."> around <parameter name="...">; `kind` is an attribute that tells a value's type."""
     attribute = rf"(?:{kind}\s*=\s*\"(?P<kind>\w+)\"\s*)?" if kind else ""
-    return Tags(
-        opening=re.compile(rf"<{prefix}invoke\s+name{_quoted('name')}>"),
-        closing=f"</{prefix}invoke>",
-        argument=re.compile(rf"<{prefix}parameter\s+name{_quoted('key')}{attribute}(?:\s[^<>]*)?>"),
+    return TagFormat(
+        call_start=re.compile(rf"<{prefix}invoke\s+name{_make_quoted_pattern('name')}>"),
+        call_end=f"</{prefix}invoke>",
+        argument_start=re.compile(rf"<{prefix}parameter\s+name{_make_quoted_pattern('key')}{attribute}(?:\s[^<>]*)?>"),
         argument_end=f"</{prefix}parameter>",
     )
 
 
-MINICPM = Tags(
-    opening=re.compile(r"[\"']?(?P<name>[^\s\"'<>=]+)[\"']?\s*>"),  # its start marker ends within the tag
-    closing="",
-    argument=re.compile(rf"<param\s+name{_quoted('key')}>"),
+MINICPM = TagFormat(
+    call_start=re.compile(r"[\"']?(?P<name>[^\s\"'<>=]+)[\"']?\s*>"),  # its start marker ends within the tag
+    call_end="",
+    argument_start=re.compile(rf"<param\s+name{_make_quoted_pattern('key')}>"),
     argument_end="</param>",
 )
 
@@ -220,37 +226,39 @@ _KIMI_CALL = re.compile(r"<\|open\|>call(?P<attributes>[^<>]*)<\|sep\|>")
 _KIMI_TOOL = re.compile(r"\btool=\"(?P<name>[^\"]*)\"")
 _KIMI_JSON = re.compile(r"<\|open\|>json[^<>]*<\|sep\|>")
 _KIMI_JSON_END, _KIMI_CALL_END = "<|close|>json<|sep|>", "<|close|>call<|sep|>"
-_KIMI_ARGUMENTS = Tags(
-    opening=_KIMI_CALL,
-    closing=_KIMI_CALL_END,
-    argument=re.compile(r"<\|open\|>argument\s+key=\"(?P<key>[^\"<>]*)\"\s*(?:type=\"(?P<kind>\w+)\"\s*)?<\|sep\|>"),
+_KIMI_TAGS = TagFormat(
+    call_start=_KIMI_CALL,
+    call_end=_KIMI_CALL_END,
+    argument_start=re.compile(
+        r"<\|open\|>argument\s+key=\"(?P<key>[^\"<>]*)\"\s*(?:type=\"(?P<kind>\w+)\"\s*)?<\|sep\|>"
+    ),
     argument_end="<|close|>argument<|sep|>",
 )
 
 
-def read_kimi_k3(text: str, cut: bool) -> Items:
-    items: Items = []
+def parse_kimi_k3(text: str, cut: bool) -> ParsedItems:
+    items: ParsedItems = []
     at = 0
     while opening := _KIMI_CALL.search(text, at):
-        _keep(text[at : opening.start()], items)
+        _append_text(text[at : opening.start()], items)
         name = _KIMI_TOOL.search(opening["attributes"])
         if name is None:
-            raise Unreadable("a call without a name")
-        arguments, at = _kimi_arguments(text, opening.end())
-        at = _close(_KIMI_ARGUMENTS, text, at)
-        items.append(Written(plain_name(_unescaped(name["name"])), arguments))
-    _keep(text[at:], items)
-    return _with_calls(items)
+            raise ToolCallParseError("a call without a name")
+        arguments, at = _parse_kimi_arguments(text, opening.end())
+        at = _find_call_end(_KIMI_TAGS, text, at)
+        items.append(RawToolCall(normalize_name(_unescape(name["name"])), arguments))
+    _append_text(text[at:], items)
+    return _require_calls(items)
 
 
-def _kimi_arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
-    if not (opening := _KIMI_JSON.match(text, _skip(text, at))):
-        arguments, at = _arguments(_KIMI_ARGUMENTS, text, at)
-        return {_unescaped(key): value for key, value in arguments.items()}, at
+def _parse_kimi_arguments(text: str, position: int) -> tuple[dict[str, Any], int]:
+    if not (opening := _KIMI_JSON.match(text, _skip_space(text, position))):
+        arguments, position = _parse_tagged_arguments(_KIMI_TAGS, text, position)
+        return {_unescape(key): value for key, value in arguments.items()}, position
     if (end := text.find(_KIMI_JSON_END, opening.end())) < 0:
-        raise Unreadable("a value does not end", cut=True)
-    return read_arguments(text[opening.end() : end]), end + len(_KIMI_JSON_END)
+        raise ToolCallParseError("a value does not end", cut=True)
+    return parse_arguments(text[opening.end() : end]), end + len(_KIMI_JSON_END)
 
 
-def _unescaped(attribute: str) -> str:
+def _unescape(attribute: str) -> str:
     return attribute.replace("&quot;", '"').replace("&amp;", "&")

@@ -4,21 +4,21 @@ import sys
 from collections.abc import Callable
 
 _log: Callable[[str], None] | None = None
-_log_alone = False
+_log_only = False
 
 
-def say(line: str) -> None:
+def write_line(line: str) -> None:
     """Write a line to stderr, at once and whole: under `warmline serve` several processes write there, and any may be
     killed at any moment.  print() writes a line's end by itself where output is unbuffered.
     """
     if _log is not None:
         _log(line)
-    if not _log_alone:
+    if not _log_only:
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
 
-def have_logged(log: Callable[[str], None], *, alone: bool) -> None:
+def copy_to_log(log: Callable[[str], None], *, log_only: bool) -> None:
     """From now on what is said is logged too: nobody may look at stderr.  `alone`: the log is there, and no text."""
-    global _log, _log_alone
-    _log, _log_alone = log, alone
+    global _log, _log_only
+    _log, _log_only = log, log_only

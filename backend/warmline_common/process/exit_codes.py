@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-KEEPER = "WARMLINE_AGENT"
+AGENT_VARIABLE = "WARMLINE_AGENT"
 LAUNCHD = "launchd"
 EXIT_FAILURE = 1
 EXIT_CONFIGURATION = 2  # starting again would not help
 
 
-def end(main: Callable[[], int]) -> NoReturn:
+def run_main(main: Callable[[], int]) -> NoReturn:
     """Run a process's `main`, and exit as its keeper understands it; what argparse ends included."""
     try:
         code: int | str | None = main()
@@ -26,9 +26,9 @@ def end(main: Callable[[], int]) -> NoReturn:
 
 def exit_code(code: int) -> int:
     """launchd starts again what ends with anything but 0; systemd and serve know what 2 means."""
-    return 0 if code == EXIT_CONFIGURATION and os.environ.get(KEEPER) == LAUNCHD else code
+    return 0 if code == EXIT_CONFIGURATION and os.environ.get(AGENT_VARIABLE) == LAUNCHD else code
 
 
-def code_of_held() -> int:
+def locked_home_exit_code() -> int:
     """For a home that another process holds: it may let go, and who keeps us for good tries again then."""
-    return EXIT_FAILURE if os.environ.get(KEEPER) else EXIT_CONFIGURATION
+    return EXIT_FAILURE if os.environ.get(AGENT_VARIABLE) else EXIT_CONFIGURATION

@@ -6,7 +6,7 @@ from pathlib import Path
 UNLIMITED = 1 << 62  # what "no limit" reads as, where a number is wanted
 
 
-def raise_descriptor_limit(wanted: int) -> int:
+def raise_descriptor_limit(requested: int) -> int:
     """Raise the soft limit to `wanted`, or as far as the system allows; never lower it.
 
     Returns the soft limit in force: below `wanted` where the hard limit, or the kernel's own, is.
@@ -14,7 +14,7 @@ def raise_descriptor_limit(wanted: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return UNLIMITED
-    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    target = requested if hard == resource.RLIM_INFINITY else min(requested, hard)
     if soft >= target:
         return soft
     try:
@@ -24,7 +24,7 @@ def raise_descriptor_limit(wanted: int) -> int:
     return target
 
 
-def open_descriptors() -> int:
+def count_open_descriptors() -> int:
     """How many this process has open now."""
     folder = Path("/proc/self/fd")
     held = list((folder if folder.exists() else Path("/dev/fd")).iterdir())

@@ -11,15 +11,15 @@ DOCKER_HOST = "host.docker.internal"  # what a container calls the machine that 
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.~-]+)?)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?", flags=re.ASCII)
 
 
-def is_local(peer: str, hosts: Sequence[str], also: Collection[str] = ()) -> bool:
+def is_local(peer: str, hosts: Sequence[str], extra_names: Collection[str] = ()) -> bool:
     """`peer`: the other end's address; `hosts`: all Host headers; `also`: further names that mean this machine."""
-    if not _is_from_here(peer) or len(hosts) != 1:
+    if not _is_loopback_peer(peer) or len(hosts) != 1:
         return False
-    name = host_name(hosts[0])
-    return name in also or is_loopback_name(name)
+    name = parse_host(hosts[0])
+    return name in extra_names or is_loopback_name(name)
 
 
-def host_name(host: str) -> str:
+def parse_host(host: str) -> str:
     """The name or address in a Host header: in lower case, without port, brackets and last dot; "" where it is none."""
     found = _HOST.fullmatch(host)
     if found is None:
@@ -27,7 +27,7 @@ def host_name(host: str) -> str:
     return (found[1] or found[2]).lower().removesuffix(".")
 
 
-def is_address(name: str) -> bool:
+def is_ip_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -37,17 +37,17 @@ def is_address(name: str) -> bool:
 
 def is_loopback(host: str) -> bool:
     """Whether binding `host` stays on this machine."""
-    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+    return host == "localhost" or (is_ip_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def is_loopback_name(name: str) -> bool:
     """Names and addresses that mean this machine to whoever uses them."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
-    return is_address(name) and ipaddress.ip_address(name).is_loopback
+    return is_ip_address(name) and ipaddress.ip_address(name).is_loopback
 
 
-def _is_from_here(peer: str) -> bool:
+def _is_loopback_peer(peer: str) -> bool:
     try:
         address = ipaddress.ip_address(peer)
     except ValueError:

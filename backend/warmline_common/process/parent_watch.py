@@ -12,7 +12,7 @@ import threading
 PARENT_PIPE = "WARMLINE_PARENT_PIPE"
 
 
-def end_with_parent(grace_s: float) -> None:
+def watch_parent(grace_s: float) -> None:
     """Call once, early in ``__main__``.  Does nothing where no serve is the parent.
 
     When the parent is gone this process gets SIGTERM, so it ends as cleanly as it can; if it hasn't within `grace_s`,
@@ -23,10 +23,10 @@ def end_with_parent(grace_s: float) -> None:
         return
     descriptor = int(number)
     os.set_inheritable(descriptor, False)
-    threading.Thread(target=_wait_for_end, args=(descriptor, grace_s), name="lifeline", daemon=True).start()
+    threading.Thread(target=_wait_for_parent_exit, args=(descriptor, grace_s), name="lifeline", daemon=True).start()
 
 
-def _wait_for_end(descriptor: int, grace_s: float) -> None:
+def _wait_for_parent_exit(descriptor: int, grace_s: float) -> None:
     while os.read(descriptor, 1):  # nothing is ever written; b"" is the end
         pass
     os.kill(os.getpid(), signal.SIGTERM)

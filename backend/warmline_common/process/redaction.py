@@ -8,14 +8,14 @@ import json
 import re
 from collections.abc import Callable
 
-HIDDEN = "…"
-CHARS_MAX = 500  # of a message
+PLACEHOLDER = "…"
+MESSAGE_CHARS_MAX = 500  # of a message
 NAME_CHARS_MAX = 40
 
 _NAME = re.compile(r"[A-Za-z_$][A-Za-z0-9_$.\[\]-]*")
 _QUOTED = re.compile(r"(?<!\w)b?'(.*?)(?:'(?!\w)|\Z)")  # not an apostrophe; what was cut off has no end
-_END = re.compile(r""".*(?:'(?!\w)|")""")  # of either kind: the text itself may have the other
-_PLACE = re.compile(
+_CLOSING_QUOTE_PATTERN = re.compile(r""".*(?:'(?!\w)|")""")  # of either kind: the text itself may have the other
+_TYPE_OR_PATH_PATTERN = re.compile(
     r"\$[\w.\[\]-]*|(?:str|int|float|bool|array|object|null|bytes)(?: \| \w+)*"
 )  # as msgspec names them
 _LONG_NUMBER = re.compile(r"\d{13,}")
@@ -24,12 +24,12 @@ PATH_WORD_CHARS_MAX = 24
 PATH_WORDS_MAX = 8
 
 
-def quoted(text: str) -> str:
+def quote_text(text: str) -> str:
     """What a client sent, for a message: in double quotes, plain ASCII, on one line."""
     return json.dumps(text)
 
 
-def visible(text: str, line_end: str = "\\n") -> str:
+def escape_unprintable(text: str, line_end: str = "\\n") -> str:
     """On one line, unless `line_end` says otherwise: what moves a terminal's cursor, or reads from right to left, is
     spelled out, so that no text can look like a line of its own.
     """
@@ -38,44 +38,44 @@ def visible(text: str, line_end: str = "\\n") -> str:
     return "".join(each if each.isprintable() else line_end if each == "\n" else ascii(each)[1:-1] for each in text)
 
 
-def is_name(text: str) -> bool:
+def is_field_name(text: str) -> bool:
     """Whether it looks like the name of a field, `messages[0].content`, and like nothing else."""
     return len(text) <= NAME_CHARS_MAX and _NAME.fullmatch(text) is not None
 
 
-def masked(text: str, *, names: bool = True) -> str:
+def redact(text: str, *, keep_names: bool = True) -> str:
     """A message without values; without `names`, too, where nobody knows what a library quotes."""
-    text = " ".join(text[:CHARS_MAX].split())
-    text = _without(text, '"', lambda _: False)
-    text = _without(text, "`", lambda inner: _PLACE.fullmatch(inner) is not None)
-    return _LONG_NUMBER.sub(HIDDEN, _without_single(text, names))
+    text = " ".join(text[:MESSAGE_CHARS_MAX].split())
+    text = _redact_between(text, '"', lambda _: False)
+    text = _redact_between(text, "`", lambda inner: _TYPE_OR_PATH_PATTERN.fullmatch(inner) is not None)
+    return _LONG_NUMBER.sub(PLACEHOLDER, _redact_single_quoted(text, keep_names))
 
 
-def shown_path(path: str) -> str:
+def redact_path(path: str) -> str:
     """Of a URL's path the words that an API's are made of: others may be anything, a key or an id too."""
     words = path.split("/")
-    told = [word if _is_told(word) else HIDDEN for word in words[: PATH_WORDS_MAX + 1]]
-    return "/".join(told) + ("/" + HIDDEN if len(words) > PATH_WORDS_MAX + 1 else "")
+    told = [word if _is_path_word(word) else PLACEHOLDER for word in words[: PATH_WORDS_MAX + 1]]
+    return "/".join(told) + ("/" + PLACEHOLDER if len(words) > PATH_WORDS_MAX + 1 else "")
 
 
-def _is_told(word: str) -> bool:
+def _is_path_word(word: str) -> bool:
     return len(word) <= PATH_WORD_CHARS_MAX and (not word or _PATH_WORD.fullmatch(word) is not None)
 
 
-def _without(text: str, mark: str, harmless: Callable[[str], bool]) -> str:
+def _redact_between(text: str, mark: str, is_harmless: Callable[[str], bool]) -> str:
     """From the first mark to the last, since what is between may have some itself; unless all of it is harmless."""
     first, last = text.find(mark), text.rfind(mark)
     if first < 0:
         return text
     parts = text.split(mark)
-    if len(parts) % 2 and all(harmless(inner) for inner in parts[1::2]):
+    if len(parts) % 2 and all(is_harmless(inner) for inner in parts[1::2]):
         return text
-    return f"{text[:first]}{mark}{HIDDEN}{mark}{text[last + 1 :] if last > first else ''}"
+    return f"{text[:first]}{mark}{PLACEHOLDER}{mark}{text[last + 1 :] if last > first else ''}"
 
 
-def _without_single(text: str, names: bool) -> str:
+def _redact_single_quoted(text: str, keep_names: bool) -> str:
     for span in _QUOTED.finditer(text):
-        if not (names and is_name(span[1])):
-            end = _END.match(text, span.end())
-            return f"{text[: span.start()]}'{HIDDEN}'{text[end.end() if end else span.end() :]}"
+        if not (keep_names and is_field_name(span[1])):
+            end = _CLOSING_QUOTE_PATTERN.match(text, span.end())
+            return f"{text[: span.start()]}'{PLACEHOLDER}'{text[end.end() if end else span.end() :]}"
     return text

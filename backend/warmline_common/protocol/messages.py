@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from warmline_common.process.redaction import masked
+from warmline_common.process.redaction import redact
 
 # Request headers of a generation call, set by the proxy.
 HEADER_REQUEST = "X-Warmline-Request"  # request id; asks for the closing `Settled` event
@@ -33,13 +33,13 @@ HEADER_QUEUE_TIMEOUT = "X-Warmline-Queue-Timeout"
 HEADER_STALL_TIMEOUT = "X-Warmline-Stall-Timeout"
 HEADER_TOTAL_TIMEOUT = "X-Warmline-Total-Timeout"
 
-SETTLED_EVENT = "warmline"  # SSE event name of the closing event
+RESULT_EVENT = "warmline"  # SSE event name of the closing event
 SEGMENT_FORMAT = 2
 
 T = TypeVar("T")
 
 _decoders: dict[Any, Callable[[Any], Any]] = {}
-_making = threading.Lock()
+_decoders_lock = threading.Lock()
 
 
 class Reply(msgspec.Struct, kw_only=True):
@@ -88,13 +88,13 @@ class PromptReply(Reply, kw_only=True):
     fingerprint: str
 
 
-class TextsRequest(msgspec.Struct, kw_only=True):
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """POST /kv/texts: what token sequences say, special tokens included; for people."""
 
     sequences: list[bytes]  # u32le ids
 
 
-class TextsReply(msgspec.Struct, kw_only=True):
+class DetokenizeReply(msgspec.Struct, kw_only=True):
     texts: list[str]  # one a sequence; a character that one of its ends cuts is U+FFFD
 
 
@@ -131,7 +131,7 @@ class RestoreReply(Reply, kw_only=True):
     seconds: float
 
 
-class RestoreRefused(Reply, kw_only=True):
+class RestoreRefusal(Reply, kw_only=True):
     """409 of POST /kv/restore: which file is at fault, why, and what of the chain before it was verified."""
 
     reason: str  # "missing", "truncated", "checksum", "foreign", "tokens", "rows", "io"
@@ -190,19 +190,19 @@ class ResidentsReply(Reply, kw_only=True):
     residents: list[Resident]
 
 
-class KeepOrder(msgspec.Struct, kw_only=True):
+class EvictionOrder(msgspec.Struct, kw_only=True):
     """PUT /kv/residents/order: which residents to drop first under pressure; those not named go last, oldest first."""
 
     drop_first: list[str]
 
 
-class ForgetRequest(msgspec.Struct, kw_only=True):
+class ClearCacheRequest(msgspec.Struct, kw_only=True):
     """POST /kv/forget: let go of all that is held of conversations, but of those that are being computed."""
 
     keep: list[str] = []  # residents that stay, and requests whose do: what is nowhere else, and was not meant
 
 
-class Layout(msgspec.Struct, kw_only=True):
+class KvLayout(msgspec.Struct, kw_only=True):
     """What one token and one state cost, and what the model's caches can do."""
 
     row_bytes: int  # bytes of one token's rows over all layers
@@ -217,12 +217,12 @@ class Layout(msgspec.Struct, kw_only=True):
     dtype: str = ""  # of the KV: "float32", "bfloat16", "float16", or "q8", "q4" where it is quantized
 
 
-class Rate(msgspec.Struct, kw_only=True):
+class PrefillRate(msgspec.Struct, kw_only=True):
     tokens: int  # at this context length
     tokens_per_s: float
 
 
-class Vitals(msgspec.Struct, kw_only=True):
+class ProcessStats(msgspec.Struct, kw_only=True):
     """What a process holds: for whoever looks for leaks."""
 
     tasks: int = 0
@@ -234,7 +234,7 @@ class Vitals(msgspec.Struct, kw_only=True):
 LOADING = "the model is still loading"  # a Pulse's failure while that is so
 
 
-class Pulse(msgspec.Struct, kw_only=True):
+class HealthReply(msgspec.Struct, kw_only=True):
     """GET /health of the backend, without a secret: whether its engine moves.  Answered at once, whatever it is at."""
 
     boot: str
@@ -247,14 +247,14 @@ class Pulse(msgspec.Struct, kw_only=True):
     failure: str = ""  # why it is not ready
 
 
-class Status(Reply, kw_only=True):
+class BackendStatus(Reply, kw_only=True):
     """GET /kv/status."""
 
     ready: bool
     model: str
     model_path: str
     fingerprint: str
-    layout: Layout | None
+    layout: KvLayout | None
     context_tokens_max: int
     memory_budget_bytes: int
     resident_bytes: int
@@ -262,7 +262,7 @@ class Status(Reply, kw_only=True):
     residents: int
     running: int
     queued: int
-    prefill_rates: list[Rate]
+    prefill_rates: list[PrefillRate]
     decode_tokens_per_s: float
     restore_bytes_per_s: float
     save_bytes_per_s: float
@@ -272,7 +272,7 @@ class Status(Reply, kw_only=True):
     failure: str = ""
     model_created: int = 0  # when its config was last written, in Unix seconds; 0: unknown
     device: str = ""  # that computes, for people
-    vitals: Vitals = msgspec.field(default_factory=Vitals)
+    vitals: ProcessStats = msgspec.field(default_factory=ProcessStats)
 
 
 class FirstLogits(msgspec.Struct, kw_only=True):
@@ -291,7 +291,7 @@ class Timings(msgspec.Struct, kw_only=True):
     decoded: int = 0
 
 
-class Settled(Reply, kw_only=True):
+class GenerationResult(Reply, kw_only=True):
     """The closing event of a stream, and the reply of DELETE /requests/{id}: what the backend now holds.
 
     The resident's tokens are ``(prompt + generated)[:prefilled_until]``; on a cancel in prefill, a part of the prompt.
@@ -332,7 +332,7 @@ def encode(message: object) -> bytes:
 def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
     """Strictly typed; raises msgspec.ValidationError or DecodeError.  Any thread."""
     if kind not in _decoders:
-        with _making:  # msgspec (0.22) crashes where two threads meet a struct for the first time at once
+        with _decoders_lock:  # msgspec (0.22) crashes where two threads meet a struct for the first time at once
             _decoders.setdefault(kind, msgspec.json.Decoder(kind).decode)
     try:
         return cast(T, _decoders[kind](data))
@@ -342,7 +342,7 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
         raise msgspec.DecodeError("it nests too deeply") from None
 
 
-def message_in(body: bytes) -> str:
+def parse_error_message(body: bytes) -> str:
     """What an error object says, or the beginning of whatever else it is."""
     try:
         return decode(body, ErrorReply).error.message
@@ -350,10 +350,10 @@ def message_in(body: bytes) -> str:
         return body[:200].decode(errors="replace")
 
 
-def logged_in(body: bytes) -> str:
+def redact_error_message(body: bytes) -> str:
     """The same without what a client sent: for logs."""
     try:
         error = decode(body, ErrorReply).error
     except msgspec.DecodeError:
         return "it is no error object of ours"
-    return masked(error.message)
+    return redact(error.message)

@@ -11,7 +11,7 @@ import msgspec
 DONE = b"data: [DONE]\n\n"
 
 
-class Event(msgspec.Struct, frozen=True):
+class SseEvent(msgspec.Struct, frozen=True):
     """One SSE event, or a comment (`: text`), or both parts empty for an event without data."""
 
     data: bytes = b""
@@ -20,13 +20,13 @@ class Event(msgspec.Struct, frozen=True):
     raw: bytes = b""  # as received, blank line included; line ends are LF
 
 
-class EventParser:
+class SseParser:
     """Feed bytes as they come; whole events come out.  Not thread-safe; one a stream."""
 
     def __init__(self) -> None:
         self._buffer = b""
 
-    def feed(self, data: bytes) -> Iterator[Event]:
+    def feed(self, data: bytes) -> Iterator[SseEvent]:
         self._buffer += data
         if b"\r" in self._buffer:  # a CR may have come with the data before
             self._buffer = self._buffer.replace(b"\r\n", b"\n")
@@ -35,7 +35,7 @@ class EventParser:
             yield parse_event(raw)
 
 
-def parse_event(raw: bytes) -> Event:
+def parse_event(raw: bytes) -> SseEvent:
     data, name, comment = [], b"", b""
     for line in raw.split(b"\n"):
         field, _, value = line.partition(b":")
@@ -46,19 +46,19 @@ def parse_event(raw: bytes) -> Event:
             name = value
         elif not field and line:
             comment = value
-    return Event(data=b"\n".join(data), name=name, comment=comment, raw=raw)
+    return SseEvent(data=b"\n".join(data), name=name, comment=comment, raw=raw)
 
 
-def data_event(payload: bytes, name: str = "") -> bytes:
+def encode_event(payload: bytes, name: str = "") -> bytes:
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + payload + b"\n\n"
 
 
-def comment_event(text: str) -> bytes:
+def encode_comment(text: str) -> bytes:
     return f": {text}\n\n".encode()
 
 
-class ChunkFold:
+class ChunkAggregator:
     """Folds streamed chunks into the JSON that a client gets that did not ask for a stream.
 
     Works for ``chat.completion.chunk`` and for ``text_completion`` chunks, and for any number of choices; unknown
@@ -67,7 +67,7 @@ class ChunkFold:
 
     def __init__(self) -> None:
         self._head: dict[str, Any] = {}
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, _ChoiceAggregator] = {}
         self._usage: Any = None
 
     def add(self, chunk: dict[str, Any]) -> None:
@@ -76,12 +76,12 @@ class ChunkFold:
         if chunk.get("usage"):
             self._usage = chunk["usage"]
         for choice in chunk.get("choices") or ():
-            self._choices.setdefault(choice.get("index") or 0, _Choice()).add(choice)
+            self._choices.setdefault(choice.get("index") or 0, _ChoiceAggregator()).add(choice)
 
     def result(self) -> dict[str, Any]:
         """The folded answer; call once the stream has ended."""
         chat = self._head.get("object") == "chat.completion.chunk"
-        folded = sorted(self._choices.items()) or [(0, _Choice())]
+        folded = sorted(self._choices.items()) or [(0, _ChoiceAggregator())]
         choices = [{"index": index, **choice.result(chat)} for index, choice in folded]
         answer = {**self._head, "choices": choices, "usage": self._usage}
         if chat:
@@ -89,17 +89,17 @@ class ChunkFold:
         return answer
 
 
-class _Choice:
+class _ChoiceAggregator:
     """One choice, as far as it has come."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
         self._role = "assistant"
         self._extra: dict[str, list[str]] = {}  # other fields that come in pieces, as reasoning does
-        self._calls: dict[int, dict[str, Any]] = {}
+        self._tool_calls: dict[int, dict[str, Any]] = {}
         self._logprobs: dict[str, list[Any]] = {}
-        self._finish: str | None = None
-        self._stopped_by: dict[str, str] = {}  # `stop_reason`, where a stop word ended it
+        self._finish_reason: str | None = None
+        self._stop_reason: dict[str, str] = {}  # `stop_reason`, where a stop word ended it
 
     def add(self, choice: dict[str, Any]) -> None:
         delta = choice.get("delta") or {}
@@ -109,17 +109,17 @@ class _Choice:
             if key not in ("role", "content") and isinstance(value, str):
                 self._extra.setdefault(key, []).append(value)
         for call in delta.get("tool_calls") or ():
-            self._add_call(call)
+            self._add_tool_call(call)
         for key, value in (choice.get("logprobs") or {}).items():
             if value:
                 self._logprobs.setdefault(key, []).extend(value)
-        self._finish = choice.get("finish_reason") or self._finish
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
         if choice.get("stop_reason"):
-            self._stopped_by = {"stop_reason": choice["stop_reason"]}
+            self._stop_reason = {"stop_reason": choice["stop_reason"]}
 
-    def _add_call(self, call: dict[str, Any]) -> None:
+    def _add_tool_call(self, call: dict[str, Any]) -> None:
         """A call's id, type and name come once, its arguments in one piece or several."""
-        known = self._calls.setdefault(call["index"], {"function": {"name": "", "arguments": ""}})
+        known = self._tool_calls.setdefault(call["index"], {"function": {"name": "", "arguments": ""}})
         function = call.get("function") or {}
         known["function"]["name"] = function.get("name") or known["function"]["name"]
         known["function"]["arguments"] += function.get("arguments") or ""
@@ -127,12 +127,17 @@ class _Choice:
 
     def result(self, chat: bool) -> dict[str, Any]:
         text = "".join(self._text)
-        content = {"message": self._message(text)} if chat else {"text": text}
-        return {**content, "logprobs": self._logprobs or None, "finish_reason": self._finish, **self._stopped_by}
+        content = {"message": self._build_message(text)} if chat else {"text": text}
+        return {
+            **content,
+            "logprobs": self._logprobs or None,
+            "finish_reason": self._finish_reason,
+            **self._stop_reason,
+        }
 
-    def _message(self, text: str) -> dict[str, Any]:
+    def _build_message(self, text: str) -> dict[str, Any]:
         extra: dict[str, Any] = {key: "".join(pieces) for key, pieces in self._extra.items()}
-        if self._calls:
-            calls = [call for _, call in sorted(self._calls.items())]
+        if self._tool_calls:
+            calls = [call for _, call in sorted(self._tool_calls.items())]
             extra["tool_calls"] = [{"id": call.get("id"), "type": call.get("type"), **call} for call in calls]
-        return {"role": self._role, "content": text or (None if self._calls else ""), **extra}
+        return {"role": self._role, "content": text or (None if self._tool_calls else ""), **extra}

@@ -15,7 +15,7 @@ import xxhash
 BLOCK_TOKENS = 64
 TOKEN_BYTES = 4
 SEGMENT_TOKENS_MAX = 8192
-COMPARED_BYTES = 4096  # at a time: large for memcmp, small for finding the difference in
+COMPARE_CHUNK_BYTES = 4096  # at a time: large for memcmp, small for finding the difference in
 
 
 def pack_tokens(ids: Iterable[int]) -> bytes:
@@ -65,7 +65,7 @@ def prefix_digest(root: bytes, tokens: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(root + tokens)
 
 
-class Prefix:
+class PrefixHash:
     """All tokens before a position, as their hashes know them.  Immutable: `then` makes a longer one.
 
     It tells what blocks, files and conversations say of that position, each token read once on its path.
@@ -73,42 +73,42 @@ class Prefix:
 
     def __init__(self, root: bytes) -> None:
         self.length = 0
-        self._rooted, self._bare = xxhash.xxh3_128(root), xxhash.xxh3_128()
-        self._block = root  # chain hash of the last full block
-        self._rest = b""  # packed tokens after it
+        self._rooted_hasher, self._tokens_hasher = xxhash.xxh3_128(root), xxhash.xxh3_128()
+        self._block_hash = root  # chain hash of the last full block
+        self._partial_block = b""  # packed tokens after it
 
-    def then(self, tokens: bytes) -> "Prefix":
-        return self.with_hashes(tokens)[0]
+    def extend(self, tokens: bytes) -> "PrefixHash":
+        return self.extend_with_hashes(tokens)[0]
 
-    def with_hashes(self, tokens: bytes) -> tuple["Prefix", Sequence[bytes]]:
+    def extend_with_hashes(self, tokens: bytes) -> tuple["PrefixHash", Sequence[bytes]]:
         """`then`, and the chain hashes of the blocks that end within these tokens."""
-        longer, unhashed = copy.copy(self), self._rest + tokens
-        hashes = chain_hashes(self._block, unhashed)
+        longer, unhashed = copy.copy(self), self._partial_block + tokens
+        hashes = chain_hashes(self._block_hash, unhashed)
         longer.length += len(tokens) // TOKEN_BYTES
-        longer._rooted, longer._bare = self._rooted.copy(), self._bare.copy()
-        longer._rooted.update(tokens)
-        longer._bare.update(tokens)
-        longer._rest = unhashed[len(hashes) * BLOCK_TOKENS * TOKEN_BYTES :]
+        longer._rooted_hasher, longer._tokens_hasher = self._rooted_hasher.copy(), self._tokens_hasher.copy()
+        longer._rooted_hasher.update(tokens)
+        longer._tokens_hasher.update(tokens)
+        longer._partial_block = unhashed[len(hashes) * BLOCK_TOKENS * TOKEN_BYTES :]
         if hashes:
-            longer._block = hashes[-1]
+            longer._block_hash = hashes[-1]
         return longer, hashes
 
     @property
     def digest(self) -> str:
         """As `prefix_digest` has it."""
-        return self._rooted.hexdigest()
+        return self._rooted_hasher.hexdigest()
 
     @property
     def tokens_digest(self) -> bytes:
         """xxh3_128 of the packed tokens alone."""
-        return self._bare.digest()
+        return self._tokens_hasher.digest()
 
 
-def common_prefix(a: bytes, b: bytes) -> int:
+def count_common_tokens(a: bytes, b: bytes) -> int:
     """How many leading tokens two packed sequences share."""
     size = min(len(a), len(b))
-    for start in range(0, size, COMPARED_BYTES):
-        end = min(start + COMPARED_BYTES, size)
+    for start in range(0, size, COMPARE_CHUNK_BYTES):
+        end = min(start + COMPARE_CHUNK_BYTES, size)
         mine, theirs = a[start:end], b[start:end]
         if mine != theirs:
             difference = int.from_bytes(mine, "little") ^ int.from_bytes(theirs, "little")
@@ -117,7 +117,7 @@ def common_prefix(a: bytes, b: bytes) -> int:
     return size // TOKEN_BYTES
 
 
-def common_chars(a: str, b: str) -> int:
+def count_common_chars(a: str, b: str) -> int:
     """How many leading characters two strings share, by halves: `startswith` compares at memory speed."""
     low, high = 0, min(len(a), len(b))
     while low < high:

@@ -3,14 +3,14 @@
 import asyncio
 import threading
 
-from warmline_common.process.file_limits import open_descriptors
-from warmline_common.protocol.messages import Vitals
+from warmline_common.process.file_limits import count_open_descriptors
+from warmline_common.protocol.messages import ProcessStats
 
 
-def take_vitals(bytes_unaccounted: int = 0) -> Vitals:
-    return Vitals(
+def read_process_stats(bytes_unaccounted: int = 0) -> ProcessStats:
+    return ProcessStats(
         tasks=len(asyncio.all_tasks()),
         threads=threading.active_count(),
-        descriptors=open_descriptors(),
+        descriptors=count_open_descriptors(),
         bytes_unaccounted=bytes_unaccounted,
     )

@@ -24,10 +24,10 @@ DRAFT_SUFFIX = ".tmp"
 
 def create(path: Path) -> FileIO:
     """A new file, readable by its owner alone, open for writing.  Raises FileExistsError."""
-    return FileIO(path, "xb", opener=_private)
+    return FileIO(path, "xb", opener=_open_private)
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
@@ -40,24 +40,24 @@ def write(file: FileIO, data: bytes | memoryview) -> None:
 
 def sync(file: FileIO) -> None:
     """What was written survives a power cut from here on."""
-    _sync(file.fileno())
+    _sync_descriptor(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
     """And so do the names in this folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        _sync(descriptor)
+        _sync_descriptor(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _sync(descriptor: int) -> None:
+def _sync_descriptor(descriptor: int) -> None:
     """On macOS plain fsync leaves all in the drive's own cache, in any order; some of its file systems, such as those
     of network disks, know nothing better.
     """
     if (full := getattr(fcntl, "F_FULLFSYNC", None)) is not None:
-        with _unless_unsupported():
+        with _ignore_unsupported():
             fcntl.fcntl(descriptor, full)
             return
     os.fsync(descriptor)
@@ -106,7 +106,7 @@ def allocate(path: Path, bytes_count: int) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if hasattr(os, "posix_fallocate"):  # not on macOS
-            with _unless_unsupported():
+            with _ignore_unsupported():
                 os.posix_fallocate(descriptor, 0, bytes_count)
         while (at := os.fstat(descriptor).st_size) < bytes_count:
             os.pwrite(descriptor, bytes(bytes_count - at), at)
@@ -115,7 +115,7 @@ def allocate(path: Path, bytes_count: int) -> None:
 
 
 @contextmanager
-def _unless_unsupported() -> Iterator[None]:
+def _ignore_unsupported() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -123,7 +123,7 @@ def _unless_unsupported() -> Iterator[None]:
             raise
 
 
-def in_lmdb(what: str, act: Callable[[], T]) -> T:
+def run_lmdb(what: str, act: Callable[[], T]) -> T:
     """What LMDB changes on the disk by itself: `what` is "open", "commit" or "grow"."""
     return act()
 
@@ -147,13 +147,13 @@ def make_folders(folder: Path) -> None:
         sync_folder(path.parent)
 
 
-def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> int:
+def write_durable(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
     """A new file that is complete and durable before it has its name; its size.  Where it fails, nothing is left."""
     make_folders(path.parent)
     draft = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{DRAFT_SUFFIX}")
     try:
         with create(draft) as file:
-            for part in parts:
+            for part in chunks:
                 write(file, part)
             sync(file)
             written = file.tell()
@@ -166,7 +166,7 @@ def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> int:
     return written
 
 
-def write_small(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Replace a small file at once, readable by its owner alone.  Not durable: what it says can be told again."""
     draft = path.with_name(f".{path.name}{DRAFT_SUFFIX}")
     delete(draft)

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 POLL_S = 0.05
-READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-class Locked(Exception):
+class LockedError(Exception):
     """Another process holds it; `holder` is its pid, as text, or "?"."""
 
     def __init__(self, holder: str) -> None:
@@ -29,7 +29,7 @@ def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if error.errno not in READ_ONLY:
+        if error.errno not in READ_ONLY_ERRNOS:
             raise
         with _read_only_lock(path, wait_s):
             yield
@@ -43,7 +43,7 @@ def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
         os.close(descriptor)
 
 
-def holder_of(path: Path) -> str:
+def find_lock_holder(path: Path) -> str:
     """The pid that holds the lock file, as text; "" where nobody does, or where that can't be told.  Writes nothing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -60,7 +60,7 @@ def holder_of(path: Path) -> str:
     return ""
 
 
-def is_alive(pid: int) -> bool:
+def is_process_alive(pid: int) -> bool:
     """Whether a process has this number."""
     try:
         os.kill(pid, 0)
@@ -93,5 +93,5 @@ def _acquire(descriptor: int, deadline: float) -> None:
             return
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                raise Locked(os.pread(descriptor, 32, 0).decode().strip() or "?") from None
+                raise LockedError(os.pread(descriptor, 32, 0).decode().strip() or "?") from None
             time.sleep(POLL_S)  # flock has no timeout, and no event to wait for

@@ -8,7 +8,7 @@ from pathlib import Path
 from warmline_common.storage import disk
 
 
-def unusable(home: "Home", error: OSError) -> str:
+def describe_unusable_home(home: "Home", error: OSError) -> str:
     """What to say where `prepare` or `secret` failed."""
     return f"the home {home.root} is not complete and can't be made so: {error}; make it writable or use another --home"
 
@@ -40,7 +40,7 @@ class Home:
         return self.root / "run"
 
     @property
-    def spare(self) -> Path:
+    def reserve(self) -> Path:
         """Room that is set aside for a full disk: a file of zeros."""
         return self.root / "spare"
 
@@ -81,18 +81,18 @@ class Home:
         for path in (self.root, self.index, self.segments, self.models, self.logs, self.run):
             disk.make_folders(path)
 
-    def secret(self) -> str:
+    def load_secret(self) -> str:
         """What proxy and backend prove themselves with; made by whoever asks first.  Raises OSError."""
         path = self.root / "secret"
         if not path.exists():
-            self._make_secret(path)
+            self._create_secret(path)
         for draft in self.root.glob(f".secret.*{disk.DRAFT_SUFFIX}"):  # ours, and of who was killed
             disk.delete(draft)
         if not (secret := path.read_text("latin-1").strip()) or not (secret.isascii() and secret.isprintable()):
             raise OSError(f"{path} holds no secret; delete it, and a new one is made")
         return secret
 
-    def _make_secret(self, path: Path) -> None:
+    def _create_secret(self, path: Path) -> None:
         """Written aside and linked: the other process never reads half a secret."""
         draft = self.root / f".secret.{secrets.token_hex(8)}{disk.DRAFT_SUFFIX}"
         with disk.create(draft) as file:

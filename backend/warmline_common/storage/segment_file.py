@@ -29,14 +29,14 @@ from warmline_common.protocol.tokens import TOKEN_BYTES
 from warmline_common.storage import disk
 
 METADATA_KEY = "warmline"
-TOKENS = "tokens"
-CHECKSUMS = "checksums"
+TOKENS_TENSOR = "tokens"
+CHECKSUMS_TENSOR = "checksums"
 HEADER_BYTES_MAX = 16 << 20
 HEADER_ALIGN = 8
-READ_BYTES = 4 << 20
+READ_CHUNK_BYTES = 4 << 20
 DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4}
 DTYPE_BYTES |= {"U64": 8, "I64": 8, "F64": 8, "C64": 8}
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the last: brackets within brackets
+_DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the last: brackets within brackets
 
 
 class SegmentFileError(Exception):
@@ -77,7 +77,7 @@ class FileMeta(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class TensorInfo:
     """Where a tensor's bytes lie: `offset` counts from the file's first byte."""
 
     dtype: str
@@ -89,16 +89,16 @@ class TensorPlace:
 @dataclass(frozen=True)
 class SegmentHeader:
     meta: FileMeta
-    tensors: dict[str, TensorPlace]  # "checksums" included
+    tensors: dict[str, TensorInfo]  # "checksums" included
     file_bytes: int
 
-    def content(self) -> dict[str, TensorPlace]:
+    def select_kv_tensors(self) -> dict[str, TensorInfo]:
         """The tensors that are KV."""
-        return {name: place for name, place in self.tensors.items() if name not in (TOKENS, CHECKSUMS)}
+        return {name: place for name, place in self.tensors.items() if name not in (TOKENS_TENSOR, CHECKSUMS_TENSOR)}
 
-    def checksummed(self) -> list[str]:
+    def list_checksummed_names(self) -> list[str]:
         """The names that the checksums but the last stand for, in their order."""
-        return sorted(name for name in self.tensors if name != CHECKSUMS)
+        return sorted(name for name in self.tensors if name != CHECKSUMS_TENSOR)
 
     def verify(self, checksums: Sequence[int]) -> None:
         """Compare the header itself with the file's checksums.  Raises SegmentFileError."""
@@ -113,10 +113,10 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def tensor_checksum(name: str, start: int, end: int, parts: Iterable[bytes | bytearray | memoryview]) -> int:
+def tensor_checksum(name: str, start: int, end: int, chunks: Iterable[bytes | bytearray | memoryview]) -> int:
     """xxh3_64 of a tensor's name, place and bytes; `parts` are its raw bytes in order, cut anywhere."""
     hasher = tensor_hasher(name, start, end)
-    for part in parts:
+    for part in chunks:
         hasher.update(part)
     return hasher.intdigest()
 
@@ -128,7 +128,9 @@ def tensor_hasher(name: str, start: int, end: int) -> xxhash.xxh3_64:
 
 def header_checksum(meta: FileMeta, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> int:
     """xxh3_64 of what the file says of itself: its place, and each tensor's dtype and shape, however it is written."""
-    tensors = (f"\0{name} {shapes[name][0]} {list(shapes[name][1])}" for name in sorted(shapes) if name != CHECKSUMS)
+    tensors = (
+        f"\0{name} {shapes[name][0]} {list(shapes[name][1])}" for name in sorted(shapes) if name != CHECKSUMS_TENSOR
+    )
     return xxhash.xxh3_64_intdigest((meta.to_json() + "".join(tensors)).encode())
 
 
@@ -137,7 +139,7 @@ def file_checksum(checksums: Iterable[int]) -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(value.to_bytes(8, "little") for value in checksums))
 
 
-def frame(meta: FileMeta, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
+def encode_header(meta: FileMeta, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
     """The bytes before the tensors: what a file begins with whose tensors (dtype and shape) follow in this order."""
     fields: dict[str, object] = {"__metadata__": {METADATA_KEY: meta.to_json()}}
     offset = 0
@@ -152,44 +154,44 @@ def frame(meta: FileMeta, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> by
 
 def read_header(path: Path) -> SegmentHeader:
     """The header alone; checks that the frame is whole and the file as long as it says, but no content."""
-    with _opened(path) as file:
-        return header_in(file)
+    with _open_file(path) as file:
+        return read_header_from(file)
 
 
 def read_checksums(path: Path) -> list[int]:
     """One a tensor, in the order of `SegmentHeader.checksummed`, and the header's; not compared with anything."""
-    with _opened(path) as file:
-        return checksums_in(file, header_in(file))
+    with _open_file(path) as file:
+        return read_checksums_from(file, read_header_from(file))
 
 
 def read_tokens(path: Path) -> bytes:
     """The packed ids of a segment, their checksum verified."""
-    with _opened(path) as file:
-        return tokens_in(file, header_in(file))
+    with _open_file(path) as file:
+        return read_tokens_from(file, read_header_from(file))
 
 
 def verify_file(path: Path) -> None:
     """Read the whole file and compare the header and every tensor with its checksum."""
-    with _opened(path) as file:
-        verify_in(file, header_in(file))
+    with _open_file(path) as file:
+        verify_open_file(file, read_header_from(file))
 
 
 # ---- the same of an open file, which may lie within another one
 
 
-def tokens_in(file: BinaryIO, header: SegmentHeader) -> bytes:
+def read_tokens_from(file: BinaryIO, header: SegmentHeader) -> bytes:
     """As `read_tokens`."""
-    _verify(file, header, [TOKENS])
-    return b"".join(bytes_in(file, header.tensors[TOKENS]))
+    _verify_tensors(file, header, [TOKENS_TENSOR])
+    return b"".join(iter_tensor_bytes(file, header.tensors[TOKENS_TENSOR]))
 
 
-def verify_in(file: BinaryIO, header: SegmentHeader) -> None:
+def verify_open_file(file: BinaryIO, header: SegmentHeader) -> None:
     """As `verify_file`."""
-    _verify(file, header, header.checksummed())
+    _verify_tensors(file, header, header.list_checksummed_names())
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _open_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with BufferedReader(disk.open_to_read(path)) as file:
             yield file
@@ -199,7 +201,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise SegmentFileError("io", f"{path.name}: {error}") from error
 
 
-def header_in(file: BinaryIO) -> SegmentHeader:
+def read_header_from(file: BinaryIO) -> SegmentHeader:
     """As `read_header`; the file ends where it can be read no further."""
     file_bytes = file.seek(0, 2)
     file.seek(0)
@@ -208,36 +210,36 @@ def header_in(file: BinaryIO) -> SegmentHeader:
         raise SegmentFileError("truncated", f"{file_bytes} bytes end inside the header")
     if length > HEADER_BYTES_MAX:
         raise SegmentFileError("foreign", f"a header of {length} bytes")
-    fields = _fields(file.read(length))
-    meta = _meta(fields.pop("__metadata__", None))
-    tensors = {name: _place(name, raw, 8 + length, file_bytes) for name, raw in fields.items()}
+    fields = _decode_fields(file.read(length))
+    meta = _decode_meta(fields.pop("__metadata__", None))
+    tensors = {name: _decode_tensor_info(name, raw, 8 + length, file_bytes) for name, raw in fields.items()}
     header = SegmentHeader(meta, tensors, file_bytes)
-    _check_frame(header)
+    _check_header(header)
     return header
 
 
-def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
+def _decode_fields(raw: bytes) -> dict[str, msgspec.Raw]:
     try:
         return decode(raw, dict[str, msgspec.Raw])
-    except _UNREADABLE as error:
+    except _DECODE_ERRORS as error:
         raise SegmentFileError("checksum", f"header does not parse: {error}") from error
 
 
-def _meta(raw: msgspec.Raw | None) -> FileMeta:
+def _decode_meta(raw: msgspec.Raw | None) -> FileMeta:
     try:
         texts = decode(raw or b"{}", dict[str, str])
         meta = decode(texts.get(METADATA_KEY, "").encode(), FileMeta)
-    except _UNREADABLE as error:
+    except _DECODE_ERRORS as error:
         raise SegmentFileError("foreign", f"not a file of ours: {error}") from error
     if meta.format != SEGMENT_FORMAT:
         raise SegmentFileError("foreign", f"segment format {meta.format}, this version reads {SEGMENT_FORMAT}")
     return meta
 
 
-def _place(name: str, raw: msgspec.Raw, data_start: int, file_bytes: int) -> TensorPlace:
+def _decode_tensor_info(name: str, raw: msgspec.Raw, data_start: int, file_bytes: int) -> TensorInfo:
     try:
         tensor = decode(raw, _Tensor)
-    except _UNREADABLE as error:
+    except _DECODE_ERRORS as error:
         raise SegmentFileError("checksum", f"header of {name} does not parse: {error}") from error
     begin, end = tensor.data_offsets
     if begin < 0 or min(tensor.shape, default=0) < 0 or tensor.dtype not in DTYPE_BYTES:
@@ -246,12 +248,12 @@ def _place(name: str, raw: msgspec.Raw, data_start: int, file_bytes: int) -> Ten
         raise SegmentFileError("checksum", f"shape and bytes of {name} disagree")
     if data_start + end > file_bytes:
         raise SegmentFileError("truncated", f"{name} ends at byte {data_start + end} of {file_bytes}")
-    return TensorPlace(tensor.dtype, tuple(tensor.shape), data_start + begin, end - begin)
+    return TensorInfo(tensor.dtype, tuple(tensor.shape), data_start + begin, end - begin)
 
 
-def _check_frame(header: SegmentHeader) -> None:
-    meta, checksums, tokens = header.meta, header.tensors.get(CHECKSUMS), header.tensors.get(TOKENS)
-    if checksums is None or checksums.bytes_count != 8 * (len(header.checksummed()) + 1):
+def _check_header(header: SegmentHeader) -> None:
+    meta, checksums, tokens = header.meta, header.tensors.get(CHECKSUMS_TENSOR), header.tensors.get(TOKENS_TENSOR)
+    if checksums is None or checksums.bytes_count != 8 * (len(header.list_checksummed_names()) + 1):
         raise SegmentFileError("checksum", "not one checksum a tensor and one of the header")
     places = header.tensors.values()
     if max(place.offset + place.bytes_count for place in places) != header.file_bytes:
@@ -267,31 +269,31 @@ def _check_frame(header: SegmentHeader) -> None:
         raise SegmentFileError("tokens", f"not one token a row of [{meta.start}, {meta.end})")
 
 
-def _verify(file: BinaryIO, header: SegmentHeader, names: list[str]) -> None:
-    checksums = checksums_in(file, header)
+def _verify_tensors(file: BinaryIO, header: SegmentHeader, names: list[str]) -> None:
+    checksums = read_checksums_from(file, header)
     header.verify(checksums)
-    wanted = dict(zip(header.checksummed(), checksums[:-1], strict=True))
+    wanted = dict(zip(header.list_checksummed_names(), checksums[:-1], strict=True))
     for name in names:
         if name not in wanted:
             raise SegmentFileError("tokens", f"no tensor {name}")
-        if tensor_checksum(name, *header.meta.span, bytes_in(file, header.tensors[name])) != wanted[name]:
+        if tensor_checksum(name, *header.meta.span, iter_tensor_bytes(file, header.tensors[name])) != wanted[name]:
             raise SegmentFileError("checksum", f"{name} of [{header.meta.start}, {header.meta.end})")
 
 
-def checksums_in(file: BinaryIO, header: SegmentHeader) -> list[int]:
+def read_checksums_from(file: BinaryIO, header: SegmentHeader) -> list[int]:
     """As `read_checksums`."""
-    values = array("Q", b"".join(bytes_in(file, header.tensors[CHECKSUMS])))
+    values = array("Q", b"".join(iter_tensor_bytes(file, header.tensors[CHECKSUMS_TENSOR])))
     if byteorder == "big":
         values.byteswap()
     return values.tolist()
 
 
-def bytes_in(file: BinaryIO, place: TensorPlace) -> Iterator[bytes]:
+def iter_tensor_bytes(file: BinaryIO, tensor: TensorInfo) -> Iterator[bytes]:
     """A tensor's bytes, a few MB at a time.  Raises SegmentFileError where the file ends before."""
-    file.seek(place.offset)
-    left = place.bytes_count
+    file.seek(tensor.offset)
+    left = tensor.bytes_count
     while left:
-        part = file.read(min(left, READ_BYTES))
+        part = file.read(min(left, READ_CHUNK_BYTES))
         if not part:
             raise SegmentFileError("truncated", "the file became shorter while it was read")
         left -= len(part)

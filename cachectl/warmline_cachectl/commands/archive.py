@@ -13,53 +13,55 @@ import msgspec
 import typer
 
 from warmline_cachectl import client, configured
-from warmline_cachectl.completion import session_ids
+from warmline_cachectl.completion import complete_session_ids
 from warmline_cachectl.options import (
-    CHANGING,
+    CHANGE_GROUP,
     EXIT_REFUSED,
     EXIT_USAGE,
     HOME,
     HomeOption,
     JsonOption,
     QuietOption,
-    examples,
+    exit_on_error,
     fail,
-    failing,
-    home_at,
-    reading,
-    session_id,
+    format_examples,
+    make_home,
+    open_index,
+    resolve_session_id,
 )
 from warmline_cachectl.views import tables
 from warmline_cachectl.views.columns import printable
-from warmline_cachectl.views.output import counting, show, waiting
+from warmline_cachectl.views.output import show, show_progress, show_spinner
 from warmline_common.storage import disk
-from warmline_common.storage.file_lock import is_alive
+from warmline_common.storage.file_lock import is_process_alive
 from warmline_common.storage.home import Home
-from warmline_proxy.archive.exporter import Export, Exported
-from warmline_proxy.archive.importer import Imported, ImportRequest, import_archive, known_from_files
+from warmline_proxy.archive.exporter import Exporter, ExportResult
+from warmline_proxy.archive.importer import ImportReply, ImportRequest, find_known_models, import_archive
 from warmline_proxy.archive.reader import open_archive
 from warmline_proxy.archive.tar import ArchiveError
-from warmline_proxy.auth.key_store import KeysUnusable
-from warmline_proxy.index.index import Index, NoRoom
+from warmline_proxy.auth.key_store import KeyStoreError
+from warmline_proxy.index.index import DiskBudgetError, Index
 from warmline_proxy.index.recovery.startup import reconcile
 
 IMPORT_TIMEOUT_S = 24 * 3600.0  # every byte is read twice, and what is new is written
-STANDARD = "-"
-ABOUT_THE_ARCHIVE = (400, 409)  # what a proxy answers; other refusals are about who asks, or the proxy itself
+STANDARD_STREAM = "-"
+ARCHIVE_ERROR_STATUSES = (400, 409)  # what a proxy answers; other refusals are about who asks, or the proxy itself
 
 app = typer.Typer()
 
 
 @app.command(
     short_help="Write a conversation into a file.",
-    rich_help_panel=CHANGING,
-    epilog=examples(
+    rich_help_panel=CHANGE_GROUP,
+    epilog=format_examples(
         "cachectl export SESSION talk.warmline",
         "cachectl export SESSION talk.warmline --force  # overwrite what was exported earlier",
     ),
 )
 def export(
-    session: Annotated[str, typer.Argument(help="A conversation's id, or its beginning.", autocompletion=session_ids)],
+    session: Annotated[
+        str, typer.Argument(help="A conversation's id, or its beginning.", autocompletion=complete_session_ids)
+    ],
     file: Annotated[str, typer.Argument(help="A file that is not there yet; - for standard output.")],
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     quiet: QuietOption = False,
@@ -71,23 +73,23 @@ def export(
     It is as private as the conversation. Nothing is removed here, and the proxy may run meanwhile.
     """
     _check_target(file, force, as_json)
-    with reading(home) as reader:
-        wanted = session_id(reader.snapshot(), session)
-        with _archives(session), Export(reader, wanted) as opened:
-            with counting("exporting", opened.bytes_count, quiet) as progress:
-                _written(file, _counted(opened.parts(), progress))
-            told = opened.told
-    if file == STANDARD:
-        print(printable(_exported(told, "standard output")), file=sys.stderr)
+    with open_index(home) as reader:
+        wanted = resolve_session_id(reader.snapshot(), session)
+        with _exit_on_archive_error(session), Exporter(reader, wanted) as opened:
+            with show_progress("exporting", opened.bytes_count, quiet) as progress:
+                _write_archive(file, _report_progress(opened.read_chunks(), progress))
+            told = opened.result
+    if file == STANDARD_STREAM:
+        print(printable(_format_export(told, "standard output")), file=sys.stderr)
     else:
-        show({**msgspec.structs.asdict(told), "file": file}, [_exported(told, file)], as_json)
+        show({**msgspec.structs.asdict(told), "file": file}, [_format_export(told, file)], as_json)
 
 
 @app.command(
     name="import",
     short_help="Store what was exported.",
-    rich_help_panel=CHANGING,
-    epilog=examples("cachectl import talk.warmline", "cachectl import talk.warmline --json"),
+    rich_help_panel=CHANGE_GROUP,
+    epilog=format_examples("cachectl import talk.warmline", "cachectl import talk.warmline --json"),
 )
 def import_(
     file: Annotated[str, typer.Argument(help="What `cachectl export` wrote; - for standard input.")],
@@ -103,26 +105,26 @@ def import_(
 
     What is stored already is skipped. Import only what you trust: checksums find damage, not lies.
     """
-    place = home_at(home)
-    with failing():
+    place = make_home(home)
+    with exit_on_error():
         client.check_home(place)
-        with _on_disk(place, file) as path:
-            told = _imported(place, file, ImportRequest(path=str(path), key=key, anyway=anyway), quiet)
-    show(msgspec.structs.asdict(told), [_stored(told)], as_json)
+        with _spool_to_disk(place, file) as path:
+            told = _import_archive(place, file, ImportRequest(path=str(path), key=key, anyway=anyway), quiet)
+    show(msgspec.structs.asdict(told), [_format_import(told)], as_json)
 
 
 @contextmanager
-def _archives(what: str) -> Iterator[None]:
+def _exit_on_archive_error(source: str) -> Iterator[None]:
     """What can be wrong with one becomes a line and an exit code, the same whether a proxy found it or we did."""
-    name = "standard input" if what == STANDARD else what
+    name = "standard input" if source == STANDARD_STREAM else source
     try:
         yield
-    except NoRoom as error:
+    except DiskBudgetError as error:
         fail(f"{name}: there is no room for it: {error}", EXIT_REFUSED)
-    except (ArchiveError, KeysUnusable) as error:
+    except (ArchiveError, KeyStoreError) as error:
         fail(f"{name}: {error}", EXIT_REFUSED)
-    except client.RefusedByProxy as error:
-        if error.status not in ABOUT_THE_ARCHIVE:
+    except client.ProxyRefusedError as error:
+        if error.status not in ARCHIVE_ERROR_STATUSES:
             raise
         fail(f"{name}: {error}", EXIT_REFUSED)
 
@@ -131,7 +133,7 @@ def _archives(what: str) -> Iterator[None]:
 
 
 def _check_target(file: str, force: bool, as_json: bool) -> None:
-    if file == STANDARD:
+    if file == STANDARD_STREAM:
         if as_json or sys.stdout.isatty():
             fail("with - standard output is the archive: send it into a file or a pipe, without --json", EXIT_USAGE)
         return
@@ -144,52 +146,52 @@ def _check_target(file: str, force: bool, as_json: bool) -> None:
         fail(f"{file} is there already; add --force to overwrite it", EXIT_USAGE)
 
 
-def _written(file: str, parts: Iterator[bytes]) -> None:
+def _write_archive(file: str, chunks: Iterator[bytes]) -> None:
     """Whole and durable, or not at all; readable by its owner alone."""
-    if file != STANDARD:
-        disk.write_whole(Path(file).absolute(), parts)
+    if file != STANDARD_STREAM:
+        disk.write_durable(Path(file).absolute(), chunks)
         return
-    for part in parts:
+    for part in chunks:
         sys.stdout.buffer.write(part)
     sys.stdout.buffer.flush()
 
 
-def _counted(parts: Iterator[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:
-    for part in parts:
+def _report_progress(chunks: Iterator[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:
+    for part in chunks:
         progress(len(part))
         yield part
 
 
-def _exported(told: Exported, where: str) -> str:
-    what = f"{tables.count(told.segments, 'segment')} and {tables.count(told.checkpoints, 'checkpoint')}"
-    tokens, size = tables.count(told.tokens, "token"), tables.size(told.bytes_count)
-    return f"exported {tokens} of {told.model} in {what}: {size} to {where}"
+def _format_export(exported: ExportResult, destination: str) -> str:
+    what = f"{tables.format_count(exported.segments, 'segment')} and {tables.format_count(exported.checkpoints, 'checkpoint')}"
+    tokens, size = tables.format_count(exported.tokens, "token"), tables.format_size(exported.bytes_count)
+    return f"exported {tokens} of {exported.model} in {what}: {size} to {destination}"
 
 
 # ---- import
 
 
 @contextmanager
-def _on_disk(home: Home, file: str) -> Iterator[Path]:
+def _spool_to_disk(home: Home, file: str) -> Iterator[Path]:
     """Where it can be read from any place, which standard input can't."""
-    if file != STANDARD:
+    if file != STANDARD_STREAM:
         yield Path(file).absolute()
         return
     disk.make_folders(home.run)
     for left in home.run.glob(f"import.*{disk.DRAFT_SUFFIX}"):
-        if (pid := left.name.split(".")[1]).isdigit() and not is_alive(int(pid)):  # it was killed
+        if (pid := left.name.split(".")[1]).isdigit() and not is_process_alive(int(pid)):  # it was killed
             disk.delete(left)
     path = home.run / f"import.{os.getpid()}{disk.DRAFT_SUFFIX}"
     disk.delete(path)  # of one that had this number
     try:
         with disk.create(path) as spool:
-            shutil.copyfileobj(sys.stdin.buffer, _Spool(spool))
+            shutil.copyfileobj(sys.stdin.buffer, _SpoolWriter(spool))
         yield path
     finally:
         disk.delete(path)
 
 
-class _Spool:
+class _SpoolWriter:
     """What `copyfileobj` writes to; writes as all of a home is written."""
 
     def __init__(self, file: FileIO) -> None:
@@ -200,27 +202,27 @@ class _Spool:
         return len(data)
 
 
-def _imported(home: Home, file: str, request: ImportRequest, quiet: bool) -> Imported:
+def _import_archive(home: Home, file: str, request: ImportRequest, quiet: bool) -> ImportReply:
     """By the proxy where one runs, else here."""
-    with suppress(client.NoProxy), _archives(file), waiting("importing", quiet):
-        return client.ask(home, "/warmline/import", Imported, IMPORT_TIMEOUT_S, request)
+    with suppress(client.ProxyNotRunningError), _exit_on_archive_error(file), show_spinner("importing", quiet):
+        return client.request_proxy(home, "/warmline/import", ImportReply, IMPORT_TIMEOUT_S, request)
     home.prepare()
 
-    def here(index: Index) -> Imported:
-        with _archives(file):
-            return _import_here(index, request, quiet)
+    def here(index: Index) -> ImportReply:
+        with _exit_on_archive_error(file):
+            return _import_locally(index, request, quiet)
 
-    return client.owned(home, here)
+    return client.run_locked(home, here)
 
 
-def _import_here(index: Index, request: ImportRequest, quiet: bool) -> Imported:
+def _import_locally(index: Index, request: ImportRequest, quiet: bool) -> ImportReply:
     """As a proxy would after its start: what an earlier one left undone is put in order first."""
     home, done = index.home, 0
     reconcile(index)
-    tenant = configured.key_holders(home).tenant(request.key)
+    tenant = configured.read_key_tenants(home).find_tenant(request.key)
     with (
         open_archive(Path(request.path)) as archive,
-        counting("importing", 2 * archive.bytes_count, quiet) as advance,
+        show_progress("importing", 2 * archive.bytes_count, quiet) as advance,
     ):
 
         def progress(now: int, _: int) -> None:
@@ -228,16 +230,16 @@ def _import_here(index: Index, request: ImportRequest, quiet: bool) -> Imported:
             advance(now - done)
             done = now
 
-        known = known_from_files(index)
+        known = find_known_models(index)
         return import_archive(index, archive, tenant, known, anyway=request.anyway, progress=progress)
 
 
-def _stored(told: Imported) -> str:
-    if not told.segments and not told.checkpoints:
-        return f"all {tables.count(told.tokens, 'token')} of {told.model} are stored already, as session {told.session}"
-    what = f"{tables.count(told.segments, 'segment')} and {tables.count(told.checkpoints, 'checkpoint')}"
-    known = f", {told.tokens_known:,} of them were stored already" if told.tokens_known else ""
+def _format_import(imported: ImportReply) -> str:
+    if not imported.segments and not imported.checkpoints:
+        return f"all {tables.format_count(imported.tokens, 'token')} of {imported.model} are stored already, as session {imported.session}"
+    what = f"{tables.format_count(imported.segments, 'segment')} and {tables.format_count(imported.checkpoints, 'checkpoint')}"
+    known = f", {imported.tokens_known:,} of them were stored already" if imported.tokens_known else ""
     return (
-        f"imported {tables.count(told.tokens, 'token')} of {told.model} as session {told.session}{known}: "
-        f"{what}, {tables.size(told.bytes_written)}"
+        f"imported {tables.format_count(imported.tokens, 'token')} of {imported.model} as session {imported.session}{known}: "
+        f"{what}, {tables.format_size(imported.bytes_written)}"
     )

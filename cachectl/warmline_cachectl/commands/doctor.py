@@ -6,53 +6,57 @@ from dataclasses import asdict
 import typer
 from rich.table import Table
 
-from warmline_cachectl.doctor.checks import OK, Check, examine
+from warmline_cachectl.doctor.checks import OK, Diagnosis, run_checks
 from warmline_cachectl.doctor.facts import gather
 from warmline_cachectl.options import (
-    CHECKING,
+    CHECK_GROUP,
     EXIT_FOUND,
     EXIT_USAGE,
     HOME,
     HomeOption,
     JsonOption,
     QuietOption,
-    examples,
-    failing,
-    home_at,
+    exit_on_error,
+    format_examples,
+    make_home,
 )
 from warmline_cachectl.views.columns import printable
-from warmline_cachectl.views.output import show, waiting
-from warmline_cachectl.views.tables import count
+from warmline_cachectl.views.output import show, show_spinner
+from warmline_cachectl.views.tables import format_count
 
 app = typer.Typer()
 
 
 @app.command(
     short_help="Look for what commonly goes wrong.",
-    rich_help_panel=CHECKING,
-    epilog=examples("cachectl doctor", "cachectl doctor --json"),
+    rich_help_panel=CHECK_GROUP,
+    epilog=format_examples("cachectl doctor", "cachectl doctor --json"),
 )
 def doctor(quiet: QuietOption = False, home: HomeOption = HOME, as_json: JsonOption = False) -> None:
     """The home, the index, the running pair and this machine, each finding with its mend; exit code 1 where any is.
 
     (`warmline doctor` is about a model: whether it can be served, and how.)
     """
-    with failing(), waiting("looking", quiet or as_json):
-        facts = gather(home_at(home))
-    checks = examine(facts)
+    with exit_on_error(), show_spinner("looking", quiet or as_json):
+        facts = gather(make_home(home))
+    checks = run_checks(facts)
     found = sum(check.status != OK for check in checks)
-    show({"checks": [asdict(check) for check in checks], "findings": found}, [_table(checks), _sum(found)], as_json)
+    show(
+        {"checks": [asdict(check) for check in checks], "findings": found},
+        [_render_table(checks), _format_summary(found)],
+        as_json,
+    )
     if not facts.has_home:
         raise typer.Exit(EXIT_USAGE)
     if found:
         raise typer.Exit(EXIT_FOUND)
 
 
-def _sum(found: int) -> str:
-    return count(found, "finding") if found else "all is well"
+def _format_summary(found: int) -> str:
+    return format_count(found, "finding") if found else "all is well"
 
 
-def _table(checks: Sequence[Check]) -> Table:
+def _render_table(checks: Sequence[Diagnosis]) -> Table:
     """What to do stands under what is seen: both may be long."""
     table = Table("", "check", "seen")
     for check in checks:

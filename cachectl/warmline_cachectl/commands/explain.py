@@ -9,27 +9,34 @@ import msgspec
 import typer
 
 from warmline_cachectl import client
-from warmline_cachectl.completion import any_ids
+from warmline_cachectl.completion import complete_ids
 from warmline_cachectl.options import (
     EXIT_FOUND,
     EXIT_USAGE,
     HOME,
-    LOOKING,
+    LOOK_GROUP,
     HomeOption,
     JsonOption,
-    examples,
     fail,
-    home_at,
-    reading,
-    resolved,
+    format_examples,
+    make_home,
+    open_index,
+    resolve_id,
 )
 from warmline_cachectl.views import explain as sides
 from warmline_cachectl.views.output import show
-from warmline_common.protocol.messages import TextsReply
-from warmline_proxy.explain.diff import Comparison, Stored, compare, stored, windows, with_texts
-from warmline_proxy.explain.explain import LAST, ExplainReply, UnknownRequest, explain, find_with_since
+from warmline_common.protocol.messages import DetokenizeReply
+from warmline_proxy.explain.diff import (
+    Comparison,
+    StoredConversation,
+    add_texts,
+    compare_conversations,
+    cut_windows,
+    load_conversation,
+)
+from warmline_proxy.explain.explain import LAST, ExplainReply, RequestNotFoundError, explain, find_record_with_since
 from warmline_proxy.index.index import IndexReader
-from warmline_proxy.store.rows import TextsOf
+from warmline_proxy.store.rows import SegmentTextsRequest
 
 EXPLAIN_TIMEOUT_S = 30.0
 
@@ -39,8 +46,8 @@ app = typer.Typer()
 @app.command(
     "explain",
     short_help="Say why a request was no warmer.",
-    rich_help_panel=LOOKING,
-    epilog=examples(
+    rich_help_panel=LOOK_GROUP,
+    epilog=format_examples(
         "cachectl explain  # the last request that was not fully warm",
         "cachectl explain --json",
     ),
@@ -61,30 +68,32 @@ def explain_(
     Without a request: the last one that was not fully warm for a reason.
     """
     try:
-        reply = _explained(home, request)
-    except UnknownRequest as error:
+        reply = _explain_request(home, request)
+    except RequestNotFoundError as error:
         fail(str(error), EXIT_FOUND)
-    show(msgspec.to_builtins(reply), sides.explanation(reply), as_json)
+    show(msgspec.to_builtins(reply), sides.render_explanation(reply), as_json)
 
 
-def _explained(home: Path, request: str) -> ExplainReply:
+def _explain_request(home: Path, request: str) -> ExplainReply:
     """By the proxy, which knows the newest requests and has texts; where none runs, or it can't, from the index."""
-    with suppress(client.CannotDo):
+    with suppress(client.CachectlError):
         path = f"/warmline/explain?request={quote(request, safe='')}"
-        return client.ask(home_at(home), path, ExplainReply, EXPLAIN_TIMEOUT_S)
-    with reading(home) as reader:
-        record, since = find_with_since(reader.requests(), request)
-        return explain(reader, record, since, client.whose_as_far_as_known(reader.home, reader.snapshot()))
+        return client.request_proxy(make_home(home), path, ExplainReply, EXPLAIN_TIMEOUT_S)
+    with open_index(home) as reader:
+        record, since = find_record_with_since(reader.requests(), request)
+        return explain(reader, record, since, client.read_owner_labels_if_readable(reader.home, reader.snapshot()))
 
 
 @app.command(
     short_help="Compare two stored conversations.",
-    rich_help_panel=LOOKING,
-    epilog=examples("cachectl diff SESSION OTHER  # where they part", "cachectl diff SEGMENT OTHER --json"),
+    rich_help_panel=LOOK_GROUP,
+    epilog=format_examples("cachectl diff SESSION OTHER  # where they part", "cachectl diff SEGMENT OTHER --json"),
 )
 def diff(
-    a: Annotated[str, typer.Argument(help="A session or segment, by id or its beginning.", autocompletion=any_ids)],
-    b: Annotated[str, typer.Argument(help="Another one.", autocompletion=any_ids)],
+    a: Annotated[
+        str, typer.Argument(help="A session or segment, by id or its beginning.", autocompletion=complete_ids)
+    ],
+    b: Annotated[str, typer.Argument(help="Another one.", autocompletion=complete_ids)],
     home: HomeOption = HOME,
     as_json: JsonOption = False,
 ) -> None:
@@ -92,31 +101,31 @@ def diff(
 
     Texts take a running pair; without one, token ids are shown.
     """
-    with reading(home) as reader:
-        one, other = _stored(reader, a), _stored(reader, b)
-        found = compare(one, other, reader.requests())
+    with open_index(home) as reader:
+        one, other = _find_stored(reader, a), _find_stored(reader, b)
+        found = compare_conversations(one, other, reader.requests())
     if found.where is not None:
-        found = _with_texts(home, found, one, other)
-    show(msgspec.to_builtins(found), sides.comparison(found), as_json)
+        found = _add_texts(home, found, one, other)
+    show(msgspec.to_builtins(found), sides.render_comparison(found), as_json)
 
 
-def _stored(reader: IndexReader, typed: str) -> Stored:
-    kind, row_id = resolved(reader.snapshot(), typed)
+def _find_stored(reader: IndexReader, typed: str) -> StoredConversation:
+    kind, row_id = resolve_id(reader.snapshot(), typed)
     if kind not in ("session", "segment"):
         fail(f"{typed} is a {kind}; only sessions and segments have tokens to compare", EXIT_USAGE)
-    found = stored(reader, kind, row_id)
+    found = load_conversation(reader, kind, row_id)
     if found is None:
         fail(f"{typed} is no longer stored", EXIT_FOUND)
     return found
 
 
-def _with_texts(home: Path, found: Comparison, one: Stored, other: Stored) -> Comparison:
+def _add_texts(home: Path, found: Comparison, one: StoredConversation, other: StoredConversation) -> Comparison:
     texts = []
     try:
-        for each, window in zip((one, other), windows(one, other, found.common), strict=True):
-            wanted = TextsOf(segment=each.leaf, sequences=[window])
-            reply = client.ask(home_at(home), "/warmline/texts", TextsReply, EXPLAIN_TIMEOUT_S, wanted)
+        for each, window in zip((one, other), cut_windows(one, other, found.common), strict=True):
+            wanted = SegmentTextsRequest(segment=each.leaf, sequences=[window])
+            reply = client.request_proxy(make_home(home), "/warmline/texts", DetokenizeReply, EXPLAIN_TIMEOUT_S, wanted)
             texts += reply.texts
-    except client.CannotDo as error:
+    except client.CachectlError as error:
         return msgspec.structs.replace(found, why_no_text=str(error))
-    return with_texts(found, *texts)
+    return add_texts(found, *texts)

@@ -8,9 +8,9 @@ import msgspec
 import typer
 
 from warmline_cachectl import client
-from warmline_cachectl.completion import key_names, session_ids
+from warmline_cachectl.completion import complete_key_names, complete_session_ids
 from warmline_cachectl.options import (
-    CHANGING,
+    CHANGE_GROUP,
     EXIT_FOUND,
     EXIT_OK,
     EXIT_REFUSED,
@@ -19,21 +19,21 @@ from warmline_cachectl.options import (
     HomeOption,
     JsonOption,
     QuietOption,
-    examples,
+    exit_on_error,
     fail,
-    failing,
-    home_at,
-    reading,
-    session_id,
+    format_examples,
+    make_home,
+    open_index,
+    resolve_session_id,
 )
 from warmline_cachectl.views import tables
-from warmline_cachectl.views.output import show, waiting
+from warmline_cachectl.views.output import show, show_spinner
 from warmline_common.process.arguments import GB
-from warmline_proxy.auth.key_store import NoSuchKey
-from warmline_proxy.auth.owners import SHARED, SHARED_BY_ALL, Whose
+from warmline_proxy.auth.key_store import KeyNotFoundError
+from warmline_proxy.auth.owners import SHARED_BY_ALL_LABEL, SHARED_LABEL, OwnerLabels
 from warmline_proxy.index.index import IndexReader
-from warmline_proxy.retention.purge import by_roots, preview
-from warmline_proxy.store.rows import Cut, GcRequest, PinRequest, PurgeReply, PurgeRequest, Snapshot
+from warmline_proxy.retention.purge import preview_purge, resolve_key
+from warmline_proxy.store.rows import GcRequest, IndexSnapshot, PinRequest, PurgeReply, PurgeRequest, Truncation
 
 TO_GB_MAX = 1e9  # more bytes than a message can say
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -43,8 +43,8 @@ app = typer.Typer()
 
 @app.command(
     short_help="Remove conversations.",
-    rich_help_panel=CHANGING,
-    epilog=examples(
+    rich_help_panel=CHANGE_GROUP,
+    epilog=format_examples(
         "cachectl purge --session SESSION --dry-run  # only say what would go",
         "cachectl purge --key laptop --yes  # what is stored under one key, as `cachectl ls` names it",
         "cachectl purge --all --yes",
@@ -52,14 +52,14 @@ app = typer.Typer()
 )
 def purge(
     session: Annotated[
-        str, typer.Option(help="One conversation, by id or its beginning.", autocompletion=session_ids)
+        str, typer.Option(help="One conversation, by id or its beginning.", autocompletion=complete_session_ids)
     ] = "",
     model: Annotated[str, typer.Option(help="Everything of one model.")] = "",
     key: Annotated[
         str,
         typer.Option(
             help="What is stored under one key, by its name; or 'no key', shared, 'a removed key', as tables say it.",
-            autocompletion=key_names,
+            autocompletion=complete_key_names,
         ),
     ] = "",
     older_than: Annotated[str, typer.Option(help="What was last used before: 90s, 30m, 12h, 7d, 2w.")] = "",
@@ -73,34 +73,36 @@ def purge(
     """Remove conversations from disk, and every trace of them from the index; pinned ones too."""
     if sum(map(bool, (session, model, key, older_than, everything))) != 1:
         fail("name exactly one of --session, --model, --key, --older-than, --all", EXIT_USAGE)
-    older_than_s = _seconds(older_than)
-    with reading(home) as reader:
+    older_than_s = _parse_age(older_than)
+    with open_index(home) as reader:
         snapshot = reader.snapshot()
-        known = client.whose(reader.home, snapshot) if key else Whose()
-        named = session_id(snapshot, session)
+        known = client.read_owner_labels(reader.home, snapshot) if key else OwnerLabels()
+        named = resolve_session_id(snapshot, session)
         request = PurgeRequest(session=named, model=model, key=key, older_than_s=older_than_s, everything=everything)
         reply = _preview(reader, request, known)
     if dry_run or not key:  # records and memory may have something of a key of which nothing is on disk
-        _fail_for_nothing(reply, request, known)
+        _fail_on_no_match(reply, request, known)
     if not dry_run:
         if not yes:
-            _ask(reply)
-        with failing(), waiting("removing", quiet):
-            reply = client.purge(home_at(home), request)
-        _fail_for_nothing(reply, request, known)
-    show(msgspec.to_builtins(reply), [tables.purged(reply)], as_json)
-    _fail_for_what_stays(reply.cuts)
+            _confirm(reply)
+        with exit_on_error(), show_spinner("removing", quiet):
+            reply = client.purge(make_home(home), request)
+        _fail_on_no_match(reply, request, known)
+    show(msgspec.to_builtins(reply), [tables.format_purge(reply)], as_json)
+    _fail_on_uncut_segments(reply.cuts)
     if key:
-        _fail_for_what_is_untold(snapshot, known)
+        _fail_on_unknown_owners(snapshot, known)
 
 
 @app.command(
     short_help="Keep a conversation from being evicted.",
-    rich_help_panel=CHANGING,
-    epilog=examples("cachectl pin SESSION", "cachectl pin SESSION --off"),
+    rich_help_panel=CHANGE_GROUP,
+    epilog=format_examples("cachectl pin SESSION", "cachectl pin SESSION --off"),
 )
 def pin(
-    session: Annotated[str, typer.Argument(help="A conversation's id, or its beginning.", autocompletion=session_ids)],
+    session: Annotated[
+        str, typer.Argument(help="A conversation's id, or its beginning.", autocompletion=complete_session_ids)
+    ],
     off: Annotated[bool, typer.Option("--off", help="Let it be evicted again.")] = False,
     home: HomeOption = HOME,
     as_json: JsonOption = False,
@@ -109,17 +111,17 @@ def pin(
 
     What it gains later is pinned once you pin it again. A purge removes it all the same.
     """
-    with reading(home) as reader:
-        wanted = session_id(reader.snapshot(), session)
-    with failing():
-        reply = client.pin(home_at(home), PinRequest(session=wanted, off=off))
-    show(msgspec.structs.asdict(reply), [tables.pinned(reply)], as_json)
+    with open_index(home) as reader:
+        wanted = resolve_session_id(reader.snapshot(), session)
+    with exit_on_error():
+        reply = client.pin(make_home(home), PinRequest(session=wanted, off=off))
+    show(msgspec.structs.asdict(reply), [tables.format_pin(reply)], as_json)
 
 
 @app.command(
     short_help="Delete what nobody needs, and evict to the budget.",
-    rich_help_panel=CHANGING,
-    epilog=examples("cachectl gc", "cachectl gc --to-gb 20  # evict until no more is used"),
+    rich_help_panel=CHANGE_GROUP,
+    epilog=format_examples("cachectl gc", "cachectl gc --to-gb 20  # evict until no more is used"),
 )
 def gc(
     to_gb: Annotated[
@@ -135,54 +137,61 @@ def gc(
     """
     if to_gb is not None and not to_gb <= TO_GB_MAX:  # nan is neither
         fail(f"--to-gb {to_gb} is no size", EXIT_USAGE)
-    with reading(home):
+    with open_index(home):
         pass  # where nothing was ever stored there is nothing to collect, and no index to be made
-    with failing(), waiting("collecting", quiet):
-        reply = client.gc(home_at(home), GcRequest(to_bytes=None if to_gb is None else int(to_gb * GB)))
-    show(msgspec.to_builtins(reply), tables.collected(reply), as_json)
-    _fail_for_what_stays(reply.cuts)
+    with exit_on_error(), show_spinner("collecting", quiet):
+        reply = client.gc(make_home(home), GcRequest(to_bytes=None if to_gb is None else int(to_gb * GB)))
+    show(msgspec.to_builtins(reply), tables.render_gc(reply), as_json)
+    _fail_on_uncut_segments(reply.cuts)
 
 
-def _ask(reply: PurgeReply) -> None:
+def _confirm(reply: PurgeReply) -> None:
     """Ends the command unless whoever types wants it gone."""
     if not sys.stdin.isatty():
         fail("purge asks before it removes anything; without a terminal, say --yes or --dry-run", EXIT_USAGE)
-    if not typer.confirm(f"{tables.purged(reply).removeprefix('would ')}?", err=True):
+    if not typer.confirm(f"{tables.format_purge(reply).removeprefix('would ')}?", err=True):
         fail("nothing was purged", EXIT_OK)
 
 
-def _preview(reader: IndexReader, request: PurgeRequest, known: Whose) -> PurgeReply:
+def _preview(reader: IndexReader, request: PurgeRequest, owner_labels: OwnerLabels) -> PurgeReply:
     """What would go; ends with exit code 1 where nobody has that key."""
     try:
-        return preview(reader, by_roots(request, known))
-    except NoSuchKey as error:
+        return preview_purge(reader, resolve_key(request, owner_labels))
+    except KeyNotFoundError as error:
         fail(str(error), EXIT_FOUND)
 
 
-def _fail_for_nothing(reply: PurgeReply, request: PurgeRequest, known: Whose) -> None:
+def _fail_on_no_match(reply: PurgeReply, request: PurgeRequest, owner_labels: OwnerLabels) -> None:
     """Ends with exit code 1 where nothing went, or would."""
     if not (reply.sessions or reply.segments or reply.quarantined or request.everything):
-        shared = next((word for word in (SHARED, SHARED_BY_ALL) if request.key and word in known.words.values()), "")
+        shared = next(
+            (
+                word
+                for word in (SHARED_LABEL, SHARED_BY_ALL_LABEL)
+                if request.key and word in owner_labels.words.values()
+            ),
+            "",
+        )
         fail("nothing matches" + (f"; all keys share a cache: --key {shared!r}" if shared else ""), EXIT_FOUND)
 
 
-def _fail_for_what_is_untold(snapshot: Snapshot, known: Whose) -> None:
+def _fail_on_unknown_owners(snapshot: IndexSnapshot, owner_labels: OwnerLabels) -> None:
     """Ends with exit code 3 where there is something that may be that key's too."""
-    if untold := sum(row.root.hex() not in known.words for row in snapshot.segments.values()):
-        what = tables.count(untold, "more segment")
+    if untold := sum(row.root.hex() not in owner_labels.words for row in snapshot.segments.values()):
+        what = tables.format_count(untold, "more segment")
         mend = "`cachectl verify --repair` sets them aside, then purge again"
         fail(f"{what} may be that key's too; damaged files don't say whose they are: {mend}", EXIT_REFUSED)
 
 
-def _fail_for_what_stays(cuts: list[Cut]) -> None:
+def _fail_on_uncut_segments(cuts: list[Truncation]) -> None:
     """Ends with exit code 3 where a segment could not be cut."""
     if left := [cut for cut in cuts if cut.why_not]:
         why = "; ".join(f"segment {cut.segment}: {cut.why_not}" for cut in left)
-        weight = tables.size(sum(cut.bytes_count for cut in left))
+        weight = tables.format_size(sum(cut.bytes_count for cut in left))
         fail(f"{weight} that nobody needs could not be cut away; cachectl gc tries again: {why}", EXIT_REFUSED)
 
 
-def _seconds(text: str) -> float | None:
+def _parse_age(text: str) -> float | None:
     if not text:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())

@@ -19,13 +19,13 @@ from warmline_cachectl import client
 from warmline_cachectl.options import (
     EXIT_REFUSED,
     HOME,
-    LOOKING,
+    LOOK_GROUP,
     HomeOption,
     JsonOption,
-    examples,
+    exit_on_error,
     fail,
-    failing,
-    home_at,
+    format_examples,
+    make_home,
 )
 from warmline_cachectl.views import tables
 from warmline_cachectl.views import top as top_view
@@ -34,7 +34,7 @@ from warmline_common.storage.home import Home
 
 ASK_TIMEOUT_S = 5.0
 RECORDS = 200  # whose reuse is told
-END_KEYS = ("q", "Q", "\x03", "\x04")
+QUIT_KEYS = ("q", "Q", "\x03", "\x04")
 KEYS_BYTES = 64  # pressed between two looks
 
 app = typer.Typer()
@@ -42,8 +42,8 @@ app = typer.Typer()
 
 @app.command(
     short_help="Watch the running requests.",
-    rich_help_panel=LOOKING,
-    epilog=examples("cachectl top  # q ends it", "cachectl top --once", "cachectl top --json"),
+    rich_help_panel=LOOK_GROUP,
+    epilog=format_examples("cachectl top  # q ends it", "cachectl top --once", "cachectl top --json"),
 )
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print one look, and end.")] = False,
@@ -55,24 +55,26 @@ def top(
 
     It asks the proxy, and keeps trying where none runs. Without a terminal it prints one look, as with --once.
     """
-    place = home_at(home)
-    with failing():
+    place = make_home(home)
+    with exit_on_error():
         client.check_home(place)
     if once or as_json or not sys.stdout.isatty():
-        with failing():
-            view = look(place, None)
-        return show(view, [top_view.screen(view, tables.console().width)], as_json)
+        with exit_on_error():
+            view = read_view(place, None)
+        return show(view, [top_view.render_screen(view, tables.make_console().width)], as_json)
     _watch(place, interval_s)
 
 
-def look(home: Home, before: dict[str, Any] | None) -> dict[str, Any]:
+def read_view(home: Home, before: dict[str, Any] | None) -> dict[str, Any]:
     """Raises client.CannotDo."""
-    status = client.ask(home, "/warmline/status", dict[str, Any], ASK_TIMEOUT_S)
-    records = client.ask(home, f"/warmline/requests?count={RECORDS}", dict[str, Any], ASK_TIMEOUT_S)
+    status = client.request_proxy(home, "/warmline/status", dict[str, Any], ASK_TIMEOUT_S)
+    records = client.request_proxy(home, f"/warmline/requests?count={RECORDS}", dict[str, Any], ASK_TIMEOUT_S)
     try:
-        return top_view.snapshot(status, records["requests"], before)
+        return top_view.build_snapshot(status, records["requests"], before)
     except (KeyError, TypeError) as error:
-        raise client.Refused(f"the proxy answered otherwise than expected (another version?): {error!r}") from error
+        raise client.OperationRefusedError(
+            f"the proxy answered otherwise than expected (another version?): {error!r}"
+        ) from error
 
 
 def _watch(home: Home, interval_s: float) -> None:
@@ -80,15 +82,15 @@ def _watch(home: Home, interval_s: float) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):  # else they end us with the terminal as no shell wants it
         signal.signal(number, signal.default_int_handler)
     try:
-        with Live(console=tables.console(), screen=True, auto_refresh=False) as live, _keys() as pressed:
+        with Live(console=tables.make_console(), screen=True, auto_refresh=False) as live, _open_keyboard() as pressed:
             while True:
                 try:
-                    view = look(home, view)
-                    live.update(top_view.screen(view, live.console.width), refresh=True)
-                except client.CannotDo as error:
+                    view = read_view(home, view)
+                    live.update(top_view.render_screen(view, live.console.width), refresh=True)
+                except client.CachectlError as error:
                     view = None
                     live.update(Text(f"{error}; trying again, q ends"), refresh=True)
-                if set(pressed(interval_s)) & set(END_KEYS):
+                if set(pressed(interval_s)) & set(QUIT_KEYS):
                     return
     except KeyboardInterrupt:
         return
@@ -97,20 +99,20 @@ def _watch(home: Home, interval_s: float) -> None:
 
 
 @contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
+def _open_keyboard() -> Iterator[Callable[[float], str]]:
     """Yields what waits so many seconds for keys; "" where none was pressed, or nobody can press one.
 
     A terminal that is gone is one on which its end was asked for.
     """
     if not sys.stdin.isatty():
-        yield _nobody
+        yield _wait_without_keyboard
         return
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
 
     def pressed(timeout_s: float) -> str:
         ready, _, _ = select.select([descriptor], [], [], timeout_s)
-        return os.read(descriptor, KEYS_BYTES).decode(errors="replace") or END_KEYS[0] if ready else ""
+        return os.read(descriptor, KEYS_BYTES).decode(errors="replace") or QUIT_KEYS[0] if ready else ""
 
     try:
         tty.setcbreak(descriptor)
@@ -119,6 +121,6 @@ def _keys() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def _nobody(timeout_s: float) -> str:
+def _wait_without_keyboard(timeout_s: float) -> str:
     time.sleep(timeout_s)
     return ""

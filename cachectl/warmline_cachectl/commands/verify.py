@@ -7,42 +7,42 @@ import msgspec
 import typer
 
 from warmline_cachectl import client
-from warmline_cachectl.completion import session_ids
+from warmline_cachectl.completion import complete_session_ids
 from warmline_cachectl.options import (
-    CHECKING,
+    CHECK_GROUP,
     EXIT_FOUND,
     EXIT_USAGE,
     HOME,
     HomeOption,
     JsonOption,
     QuietOption,
-    examples,
+    exit_on_error,
     fail,
-    failing,
-    home_at,
-    reading,
-    session_id,
+    format_examples,
+    make_home,
+    open_index,
+    resolve_session_id,
 )
 from warmline_cachectl.views import tables
 from warmline_cachectl.views import values as views
-from warmline_cachectl.views.output import counting, show, waiting
-from warmline_cachectl.views.tables import count
-from warmline_proxy.store.rows import Finding, ReplayRequest
+from warmline_cachectl.views.output import show, show_progress, show_spinner
+from warmline_cachectl.views.tables import format_count
+from warmline_proxy.store.rows import IndexFinding, ReplayRequest
 
 app = typer.Typer()
 
 
 @app.command(
     short_help="Check the index and its files, and repair them.",
-    rich_help_panel=CHECKING,
-    epilog=examples("cachectl verify", "cachectl verify --deep", "cachectl verify --repair"),
+    rich_help_panel=CHECK_GROUP,
+    epilog=format_examples("cachectl verify", "cachectl verify --deep", "cachectl verify --repair"),
 )
 def verify(
     session: Annotated[
         str,
         typer.Argument(
             help="With --replay: one conversation, by id or its beginning.",
-            autocompletion=session_ids,
+            autocompletion=complete_session_ids,
             show_default=False,
         ),
     ] = "",
@@ -64,17 +64,17 @@ def verify(
         return _replay(session, home, as_json, quiet)
     if session:
         fail("one conversation alone can only be replayed: add --replay", EXIT_USAGE)
-    did: list[Finding] = []
+    did: list[IndexFinding] = []
     if repair:
-        with failing(), waiting("mending", quiet):
-            did, deep = client.repair(home_at(home)).did, True
-    with reading(home) as reader:
+        with exit_on_error(), show_spinner("mending", quiet):
+            did, deep = client.repair(make_home(home)).did, True
+    with open_index(home) as reader:
         client.check_readable(reader.home)
         totals = reader.totals()
-        with counting("checking", totals.bytes_segments + totals.bytes_checkpoints, quiet or not deep) as progress:
+        with show_progress("checking", totals.bytes_segments + totals.bytes_checkpoints, quiet or not deep) as progress:
             found = reader.verify(deep, progress)
-    checked = f"{count(totals.segments, 'segment')} and {count(totals.checkpoints, 'checkpoint')} checked"
-    summary = f"{checked}: {count(len(found), 'finding')}"
+    checked = f"{format_count(totals.segments, 'segment')} and {format_count(totals.checkpoints, 'checkpoint')} checked"
+    summary = f"{checked}: {format_count(len(found), 'finding')}"
     view = {
         "findings": [msgspec.structs.asdict(finding) for finding in found],
         "segments": totals.segments,
@@ -83,17 +83,17 @@ def verify(
     }
     if repair:
         view["did"] = [msgspec.structs.asdict(each) for each in did]
-    show(view, [*(tables.repaired(did) if repair else ()), *tables.findings(found, summary)], as_json)
+    show(view, [*(tables.render_repairs(did) if repair else ()), *tables.render_findings(found, summary)], as_json)
     if found:
         raise typer.Exit(EXIT_FOUND)
 
 
 def _replay(session: str, home: Path, as_json: bool, quiet: bool) -> None:
-    with reading(home) as reader:
-        wanted = session_id(reader.snapshot(), session)
-    with failing(), waiting("computing again", quiet):
-        reply = client.replay(home_at(home), ReplayRequest(session=wanted))
+    with open_index(home) as reader:
+        wanted = resolve_session_id(reader.snapshot(), session)
+    with exit_on_error(), show_spinner("computing again", quiet):
+        reply = client.replay(make_home(home), ReplayRequest(session=wanted))
     view = {"replays": [msgspec.structs.asdict(each) for each in reply.replays]}
-    show(view, tables.replays(reply.replays), as_json)
-    if any(each.outcome in views.REPLAYED_WRONG for each in reply.replays):
+    show(view, tables.render_replays(reply.replays), as_json)
+    if any(each.outcome in views.REPLAY_FAILURES for each in reply.replays):
         raise typer.Exit(EXIT_FOUND)

@@ -16,22 +16,22 @@ from typing import Any
 
 from warmline_cachectl import client, configured
 from warmline_common.process.loopback import is_loopback
-from warmline_common.storage.file_lock import holder_of, is_alive
+from warmline_common.storage.file_lock import find_lock_holder, is_process_alive
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
-from warmline_proxy.index.index import IndexFailure, IndexReader
+from warmline_proxy.index.index import IndexReader, IndexStoreError
 from warmline_proxy.store.crash_probe import is_readable
-from warmline_proxy.store.files import too_open
-from warmline_proxy.store.rows import Finding, RequestRecord, Totals
+from warmline_proxy.store.files import find_non_private
+from warmline_proxy.store.rows import IndexFinding, RequestRecord, Totals
 
 ASK_TIMEOUT_S = 5.0
 COMMAND_TIMEOUT_S = 5.0
 STATUS_NAMES = {"backend", "engine", "persistence", "totals", "disk_budget_bytes"}
-OPENBLAS = ("usr/lib/*/openblas*/libopenblas*.so*", "usr/lib/*/libopenblas*.so*", "usr/lib64/libopenblas*.so*")
+OPENBLAS_PATTERNS = ("usr/lib/*/openblas*/libopenblas*.so*", "usr/lib/*/libopenblas*.so*", "usr/lib64/libopenblas*.so*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineFacts:
     """Commands' answers are "" where the machine has no such command."""
 
     system: str  # as sys.platform
@@ -49,7 +49,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SettingsFacts:
     """As far as they can be read from here: of a running proxy's flags only what its status tells is known."""
 
     host: str
@@ -65,11 +65,11 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index:
+class IndexFacts:
     """`problem`: why it can't be read; all else is then empty."""
 
     problem: str = ""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[IndexFinding] = field(default_factory=list)
     totals: Totals | None = None
     records: list[RequestRecord] = field(default_factory=list)
     roots: dict[str, int] = field(default_factory=dict)  # model to how many namespaces have something of it
@@ -89,86 +89,86 @@ class Facts:
     keys: int = 0  # that clients may show
     keys_problem: str = ""
     log_bytes: int = 0
-    index: Index = field(default_factory=Index)
-    settings: Settings
-    machine: Machine
+    index: IndexFacts = field(default_factory=IndexFacts)
+    settings: SettingsFacts
+    machine: MachineFacts
 
 
 def gather(home: Home) -> Facts:
     """Takes as long as a quick `verify`.  Raises OSError where not even the home's folder can be looked at, Refused."""
-    machine = _machine(home)
+    machine = _read_machine(home)
     if not home.root.is_dir():
-        return Facts(home=home.root, has_home=False, settings=_settings(home), machine=machine)
-    status, error = _status(home)
-    settings = _settings(home, status)
-    keys, keys_problem = _keys(home)
+        return Facts(home=home.root, has_home=False, settings=_read_settings(home), machine=machine)
+    status, error = _read_status(home)
+    settings = _read_settings(home, status)
+    keys, keys_problem = _count_keys(home)
     return Facts(
         home=home.root,
         has_home=True,
-        open_modes=[_told(home, path, mode) for path, mode in _open(home)],
-        lock_holder=holder_of(home.lock),
-        run_files=_stale(home),
+        open_modes=[_format_mode(home, path, mode) for path, mode in _find_open_modes(home)],
+        lock_holder=find_lock_holder(home.lock),
+        run_files=_find_stale_pid_files(home),
         proxy_url=client.proxy_url(home),
         proxy_error=error,
         status=status,
         ports_taken=[] if status else [port for port in (settings.port, settings.backend_port) if _is_taken(port)],
         keys=keys,
         keys_problem=keys_problem,
-        log_bytes=_bytes_below(home.logs),
-        index=_index(home),
+        log_bytes=_folder_bytes(home.logs),
+        index=_read_index(home),
         settings=settings,
         machine=machine,
     )
 
 
-def _settings(home: Home, status: Mapping[str, Any] | None = None) -> Settings:
+def _read_settings(home: Home, status: Mapping[str, Any] | None = None) -> SettingsFacts:
     bound = str((status or {}).get("host", ""))  # what a running proxy listens on, `lan` included
-    host = bound or configured.setting(home, "host", "127.0.0.1")
-    lan = configured.setting(home, "lan", False)
-    return Settings(
+    host = bound or configured.read_setting(home, "host", "127.0.0.1")
+    lan = configured.read_setting(home, "lan", False)
+    return SettingsFacts(
         host=host,
-        port=configured.setting(home, "port", 8026),
-        backend_port=configured.setting(home, "backend_port", 8025),
-        reuse=configured.setting(home, "reuse", "fast"),
+        port=configured.read_setting(home, "port", 8026),
+        backend_port=configured.read_setting(home, "backend_port", 8025),
+        reuse=configured.read_setting(home, "reuse", "fast"),
         lan=lan,
-        allowed_hosts=configured.setting(home, "allowed_hosts", ""),
-        stabilize=configured.setting(home, "stabilize", ""),
-        key_in_settings=bool(configured.setting(home, "client_key", "")),
-        disk_budget_bytes=configured.disk_budget_bytes(home),
+        allowed_hosts=configured.read_setting(home, "allowed_hosts", ""),
+        stabilize=configured.read_setting(home, "stabilize", ""),
+        key_in_settings=bool(configured.read_setting(home, "client_key", "")),
+        disk_budget_bytes=configured.read_disk_budget_bytes(home),
         on_loopback=is_loopback(host) and (bool(bound) or not lan),
     )
 
 
-def _open(home: Home) -> list[tuple[Path, int]]:
+def _find_open_modes(home: Home) -> list[tuple[Path, int]]:
     """What others than its owner may look at."""
     mode = stat.S_IMODE(home.root.stat().st_mode)
-    return [*([(home.root, mode)] if mode & 0o077 else []), *too_open(home)]
+    return [*([(home.root, mode)] if mode & 0o077 else []), *find_non_private(home)]
 
 
-def _told(home: Home, path: Path, mode: int) -> str:
+def _format_mode(home: Home, path: Path, mode: int) -> str:
     return f"{path.relative_to(home.root) if path != home.root else path} ({mode:o})"
 
 
-def _stale(home: Home) -> dict[str, int]:
+def _find_stale_pid_files(home: Home) -> dict[str, int]:
     """The files in run/ whose process is gone."""
     stale: dict[str, int] = {}
     for process in ("proxy", "backend"):
         with suppress(OSError, ValueError):
             pid = int(home.pid_file(process).read_text())
-            if not is_alive(pid):
+            if not is_process_alive(pid):
                 stale[home.pid_file(process).name] = pid
     return stale
 
 
-def _status(home: Home) -> tuple[dict[str, Any] | None, str]:
+def _read_status(home: Home) -> tuple[dict[str, Any] | None, str]:
     """Raises Refused where it is not what the judgement looks at."""
     try:
-        found = client.ask(home, "/warmline/status", dict[str, Any], ASK_TIMEOUT_S)
-    except client.CannotDo as error:
+        found = client.request_proxy(home, "/warmline/status", dict[str, Any], ASK_TIMEOUT_S)
+    except client.CachectlError as error:
         return None, str(error)
     if missing := STATUS_NAMES - found.keys():
         told = f"it does not tell {', '.join(sorted(missing))}"
-        raise client.Refused(f"the proxy answered otherwise than expected (another version?): {told}")
+        raise client.OperationRefusedError(f"the proxy answered otherwise than expected (another version?): {told}")
     return found, ""
 
 
@@ -182,7 +182,7 @@ def _is_taken(port: int) -> bool:
     return False
 
 
-def _bytes_below(folder: Path) -> int:
+def _folder_bytes(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):  # logs are rotated meanwhile
@@ -190,37 +190,37 @@ def _bytes_below(folder: Path) -> int:
     return total
 
 
-def _keys(home: Home) -> tuple[int, str]:
+def _count_keys(home: Home) -> tuple[int, str]:
     try:
-        return len(keys_file.client_keys(home)), ""
-    except keys_file.KeysUnusable as error:
+        return len(keys_file.read_client_keys(home)), ""
+    except keys_file.KeyStoreError as error:
         return 0, str(error)
 
 
-def _index(home: Home) -> Index:
+def _read_index(home: Home) -> IndexFacts:
     try:
         with IndexReader(home) as reader:
             if not is_readable(home.index):
-                return Index(problem="no process gets through it")
+                return IndexFacts(problem="no process gets through it")
             roots: dict[str, set[bytes]] = {}
             for row in reader.segments():
                 roots.setdefault(row.model, set()).add(row.root)
-            return Index(
+            return IndexFacts(
                 findings=reader.verify(),
                 totals=reader.totals(),
                 records=reader.requests(),
                 roots={model: len(found) for model, found in roots.items()},
             )
-    except (IndexFailure, OSError) as error:
-        return Index(problem=str(error))
+    except (IndexStoreError, OSError) as error:
+        return IndexFacts(problem=str(error))
 
 
-def _machine(home: Home) -> Machine:
+def _read_machine(home: Home) -> MachineFacts:
     place = next(path for path in (home.root, *home.root.parents) if path.exists())
     disk = shutil.disk_usage(place)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     mac = sys.platform == "darwin"
-    return Machine(
+    return MachineFacts(
         system=sys.platform,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         disk_bytes_free=disk.free,
@@ -228,15 +228,15 @@ def _machine(home: Home) -> Machine:
         descriptors_soft=soft,
         descriptors_hard=hard,
         now=time.time(),
-        wired_limit_mb=_said_by("sysctl", "-n", "iogpu.wired_limit_mb") if mac else "",
-        power=_said_by("pmset", "-g") if mac else "",
-        agents=_said_by("launchctl", "list") if mac else "",
+        wired_limit_mb=_run_command("sysctl", "-n", "iogpu.wired_limit_mb") if mac else "",
+        power=_run_command("pmset", "-g") if mac else "",
+        agents=_run_command("launchctl", "list") if mac else "",
         has_gpu=Path("/dev/nvidiactl").exists(),
-        has_openblas=any(True for pattern in OPENBLAS for _ in Path("/").glob(pattern)),
+        has_openblas=any(True for pattern in OPENBLAS_PATTERNS for _ in Path("/").glob(pattern)),
     )
 
 
-def _said_by(*command: str, run: Callable[..., Any] = subprocess.run) -> str:
+def _run_command(*command: str, run: Callable[..., Any] = subprocess.run) -> str:
     try:
         done = run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -19,10 +19,12 @@ class Column:
     kind: str = "number"
 
 
-def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, title: str = "") -> list[Table | str]:
+def fit_table(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, title: str = ""
+) -> list[Table | str]:
     """The table, and where columns are missing a line that says so."""
     widths = [max([len(column.name), *(_longest_line(row[at]) for row in rows)]) for at, column in enumerate(columns)]
-    shown, widths = _choose(columns, widths, width)
+    shown, widths = _choose_columns(columns, widths, width)
     table = Table(title=title or None, title_justify="left", pad_edge=True)
     for at in shown:
         column = columns[at]
@@ -31,7 +33,7 @@ def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int,
             column.name, justify="right" if number else "left", no_wrap=True, overflow="ellipsis", width=widths[at]
         )
     for row in rows:
-        table.add_row(*(_cut(printable(row[at]), widths[at], columns[at].kind) for at in shown))
+        table.add_row(*(_cut_cell(printable(row[at]), widths[at], columns[at].kind) for at in shown))
     missing = [column.name for at, column in enumerate(columns) if at not in shown]
     return [table, *([f"(no room for {', '.join(missing)}; --json has all)"] if missing else [])]
 
@@ -45,7 +47,7 @@ def _longest_line(text: str) -> int:
     return max(map(len, text.split("\n")))
 
 
-def _choose(columns: Sequence[Column], natural: list[int], width: int) -> tuple[list[int], list[int]]:
+def _choose_columns(columns: Sequence[Column], natural: list[int], width: int) -> tuple[list[int], list[int]]:
     """Which are shown and how wide they are: ids are cut first, then columns go, then texts are cut."""
     shown, widths = list(range(len(columns))), list(natural)
 
@@ -67,6 +69,6 @@ def _choose(columns: Sequence[Column], natural: list[int], width: int) -> tuple[
     return shown, widths
 
 
-def _cut(text: str, width: int, kind: str) -> str:
+def _cut_cell(text: str, width: int, kind: str) -> str:
     """An id's beginning is an id too; an ellipsis would not be."""
     return text[:width] if kind == "id" else text

@@ -8,28 +8,29 @@ from rich.table import Table
 from rich.text import Text
 
 from warmline_cachectl.views.columns import printable
-from warmline_cachectl.views.tables import console, count, span
+from warmline_cachectl.views.tables import format_count, format_duration, make_console
 from warmline_proxy.explain.diff import Comparison
-from warmline_proxy.explain.explain import ExplainReply, Side, Where
-from warmline_proxy.store.rows import AFTER_TOKENS
+from warmline_proxy.explain.explain import DiffSide, DivergencePoint, ExplainReply
+from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER
 
 COLUMNS_WIDTH_MIN = 100  # narrower terminals get one text below the other
 # Around what differs, where there is no colour to say so.
-OPENS, CLOSES = "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}"
-MARKED = "bold black on yellow"
+MARK_OPEN, MARK_CLOSE = (
+    "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
+    "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}",
+)
+MARK_STYLE = "bold black on yellow"
 TOKENS_SHOWN_MAX = 24  # of a side that nobody could read
 
-Parts = Iterable[Table | Text | str]
+Renderables = Iterable[Table | Text | str]
 
 
-def explanation(reply: ExplainReply) -> Parts:
+def render_explanation(reply: ExplainReply) -> Renderables:
     record, verdict = reply.request, reply.verdict
-    asked = (
-        f"{record.endpoint}, {printable(record.client_model) or 'no model named'}, {_ago(record.at)}, {record.outcome}"
-    )
+    asked = f"{record.endpoint}, {printable(record.client_model) or 'no model named'}, {_format_age(record.at)}, {record.outcome}"
     if since := reply.since:
         were = "were, the last of them" if since.warm > 1 else "was:"
-        warm = f"{count(since.warm, 'request')} since then {were} {since.last} ({_ago(since.at)})"
+        warm = f"{format_count(since.warm, 'request')} since then {were} {since.last} ({_format_age(since.at)})"
         yield f"The last one that was not warm; {warm}.\n"
     yield f"request {record.id} ({asked})"
     yield f"reused {record.cached_tokens:,} of {record.prompt_tokens:,} prompt tokens ({record.source})"
@@ -43,34 +44,34 @@ def explanation(reply: ExplainReply) -> Parts:
     if record.why_not_warmer:
         yield f"the planner's words: {printable(record.why_not_warmer)}"
     if reply.where and reply.known and reply.prompt:
-        yield f"\nIt parts from what was known {_place(reply.where)}:"
-        yield from _sides(("known", reply.known), ("this prompt", reply.prompt), reply.where)
-    yield f"\n{_now(reply)}"
+        yield f"\nIt parts from what was known {_format_place(reply.where)}:"
+        yield from _render_sides(("known", reply.known), ("this prompt", reply.prompt), reply.where)
+    yield f"\n{_format_stored_now(reply)}"
 
 
-def _ago(at: float) -> str:
-    return f"{span(max(0.0, time.time() - at))} ago"
+def _format_age(at: float) -> str:
+    return f"{format_duration(max(0.0, time.time() - at))} ago"
 
 
-def comparison(found: Comparison) -> Parts:
-    yield f"a  {found.a}  {found.tokens_a:,} tokens"
-    yield f"b  {found.b}  {found.tokens_b:,} tokens"
-    if not found.same_root:
+def render_comparison(result: Comparison) -> Renderables:
+    yield f"a  {result.a}  {result.tokens_a:,} tokens"
+    yield f"b  {result.b}  {result.tokens_b:,} tokens"
+    if not result.same_root:
         yield "They belong to different models or keys: neither is ever reused for the other."
-    yield f"Both begin with the same {found.common:,} tokens."
-    if found.where and found.side_a and found.side_b:
-        yield f"They part {_place(found.where)}:"
-        yield from _sides(("a", found.side_a), ("b", found.side_b), found.where)
-    elif found.tokens_a != found.tokens_b:
-        shorter, longer = ("a", "b") if found.tokens_a < found.tokens_b else ("b", "a")
+    yield f"Both begin with the same {result.common:,} tokens."
+    if result.where and result.side_a and result.side_b:
+        yield f"They part {_format_place(result.where)}:"
+        yield from _render_sides(("a", result.side_a), ("b", result.side_b), result.where)
+    elif result.tokens_a != result.tokens_b:
+        shorter, longer = ("a", "b") if result.tokens_a < result.tokens_b else ("b", "a")
         yield f"{shorter} ends there; {longer} goes on."
     else:
         yield "They are the same."
-    if found.why_no_text:
-        yield f"No texts: {printable(found.why_no_text)}"
+    if result.why_no_text:
+        yield f"No texts: {printable(result.why_no_text)}"
 
 
-def _place(where: Where) -> str:
+def _format_place(where: DivergencePoint) -> str:
     place = f"at token {where.token:,}"
     if where.role == "tools":
         return f"{place}, in the tools"
@@ -81,7 +82,7 @@ def _place(where: Where) -> str:
     return f"{place}, in message {where.message} ({printable(where.role)})"
 
 
-def _now(reply: ExplainReply) -> str:
+def _format_stored_now(reply: ExplainReply) -> str:
     now = reply.now
     told = f"Stored now: {now.tokens:,} of its {reply.request.prompt_tokens:,} prompt tokens"
     told += f", in session {now.session}." if now.session else "; its conversation is not stored, or no longer."
@@ -90,9 +91,9 @@ def _now(reply: ExplainReply) -> str:
     return f"{told}  What it parted from is {'still' if now.branch else 'not (or no longer)'} on disk."
 
 
-def _sides(old: tuple[str, Side], new: tuple[str, Side], where: Where) -> Parts:
-    out = console()
-    texts = [(name, _text(side, out, where)) for name, side in (old, new)]
+def _render_sides(old: tuple[str, DiffSide], new: tuple[str, DiffSide], where: DivergencePoint) -> Renderables:
+    out = make_console()
+    texts = [(name, _render_side(side, out, where)) for name, side in (old, new)]
     if out.width >= COLUMNS_WIDTH_MIN:
         table = Table(expand=False, show_lines=False)
         for name, _ in texts:
@@ -105,21 +106,21 @@ def _sides(old: tuple[str, Side], new: tuple[str, Side], where: Where) -> Parts:
         yield text
 
 
-def _text(side: Side, out: Console, where: Where) -> Text:
+def _render_side(side: DiffSide, out: Console, where: DivergencePoint) -> Text:
     if not side.text:
-        return _ids(side, where)
+        return _render_token_ids(side, where)
     coloured = out.is_terminal and not out.no_color and out.color_system is not None
     text, at = Text("… " if where.begins else ""), 0
     for start, end in side.differs:
         text.append(printable(side.text[at:start]))
         marked = printable(side.text[start:end])
-        text.append(marked, MARKED) if coloured else text.append(f"{OPENS}{marked}{CLOSES}")
+        text.append(marked, MARK_STYLE) if coloured else text.append(f"{MARK_OPEN}{marked}{MARK_CLOSE}")
         at = end
-    goes_on = len(side.tokens) >= where.token - where.begins + AFTER_TOKENS
+    goes_on = len(side.tokens) >= where.token - where.begins + DIVERGENCE_TOKENS_AFTER
     return text.append(printable(side.text[at:]) + (" …" if goes_on else ""))
 
 
-def _ids(side: Side, where: Where) -> Text:
+def _render_token_ids(side: DiffSide, where: DivergencePoint) -> Text:
     """From the place where they part."""
     ids = side.tokens[where.token - where.begins :]
     more = " …" if len(ids) > TOKENS_SHOWN_MAX else ""

@@ -13,34 +13,34 @@ from warmline_cachectl.views import tables
 from warmline_cachectl.views.columns import printable
 
 
-def show(view: dict[str, Any], for_people: Iterable[Any], as_json: bool) -> None:
+def show(view: dict[str, Any], renderables: Iterable[Any], as_json: bool) -> None:
     """`view` as JSON, or the other form of it."""
     if as_json:
         print(json.dumps(view, indent=2, default=msgspec.to_builtins))
         return
-    console = tables.console()
-    for part in for_people:
+    console = tables.make_console()
+    for part in renderables:
         is_line = isinstance(part, str) and not console.is_terminal  # which stays one, for whoever searches it
         console.print(printable(part) if isinstance(part, str) else part, soft_wrap=is_line)
 
 
 @contextmanager
-def counting(what: str, bytes_total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+def show_progress(label: str, bytes_total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, where that is a terminal; yields what is told of bytes as they are done."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with _progress(quiet, *columns) as progress:
-        task = progress.add_task(what, total=bytes_total)
+    with _make_progress(quiet, *columns) as progress:
+        task = progress.add_task(label, total=bytes_total)
         yield lambda count: progress.advance(task, count)
 
 
 @contextmanager
-def waiting(what: str, quiet: bool) -> Iterator[None]:
+def show_spinner(label: str, quiet: bool) -> Iterator[None]:
     """A sign of life on stderr, where that is a terminal, while somebody else works."""
-    with _progress(quiet, SpinnerColumn(), TextColumn("{task.description}")) as progress:
-        progress.add_task(what, total=None)
+    with _make_progress(quiet, SpinnerColumn(), TextColumn("{task.description}")) as progress:
+        progress.add_task(label, total=None)
         yield
 
 
-def _progress(quiet: bool, *columns: Any) -> Progress:
+def _make_progress(quiet: bool, *columns: Any) -> Progress:
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)

@@ -8,14 +8,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from warmline_cachectl.views.columns import Column, fitted, printable
-from warmline_proxy.store.rows import Finding, GcReply, PinReply, PurgeReply, Replay
+from warmline_cachectl.views.columns import Column, fit_table, printable
+from warmline_proxy.store.rows import GcReply, IndexFinding, PinReply, PurgeReply, ReplayResult
 
 WIDTH_PIPED = 160  # where no terminal says how wide it is
 
-Parts = Iterable[Table | str]
+Renderables = Iterable[Table | str]
 
-STORED = {  # what `stats` says of the disk, in its order
+STORED_LABELS = {  # what `stats` says of the disk, in its order
     "sessions": "conversations",
     "segments": "segments",
     "checkpoints": "checkpoints",
@@ -31,7 +31,7 @@ STORED = {  # what `stats` says of the disk, in its order
     "quarantined": "files in quarantine",
     "turns": "sampled tool calls",
 }
-REQUESTS = {  # and of the last requests
+REQUEST_LABELS = {  # and of the last requests
     "count": "requests",
     "outcomes": "how they ended",
     "sources": "where they started",
@@ -48,7 +48,7 @@ REQUESTS = {  # and of the last requests
 }
 
 
-def console() -> Console:
+def make_console() -> Console:
     """What clients called their conversations is text: no markup, no emoji."""
     out = Console(highlight=False, markup=False, emoji=False)
     if not (out.is_terminal or "COLUMNS" in os.environ):
@@ -56,7 +56,7 @@ def console() -> Console:
     return out
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     for unit in ("B", "KB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -64,19 +64,19 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f}{unit}"
     return f"{seconds:.0f}s"
 
 
-def count(number: int, one: str, many: str = "") -> str:
+def format_count(number: int, singular: str, plural: str = "") -> str:
     """ "1 finding", "2 findings"."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
-def conversations(view: dict[str, Any]) -> Parts:
+def render_conversations(view: dict[str, Any]) -> Renderables:
     pinned, keys = any(row["pinned"] for row in view["sessions"]), any(row["key"] for row in view["sessions"])
     columns = [
         Column("session", kind="id"),
@@ -99,24 +99,24 @@ def conversations(view: dict[str, Any]) -> Parts:
             *([row["key"]] if keys else []),
             row["model"],
             f"{row['tokens']:,}",
-            size(row["bytes"]),
-            size(row["bytes_alone"]),
+            format_size(row["bytes"]),
+            format_size(row["bytes_alone"]),
             f"{row['segments']}+{row['checkpoints']}",
             str(row["requests"]),
             str(row["hits"]),
-            span(row["age_s"]),
-            span(row["idle_s"]),
+            format_duration(row["age_s"]),
+            format_duration(row["idle_s"]),
             *(["yes" if row["pinned"] else ""] if pinned else []),
             row["client"],
         ]
         for row in view["sessions"]
     ]
-    yield from fitted(columns, rows, console().width) if rows else ["no conversations"]
+    yield from fit_table(columns, rows, make_console().width) if rows else ["no conversations"]
     if view["quarantined"]:
-        yield from quarantine(view["quarantined"])
+        yield from render_quarantine(view["quarantined"])
 
 
-def quarantine(rows: list[dict[str, Any]]) -> Parts:
+def render_quarantine(rows: list[dict[str, Any]]) -> Renderables:
     columns = [
         Column("quarantined", kind="id"),
         Column("kind", 3, "text"),
@@ -131,16 +131,16 @@ def quarantine(rows: list[dict[str, Any]]) -> Parts:
             row["kind"],
             row["model"],
             f"{row['start']:,}-{row['end']:,}",
-            size(row["bytes_on_disk"]),
+            format_size(row["bytes_on_disk"]),
             row["reason"],
         ]
         for row in rows
     ]
-    return fitted(columns, cells, console().width, title="Quarantine")
+    return fit_table(columns, cells, make_console().width, title="Quarantine")
 
 
-def conversation(view: dict[str, Any]) -> Parts:
-    yield from conversations({"sessions": [view["session"]], "quarantined": []})
+def render_conversation(view: dict[str, Any]) -> Renderables:
+    yield from render_conversations({"sessions": [view["session"]], "quarantined": []})
     pinned = any(row["pinned"] for row in view["path"])
     columns = [
         Column("segment", kind="id"),
@@ -156,7 +156,7 @@ def conversation(view: dict[str, Any]) -> Parts:
         [
             row["id"],
             f"{row['start']:,}-{row['end']:,}",
-            size(row["bytes_on_disk"]),
+            format_size(row["bytes_on_disk"]),
             f"{row['prefill_s']:.1f} s",
             str(row["hits"]),
             "yes" if row["shared"] else "",
@@ -165,10 +165,10 @@ def conversation(view: dict[str, Any]) -> Parts:
         ]
         for row in view["path"]
     ]
-    yield from fitted(columns, rows, console().width)
+    yield from fit_table(columns, rows, make_console().width)
 
 
-def listing(view: dict[str, Any]) -> Parts:
+def render_listing(view: dict[str, Any]) -> Renderables:
     keys = any(row["key"] for row in view["sessions"])
     columns = [
         Column("session", kind="id"),
@@ -183,16 +183,16 @@ def listing(view: dict[str, Any]) -> Parts:
             row["id"],
             *([row["key"]] if keys else []),
             f"{row['tokens']:,}",
-            size(row["bytes"]),
-            span(row["idle_s"]),
+            format_size(row["bytes"]),
+            format_duration(row["idle_s"]),
             " ".join(filter(None, (row["client"], "(pinned)" if row["pinned"] else ""))),
         ]
         for row in view["sessions"]
     ]
-    yield from fitted(columns, rows, console().width) if rows else ["no conversations"]
+    yield from fit_table(columns, rows, make_console().width) if rows else ["no conversations"]
 
 
-def segments(view: dict[str, Any]) -> Parts:
+def render_segments(view: dict[str, Any]) -> Renderables:
     columns = [
         Column("segment", kind="id"),
         Column("tokens"),
@@ -204,30 +204,34 @@ def segments(view: dict[str, Any]) -> Parts:
         [
             row["id"],
             f"{row['start']:,}-{row['end']:,}",
-            size(row["bytes"]),
+            format_size(row["bytes"]),
             str(row["checkpoints"]),
             ", ".join(name for name in ("shared", "pinned") if row[name]),
         ]
         for row in view["segments"]
     ]
-    return fitted(columns, rows, console().width)
+    return fit_table(columns, rows, make_console().width)
 
 
-def fields(view: dict[str, Any]) -> Parts:
+def render_fields(view: dict[str, Any]) -> Renderables:
     """One thing, a line a field."""
     for title, row in view.items():
-        yield _lines(title.capitalize(), {name.replace("_", " "): _text(name, value) for name, value in row.items()})
+        yield _make_field_table(
+            title.capitalize(), {name.replace("_", " "): _format_value(name, value) for name, value in row.items()}
+        )
 
 
-def stats(view: dict[str, Any]) -> Parts:
+def render_stats(view: dict[str, Any]) -> Renderables:
     for title, names, row in (
-        ("On disk", STORED, view["stored"]),
-        ("The last requests", REQUESTS, view["requests"]),
+        ("On disk", STORED_LABELS, view["stored"]),
+        ("The last requests", REQUEST_LABELS, view["requests"]),
     ):
-        yield _lines(title, {names[name]: _text(name, row[name]) for name in names if row[name] != {}})
+        yield _make_field_table(
+            title, {names[name]: _format_value(name, row[name]) for name in names if row[name] != {}}
+        )
 
 
-def _lines(title: str, rows: Mapping[str, str]) -> Table:
+def _make_field_table(title: str, rows: Mapping[str, str]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -236,7 +240,7 @@ def _lines(title: str, rows: Mapping[str, str]) -> Table:
     return table
 
 
-def findings(found: list[Finding], summary: str) -> Parts:
+def render_findings(found: list[IndexFinding], summary: str) -> Renderables:
     if found:
         table = Table("what", "id", "detail")
         for finding in found:
@@ -245,7 +249,7 @@ def findings(found: list[Finding], summary: str) -> Parts:
     yield summary
 
 
-def replays(rows: list[Replay]) -> Parts:
+def render_replays(rows: list[ReplayResult]) -> Renderables:
     columns = [
         Column("session", kind="id"),
         Column("tokens", 3),
@@ -269,42 +273,42 @@ def replays(rows: list[Replay]) -> Parts:
         ]
         for row in rows
     ]
-    yield from fitted(columns, cells, console().width) if rows else ["no conversations"]
+    yield from fit_table(columns, cells, make_console().width) if rows else ["no conversations"]
 
 
-def is_compared(row: Replay) -> bool:
+def is_compared(row: ReplayResult) -> bool:
     return bool(row.reused) and not row.detail
 
 
-def repaired(did: list[Finding]) -> Parts:
-    if did:
+def render_repairs(repairs: list[IndexFinding]) -> Renderables:
+    if repairs:
         table = Table("done", "id", "detail")
-        for each in did:
+        for each in repairs:
             table.add_row(each.what, each.id, each.detail)
         yield table
-    yield count(len(did), "repair")
+    yield format_count(len(repairs), "repair")
 
 
-def purged(reply: PurgeReply) -> str:
+def format_purge(reply: PurgeReply) -> str:
     verb = "would purge" if reply.dry_run else "purged"
     cut = [each for each in reply.cuts if not each.why_not]
     parts = [
-        count(len(reply.segments), "segment"),
+        format_count(len(reply.segments), "segment"),
         *([f"a part of {len(cut)} more"] if cut else []),
-        count(len(reply.checkpoints), "checkpoint"),
+        format_count(len(reply.checkpoints), "checkpoint"),
         *([f"{len(reply.quarantined)} quarantined"] if reply.quarantined else []),
-        size(reply.bytes_freed),
+        format_size(reply.bytes_freed),
     ]
-    return f"{verb} {count(len(reply.sessions), 'conversation')}: {', '.join(parts)}"
+    return f"{verb} {format_count(len(reply.sessions), 'conversation')}: {', '.join(parts)}"
 
 
-def pinned(reply: PinReply) -> str:
+def format_pin(reply: PinReply) -> str:
     what = f"{reply.session} is {'pinned' if reply.pinned else 'no longer pinned'}"
-    changed = f"{count(len(reply.segments), 'segment')} {'more' if reply.pinned else 'fewer'}"
-    return f"{what}: {changed}; {size(reply.bytes_pinned)} of at most {size(reply.bytes_pinned_max)} are pinned now"
+    changed = f"{format_count(len(reply.segments), 'segment')} {'more' if reply.pinned else 'fewer'}"
+    return f"{what}: {changed}; {format_size(reply.bytes_pinned)} of at most {format_size(reply.bytes_pinned_max)} are pinned now"
 
 
-def collected(reply: GcReply) -> Parts:
+def render_gc(reply: GcReply) -> Renderables:
     done = {
         "deleted": [
             (reply.orphans, "file that nobody claimed", "files that nobody claimed"),
@@ -318,17 +322,17 @@ def collected(reply: GcReply) -> Parts:
         "evicted": [(len(reply.evicted), "file", "")],
     }
     for verb, things in done.items():
-        if told := [count(number, one, many) for number, one, many in things if number]:
+        if told := [format_count(number, one, many) for number, one, many in things if number]:
             yield f"{verb} {', '.join(told)}"
-    yield f"the index: {size(reply.bytes_index_before)}, now {size(reply.bytes_index_after)}"
-    yield f"used on disk: {size(reply.bytes_before)}, now {size(reply.bytes_after)}"
+    yield f"the index: {format_size(reply.bytes_index_before)}, now {format_size(reply.bytes_index_after)}"
+    yield f"used on disk: {format_size(reply.bytes_before)}, now {format_size(reply.bytes_after)}"
     if reply.bytes_after > reply.bytes_wanted:
-        yield f"more than the {size(reply.bytes_wanted)} wanted: the rest is pinned, in use, or the index itself"
+        yield f"more than the {format_size(reply.bytes_wanted)} wanted: the rest is pinned, in use, or the index itself"
 
 
-def _text(name: str, value: Any) -> str:
+def _format_value(name: str, value: Any) -> str:
     if name.startswith("bytes"):
-        return size(value)
+        return format_size(value)
     if name in ("created", "last_used", "at") and isinstance(value, float):
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
     if name.endswith("_share"):

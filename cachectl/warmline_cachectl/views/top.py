@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from warmline_cachectl.views.columns import printable
-from warmline_cachectl.views.tables import count, size, span
+from warmline_cachectl.views.tables import format_count, format_duration, format_size
 
 View = dict[str, Any]
 BAR_CHARS = 16
@@ -17,7 +17,7 @@ REQUESTS_MAX = 30  # on one screen
 WIDE_CHARS = 100  # from which all columns have room
 
 
-def snapshot(status: View, records: Iterable[View], before: View | None = None) -> View:
+def build_snapshot(status: View, records: Iterable[View], before: View | None = None) -> View:
     """`status` and `records` as the proxy tells them; `before` is the last snapshot, for what went on since."""
     engine, totals = status.get("engine"), status["totals"]
     earlier = {row["id"]: row for row in before["requests"]} if before else {}
@@ -33,7 +33,7 @@ def snapshot(status: View, records: Iterable[View], before: View | None = None) 
         "queued": status["queued"],
         "settling": status["settling"],
         "connections": status["connections"],
-        "requests": [_request(row, earlier.get(row["id"]), since_s) for row in status["live"]],
+        "requests": [_build_request(row, earlier.get(row["id"]), since_s) for row in status["live"]],
         "engine": {
             "prefill_tokens_per_s": engine["prefill_rates"][-1]["tokens_per_s"] if engine["prefill_rates"] else 0.0,
             "decode_tokens_per_s": engine["decode_tokens_per_s"],
@@ -68,18 +68,18 @@ def bytes_used(totals: Mapping[str, int]) -> int:
     return sum(totals[f"bytes_{name}"] for name in names)
 
 
-def _request(row: View, before: View | None, since_s: float) -> View:
+def _build_request(row: View, before: View | None, since_s: float) -> View:
     names = ("id", "client_model", "client_session", "phase", "source", "age_s", "queue_s", "ttft_s")
     tokens = ("prompt_tokens", "reused_tokens", "prefilled_tokens", "spoken")
     shown = {name: row[name] for name in (*names, *tokens)}
     wanted = row["prompt_tokens"]
     return shown | {
         "progress": min(1.0, row["prefilled_tokens"] / wanted) if wanted else 0.0,
-        "tokens_per_s": _rate(row, before, since_s),
+        "tokens_per_s": _compute_tokens_per_s(row, before, since_s),
     }
 
 
-def _rate(row: View, before: View | None, since_s: float) -> float:
+def _compute_tokens_per_s(row: View, before: View | None, since_s: float) -> float:
     """Tokens prefilled or spoken a second: since the last look, or where there was none since its start."""
     answering = row["phase"] == "answering"
     if before is not None and since_s > 0 and before["phase"] == row["phase"]:
@@ -95,13 +95,13 @@ def _rate(row: View, before: View | None, since_s: float) -> float:
 # --- for people ---
 
 
-def screen(view: View, width: int) -> RenderableType:
+def render_screen(view: View, width: int) -> RenderableType:
     """For a terminal so many characters wide."""
     rows = view["requests"]
-    return Group(_head(view), _requests(rows, width >= WIDE_CHARS) if rows else Text("no requests"))
+    return Group(_render_header(view), _render_requests(rows, width >= WIDE_CHARS) if rows else Text("no requests"))
 
 
-def _head(view: View) -> Table:
+def _render_header(view: View) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True)
@@ -115,28 +115,34 @@ def _head(view: View) -> Table:
         speeds = f"prefill {engine['prefill_tokens_per_s']:,.0f}, decode {engine['decode_tokens_per_s']:,.1f} tokens/s"
         grid.add_row("engine", "", speeds)
     unsaved = f", {memory['unsaved']} unsaved" if memory["unsaved"] else ""
-    grid.add_row("memory", _share(memory), f"{_of(memory)}, {count(memory['residents'], 'resident')}{unsaved}")
-    grid.add_row("disk", _share(disk), f"{_of(disk)}, {count(disk['sessions'], 'conversation')}")
-    told = f"{reuse['share']:.0%} of the prompts of the last {count(reuse['requests'], 'request')}"
-    grid.add_row("reused", _bar(reuse["share"]), told)
+    grid.add_row(
+        "memory",
+        _render_usage_bar(memory),
+        f"{_format_usage(memory)}, {format_count(memory['residents'], 'resident')}{unsaved}",
+    )
+    grid.add_row(
+        "disk", _render_usage_bar(disk), f"{_format_usage(disk)}, {format_count(disk['sessions'], 'conversation')}"
+    )
+    told = f"{reuse['share']:.0%} of the prompts of the last {format_count(reuse['requests'], 'request')}"
+    grid.add_row("reused", _render_bar(reuse["share"]), told)
     if view["persistence"] != "ok":
         grid.add_row("saving", "", printable(view["persistence"]))
     return grid
 
 
-def _of(row: View) -> str:
-    return f"{size(row['bytes_used'])} of {size(row['bytes_budget'])}"
+def _format_usage(row: View) -> str:
+    return f"{format_size(row['bytes_used'])} of {format_size(row['bytes_budget'])}"
 
 
-def _share(row: View) -> ProgressBar:
-    return _bar(row["bytes_used"] / row["bytes_budget"] if row["bytes_budget"] else 0.0)
+def _render_usage_bar(row: View) -> ProgressBar:
+    return _render_bar(row["bytes_used"] / row["bytes_budget"] if row["bytes_budget"] else 0.0)
 
 
-def _bar(share: float, width: int = BAR_CHARS) -> ProgressBar:
+def _render_bar(share: float, width: int = BAR_CHARS) -> ProgressBar:
     return ProgressBar(total=1.0, completed=min(1.0, share), width=width)
 
 
-def _requests(rows: list[View], wide: bool) -> Table:
+def _render_requests(rows: list[View], wide: bool) -> Table:
     table = Table(expand=True)
     for name in ("request", "phase", *(["from"] if wide else []), "prefill"):
         table.add_column(name, no_wrap=True)
@@ -148,10 +154,10 @@ def _requests(rows: list[View], wide: bool) -> Table:
             printable(row["id"][:8]),
             row["phase"],
             *([row["source"]] if wide else []),
-            _bar(row["progress"], BAR_CHARS if wide else BAR_CHARS // 2),
+            _render_bar(row["progress"], BAR_CHARS if wide else BAR_CHARS // 2),
             f"{row['prompt_tokens']:,}",
             f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "",
-            span(row["age_s"]),
+            format_duration(row["age_s"]),
             printable(row["client_session"] or row["client_model"]),
         )
     if len(rows) > REQUESTS_MAX:

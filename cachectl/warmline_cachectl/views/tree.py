@@ -8,14 +8,14 @@ from rich.tree import Tree
 
 from warmline_cachectl.views.columns import printable
 from warmline_cachectl.views.forest import Forest
-from warmline_cachectl.views.tables import count, size
+from warmline_cachectl.views.tables import format_count, format_size
 from warmline_proxy.store.rows import SegmentRow
 
 View = dict[str, Any]
 LINES_MAX = 200  # for people; --json has all
 
 
-def tree(forest: Forest, depth_max: int = 0) -> View:
+def build_tree(forest: Forest, depth_max: int = 0) -> View:
     """All nodes as a flat list, parents first; `depth_max` forks deep (0: all).
 
     `bytes` and `segments` are the node's own, `bytes_below` and `segments_below` count all that hangs below it too.
@@ -24,52 +24,52 @@ def tree(forest: Forest, depth_max: int = 0) -> View:
     waiting = [(row, "", 1) for row in reversed(forest.children.get("", []))]
     while waiting:
         first, parent, depth = waiting.pop()
-        links = _run(forest, first)
-        node = nodes[links[-1].id] = _node(forest, links, parent, depth)
+        links = _collect_run(forest, first)
+        node = nodes[links[-1].id] = _build_node(forest, links, parent, depth)
         waiting += [(child, node["id"], depth + 1) for child in reversed(forest.children.get(node["id"], []))]
     for node in reversed(nodes.values()):
         if above := nodes.get(node["parent"]):
             above["bytes_below"] += node["bytes_below"]
             above["segments_below"] += node["segments_below"]
     shown = [node for node in nodes.values() if not depth_max or node["depth"] <= depth_max]
-    return {"trees": _trees(nodes.values()), "nodes": shown, "omitted": len(nodes) - len(shown)}
+    return {"trees": _build_trees(nodes.values()), "nodes": shown, "omitted": len(nodes) - len(shown)}
 
 
-def _run(forest: Forest, row: SegmentRow) -> list[SegmentRow]:
+def _collect_run(forest: Forest, row: SegmentRow) -> list[SegmentRow]:
     """From this segment to the next fork, or to where a conversation ends."""
     links = [row]
-    while links[-1].id not in forest.ends and (child := _only_child(forest, links[-1])):
+    while links[-1].id not in forest.sessions_by_leaf and (child := _find_only_child(forest, links[-1])):
         links.append(child)
     return links
 
 
-def _only_child(forest: Forest, row: SegmentRow) -> SegmentRow | None:
+def _find_only_child(forest: Forest, row: SegmentRow) -> SegmentRow | None:
     below = forest.children.get(row.id, [])
     return below[0] if len(below) == 1 and below[0].start == row.end else None
 
 
-def _node(forest: Forest, links: list[SegmentRow], parent: str, depth: int) -> View:
-    weight = sum(map(forest.bytes_of, links))
+def _build_node(forest: Forest, links: list[SegmentRow], parent: str, depth: int) -> View:
+    weight = sum(map(forest.total_bytes, links))
     return {
         "id": links[-1].id,
         "parent": parent,
         "root": links[0].root.hex(),
-        "key": forest.whose.word(links[0].root),
+        "key": forest.owner_labels.find_label(links[0].root),
         "model": links[0].model,
         "depth": depth,
         "start": links[0].start,
         "end": links[-1].end,
         "segments": len(links),
-        "checkpoints": sum(len(forest.states.get(link.id, ())) for link in links),
+        "checkpoints": sum(len(forest.checkpoints.get(link.id, ())) for link in links),
         "bytes": weight,
         "bytes_below": weight,
         "segments_below": len(links),
         "pinned": all(link.pinned for link in links),
-        "sessions": [{"id": row.id, "client": row.client} for row in forest.ends.get(links[-1].id, ())],
+        "sessions": [{"id": row.id, "client": row.client} for row in forest.sessions_by_leaf.get(links[-1].id, ())],
     }
 
 
-def _trees(nodes: Any) -> list[View]:
+def _build_trees(nodes: Any) -> list[View]:
     """One for each namespace (a model with its key), largest first."""
     trees: dict[str, View] = {}
     for node in nodes:
@@ -87,23 +87,23 @@ def _trees(nodes: Any) -> list[View]:
 # --- for people ---
 
 
-def shown(view: View, lines_max: int = LINES_MAX) -> list[Tree | str]:
+def render_tree(view: View, lines_max: int = LINES_MAX) -> list[Tree | str]:
     """A tree for each namespace; where there are too many nodes, the heaviest."""
     if not view["trees"]:
         return ["nothing is stored"]
     below: dict[str, list[View]] = {}
     for node in view["nodes"]:
         below.setdefault(node["parent"] or node["root"], []).append(node)
-    chosen = _heaviest(below, [row["root"] for row in view["trees"]], lines_max)
-    return [_branches(row, below, chosen) for row in view["trees"]]
+    chosen = _choose_heaviest(below, [row["root"] for row in view["trees"]], lines_max)
+    return [_render_branches(row, below, chosen) for row in view["trees"]]
 
 
-def _heaviest(below: dict[str, list[View]], roots: list[str], most: int) -> set[str]:
+def _choose_heaviest(below: dict[str, list[View]], roots: list[str], count_max: int) -> set[str]:
     """Each with all that it hangs on."""
     heap = [(-node["bytes_below"], node["id"]) for root in roots for node in below.get(root, ())]
     heapq.heapify(heap)
     chosen: set[str] = set()
-    while heap and len(chosen) < most:
+    while heap and len(chosen) < count_max:
         _, node_id = heapq.heappop(heap)
         chosen.add(node_id)
         for child in below.get(node_id, ()):
@@ -111,36 +111,36 @@ def _heaviest(below: dict[str, list[View]], roots: list[str], most: int) -> set[
     return chosen
 
 
-def _branches(row: View, below: dict[str, list[View]], chosen: set[str]) -> Tree:
+def _render_branches(row: View, below: dict[str, list[View]], chosen: set[str]) -> Tree:
     whose = f"{row['key']}, " if row["key"] else ""
     title = (
-        f"{whose}{row['model']} ({row['root'][:8]}): {count(row['sessions'], 'conversation')}, "
-        f"{count(row['segments'], 'segment')}, {size(row['bytes'])}"
+        f"{whose}{row['model']} ({row['root'][:8]}): {format_count(row['sessions'], 'conversation')}, "
+        f"{format_count(row['segments'], 'segment')}, {format_size(row['bytes'])}"
     )
-    trunk = Tree(_line(title))
+    trunk = Tree(_render_line(title))
     waiting = [(row["root"], trunk)]
     while waiting:
         above, branch = waiting.pop()
         nodes = below.get(above, [])
         for node in nodes:
             if node["id"] in chosen:
-                waiting.append((node["id"], branch.add(_line(_label(node)))))
+                waiting.append((node["id"], branch.add(_render_line(_format_label(node)))))
         if hidden := [node for node in nodes if node["id"] not in chosen]:
-            weight = size(sum(node["bytes_below"] for node in hidden))
-            branch.add(f"… {count(len(hidden), 'more branch', 'more branches')}, {weight}")
+            weight = format_size(sum(node["bytes_below"] for node in hidden))
+            branch.add(f"… {format_count(len(hidden), 'more branch', 'more branches')}, {weight}")
     return trunk
 
 
-def _line(text: str) -> Text:
+def _render_line(text: str) -> Text:
     return Text(printable(text), no_wrap=True, overflow="ellipsis")
 
 
-def _label(node: View) -> str:
-    words = [f"{node['start']:,}-{node['end']:,}", node["id"][:8], size(node["bytes"])]
+def _format_label(node: View) -> str:
+    words = [f"{node['start']:,}-{node['end']:,}", node["id"][:8], format_size(node["bytes"])]
     if node["segments"] > 1:
         words.append(f"in {node['segments']} segments")
     if node["checkpoints"]:
-        words.append(count(node["checkpoints"], "checkpoint"))
+        words.append(format_count(node["checkpoints"], "checkpoint"))
     if node["pinned"]:
         words.append("pinned")
     ends = [f"{row['id']} {row['client']}".strip() for row in node["sessions"][:3]]

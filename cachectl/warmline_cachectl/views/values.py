@@ -10,43 +10,43 @@ from typing import Any
 import msgspec
 
 from warmline_cachectl.views.forest import Forest
-from warmline_proxy.retention.pin import weigh
-from warmline_proxy.store.rows import RequestRecord, SegmentRow, SessionRow, Snapshot, Totals
+from warmline_proxy.retention.pin import count_bytes
+from warmline_proxy.store.rows import IndexSnapshot, RequestRecord, SegmentRow, SessionRow, Totals
 
 View = dict[str, Any]
-REPLAYED_WRONG = ("differs", "unstable", "damaged")
+REPLAY_FAILURES = ("differs", "unstable", "damaged")
 ID_PREFIX_MIN = 4
 NEAR_COUNT_MAX = 3
 
 
-class Ambiguous(Exception):
+class AmbiguousIdError(Exception):
     """More than one thing begins with what was typed."""
 
 
-def resolve(snapshot: Snapshot, typed: str) -> tuple[str, str]:
+def find_id(snapshot: IndexSnapshot, typed: str) -> tuple[str, str]:
     """(kind, full id) of what an id or a unique beginning of one names; ("", "") where there is none."""
-    kinds = _kinds(snapshot)
+    kinds = _rows_by_kind(snapshot)
     exact = [(kind, typed) for kind, rows in kinds.items() if typed in rows]
     if exact or len(typed) < ID_PREFIX_MIN:
         return exact[0] if exact else ("", "")
     found = [(kind, row_id) for kind, rows in kinds.items() for row_id in rows if row_id.startswith(typed)]
     if len(found) > 1:
-        raise Ambiguous(f"{typed} may be any of {', '.join(row_id for _, row_id in found[:5])}")
+        raise AmbiguousIdError(f"{typed} may be any of {', '.join(row_id for _, row_id in found[:5])}")
     return found[0] if found else ("", "")
 
 
-def unknown(snapshot: Snapshot, typed: str) -> str:
+def describe_unknown_id(snapshot: IndexSnapshot, typed: str) -> str:
     """Why `typed` names nothing, and what may have been meant."""
     if len(typed) < ID_PREFIX_MIN:
         return f"{typed!r} is too short: say an id, or at least its first {ID_PREFIX_MIN} characters"
     called = [row.id for row in snapshot.sessions.values() if typed.lower() in row.client.lower()]
-    beginnings = {row_id[: len(typed)]: row_id for rows in _kinds(snapshot).values() for row_id in rows}
+    beginnings = {row_id[: len(typed)]: row_id for rows in _rows_by_kind(snapshot).values() for row_id in rows}
     near = called or [beginnings[each] for each in get_close_matches(typed, beginnings, NEAR_COUNT_MAX)]
     meant = f"; near it: {', '.join(near[:NEAR_COUNT_MAX])}" if near else ""
     return f"nothing stored is called {typed}{meant} (`cachectl ls` lists the conversations)"
 
 
-def _kinds(snapshot: Snapshot) -> dict[str, Mapping[str, object]]:
+def _rows_by_kind(snapshot: IndexSnapshot) -> dict[str, Mapping[str, object]]:
     return {
         "session": snapshot.sessions,
         "segment": snapshot.segments,
@@ -55,59 +55,59 @@ def _kinds(snapshot: Snapshot) -> dict[str, Mapping[str, object]]:
     }
 
 
-def conversations(forest: Forest, now: float) -> View:
+def build_conversations(forest: Forest, now: float) -> View:
     """All of them, last used first, and what is in quarantine."""
     rows = sorted(forest.snapshot.sessions.values(), key=lambda row: -row.last_used)
     return {
-        "sessions": [_session(forest, row, now) for row in rows],
+        "sessions": [_session_row(forest, row, now) for row in rows],
         "quarantined": [msgspec.to_builtins(row) for row in forest.snapshot.quarantined.values()],
     }
 
 
-def conversation(forest: Forest, session_id: str, now: float) -> View:
+def build_conversation(forest: Forest, session_id: str, now: float) -> View:
     """One with its path, root first."""
     row = forest.snapshot.sessions[session_id]
-    links = forest.snapshot.path(row.leaf)
+    links = forest.snapshot.segment_path(row.leaf)
     return {
-        "session": _session(forest, row, now),
-        "path": [_segment(forest, link) | {"shared": forest.users[link.id] > 1} for link in links],
+        "session": _session_row(forest, row, now),
+        "path": [_segment_row(forest, link) | {"shared": forest.session_counts[link.id] > 1} for link in links],
     }
 
 
-def segment(forest: Forest, segment_id: str) -> View:
+def build_segment(forest: Forest, segment_id: str) -> View:
     snapshot = forest.snapshot
     row = snapshot.segments[segment_id]
     return {
-        "segment": _segment(forest, row)
+        "segment": _segment_row(forest, row)
         | {
-            "key": forest.whose.word(row.root),
+            "key": forest.owner_labels.find_label(row.root),
             "children": sorted(child.id for child in forest.children.get(segment_id, ())),
             "sessions": sorted(
                 session.id
                 for session in snapshot.sessions.values()
-                if segment_id in {link.id for link in snapshot.path(session.leaf)}
+                if segment_id in {link.id for link in snapshot.segment_path(session.leaf)}
             ),
         }
     }
 
 
-def checkpoint(forest: Forest, checkpoint_id: str) -> View:
-    return {"checkpoint": _plain(forest.snapshot.checkpoints[checkpoint_id])}
+def build_checkpoint(forest: Forest, checkpoint_id: str) -> View:
+    return {"checkpoint": _to_builtins(forest.snapshot.checkpoints[checkpoint_id])}
 
 
-def quarantined(forest: Forest, file_id: str) -> View:
-    return {"quarantined": _plain(forest.snapshot.quarantined[file_id])}
+def build_quarantined(forest: Forest, file_id: str) -> View:
+    return {"quarantined": _to_builtins(forest.snapshot.quarantined[file_id])}
 
 
-def listing(forest: Forest, now: float) -> View:
+def build_listing(forest: Forest, now: float) -> View:
     """The conversations, shortly, last used first."""
     names = ("id", "key", "model", "tokens", "bytes", "pinned", "last_used", "idle_s", "client")
-    return {"sessions": [{name: row[name] for name in names} for row in conversations(forest, now)["sessions"]]}
+    return {"sessions": [{name: row[name] for name in names} for row in build_conversations(forest, now)["sessions"]]}
 
 
-def segments_of(forest: Forest, session_id: str) -> View:
+def build_segments(forest: Forest, session_id: str) -> View:
     """One conversation's segments, shortly, root first."""
-    links = forest.snapshot.path(forest.snapshot.sessions[session_id].leaf)
+    links = forest.snapshot.segment_path(forest.snapshot.sessions[session_id].leaf)
     return {
         "session": session_id,
         "segments": [
@@ -115,9 +115,9 @@ def segments_of(forest: Forest, session_id: str) -> View:
                 "id": link.id,
                 "start": link.start,
                 "end": link.end,
-                "bytes": forest.bytes_of(link),
-                "checkpoints": len(forest.states.get(link.id, ())),
-                "shared": forest.users[link.id] > 1,
+                "bytes": forest.total_bytes(link),
+                "checkpoints": len(forest.checkpoints.get(link.id, ())),
+                "shared": forest.session_counts[link.id] > 1,
                 "pinned": link.pinned,
             }
             for link in links
@@ -125,18 +125,19 @@ def segments_of(forest: Forest, session_id: str) -> View:
     }
 
 
-def stats(totals: Totals, requests: list[RequestRecord], snapshot: Snapshot) -> View:
+def build_stats(totals: Totals, requests: list[RequestRecord], snapshot: IndexSnapshot) -> View:
     """What is on disk, and how the last requests went."""
     answered = [record for record in requests if record.outcome != "error"]
     prompt = sum(record.prompt_tokens for record in requests)
     cached = sum(record.cached_tokens for record in requests)
     pinned = {row.id for row in snapshot.segments.values() if row.pinned}
     return {
-        "stored": _plain(totals) | {"bytes_used": totals.bytes_used, "bytes_pinned": weigh(snapshot, pinned)},
+        "stored": _to_builtins(totals)
+        | {"bytes_used": totals.bytes_used, "bytes_pinned": count_bytes(snapshot, pinned)},
         "requests": {
             "count": len(requests),
-            "outcomes": _counted(record.outcome for record in requests),
-            "sources": _counted(record.source for record in answered),
+            "outcomes": _count_values(record.outcome for record in requests),
+            "sources": _count_values(record.source for record in answered),
             "prompt_tokens": prompt,
             "cached_tokens": cached,
             "prefilled_tokens": sum(record.prefilled_tokens for record in requests),
@@ -144,32 +145,34 @@ def stats(totals: Totals, requests: list[RequestRecord], snapshot: Snapshot) -> 
             "saved_tokens": sum(record.saved_tokens for record in requests),
             "cached_share": cached / prompt if prompt else 0.0,
             "ttft_median_s": median(record.ttft_s for record in answered) if answered else 0.0,
-            "audits": _counted(record.audit for record in requests if record.audit),
-            "collapsed_answers": _counted(record.guard for record in requests if record.guard),
-            "why_not_warmer": _counted(reason(record) for record in requests if record.why_not_warmer),
+            "audits": _count_values(record.audit for record in requests if record.audit),
+            "collapsed_answers": _count_values(record.guard for record in requests if record.guard),
+            "why_not_warmer": _count_values(normalize_reason(record) for record in requests if record.why_not_warmer),
         },
     }
 
 
-def _counted(words: Any) -> dict[str, int]:
+def _count_values(values: Any) -> dict[str, int]:
     """The commonest first."""
-    return dict(Counter(words).most_common())
+    return dict(Counter(values).most_common())
 
 
-def _session(forest: Forest, row: SessionRow, now: float) -> View:
-    links = forest.snapshot.path(row.leaf)
-    weights = {link.id: forest.bytes_of(link) for link in links}
+def _session_row(forest: Forest, row: SessionRow, now: float) -> View:
+    links = forest.snapshot.segment_path(row.leaf)
+    weights = {link.id: forest.total_bytes(link) for link in links}
     left_at = zip(links, [link.start for link in links[1:]] + [link.end for link in links[-1:]], strict=True)
-    passed = [state.id for link, upto in left_at for state in forest.states.get(link.id, ()) if state.position <= upto]
+    passed = [
+        state.id for link, upto in left_at for state in forest.checkpoints.get(link.id, ()) if state.position <= upto
+    ]
     return {
         "id": row.id,
-        "key": forest.whose.word(row.root),
+        "key": forest.owner_labels.find_label(row.root),
         "model": row.model,
         "client": row.client,
         "tokens": row.tokens,
         "bytes": sum(weights.values()),
         # what no other one shares
-        "bytes_alone": sum(size for link, size in weights.items() if forest.users[link] == 1),
+        "bytes_alone": sum(size for link, size in weights.items() if forest.session_counts[link] == 1),
         "segments": len(links),
         "checkpoints": len(passed),
         "requests": row.requests,
@@ -183,22 +186,22 @@ def _session(forest: Forest, row: SessionRow, now: float) -> View:
     }
 
 
-def _segment(forest: Forest, row: SegmentRow) -> View:
+def _segment_row(forest: Forest, row: SegmentRow) -> View:
     usage = forest.snapshot.usage[row.id]
-    return _plain(row) | {
+    return _to_builtins(row) | {
         "hits": usage.hits,
         "last_used": max(row.created, usage.last_used),
-        "checkpoints": [_plain(state) for state in forest.states.get(row.id, ())],
+        "checkpoints": [_to_builtins(state) for state in forest.checkpoints.get(row.id, ())],
     }
 
 
-def _plain(row: msgspec.Struct) -> View:
+def _to_builtins(row: msgspec.Struct) -> View:
     return {
         name: value.hex() if isinstance(value, bytes) else value for name, value in msgspec.structs.asdict(row).items()
     }
 
 
-def reason(record: RequestRecord) -> str:
+def normalize_reason(record: RequestRecord) -> str:
     """Why it was not warmer, with N for every number and ID for every file, so that reasons can be counted."""
     without_ids = re.sub(r"\b[0-9a-f]{8}([0-9a-f]{24})?\b", "ID", record.why_not_warmer)
     return re.sub(r"\b\d+\b", "N", without_ids)

@@ -7,102 +7,108 @@ from pathlib import Path
 
 from warmline_run import ports
 from warmline_run import startup_report as summary
-from warmline_run.address import address_of
+from warmline_run.address import make_address
 from warmline_run.services import service as agents
 from warmline_run.services import waiting
-from warmline_run.services.manager import Installed, ServiceManager
-from warmline_run.services.service import ROLES, Agent, Which
-from warmline_run.settings.resolve import Config, ConfigurationError, resolve
+from warmline_run.services.manager import InstalledService, ServiceManager
+from warmline_run.services.service import ROLES, ServiceId, ServiceProcess
+from warmline_run.settings.resolve import ConfigurationError, ResolvedConfig, resolve
 from warmline_run.settings.schema import SETTINGS
 
 EXIT_NOT_READY = 1  # or not installed
 EXIT_MANAGER_FAILED = 3
 
-Tell = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Pair:
+class ServicePair:
     """The agents of one name, and who keeps them.  `tell` gets lines for people."""
 
     manager: ServiceManager
     name: str
-    tell: Tell
+    print_line: PrintLine
 
     @property
-    def whiches(self) -> list[Which]:
-        return [Which(role, self.name) for role in ROLES]
+    def service_ids(self) -> list[ServiceId]:
+        return [ServiceId(role, self.name) for role in ROLES]
 
     @property
-    def installed(self) -> list[Which]:
-        return [which for which in self.whiches if self.manager.is_installed(which)]
+    def installed_ids(self) -> list[ServiceId]:
+        return [which for which in self.service_ids if self.manager.is_installed(which)]
 
     @property
-    def known(self) -> list[Which]:
+    def present_ids(self) -> list[ServiceId]:
         """Also those that are kept on though somebody has deleted their files."""
-        return [which for which in self.whiches if self.manager.is_installed(which) or self.manager.is_kept(which)]
+        return [
+            which for which in self.service_ids if self.manager.is_installed(which) or self.manager.is_managed(which)
+        ]
 
     @property
-    def suffix(self) -> str:
+    def name_option(self) -> str:
         """What further commands need to mean this pair."""
         return f" --name {self.name}" if self.name else ""
 
-    def command(self, verb: str) -> str:
-        group = "launchd" if self.manager.word == "launchd" else "service"
-        return f"warmline {group} {verb}{self.suffix}"
+    def format_command(self, verb: str) -> str:
+        group = "launchd" if self.manager.name == "launchd" else "service"
+        return f"warmline {group} {verb}{self.name_option}"
 
-    def is_missing(self) -> bool:
+    def report_missing(self) -> bool:
         """Says so where nothing is installed."""
-        if missing := not self.installed:
-            self.tell(f"no {self.manager.kept_as} are installed; `{self.command('install')}` does that")
+        if missing := not self.installed_ids:
+            self.print_line(
+                f"no {self.manager.display_name} are installed; `{self.format_command('install')}` does that"
+            )
         return missing
 
 
-def write_only(
-    manager: ServiceManager, config: Config, environment: Mapping[str, str], name: str, to: Path
+def write_files(
+    manager: ServiceManager, config: ResolvedConfig, environment: Mapping[str, str], name: str, folder: Path
 ) -> list[Path]:
     """Both files into a folder, nothing else.  Raises ConfigurationError."""
     written = []
-    for agent in agents.pair(config, environment, name):
-        path = to / manager.file(agent.which).name
-        _write(manager, agent, path)
+    for agent in agents.make_processes(config, environment, name):
+        path = folder / manager.service_file(agent.service_id).name
+        _write_file(manager, agent, path)
         written.append(path)
     return written
 
 
-def install(pair: Pair, config: Config, environment: Mapping[str, str], wait_s: float) -> int:
+def install(pair: ServicePair, config: ResolvedConfig, environment: Mapping[str, str], wait_s: float) -> int:
     """Again as often as you like: what runs is replaced.
 
     Raises ConfigurationError before anything is changed, or where an agent's file can't be written: then none runs.
     Raises ManagerFailed.
     """
-    made = agents.pair(config, environment, pair.name)
-    _check_free(pair, config)
-    pair.manager.check_answers()
-    _prepare(made)
-    for which in pair.known:
+    made = agents.make_processes(config, environment, pair.name)
+    _check_available(pair, config)
+    pair.manager.check_available()
+    _prepare_folders(made)
+    for which in pair.present_ids:
         pair.manager.stop(which)
     for agent in reversed(made):
-        _write(pair.manager, agent, path := pair.manager.file(agent.which))
-        pair.tell(f"wrote {path}")
+        _write_file(pair.manager, agent, path := pair.manager.service_file(agent.service_id))
+        pair.print_line(f"wrote {path}")
     for agent in reversed(made):
-        pair.manager.start(agent.which)
-        pair.tell(f"started {pair.manager.label(agent.which)}")
+        pair.manager.start(agent.service_id)
+        pair.print_line(f"started {pair.manager.label(agent.service_id)}")
     return wait(pair, config, wait_s)
 
 
-def _check_free(pair: Pair, config: Config) -> None:
+def _check_available(pair: ServicePair, config: ResolvedConfig) -> None:
     """What the pair itself has at this moment it will let go of."""
-    own = [state.pid for which in pair.known if (state := pair.manager.state(which)).pid]
+    own = [state.pid for which in pair.present_ids if (state := pair.manager.read_state(which)).pid]
     own_ports = []
-    if own and (before := configuration(pair)):
-        own_ports = [int(before[name]) for name in ports.LISTENERS]
+    if own and (before := read_config(pair)):
+        own_ports = [int(before[name]) for name in ports.PORT_SETTINGS]
     home = Path(str(config["home"]))
-    if problem := ports.held(home, [pid for pid in own if pid]) or ports.occupied(config, own_ports):
+    if problem := ports.describe_home_holder(home, [pid for pid in own if pid]) or ports.describe_occupied_port(
+        config, own_ports
+    ):
         raise ConfigurationError(problem)
 
 
-def _prepare(made: Sequence[Agent]) -> None:
+def _prepare_folders(made: Sequence[ServiceProcess]) -> None:
     """The folders and files that a keeper wants to find; it would make files that others can read."""
     try:
         for agent in made:
@@ -113,68 +119,70 @@ def _prepare(made: Sequence[Agent]) -> None:
         raise ConfigurationError(f"the home can't be written: {error}; use another --home") from None
 
 
-def _write(manager: ServiceManager, agent: Agent, path: Path) -> None:
+def _write_file(manager: ServiceManager, process: ServiceProcess, path: Path) -> None:
     try:
-        manager.write(agent, path)
+        manager.write_file(process, path)
     except OSError as error:
         raise ConfigurationError(f"{path} can't be written: {error.strerror or error}") from None
 
 
-def wait(pair: Pair, config: Config, wait_s: float) -> int:
+def wait(pair: ServicePair, config: ResolvedConfig, wait_s: float) -> int:
     """Until requests are served; says what is wrong where they aren't.  0 seconds: no waiting."""
     if not wait_s:
         return 0
-    address, home = address_of(config), Path(str(config["home"]))
+    address, home = make_address(config), Path(str(config["home"]))
     outputs = {role: agents.output_file(home, role) for role in ROLES}
-    if problem := waiting.until_ready(pair.manager, pair.name, address, outputs, wait_s, pair.tell):
-        pair.tell(problem)
-        pair.tell(f"`{pair.command('logs')}` shows more")
+    if problem := waiting.wait_until_ready(pair.manager, pair.name, address, outputs, wait_s, pair.print_line):
+        pair.print_line(problem)
+        pair.print_line(f"`{pair.format_command('logs')}` shows more")
         return EXIT_NOT_READY
-    print(f"ready {address.url}\n{summary.found(config)}", end="", flush=True)
+    print(f"ready {address.url}\n{summary.read_report(config)}", end="", flush=True)
     return 0
 
 
-def uninstall(pair: Pair) -> int:
+def uninstall(pair: ServicePair) -> int:
     """What is stored stays."""
-    known = pair.known
+    known = pair.present_ids
     for which in known:
         was_there = pair.manager.is_installed(which)
         pair.manager.stop(which)
-        pair.manager.file(which).unlink(missing_ok=True)
-        pair.tell(f"removed {pair.manager.file(which)}" if was_there else f"stopped {pair.manager.label(which)}")
+        pair.manager.service_file(which).unlink(missing_ok=True)
+        pair.print_line(
+            f"removed {pair.manager.service_file(which)}" if was_there else f"stopped {pair.manager.label(which)}"
+        )
     if known:
-        pair.manager.forget()
+        pair.manager.reload()
     else:
-        pair.tell(f"no {pair.manager.kept_as} are installed")
+        pair.print_line(f"no {pair.manager.display_name} are installed")
     return 0
 
 
-def restart(pair: Pair, roles: Sequence[str], wait_s: float) -> int:
+def restart(pair: ServicePair, roles: Sequence[str], wait_s: float) -> int:
     """The backend first: a proxy that starts meanwhile waits for it.  Raises ConfigurationError."""
-    if pair.is_missing():
+    if pair.report_missing():
         return EXIT_NOT_READY
-    config = configuration(pair)
-    for which in reversed(pair.whiches):
+    config = read_config(pair)
+    for which in reversed(pair.service_ids):
         if which.role in roles:
             pair.manager.restart(which)
-            pair.tell(f"restarted {pair.manager.label(which)}")
+            pair.print_line(f"restarted {pair.manager.label(which)}")
     return wait(pair, config, wait_s) if config else 0
 
 
-def configuration(pair: Pair) -> Config | None:
+def read_config(pair: ServicePair) -> ResolvedConfig | None:
     """What the installed agents are configured by at their next start; None where none can be read.
 
     Raises ConfigurationError where they could not start.
     """
-    installed = _first_installed(pair)
-    return resolve(agents.settings_of(installed.arguments), installed.environment) if installed else None
+    installed = _read_first_installed(pair)
+    return resolve(agents.parse_arguments(installed.arguments), installed.environment) if installed else None
 
 
-def home_of(pair: Pair) -> Path | None:
-    installed = _first_installed(pair)
-    home = agents.settings_of(installed.arguments).get("home") if installed else None
+def find_home(pair: ServicePair) -> Path | None:
+    installed = _read_first_installed(pair)
+    home = agents.parse_arguments(installed.arguments).get("home") if installed else None
     return Path(str(SETTINGS["home"].parse(home))) if home else None
 
 
-def _first_installed(pair: Pair) -> Installed | None:
-    return next(filter(None, map(pair.manager.installed, pair.whiches)), None)
+def _read_first_installed(pair: ServicePair) -> InstalledService | None:
+    return next(filter(None, map(pair.manager.read_installed, pair.service_ids)), None)

@@ -4,26 +4,26 @@ import plistlib
 from collections.abc import Mapping
 from typing import Any
 
-from warmline_run.services.manager import Installed
-from warmline_run.services.service import Agent
+from warmline_run.services.manager import InstalledService
+from warmline_run.services.service import ServiceProcess
 
 THROTTLE_S = 30  # launchd's shortest time between two starts: a model takes long to load in vain
 DESCRIPTORS = 8192  # macOS gives 256
 UMASK = 0o077
 
 
-def content(label: str, agent: Agent) -> bytes:
-    output = str(agent.output)
+def render_plist(label: str, process: ServiceProcess) -> bytes:
+    output = str(process.output)
     return plistlib.dumps(
         {
             "Label": label,
-            "ProgramArguments": agent.arguments,
-            "EnvironmentVariables": agent.environment,
-            "WorkingDirectory": str(agent.home),
+            "ProgramArguments": process.arguments,
+            "EnvironmentVariables": process.environment,
+            "WorkingDirectory": str(process.home),
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},  # so that a stop, or a configuration error, is the end
             "ThrottleInterval": THROTTLE_S,
-            "ExitTimeOut": agent.exit_timeout_s,
+            "ExitTimeOut": process.exit_timeout_s,
             "ProcessType": "Interactive",  # or macOS slows processor and disk down
             "SoftResourceLimits": {"NumberOfFiles": DESCRIPTORS},
             "StandardOutPath": output,
@@ -34,11 +34,11 @@ def content(label: str, agent: Agent) -> bytes:
     )
 
 
-def read(data: bytes) -> Installed:
+def parse_plist(data: bytes) -> InstalledService:
     """Raises ValueError for what is no plist of an agent."""
     try:
         plist: Mapping[str, Any] = plistlib.loads(data)
-        return Installed(
+        return InstalledService(
             arguments=[str(word) for word in plist["ProgramArguments"]],
             environment={str(name): str(value) for name, value in plist["EnvironmentVariables"].items()},
             exit_timeout_s=int(plist["ExitTimeOut"]),

@@ -14,12 +14,12 @@ READ_BYTES_MAX = 1_000_000
 POLL_S = 0.25
 
 
-def files(home: Path, roles: Iterable[str]) -> list[Path]:
+def list_log_files(home: Path, roles: Iterable[str]) -> list[Path]:
     """What ends a start or crashes is in the one, all else in the other."""
     return [file for role in roles for file in (output_file(home, role), log_file(home, role))]
 
 
-def last_lines(path: Path, count: int) -> list[str]:
+def read_last_lines(path: Path, count: int) -> list[str]:
     """At most `count`, without their ends; of the file before, where the present one was only just begun.
 
     [] where there is none.
@@ -27,11 +27,11 @@ def last_lines(path: Path, count: int) -> list[str]:
     lines: list[str] = []
     for part in (path, path.with_name(f"{path.name}.1")):
         if len(lines) < count:
-            lines = [*_tail(part, count - len(lines)), *lines]
+            lines = [*_read_tail(part, count - len(lines)), *lines]
     return lines
 
 
-def _tail(path: Path, count: int) -> list[str]:
+def _read_tail(path: Path, count: int) -> list[str]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -43,14 +43,14 @@ def _tail(path: Path, count: int) -> list[str]:
 
 def show(paths: Sequence[Path], count: int, write: Callable[[str], None]) -> bool:
     """The last lines of each, under its name where there are several.  False where all are missing or empty."""
-    found = [(path, lines) for path in paths if (lines := last_lines(path, max(count, 1)))]
+    found = [(path, lines) for path in paths if (lines := read_last_lines(path, max(count, 1)))]
     for path, lines in found:
         heading = f"==> {path} <==\n" if len(found) > 1 else ""
         write(heading + "".join(f"{line}\n" for line in (lines if count else [])))
     return bool(found)
 
 
-class Followed:
+class LogFollower:
     """One log from its present end on; a file that takes its name, or begins anew, is read from its start."""
 
     def __init__(self, path: Path) -> None:
@@ -60,19 +60,19 @@ class Followed:
             self._file = path.open("rb")
             self._file.seek(0, 2)
 
-    def more(self) -> str:
+    def read_added(self) -> str:
         """What was added since, "" where nothing was."""
-        added = self._rest()
-        if self._is_another():
-            added += self._rest()  # written before the name changed hands
-            self._open()
-            added += self._rest()
+        added = self._read_rest()
+        if self._is_replaced():
+            added += self._read_rest()  # written before the name changed hands
+            self._reopen()
+            added += self._read_rest()
         return added.decode(errors="replace")
 
-    def _rest(self) -> bytes:
+    def _read_rest(self) -> bytes:
         return self._file.read(READ_BYTES_MAX) if self._file else b""
 
-    def _is_another(self) -> bool:
+    def _is_replaced(self) -> bool:
         """The name leads elsewhere, or the file is shorter than what was read of it."""
         try:
             now = self.path.stat()
@@ -83,7 +83,7 @@ class Followed:
         old = os.fstat(self._file.fileno())
         return (now.st_dev, now.st_ino) != (old.st_dev, old.st_ino) or now.st_size < self._file.tell()
 
-    def _open(self) -> None:
+    def _reopen(self) -> None:
         self.close()
         with suppress(OSError):
             self._file = self.path.open("rb")
@@ -96,11 +96,11 @@ class Followed:
 
 def follow(paths: Sequence[Path], write: Callable[[str], None], is_over: Callable[[], bool] = lambda: False) -> None:
     """Until `is_over`, or an interrupt.  A heading says where the lines come from, whenever that changes."""
-    followed = [Followed(path) for path in paths]
+    followed = [LogFollower(path) for path in paths]
     last: Path | None = None
     while not is_over():
         for log in followed:
-            if added := log.more():
+            if added := log.read_added():
                 write((f"==> {log.path} <==\n" if log.path != last and len(paths) > 1 else "") + added)
                 last = log.path
         time.sleep(POLL_S)

@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from warmline_run.exit import VARIABLE
-from warmline_run.services.service import Agent, Which
+from warmline_run.exit import MANAGER_VARIABLE
+from warmline_run.services.service import ServiceId, ServiceProcess
 
 COMMAND_TIMEOUT_S = 60.0
 POLL_S = 0.1
 EXIT_TIMEOUT_S = 60  # of an agent whose file can't be read
 
 
-class ManagerFailed(Exception):
+class ServiceManagerError(Exception):
     """launchctl or systemctl did not do what it was asked, or is not there; one line for people."""
 
 
 @dataclass(frozen=True)
-class Installed:
+class InstalledService:
     """What an agent's file says."""
 
     arguments: list[str]
@@ -33,136 +33,136 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class State:
+class ServiceState:
     """`pid` is None while nothing runs; `ended` says how the last run ended, "" where none has or that isn't known."""
 
     loaded: bool
     pid: int | None = None
-    ended: str = ""
+    last_exit: str = ""
 
     @property
     def has_failed(self) -> bool:
         """It has run and doesn't now."""
-        return self.pid is None and bool(self.ended)
+        return self.pid is None and bool(self.last_exit)
 
 
 @dataclass(frozen=True)
-class Done:
+class CommandResult:
     """How a command of the manager's ended."""
 
-    code: int
-    said: str
+    exit_code: int
+    output: str
 
 
 class ServiceManager(ABC):
     """All methods block; those that ask the manager raise ManagerFailed."""
 
-    word: ClassVar[str]  # of the command line, and in WARMLINE_AGENT
+    name: ClassVar[str]  # of the command line, and in WARMLINE_AGENT
     tool: ClassVar[str]
-    elsewhere: ClassVar[str]  # what to say where the tool is missing
-    kept_as: ClassVar[str]  # what people call its agents
+    missing_hint: ClassVar[str]  # what to say where the tool is missing
+    display_name: ClassVar[str]  # what people call its agents
 
     @abstractmethod
-    def label(self, which: Which) -> str: ...
+    def label(self, service_id: ServiceId) -> str: ...
 
     @abstractmethod
-    def file(self, which: Which) -> Path: ...
+    def service_file(self, service_id: ServiceId) -> Path: ...
 
     @abstractmethod
-    def content(self, agent: Agent) -> bytes: ...
+    def render_file(self, process: ServiceProcess) -> bytes: ...
 
     @abstractmethod
-    def parse(self, data: bytes) -> Installed:
+    def parse_file(self, data: bytes) -> InstalledService:
         """Raises ValueError."""
 
     @abstractmethod
-    def state(self, which: Which) -> State: ...
+    def read_state(self, service_id: ServiceId) -> ServiceState: ...
 
     @abstractmethod
-    def start(self, which: Which) -> None:
+    def start(self, service_id: ServiceId) -> None:
         """From its file as it is now.  Not loaded before."""
 
     @abstractmethod
-    def stop(self, which: Which) -> None:
+    def stop(self, service_id: ServiceId) -> None:
         """And unload it, so that it stays away.  Returns when the process has ended."""
 
     @abstractmethod
-    def restart(self, which: Which) -> None:
+    def restart(self, service_id: ServiceId) -> None:
         """The process alone, with its file as it was loaded; one that is not loaded is started."""
 
     @abstractmethod
-    def forget(self) -> None:
+    def reload(self) -> None:
         """Files were removed."""
 
     @abstractmethod
-    def check_answers(self) -> None:
+    def check_available(self) -> None:
         """Before anything is written: raises ManagerFailed where it is clear that it would keep nothing."""
 
-    def check_there(self) -> None:
+    def check_tool_installed(self) -> None:
         if shutil.which(self.tool) is None:
-            raise ManagerFailed(f"{self.tool} was not found: {self.elsewhere}")
+            raise ServiceManagerError(f"{self.tool} was not found: {self.missing_hint}")
 
-    def marked(self, agent: Agent) -> Agent:
+    def with_manager_variable(self, process: ServiceProcess) -> ServiceProcess:
         """An agent whose process knows who keeps it."""
-        return replace(agent, environment={**agent.environment, VARIABLE: self.word})
+        return replace(process, environment={**process.environment, MANAGER_VARIABLE: self.name})
 
-    def write(self, agent: Agent, path: Path) -> None:
+    def write_file(self, process: ServiceProcess, path: Path) -> None:
         """Whole or not at all; readable by its owner alone.  Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.tmp")
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(self.content(self.marked(agent)))
+            file.write(self.render_file(self.with_manager_variable(process)))
         draft.replace(path)
 
-    def is_installed(self, which: Which) -> bool:
-        return self.file(which).is_file()
+    def is_installed(self, service_id: ServiceId) -> bool:
+        return self.service_file(service_id).is_file()
 
-    def is_kept(self, which: Which) -> bool:
+    def is_managed(self, service_id: ServiceId) -> bool:
         """Whatever became of its file.  Not where the manager can't be asked."""
         try:
-            state = self.state(which)
-        except ManagerFailed:
+            state = self.read_state(service_id)
+        except ServiceManagerError:
             return False
         return state.loaded or state.pid is not None
 
-    def installed(self, which: Which) -> Installed | None:
+    def read_installed(self, service_id: ServiceId) -> InstalledService | None:
         """None where it is not installed, or its file is not as we write it."""
         with suppress(OSError, ValueError):
-            return self.parse(self.file(which).read_bytes())
+            return self.parse_file(self.service_file(service_id).read_bytes())
         return None
 
-    def exit_timeout_s(self, which: Which) -> int:
-        installed = self.installed(which)
+    def exit_timeout_s(self, service_id: ServiceId) -> int:
+        installed = self.read_installed(service_id)
         return installed.exit_timeout_s if installed else EXIT_TIMEOUT_S
 
-    def ask(self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S) -> Done:
-        command = [self.tool, *words]
+    def run_tool(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> CommandResult:
+        command = [self.tool, *arguments]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         except FileNotFoundError:
-            self.check_there()
+            self.check_tool_installed()
             raise
         except subprocess.TimeoutExpired:
-            raise ManagerFailed(f"{' '.join(command)}: no answer in {timeout_s:g} s") from None
-        return Done(done.returncode, (done.stdout + done.stderr).strip())
+            raise ServiceManagerError(f"{' '.join(command)}: no answer in {timeout_s:g} s") from None
+        return CommandResult(done.returncode, (done.stdout + done.stderr).strip())
 
-    def tell(self, *words: str, hint: str = "", timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+    def run_checked(self, *arguments: str, hint: str = "", timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         """Raises ManagerFailed where it is not done."""
-        done = self.ask(*words, timeout_s=timeout_s)
-        if done.code:
-            raise self.failure(words, done, hint)
+        done = self.run_tool(*arguments, timeout_s=timeout_s)
+        if done.exit_code:
+            raise self.make_error(arguments, done, hint)
 
-    def failure(self, words: tuple[str, ...], done: Done, hint: str = "") -> ManagerFailed:
-        said = " ".join(done.said.split()) or f"exit code {done.code}"
-        return ManagerFailed(f"{self.tool} {' '.join(words)}: {said}" + (f"; {hint}" if hint else ""))
+    def make_error(self, arguments: tuple[str, ...], result: CommandResult, hint: str = "") -> ServiceManagerError:
+        said = " ".join(result.output.split()) or f"exit code {result.exit_code}"
+        return ServiceManagerError(f"{self.tool} {' '.join(arguments)}: {said}" + (f"; {hint}" if hint else ""))
 
 
-def wait_until(happened: Callable[[], bool], timeout_s: float) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     """Whether it did.  The managers tell no one, so they are asked."""
     until = time.monotonic() + timeout_s
-    while not happened():
+    while not condition():
         if time.monotonic() >= until:
             return False
         time.sleep(POLL_S)

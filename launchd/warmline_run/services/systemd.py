@@ -5,80 +5,82 @@ from pathlib import Path
 from typing import ClassVar
 
 from warmline_run.services import systemd_units as units
-from warmline_run.services.manager import COMMAND_TIMEOUT_S, Installed, ServiceManager, State
-from warmline_run.services.service import Agent, Which
+from warmline_run.services.manager import COMMAND_TIMEOUT_S, InstalledService, ServiceManager, ServiceState
+from warmline_run.services.service import ServiceId, ServiceProcess
 from warmline_run.settings.resolve import ConfigurationError
 
 PROPERTIES = "LoadState,ActiveState,SubState,MainPID,ExecMainCode,ExecMainStatus,ExecMainExitTimestampMonotonic"
 EXITED = "1"  # ExecMainCode is waitid's si_code
-NO_SESSION = (
+SESSION_HINT = (
     "is there a session of yours?  `sudo loginctl enable-linger $USER` makes one that lasts;"
     " where there is no systemd, as in most containers, use `warmline serve`"
 )
 
 
-class Systemd(ServiceManager):
-    word: ClassVar[str] = "systemd"
+class SystemdManager(ServiceManager):
+    name: ClassVar[str] = "systemd"
     tool: ClassVar[str] = "systemctl"
-    elsewhere: ClassVar[str] = "user services are systemd's; on a Mac use `warmline launchd`"
-    kept_as: ClassVar[str] = "user services"
+    missing_hint: ClassVar[str] = "user services are systemd's; on a Mac use `warmline launchd`"
+    display_name: ClassVar[str] = "user services"
 
-    def label(self, which: Which) -> str:
-        return "-".join(filter(None, ("warmline", which.name, which.role))) + ".service"
+    def label(self, service_id: ServiceId) -> str:
+        return "-".join(filter(None, ("warmline", service_id.name, service_id.role))) + ".service"
 
-    def file(self, which: Which) -> Path:
+    def service_file(self, service_id: ServiceId) -> Path:
         configuration = os.environ.get("XDG_CONFIG_HOME", "")
         folder = Path(configuration) if configuration.startswith("/") else Path.home() / ".config"
-        return folder / "systemd" / "user" / self.label(which)
+        return folder / "systemd" / "user" / self.label(service_id)
 
-    def content(self, agent: Agent) -> bytes:
-        if not str(agent.home).isprintable():
-            raise ConfigurationError(f"--home {str(agent.home)!r}: a unit can't name a folder with such characters")
-        return units.content(agent)
+    def render_file(self, process: ServiceProcess) -> bytes:
+        if not str(process.home).isprintable():
+            raise ConfigurationError(f"--home {str(process.home)!r}: a unit can't name a folder with such characters")
+        return units.render_unit(process)
 
-    def parse(self, data: bytes) -> Installed:
-        return units.read(data)
+    def parse_file(self, data: bytes) -> InstalledService:
+        return units.parse_unit(data)
 
-    def state(self, which: Which) -> State:
-        words = ("--user", "show", f"--property={PROPERTIES}", self.label(which))
-        done = self.ask(*words)
-        if done.code:
-            raise self.failure(words, done, NO_SESSION)
-        return state_in(done.said)
+    def read_state(self, service_id: ServiceId) -> ServiceState:
+        words = ("--user", "show", f"--property={PROPERTIES}", self.label(service_id))
+        done = self.run_tool(*words)
+        if done.exit_code:
+            raise self.make_error(words, done, SESSION_HINT)
+        return parse_state(done.output)
 
-    def check_answers(self) -> None:
-        self._tell("daemon-reload")
+    def check_available(self) -> None:
+        self._run_systemctl("daemon-reload")
 
-    def start(self, which: Which) -> None:
-        self._tell("daemon-reload")
-        self._tell("enable", self.label(which))
-        self._tell("restart", self.label(which), timeout_s=self._patience_s(which))
+    def start(self, service_id: ServiceId) -> None:
+        self._run_systemctl("daemon-reload")
+        self._run_systemctl("enable", self.label(service_id))
+        self._run_systemctl("restart", self.label(service_id), timeout_s=self._stop_timeout_s(service_id))
 
-    def stop(self, which: Which) -> None:
-        words = ("disable", "--now") if self.is_installed(which) else ("stop",)
-        self._tell(*words, self.label(which), timeout_s=self._patience_s(which))
+    def stop(self, service_id: ServiceId) -> None:
+        words = ("disable", "--now") if self.is_installed(service_id) else ("stop",)
+        self._run_systemctl(*words, self.label(service_id), timeout_s=self._stop_timeout_s(service_id))
 
-    def restart(self, which: Which) -> None:
-        self._tell("restart", self.label(which), timeout_s=self._patience_s(which))
+    def restart(self, service_id: ServiceId) -> None:
+        self._run_systemctl("restart", self.label(service_id), timeout_s=self._stop_timeout_s(service_id))
 
-    def forget(self) -> None:
-        self._tell("daemon-reload")
+    def reload(self) -> None:
+        self._run_systemctl("daemon-reload")
 
-    def _tell(self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
-        self.tell("--user", *words, hint=NO_SESSION if words == ("daemon-reload",) else "", timeout_s=timeout_s)
+    def _run_systemctl(self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+        self.run_checked(
+            "--user", *arguments, hint=SESSION_HINT if arguments == ("daemon-reload",) else "", timeout_s=timeout_s
+        )
 
-    def _patience_s(self, which: Which) -> float:
-        return self.exit_timeout_s(which) + COMMAND_TIMEOUT_S
+    def _stop_timeout_s(self, service_id: ServiceId) -> float:
+        return self.exit_timeout_s(service_id) + COMMAND_TIMEOUT_S
 
 
-def state_in(shown: str) -> State:
+def parse_state(output: str) -> ServiceState:
     """Of what `systemctl show` says of a unit."""
-    values = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    values = dict(line.split("=", 1) for line in output.splitlines() if "=" in line)
     pid = int(values.get("MainPID", "0") or 0)
-    return State(values.get("LoadState") == "loaded", pid or None, "" if pid else _ending(values))
+    return ServiceState(values.get("LoadState") == "loaded", pid or None, "" if pid else _describe_exit(values))
 
 
-def _ending(values: dict[str, str]) -> str:
+def _describe_exit(values: dict[str, str]) -> str:
     if values.get("ExecMainExitTimestampMonotonic", "0") in ("", "0"):
         return ""
     status = values.get("ExecMainStatus", "")

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from warmline_run import supervisor as supervise
-from warmline_run.settings.reference import plain
-from warmline_run.settings.resolve import EXIT_CONFIGURATION, ConfigurationError, misspelt, resolve
+from warmline_run.settings.reference import strip_backticks
+from warmline_run.settings.resolve import EXIT_CONFIGURATION, ConfigurationError, describe_misspelt_variables, resolve
 from warmline_run.settings.schema import SETTINGS, Setting
 
 
@@ -18,16 +18,16 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
 
     def command(**given: Any) -> None:
         flags = {name: given.pop(name) for name in list(given) if name in SETTINGS}
-        for line in misspelt(os.environ):
-            supervise.say(line)
+        for line in describe_misspelt_variables(os.environ):
+            supervise.print_message(line)
         try:
             function(resolve(flags, os.environ), **given)
         except ConfigurationError as error:
-            supervise.say(str(error))
+            supervise.print_message(str(error))
             raise typer.Exit(EXIT_CONFIGURATION) from None
 
     own = list(inspect.signature(function).parameters.values())[1:]
-    flags = [_parameter(setting) for setting in SETTINGS.values() if setting.as_flag]
+    flags = [_make_parameter(setting) for setting in SETTINGS.values() if setting.has_flag]
     parameters = [*(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), *flags]
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -35,9 +35,9 @@ def with_settings(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _parameter(setting: Setting) -> inspect.Parameter:
+def _make_parameter(setting: Setting) -> inspect.Parameter:
     """Flags arrive as text and are parsed by the table, so that all sources are checked by the same rule."""
-    shown = plain(setting.help) + (f" (default: {setting.default})" if setting.default else "")
+    shown = strip_backticks(setting.help) + (f" (default: {setting.default})" if setting.default else "")
     annotation: Any
     if isinstance(setting.default, bool):
         annotation = Annotated[bool | None, typer.Option(f"{setting.flag}/{setting.off_flag}", help=shown)]

@@ -12,7 +12,7 @@ from warmline_run.settings.schema import SETTINGS, Setting, Value, is_loopback
 FILE_NAME = "warmline.toml"
 KEYS_FILE = "keys.json"
 PREFIX = "WARMLINE_"
-OTHER_VARIABLES = ("WARMLINE_PARENT_PIPE", "WARMLINE_AGENT")  # ours, but no settings: see supervise, agents.kept
+INTERNAL_VARIABLES = ("WARMLINE_PARENT_PIPE", "WARMLINE_AGENT")  # ours, but no settings: see supervise, agents.kept
 
 
 class ConfigurationError(Exception):
@@ -23,62 +23,64 @@ EXIT_CONFIGURATION = 2
 
 
 @dataclass(frozen=True)
-class Effective:
+class EffectiveSetting:
     """A setting's value in force and its source: "default", the TOML file's path, a variable's name or a flag."""
 
     value: Value
     source: str
 
 
-class Config(Mapping[str, Value]):
+class ResolvedConfig(Mapping[str, Value]):
     """The values in force by setting name; `origin` has each with its source.  Immutable."""
 
-    def __init__(self, effective: Mapping[str, Effective]) -> None:
-        self.origin = dict(effective)
+    def __init__(self, effective: Mapping[str, EffectiveSetting]) -> None:
+        self.effective_settings = dict(effective)
 
     def __getitem__(self, name: str) -> Value:
-        return self.origin[name].value
+        return self.effective_settings[name].value
 
     def __iter__(self) -> Any:
-        return iter(self.origin)
+        return iter(self.effective_settings)
 
     def __len__(self) -> int:
-        return len(self.origin)
+        return len(self.effective_settings)
 
 
-def resolve(flags: Mapping[str, object], environment: Mapping[str, str]) -> Config:
+def resolve(flags: Mapping[str, object], environment: Mapping[str, str]) -> ResolvedConfig:
     """Merge all layers and check what concerns several settings.
 
     `flags` has what was given on the command line, None for what wasn't.  Reads HOME/warmline.toml if it exists.
     Raises ConfigurationError.
     """
-    home = _effective(SETTINGS["home"], flags, environment, Path(), {})
+    home = _resolve_setting(SETTINGS["home"], flags, environment, Path(), {})
     file = Path(str(home.value)) / FILE_NAME
-    table = _read(file)
-    config = Config({name: _effective(setting, flags, environment, file, table) for name, setting in SETTINGS.items()})
-    _check(config)
+    table = _read_file(file)
+    config = ResolvedConfig(
+        {name: _resolve_setting(setting, flags, environment, file, table) for name, setting in SETTINGS.items()}
+    )
+    _check_config(config)
     return config
 
 
-def misspelt(environment: Mapping[str, str]) -> list[str]:
+def describe_misspelt_variables(environment: Mapping[str, str]) -> list[str]:
     """A line for each variable that looks like a setting and is none.  Not an error: it may be somebody else's."""
     known = {setting.variable.removeprefix(PREFIX): setting.variable for setting in SETTINGS.values()}
     lines = []
     for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in (*known.values(), *OTHER_VARIABLES):
+        if name.startswith(PREFIX) and name not in (*known.values(), *INTERNAL_VARIABLES):
             near = difflib.get_close_matches(name.removeprefix(PREFIX), known, n=1)
             hint = f"; did you mean {known[near[0]]}?" if near else ""
             lines.append(f"{name} is no setting and has no effect{hint}")
     return lines
 
 
-def _effective(
+def _resolve_setting(
     setting: Setting,
     flags: Mapping[str, object],
     environment: Mapping[str, str],
     file: Path,
     table: Mapping[str, object],
-) -> Effective:
+) -> EffectiveSetting:
     layers = (
         (flags.get(setting.name), setting.flag),
         (environment.get(setting.variable), setting.variable),
@@ -86,11 +88,11 @@ def _effective(
     )
     for raw, source in layers:
         if raw is not None:
-            return Effective(_parsed(setting, raw, source), source)
-    return Effective(setting.default, "default")
+            return EffectiveSetting(_parse_value(setting, raw, source), source)
+    return EffectiveSetting(setting.default, "default")
 
 
-def _parsed(setting: Setting, raw: object, source: str) -> Value:
+def _parse_value(setting: Setting, raw: object, source: str) -> Value:
     try:
         return setting.parse(raw)
     except ValueError as error:
@@ -98,7 +100,7 @@ def _parsed(setting: Setting, raw: object, source: str) -> Value:
         raise ConfigurationError(f"{setting.name} (from {source}): {error}{shown}") from None
 
 
-def _read(file: Path) -> Mapping[str, object]:
+def _read_file(file: Path) -> Mapping[str, object]:
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -111,16 +113,16 @@ def _read(file: Path) -> Mapping[str, object]:
     known = [name for name, setting in SETTINGS.items() if setting.in_toml]
     for key in table:
         if key not in known:
-            raise ConfigurationError(f"{file}: unknown key {key!r}{_nearest(key, known)}")
+            raise ConfigurationError(f"{file}: unknown key {key!r}{_suggest_key(key, known)}")
     return table
 
 
-def _nearest(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
+def _suggest_key(key: str, known_keys: list[str]) -> str:
+    near = difflib.get_close_matches(key.replace("-", "_"), known_keys, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known_keys)}"
 
 
-def _check(config: Config) -> None:
+def _check_config(config: ResolvedConfig) -> None:
     host, keys = str(config["host"]), Path(str(config["home"])) / KEYS_FILE
     has_key = config["lan"] or config["client_key"] or keys.exists()  # the proxy looks into the file
     if not (is_loopback(host) or has_key):

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from warmline_run.smoke.client import Server
+from warmline_run.smoke.client import SmokeClient
 
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 
 
-class Failed(Exception):
+class CheckFailedError(Exception):
     """The server is wrong: what was seen, and what to do about it."""
 
     def __init__(self, seen: str, advice: str = "") -> None:
@@ -18,7 +18,7 @@ class Failed(Exception):
         self.seen, self.advice = seen, advice
 
 
-class NotRun(Exception):
+class CheckNotRunError(Exception):
     """Nothing was proved, for the reason that this states."""
 
 
@@ -34,10 +34,10 @@ class Scale:
 
 
 @dataclass
-class Visit:
+class Target:
     """One run over one server.  Gates run one after another, on one event loop."""
 
-    server: Server
+    client: SmokeClient
     seed: str  # stands at the top of each prompt: another seed meets nothing that is cached
     scale: Scale = field(default_factory=Scale)
     tolerance: float = 0.0  # nats; 0: by the type of the log-probabilities
@@ -46,36 +46,36 @@ class Visit:
     may_restart: bool = False
     context_tokens: int = 0  # that a prompt and its answer may have; 0: not known
 
-    def kept(self, tokens: int, slack: int = 0) -> int:
+    def expected_cached_tokens(self, tokens: int, slack: int = 0) -> int:
         """How many of so many computed tokens should be reused next time, give or take `slack`."""
         tokens = max(0, tokens - slack)
         return tokens - tokens % self.grid_tokens if self.grid_tokens else tokens
 
-    def opening(self, gate: str, text: str) -> list[dict[str, Any]]:
+    def make_messages(self, check_name: str, text: str) -> list[dict[str, Any]]:
         """A conversation of this run and gate alone."""
-        return [{"role": "user", "content": f"[{self.seed} {gate}] {text}"}]
+        return [{"role": "user", "content": f"[{self.seed} {check_name}] {text}"}]
 
 
 @dataclass(frozen=True)
-class Gate:
+class Check:
     """`check` returns a line of what was seen, or raises Failed, NotRun, or Unanswered."""
 
     name: str
     proves: str
-    check: Callable[[Visit], Awaitable[str]]
+    run: Callable[[Target], Awaitable[str]]
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How one gate ended.  `advice` is "" unless it failed."""
 
-    gate: Gate
+    check: Check
     result: str  # PASSED, FAILED or NOT_RUN
     seconds: float
     detail: str
     advice: str = ""
 
 
-def shown(text: str, limit: int = 60) -> str:
+def format_excerpt(text: str, limit: int = 60) -> str:
     """As an error message shows an answer."""
     return repr(text if len(text) <= limit else text[:limit] + "...")

@@ -8,28 +8,35 @@ from typing import Any
 
 import aiohttp
 
-from warmline_run.smoke.responses import Answer, Malformed, Message, StreamFold, error_of, read_answer
-from warmline_run.smoke.sse import Event, EventReader
+from warmline_run.smoke.responses import (
+    ChatCompletion,
+    MalformedAnswerError,
+    Message,
+    StreamFold,
+    format_error_body,
+    parse_completion,
+)
+from warmline_run.smoke.sse import EventReader, SmokeEvent
 
 CHAT_PATH = "/chat/completions"
 BAD_REQUEST = 400  # what a server says that can't do what is asked, and knows it
 # A reasoning model would spend what a gate gives it on thoughts.  Servers that don't know it ignore it.
-NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
+NO_REASONING = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
-class Unanswered(Exception):
+class NoAnswerError(Exception):
     """No answer, or none of OpenAI's form: a line that says what happened.  `status` is 0 where there was none."""
 
-    def __init__(self, what: str, status: int = 0) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
         self.status = status
 
 
-class Unreachable(Unanswered):
+class ServerUnreachableError(NoAnswerError):
     """Nothing takes connections there."""
 
 
-class Server:
+class SmokeClient:
     """`url` ends in /v1.  An async context manager, which owns the connections."""
 
     def __init__(self, url: str, key: str = "", timeout_s: float = 600.0, model: str = "") -> None:
@@ -42,7 +49,7 @@ class Server:
     def timeout_s(self) -> float:
         return self._timeout_s
 
-    async def __aenter__(self) -> "Server":
+    async def __aenter__(self) -> "SmokeClient":
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=self._timeout_s), connector=aiohttp.TCPConnector(force_close=True)
         )
@@ -65,47 +72,49 @@ class Server:
         except ValueError:
             return response.status, None
 
-    async def ask(self, messages: list[Message], *, max_tokens: int, **fields: Any) -> Answer:
+    async def complete(self, messages: list[Message], *, max_tokens: int, **fields: Any) -> ChatCompletion:
         """A chat completion in one JSON.  Raises Unanswered."""
         async with self._post(self._body(messages, max_tokens, fields)) as response:
             body = await response.read()
         try:
-            return read_answer(json.loads(body))
+            return parse_completion(json.loads(body))
         except ValueError:
-            raise Unanswered(f"the answer is no JSON: {body[:80]!r}", response.status) from None
-        except Malformed as error:
-            raise Unanswered(f"the answer is no chat completion: {error}", response.status) from None
+            raise NoAnswerError(f"the answer is no JSON: {body[:80]!r}", response.status) from None
+        except MalformedAnswerError as error:
+            raise NoAnswerError(f"the answer is no chat completion: {error}", response.status) from None
 
-    async def stream(self, messages: list[Message], *, max_tokens: int, **fields: Any) -> Answer:
+    async def stream(self, messages: list[Message], *, max_tokens: int, **fields: Any) -> ChatCompletion:
         """The same, streamed and put together again."""
         fold = StreamFold()
         try:
-            async with self.opened(messages, max_tokens=max_tokens, **fields) as events:
+            async with self.open_stream(messages, max_tokens=max_tokens, **fields) as events:
                 async for event in events:
                     if event.data:
                         fold.add(event.data)
-        except Malformed as error:
-            raise Unanswered(f"the stream is none of chat completions: {error}", 200) from None
-        return fold.answer()
+        except MalformedAnswerError as error:
+            raise NoAnswerError(f"the stream is none of chat completions: {error}", 200) from None
+        return fold.build()
 
     @asynccontextmanager
-    async def opened(
+    async def open_stream(
         self, messages: list[Message], *, max_tokens: int, **fields: Any
-    ) -> AsyncIterator[AsyncIterator[Event]]:
+    ) -> AsyncIterator[AsyncIterator[SmokeEvent]]:
         """A stream's events as they come.  Leaving the context early drops the connection."""
         asked = {"stream": True, "stream_options": {"include_usage": True}, **fields}
         async with self._post(self._body(messages, max_tokens, asked)) as response:
-            yield _events(response)
+            yield _read_events(response)
 
     def _body(self, messages: list[Message], max_tokens: int, fields: dict[str, Any]) -> dict[str, Any]:
-        given = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, **NO_THOUGHTS, **fields}
+        given = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, **NO_REASONING, **fields}
         return {"model": self.model, **given}
 
     @asynccontextmanager
     async def _post(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
         async with self._request("POST", self.url + CHAT_PATH, headers=self._headers, json=body) as response:
             if response.status != 200:
-                raise Unanswered(f"answered {response.status}: {error_of(await response.read())}", response.status)
+                raise NoAnswerError(
+                    f"answered {response.status}: {format_error_body(await response.read())}", response.status
+                )
             yield response
 
     @asynccontextmanager
@@ -115,21 +124,21 @@ class Server:
             async with self._session.request(method, url, **options) as response:
                 yield response
         except TimeoutError:
-            raise Unanswered(f"no whole answer within {self._timeout_s:g} s (--timeout-s)") from None
+            raise NoAnswerError(f"no whole answer within {self._timeout_s:g} s (--timeout-s)") from None
         except aiohttp.ClientConnectorError as error:
-            raise Unreachable(f"nothing answers at {url}: {error.strerror or error}") from None
+            raise ServerUnreachableError(f"nothing answers at {url}: {error.strerror or error}") from None
         except aiohttp.InvalidURL:
-            raise Unreachable(f"{url} is no address") from None
+            raise ServerUnreachableError(f"{url} is no address") from None
         except aiohttp.ClientError as error:
-            raise Unanswered(f"the connection broke in mid-answer: {error}") from None
+            raise NoAnswerError(f"the connection broke in mid-answer: {error}") from None
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Event]:
+async def _read_events(response: aiohttp.ClientResponse) -> AsyncIterator[SmokeEvent]:
     reader = EventReader()
     async for piece in response.content.iter_any():
         try:
             events = list(reader.feed(piece))
         except ValueError as error:
-            raise Unanswered(f"the stream can't be read: {error}", 200) from None
+            raise NoAnswerError(f"the stream can't be read: {error}", 200) from None
         for event in events:
             yield event

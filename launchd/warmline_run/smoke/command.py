@@ -10,14 +10,14 @@ from urllib.parse import urlsplit
 
 from warmline_run import ports
 from warmline_run.address import Address
-from warmline_run.settings.resolve import Config, ConfigurationError
+from warmline_run.settings.resolve import ConfigurationError, ResolvedConfig
 from warmline_run.settings.schema import SETTINGS, is_loopback
 from warmline_run.smoke import report
 from warmline_run.smoke import runner as running
-from warmline_run.smoke.check import Gate, Outcome, Scale, Visit
-from warmline_run.smoke.client import CHAT_PATH, Server, Unanswered, Unreachable
+from warmline_run.smoke.check import Check, Outcome, Scale, Target
+from warmline_run.smoke.client import CHAT_PATH, NoAnswerError, ServerUnreachableError, SmokeClient
 from warmline_run.smoke.judge import TOLERANCES_KV_BITS
-from warmline_run.smoke.responses import read_models
+from warmline_run.smoke.responses import parse_models
 
 EXIT_PASSED, EXIT_FAILED, EXIT_UNREACHABLE = 0, 1, 2
 EXAMPLE_URL = "http://127.0.0.1:8026/v1"
@@ -25,7 +25,7 @@ GRID_TOKENS_AUTO = 8192  # where the settings leave the step to be measured: the
 
 
 @dataclass(frozen=True)
-class Target:
+class Endpoint:
     """The server, and what the settings say of it: nothing, where it isn't the one that they are of."""
 
     url: str
@@ -36,46 +36,46 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RunOptions:
     """What the command line asks of the report."""
 
-    gates: Sequence[Gate]
+    checks: Sequence[Check]
     as_json: bool = False
     strict: bool = False
 
 
-def target(config: Config, url: str, environment: Mapping[str, str]) -> Target:
+def find_endpoint(config: ResolvedConfig, url: str, environment: Mapping[str, str]) -> Endpoint:
     """`url` is "" for the server of these settings: the one that runs from their home, wherever a flag has put it.
 
     A key in the home's file goes to no other server, and its owner's secret to none on another machine.  Raises
     ConfigurationError where `url` is no address.
     """
     listening, home = Address(str(config["host"]), int(config["port"])), Path(str(config["home"]))
-    own, running = Address(listening.probe_host, listening.port).url, running_url(home)
-    url = base_url(url) if url else (own if _is_named(config) else running) or own
+    own, running = Address(listening.probe_host, listening.port).url, find_running_url(home)
+    url = normalize_url(url) if url else (own if _has_address_variable(config) else running) or own
     if url not in (own, listening.url, running):
         key = environment.get(SETTINGS["client_key"].variable, "")
-        return Target(url, key, home if is_loopback(urlsplit(url).hostname or "") else None)
+        return Endpoint(url, key, home if is_loopback(urlsplit(url).hostname or "") else None)
     step = config["prefill_step_size"]
     grid = (step if isinstance(step, int) else GRID_TOKENS_AUTO) if config["reuse"] == "exact" else 0
-    return Target(url, str(config["client_key"]), home, grid, TOLERANCES_KV_BITS.get(int(config["kv_bits"]), 0.0))
+    return Endpoint(url, str(config["client_key"]), home, grid, TOLERANCES_KV_BITS.get(int(config["kv_bits"]), 0.0))
 
 
-def _is_named(config: Config) -> bool:
+def _has_address_variable(config: ResolvedConfig) -> bool:
     """Whether a variable says where to ask.  The home's file only says where its server listens if no flag did."""
-    return any(config.origin[name].source == SETTINGS[name].variable for name in ("host", "port"))
+    return any(config.effective_settings[name].source == SETTINGS[name].variable for name in ("host", "port"))
 
 
-def running_url(home: Path) -> str:
+def find_running_url(home: Path) -> str:
     """The base URL of the proxy that runs from this home; "" where none does, or did and was killed."""
-    found = ports.running(home)
+    found = ports.find_running_proxy(home)
     try:
-        return base_url(found.url) if found else ""
+        return normalize_url(found.url) if found else ""
     except ConfigurationError:
         return ""
 
 
-def base_url(url: str) -> str:
+def normalize_url(url: str) -> str:
     """What clients are given, of an address that may lack its /v1, or lead on to where chats are completed.
 
     Raises ConfigurationError where it is no address of a server.
@@ -92,72 +92,76 @@ def base_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
 
 
-def visit(target: Target, scale: Scale, *, model: str, tolerance: float, timeout_s: float, seed: str) -> Visit:
-    server = Server(target.url, target.key, timeout_s, model)
-    return Visit(
-        server=server,
+def make_target(
+    endpoint: Endpoint, scale: Scale, *, model: str, tolerance: float, timeout_s: float, seed: str
+) -> Target:
+    server = SmokeClient(endpoint.url, endpoint.key, timeout_s, model)
+    return Target(
+        client=server,
         seed=seed or secrets.token_hex(4),
         scale=scale,
-        tolerance=tolerance or target.tolerance,
-        grid_tokens=target.grid_tokens,
-        home=target.home,
+        tolerance=tolerance or endpoint.tolerance,
+        grid_tokens=endpoint.grid_tokens,
+        home=endpoint.home,
     )
 
 
-def gates_called(names: Sequence[str]) -> Sequence[Gate]:
+def select_checks(names: Sequence[str]) -> Sequence[Check]:
     """All, where there are no names.  Raises ConfigurationError."""
     try:
-        return running.chosen(names)
+        return running.find_checks(names)
     except KeyError as error:
-        known = ", ".join(gate.name for gate in running.GATES)
+        known = ", ".join(gate.name for gate in running.CHECKS)
         raise ConfigurationError(f"there is no gate {error.args[0]!r}; there are {known}") from None
 
 
-def listing() -> str:
-    return report.listing(running.GATES)
+def list_checks() -> str:
+    return report.render_list(running.CHECKS)
 
 
-def examine(visit: Visit, wanted: Wanted) -> int:
+def run_checks(target: Target, options: RunOptions) -> int:
     """Blocks until all gates are done; prints each as it ends.  Returns the exit code."""
-    return asyncio.run(examine_visit(visit, wanted))
+    return asyncio.run(run_checks_async(target, options))
 
 
-async def examine_visit(visit: Visit, wanted: Wanted) -> int:
+async def run_checks_async(target: Target, options: RunOptions) -> int:
     """The same, on a loop that runs already."""
-    async with visit.server:
+    async with target.client:
         try:
-            await _meet(visit)
-        except Unanswered as error:
-            elsewhere = "; if it listens elsewhere, name that with --url" if isinstance(error, Unreachable) else ""
+            await _read_server_info(target)
+        except NoAnswerError as error:
+            elsewhere = (
+                "; if it listens elsewhere, name that with --url" if isinstance(error, ServerUnreachableError) else ""
+            )
             print(f"warmline: {error}{elsewhere}", file=sys.stderr)
             return EXIT_UNREACHABLE
-        if not wanted.as_json:
-            print(report.header(visit))
+        if not options.as_json:
+            print(report.render_header(target))
         outcomes: list[Outcome] = []
-        async for outcome in running.run(visit, wanted.gates):
+        async for outcome in running.run_checks(target, options.checks):
             outcomes.append(outcome)
-            if not wanted.as_json:
-                print(report.row(outcome), flush=True)
-    good = report.passed(outcomes, wanted.strict)
-    print(report.as_json(visit, outcomes, good) if wanted.as_json else f"\n{report.summary(outcomes)}")
+            if not options.as_json:
+                print(report.render_row(outcome), flush=True)
+    good = report.is_success(outcomes, options.strict)
+    print(report.render_json(target, outcomes, good) if options.as_json else f"\n{report.format_summary(outcomes)}")
     return EXIT_PASSED if good else EXIT_FAILED
 
 
-async def _meet(visit: Visit) -> None:
+async def _read_server_info(target: Target) -> None:
     """Learn the model's name and context, where the server tells them.
 
     Raises Unanswered where it lets nobody in, or has its API elsewhere, which each gate would find out anew.
     """
-    status, listed = await visit.server.get("/models")
+    status, listed = await target.client.get("/models")
     if status in (401, 403):
-        raise Unanswered(f"{visit.server.url} wants a key ({status}): set WARMLINE_CLIENT_KEY", status)
-    if status == 404 and not visit.server.model:
-        raise Unanswered(
-            f"{visit.server.url}/models is not found (404): give the base URL of the server's OpenAI API, such as "
+        raise NoAnswerError(f"{target.client.url} wants a key ({status}): set WARMLINE_CLIENT_KEY", status)
+    if status == 404 and not target.client.model:
+        raise NoAnswerError(
+            f"{target.client.url}/models is not found (404): give the base URL of the server's OpenAI API, such as "
             f"--url {EXAMPLE_URL}, or, where it lists no models, --model as well",
             status,
         )
-    first = next(iter(read_models(listed)), {})
-    visit.server.model = visit.server.model or first.get("id", "")
+    first = next(iter(parse_models(listed)), {})
+    target.client.model = target.client.model or first.get("id", "")
     context = first.get("max_model_len")
-    visit.context_tokens = context if isinstance(context, int) else 0
+    target.context_tokens = context if isinstance(context, int) else 0

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from warmline_run.smoke.responses import Answer, TokenChoice
+from warmline_run.smoke.responses import ChatCompletion, TokenChoice
 
 # Nats by what the log-probabilities were computed in: as audits have it (docs/correctness.md).
 TOLERANCE_FLOAT32, TOLERANCE_FLOAT16, TOLERANCE_BFLOAT16 = 1e-3, 0.125, 2.0
@@ -14,8 +14,8 @@ TOLERANCES_KV_BITS = {8: 0.4, 4: 6.0}  # quantized KV, which the log-probabiliti
 _UNUSED_BITS = ((0xFFFF, TOLERANCE_BFLOAT16), (0x1FFF, TOLERANCE_FLOAT16))  # of a float32 that was widened from it
 LARGEST = 1e30  # and no NaN
 WINDOW_CHARACTERS = 8
-JUDGED_CHARACTERS_MIN = 24
-REPETITIVE, VARIED = 0.7, 0.4  # shares of windows that stood before
+TEXT_CHARACTERS_MIN = 24
+REPETITIVE_SHARE_MIN, VARIED_SHARE_MAX = 0.7, 0.4  # shares of windows that stood before
 MARKUP = re.compile(
     r"<\|[\w ./-]{1,40}\|>|<\uff5c[^\uff5c\n]{1,40}\uff5c>"
     r"|</?(?:think|tool_calls?|tool_response|arg_key|arg_value|function_calls?)>"
@@ -25,7 +25,7 @@ MARKUP = re.compile(
 )
 
 
-def tolerance_of(tokens: Iterable[TokenChoice]) -> float:
+def infer_tolerance(tokens: Iterable[TokenChoice]) -> float:
     """How far apart rounding may have two runs, by the bits that these values don't use."""
     values = [value for token in tokens for value in (token.logprob, *token.top.values()) if abs(value) < LARGEST]
     words = struct.unpack(f"<{len(values)}I", struct.pack(f"<{len(values)}f", *values))
@@ -36,49 +36,55 @@ def tolerance_of(tokens: Iterable[TokenChoice]) -> float:
     )
 
 
-def disagreement(one: Answer, other: Answer, tolerance: float = 0.0) -> str:
+def find_disagreement(one: ChatCompletion, other: ChatCompletion, tolerance: float = 0.0) -> str:
     """ "" where two greedy answers to one prompt are the same, or part at a near tie; else where and how they part.
 
     A near tie: in either run the two tokens' log-probabilities are within `tolerance` nats (0: by their type).
     """
-    if one.said == other.said and one.finish == other.finish:
+    if one.full_text == other.full_text and one.finish_reason == other.finish_reason:
         return ""
     if not one.tokens or not other.tokens:
-        return f"they part at character {_common(one.said, other.said)}, and there are no log-probabilities to judge by"
-    tolerance = tolerance or tolerance_of((*one.tokens, *other.tokens))
+        return f"they part at character {_common_prefix_length(one.full_text, other.full_text)}, and there are no log-probabilities to judge by"
+    tolerance = tolerance or infer_tolerance((*one.tokens, *other.tokens))
     for place, (mine, theirs) in enumerate(zip(one.tokens, other.tokens, strict=False)):
         if mine.token != theirs.token:
-            return _not_tied(place, max(_behind(mine, theirs.token), _behind(theirs, mine.token)), tolerance)
+            return _describe_gap(
+                place, max(_logprob_gap(mine, theirs.token), _logprob_gap(theirs, mine.token)), tolerance
+            )
     place = min(len(one.tokens), len(other.tokens))
     longer = one.tokens if len(one.tokens) > place else other.tokens
     if len(longer) == place:
-        return "the same tokens became different text" if one.said != other.said else "they end for different reasons"
-    return _not_tied(place, _runner_up_behind(longer[place]), tolerance)  # one goes on where the other one ends
+        return (
+            "the same tokens became different text"
+            if one.full_text != other.full_text
+            else "they end for different reasons"
+        )
+    return _describe_gap(place, _runner_up_gap(longer[place]), tolerance)  # one goes on where the other one ends
 
 
-def _not_tied(place: int, gap: float, tolerance: float) -> str:
+def _describe_gap(place: int, gap: float, tolerance: float) -> str:
     if gap <= tolerance:
         return ""
     apart = f"{gap:.3g} nats apart" if math.isfinite(gap) else "nowhere near each other"
     return f"they part at token {place + 1}, where the two tokens are {apart} (tolerated: {tolerance:g})"
 
 
-def _behind(chosen: TokenChoice, token: str) -> float:
+def _logprob_gap(chosen: TokenChoice, token: str) -> float:
     """How much less likely than the chosen one that token was; infinite where it was not among the likeliest."""
     gap = chosen.logprob - chosen.top.get(token, -math.inf)
     return math.inf if math.isnan(gap) else gap
 
 
-def _runner_up_behind(chosen: TokenChoice) -> float:
+def _runner_up_gap(chosen: TokenChoice) -> float:
     others = [value for token, value in chosen.top.items() if token != chosen.token]
     return chosen.logprob - max(others, default=-math.inf)
 
 
-def _common(one: str, other: str) -> int:
+def _common_prefix_length(one: str, other: str) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def difference(one: Answer, other: Answer) -> float:
+def logprob_difference(one: ChatCompletion, other: ChatCompletion) -> float:
     """The largest by which the log-probabilities of chosen tokens differ, as far as both chose the same; nats."""
     largest = 0.0
     for mine, theirs in zip(one.tokens, other.tokens, strict=False):
@@ -88,26 +94,26 @@ def difference(one: Answer, other: Answer) -> float:
     return largest
 
 
-def collapsed(text: str, beside: str) -> bool:
+def is_collapsed(text: str, reference: str) -> bool:
     """Whether one text repeats itself as broken models do, while the one that it should be like does not."""
-    if min(len(text), len(beside)) < JUDGED_CHARACTERS_MIN:
+    if min(len(text), len(reference)) < TEXT_CHARACTERS_MIN:
         return False
-    return repetition(text) > REPETITIVE and repetition(beside) < VARIED
+    return repetition_share(text) > REPETITIVE_SHARE_MIN and repetition_share(reference) < VARIED_SHARE_MAX
 
 
-def repetition(text: str) -> float:
+def repetition_share(text: str) -> float:
     """The share of a text's windows that have stood in it before: 0 where it never repeats itself."""
     windows = [text[at : at + WINDOW_CHARACTERS] for at in range(len(text) - WINDOW_CHARACTERS + 1)]
     return 1 - len(set(windows)) / len(windows) if windows else 0.0
 
 
-def markup_in(text: str) -> str:
+def find_markup(text: str) -> str:
     """The first of a template's, reasoning's or tool format's markers that stands there; "" for none."""
     match = MARKUP.search(text)
     return match[0] if match else ""
 
 
-def argument_flaw(arguments: Any, schema: Mapping[str, Any]) -> str:
+def find_argument_flaw(arguments: Any, schema: Mapping[str, Any]) -> str:
     """What of an object does not follow its schema ("enum", bounded "integer", "boolean"), or "" """
     if not isinstance(arguments, Mapping):
         return "they are no object"
@@ -117,12 +123,12 @@ def argument_flaw(arguments: Any, schema: Mapping[str, Any]) -> str:
     if unknown := [name for name in arguments if name not in properties]:
         return f"{unknown[0]!r} is no argument of it"
     for name, value in arguments.items():
-        if not _fits(value, properties[name]):
+        if not _matches_schema(value, properties[name]):
             return f"{name!r} is {value!r}, which its schema does not allow"
     return ""
 
 
-def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+def _matches_schema(value: Any, schema: Mapping[str, Any]) -> bool:
     if "enum" in schema:
         return value in schema["enum"]
     if schema["type"] == "boolean":

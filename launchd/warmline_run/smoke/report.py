@@ -5,32 +5,32 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from warmline_run.smoke.check import FAILED, NOT_RUN, PASSED, Gate, Outcome, Visit
+from warmline_run.smoke.check import FAILED, NOT_RUN, PASSED, Check, Outcome, Target
 
 NAME_WIDTH, RESULT_WIDTH, SECONDS_WIDTH = 15, 7, 8
 LINE_WIDTH = 120
 INDENT = " " * (NAME_WIDTH + RESULT_WIDTH + SECONDS_WIDTH + 6)
 
 
-def header(visit: Visit) -> str:
+def render_header(target: Target) -> str:
     """Who is examined, so that it can be done again, and the table's head."""
-    who = f"{visit.server.url}, model {visit.server.model or '(none listed)'}, --seed {visit.seed}"
-    return f"{who}\n\n{_row('gate', 'result', 'seconds', 'what it proves')}\n{'-' * LINE_WIDTH}"
+    who = f"{target.client.url}, model {target.client.model or '(none listed)'}, --seed {target.seed}"
+    return f"{who}\n\n{_format_row('gate', 'result', 'seconds', 'what it proves')}\n{'-' * LINE_WIDTH}"
 
 
-def row(outcome: Outcome) -> str:
+def render_row(outcome: Outcome) -> str:
     """The gate's line, and what was seen under it."""
-    lines = [_row(outcome.gate.name, outcome.result, f"{outcome.seconds:.1f}", outcome.gate.proves)]
-    lines += _indented(outcome.detail)
-    lines += _indented(f"-> {outcome.advice}") if outcome.advice else []
+    lines = [_format_row(outcome.check.name, outcome.result, f"{outcome.seconds:.1f}", outcome.check.proves)]
+    lines += _format_indented(outcome.detail)
+    lines += _format_indented(f"-> {outcome.advice}") if outcome.advice else []
     return "\n".join(lines)
 
 
-def _row(name: str, result: str, seconds: str, proves: str) -> str:
+def _format_row(name: str, result: str, seconds: str, proves: str) -> str:
     return f"{name:<{NAME_WIDTH}}  {result:<{RESULT_WIDTH}}  {seconds:>{SECONDS_WIDTH}}  {proves}"
 
 
-def _indented(text: str) -> list[str]:
+def _format_indented(text: str) -> list[str]:
     return textwrap.wrap(
         text,
         LINE_WIDTH,
@@ -41,20 +41,20 @@ def _indented(text: str) -> list[str]:
     )
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
+def format_summary(outcomes: Sequence[Outcome]) -> str:
     counts = [(sum(each.result == result for each in outcomes), result) for result in (PASSED, FAILED, NOT_RUN)]
     return ", ".join(f"{count} {result}" for count, result in counts if count)
 
 
-def listing(gates: Sequence[Gate]) -> str:
-    return "\n".join(f"{gate.name:<{NAME_WIDTH}}  {gate.proves}" for gate in gates)
+def render_list(checks: Sequence[Check]) -> str:
+    return "\n".join(f"{gate.name:<{NAME_WIDTH}}  {gate.proves}" for gate in checks)
 
 
-def as_json(visit: Visit, outcomes: Sequence[Outcome], passed: bool) -> str:
+def render_json(target: Target, outcomes: Sequence[Outcome], passed: bool) -> str:
     gates: list[dict[str, Any]] = [
         {
-            "name": each.gate.name,
-            "proves": each.gate.proves,
+            "name": each.check.name,
+            "proves": each.check.proves,
             "result": each.result.lower(),
             "seconds": round(each.seconds, 3),
             "detail": each.detail,
@@ -63,11 +63,11 @@ def as_json(visit: Visit, outcomes: Sequence[Outcome], passed: bool) -> str:
         for each in outcomes
     ]
     return json.dumps(
-        {"url": visit.server.url, "model": visit.server.model, "seed": visit.seed, "passed": passed, "gates": gates},
+        {"url": target.client.url, "model": target.client.model, "seed": target.seed, "passed": passed, "gates": gates},
         indent=2,
     )
 
 
-def passed(outcomes: Sequence[Outcome], strict: bool) -> bool:
+def is_success(outcomes: Sequence[Outcome], strict: bool) -> bool:
     """A gate that was not run fails only where that is wanted."""
     return not any(each.result == FAILED or (strict and each.result == NOT_RUN) for each in outcomes)

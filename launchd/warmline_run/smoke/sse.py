@@ -9,7 +9,7 @@ _PROGRESS = re.compile(r"(\d+)/(\d+)")
 
 
 @dataclass(frozen=True)
-class Event:
+class SmokeEvent:
     """One event's data, or one comment."""
 
     data: str = ""
@@ -26,21 +26,21 @@ class EventReader:
     """Feed it bytes as they come."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._buffer = b""
         self._data: list[str] = []
 
-    def feed(self, piece: bytes) -> Iterator[Event]:
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        if len(self._rest) > EVENT_BYTES_MAX:
+    def feed(self, piece: bytes) -> Iterator[SmokeEvent]:
+        *lines, self._buffer = (self._buffer + piece).split(b"\n")
+        if len(self._buffer) > EVENT_BYTES_MAX:
             raise ValueError(f"a line of more than {EVENT_BYTES_MAX >> 20} MiB")
         for line in lines:
-            yield from self._line(line.rstrip(b"\r").decode(errors="replace"))
+            yield from self._parse_line(line.rstrip(b"\r").decode(errors="replace"))
 
-    def _line(self, line: str) -> Iterator[Event]:
+    def _parse_line(self, line: str) -> Iterator[SmokeEvent]:
         if not line and self._data:
-            yield Event(data="\n".join(self._data))
+            yield SmokeEvent(data="\n".join(self._data))
             self._data = []
         elif line.startswith(":"):
-            yield Event(comment=line[1:].strip())
+            yield SmokeEvent(comment=line[1:].strip())
         elif line.startswith("data:"):
             self._data.append(line[5:].removeprefix(" "))

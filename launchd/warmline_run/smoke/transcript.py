@@ -20,12 +20,18 @@ class Transcript:
     def __init__(self, seed: str, turn_bytes: int) -> None:
         self._seed, self._turn_bytes = seed, turn_bytes
 
-    def said(self, turn: int) -> str:
+    def render_turn(self, turn: int) -> str:
         """The user's message of a turn, counted from 1: about `turn_bytes` long."""
         draw = random.Random(f"{self._seed} {turn}")
         head = f"[{self._seed} terminal] {INSTRUCTION}\n" if turn == 1 else ""
         screen = "Current terminal state:\n" if turn == 1 else "New terminal output:\n"
-        makers: list[Callable[[random.Random], list[str]]] = [_listing, _build, _tests, _history, _dump]
+        makers: list[Callable[[random.Random], list[str]]] = [
+            _make_listing,
+            _make_build,
+            _make_tests,
+            _make_history,
+            _make_dump,
+        ]
         lines: list[str] = []
         for make in cycle(makers[turn % len(makers) :] + makers[: turn % len(makers)]):
             if sum(map(len, lines)) + len(lines) >= self._turn_bytes - len(head):
@@ -34,31 +40,31 @@ class Transcript:
         return f"{head}{screen}" + "\n".join(lines) + f"\nroot@build:/srv/app# # step {turn}"
 
 
-def _file(draw: random.Random) -> str:
+def _make_file_name(draw: random.Random) -> str:
     return f"{draw.choice(NAMES)}_{draw.choice(NAMES)}.{draw.choice(KINDS)}"
 
 
-def _listing(draw: random.Random) -> list[str]:
+def _make_listing(draw: random.Random) -> list[str]:
     rows = [
-        f"-rw-r--r-- 1 root root {draw.randrange(99_999):>6} Mar {draw.randrange(1, 29):>2} {_file(draw)}"
+        f"-rw-r--r-- 1 root root {draw.randrange(99_999):>6} Mar {draw.randrange(1, 29):>2} {_make_file_name(draw)}"
         for _ in range(6)
     ]
     return ["root@build:/srv/app# ls -l src", f"total {draw.randrange(900)}", *rows]
 
 
-def _build(draw: random.Random) -> list[str]:
+def _make_build(draw: random.Random) -> list[str]:
     rows = [
-        f"src/{_file(draw)}:{draw.randrange(900)}:{draw.randrange(80)}: warning: '{draw.choice(NAMES)}' is never used"
+        f"src/{_make_file_name(draw)}:{draw.randrange(900)}:{draw.randrange(80)}: warning: '{draw.choice(NAMES)}' is never used"
         for _ in range(4)
     ]
     return [
         "root@build:/srv/app# make -j4",
         *rows,
-        f"make: *** [Makefile:{draw.randrange(200)}: {_file(draw)}] Error 1",
+        f"make: *** [Makefile:{draw.randrange(200)}: {_make_file_name(draw)}] Error 1",
     ]
 
 
-def _tests(draw: random.Random) -> list[str]:
+def _make_tests(draw: random.Random) -> list[str]:
     rows = [
         f"tests/test_{draw.choice(NAMES)}.py::test_{draw.choice(NAMES)} {draw.choice(['PASSED', 'FAILED'])} ({row}/6)"
         for row in range(6)
@@ -66,13 +72,13 @@ def _tests(draw: random.Random) -> list[str]:
     return ["root@build:/srv/app# pytest -v", *rows, f"E   assert {draw.randrange(500)} == {draw.randrange(500)}"]
 
 
-def _history(draw: random.Random) -> list[str]:
+def _make_history(draw: random.Random) -> list[str]:
     rows = [
         f"{draw.getrandbits(40):010x} Make the {draw.choice(NAMES)} wait for the {draw.choice(NAMES)}" for _ in range(5)
     ]
     return ["root@build:/srv/app# git log --oneline", *rows]
 
 
-def _dump(draw: random.Random) -> list[str]:
+def _make_dump(draw: random.Random) -> list[str]:
     rows = [f"{16 * row:08x}  " + " ".join(f"{draw.randrange(256):02x}" for _ in range(16)) for row in range(4)]
-    return [f"root@build:/srv/app# hexdump {_file(draw)}", *rows]
+    return [f"root@build:/srv/app# hexdump {_make_file_name(draw)}", *rows]

@@ -8,85 +8,89 @@ import msgspec
 from aiohttp import web
 
 from warmline_common.protocol.messages import decode
-from warmline_proxy.admin.routes import Paths
+from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.archive.importer import (
-    SHOWN,
-    Imported,
+    FINGERPRINT_DIGITS,
+    ImportReply,
     ImportRequest,
-    Known,
+    KnownModels,
+    find_known_models,
     import_archive,
-    known_from_files,
 )
 from warmline_proxy.archive.reader import open_archive
 from warmline_proxy.archive.tar import ArchiveError
-from warmline_proxy.auth.key_store import KeysUnusable
-from warmline_proxy.auth.owners import holders
-from warmline_proxy.config import Config
+from warmline_proxy.auth.key_store import KeyStoreError
+from warmline_proxy.auth.owners import load_key_tenants
+from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.bodies import json_answer, read_body
-from warmline_proxy.index.index import Index, NoRoom
-from warmline_proxy.store.errors import failure
-from warmline_proxy.upstream.backend_state import Knowledge
+from warmline_proxy.http.bodies import json_response, read_body
+from warmline_proxy.index.index import DiskBudgetError, Index
+from warmline_proxy.store.errors import wrap_error
+from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import UpstreamError
 
 
-class _GivenUp(Exception):
+class _ImportCancelledError(Exception):
     """Nobody waits for it any more."""
 
 
-class Moving:
+class ArchiveRoutes:
     """Its one handler.  Saves and restores go on meanwhile."""
 
-    def __init__(self, index: Index, knowledge: Knowledge, config: Config) -> None:
-        self._index, self._knowledge, self._config = index, knowledge, config
+    def __init__(self, index: Index, backend_state: BackendState, config: ProxyConfig) -> None:
+        self._index, self._backend_state, self._config = index, backend_state, config
 
     @property
-    def paths(self) -> Paths:
-        return {("POST", "/warmline/import"): self.import_}
+    def routes(self) -> RouteTable:
+        return {("POST", "/warmline/import"): self.import_archive}
 
-    async def import_(self, request: web.Request) -> web.Response:
+    async def import_archive(self, request: web.Request) -> web.Response:
         """Answers when all of it is stored.  A caller that leaves ends it, and nothing is left."""
         try:
-            wanted = decode(await read_body(request, self._config.receive_timeout_s), ImportRequest)
+            import_request = decode(await read_body(request, self._config.receive_timeout_s), ImportRequest)
         except msgspec.DecodeError as error:
             raise bad_request(f"Not an import: {error}") from error
-        if not Path(wanted.path).is_absolute():
-            raise bad_request(f"path must be absolute, not {wanted.path[:200]!r}.", param="path")
-        known, given_up = await self._known(), threading.Event()
+        if not Path(import_request.path).is_absolute():
+            raise bad_request(f"path must be absolute, not {import_request.path[:200]!r}.", param="path")
+        known_models, cancel_event = await self._find_known_models(), threading.Event()
         try:
-            reply = await asyncio.to_thread(self._import, wanted, known, given_up)
+            reply = await asyncio.to_thread(self._run_import, import_request, known_models, cancel_event)
         except asyncio.CancelledError:
-            given_up.set()
+            cancel_event.set()
             raise
-        except KeysUnusable as error:
+        except KeyStoreError as error:
             raise bad_request(str(error), param="key") from error
         except ArchiveError as error:
             raise bad_request(str(error), code="bad_archive") from error
-        except NoRoom as error:
+        except DiskBudgetError as error:
             raise bad_request(f"there is no room for it: {error}", status=409, code="no_room") from error
         except OSError as error:
-            raise failure("can't be written", error) from error
-        return json_answer(reply)
+            raise wrap_error("can't be written", error) from error
+        return json_response(reply)
 
-    async def _known(self) -> Known:
+    async def _find_known_models(self) -> KnownModels:
         """The served model; while none answers, those of which something is stored."""
         try:
-            if (status := await self._knowledge.status()).fingerprint:
-                what = f"the model served here is {status.model}, {status.fingerprint[:SHOWN]}"
-                return Known(fingerprints=[status.fingerprint], what=what)
+            if (status := await self._backend_state.status()).fingerprint:
+                what = f"the model served here is {status.model}, {status.fingerprint[:FINGERPRINT_DIGITS]}"
+                return KnownModels(fingerprints=[status.fingerprint], description=what)
         except UpstreamError:
             pass
-        return await asyncio.to_thread(known_from_files, self._index)
+        return await asyncio.to_thread(find_known_models, self._index)
 
-    def _import(self, wanted: ImportRequest, known: Known, given_up: threading.Event) -> Imported:
+    def _run_import(
+        self, import_request: ImportRequest, known_models: KnownModels, cancel_event: threading.Event
+    ) -> ImportReply:
         """On a thread."""
 
         def progress(done: int, total: int) -> None:
-            if given_up.is_set():
-                raise _GivenUp
+            if cancel_event.is_set():
+                raise _ImportCancelledError
 
         config = self._config
-        keys = holders(config.home, client_key=config.client_key, share_cache=config.share_cache)
-        tenant = keys.tenant(wanted.key)
-        with open_archive(Path(wanted.path)) as archive:
-            return import_archive(self._index, archive, tenant, known, anyway=wanted.anyway, progress=progress)
+        key_tenants = load_key_tenants(config.home, client_key=config.client_key, share_cache=config.share_cache)
+        tenant = key_tenants.find_tenant(import_request.key)
+        with open_archive(Path(import_request.path)) as archive:
+            return import_archive(
+                self._index, archive, tenant, known_models, anyway=import_request.anyway, progress=progress
+            )

@@ -3,52 +3,52 @@
 from aiohttp import web
 
 from warmline_proxy.errors import RETRY_AFTER_S
-from warmline_proxy.http.bodies import json_answer
-from warmline_proxy.pipeline.save_health import Persistence
-from warmline_proxy.request.admission import Admission
-from warmline_proxy.upstream.backend_state import Knowledge
+from warmline_proxy.http.bodies import json_response
+from warmline_proxy.pipeline.save_health import SaveHealth
+from warmline_proxy.request.admission import AdmissionQueue
+from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream, UpstreamError
 from warmline_proxy.upstream.watchdog import Watchdog
 
-LOOK_TIMEOUT_S = 1.0
+READY_TIMEOUT_S = 1.0
 
 
-class Health:
+class HealthRoutes:
     """Handlers that everybody may call."""
 
     def __init__(
         self,
         upstream: Upstream,
         watchdog: Watchdog,
-        knowledge: Knowledge,
-        admission: Admission,
-        persistence: Persistence,
+        backend_state: BackendState,
+        admission: AdmissionQueue,
+        save_health: SaveHealth,
     ) -> None:
         self._upstream = upstream
         self._watchdog = watchdog
-        self._knowledge = knowledge
+        self._backend_state = backend_state
         self._admission = admission
-        self._persistence = persistence
+        self._save_health = save_health
 
-    async def ready(self) -> web.Response:
+    async def get_ready(self) -> web.Response:
         """200 where a request would be served now; else 503 and why not."""
-        if self._admission.closed:
-            return _not_ready(self._admission.closed)
+        if self._admission.closed_reason:
+            return _build_not_ready_response(self._admission.closed_reason)
         try:
-            await self._watchdog.up(LOOK_TIMEOUT_S)
-            await self._upstream.ready()
-            status = await self._knowledge.status()
+            await self._watchdog.wait_until_up(READY_TIMEOUT_S)
+            await self._upstream.check_ready()
+            status = await self._backend_state.status()
         except TimeoutError:
-            return _not_ready(self._watchdog.why_down)
+            return _build_not_ready_response(self._watchdog.down_reason)
         except UpstreamError as error:
-            return _not_ready(str(error))
-        return json_answer({"ready": True, "model": status.model})
+            return _build_not_ready_response(str(error))
+        return json_response({"ready": True, "model": status.model})
 
-    def health(self) -> web.Response:
+    def get_health(self) -> web.Response:
         """200: we serve, also where nothing can be saved, and say so."""
-        return json_answer({"status": "ok", "persistence": self._persistence.state})
+        return json_response({"status": "ok", "persistence": self._save_health.state})
 
 
-def _not_ready(reason: str) -> web.Response:
+def _build_not_ready_response(reason: str) -> web.Response:
     headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return json_answer({"ready": False, "reason": reason}, status=503, headers=headers)
+    return json_response({"ready": False, "reason": reason}, status=503, headers=headers)

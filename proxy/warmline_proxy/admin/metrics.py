@@ -9,12 +9,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from warmline_common.protocol.vitals import take_vitals
-from warmline_proxy.index.index import Index, IndexFailure
-from warmline_proxy.request.admission import Admission
-from warmline_proxy.request.registry import Lives
+from warmline_common.protocol.vitals import read_process_stats
+from warmline_proxy.index.index import Index, IndexStoreError
+from warmline_proxy.request.admission import AdmissionQueue
+from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.store.rows import Totals
-from warmline_proxy.upstream.backend_state import Knowledge
+from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -22,69 +22,77 @@ log = logging.getLogger(__name__)
 TOTALS_INTERVAL_S = 2.0
 
 
-class Gauges(Collector):
+class GaugeCollector(Collector):
     """Reads others' state.  What is stored is read on a thread, once in a while, and missing where it can't be."""
 
     def __init__(
         self,
         *,
         index: Index,
-        admission: Admission,
-        lives: Lives,
+        admission: AdmissionQueue,
+        registry: RequestRegistry,
         watchdog: Watchdog,
-        knowledge: Knowledge,
-        connections: Callable[[], int],
+        backend_state: BackendState,
+        count_connections: Callable[[], int],
     ) -> None:
         self._index = index
         self._admission = admission
-        self._lives = lives
+        self._registry = registry
         self._watchdog = watchdog
-        self._knowledge = knowledge
-        self._connections = connections
+        self._backend_state = backend_state
+        self._count_connections = count_connections
         self._totals: Totals | None = None
         self._totals_at = float("-inf")  # time.monotonic()
-        self._reading = asyncio.Lock()
+        self._refresh_lock = asyncio.Lock()
 
     async def refresh(self) -> None:
         """Read what is stored, unless that was done a moment ago; of several who ask at once, one does."""
-        async with self._reading:
+        async with self._refresh_lock:
             if time.monotonic() - self._totals_at < TOTALS_INTERVAL_S:
                 return
             try:
                 self._totals = await asyncio.to_thread(self._index.totals)
-            except IndexFailure as error:
+            except IndexStoreError as error:
                 log.warning("what is stored can't be told to who scrapes: %s", error)
                 self._totals = None
             self._totals_at = time.monotonic()
 
     def collect(self) -> Iterable[Metric]:
-        yield from self._under_way()
-        yield from self._upstream()
-        yield from self._stored()
-        vitals = take_vitals()
-        yield _gauge("tasks", "Tasks of the event loop.", vitals.tasks)
-        yield _gauge("threads", "Threads of the process.", vitals.threads)
-        yield _gauge("descriptors", "Files and sockets that the process has open.", vitals.descriptors)
+        yield from self._collect_requests()
+        yield from self._collect_upstream()
+        yield from self._collect_storage()
+        vitals = read_process_stats()
+        yield _build_gauge("tasks", "Tasks of the event loop.", vitals.tasks)
+        yield _build_gauge("threads", "Threads of the process.", vitals.threads)
+        yield _build_gauge("descriptors", "Files and sockets that the process has open.", vitals.descriptors)
 
-    def _under_way(self) -> Iterable[Metric]:
-        yield _gauge("requests_running", "Requests that have a place at the backend.", self._admission.running)
-        yield _gauge("requests_queued", "Requests that wait for a place.", self._admission.queued)
-        yield _gauge("requests_settling", "Requests that are computed, but not yet on disk.", self._lives.settling)
-        yield _gauge("connections", "Clients' connections.", self._connections())
+    def _collect_requests(self) -> Iterable[Metric]:
+        yield _build_gauge(
+            "requests_running", "Requests that have a place at the backend.", self._admission.running_count
+        )
+        yield _build_gauge("requests_queued", "Requests that wait for a place.", self._admission.queued_count)
+        yield _build_gauge(
+            "requests_settling", "Requests that are computed, but not yet on disk.", self._registry.saving_count
+        )
+        yield _build_gauge("connections", "Clients' connections.", self._count_connections())
 
-    def _upstream(self) -> Iterable[Metric]:
-        yield _gauge("upstream_up", "1 while the backend serves.", self._watchdog.is_up)
-        yield _counter("upstream_boots", "Backend processes that were heard of.", self._watchdog.boots)
-        yield _counter("wedges", "Wedged backends that were killed.", self._watchdog.kills)
-        mirror = self._knowledge.mirror
-        yield _gauge("residents", "KV in the backend's memory that is known of.", len(mirror.ids()))
-        yield _gauge("residents_unsaved", "Of these, what is nowhere else.", len(mirror.not_durable()))
+    def _collect_upstream(self) -> Iterable[Metric]:
+        yield _build_gauge("upstream_up", "1 while the backend serves.", self._watchdog.is_up)
+        yield _build_counter("upstream_boots", "Backend processes that were heard of.", self._watchdog.boots)
+        yield _build_counter("wedges", "Wedged backends that were killed.", self._watchdog.kills)
+        resident_view = self._backend_state.resident_view
+        yield _build_gauge("residents", "KV in the backend's memory that is known of.", len(resident_view.ids()))
+        yield _build_gauge(
+            "residents_unsaved", "Of these, what is nowhere else.", len(resident_view.non_durable_entries())
+        )
 
-    def _stored(self) -> Iterable[Metric]:
-        yield _gauge("disk_budget_bytes", "What the stored bytes of all kinds may come to.", self._index.budget_bytes)
+    def _collect_storage(self) -> Iterable[Metric]:
+        yield _build_gauge(
+            "disk_budget_bytes", "What the stored bytes of all kinds may come to.", self._index.budget_bytes
+        )
         if (totals := self._totals) is None:
             return
-        yield _gauges(
+        yield _build_gauge_by_kind(
             "stored_bytes",
             "What counts against the disk budget.",
             {
@@ -96,26 +104,26 @@ class Gauges(Collector):
                 "index": totals.bytes_index,
             },
         )
-        yield _gauges(
+        yield _build_gauge_by_kind(
             "stored_files",
             "Files on disk.",
             {"segments": totals.segments, "checkpoints": totals.checkpoints, "quarantined": totals.quarantined},
         )
-        yield _gauge("stored_tokens", "Tokens whose KV is on disk.", totals.tokens)
-        yield _gauge("stored_sessions", "Conversations on disk.", totals.sessions)
-        yield _gauge("stored_turns", "Sampled calls that are remembered.", totals.turns)
+        yield _build_gauge("stored_tokens", "Tokens whose KV is on disk.", totals.tokens)
+        yield _build_gauge("stored_sessions", "Conversations on disk.", totals.sessions)
+        yield _build_gauge("stored_turns", "Sampled calls that are remembered.", totals.turns)
 
 
-def _gauge(name: str, about: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"warmline_{name}", about, value=value)
+def _build_gauge(name: str, documentation: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"warmline_{name}", documentation, value=value)
 
 
-def _gauges(name: str, about: str, by_kind: dict[str, int]) -> Metric:
-    family = GaugeMetricFamily(f"warmline_{name}", about, labels=["kind"])
+def _build_gauge_by_kind(name: str, documentation: str, by_kind: dict[str, int]) -> Metric:
+    family = GaugeMetricFamily(f"warmline_{name}", documentation, labels=["kind"])
     for kind, value in by_kind.items():
         family.add_metric([kind], value)
     return family
 
 
-def _counter(name: str, about: str, value: float) -> Metric:
-    return CounterMetricFamily(f"warmline_{name}", about, value=value)
+def _build_counter(name: str, documentation: str, value: float) -> Metric:
+    return CounterMetricFamily(f"warmline_{name}", documentation, value=value)

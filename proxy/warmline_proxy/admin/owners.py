@@ -5,41 +5,46 @@ from collections.abc import Iterable
 
 from aiohttp import web
 
-from warmline_proxy.admin.routes import Paths
-from warmline_proxy.auth.owners import Whose, models_of, whose
+from warmline_proxy.admin.routes import RouteTable
+from warmline_proxy.auth.owners import OwnerLabels, build_owner_labels, find_fingerprints
 from warmline_proxy.auth.principals import ClientKeys
-from warmline_proxy.http.bodies import json_answer
+from warmline_proxy.http.bodies import json_response
 from warmline_proxy.index.index import Index
-from warmline_proxy.upstream.backend_state import Knowledge
+from warmline_proxy.upstream.backend_state import BackendState
 
 
-class Attribution:
+class OwnerResolver:
     """Its one handler, and what others here ask.  What it keeps belongs to the event loop.
 
     Of which model a root is holds for good, so a file is asked once for each; keys come and go.
     """
 
-    def __init__(self, index: Index, keys: ClientKeys, knowledge: Knowledge) -> None:
-        self._index, self._keys, self._knowledge = index, keys, knowledge
-        self._models: dict[bytes, str] = {}
-        self._changes = -1  # of the index, when it was looked at
+    def __init__(self, index: Index, keys: ClientKeys, backend_state: BackendState) -> None:
+        self._index, self._keys, self._backend_state = index, keys, backend_state
+        self._fingerprint_by_root: dict[bytes, str] = {}
+        self._seen_change_count = -1  # of the index, when it was looked at
 
     @property
-    def paths(self) -> Paths:
-        return {("GET", "/warmline/whose"): self.answer}
+    def routes(self) -> RouteTable:
+        return {("GET", "/warmline/whose"): self.get_owners}
 
-    async def answer(self, request: web.Request) -> web.Response:
-        return json_answer(await self.whose())
+    async def get_owners(self, request: web.Request) -> web.Response:
+        return json_response(await self.resolve_owners())
 
-    async def whose(self, running: Iterable[bytes] = ()) -> Whose:
+    async def resolve_owners(self, running_roots: Iterable[bytes] = ()) -> OwnerLabels:
         """Also of what is in memory alone; `running`: more roots of the served model.  Raises IndexFailure."""
-        if (changes := self._index.changes) != self._changes:
-            self._models = await asyncio.to_thread(self._look, self._models)
-            self._changes = changes
-        served = self._knowledge.fingerprint
-        in_memory = {*running, *(held.root for _, held in self._knowledge.mirror.not_durable())}
-        models = self._models | {root: self._models.get(root) or served for root in in_memory}
-        return whose(self._keys.holders, models, served)
+        if (changes := self._index.change_count) != self._seen_change_count:
+            self._fingerprint_by_root = await asyncio.to_thread(self._find_fingerprints, self._fingerprint_by_root)
+            self._seen_change_count = changes
+        served_fingerprint = self._backend_state.fingerprint
+        in_memory = {
+            *running_roots,
+            *(held.root for _, held in self._backend_state.resident_view.non_durable_entries()),
+        }
+        fingerprint_by_root = self._fingerprint_by_root | {
+            root: self._fingerprint_by_root.get(root) or served_fingerprint for root in in_memory
+        }
+        return build_owner_labels(self._keys.key_tenants, fingerprint_by_root, served_fingerprint)
 
-    def _look(self, known: dict[bytes, str]) -> dict[bytes, str]:
-        return models_of(self._index.home, self._index.segments(), known)
+    def _find_fingerprints(self, known_fingerprints: dict[bytes, str]) -> dict[bytes, str]:
+        return find_fingerprints(self._index.home, self._index.segments(), known_fingerprints)

@@ -16,250 +16,285 @@ from aiohttp import web
 
 from warmline_common.protocol.messages import SegmentRef, decode
 from warmline_common.protocol.tokens import BLOCK_TOKENS, namespace
-from warmline_proxy.admin.owners import Attribution
-from warmline_proxy.admin.routes import Paths
+from warmline_proxy.admin.owners import OwnerResolver
+from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.audit.auditor import Auditor
-from warmline_proxy.audit.quarantine import Condemner
-from warmline_proxy.auth.key_store import NoSuchKey
+from warmline_proxy.audit.quarantine import Quarantine
+from warmline_proxy.auth.key_store import KeyNotFoundError
 from warmline_proxy.errors import bad_request
-from warmline_proxy.explain.divergence import Partings
-from warmline_proxy.explain.prompt_head import Heads
-from warmline_proxy.http.bodies import json_answer, read_body
-from warmline_proxy.index.index import Index, IndexFailure
-from warmline_proxy.pipeline.sampled_turns import Turns
-from warmline_proxy.pipeline.saver import Settler
-from warmline_proxy.request.registry import Lives
-from warmline_proxy.request.request import Life
-from warmline_proxy.retention.purge import by_roots, check, erase, prepare, preview, remove, remove_turns_of, roots_of
-from warmline_proxy.retention.truncate import Cutter
+from warmline_proxy.explain.divergence import DivergenceRecorder
+from warmline_proxy.explain.prompt_head import PromptHeadCache
+from warmline_proxy.http.bodies import json_response, read_body
+from warmline_proxy.index.index import Index, IndexStoreError
+from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
+from warmline_proxy.pipeline.saver import Saver
+from warmline_proxy.request.registry import RequestRegistry
+from warmline_proxy.request.request import Request
+from warmline_proxy.retention.purge import (
+    check_purge_request,
+    erase_purged_files,
+    parse_roots,
+    prepare_purge,
+    preview_purge,
+    remove_purged_rows,
+    remove_sampled_turns,
+    resolve_key,
+)
+from warmline_proxy.retention.truncate import Truncator
 from warmline_proxy.store.rows import PurgeReply, PurgeRequest
-from warmline_proxy.tasks import Background
-from warmline_proxy.upstream.backend_state import Knowledge
-from warmline_proxy.upstream.client import Refused, Upstream, UpstreamError
-from warmline_proxy.upstream.resident_view import Held
+from warmline_proxy.tasks import BackgroundTasks
+from warmline_proxy.upstream.backend_state import BackendState
+from warmline_proxy.upstream.client import Upstream, UpstreamError, UpstreamStatusError
+from warmline_proxy.upstream.resident_view import ResidentEntry
 
 log = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 60.0  # of a restore that reads a file which was purged
 RELEASE_INTERVAL_S = 0.1
-LOADING = 503  # HTTP status of a backend that has no model yet, and nothing in memory
-TELL_INTERVAL_S = 5.0  # between tries to tell the backend
+LOADING_STATUS = 503  # HTTP status of a backend that has no model yet, and nothing in memory
+NOTIFY_INTERVAL_S = 5.0  # between tries to tell the backend
 
 
-class Purging:
+class PurgeRoutes:
     """Its one handler, and all that a purge reaches."""
 
     def __init__(
         self,
         *,
         index: Index,
-        attribution: Attribution,
+        owner_resolver: OwnerResolver,
         upstream: Upstream,
-        knowledge: Knowledge,
-        lives: Lives,
-        settler: Settler,
-        turns: Turns,
-        heads: Heads,
-        partings: Partings,
+        backend_state: BackendState,
+        registry: RequestRegistry,
+        saver: Saver,
+        sampled_turns: SampledTurnCache,
+        prompt_heads: PromptHeadCache,
+        divergence_recorder: DivergenceRecorder,
         auditor: Auditor,
-        condemner: Condemner,
-        background: Background,
+        quarantine: Quarantine,
+        background: BackgroundTasks,
         receive_timeout_s: float,
     ) -> None:
-        self._index, self._upstream, self._knowledge, self._lives = index, upstream, knowledge, lives
-        self._attribution = attribution
-        self._settler, self._turns, self._heads, self._partings = settler, turns, heads, partings
-        self._auditor, self._condemner, self._background = auditor, condemner, background
+        self._index, self._upstream, self._backend_state, self._registry = index, upstream, backend_state, registry
+        self._owner_resolver = owner_resolver
+        self._saver, self._sampled_turns, self._prompt_heads, self._divergence_recorder = (
+            saver,
+            sampled_turns,
+            prompt_heads,
+            divergence_recorder,
+        )
+        self._auditor, self._quarantine, self._background = auditor, quarantine, background
         self._receive_timeout_s = receive_timeout_s
-        self._telling: asyncio.Task[None] | None = None
+        self._notify_task: asyncio.Task[None] | None = None
 
     @property
-    def paths(self) -> Paths:
+    def routes(self) -> RouteTable:
         return {("POST", "/warmline/purge"): self.purge}
 
     async def purge(self, request: web.Request) -> web.Response:
         """Answers when it is gone from disk and memory.  What was not meant is restored when it is needed."""
         try:
-            wanted = decode(await read_body(request, self._receive_timeout_s), PurgeRequest)
-            check(wanted)
+            purge_request = decode(await read_body(request, self._receive_timeout_s), PurgeRequest)
+            check_purge_request(purge_request)
         except (msgspec.DecodeError, ValueError) as error:
             raise bad_request(f"Not a purge: {error}") from error
-        found = await self._found(wanted)
-        if wanted.dry_run:
-            return json_answer(await asyncio.to_thread(preview, self._index, found))
+        resolved = await self._resolve_roots(purge_request)
+        if purge_request.dry_run:
+            return json_response(await asyncio.to_thread(preview_purge, self._index, resolved))
         # A caller that leaves meanwhile does not keep it from being finished.
-        reply = await asyncio.shield(self._background.spawn(self._purge(wanted), "purge"))
-        await self._until_deleted()
-        return json_answer(reply)
+        reply = await asyncio.shield(self._background.spawn(self._run_purge(purge_request), "purge"))
+        await self._wait_until_deleted()
+        return json_response(reply)
 
-    async def _found(self, wanted: PurgeRequest) -> PurgeRequest:
+    async def _resolve_roots(self, purge_request: PurgeRequest) -> PurgeRequest:
         """With roots for a key, also of what runs.  Raises ClientError 400 where nobody is called so."""
-        if not wanted.key:
-            return wanted
-        running = {life.root for life in self._lives} - {b""}
+        if not purge_request.key:
+            return purge_request
+        running_roots = {life.root for life in self._registry} - {b""}
         try:
-            return by_roots(wanted, await self._attribution.whose(running))
-        except NoSuchKey as error:
+            return resolve_key(purge_request, await self._owner_resolver.resolve_owners(running_roots))
+        except KeyNotFoundError as error:
             raise bad_request(str(error), param="key") from error
 
-    async def _purge(self, wanted: PurgeRequest) -> PurgeReply:
+    async def _run_purge(self, purge_request: PurgeRequest) -> PurgeReply:
         """While nothing is being saved; who runs on what goes is marked before anything of it can be, and nobody starts
         from what is in memory of it, though the backend may be told late.
 
         Once rows are gone memory is emptied too, whatever the disk does.
         """
-        with self._partings.paused():
-            async with self._settler.paused():
-                wanted = await self._found(wanted)
-                reply, marked, residents = await self._removed(wanted)
-                for life in [*marked, *self._arriving(roots_of(wanted))]:
+        with self._divergence_recorder.pause():
+            async with self._saver.pause():
+                purge_request = await self._resolve_roots(purge_request)
+                reply, affected, resident_ids = await self._prepare_and_remove(purge_request)
+                for life in [*affected, *self._find_arriving_requests(parse_roots(purge_request))]:
                     life.purged = True
-                for resident in residents.union(self._knowledge.mirror.durable()):
-                    self._knowledge.mirror.shun(resident)
+                for resident in resident_ids.union(self._backend_state.resident_view.durable_ids()):
+                    self._backend_state.resident_view.exclude(resident)
                 try:
-                    await asyncio.to_thread(remove_turns_of, self._index, _sampled(marked))
-                    reply = await asyncio.to_thread(erase, self._index, reply)
+                    await asyncio.to_thread(remove_sampled_turns, self._index, _list_sampled_turns(affected))
+                    reply = await asyncio.to_thread(erase_purged_files, self._index, reply)
                 finally:
-                    await self._forget()
+                    await self._clear_memory()
         return reply
 
-    def _arriving(self, roots: Set[bytes]) -> list[Life]:
+    def _find_arriving_requests(self, roots: Set[bytes]) -> list[Request]:
         """Whose prompt is not known yet, and whose cache this is: its key may be one that is no more."""
-        served = self._knowledge.fingerprint
-        return [life for life in self._lives if not life.root and namespace(served, life.client.tenant) in roots]
+        served_fingerprint = self._backend_state.fingerprint
+        return [
+            life
+            for life in self._registry
+            if not life.root and namespace(served_fingerprint, life.client.tenant) in roots
+        ]
 
-    async def _removed(self, wanted: PurgeRequest) -> "Removed":
+    async def _prepare_and_remove(self, purge_request: PurgeRequest) -> "RemovalResult":
         """What takes long, writing what is left of files, is done before it is asked who runs."""
-        cutter, mirror = Cutter(self._index), self._knowledge.mirror
+        truncator, resident_view = Truncator(self._index), self._backend_state.resident_view
         try:
             while True:
-                await asyncio.to_thread(prepare, self._index, wanted, cutter)
-                running, unsaved = list(self._lives), mirror.not_durable()
-                whole = wanted.everything or wanted.model == self._knowledge.model != ""
-                removing = asyncio.to_thread(remove_with, self._index, wanted, cutter, running, unsaved, whole)
-                if (found := await removing) is not None:
+                await asyncio.to_thread(prepare_purge, self._index, purge_request, truncator)
+                requests, unsaved_residents = list(self._registry), resident_view.non_durable_entries()
+                whole_model = purge_request.everything or purge_request.model == self._backend_state.model != ""
+                removal = asyncio.to_thread(
+                    remove_prepared, self._index, purge_request, truncator, requests, unsaved_residents, whole_model
+                )
+                if (found := await removal) is not None:
                     return found
         finally:
-            await asyncio.to_thread(cutter.close)
+            await asyncio.to_thread(truncator.close)
 
-    async def _forget(self) -> None:
+    async def _clear_memory(self) -> None:
         """All but what is nowhere else: what is on disk is read again where it is needed."""
-        self._turns.forget()
-        self._heads.forget()
-        self._auditor.forget()
-        self._condemner.forget()
+        self._sampled_turns.clear()
+        self._prompt_heads.clear()
+        self._auditor.drop_waiting()
+        self._quarantine.clear_history()
         try:
-            await self._tell()
+            await self._notify_backend()
         except UpstreamError as error:
             log.warning("the backend may still hold in memory what was purged; it is told again: %s", error)
-            if self._telling is None or self._telling.done():
-                self._telling = self._background.spawn(self._tell_later(), "word of a purge")
+            if self._notify_task is None or self._notify_task.done():
+                self._notify_task = self._background.spawn(self._retry_notify_backend(), "word of a purge")
 
-    async def _tell(self) -> None:
+    async def _notify_backend(self) -> None:
         """All goes from memory but what is nowhere else, and what who runs is to leave there meanwhile.
 
         Raises UpstreamError.
         """
-        mirror = self._knowledge.mirror
-        keep = [resident for resident, _ in mirror.not_durable()]
-        running = [life.trace.id for life in self._lives if life.is_kept and life.sent and not life.trace.settled]
-        for resident in mirror.ids() - set(keep):
-            mirror.shun(resident)
-        await self._upstream.forget([*keep, *running])
+        resident_view = self._backend_state.resident_view
+        unsaved_ids = [resident for resident, _ in resident_view.non_durable_entries()]
+        running_ids = [
+            life.log.id for life in self._registry if life.is_cacheable and life.sent and not life.log.generation_result
+        ]
+        for resident in resident_view.ids() - set(unsaved_ids):
+            resident_view.exclude(resident)
+        await self._upstream.purge_memory([*unsaved_ids, *running_ids])
         try:
-            await asyncio.to_thread(self._index.note_told)
-        except IndexFailure as error:
+            await asyncio.to_thread(self._index.clear_purge_notice)
+        except IndexStoreError as error:
             log.warning("the next start has the backend forget what is in memory once more: %s", error)
 
     def close(self) -> None:
         """Tell the backend no more: the next proxy does."""
-        if self._telling:
-            self._telling.cancel()
+        if self._notify_task:
+            self._notify_task.cancel()
 
-    async def _tell_later(self) -> None:
-        while await self._is_untold():
-            await asyncio.sleep(TELL_INTERVAL_S)
+    async def _retry_notify_backend(self) -> None:
+        while await self._has_purge_notice():
+            await asyncio.sleep(NOTIFY_INTERVAL_S)
             with suppress(UpstreamError):
-                await self.tell_what_is_untold()
+                await self.deliver_purge_notice()
 
-    async def tell_what_is_untold(self) -> None:
+    async def deliver_purge_notice(self) -> None:
         """A purge was ended between what it removed from the disk and the backend's hearing of it: before anything that
         the backend has is taken over, it is told.  Raises UpstreamError.
 
         What an earlier proxy left goes, all of it: what is whose conversation's nobody knows any more.
         """
-        if not await self._is_untold():
+        if not await self._has_purge_notice():
             return
         try:
-            await self._tell()
-        except Refused as error:
-            if error.status != LOADING:
+            await self._notify_backend()
+        except UpstreamStatusError as error:
+            if error.status != LOADING_STATUS:
                 raise
 
-    async def _is_untold(self) -> bool:
+    async def _has_purge_notice(self) -> bool:
         """False where the index can't say."""
         try:
-            return await asyncio.to_thread(self._index.is_untold)
-        except IndexFailure as error:
+            return await asyncio.to_thread(self._index.has_purge_notice)
+        except IndexStoreError as error:
             log.warning("whether the backend has heard of all purges is not known: %s", error)
             return False
 
-    async def _until_deleted(self) -> None:
+    async def _wait_until_deleted(self) -> None:
         """What a restore was reading goes when that ends."""
-        limit = time.monotonic() + RELEASE_TIMEOUT_S
-        while (await asyncio.to_thread(self._index.totals)).bytes_doomed and time.monotonic() < limit:
+        deadline = time.monotonic() + RELEASE_TIMEOUT_S
+        while (await asyncio.to_thread(self._index.totals)).bytes_doomed and time.monotonic() < deadline:
             await asyncio.sleep(RELEASE_INTERVAL_S)
             await asyncio.to_thread(self._index.sweep)
 
 
-Removed = tuple[PurgeReply, list[Life], set[str]]
+RemovalResult = tuple[PurgeReply, list[Request], set[str]]
 
 
-def remove_with(
+def remove_prepared(
     index: Index,
-    wanted: PurgeRequest,
-    cutter: Cutter,
-    running: Sequence[Life],
-    unsaved: Sequence[tuple[str, Held]],
-    whole: bool,
-) -> Removed | None:
+    purge_request: PurgeRequest,
+    truncator: Truncator,
+    requests: Sequence[Request],
+    unsaved_residents: Sequence[tuple[str, ResidentEntry]],
+    whole_model: bool,
+) -> RemovalResult | None:
     """On a thread: remove it, and say which of these requests go on from what is gone, or belong to it; and which of
     these residents do (all where the `whole` of what is served goes).
 
     None, and nothing is done, where it must be prepared again.
     """
-    paths = [_path(index, life) for life in running]
-    held = {resident: _beyond_head(index, each) for resident, each in unsaved}
-    if (reply := remove(index, wanted, cutter)) is None:
+    paths = [_find_request_path(index, life) for life in requests]
+    unsaved_paths = {resident: _find_path_beyond_head(index, each) for resident, each in unsaved_residents}
+    if (reply := remove_purged_rows(index, purge_request, truncator)) is None:
         return None
-    roots = roots_of(wanted)
-    gone = dict.fromkeys(reply.segments, 0) | {cut.segment: cut.until for cut in reply.cuts}
+    roots = parse_roots(purge_request)
+    removed_from = dict.fromkeys(reply.segments, 0) | {cut.segment: cut.until for cut in reply.cuts}
 
-    def goes(path: Sequence[SegmentRef]) -> bool:
-        return any(link.upto > gone.get(link.id, inf) for link in path)
+    def is_affected(path: Sequence[SegmentRef]) -> bool:
+        return any(link.upto > removed_from.get(link.id, inf) for link in path)
 
-    marked = [
+    affected = [
         life
-        for life, path in zip(running, paths, strict=True)
-        if wanted.everything or (wanted.model and life.model == wanted.model) or life.root in roots or goes(path)
+        for life, path in zip(requests, paths, strict=True)
+        if purge_request.everything
+        or (purge_request.model and life.model == purge_request.model)
+        or life.root in roots
+        or is_affected(path)
     ]
-    residents = {resident for resident, each in unsaved if whole or each.root in roots or goes(held[resident])}
-    return reply, marked, residents | {life.trace.settled.resident for life in marked if life.trace.settled}
+    resident_ids = {
+        resident
+        for resident, each in unsaved_residents
+        if whole_model or each.root in roots or is_affected(unsaved_paths[resident])
+    }
+    return (
+        reply,
+        affected,
+        resident_ids | {life.log.generation_result.resident for life in affected if life.log.generation_result},
+    )
 
 
-def _sampled(marked: Sequence[Life]) -> list[tuple[bytes, str]]:
+def _list_sampled_turns(requests: Sequence[Request]) -> list[tuple[bytes, str]]:
     """By namespace and first call, what they have sampled: maybe too late for the purge to see it in the index."""
-    turns = [(life.root, life.trace.settled.turn) for life in marked if life.trace.settled]
+    turns = [(life.root, life.log.generation_result.turn) for life in requests if life.log.generation_result]
     return [(root, turn.calls[0]) for root, turn in turns if turn and turn.calls]
 
 
-def _path(index: Index, life: Life) -> list[SegmentRef]:
-    if life.prompt is None or not life.root:
+def _find_request_path(index: Index, request: Request) -> list[SegmentRef]:
+    if request.prompt is None or not request.root:
         return []
-    return _beyond_head(index, Held(life.root, life.prompt.tokens, head=next(iter(life.prompt.boundaries), 0)))
+    return _find_path_beyond_head(
+        index, ResidentEntry(request.root, request.prompt.tokens, head_end=next(iter(request.prompt.boundaries), 0))
+    )
 
 
-def _beyond_head(index: Index, held: Held) -> list[SegmentRef]:
+def _find_path_beyond_head(index: Index, held: ResidentEntry) -> list[SegmentRef]:
     """The segments that hold what it says after its head: system texts and tools are many conversations' alike."""
-    chain = index.match(held.root, held.tokens, len(held)).chain
-    return [link for link in chain if link.upto > (held.head or BLOCK_TOKENS)]
+    chain = index.match_prefix(held.root, held.tokens, len(held)).chain
+    return [link for link in chain if link.upto > (held.head_end or BLOCK_TOKENS)]

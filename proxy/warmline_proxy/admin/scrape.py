@@ -2,18 +2,18 @@
 
 from aiohttp import web
 
-from warmline_proxy.admin.metrics import Gauges
-from warmline_proxy.metrics import Metrics
+from warmline_proxy.admin.metrics import GaugeCollector
+from warmline_proxy.metrics import ProxyMetrics
 
 
-class Scraping:
+class MetricsRoutes:
     """The handler of GET /metrics; who may call it was checked before."""
 
-    def __init__(self, metrics: Metrics, gauges: Gauges) -> None:
+    def __init__(self, metrics: ProxyMetrics, gauges: GaugeCollector) -> None:
         self._metrics, self._gauges = metrics, gauges
 
-    async def metrics(self, request: web.Request) -> web.Response:
+    async def get_metrics(self, request: web.Request) -> web.Response:
         """As text, or as OpenMetrics where that is asked for."""
         await self._gauges.refresh()
-        body, content_type = self._metrics.exposition(request.headers.get("Accept", ""))
+        body, content_type = self._metrics.render_exposition(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})

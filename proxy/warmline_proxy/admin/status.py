@@ -7,21 +7,21 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
-from warmline_common.protocol.messages import LOADING, Resident, Status, Vitals
-from warmline_common.protocol.vitals import take_vitals
-from warmline_proxy.admin.routes import Paths
-from warmline_proxy.http.bodies import json_answer
+from warmline_common.protocol.messages import LOADING, BackendStatus, ProcessStats, Resident
+from warmline_common.protocol.vitals import read_process_stats
+from warmline_proxy.admin.routes import RouteTable
+from warmline_proxy.http.bodies import json_response
 from warmline_proxy.index.index import Index
-from warmline_proxy.pipeline.save_health import Persistence
-from warmline_proxy.request.admission import Admission
-from warmline_proxy.request.registry import Lives
-from warmline_proxy.request.request import Life
+from warmline_proxy.pipeline.save_health import SaveHealth
+from warmline_proxy.request.admission import AdmissionQueue
+from warmline_proxy.request.registry import RequestRegistry
+from warmline_proxy.request.request import Request
 from warmline_proxy.store.rows import Totals
-from warmline_proxy.upstream.backend_state import Knowledge
+from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream, UpstreamError
 from warmline_proxy.upstream.watchdog import Watchdog
 
-ASK_TIMEOUT_S = 5.0  # whoever looks wants to know soon that the backend is stuck
+BACKEND_TIMEOUT_S = 5.0  # whoever looks wants to know soon that the backend is stuck
 
 
 class LiveRequest(msgspec.Struct, kw_only=True):
@@ -60,17 +60,17 @@ class ProxyStatus(msgspec.Struct, kw_only=True):
     lives: int  # requests on their way: answered and saved ones no longer are
     connections: int
     backend_kills: int  # of wedged backends, since the start
-    vitals: Vitals
+    vitals: ProcessStats
     backend: str = ""  # why the backend could not be asked; "" where it could
     loading: bool = False  # the model
-    engine: Status | None = None  # what the backend last said of itself
+    engine: BackendStatus | None = None  # what the backend last said of itself
     persistence: str = "ok"  # or why what is computed can't be saved
     unsaved: int = 0  # residents that are in memory alone
     host: str = ""  # what is listened on, whoever said so
     needs_key: bool = False  # of clients
 
 
-class StatusPath:
+class StatusRoutes:
     """Its one handler; the state that it tells is others'."""
 
     def __init__(
@@ -79,11 +79,11 @@ class StatusPath:
         index: Index,
         upstream: Upstream,
         watchdog: Watchdog,
-        knowledge: Knowledge,
-        admission: Admission,
-        lives: Lives,
-        persistence: Persistence,
-        connections: Callable[[], int],
+        backend_state: BackendState,
+        admission: AdmissionQueue,
+        registry: RequestRegistry,
+        save_health: SaveHealth,
+        count_connections: Callable[[], int],
         reuse: str,
         host: str,
         needs_key: Callable[[], bool],
@@ -91,80 +91,80 @@ class StatusPath:
         self._index = index
         self._upstream = upstream
         self._watchdog = watchdog
-        self._knowledge = knowledge
+        self._backend_state = backend_state
         self._admission = admission
-        self._lives = lives
-        self._persistence = persistence
-        self._connections = connections
+        self._registry = registry
+        self._save_health = save_health
+        self._count_connections = count_connections
         self._reuse = reuse
         self._host, self._needs_key = host, needs_key
-        self._began = time.monotonic()
+        self._started_monotonic = time.monotonic()
 
     @property
-    def paths(self) -> Paths:
-        return {("GET", "/warmline/status"): self.status}
+    def routes(self) -> RouteTable:
+        return {("GET", "/warmline/status"): self.get_status}
 
-    async def status(self, _: web.Request) -> web.Response:
+    async def get_status(self, _: web.Request) -> web.Response:
         residents, engine, backend = [], None, ""
         try:
             if self._watchdog.is_up:
-                async with asyncio.timeout(ASK_TIMEOUT_S):
-                    residents = (await self._upstream.residents(ids=False)).residents
-                    engine = await self._knowledge.status()
+                async with asyncio.timeout(BACKEND_TIMEOUT_S):
+                    residents = (await self._upstream.list_residents(ids=False)).residents
+                    engine = await self._backend_state.status()
             else:
-                backend = self._watchdog.why_down
+                backend = self._watchdog.down_reason
         except UpstreamError as error:
             backend = str(error)
         except TimeoutError:
-            backend = f"the backend has not answered for {ASK_TIMEOUT_S:g} s"
-        answer = ProxyStatus(
+            backend = f"the backend has not answered for {BACKEND_TIMEOUT_S:g} s"
+        reply = ProxyStatus(
             at=time.time(),
-            uptime_s=time.monotonic() - self._began,
-            running=self._admission.running,
-            queued=self._admission.queued,
-            settling=self._lives.settling,
+            uptime_s=time.monotonic() - self._started_monotonic,
+            running=self._admission.running_count,
+            queued=self._admission.queued_count,
+            settling=self._registry.saving_count,
             residents=residents,
             totals=await asyncio.to_thread(self._index.totals),
             disk_budget_bytes=self._index.budget_bytes,
             reuse=self._reuse,
-            live=[live_request(life) for life in self._lives],
-            lives=len(self._lives),
-            connections=self._connections(),
+            live=[build_live_request(life) for life in self._registry],
+            lives=len(self._registry),
+            connections=self._count_connections(),
             backend_kills=self._watchdog.kills,
-            vitals=take_vitals(),
+            vitals=read_process_stats(),
             backend=backend,
             loading=LOADING in (backend, engine.failure if engine else ""),
             engine=engine,
-            persistence=self._persistence.state,
-            unsaved=len(self._knowledge.mirror.not_durable()),
+            persistence=self._save_health.state,
+            unsaved=len(self._backend_state.resident_view.non_durable_entries()),
             host=self._host,
             needs_key=self._needs_key(),
         )
-        return json_answer(answer)
+        return json_response(reply)
 
 
-def live_request(life: Life) -> LiveRequest:
-    trace = life.trace
+def build_live_request(request: Request) -> LiveRequest:
+    request_log = request.log
     return LiveRequest(
-        id=trace.id,
-        endpoint=trace.endpoint,
-        client_model=trace.client_model,
-        client_session=trace.session_hint,
-        phase=_phase(life),
-        source=trace.plan.source if trace.plan else "",
-        age_s=trace.elapsed_s(),
-        queue_s=trace.queue_s,
-        restore_s=trace.restore_s,
-        ttft_s=trace.ttft_s,
-        prompt_tokens=trace.prompt_tokens,
-        reused_tokens=trace.plan.reuse if trace.plan else 0,
-        prefilled_tokens=life.prefilled,
-        spoken=life.spoken,
-        choices=len(life.parts),
+        id=request_log.id,
+        endpoint=request_log.endpoint,
+        client_model=request_log.client_model,
+        client_session=request_log.session_hint,
+        phase=_request_phase(request),
+        source=request_log.plan.source if request_log.plan else "",
+        age_s=request_log.elapsed_s(),
+        queue_s=request_log.queue_s,
+        restore_s=request_log.restore_s,
+        ttft_s=request_log.ttft_s,
+        prompt_tokens=request_log.prompt_tokens,
+        reused_tokens=request_log.plan.reuse if request_log.plan else 0,
+        prefilled_tokens=request.prefilled_tokens,
+        spoken=request.content_chunks,
+        choices=len(request.branches),
     )
 
 
-def _phase(life: Life) -> str:
-    if life.answered.is_set():
-        return "settling" if life.let_go.is_set() else "ending"
-    return life.stage
+def _request_phase(request: Request) -> str:
+    if request.response_done.is_set():
+        return "settling" if request.released.is_set() else "ending"
+    return request.stage

@@ -8,32 +8,32 @@ from warmline_common.protocol.messages import decode
 from warmline_proxy.errors import bad_gateway
 
 
-class HeardFunction(msgspec.Struct, frozen=True):
+class ChunkFunction(msgspec.Struct, frozen=True):
     name: str | None = None
     arguments: str | None = None  # JSON, or a part of it
 
 
-class HeardCall(msgspec.Struct, frozen=True):
+class ChunkToolCall(msgspec.Struct, frozen=True):
     """A tool call, or more of its arguments: then without id and name."""
 
     index: int = 0
     id: str | None = None
-    function: HeardFunction = HeardFunction()
+    function: ChunkFunction = ChunkFunction()
 
 
-class HeardDelta(msgspec.Struct, frozen=True):
+class ChunkDelta(msgspec.Struct, frozen=True):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same text under its other name
-    tool_calls: list[HeardCall] | None = None
+    tool_calls: list[ChunkToolCall] | None = None
 
     @property
-    def thought(self) -> str:
+    def reasoning_text(self) -> str:
         return self.reasoning_content or self.reasoning or ""
 
 
-class HeardChoice(msgspec.Struct, frozen=True):
-    delta: HeardDelta = HeardDelta()
+class ChunkChoice(msgspec.Struct, frozen=True):
+    delta: ChunkDelta = ChunkDelta()
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None  # "stop", "length" or "tool_calls"
     stop_reason: str | int | None = None  # the stop word that ended it, where one did
@@ -47,7 +47,7 @@ class _CompletionDetails(msgspec.Struct, frozen=True):
     reasoning_tokens: int = 0
 
 
-class HeardUsage(msgspec.Struct, frozen=True):
+class ChunkUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _PromptDetails | None = None
@@ -63,16 +63,16 @@ class HeardUsage(msgspec.Struct, frozen=True):
         return self.completion_tokens_details.reasoning_tokens if self.completion_tokens_details else None
 
 
-class Heard(msgspec.Struct, frozen=True):
+class ChatChunk(msgspec.Struct, frozen=True):
     """One chunk of a chat."""
 
-    choices: list[HeardChoice] = []
-    usage: HeardUsage | None = None
+    choices: list[ChunkChoice] = []
+    usage: ChunkUsage | None = None
 
 
-def hear(raw: bytes) -> Heard:
+def decode_chunk(raw: bytes) -> ChatChunk:
     """Raises ClientError 502 for what is no chunk."""
     try:
-        return decode(raw, Heard)
+        return decode(raw, ChatChunk)
     except msgspec.DecodeError as error:
         raise bad_gateway(f"The backend sent an unreadable chunk: {error}") from error

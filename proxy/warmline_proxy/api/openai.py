@@ -6,68 +6,74 @@ from typing import Any
 import msgspec
 
 from warmline_common.protocol.messages import decode
-from warmline_common.protocol.sse import DONE, ChunkFold, data_event
-from warmline_proxy.api.base import Begun, Call, Chunk
+from warmline_common.protocol.sse import DONE, ChunkAggregator, encode_event
+from warmline_proxy.api.base import ApiCall, Chunk, ResponseStart
 from warmline_proxy.errors import ClientError
-from warmline_proxy.http.body_fields import model_name, object_of, optional, retry_count, session_hint
+from warmline_proxy.http.body_fields import (
+    decode_optional_field,
+    find_session_hint,
+    parse_model_name,
+    parse_object,
+    parse_retry_count,
+)
 
 
-class OpenAI:
+class OpenAIApi:
     """An apis.Api."""
 
     def __init__(self, endpoint: str) -> None:
         self.name = self.endpoint = endpoint
 
-    def read(self, body: bytes, headers: Mapping[str, str]) -> Call:
+    def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
         """Wrong types of what only the backend needs are for the backend to refuse."""
-        fields = object_of(body)
-        options = optional(fields, "stream_options", dict) or {}
-        return Call(
+        fields = parse_object(body)
+        options = decode_optional_field(fields, "stream_options", dict) or {}
+        return ApiCall(
             api=self,
             fields=fields,
-            client_model=model_name(optional(fields, "model", object)),
-            stream=optional(fields, "stream", bool) is True,
+            client_model=parse_model_name(decode_optional_field(fields, "model", object)),
+            stream=decode_optional_field(fields, "stream", bool) is True,
             include_usage=options.get("include_usage") is True,
-            session_hint=session_hint(fields, headers),
-            retry_count=retry_count(headers),
+            session_hint=find_session_hint(fields, headers),
+            retry_count=parse_retry_count(headers),
         )
 
-    def encoder(self, call: Call, begun: Begun) -> "_Encoder":
-        return _Encoder(call)
+    def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> "_OpenAIEncoder":
+        return _OpenAIEncoder(call)
 
-    def refusal(self, error: ClientError) -> bytes:
+    def encode_error(self, error: ClientError) -> bytes:
         return error.body
 
-    def failure(self, error: ClientError) -> bytes:
-        return data_event(error.body)
+    def encode_stream_error(self, error: ClientError) -> bytes:
+        return encode_event(error.body)
 
 
-class _Encoder:
-    def __init__(self, call: Call) -> None:
-        self._call, self._fold = call, None if call.stream else ChunkFold()
+class _OpenAIEncoder:
+    def __init__(self, call: ApiCall) -> None:
+        self._call, self._fold = call, None if call.stream else ChunkAggregator()
 
-    def chunk(self, chunk: Chunk, raw: bytes) -> bytes:
+    def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
         if self._fold is not None:
             self._fold.add(decode(raw, dict[str, Any]))
             return b""
-        if not self._call.include_usage and _usage_only(chunk):
+        if not self._call.include_usage and _is_usage_only(chunk):
             return b""
-        return data_event(self._rewritten(chunk).replace(b"\n", b"\ndata: "))  # newlines between JSON's tokens, if any
+        return encode_event(self._rewrite(chunk).replace(b"\n", b"\ndata: "))  # newlines between JSON's tokens, if any
 
-    def done(self) -> bytes:
+    def encode_done(self) -> bytes:
         return DONE
 
-    def whole(self) -> bytes:
+    def encode_json(self) -> bytes:
         assert self._fold is not None
-        folded = self._fold.result()
+        completion = self._fold.result()
         if self._call.client_model is not None:
-            folded["model"] = self._call.client_model
-        return msgspec.json.encode(folded)
+            completion["model"] = self._call.client_model
+        return msgspec.json.encode(completion)
 
-    def failure(self, error: ClientError) -> bytes:
-        return data_event(error.body)
+    def encode_stream_error(self, error: ClientError) -> bytes:
+        return encode_event(error.body)
 
-    def _rewritten(self, chunk: Chunk) -> bytes:
+    def _rewrite(self, chunk: Chunk) -> bytes:
         """The chunk under the client's model name; all other values are the bytes that came."""
         if self._call.client_model is not None and "model" in chunk:
             chunk["model"] = msgspec.Raw(msgspec.json.encode(self._call.client_model))
@@ -76,5 +82,5 @@ class _Encoder:
         return msgspec.json.encode(chunk)
 
 
-def _usage_only(chunk: Chunk) -> bool:
+def _is_usage_only(chunk: Chunk) -> bool:
     return "usage" in chunk and bytes(chunk.get("choices", b"[]")) == b"[]"

@@ -11,19 +11,19 @@ from contextlib import contextmanager
 
 import msgspec
 
-from warmline_common.protocol.messages import CheckpointRef, Layout, SavedFile, SaveReply, SegmentSpec
+from warmline_common.protocol.messages import CheckpointRef, KvLayout, SavedFile, SaveReply, SegmentSpec
 from warmline_common.protocol.tokens import namespace, prefix_digests
 from warmline_common.storage.segment_copy import SegmentCopy, write_copy
 from warmline_common.storage.segment_file import FileMeta, SegmentFileError, SegmentHeader, read_header
 from warmline_proxy.archive.manifest import Manifest
-from warmline_proxy.archive.reader import Archive, Progress, verify
+from warmline_proxy.archive.reader import Archive, Progress, verify_archive
 from warmline_proxy.archive.tar import ArchiveError
-from warmline_proxy.index.index import Index, IndexReader, NoRoom
+from warmline_proxy.index.index import DiskBudgetError, Index, IndexReader
 from warmline_proxy.store.rows import SavePlan, SessionUpdate, TurnRow
 
 TRIES_MAX = 3  # that something else is saved in its place meanwhile
 FREE_BYTES_MIN = 64 << 20  # left on the disk, for the index and for others
-SHOWN = 12  # digits of a fingerprint
+FINGERPRINT_DIGITS = 12  # digits of a fingerprint
 
 
 class ImportRequest(msgspec.Struct, kw_only=True):
@@ -34,7 +34,7 @@ class ImportRequest(msgspec.Struct, kw_only=True):
     anyway: bool = False  # also where no model that is known here can use it
 
 
-class Imported(msgspec.Struct, kw_only=True):
+class ImportReply(msgspec.Struct, kw_only=True):
     session: str  # as it is called here
     model: str
     fingerprint: str
@@ -46,14 +46,14 @@ class Imported(msgspec.Struct, kw_only=True):
     bytes_written: int
 
 
-class Known(msgspec.Struct, kw_only=True):
+class KnownModels(msgspec.Struct, kw_only=True):
     """The models that what is imported could serve."""
 
     fingerprints: Collection[str]
-    what: str  # for people: "the model served here (llama, 0123456789ab)"
+    description: str  # for people: "the model served here (llama, 0123456789ab)"
 
 
-def known_from_files(reader: IndexReader) -> Known:
+def find_known_models(reader: IndexReader) -> KnownModels:
     """Where no model is served: those of which something is stored; none where that is nothing."""
     by_root = {row.root: row for row in reader.segments()}
     found: dict[str, str] = {}
@@ -62,77 +62,79 @@ def known_from_files(reader: IndexReader) -> Known:
             found[read_header(reader.home.segment_file(row.id)).meta.fingerprint] = row.model
         except SegmentFileError:
             continue
-    named = ", ".join(f"{model} {fingerprint[:SHOWN]}" for fingerprint, model in sorted(found.items()))
-    return Known(fingerprints=found, what=f"what is stored here is of {named}")
+    named = ", ".join(f"{model} {fingerprint[:FINGERPRINT_DIGITS]}" for fingerprint, model in sorted(found.items()))
+    return KnownModels(fingerprints=found, description=f"what is stored here is of {named}")
 
 
 def import_archive(
     index: Index,
     archive: Archive,
     tenant: str,
-    known: Known,
+    known_models: KnownModels,
     *,
     anyway: bool = False,
     progress: Progress = lambda done, total: None,
-) -> Imported:
+) -> ImportReply:
     """Blocks.  Raises ArchiveError, NoRoom and other IndexFailures, OSError; nothing of it is left then.
 
     `progress` is told of bytes that are checked, then of those that are copied too.  What it raises ends the import.
     """
     manifest = archive.manifest
-    _check_fingerprint(manifest, known, anyway)
+    _check_fingerprint(manifest, known_models, anyway)
     whole = archive.bytes_count
-    headers = verify(archive, lambda done, _: progress(done, 2 * whole))
+    headers = verify_archive(archive, lambda done, _: progress(done, 2 * whole))
     root = namespace(manifest.fingerprint, tenant)
     for _ in range(TRIES_MAX):
-        plan = _begin(index, manifest, headers, root)
+        plan = _begin_save(index, manifest, headers, root)
         if plan is None:
-            session = _went_on(index, manifest, root)
-            session = session or index.note_session(root, manifest.tokens, _update(manifest, 0))
-            return _finish(index, manifest, root, _imported(manifest, session))
-        with _aborted(index, plan):
-            reply = _write(index, archive, headers, plan, lambda done, of: progress(whole + done, whole + of))
-            committed = index.commit_save(plan, reply, prefill_s=_cost_s(manifest, plan), session=_update(manifest, 1))
+            session = _find_continued_session(index, manifest, root)
+            session = session or index.record_session(root, manifest.tokens, _make_session_update(manifest, 0))
+            return _record_turns(index, manifest, root, _make_reply(manifest, session))
+        with _abort_on_error(index, plan):
+            reply = _write_files(index, archive, headers, plan, lambda done, of: progress(whole + done, whole + of))
+            committed = index.commit_save(
+                plan, reply, prefill_s=_prefill_cost_s(manifest, plan), session=_make_session_update(manifest, 1)
+            )
         if not committed.why_not:
-            return _finish(index, manifest, root, _imported(manifest, committed.session, plan, reply))
+            return _record_turns(index, manifest, root, _make_reply(manifest, committed.session, plan, reply))
     raise ArchiveError(f"something else is being stored in its place, again and again: {committed.why_not}")
 
 
-def _check_fingerprint(manifest: Manifest, known: Known, anyway: bool) -> None:
-    if anyway or not known.fingerprints or manifest.fingerprint in known.fingerprints:
+def _check_fingerprint(manifest: Manifest, known_models: KnownModels, anyway: bool) -> None:
+    if anyway or not known_models.fingerprints or manifest.fingerprint in known_models.fingerprints:
         return
     raise ArchiveError(
-        f"it was made with {manifest.model}, fingerprint {manifest.fingerprint[:SHOWN]}, and {known.what}: nothing "
+        f"it was made with {manifest.model}, fingerprint {manifest.fingerprint[:FINGERPRINT_DIGITS]}, and {known_models.description}: nothing "
         "here can use it; to store it for when that very model is served, say --anyway"
     )
 
 
-def _went_on(index: Index, manifest: Manifest, root: bytes) -> str:
+def _find_continued_session(index: Index, manifest: Manifest, root: bytes) -> str:
     """The conversation that has all of these tokens already, and maybe more; "" where none has."""
-    chain = index.match(root, manifest.tokens, manifest.count).chain
-    if not chain or chain[-1].upto < manifest.count:
+    chain = index.match_prefix(root, manifest.tokens, manifest.token_count).chain
+    if not chain or chain[-1].upto < manifest.token_count:
         return ""
     snapshot, last = index.snapshot(), chain[-1].id
     for row in sorted(snapshot.sessions.values(), key=lambda row: -row.last_used):
-        path = snapshot.path(row.leaf)
+        path = snapshot.segment_path(row.leaf)
         leaves_at = [link.start for link in path[1:]] + [row.tokens]
-        if any(link.id == last and end >= manifest.count for link, end in zip(path, leaves_at, strict=True)):
+        if any(link.id == last and end >= manifest.token_count for link, end in zip(path, leaves_at, strict=True)):
             return row.id
     return ""
 
 
-def _update(manifest: Manifest, requests: int) -> SessionUpdate:
+def _make_session_update(manifest: Manifest, requests: int) -> SessionUpdate:
     """`requests`: 1 where something of it is new here, so that it counts as often as it was asked."""
     session = manifest.session
     return SessionUpdate(turn_end=session.turn_end, client=session.client, requests=requests * session.requests)
 
 
-def _begin(index: Index, manifest: Manifest, headers: Sequence[SegmentHeader], root: bytes) -> SavePlan | None:
+def _begin_save(index: Index, manifest: Manifest, headers: Sequence[SegmentHeader], root: bytes) -> SavePlan | None:
     """Raises NoRoom, with figures."""
     states = headers[len(manifest.segments) :]
     rows_bytes = sum(header.file_bytes for header in headers[: len(manifest.segments)])
-    layout = Layout(
-        row_bytes=-(-rows_bytes // manifest.count),
+    layout = KvLayout(
+        row_bytes=-(-rows_bytes // manifest.token_count),
         state_bytes=max((header.file_bytes for header in states), default=0),
         has_rows=True,
         has_states=bool(states),
@@ -141,8 +143,11 @@ def _begin(index: Index, manifest: Manifest, headers: Sequence[SegmentHeader], r
         families=[],
     )
     needed, free = sum(header.file_bytes for header in headers), shutil.disk_usage(index.home.segments).free
-    if needed + FREE_BYTES_MIN > free and index.match(root, manifest.tokens, manifest.count).tokens < manifest.count:
-        raise NoRoom(f"it takes {needed} bytes, and the disk of {index.home.segments} has {free} left")
+    if (
+        needed + FREE_BYTES_MIN > free
+        and index.match_prefix(root, manifest.tokens, manifest.token_count).tokens < manifest.token_count
+    ):
+        raise DiskBudgetError(f"it takes {needed} bytes, and the disk of {index.home.segments} has {free} left")
     return index.begin_save(
         root,
         manifest.model,
@@ -150,12 +155,12 @@ def _begin(index: Index, manifest: Manifest, headers: Sequence[SegmentHeader], r
         checkpoints=[entry.position for entry in manifest.checkpoints],
         layout=layout,
         may_replace=False,
-        ends=manifest.ends,
+        segment_ends=manifest.segment_ends,
     )
 
 
 @contextmanager
-def _aborted(index: Index, plan: SavePlan) -> Iterator[None]:
+def _abort_on_error(index: Index, plan: SavePlan) -> Iterator[None]:
     """Where it fails, whatever it wrote goes."""
     try:
         yield
@@ -164,7 +169,7 @@ def _aborted(index: Index, plan: SavePlan) -> Iterator[None]:
         raise
 
 
-def _write(
+def _write_files(
     index: Index, archive: Archive, headers: Sequence[SegmentHeader], plan: SavePlan, progress: Progress
 ) -> SaveReply:
     """What a backend does on POST /kv/save, out of the archive."""
@@ -173,23 +178,23 @@ def _write(
     prefixes = prefix_digests(plan.root, plan.tokens, places)
     wanted: list[tuple[int, FileMeta]] = []  # out of which of the archive's files
     for spec in plan.segments:
-        number = next(number for number, end in enumerate(manifest.ends) if end >= spec.end)
-        wanted.append((number, _segment(manifest, plan, spec, prefixes[spec.start])))
+        number = next(number for number, end in enumerate(manifest.segment_ends) if end >= spec.end)
+        wanted.append((number, _make_segment_meta(manifest, plan, spec, prefixes[spec.start])))
     positions = [entry.position for entry in manifest.checkpoints]
     for ref in plan.checkpoints:
         number = len(manifest.segments) + positions.index(ref.position)
-        wanted.append((number, _state(manifest, plan, ref, prefixes[ref.position])))
+        wanted.append((number, _make_checkpoint_meta(manifest, plan, ref, prefixes[ref.position])))
     saved: list[SavedFile] = []
     total, done = sum(archive.members[number].bytes_count for number, _ in wanted), 0
     for number, meta in wanted:
-        saved.append(_copied(index, archive, number, headers[number], meta))
+        saved.append(_copy_file(index, archive, number, headers[number], meta))
         done += archive.members[number].bytes_count
         progress(done, total)
     count = len(plan.segments)
     return SaveReply(boot="", generation=0, segments=saved[:count], checkpoints=saved[count:], seconds=0.0)
 
 
-def _segment(manifest: Manifest, plan: SavePlan, spec: SegmentSpec, prefix: str) -> FileMeta:
+def _make_segment_meta(manifest: Manifest, plan: SavePlan, spec: SegmentSpec, prefix: str) -> FileMeta:
     return FileMeta(
         kind="segment",
         id=spec.id,
@@ -203,7 +208,7 @@ def _segment(manifest: Manifest, plan: SavePlan, spec: SegmentSpec, prefix: str)
     )
 
 
-def _state(manifest: Manifest, plan: SavePlan, ref: CheckpointRef, prefix: str) -> FileMeta:
+def _make_checkpoint_meta(manifest: Manifest, plan: SavePlan, ref: CheckpointRef, prefix: str) -> FileMeta:
     return FileMeta(
         kind="checkpoint",
         id=ref.id,
@@ -217,32 +222,32 @@ def _state(manifest: Manifest, plan: SavePlan, ref: CheckpointRef, prefix: str) 
     )
 
 
-def _copied(index: Index, archive: Archive, number: int, header: SegmentHeader, meta: FileMeta) -> SavedFile:
+def _copy_file(index: Index, archive: Archive, number: int, header: SegmentHeader, meta: FileMeta) -> SavedFile:
     path = index.home.segment_file(meta.id)
     try:
-        return write_copy(path, lambda: SegmentCopy(archive.window(number), header, meta))
+        return write_copy(path, lambda: SegmentCopy(archive.open_member(number), header, meta))
     except SegmentFileError as error:
         raise ArchiveError(f"{archive.members[number].name} in it can't be used: {error}") from error
 
 
-def _cost_s(manifest: Manifest, plan: SavePlan) -> float:
+def _prefill_cost_s(manifest: Manifest, plan: SavePlan) -> float:
     """What prefilling the part that was not stored took."""
-    entries = zip(manifest.starts, manifest.ends, manifest.segments, strict=True)
+    entries = zip(manifest.segment_starts, manifest.segment_ends, manifest.segments, strict=True)
     return sum(
         entry.prefill_s * max(0, end - max(start, plan.matched)) / (end - start) for start, end, entry in entries
     )
 
 
-def _imported(
+def _make_reply(
     manifest: Manifest, session: str, plan: SavePlan | None = None, reply: SaveReply | None = None
-) -> Imported:
+) -> ImportReply:
     files = [*reply.segments, *reply.checkpoints] if reply else []
-    return Imported(
+    return ImportReply(
         session=session,
         model=manifest.model,
         fingerprint=manifest.fingerprint,
-        tokens=manifest.count,
-        tokens_known=plan.matched if plan else manifest.count,
+        tokens=manifest.token_count,
+        tokens_known=plan.matched if plan else manifest.token_count,
         segments=len(reply.segments) if reply else 0,
         checkpoints=len(reply.checkpoints) if reply else 0,
         turns=0,
@@ -250,21 +255,21 @@ def _imported(
     )
 
 
-def _finish(index: Index, manifest: Manifest, root: bytes, imported: Imported) -> Imported:
+def _record_turns(index: Index, manifest: Manifest, root: bytes, reply: ImportReply) -> ImportReply:
     """What was sampled in it comes along, but for what is known here already."""
     known = {call for row in index.turns(root, [turn.calls[0] for turn in manifest.turns]) for call in row.calls}
     new = [turn for turn in manifest.turns if not known.intersection(turn.calls)]
     for turn in new:
-        index.note_turn(
+        index.record_turn(
             TurnRow(
                 root=root,
                 model=manifest.model,
-                session=imported.session,
+                session=reply.session,
                 calls=turn.calls,
                 tokens=turn.tokens,
                 at=time.time(),
             )
         )
     index.flush()
-    imported.turns = len(new)
-    return imported
+    reply.turns = len(new)
+    return reply

@@ -19,7 +19,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 MANIFEST_BYTES_MAX = 64 << 20
 TURN_TOKEN_BYTES_MAX = 1 << 20  # as of turns that are remembered
-PREFILL_S_A_TOKEN_MAX = 10.0
+PREFILL_S_PER_TOKEN_MAX = 10.0
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
 Size = Annotated[int, msgspec.Meta(gt=0, lt=1 << 50)]
@@ -80,17 +80,17 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     turns: list[TurnEntry]
 
     @property
-    def count(self) -> int:
+    def token_count(self) -> int:
         """Of tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
-    def ends(self) -> list[int]:
+    def segment_ends(self) -> list[int]:
         return [entry.end for entry in self.segments]
 
     @property
-    def starts(self) -> list[int]:
-        return [0, *self.ends[:-1]]
+    def segment_starts(self) -> list[int]:
+        return [0, *self.segment_ends[:-1]]
 
     @property
     def members(self) -> list[tuple[str, int]]:
@@ -100,7 +100,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return segments + states
 
 
-class _Sealed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _ChecksummedManifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     xxh3_128: str  # in hex, of the manifest as it stands there
     manifest: msgspec.Raw
 
@@ -109,15 +109,15 @@ class _Format(msgspec.Struct):
     format: int
 
 
-def sealed(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     raw = encode(manifest)
-    return encode(_Sealed(xxh3_128=xxhash.xxh3_128_hexdigest(raw), manifest=msgspec.Raw(raw)))
+    return encode(_ChecksummedManifest(xxh3_128=xxhash.xxh3_128_hexdigest(raw), manifest=msgspec.Raw(raw)))
 
 
-def unsealed(raw: bytes) -> Manifest:
+def decode_manifest(raw: bytes) -> Manifest:
     """Raises ArchiveError unless it is whole and makes sense."""
     try:
-        seal = decode(raw, _Sealed)
+        seal = decode(raw, _ChecksummedManifest)
         if xxhash.xxh3_128_hexdigest(seal.manifest) != seal.xxh3_128:
             raise ArchiveError("its manifest is damaged: checksums differ")
         if (found := decode(seal.manifest, _Format).format) != FORMAT:
@@ -125,23 +125,23 @@ def unsealed(raw: bytes) -> Manifest:
         manifest = decode(seal.manifest, Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ArchiveError(f"its manifest can't be read: {error}") from error
-    if why := _nonsense(manifest):
+    if why := _find_manifest_error(manifest):
         raise ArchiveError(f"its manifest makes no sense: {why}")
     return manifest
 
 
-def _nonsense(manifest: Manifest) -> str:
+def _find_manifest_error(manifest: Manifest) -> str:
     """ "" where there is none."""
-    lengths = [end - start for start, end in zip(manifest.starts, manifest.ends, strict=True)]
+    lengths = [end - start for start, end in zip(manifest.segment_starts, manifest.segment_ends, strict=True)]
     positions = [entry.position for entry in manifest.checkpoints]
-    if len(manifest.tokens) % TOKEN_BYTES or manifest.ends[-1] != manifest.count:
-        return f"segments up to {manifest.ends[-1]} for {len(manifest.tokens)} bytes of tokens"
+    if len(manifest.tokens) % TOKEN_BYTES or manifest.segment_ends[-1] != manifest.token_count:
+        return f"segments up to {manifest.segment_ends[-1]} for {len(manifest.tokens)} bytes of tokens"
     if not all(0 < length <= SEGMENT_TOKENS_MAX for length in lengths):
         return f"a segment of {min(lengths)} or {max(lengths)} tokens"
-    if positions != sorted(set(positions)) or not all(0 < position <= manifest.count for position in positions):
+    if positions != sorted(set(positions)) or not all(0 < position <= manifest.token_count for position in positions):
         return "checkpoints out of order or place"
-    if manifest.session.turn_end > manifest.count:
-        return f"a turn that ends at {manifest.session.turn_end} of {manifest.count} tokens"
+    if manifest.session.turn_end > manifest.token_count:
+        return f"a turn that ends at {manifest.session.turn_end} of {manifest.token_count} tokens"
     if any(len(turn.tokens) % TOKEN_BYTES or len(turn.tokens) > TURN_TOKEN_BYTES_MAX for turn in manifest.turns):
         return "a sampled turn of no whole tokens, or of too many"
     if not math.isfinite(manifest.made):

@@ -14,14 +14,14 @@ from warmline_common.storage.segment_file import (
     FileMeta,
     SegmentFileError,
     SegmentHeader,
-    TensorPlace,
-    header_in,
-    tokens_in,
-    verify_in,
+    TensorInfo,
+    read_header_from,
+    read_tokens_from,
+    verify_open_file,
 )
 from warmline_proxy.archive import tar
-from warmline_proxy.archive.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest, unsealed
-from warmline_proxy.archive.tar import ArchiveError, Member, Window
+from warmline_proxy.archive.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest, decode_manifest
+from warmline_proxy.archive.tar import ArchiveError, Member, MemberFile
 
 Progress = Callable[[int, int], object]  # bytes done, of how many
 
@@ -39,19 +39,19 @@ class Archive:
         """Of all files in it."""
         return sum(member.bytes_count for member in self.members)
 
-    def window(self, number: int) -> BinaryIO:
+    def open_member(self, number: int) -> BinaryIO:
         """One of its files; one window at a time."""
-        return BufferedReader(Window(self.file, self.members[number]))
+        return BufferedReader(MemberFile(self.file, self.members[number]))
 
 
 @contextmanager
 def open_archive(path: Path) -> Iterator[Archive]:
     """Raises ArchiveError unless it is an archive of ours that can be read, whole as far as its frame tells."""
-    with _plain_file(path) as file:
+    with _open_plain_file(path) as file:
         yield read_archive(file)
 
 
-def _plain_file(path: Path) -> BinaryIO:
+def _open_plain_file(path: Path) -> BinaryIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is not waited for
     except OSError as error:
@@ -72,7 +72,7 @@ def read_archive(file: BinaryIO) -> Archive:
     if len(raw) < first.bytes_count:
         raise ArchiveError("it ends within its manifest: it is not whole")
     tar.check_padding(file, first)
-    manifest, at, members = unsealed(raw), first.end, []
+    manifest, at, members = decode_manifest(raw), first.end, []
     for name, size in manifest.members:
         member = tar.read_member(file, at, name)
         if member.bytes_count != size:
@@ -84,25 +84,25 @@ def read_archive(file: BinaryIO) -> Archive:
     return Archive(file, manifest, members)
 
 
-def verify(archive: Archive, progress: Progress = lambda done, total: None) -> list[SegmentHeader]:
+def verify_archive(archive: Archive, progress: Progress = lambda done, total: None) -> list[SegmentHeader]:
     """Read all of it: every checksum, every token, every place.  The headers of its files.  Raises ArchiveError.
 
     A file's place is proved by the tokens before it under the namespace of its model and nobody.
     """
     manifest = archive.manifest
     root = namespace(manifest.fingerprint)
-    places = [*manifest.starts, *(entry.position for entry in manifest.checkpoints)]
+    places = [*manifest.segment_starts, *(entry.position for entry in manifest.checkpoints)]
     prefixes = prefix_digests(root, manifest.tokens, places)
     headers: list[SegmentHeader] = []
     done = 0
     for number, (member, place) in enumerate(zip(archive.members, places, strict=True)):
-        file = archive.window(number)
+        file = archive.open_member(number)
         try:
-            header = header_in(file)
-            verify_in(file, header)
-            _check(manifest, number, header.meta, root.hex(), prefixes[place])
+            header = read_header_from(file)
+            verify_open_file(file, header)
+            _check_member(manifest, number, header.meta, root.hex(), prefixes[place])
             if header.meta.kind == "segment":
-                _check_segment(manifest, headers, header, tokens_in(file, header))
+                _check_segment(manifest, headers, header, read_tokens_from(file, header))
         except SegmentFileError as error:
             raise ArchiveError(f"{member.name} in it can't be used: {error}") from error
         headers.append(header)
@@ -111,11 +111,11 @@ def verify(archive: Archive, progress: Progress = lambda done, total: None) -> l
     return headers
 
 
-def _check(manifest: Manifest, number: int, meta: FileMeta, root: str, prefix: str) -> None:
+def _check_member(manifest: Manifest, number: int, meta: FileMeta, root: str, prefix: str) -> None:
     """Raises SegmentFileError unless a file is what the manifest says of it."""
     count = len(manifest.segments)
     if number < count:
-        named = ("segment", manifest.starts[number], manifest.ends[number])
+        named = ("segment", manifest.segment_starts[number], manifest.segment_ends[number])
         is_named = (meta.kind, meta.start, meta.end) == named
     else:
         is_named = (meta.kind, meta.position) == ("checkpoint", manifest.checkpoints[number - count].position)
@@ -132,14 +132,14 @@ def _check_segment(manifest: Manifest, before: list[SegmentHeader], header: Segm
     meta = header.meta
     if tokens != manifest.tokens[meta.start * TOKEN_BYTES : meta.end * TOKEN_BYTES]:
         raise SegmentFileError("tokens", "not those of the manifest")
-    if before and _kinds(header) != _kinds(before[0]):
+    if before and _tensor_kinds(header) != _tensor_kinds(before[0]):
         raise SegmentFileError("foreign", "its tensors are not those of the first segment")
 
 
-def _kinds(header: SegmentHeader) -> dict[str, tuple[object, ...]]:
+def _tensor_kinds(header: SegmentHeader) -> dict[str, tuple[object, ...]]:
     """What all segments of one model have in common."""
 
-    def kind(place: TensorPlace) -> tuple[object, ...]:
+    def kind(place: TensorInfo) -> tuple[object, ...]:
         return place.dtype, len(place.shape), place.shape[:2], place.shape[3:]
 
-    return {name: kind(place) for name, place in header.content().items()}
+    return {name: kind(place) for name, place in header.select_kv_tensors().items()}

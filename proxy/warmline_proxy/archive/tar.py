@@ -40,7 +40,7 @@ def padding(bytes_count: int) -> int:
     return -bytes_count % BLOCK_BYTES
 
 
-def header(name: str, bytes_count: int, made: float) -> bytes:
+def encode_header(name: str, bytes_count: int, made: float) -> bytes:
     """What stands before a file; `made` in Unix seconds."""
     info = tarfile.TarInfo(name)
     info.size, info.mtime, info.mode = bytes_count, int(made), 0o600
@@ -81,7 +81,7 @@ def check_end(file: BinaryIO, offset: int) -> None:
         raise ArchiveError(f"something stands behind its end, at byte {offset}")
 
 
-class Window(RawIOBase):
+class MemberFile(RawIOBase):
     """A member as a file of its own, read-only and seekable.  Windows of one archive are used on one thread."""
 
     def __init__(self, file: BinaryIO, member: Member) -> None:

@@ -8,7 +8,7 @@ import math
 import struct
 from dataclasses import dataclass
 
-from warmline_common.protocol.messages import FirstLogits, Layout
+from warmline_common.protocol.messages import FirstLogits, KvLayout
 
 EQUAL, WITHIN, DIFFERS, UNSTABLE = "equal", "within", "differs", "unstable"
 
@@ -35,60 +35,64 @@ class Verdict:
         return self.outcome in (EQUAL, WITHIN)
 
 
-def compare(one: FirstLogits, other: FirstLogits, layout: Layout, tolerance: float = 0.0) -> Verdict:
+def compare(one: FirstLogits, other: FirstLogits, layout: KvLayout, tolerance: float = 0.0) -> Verdict:
     """`tolerance` in nats, for fast mode; 0: as the types of KV and logits allow."""
     if one.digest == other.digest:
         return Verdict(EQUAL, 0.0, 0.0)
     if layout.grid:
-        return Verdict(DIFFERS, difference(one, other), 0.0)
-    tolerance = tolerance or max(tolerance_of(layout.dtype), tolerance_of(type_of(one)), tolerance_of(type_of(other)))
-    apart = difference(one, other)
-    return Verdict(WITHIN if apart <= tolerance else DIFFERS, apart, tolerance)
+        return Verdict(DIFFERS, max_difference(one, other), 0.0)
+    tolerance = tolerance or max(
+        dtype_tolerance(layout.dtype), dtype_tolerance(detect_dtype(one)), dtype_tolerance(detect_dtype(other))
+    )
+    nats = max_difference(one, other)
+    return Verdict(WITHIN if nats <= tolerance else DIFFERS, nats, tolerance)
 
 
-def judge(warm: FirstLogits, cold: FirstLogits, again: FirstLogits, layout: Layout, tolerance: float = 0.0) -> Verdict:
+def judge(
+    warm: FirstLogits, cold: FirstLogits, cold_again: FirstLogits, layout: KvLayout, tolerance: float = 0.0
+) -> Verdict:
     """As `compare` of the first two, knowing by how much cold runs of this very prompt differ from each other.
 
     UNSTABLE where that is more than is tolerated, and the warm run's difference is of that kind.
     """
-    verdict, noise = compare(warm, cold, layout, tolerance), compare(cold, again, layout, tolerance)
+    verdict, noise = compare(warm, cold, layout, tolerance), compare(cold, cold_again, layout, tolerance)
     if noise.outcome == EQUAL:
         return verdict
-    tolerated = max(verdict.tolerance, NOISE_FACTOR * noise.difference)
-    if verdict.difference > tolerated:
-        return Verdict(DIFFERS, verdict.difference, tolerated)
-    return Verdict(WITHIN if noise.agrees else UNSTABLE, verdict.difference, tolerated)
+    tolerance_nats = max(verdict.tolerance, NOISE_FACTOR * noise.difference)
+    if verdict.difference > tolerance_nats:
+        return Verdict(DIFFERS, verdict.difference, tolerance_nats)
+    return Verdict(WITHIN if noise.agrees else UNSTABLE, verdict.difference, tolerance_nats)
 
 
-def tolerance_of(dtype: str) -> float:
+def dtype_tolerance(dtype: str) -> float:
     """One that is not listed counts as the coarsest of its kind: quantized, or not."""
     return TOLERANCES.get(dtype, TOLERANCES["q4" if dtype.startswith("q") else "bfloat16"])
 
 
-def type_of(first: FirstLogits) -> str:
+def detect_dtype(first: FirstLogits) -> str:
     """What the model computed its logits in, by the bits that these values don't use."""
     words = struct.unpack(f"<{len(first.logprobs) // 4}I", first.logprobs)
     return next((dtype for dtype, bits in UNUSED_BITS.items() if not any(word & bits for word in words)), "float32")
 
 
-def difference(one: FirstLogits, other: FirstLogits) -> float:
+def max_difference(one: FirstLogits, other: FirstLogits) -> float:
     """The largest difference in nats among the tokens that are likely in either run.
 
     A token that the other run does not list has at most the least that it lists.  Infinite where a run has no likely
     token at all, as one of NaN has not.
     """
-    mine, theirs = likeliest(one), likeliest(other)
-    return max(_behind(mine, theirs), _behind(theirs, mine))
+    mine, theirs = rank_tokens(one), rank_tokens(other)
+    return max(_one_sided_difference(mine, theirs), _one_sided_difference(theirs, mine))
 
 
-def likeliest(first: FirstLogits) -> dict[int, float]:
+def rank_tokens(first: FirstLogits) -> dict[int, float]:
     """Log-probabilities by token, the likeliest first."""
     count = len(first.ids) // 4
     ids, values = struct.unpack(f"<{count}I", first.ids), struct.unpack(f"<{count}f", first.logprobs)
     return dict(zip(ids, values, strict=True))
 
 
-def _behind(mine: dict[int, float], theirs: dict[int, float]) -> float:
+def _one_sided_difference(mine: dict[int, float], theirs: dict[int, float]) -> float:
     """As `difference`, among the tokens that are likely in mine."""
     if not mine or not theirs or not all(math.isfinite(max(row.values())) for row in (mine, theirs)):
         return math.inf

@@ -13,48 +13,48 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from warmline_common.process.loopback import is_local
-from warmline_proxy.auth.principals import bearer
+from warmline_proxy.auth.principals import extract_client_key
 from warmline_proxy.errors import ClientError, bad_request
-from warmline_proxy.http.cors import is_own
+from warmline_proxy.http.cors import is_same_origin
 
 ADMIN_HEADER = "X-Warmline-Admin"
-REALM = 'Basic realm="Warmline", charset="UTF-8"'
-SECRET, ADMIN, WRONG, NOTHING = "secret", "admin", "wrong", "nothing"  # what was shown
+BASIC_CHALLENGE = 'Basic realm="Warmline", charset="UTF-8"'
+SECRET, ADMIN, WRONG, MISSING = "secret", "admin", "wrong", "nothing"  # what was shown
 
 # Sent by whoever passes on what others ask.
-FORWARDED = frozenset(
+FORWARDED_HEADERS = frozenset(
     {"forwarded", "via", "x-forwarded", "x-real-ip", "x-client-ip", "true-client-ip", "x-cluster-client-ip"}
 )
-FORWARDED_PREFIXES = (
+FORWARDED_HEADER_PREFIXES = (
     *("x-forwarded-", "x-original-", "cf-", "tailscale-", "ngrok-", "x-envoy-", "x-amzn-", "fly-", "fastly-"),
     *("x-azure-", "x-appengine-", "x-vercel-", "x-arr-", "proxy-"),
 )
 # Of HTTP, and spoken by nginx where nobody told it otherwise, which then adds no such header.
-FORWARDERS_VERSION = (1, 0)
-READING = ("GET", "HEAD")
+PROXY_HTTP_VERSION = (1, 0)
+SAFE_METHODS = ("GET", "HEAD")
 
 
 @dataclass(frozen=True)
-class Asked:
+class AccessRequest:
     """What of a request decides."""
 
     method: str
-    peer: str  # address
+    peer_address: str  # address
     hosts: Sequence[str]  # its Host headers
     headers: Mapping[str, str]  # by names in any case
-    page: bool = False  # for people: a browser is to ask for the key, and links to it may stand anywhere
+    is_page: bool = False  # for people: a browser is to ask for the key, and links to it may stand anywhere
     version: tuple[int, int] = (1, 1)  # of HTTP
 
 
-def is_by_password(headers: Mapping[str, str]) -> bool:
+def is_basic_auth(headers: Mapping[str, str]) -> bool:
     """Whether the key is shown as browsers do it: they go on doing so of their own accord, whoever's page asks."""
     return headers.get("Authorization", "").partition(" ")[0].lower() == "basic"
 
 
-def shown_key(headers: Mapping[str, str]) -> str:
+def extract_key(headers: Mapping[str, str]) -> str:
     """As clients show theirs, or as the password by which a browser asks for it."""
-    if not is_by_password(headers):
-        return bearer(headers)
+    if not is_basic_auth(headers):
+        return extract_client_key(headers)
     encoded = headers.get("Authorization", "").partition(" ")[2]
     try:
         decoded = base64.b64decode(encoded.strip(), validate=True).decode(errors="surrogateescape")
@@ -63,62 +63,68 @@ def shown_key(headers: Mapping[str, str]) -> str:
     return decoded.partition(":")[2]
 
 
-def check_owner(asked: Asked, shown: str, needs_key: bool) -> None:
+def check_admin(access_request: AccessRequest, credential: str, needs_key: bool) -> None:
     """`shown`: SECRET (never where a browser may show it by itself), ADMIN, WRONG, NOTHING; `needs_key`: being on this
     machine is not enough.
 
     Raises ClientError 401, 403.
     """
-    if shown == SECRET:
+    if credential == SECRET:
         return
-    if shown == WRONG or (shown == NOTHING and (needs_key or not _is_here(asked))):
-        raise _not_the_owner(asked, needs_key)
-    if is_foreign(asked):
+    if credential == WRONG or (credential == MISSING and (needs_key or not _is_from_this_machine(access_request))):
+        raise _admin_required(access_request, needs_key)
+    if is_cross_site(access_request):
         raise bad_request("This path is not for other web pages.", status=403, code="foreign_page")
-    if asked.method not in READING and asked.headers.get(ADMIN_HEADER) != "1":
+    if access_request.method not in SAFE_METHODS and access_request.headers.get(ADMIN_HEADER) != "1":
         message = f"What changes something here needs the header '{ADMIN_HEADER}: 1', or the home's secret."
         raise bad_request(message, status=403, code="admin_header_missing")
 
 
-def is_told_how_it_stands(asked: Asked, shown: str, needs_key: bool) -> bool:
+def can_see_refusal_reason(access_request: AccessRequest, credential: str, needs_key: bool) -> bool:
     """Whether a client that is refused may hear why nobody is let in: the owner, and whoever sits at this machine, also
     with a key that opens nothing.  Nobody else is to learn what keys there are, or that there are none.
     """
-    if shown == SECRET:
+    if credential == SECRET:
         return True
-    return not is_foreign(asked) and (shown == ADMIN or (not needs_key and _is_here(asked)))
+    return not is_cross_site(access_request) and (
+        credential == ADMIN or (not needs_key and _is_from_this_machine(access_request))
+    )
 
 
-def _is_here(asked: Asked) -> bool:
+def _is_from_this_machine(access_request: AccessRequest) -> bool:
     """From this machine, to a name that means this machine, and passed on by nobody."""
-    if not is_local(asked.peer, asked.hosts):
+    if not is_local(access_request.peer_address, access_request.hosts):
         return False
-    return asked.version > FORWARDERS_VERSION and not any(_tells_of_another(name.lower()) for name in asked.headers)
+    return access_request.version > PROXY_HTTP_VERSION and not any(
+        _is_forwarding_header(name.lower()) for name in access_request.headers
+    )
 
 
-def is_foreign(asked: Asked) -> bool:
+def is_cross_site(access_request: AccessRequest) -> bool:
     """Whether a browser says that another site's page is behind it."""
-    headers, site = asked.headers, asked.headers.get("Sec-Fetch-Site", "none")
-    if (origin := headers.get("Origin")) is not None and not is_own(origin, asked.hosts):
+    headers, site = access_request.headers, access_request.headers.get("Sec-Fetch-Site", "none")
+    if (origin := headers.get("Origin")) is not None and not is_same_origin(origin, access_request.hosts):
         return True
-    if asked.method not in READING:
+    if access_request.method not in SAFE_METHODS:
         return site not in ("same-origin", "none")
     is_visit = (
-        asked.page and headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
+        access_request.is_page
+        and headers.get("Sec-Fetch-Mode") == "navigate"
+        and headers.get("Sec-Fetch-Dest") == "document"
     )
     return site == "cross-site" and not is_visit
 
 
-def _tells_of_another(header: str) -> bool:
-    return header in FORWARDED or header.startswith(FORWARDED_PREFIXES)
+def _is_forwarding_header(header: str) -> bool:
+    return header in FORWARDED_HEADERS or header.startswith(FORWARDED_HEADER_PREFIXES)
 
 
-def _not_the_owner(asked: Asked, needs_key: bool) -> ClientError:
+def _admin_required(access_request: AccessRequest, needs_key: bool) -> ClientError:
     otherwise = "" if needs_key else ", or ask on the machine itself, at 127.0.0.1 or localhost"
     message = (
         f"This path is for the owner of the home directory: show the admin key (cachectl key show admin){otherwise}."
     )
     error = bad_request(message, status=401, code="invalid_api_key")
-    if asked.page:
-        error.challenge = REALM
+    if access_request.is_page:
+        error.challenge = BASIC_CHALLENGE
     return error

@@ -19,30 +19,30 @@ import msgspec
 
 from warmline_common.protocol.messages import decode
 from warmline_common.storage import disk
-from warmline_common.storage.file_lock import Locked, process_lock
+from warmline_common.storage.file_lock import LockedError, process_lock
 from warmline_common.storage.home import Home
-from warmline_common.storage.permissions import FILE_MODE, OTHERS
+from warmline_common.storage.permissions import FILE_MODE, OTHERS_MASK
 
-CLIENT, ADMIN = "client", "admin"  # kinds
+CLIENT_KIND, ADMIN_KIND = "client", "admin"  # kinds
 DEFAULT_NAME = "default"
 ENVIRONMENT_NAME = "environment"  # of the key that WARMLINE_CLIENT_KEY or `client_key` names
-RESERVED = (ADMIN, ENVIRONMENT_NAME)
+RESERVED_NAMES = (ADMIN_KIND, ENVIRONMENT_NAME)
 KEYS_MAX = 1000
 KEY_BYTES = 32  # of randomness; 43 characters
 LOCK_WAIT_S = 5.0
 VERSION = 1
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
-class KeysUnusable(Exception):
+class KeyStoreError(Exception):
     """The message is one line for people."""
 
 
-class NoSuchKey(KeysUnusable):
+class KeyNotFoundError(KeyStoreError):
     """None of that name."""
 
 
-class NoKeys(NoSuchKey):
+class NoClientKeysError(KeyNotFoundError):
     """And no other either."""
 
 
@@ -51,66 +51,68 @@ class KeyEntry(msgspec.Struct, kw_only=True, frozen=True):
 
     name: str
     key: str
-    kind: str = CLIENT  # or ADMIN, which opens the owner's paths and nothing else
+    kind: str = CLIENT_KIND  # or ADMIN, which opens the owner's paths and nothing else
     tenant: str
     created: float  # Unix seconds
 
 
-class _Content(msgspec.Struct, kw_only=True):
+class _KeyFile(msgspec.Struct, kw_only=True):
     version: int = VERSION
     keys: list[KeyEntry] = []
 
 
-Mark = tuple[int, int, int]
-NO_FILE: Mark = (0, 0, 0)
+KeyFileStamp = tuple[int, int, int]
+NO_FILE: KeyFileStamp = (0, 0, 0)
 
 
-def mark(home: Home) -> Mark:
+def read_stamp(home: Home) -> KeyFileStamp:
     """Differs whenever the file was changed; costs a stat.  Raises OSError."""
     try:
-        found = home.keys.stat()
+        stat = home.keys.stat()
     except FileNotFoundError:
         return NO_FILE
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def read(home: Home) -> list[KeyEntry]:
+def read_keys(home: Home) -> list[KeyEntry]:
     """In the order in which they were made; none where there is no file.  Raises KeysUnusable."""
     try:
-        content = decode(home.keys.read_bytes(), _Content)
+        content = decode(home.keys.read_bytes(), _KeyFile)
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise KeysUnusable(f"{home.keys} can't be read: {error.strerror}") from error
+        raise KeyStoreError(f"{home.keys} can't be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError):  # without what it quotes: that may be a key
-        raise KeysUnusable(f"{home.keys} is damaged: restore it, or delete it and make new keys") from None
-    if content.version != VERSION or not all(each.key and each.kind in (CLIENT, ADMIN) for each in content.keys):
-        raise KeysUnusable(f"{home.keys} is of another version of Warmline, or has an empty key")
-    if twice := _ambiguous(content.keys):
-        raise KeysUnusable(f"{home.keys} has another key called {twice!r}: whose is what is stored?  Rename that key")
+        raise KeyStoreError(f"{home.keys} is damaged: restore it, or delete it and make new keys") from None
+    if content.version != VERSION or not all(
+        each.key and each.kind in (CLIENT_KIND, ADMIN_KIND) for each in content.keys
+    ):
+        raise KeyStoreError(f"{home.keys} is of another version of Warmline, or has an empty key")
+    if twice := _find_ambiguous_name(content.keys):
+        raise KeyStoreError(f"{home.keys} has another key called {twice!r}: whose is what is stored?  Rename that key")
     return content.keys
 
 
-def _ambiguous(entries: Sequence[KeyEntry]) -> str:
+def _find_ambiguous_name(entries: Sequence[KeyEntry]) -> str:
     """A name that two keys have, or that one of the settings may have; "" where there is none."""
     names = [each.name for each in entries]
     return next((name for at, name in enumerate(names) if name == ENVIRONMENT_NAME or name in names[:at]), "")
 
 
-def keep_private(home: Home) -> None:
+def restrict_permissions(home: Home) -> None:
     """What an editor or a copy has left open to others is its owner's alone again.  Raises OSError."""
-    if home.keys.stat().st_mode & OTHERS:
+    if home.keys.stat().st_mode & OTHERS_MASK:
         disk.set_mode(home.keys, FILE_MODE)
 
 
-def client_keys(home: Home) -> list[KeyEntry]:
+def read_client_keys(home: Home) -> list[KeyEntry]:
     """Raises KeysUnusable."""
-    return [each for each in read(home) if each.kind == CLIENT]
+    return [each for each in read_keys(home) if each.kind == CLIENT_KIND]
 
 
-def find(entries: Sequence[KeyEntry], name: str) -> KeyEntry:
+def find_key(entries: Sequence[KeyEntry], name: str) -> KeyEntry:
     """Without a name: the only client's key, or the one called `default`.  Raises NoSuchKey."""
-    clients = [each for each in entries if each.kind == CLIENT]
+    clients = [each for each in entries if each.kind == CLIENT_KIND]
     if not name and len(clients) == 1:
         return clients[0]
     for each in entries:
@@ -118,16 +120,16 @@ def find(entries: Sequence[KeyEntry], name: str) -> KeyEntry:
             return each
     names = ", ".join(each.name for each in clients)
     if not clients:
-        raise NoKeys("there is no client key yet")
-    raise NoSuchKey(f"there is no key {name!r}; there are {names}" if name else f"which one? there are {names}")
+        raise NoClientKeysError("there is no client key yet")
+    raise KeyNotFoundError(f"there is no key {name!r}; there are {names}" if name else f"which one? there are {names}")
 
 
-def tenant_of(client_key: str) -> str:
+def derive_tenant(client_key: str) -> str:
     """Whose KV the holder of the settings' key may meet: a stable hash, never the key.  Without one, everybody's."""
     return hashlib.sha256(client_key.encode()).hexdigest()[:16] if client_key else ""
 
 
-def last_tenant(home: Home) -> str:
+def read_last_tenant(home: Home) -> str:
     """Of the settings' key that the last proxy had; "" where it had none, or that is not known."""
     try:
         return home.settings_tenant.read_text().strip()
@@ -135,65 +137,65 @@ def last_tenant(home: Home) -> str:
         return ""
 
 
-def add(home: Home, name: str) -> KeyEntry:
+def add_key(home: Home, name: str) -> KeyEntry:
     """A new client's key.  Raises KeysUnusable, also where the name is taken."""
-    check_name(name)
-    with _changing(home) as entries:
+    check_key_name(name)
+    with _edit_keys(home) as entries:
         if any(each.name == name for each in entries):
-            raise KeysUnusable(f"there is a key {name!r} already: `cachectl key rotate {name}` gives it another value")
+            raise KeyStoreError(f"there is a key {name!r} already: `cachectl key rotate {name}` gives it another value")
         if len(entries) >= KEYS_MAX:
-            raise KeysUnusable(f"there are {KEYS_MAX} keys already; remove one first")
-        entries.append(_entry(name, CLIENT))
+            raise KeyStoreError(f"there are {KEYS_MAX} keys already; remove one first")
+        entries.append(_create_entry(name, CLIENT_KIND))
         return entries[-1]
 
 
-def rotate(home: Home, name: str) -> KeyEntry:
+def rotate_key(home: Home, name: str) -> KeyEntry:
     """Another value, the same tenant: what was stored for it is still its own.  Raises NoSuchKey, KeysUnusable."""
-    with _changing(home) as entries:
-        old = find(entries, name)
-        new = msgspec.structs.replace(old, key=_new_key(), created=time.time())
+    with _edit_keys(home) as entries:
+        old = find_key(entries, name)
+        new = msgspec.structs.replace(old, key=_generate_key(), created=time.time())
         entries[entries.index(old)] = new
         return new
 
 
-def remove(home: Home, name: str) -> KeyEntry:
+def remove_key(home: Home, name: str) -> KeyEntry:
     """What it was.  Raises NoSuchKey, KeysUnusable."""
-    with _changing(home) as entries:
-        old = find(entries, name)
+    with _edit_keys(home) as entries:
+        old = find_key(entries, name)
         entries.remove(old)
         return old
 
 
-def ensure(home: Home, kind: str) -> KeyEntry:
+def ensure_key(home: Home, kind: str) -> KeyEntry:
     """The admin key, or any client's key; made where there is none.  Raises KeysUnusable."""
-    if known := next((each for each in read(home) if each.kind == kind), None):
+    if known := next((each for each in read_keys(home) if each.kind == kind), None):
         return known
-    with _changing(home) as entries:
+    with _edit_keys(home) as entries:
         if known := next((each for each in entries if each.kind == kind), None):
             return known
-        entries.append(_entry(ADMIN if kind == ADMIN else DEFAULT_NAME, kind))
+        entries.append(_create_entry(ADMIN_KIND if kind == ADMIN_KIND else DEFAULT_NAME, kind))
         return entries[-1]
 
 
-def check_name(name: str) -> None:
+def check_key_name(name: str) -> None:
     """Raises KeysUnusable."""
-    if not _NAME.fullmatch(name):
-        raise KeysUnusable(f"{name[:80]!r} is no name for a key: use 1 to 64 of A-Z a-z 0-9 . _ @ -")
-    if name in RESERVED:
-        raise KeysUnusable(f"the name {name!r} has a meaning of its own; choose another")
+    if not _NAME_PATTERN.fullmatch(name):
+        raise KeyStoreError(f"{name[:80]!r} is no name for a key: use 1 to 64 of A-Z a-z 0-9 . _ @ -")
+    if name in RESERVED_NAMES:
+        raise KeyStoreError(f"the name {name!r} has a meaning of its own; choose another")
 
 
-def _entry(name: str, kind: str) -> KeyEntry:
-    tenant = secrets.token_hex(8) if kind == CLIENT else ""
-    return KeyEntry(name=name, key=_new_key(), kind=kind, tenant=tenant, created=time.time())
+def _create_entry(name: str, kind: str) -> KeyEntry:
+    tenant = secrets.token_hex(8) if kind == CLIENT_KIND else ""
+    return KeyEntry(name=name, key=_generate_key(), kind=kind, tenant=tenant, created=time.time())
 
 
-def _new_key() -> str:
+def _generate_key() -> str:
     return f"wl-{secrets.token_urlsafe(KEY_BYTES)}"
 
 
 @contextmanager
-def _changing(home: Home) -> Iterator[list[KeyEntry]]:
+def _edit_keys(home: Home) -> Iterator[list[KeyEntry]]:
     """What is in the list when the block ends is in the file; nothing changes where the block raises."""
     try:
         disk.make_folders(home.run)
@@ -201,13 +203,13 @@ def _changing(home: Home) -> Iterator[list[KeyEntry]]:
             for draft in home.root.glob(f".{home.keys.stem}.*{disk.DRAFT_SUFFIX}"):  # of who was killed
                 with suppress(OSError):
                     disk.delete(draft)
-            before = read(home)
+            before = read_keys(home)
             entries = list(before)
             yield entries
             if entries != before:
-                content = msgspec.json.format(msgspec.json.encode(_Content(keys=entries)))
-                disk.write_whole(home.keys, [content + b"\n"])
-    except Locked as error:
-        raise KeysUnusable(f"{home.keys} is being changed by process {error.holder}; try again") from error
+                content = msgspec.json.format(msgspec.json.encode(_KeyFile(keys=entries)))
+                disk.write_durable(home.keys, [content + b"\n"])
+    except LockedError as error:
+        raise KeyStoreError(f"{home.keys} is being changed by process {error.holder}; try again") from error
     except OSError as error:
-        raise KeysUnusable(f"{home.keys} can't be changed: {error.strerror or error}") from error
+        raise KeyStoreError(f"{home.keys} can't be changed: {error.strerror or error}") from error

@@ -19,127 +19,145 @@ import msgspec
 from warmline_common.protocol.tokens import namespace
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import SegmentFileError, read_header
-from warmline_proxy.auth.key_store import ENVIRONMENT_NAME, NoSuchKey, client_keys, last_tenant, tenant_of
+from warmline_proxy.auth.key_store import (
+    ENVIRONMENT_NAME,
+    KeyNotFoundError,
+    derive_tenant,
+    read_client_keys,
+    read_last_tenant,
+)
 from warmline_proxy.store.rows import RequestRecord, SegmentRow
 
-NO_KEY, SHARED, REMOVED = "no key", "shared", "a removed key"
-SHARED_BY_ALL = "shared by all keys"  # where a key is called `shared`
-FILES_ASKED_MAX = 3  # of a root, for its model, until one can be read
-_REMOVED_ONE = re.compile(rf"{REMOVED} \(?([0-9a-f]{{4,32}})\)?")  # with the beginning of its root
+NO_KEY_LABEL, SHARED_LABEL, REMOVED_LABEL = "no key", "shared", "a removed key"
+SHARED_BY_ALL_LABEL = "shared by all keys"  # where a key is called `shared`
+FILES_READ_MAX = 3  # of a root, for its model, until one can be read
+_REMOVED_LABEL_PATTERN = re.compile(rf"{REMOVED_LABEL} \(?([0-9a-f]{{4,32}})\)?")  # with the beginning of its root
 
 
-class Holders(msgspec.Struct, kw_only=True, frozen=True):
+class KeyTenants(msgspec.Struct, kw_only=True, frozen=True):
     """The client keys that there are now."""
 
     tenants: dict[str, str]  # by the key's name
-    shares: bool = False  # all use what requests without a key do
+    is_shared: bool = False  # all use what requests without a key do
 
-    def tenant(self, name: str) -> str:
+    def find_tenant(self, name: str) -> str:
         """Of the key called `name`; "" names the only one, or where there is none, everybody.
 
         Raises NoSuchKey, also where several could be meant.
         """
         if name and name not in self.tenants:
-            raise NoSuchKey(_no_key_called(name, self.tenants))
-        if self.shares or not self.tenants:
+            raise KeyNotFoundError(_format_unknown_key(name, self.tenants))
+        if self.is_shared or not self.tenants:
             return ""
         if not name and len(self.tenants) > 1:
             names = ", ".join(self.tenants)
-            raise NoSuchKey(f"whose is it to be?  Each key has a cache of its own: add --key with one of {names}")
+            raise KeyNotFoundError(
+                f"whose is it to be?  Each key has a cache of its own: add --key with one of {names}"
+            )
         return self.tenants[name] if name else next(iter(self.tenants.values()))
 
-    def words(self) -> dict[str, str]:
+    def build_labels(self) -> dict[str, str]:
         """By tenant."""
-        shared = SHARED_BY_ALL if SHARED in self.tenants else SHARED
-        everybody = shared if self.shares and self.tenants else NO_KEY
-        return {"": everybody, **{tenant: name for name, tenant in self.tenants.items()}}
+        label_shared_by_all = SHARED_BY_ALL_LABEL if SHARED_LABEL in self.tenants else SHARED_LABEL
+        shared_label = label_shared_by_all if self.is_shared and self.tenants else NO_KEY_LABEL
+        return {"": shared_label, **{tenant: name for name, tenant in self.tenants.items()}}
 
 
-class Whose(msgspec.Struct, kw_only=True, frozen=True):
+class OwnerLabels(msgspec.Struct, kw_only=True, frozen=True):
     """GET /warmline/whose of the proxy."""
 
     keys: list[str] = []  # the names of the client keys that there are
     words: dict[str, str] = {}  # by root in hex, whether or not anything is stored there; "" where there are no keys
 
-    def word(self, root: bytes) -> str:
+    def find_label(self, root: bytes) -> str:
         """ "" also where it can't be told: none of its files can be read."""
         return self.words.get(root.hex(), "")
 
-    def roots(self, asked: str) -> list[str]:
+    def find_roots(self, label: str) -> list[str]:
         """In hex, of what is called so: by a word, of a removed key also by that and the beginning of its root.
 
         Raises NoSuchKey.
         """
-        one = _REMOVED_ONE.fullmatch(asked)
-        word, begins = (REMOVED, one[1]) if one else (asked, "")
-        found = [root for root, each in self.words.items() if each == word != "" and root.startswith(begins)]
-        if begins and len(found) > 1:
-            raise NoSuchKey(f"{asked} may be any of {', '.join(found)}")
-        if not found and word not in self.keys:
-            raise NoSuchKey(_no_key_called(asked, [*self.keys, *self.words.values()]))
+        match = _REMOVED_LABEL_PATTERN.fullmatch(label)
+        wanted_label, root_prefix = (REMOVED_LABEL, match[1]) if match else (label, "")
+        found = [
+            root for root, each in self.words.items() if each == wanted_label != "" and root.startswith(root_prefix)
+        ]
+        if root_prefix and len(found) > 1:
+            raise KeyNotFoundError(f"{label} may be any of {', '.join(found)}")
+        if not found and wanted_label not in self.keys:
+            raise KeyNotFoundError(_format_unknown_key(label, [*self.keys, *self.words.values()]))
         return found
 
-    def shown(self, record: RequestRecord) -> str:
+    def format_key_name(self, record: RequestRecord) -> str:
         """The name of the key that a request showed, and that it is no more, where its root tells."""
-        is_gone = record.key and self.word(record.root) == REMOVED
+        is_gone = record.key and self.find_label(record.root) == REMOVED_LABEL
         return f"{record.key} (removed)" if is_gone else record.key
 
 
-def _no_key_called(name: str, known: Iterable[str]) -> str:
-    names = ", ".join(filter(None, dict.fromkeys(known)))
+def _format_unknown_key(name: str, known_names: Iterable[str]) -> str:
+    names = ", ".join(filter(None, dict.fromkeys(known_names)))
     return f"there is no client key {name!r}; " + (f"there are {names}" if names else "there is none")
 
 
-def in_a_sentence(word: str) -> str:
+def describe_owner(label: str) -> str:
     """Something is stored for ..."""
-    told = {
+    phrases = {
         "": "another key, or for none",
-        NO_KEY: "requests without a key",
-        SHARED: "all keys, which share it",
-        SHARED_BY_ALL: "all keys, which share it",
-        REMOVED: "a key that was removed",
+        NO_KEY_LABEL: "requests without a key",
+        SHARED_LABEL: "all keys, which share it",
+        SHARED_BY_ALL_LABEL: "all keys, which share it",
+        REMOVED_LABEL: "a key that was removed",
     }
-    return told.get(word, f"the key {word}")
+    return phrases.get(label, f"the key {label}")
 
 
-def holders(home: Home, *, client_key: str, share_cache: bool) -> Holders:
+def load_key_tenants(home: Home, *, client_key: str, share_cache: bool) -> KeyTenants:
     """`client_key` is the settings' own, as far as they are known here: without one, a proxy may have been given one.
 
     Raises KeysUnusable.
     """
-    tenant = tenant_of(client_key) or last_tenant(home)
+    tenant = derive_tenant(client_key) or read_last_tenant(home)
     own = {ENVIRONMENT_NAME: tenant} if tenant else {}
-    return Holders(tenants=own | {each.name: each.tenant for each in client_keys(home)}, shares=share_cache)
+    return KeyTenants(tenants=own | {each.name: each.tenant for each in read_client_keys(home)}, is_shared=share_cache)
 
 
-def whose(known: Holders, models: Mapping[bytes, str], served: str = "") -> Whose:
+def build_owner_labels(
+    key_tenants: KeyTenants, fingerprint_by_root: Mapping[bytes, str], served_fingerprint: str = ""
+) -> OwnerLabels:
     """`models`: by root, as `models_of` finds them; `served`: the fingerprint of the model that is served.  Pure."""
-    fingerprints = dict.fromkeys(filter(None, (served, *models.values())))
-    words = {namespace(each, tenant).hex(): word for each in fingerprints for tenant, word in known.words().items()}
-    for root, fingerprint in models.items():
+    fingerprints = dict.fromkeys(filter(None, (served_fingerprint, *fingerprint_by_root.values())))
+    labels = {
+        namespace(each, tenant).hex(): word
+        for each in fingerprints
+        for tenant, word in key_tenants.build_labels().items()
+    }
+    for root, fingerprint in fingerprint_by_root.items():
         if fingerprint:
-            words.setdefault(root.hex(), REMOVED)
-    if not known.tenants and REMOVED not in words.values():
-        words = dict.fromkeys(words, "")
-    return Whose(keys=list(known.tenants), words=words)
+            labels.setdefault(root.hex(), REMOVED_LABEL)
+    if not key_tenants.tenants and REMOVED_LABEL not in labels.values():
+        labels = dict.fromkeys(labels, "")
+    return OwnerLabels(keys=list(key_tenants.tenants), words=labels)
 
 
-def models_of(home: Home, rows: Iterable[SegmentRow], known: Mapping[bytes, str] | None = None) -> dict[bytes, str]:
+def find_fingerprints(
+    home: Home, rows: Iterable[SegmentRow], known_fingerprints: Mapping[bytes, str] | None = None
+) -> dict[bytes, str]:
     """By root, the fingerprint that its files name, "" where none can be read.
 
     Reads a header for each root that is not `known`, a few where they are damaged.
     """
-    known = known or {}
+    known_fingerprints = known_fingerprints or {}
     by_root: defaultdict[bytes, list[SegmentRow]] = defaultdict(list)
     for row in rows:
-        if len(by_root[row.root]) < FILES_ASKED_MAX:
+        if len(by_root[row.root]) < FILES_READ_MAX:
             by_root[row.root].append(row)
-    return {root: known.get(root) or fingerprint_in(home, few) for root, few in by_root.items()}
+    return {root: known_fingerprints.get(root) or read_fingerprint(home, few) for root, few in by_root.items()}
 
 
-def fingerprint_in(home: Home, rows: Iterable[SegmentRow]) -> str:
+def read_fingerprint(home: Home, rows: Iterable[SegmentRow]) -> str:
     """Of the model that wrote these, which have one root, as the first few files say; "" where none does."""
-    for row in itertools.islice(rows, FILES_ASKED_MAX):
+    for row in itertools.islice(rows, FILES_READ_MAX):
         try:
             meta = read_header(home.segment_file(row.id)).meta
         except (SegmentFileError, OSError):

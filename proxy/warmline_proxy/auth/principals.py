@@ -10,16 +10,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from warmline_proxy.auth import key_store as keys_file
-from warmline_proxy.auth.key_store import ADMIN, CLIENT, ENVIRONMENT_NAME, KeyEntry, KeysUnusable, tenant_of
-from warmline_proxy.auth.owners import Holders
-from warmline_proxy.config import Config, ConfigError
-from warmline_proxy.errors import ClientError, error_body
+from warmline_proxy.auth.key_store import (
+    ADMIN_KIND,
+    CLIENT_KIND,
+    ENVIRONMENT_NAME,
+    KeyEntry,
+    KeyStoreError,
+    derive_tenant,
+)
+from warmline_proxy.auth.owners import KeyTenants
+from warmline_proxy.config import ProxyConfig, ProxyConfigError
+from warmline_proxy.errors import ClientError, encode_error_body
 
 log = logging.getLogger(__name__)
 
-NO_KEY = "No API key provided: send this server's client key as 'Authorization: Bearer KEY' or as 'X-Api-Key: KEY'."
-WRONG_KEY = "Incorrect API key provided: it is no client key of this server."
-NO_KEYS = "This server has no client key, and lets in nobody without one: make one (cachectl key add NAME)."
+NO_KEY_MESSAGE = (
+    "No API key provided: send this server's client key as 'Authorization: Bearer KEY' or as 'X-Api-Key: KEY'."
+)
+WRONG_KEY_MESSAGE = "Incorrect API key provided: it is no client key of this server."
+NO_KEYS_MESSAGE = "This server has no client key, and lets in nobody without one: make one (cachectl key add NAME)."
 
 
 @dataclass(frozen=True)
@@ -28,44 +37,44 @@ class Client:
 
     name: str = ""  # of the key
     tenant: str = ""  # whose KV its requests may meet, see `warmline_common.protocol.tokens.namespace`
-    holder: str = ""  # who it is: names are given anew, and tenants shared
+    key_tenant: str = ""  # who it is: names are given anew, and tenants shared
 
 
-EVERYBODY = Client()
+ANONYMOUS = Client()
 
 
-def bearer(headers: Mapping[str, str]) -> str:
+def extract_client_key(headers: Mapping[str, str]) -> str:
     """The key that a client shows, as OpenAI's or as Anthropic's clients send it; "" where there is none."""
     scheme, _, key = headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("X-Api-Key", "")
 
 
-def not_let_in(message: str) -> ClientError:
-    return ClientError(401, error_body(message, "authentication_error", "invalid_api_key"))
+def unauthorized(message: str) -> ClientError:
+    return ClientError(401, encode_error_body(message, "authentication_error", "invalid_api_key"))
 
 
-def digest(key: str) -> bytes:
+def hash_key(key: str) -> bytes:
     """For comparisons that take the same time whatever is compared.  Bytes that are no UTF-8 arrive as surrogates."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
-def same_secret(shown: str, expected: str) -> bool:
+def is_same_secret(presented: str, expected: str) -> bool:
     """In constant time; an empty `expected` equals nothing."""
-    return bool(expected) and hmac.compare_digest(digest(shown), digest(expected))
+    return bool(expected) and hmac.compare_digest(hash_key(presented), hash_key(expected))
 
 
-def prepare_keys(config: Config) -> None:
+def prepare_keys(config: ProxyConfig) -> None:
     """Before a proxy listens: where others can reach it there is a client key.  Raises ConfigError."""
     try:
         if config.lan:
-            keys_file.ensure(config.home, ADMIN)
+            keys_file.ensure_key(config.home, ADMIN_KIND)
             if not config.client_key:
-                keys_file.ensure(config.home, CLIENT)
-        has_key = bool(config.client_key or keys_file.client_keys(config.home))
-    except KeysUnusable as error:
-        raise ConfigError(str(error)) from error
-    if config.open_to_others and not has_key:
-        raise ConfigError(
+                keys_file.ensure_key(config.home, CLIENT_KIND)
+        has_key = bool(config.client_key or keys_file.read_client_keys(config.home))
+    except KeyStoreError as error:
+        raise ProxyConfigError(str(error)) from error
+    if config.is_open_to_network and not has_key:
+        raise ProxyConfigError(
             f"binding {config.bind_host} opens the proxy to others, and no client key keeps strangers out: use --lan, "
             "which makes one, or make one first (cachectl key add NAME, or WARMLINE_CLIENT_KEY)"
         )
@@ -77,81 +86,85 @@ class ClientKeys:
     Nor does one that is gone: that may be an accident, or an editor's way to write, and would open the door to all.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._home, self._share = config.home, config.share_cache
-        self._closed = config.open_to_others  # also where all keys were removed
-        own = KeyEntry(name=ENVIRONMENT_NAME, key=config.client_key, tenant=tenant_of(config.client_key), created=0.0)
-        self._settings = [own] if config.client_key else []
-        self._mark = keys_file.mark(self._home)
+    def __init__(self, config: ProxyConfig) -> None:
+        self._home, self._is_shared = config.home, config.share_cache
+        self._is_closed = config.is_open_to_network  # also where all keys were removed
+        own = KeyEntry(
+            name=ENVIRONMENT_NAME, key=config.client_key, tenant=derive_tenant(config.client_key), created=0.0
+        )
+        self._settings_keys = [own] if config.client_key else []
+        self._stamp = keys_file.read_stamp(self._home)
         self._tenants = {""}
-        self._take(keys_file.read(self._home))
+        self._apply_entries(keys_file.read_keys(self._home))
 
     @property
-    def required(self) -> bool:
+    def is_required(self) -> bool:
         """Whether a client has to show a key."""
-        self._look()
-        return bool(self._clients) or self._closed
+        self._reload_if_changed()
+        return bool(self._clients) or self._is_closed
 
     @property
-    def open_nothing(self) -> bool:
+    def is_closed_without_keys(self) -> bool:
         """Whether a client has to show a key, and there is none."""
-        self._look()
-        return self._closed and not self._clients
+        self._reload_if_changed()
+        return self._is_closed and not self._clients
 
     @property
-    def tenants(self) -> frozenset[str]:
+    def known_tenants(self) -> frozenset[str]:
         """All that there are or were, since the start."""
-        self._look()
+        self._reload_if_changed()
         return frozenset(self._tenants)
 
     @property
-    def holders(self) -> Holders:
+    def key_tenants(self) -> KeyTenants:
         """Those that there are now."""
-        self._look()
-        tenants = {client.name: client.holder for _, client in self._clients}
-        return Holders(tenants=tenants, shares=self._share)
+        self._reload_if_changed()
+        tenants = {client.name: client.key_tenant for _, client in self._clients}
+        return KeyTenants(tenants=tenants, is_shared=self._is_shared)
 
-    def client(self, headers: Mapping[str, str]) -> Client:
+    def authenticate(self, headers: Mapping[str, str]) -> Client:
         """Raises ClientError 401 where a key is asked for and another, or none, was shown."""
-        if not self.required:
-            return EVERYBODY
-        shown = bearer(headers)
-        if (client := self._holder(shown)) is None:
-            raise not_let_in(WRONG_KEY if shown else NO_KEY)
+        if not self.is_required:
+            return ANONYMOUS
+        presented = extract_client_key(headers)
+        if (client := self._find_client(presented)) is None:
+            raise unauthorized(WRONG_KEY_MESSAGE if presented else NO_KEY_MESSAGE)
         return client
 
-    def is_admin(self, shown: str) -> bool:
-        self._look()
-        shown_digest = digest(shown)
-        return sum(hmac.compare_digest(each, shown_digest) for each in self._admins) > 0  # all are compared
+    def is_admin_key(self, presented: str) -> bool:
+        self._reload_if_changed()
+        presented_digest = hash_key(presented)
+        return sum(hmac.compare_digest(each, presented_digest) for each in self._admin_digests) > 0  # all are compared
 
-    def _holder(self, shown: str) -> Client | None:
+    def _find_client(self, presented: str) -> Client | None:
         """All keys are compared, so that the time tells of none."""
-        shown_digest = digest(shown)
-        found = [client for each, client in self._clients if hmac.compare_digest(each, shown_digest)]
+        presented_digest = hash_key(presented)
+        found = [client for each, client in self._clients if hmac.compare_digest(each, presented_digest)]
         return found[0] if found else None
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         """Take over what has changed; a stat tells."""
         try:
-            if (mark := keys_file.mark(self._home)) == self._mark:
+            if (mark := keys_file.read_stamp(self._home)) == self._stamp:
                 return
-            self._mark = mark
+            self._stamp = mark
             if mark == keys_file.NO_FILE:
-                raise KeysUnusable(f"{self._home.keys} is gone: restore it, make new keys, or start the proxy anew")
-            self._take(keys_file.read(self._home))
-            keys_file.keep_private(self._home)
-        except (KeysUnusable, OSError) as error:
+                raise KeyStoreError(f"{self._home.keys} is gone: restore it, make new keys, or start the proxy anew")
+            self._apply_entries(keys_file.read_keys(self._home))
+            keys_file.restrict_permissions(self._home)
+        except (KeyStoreError, OSError) as error:
             log.error("the client keys stay as they were: %s", error)
         else:
             log.info("client keys: %s", ", ".join(client.name for _, client in self._clients) or "none")
 
-    def _take(self, entries: list[KeyEntry]) -> None:
-        clients = [*self._settings, *(each for each in entries if each.kind == CLIENT)]
-        self._clients = [(digest(each.key), Client(each.name, self._tenant(each), each.tenant)) for each in clients]
-        self._admins = [digest(each.key) for each in entries if each.kind == ADMIN]
+    def _apply_entries(self, entries: list[KeyEntry]) -> None:
+        clients = [*self._settings_keys, *(each for each in entries if each.kind == CLIENT_KIND)]
+        self._clients = [
+            (hash_key(each.key), Client(each.name, self._effective_tenant(each), each.tenant)) for each in clients
+        ]
+        self._admin_digests = [hash_key(each.key) for each in entries if each.kind == ADMIN_KIND]
         self._tenants.update(client.tenant for _, client in self._clients)
 
-    def _tenant(self, entry: KeyEntry) -> str:
+    def _effective_tenant(self, entry: KeyEntry) -> str:
         """Those who share are everybody, also to what was stored before there were keys."""
-        return "" if self._share else entry.tenant
+        return "" if self._is_shared else entry.tenant

@@ -12,25 +12,25 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from warmline_proxy.admin.owners import Attribution
-from warmline_proxy.admin.query import number, one_of
-from warmline_proxy.admin.routes import Paths
-from warmline_proxy.auth.owners import Whose
-from warmline_proxy.dashboard.aggregates import Census, Conversation, Run, census
-from warmline_proxy.dashboard.history import History, history
+from warmline_proxy.admin.owners import OwnerResolver
+from warmline_proxy.admin.query import parse_choice, parse_number
+from warmline_proxy.admin.routes import RouteTable
+from warmline_proxy.auth.owners import OwnerLabels
+from warmline_proxy.dashboard.aggregates import ConversationSummary, IndexSummary, SegmentRun, summarize_index
+from warmline_proxy.dashboard.history import RequestHistory, build_history
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.bodies import json_answer
+from warmline_proxy.http.bodies import json_response
 from warmline_proxy.index.index import Index
 from warmline_proxy.store.rows import RequestRecord, SessionRow
 
 PAGE_MAX = 200
 PAGE_DEFAULT = 50
 OFFSET_MAX = 100_000_000
-LABELS_MAX = 5  # conversations that a node names
+NODE_SESSIONS_MAX = 5  # conversations that a node names
 BOOKKEEPING_AGE_S = 5.0
 
 
-class RequestLine(msgspec.Struct, kw_only=True):
+class RequestSummary(msgspec.Struct, kw_only=True):
     """A record without what is private or long: what was stored and sent is in the explanation."""
 
     id: str
@@ -66,13 +66,13 @@ class RequestLine(msgspec.Struct, kw_only=True):
 class ActivityReply(msgspec.Struct, kw_only=True):
     """GET /warmline/activity?offset&count."""
 
-    history: History  # of all records
-    requests: list[RequestLine]  # newest first
+    history: RequestHistory  # of all records
+    requests: list[RequestSummary]  # newest first
     offset: int
     total: int
 
 
-class SessionLine(msgspec.Struct, kw_only=True):
+class SessionSummary(msgspec.Struct, kw_only=True):
     id: str
     client: str  # what its client calls it
     model: str
@@ -92,13 +92,13 @@ class SessionLine(msgspec.Struct, kw_only=True):
 class SessionsReply(msgspec.Struct, kw_only=True):
     """GET /warmline/sessions?offset&count&sort&q."""
 
-    sessions: list[SessionLine]
+    sessions: list[SessionSummary]
     offset: int
     matching: int
     total: int
 
 
-class Ending(msgspec.Struct, kw_only=True):
+class NodeSession(msgspec.Struct, kw_only=True):
     """A conversation that ends at a node."""
 
     id: str
@@ -121,7 +121,7 @@ class TreeNode(msgspec.Struct, kw_only=True):
     last_used: float
     pinned: bool
     checkpoints: int
-    ending: list[Ending]  # the last used ones
+    ending: list[NodeSession]  # the last used ones
     sessions_ending: int
     sessions_below: int  # those that end here or below
     segments_below: int
@@ -146,7 +146,7 @@ class PathReply(msgspec.Struct, kw_only=True):
     tokens: int
 
 
-SORTS: dict[str, Callable[[Conversation], Any]] = {
+SORT_KEYS: dict[str, Callable[[ConversationSummary], Any]] = {
     "client": lambda each: (each.row.client.casefold(), each.row.created),
     "model": lambda each: each.row.model.casefold(),
     "tokens": lambda each: each.row.tokens,
@@ -157,159 +157,168 @@ SORTS: dict[str, Callable[[Conversation], Any]] = {
     "created": lambda each: each.row.created,
     "last_used": lambda each: each.row.last_used,
 }
-SORTS_ASKED = (*SORTS, *(f"-{name}" for name in SORTS))
+SORT_CHOICES = (*SORT_KEYS, *(f"-{name}" for name in SORT_KEYS))
 
 
-class Browsing:
+class BrowseRoutes:
     """Handlers.  What they keep belongs to the event loop."""
 
-    def __init__(self, index: Index, attribution: Attribution) -> None:
-        self._index, self._attribution = index, attribution
-        self._building = asyncio.Lock()
-        self._kept: _Kept | None = None
+    def __init__(self, index: Index, owner_resolver: OwnerResolver) -> None:
+        self._index, self._owner_resolver = index, owner_resolver
+        self._build_lock = asyncio.Lock()
+        self._cache: _SummaryCache | None = None
 
     @property
-    def paths(self) -> Paths:
+    def routes(self) -> RouteTable:
         return {
-            ("GET", "/warmline/activity"): self.activity,
-            ("GET", "/warmline/sessions"): self.sessions,
-            ("GET", "/warmline/tree"): self.tree,
-            ("GET", "/warmline/path"): self.path,
+            ("GET", "/warmline/activity"): self.get_activity,
+            ("GET", "/warmline/sessions"): self.get_sessions,
+            ("GET", "/warmline/tree"): self.get_tree,
+            ("GET", "/warmline/path"): self.get_path,
         }
 
-    async def activity(self, request: web.Request) -> web.Response:
-        offset, count = _page(request)
-        known = await self._attribution.whose()
-        return json_answer(await asyncio.to_thread(self._activity, offset, count, known))
+    async def get_activity(self, request: web.Request) -> web.Response:
+        offset, count = _parse_page(request)
+        owner_labels = await self._owner_resolver.resolve_owners()
+        return json_response(await asyncio.to_thread(self._build_activity, offset, count, owner_labels))
 
-    def _activity(self, offset: int, count: int, known: Whose) -> ActivityReply:
+    def _build_activity(self, offset: int, count: int, owner_labels: OwnerLabels) -> ActivityReply:
         records = self._index.requests()
         page = records[offset : offset + count]
-        named = {each: self._index.session(each) for each in {record.session for record in page} if each}
+        session_by_id = {each: self._index.session(each) for each in {record.session for record in page} if each}
         return ActivityReply(
-            history=history(records, time.time()),
-            requests=[_request_line(record, named.get(record.session), known) for record in page],
+            history=build_history(records, time.time()),
+            requests=[
+                _build_request_summary(record, session_by_id.get(record.session), owner_labels) for record in page
+            ],
             offset=offset,
             total=len(records),
         )
 
-    async def sessions(self, request: web.Request) -> web.Response:
-        offset, count = _page(request)
-        sort = one_of(request, "sort", "-last_used", SORTS_ASKED)
-        wanted = request.query.get("q", "").strip().casefold()
-        kept = await self._look()
-        return json_answer(await asyncio.to_thread(_sessions, kept, offset, count, sort, wanted))
+    async def get_sessions(self, request: web.Request) -> web.Response:
+        offset, count = _parse_page(request)
+        sort = parse_choice(request, "sort", "-last_used", SORT_CHOICES)
+        search_text = request.query.get("q", "").strip().casefold()
+        cache = await self._load_summary()
+        return json_response(await asyncio.to_thread(_build_sessions_reply, cache, offset, count, sort, search_text))
 
-    async def tree(self, request: web.Request) -> web.Response:
-        offset, count = _page(request)
-        asked = request.query.get("parent") or request.query.get("root") or ""
-        kept = await self._look()
-        return json_answer(await asyncio.to_thread(_tree, kept, asked, offset, count))
+    async def get_tree(self, request: web.Request) -> web.Response:
+        offset, count = _parse_page(request)
+        node_id = request.query.get("parent") or request.query.get("root") or ""
+        cache = await self._load_summary()
+        return json_response(await asyncio.to_thread(_build_tree_reply, cache, node_id, offset, count))
 
-    async def path(self, request: web.Request) -> web.Response:
+    async def get_path(self, request: web.Request) -> web.Response:
         session, segment = request.query.get("session", ""), request.query.get("segment", "")
         if bool(session) == bool(segment):
             raise bad_request("Name either a session or a segment.", param="session")
-        kept = await self._look()
-        found = kept.census.conversations.get(session)
-        run = kept.census.run_of.get(found.row.leaf if found else segment)
+        cache = await self._load_summary()
+        conversation = cache.summary.conversations.get(session)
+        run = cache.summary.run_by_segment.get(conversation.row.leaf if conversation else segment)
         if run is None:
             raise bad_request(f"{(session or segment)[:40]!r} is not stored.", status=404, code="not_stored")
-        nodes = [_node(kept, step) for step in run.path()]
-        return json_answer(PathReply(nodes=nodes, tokens=found.row.tokens if found else run.end))
+        nodes = [_build_node(cache, step) for step in run.path_from_root()]
+        return json_response(PathReply(nodes=nodes, tokens=conversation.row.tokens if conversation else run.end))
 
-    async def _look(self) -> "_Kept":
+    async def _load_summary(self) -> "_SummaryCache":
         """What was last added up, where that still holds; one at a time."""
-        async with self._building:
-            if self._kept is None or not self._kept.holds(self._index):
-                self._kept = await asyncio.to_thread(_Kept, self._index)
-            self._kept.whose = await self._attribution.whose()
-            return self._kept
+        async with self._build_lock:
+            if self._cache is None or not self._cache.is_fresh(self._index):
+                self._cache = await asyncio.to_thread(_SummaryCache, self._index)
+            self._cache.owner_labels = await self._owner_resolver.resolve_owners()
+            return self._cache
 
 
-class _Kept:
+class _SummaryCache:
     """A census, and of when it is.  Made on a thread."""
 
     def __init__(self, index: Index) -> None:
-        self.changes, self.bookkept, self.at = index.changes, index.bookkept, time.monotonic()
-        self.census: Census = census(index.snapshot())
-        self.whose = Whose()  # at the last look
+        self.change_count, self.flush_count, self.built_at = index.change_count, index.flush_count, time.monotonic()
+        self.summary: IndexSummary = summarize_index(index.snapshot())
+        self.owner_labels = OwnerLabels()  # at the last look
 
-    def holds(self, index: Index) -> bool:
-        if index.changes != self.changes:
+    def is_fresh(self, index: Index) -> bool:
+        if index.change_count != self.change_count:
             return False
-        return index.bookkept == self.bookkept or time.monotonic() - self.at < BOOKKEEPING_AGE_S
+        return index.flush_count == self.flush_count or time.monotonic() - self.built_at < BOOKKEEPING_AGE_S
 
 
-def _page(request: web.Request) -> tuple[int, int]:
+def _parse_page(request: web.Request) -> tuple[int, int]:
     """(offset, count).  Raises ClientError 400."""
-    return number(request, "offset", 0, OFFSET_MAX), number(request, "count", PAGE_DEFAULT, PAGE_MAX)
+    return parse_number(request, "offset", 0, OFFSET_MAX), parse_number(request, "count", PAGE_DEFAULT, PAGE_MAX)
 
 
-def _request_line(record: RequestRecord, session: SessionRow | None, known: Whose) -> RequestLine:
-    line = msgspec.convert(record, RequestLine, from_attributes=True)
+def _build_request_summary(
+    record: RequestRecord, session: SessionRow | None, owner_labels: OwnerLabels
+) -> RequestSummary:
+    line = msgspec.convert(record, RequestSummary, from_attributes=True)
     if session:
         line.client, line.created = session.client, session.created
-    line.key = known.shown(record)
+    line.key = owner_labels.format_key_name(record)
     line.cause = record.parting.cause if record.parting else ""
     return line
 
 
-def _sessions(kept: _Kept, offset: int, count: int, sort: str, wanted: str) -> SessionsReply:
-    every = kept.census.conversations.values()
-    matching = [each for each in every if not wanted or _matches(each, kept, wanted)]
+def _build_sessions_reply(cache: _SummaryCache, offset: int, count: int, sort: str, search_text: str) -> SessionsReply:
+    conversations = cache.summary.conversations.values()
+    matching = [each for each in conversations if not search_text or _matches_search(each, cache, search_text)]
     matching.sort(key=lambda each: each.row.id)
-    matching.sort(key=SORTS[sort.removeprefix("-")], reverse=sort.startswith("-"))
+    matching.sort(key=SORT_KEYS[sort.removeprefix("-")], reverse=sort.startswith("-"))
     return SessionsReply(
-        sessions=[_session_line(each, kept) for each in matching[offset : offset + count]],
+        sessions=[_build_session_summary(each, cache) for each in matching[offset : offset + count]],
         offset=offset,
         matching=len(matching),
-        total=len(every),
+        total=len(conversations),
     )
 
 
-def _matches(each: Conversation, kept: _Kept, wanted: str) -> bool:
+def _matches_search(conversation: ConversationSummary, cache: _SummaryCache, search_text: str) -> bool:
     """In its id, its names, or the name of its key."""
-    names = (each.row.id, each.row.client, each.row.model, kept.whose.word(each.row.root))
-    return any(wanted in name.casefold() for name in names)
+    names = (
+        conversation.row.id,
+        conversation.row.client,
+        conversation.row.model,
+        cache.owner_labels.find_label(conversation.row.root),
+    )
+    return any(search_text in name.casefold() for name in names)
 
 
-def _session_line(each: Conversation, kept: _Kept) -> SessionLine:
-    row = each.row
-    return SessionLine(
+def _build_session_summary(conversation: ConversationSummary, cache: _SummaryCache) -> SessionSummary:
+    row = conversation.row
+    return SessionSummary(
         id=row.id,
         client=row.client,
         model=row.model,
-        key=kept.whose.word(row.root),
+        key=cache.owner_labels.find_label(row.root),
         tokens=row.tokens,
-        bytes=each.bytes_path,
-        bytes_alone=each.bytes_alone,
-        segments=each.segments,
+        bytes=conversation.bytes_path,
+        bytes_alone=conversation.bytes_alone,
+        segments=conversation.segments,
         requests=row.requests,
         hits=row.hits,
         created=row.created,
         last_used=row.last_used,
         pinned=row.pinned,
-        pinned_all=each.pinned,
+        pinned_all=conversation.pinned,
     )
 
 
-def _tree(kept: _Kept, asked: str, offset: int, count: int) -> TreeReply:
+def _build_tree_reply(cache: _SummaryCache, node_id: str, offset: int, count: int) -> TreeReply:
     """Raises ClientError 404."""
-    above = kept.census.runs.get(asked) or kept.census.run_of.get(asked)
-    if asked and above is None:
-        raise bad_request(f"{asked[:40]!r} is not stored.", status=404, code="not_stored", param="parent")
-    nodes = above.children if above else kept.census.roots
-    shown = [_node(kept, run) for run in nodes[offset : offset + count]]
-    return TreeReply(parent=above.id if above else "", nodes=shown, offset=offset, total=len(nodes))
+    parent = cache.summary.runs.get(node_id) or cache.summary.run_by_segment.get(node_id)
+    if node_id and parent is None:
+        raise bad_request(f"{node_id[:40]!r} is not stored.", status=404, code="not_stored", param="parent")
+    nodes = parent.children if parent else cache.summary.roots
+    page = [_build_node(cache, run) for run in nodes[offset : offset + count]]
+    return TreeReply(parent=parent.id if parent else "", nodes=page, offset=offset, total=len(nodes))
 
 
-def _node(kept: _Kept, run: Run) -> TreeNode:
+def _build_node(cache: _SummaryCache, run: SegmentRun) -> TreeNode:
     return TreeNode(
         id=run.id,
         root=run.root,
         model=run.model,
-        key=kept.whose.words.get(run.root, ""),
+        key=cache.owner_labels.words.get(run.root, ""),
         start=run.start,
         end=run.end,
         segments=len(run.segments),
@@ -318,11 +327,13 @@ def _node(kept: _Kept, run: Run) -> TreeNode:
         last_used=run.last_used,
         pinned=run.pinned,
         checkpoints=run.checkpoints,
-        ending=[Ending(id=row.id, client=row.client, created=row.created) for row in run.ending[:LABELS_MAX]],
-        sessions_ending=len(run.ending),
+        ending=[
+            NodeSession(id=row.id, client=row.client, created=row.created) for row in run.sessions[:NODE_SESSIONS_MAX]
+        ],
+        sessions_ending=len(run.sessions),
         sessions_below=run.sessions_below,
         segments_below=run.segments_below,
         bytes_below=run.bytes_below,
         children=len(run.children),
-        place=run.place,
+        place=run.sibling_index,
     )

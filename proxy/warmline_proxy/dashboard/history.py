@@ -10,13 +10,13 @@ from warmline_proxy.store.rows import RequestRecord
 
 BUCKETS_MAX = 48
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
-WIDTHS_S = (
+BUCKET_WIDTHS_S = (
     *(MINUTE_S, 2 * MINUTE_S, 5 * MINUTE_S, 10 * MINUTE_S, 30 * MINUTE_S),
     *(HOUR_S, 2 * HOUR_S, 6 * HOUR_S, 12 * HOUR_S, DAY_S, 7 * DAY_S, 30 * DAY_S),
 )
 
 
-class Bucket(msgspec.Struct, kw_only=True):
+class HistoryBucket(msgspec.Struct, kw_only=True):
     """The requests that began in [at, at + width_s)."""
 
     at: float  # Unix seconds
@@ -26,11 +26,11 @@ class Bucket(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
 
 
-class History(msgspec.Struct, kw_only=True):
+class RequestHistory(msgspec.Struct, kw_only=True):
     """Of all records that are kept."""
 
     width_s: int
-    buckets: list[Bucket]  # oldest first, without gaps
+    buckets: list[HistoryBucket]  # oldest first, without gaps
     requests: int
     hits: int
     prompt_tokens: int
@@ -40,18 +40,18 @@ class History(msgspec.Struct, kw_only=True):
     ttft_cold_s: float
 
 
-def history(records: Sequence[RequestRecord], now: float) -> History:
+def build_history(records: Sequence[RequestRecord], now: float) -> RequestHistory:
     """`records` in any order; those of other clocks' futures count as of now."""
     begins = [min(record.at, now) for record in records]
-    width_s, first, count = _span(min(begins, default=now), now)
-    buckets = [Bucket(at=float(first + number * width_s)) for number in range(count)]
+    width_s, first, count = _choose_buckets(min(begins, default=now), now)
+    buckets = [HistoryBucket(at=float(first + number * width_s)) for number in range(count)]
     for at, record in zip(begins, records, strict=True):
         bucket = buckets[max(0, min(count - 1, int(at - first) // width_s))]
         bucket.requests += 1
         bucket.hits += _is_hit(record)
         bucket.prompt_tokens += record.prompt_tokens
         bucket.cached_tokens += record.cached_tokens
-    return History(
+    return RequestHistory(
         width_s=width_s,
         buckets=buckets,
         requests=len(records),
@@ -59,22 +59,22 @@ def history(records: Sequence[RequestRecord], now: float) -> History:
         prompt_tokens=sum(bucket.prompt_tokens for bucket in buckets),
         cached_tokens=sum(bucket.cached_tokens for bucket in buckets),
         generated_tokens=sum(record.generated_tokens for record in records),
-        ttft_warm_s=_median_ttft(filter(_is_hit, records)),
-        ttft_cold_s=_median_ttft(filter(_is_cold, records)),
+        ttft_warm_s=_median_ttft_s(filter(_is_hit, records)),
+        ttft_cold_s=_median_ttft_s(filter(_is_cold, records)),
     )
 
 
-def _span(first: float, last: float) -> tuple[int, int, int]:
+def _choose_buckets(first: float, last: float) -> tuple[int, int, int]:
     """The narrowest width with few enough buckets; where the first begins, at a multiple of it; how many."""
-    for width_s in WIDTHS_S:
+    for width_s in BUCKET_WIDTHS_S:
         begin, end = int(first) // width_s, int(last) // width_s
         if end - begin < BUCKETS_MAX:
             return width_s, begin * width_s, end - begin + 1
-    width_s = WIDTHS_S[-1]  # years: what is older stands in the first one
+    width_s = BUCKET_WIDTHS_S[-1]  # years: what is older stands in the first one
     return width_s, (int(last) // width_s - BUCKETS_MAX + 1) * width_s, BUCKETS_MAX
 
 
-def _median_ttft(records: Iterable[RequestRecord]) -> float:
+def _median_ttft_s(records: Iterable[RequestRecord]) -> float:
     times = [each.ttft_s for each in records if each.ttft_s > 0]
     return median(times) if times else 0.0
 

@@ -7,14 +7,14 @@ from importlib.resources import files
 
 from aiohttp import hdrs, web
 
-from warmline_common.process.loopback import host_name, is_loopback_name
-from warmline_common.process.redaction import quoted
-from warmline_proxy.errors import bad_request, not_allowed
+from warmline_common.process.loopback import is_loopback_name, parse_host
+from warmline_common.process.redaction import quote_text
+from warmline_proxy.errors import bad_request, method_not_allowed
 
-ADMIN = "/admin"
-PAGE = "dashboard.html"
-TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-HEADERS = {
+DASHBOARD_PATH = "/admin"
+DASHBOARD_FILE = "dashboard.html"
+CONTENT_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+SECURITY_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
@@ -24,51 +24,55 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-ALONE = {"Cross-Origin-Opener-Policy": "same-origin"}  # where it counts, see `_is_trusted`
+OPENER_POLICY_HEADERS = {"Cross-Origin-Opener-Policy": "same-origin"}  # where it counts, see `_is_trusted`
 
 
-def is_page(path: str) -> bool:
-    return path == ADMIN or path.startswith(f"{ADMIN}/")
+def is_dashboard_path(path: str) -> bool:
+    return path == DASHBOARD_PATH or path.startswith(f"{DASHBOARD_PATH}/")
 
 
-def is_visit(request: web.Request, path: str) -> bool:
+def is_browser_visit(request: web.Request, path: str) -> bool:
     """Whether a person has typed our address alone into a browser, as far as that can be told."""
     kinds = (kind.partition(";")[0].strip().lower() for kind in request.headers.get(hdrs.ACCEPT, "").split(","))
     return path == "/" and request.method in (hdrs.METH_GET, hdrs.METH_HEAD) and "text/html" in kinds
 
 
-def to_the_page() -> web.Response:
+def redirect_to_dashboard() -> web.Response:
     """Kept by no browser: whoever asks next may be somebody else, or want something else."""
-    return web.Response(status=303, headers={"Location": ADMIN, "Cache-Control": "no-store", "Vary": "Accept"})
+    return web.Response(status=303, headers={"Location": DASHBOARD_PATH, "Cache-Control": "no-store", "Vary": "Accept"})
 
 
-class Pages:
+class DashboardPages:
     """Read once; whether the owner asks was checked before."""
 
     def __init__(self) -> None:
         folder = files(__package__) / "static"
-        self._files = {each.name: each.read_bytes() for each in folder.iterdir() if _suffix(each.name) in TYPES}
+        self._files = {
+            each.name: each.read_bytes() for each in folder.iterdir() if _file_suffix(each.name) in CONTENT_TYPES
+        }
 
-    def answer(self, request: web.Request, path: str) -> web.Response:
+    def serve_file(self, request: web.Request, path: str) -> web.Response:
         """`path` has no trailing slash.  Raises ClientError."""
-        name = path.removeprefix(ADMIN).removeprefix("/") or PAGE
+        name = path.removeprefix(DASHBOARD_PATH).removeprefix("/") or DASHBOARD_FILE
         if (data := self._files.get(name)) is None:
             raise bad_request(
-                f"No such page: {quoted(path[:200])}; the dashboard is {ADMIN}.", status=404, code="not_found"
+                f"No such page: {quote_text(path[:200])}; the dashboard is {DASHBOARD_PATH}.",
+                status=404,
+                code="not_found",
             )
         if request.method not in ("GET", "HEAD"):
-            raise not_allowed(request.method, "GET")
-        headers = HEADERS | ALONE if _is_trusted(request) else HEADERS
-        return web.Response(body=data, content_type=TYPES[_suffix(name)], charset="utf-8", headers=headers)
+            raise method_not_allowed(request.method, "GET")
+        headers = SECURITY_HEADERS | OPENER_POLICY_HEADERS if _is_secure_context(request) else SECURITY_HEADERS
+        return web.Response(body=data, content_type=CONTENT_TYPES[_file_suffix(name)], charset="utf-8", headers=headers)
 
 
-def _is_trusted(request: web.Request) -> bool:
+def _is_secure_context(request: web.Request) -> bool:
     """Whether the browser trusts the connection: HTTPS (which ends at a proxy before us), or this machine.
 
     Elsewhere it takes no such policy and complains of it.  It sends Sec-Fetch headers only where it does trust.
     """
-    return "Sec-Fetch-Dest" in request.headers or is_loopback_name(host_name(request.headers.get(hdrs.HOST, "")))
+    return "Sec-Fetch-Dest" in request.headers or is_loopback_name(parse_host(request.headers.get(hdrs.HOST, "")))
 
 
-def _suffix(name: str) -> str:
+def _file_suffix(name: str) -> str:
     return name.rpartition(".")[2]

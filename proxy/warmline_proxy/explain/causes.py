@@ -8,21 +8,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from warmline_common.protocol.tokens import common_chars
-from warmline_proxy.explain.volatile import BILLING, DATES, IDS, TIMES, replaced_at
-from warmline_proxy.planner import TOOLS
-from warmline_proxy.store.rows import Parting
+from warmline_common.protocol.tokens import count_common_chars
+from warmline_proxy.explain.volatile import BILLING, DATES, IDS, TIMES, find_replaced_span
+from warmline_proxy.planner import TOOLS_ROLE
+from warmline_proxy.store.rows import Divergence
 
-SAME_SPACED_CHARS_MIN = 16  # of two texts that differ in their spaces alone
+COMPARED_CHARS_MIN = 16  # of two texts that differ in their spaces alone
 NEAR_CHARS = 16  # around where they part: a mark of reasoning there is that answer's
-_SYSTEM = ("system", "developer")
+_SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)
 class Cause:
     """What a cause means, for people, and what they can do about it; "" where there is nothing to do."""
 
-    means: str
+    meaning: str
     advice: str = ""
 
 
@@ -166,7 +166,7 @@ CAUSES = {
 }
 
 # What the planner says, most telling first; "" stands for what a parting's texts may tell better.
-_SAID = [
+_REASON_PATTERNS = [
     (r"^$", "warm"),
     (r"reuse is off", "reuse-off"),
     (r"nothing is to be computed", "nothing-asked"),
@@ -186,9 +186,9 @@ _SAID = [
     (r"exact mode keeps", "exact-grid"),
     (r"all of it is stored|stored up to token|in memory up to token", "new-text"),
 ]
-_BESIDES = {"no-checkpoint": "no checkpoint after token", "exact-grid": "exact mode keeps"}
+_SECONDARY_REASONS = {"no-checkpoint": "no checkpoint after token", "exact-grid": "exact mode keeps"}
 # What the planner and the hygiene say of the place.
-_SAID_OF_PLACE = [
+_PLACE_PATTERNS = [
     (r"the template leaves out its reasoning", "reasoning-left-out"),
     (r": a time(?: of day)? in line|: a Unix time in line", "timestamp"),
     (r": a date in line", "date"),
@@ -197,7 +197,7 @@ _SAID_OF_PLACE = [
     (r"the tools come in another order", "tool-order"),
     (r": tools: ", "tools-changed"),
 ]
-_RULES = {TIMES: "timestamp", DATES: "date", IDS: "random-id", BILLING: "billing-header"}
+_RULE_CAUSES = {TIMES: "timestamp", DATES: "date", IDS: "random-id", BILLING: "billing-header"}
 _SUMMARY = re.compile(
     r"summar|compact(?:ed|ion)|continued from|ran out of context|earlier (?:messages|conversation)", re.I
 )
@@ -206,78 +206,78 @@ _TOOLS = re.compile(r"\"(?:parameters|input_schema|properties|function)\"\s*:")
 _NUMBER = re.compile(r"\d[\d.,_]*")
 
 
-def cause_of(why: str, parting: Parting | None) -> str:
+def find_cause(why: str, divergence: Divergence | None) -> str:
     """A name in CAUSES."""
-    said = next((cause for pattern, cause in _SAID if re.search(pattern, why)), "unknown")
-    if said:
-        return said
-    if parting is None:
-        return _said_of_place(why) or "differs"
-    return next(filter(None, _seen(why, parting)), "differs")
+    reason_cause = next((cause for pattern, cause in _REASON_PATTERNS if re.search(pattern, why)), "unknown")
+    if reason_cause:
+        return reason_cause
+    if divergence is None:
+        return _find_place_cause(why) or "differs"
+    return next(filter(None, _iter_text_causes(why, divergence)), "differs")
 
 
-def causes_besides(why: str, cause: str) -> list[str]:
+def find_secondary_causes(why: str, cause: str) -> list[str]:
     """What kept the start from the place where the prompt differs, or its text ends."""
-    return [name for name, said in _BESIDES.items() if said in why and name != cause]
+    return [name for name, said in _SECONDARY_REASONS.items() if said in why and name != cause]
 
 
-def _seen(why: str, parting: Parting) -> Iterator[str]:
+def _iter_text_causes(why: str, divergence: Divergence) -> Iterator[str]:
     """Most telling first; "" for what does not apply."""
-    yield _said_of_place(why)
-    old, new = parting.stored_text, parting.prompt_text
+    yield _find_place_cause(why)
+    old, new = divergence.stored_text, divergence.prompt_text
     if old and new:
-        yield _volatile(old, new)
-        yield "whitespace" if _same_but_for_spaces(old, new) else ""
-        yield "reasoning-dropped" if _lacks_reasoning(old, new) and parting.role in ("assistant", "") else ""
+        yield _find_volatile_cause(old, new)
+        yield "whitespace" if _is_same_but_spaces(old, new) else ""
+        yield "reasoning-dropped" if _has_lost_reasoning(old, new) and divergence.role in ("assistant", "") else ""
     elif "it came without reasoning" in why:
         yield "reasoning-dropped"
-    yield _by_place(parting, old, new)
+    yield _find_role_cause(divergence, old, new)
 
 
-def _said_of_place(why: str) -> str:
-    return next((cause for pattern, cause in _SAID_OF_PLACE if re.search(pattern, why)), "")
+def _find_place_cause(why: str) -> str:
+    return next((cause for pattern, cause in _PLACE_PATTERNS if re.search(pattern, why)), "")
 
 
-def _volatile(old: str, new: str) -> str:
+def _find_volatile_cause(old: str, new: str) -> str:
     """Whether both have a time, a date, an id or a number of their own where they part."""
-    at = common_chars(old, new)
-    if (span := replaced_at(old, new, at)) is not None:
-        return _RULES[span.rule]
-    return "number" if _number_at(old, at) and _number_at(new, at) else ""
+    at = count_common_chars(old, new)
+    if (span := find_replaced_span(old, new, at)) is not None:
+        return _RULE_CAUSES[span.rule]
+    return "number" if _has_number_at(old, at) and _has_number_at(new, at) else ""
 
 
-def _lacks_reasoning(old: str, new: str) -> bool:
+def _has_lost_reasoning(old: str, new: str) -> bool:
     """Whether only the old text has some where they part."""
-    at = common_chars(old, new)
+    at = count_common_chars(old, new)
     near = slice(max(0, at - NEAR_CHARS), at + NEAR_CHARS)
     return _REASONING.search(old[near]) is not None and _REASONING.search(new[near]) is None
 
 
-def _number_at(text: str, at: int) -> bool:
+def _has_number_at(text: str, at: int) -> bool:
     return any(found.start() <= at < found.end() for found in _NUMBER.finditer(text))
 
 
-def _same_but_for_spaces(old: str, new: str) -> bool:
-    at = common_chars(old, new)
-    bare = ["".join(text[at:].split()) for text in (old, new)]
-    shorter = min(map(len, bare))
+def _is_same_but_spaces(old: str, new: str) -> bool:
+    at = count_common_chars(old, new)
+    unspaced = ["".join(text[at:].split()) for text in (old, new)]
+    shorter = min(map(len, unspaced))
     # The windows have as many tokens, so one of them ends in the midst of what the other one still says.
-    return shorter >= SAME_SPACED_CHARS_MIN and common_chars(*bare) == shorter
+    return shorter >= COMPARED_CHARS_MIN and count_common_chars(*unspaced) == shorter
 
 
-def _by_place(parting: Parting, old: str, new: str) -> str:
-    if parting.role == TOOLS:
+def _find_role_cause(divergence: Divergence, old: str, new: str) -> str:
+    if divergence.role == TOOLS_ROLE:
         return "tools-changed"
-    if _SUMMARY.search(new[common_chars(old, new) :]) and not _SUMMARY.search(old):
+    if _SUMMARY.search(new[count_common_chars(old, new) :]) and not _SUMMARY.search(old):
         return "compacted"
-    if parting.role in _SYSTEM:  # where templates put the tools, too
+    if divergence.role in _SYSTEM_ROLES:  # where templates put the tools, too
         return "tools-changed" if _TOOLS.search(old) and _TOOLS.search(new) else "system-edited"
-    if parting.role == "assistant":
+    if divergence.role == "assistant":
         return "answer-changed"
-    if parting.comes_later:
+    if divergence.comes_later:
         return "truncated"
-    if parting.messages and not parting.message:
+    if divergence.messages and not divergence.message:
         return "template"
-    if parting.message:
-        return "other-message" if parting.message_last >= parting.messages else "message-edited"
+    if divergence.message:
+        return "other-message" if divergence.message_last >= divergence.messages else "message-edited"
     return ""

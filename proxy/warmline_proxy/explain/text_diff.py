@@ -4,26 +4,26 @@ import re
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
-from warmline_common.protocol.tokens import common_chars
+from warmline_common.protocol.tokens import count_common_chars
 
-ALIKE_MIN = 0.3  # of the shorter one's letters; texts that share less are other texts, and marked whole
+SIMILARITY_MIN = 0.3  # of the shorter one's letters; texts that share less are other texts, and marked whole
 _WORD = re.compile(r"\w+|\s+|(?P<sign>.)(?P=sign)*", re.DOTALL)  # a rule of dashes is one
 
 Ranges = list[tuple[int, int]]  # [start, end) in characters, ascending
 
 
-def differences(old: str, new: str) -> tuple[Ranges, Ranges]:
+def diff_texts(old: str, new: str) -> tuple[Ranges, Ranges]:
     """Of each text.  They are windows of longer ones: what only one of them still says at its end is no difference."""
-    at = common_chars(old, new)
-    while at and not _is_edge(old, new, at):
+    at = count_common_chars(old, new)
+    while at and not _is_word_edge(old, new, at):
         at -= 1  # whole words are marked
     words = [[found[0] for found in _WORD.finditer(text, at)] for text in (old, new)]
     matcher = SequenceMatcher(None, words[0], words[1])  # not by words that are all over: that takes minutes
-    if _alike(matcher, words) < ALIKE_MIN:
+    if _similarity(matcher, words) < SIMILARITY_MIN:
         return [(at, len(old))] * (len(old) > at), [(at, len(new))] * (len(new) > at)
     offsets = [_offsets(each, at) for each in words]
     ranges: tuple[Ranges, Ranges] = ([], [])
-    for tag, old_from, old_to, new_from, new_to in _without_tail(matcher.get_opcodes()):
+    for tag, old_from, old_to, new_from, new_to in _drop_tail(matcher.get_opcodes()):
         if tag != "equal":
             for side, (start, end) in enumerate(((old_from, old_to), (new_from, new_to))):
                 if start < end:
@@ -31,22 +31,22 @@ def differences(old: str, new: str) -> tuple[Ranges, Ranges]:
     return ranges
 
 
-def _is_edge(old: str, new: str, at: int) -> bool:
+def _is_word_edge(old: str, new: str, at: int) -> bool:
     """Whether no word of either goes on there, nor a rule of signs."""
-    return all(not _go_together(text[at - 1], text[at : at + 1]) for text in (old, new))
+    return all(not _is_same_word(text[at - 1], text[at : at + 1]) for text in (old, new))
 
 
-def _go_together(a: str, b: str) -> bool:
+def _is_same_word(a: str, b: str) -> bool:
     return (a.isalnum() and b.isalnum()) or (a == b and not a.isspace())
 
 
-def _alike(matcher: SequenceMatcher[str], words: list[list[str]]) -> float:
+def _similarity(matcher: SequenceMatcher[str], words: list[list[str]]) -> float:
     """Spaces and signs are in every text."""
-    same = sum(_letters(words[0][block.a : block.a + block.size]) for block in matcher.get_matching_blocks())
-    return same / max(1, min(map(_letters, words)))
+    same = sum(_count_letters(words[0][block.a : block.a + block.size]) for block in matcher.get_matching_blocks())
+    return same / max(1, min(map(_count_letters, words)))
 
 
-def _letters(words: list[str]) -> int:
+def _count_letters(words: list[str]) -> int:
     return sum(len(word) for word in words if word[0].isalnum())
 
 
@@ -57,6 +57,6 @@ def _offsets(words: list[str], start: int) -> list[int]:
     return offsets
 
 
-def _without_tail(codes: Sequence[tuple[str, int, int, int, int]]) -> Sequence[tuple[str, int, int, int, int]]:
+def _drop_tail(codes: Sequence[tuple[str, int, int, int, int]]) -> Sequence[tuple[str, int, int, int, int]]:
     ends_early = len(codes) > 2 and codes[-1][0] in ("insert", "delete") and codes[-2][0] == "equal"
     return codes[:-1] if ends_early else codes

@@ -54,55 +54,55 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Span:
+class VolatileSpan:
     """text[start:end] is likely to change; `what` says it to people, without the text itself."""
 
     start: int
     end: int
     rule: str  # TIMES, DATES, IDS or BILLING
-    what: str
-    steady: str  # what a rule puts in its place
+    description: str
+    replacement: str  # what a rule puts in its place
 
 
-def volatile_spans(text: str, start: int = 0, end: int = TEXT_CHARS_MAX) -> Iterator[Span]:
+def find_volatile_spans(text: str, start: int = 0, end: int = TEXT_CHARS_MAX) -> Iterator[VolatileSpan]:
     """Those in text[start:end], ascending, without overlaps."""
     for match in _PATTERN.finditer(text, start, end):
-        rule, what = _KINDS[_group_of(match)]
-        yield Span(match.start(), match.end(), rule, what, _steady(rule, match))
+        rule, what = _KINDS[_matched_group(match)]
+        yield VolatileSpan(match.start(), match.end(), rule, what, _format_replacement(rule, match))
 
 
-def replaced_at(old: str, new: str, at: int) -> Span | None:
+def find_replaced_span(old: str, new: str, at: int) -> VolatileSpan | None:
     """What of the new text stands where two texts part, at character `at`, and where the old one has its like."""
-    before = {(span.start, span.rule) for span in _spans_at(old, at)}
-    return next((span for span in _spans_at(new, at) if (span.start, span.rule) in before), None)
+    before = {(span.start, span.rule) for span in _find_spans_at(old, at)}
+    return next((span for span in _find_spans_at(new, at) if (span.start, span.rule) in before), None)
 
 
-def _spans_at(text: str, at: int) -> list[Span]:
+def _find_spans_at(text: str, at: int) -> list[VolatileSpan]:
     """Those that the place is in, or at the edge of."""
     far = max(0, at - NEAR_CHARS)
     start = text.rfind("\n", far, at) + 1 or far
-    return [span for span in volatile_spans(text, start, at + NEAR_CHARS) if span.start <= at <= span.end]
+    return [span for span in find_volatile_spans(text, start, at + NEAR_CHARS) if span.start <= at <= span.end]
 
 
-def steadied(text: str, rules: Collection[str]) -> tuple[str, Counter[str]]:
+def stabilize_text(text: str, rules: Collection[str]) -> tuple[str, Counter[str]]:
     """The text with what these rules are for replaced, and how often each replaced something.
 
     What is beyond TEXT_CHARS_MAX stays as it is.
     """
     parts, at, counts = [], 0, Counter[str]()
-    for span in volatile_spans(text):
+    for span in find_volatile_spans(text):
         if span.rule in rules:
-            parts += [text[at : span.start], span.steady]
+            parts += [text[at : span.start], span.replacement]
             at = span.end
             counts[span.rule] += 1
     return "".join([*parts, text[at:]]), counts
 
 
-def _group_of(match: re.Match[str]) -> str:
+def _matched_group(match: re.Match[str]) -> str:
     return next(name for name in _KINDS if match[name] is not None)
 
 
-def _steady(rule: str, match: re.Match[str]) -> str:
+def _format_replacement(rule: str, match: re.Match[str]) -> str:
     if rule == BILLING:
         return ""
     if match["stamp"]:

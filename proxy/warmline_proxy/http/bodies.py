@@ -8,15 +8,15 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from warmline_common.process.redaction import masked
+from warmline_common.process.redaction import redact
 from warmline_common.protocol.messages import encode
 from warmline_proxy.errors import ClientError, bad_request
 
 BODY_BYTES_MAX = 64 * 1024 * 1024
-SERVER = {"Server": "warmline"}  # aiohttp would tell its version, and Python's
+SERVER_HEADERS = {"Server": "warmline"}  # aiohttp would tell its version, and Python's
 
 
-def json_answer(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+def json_response(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """`value` as JSON without spaces, which is how the backend and the streams write theirs."""
     return web.Response(status=status, body=encode(value), content_type="application/json", headers=headers)
 
@@ -25,15 +25,15 @@ async def read_body(request: web.Request, timeout_s: float) -> bytes:
     """The whole body, decompressed.  Raises ClientError 400, 413, or 408 where nothing comes for `timeout_s`."""
     body = bytearray()
     if (request.content_length or 0) > BODY_BYTES_MAX:
-        raise _too_large()
-    while piece := await _next_piece(request, timeout_s):
+        raise _body_too_large()
+    while piece := await _read_chunk(request, timeout_s):
         body += piece
         if len(body) > BODY_BYTES_MAX:
-            raise _too_large()
+            raise _body_too_large()
     return bytes(body)
 
 
-async def _next_piece(request: web.Request, timeout_s: float) -> bytes:
+async def _read_chunk(request: web.Request, timeout_s: float) -> bytes:
     """b"" at the end."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -42,19 +42,19 @@ async def _next_piece(request: web.Request, timeout_s: float) -> bytes:
         message = f"No more of the body came for {timeout_s:g} s."
         raise bad_request(message, status=408, code="request_timeout") from None
     except web.RequestPayloadError as error:
-        raise bad_request(f"The body can't be read: {masked(str(error))}") from error
+        raise bad_request(f"The body can't be read: {redact(str(error))}") from error
 
 
-async def signed(_: web.Request, response: web.StreamResponse) -> None:
+async def set_server_header(_: web.Request, response: web.StreamResponse) -> None:
     """A signal's handler, for an answer's head that is about to be written."""
-    response.headers.update(SERVER)
+    response.headers.update(SERVER_HEADERS)
 
 
-def _too_large() -> ClientError:
+def _body_too_large() -> ClientError:
     return bad_request(f"The body is larger than {BODY_BYTES_MAX} bytes.", status=413)
 
 
-async def send(response: web.StreamResponse, data: bytes, timeout_s: float) -> None:
+async def write_chunk(response: web.StreamResponse, data: bytes, timeout_s: float) -> None:
     """Write on.  Raises ConnectionResetError where the client has left, or takes nothing for `timeout_s`.
 
     The connection of an answer that was given up is aborted when its handler ends (`connections`).

@@ -15,13 +15,15 @@ RETRY_COUNT_HEADER = "X-Stainless-Retry-Count"
 SESSION_CHARS_MAX = 128
 MODEL_CHARS_MAX = 1024  # every chunk of an answer, and each record, has it again
 
-NESTING_SPARE = 64  # levels that a body may be put below, by the prompt's request and by events that say it again
+NESTING_RESERVE_LEVELS = (
+    64  # levels that a body may be put below, by the prompt's request and by events that say it again
+)
 
 _NULL = b"null"
-_RETRY_COUNT = re.compile(r"[0-9]{1,6}")
+_RETRY_COUNT_PATTERN = re.compile(r"[0-9]{1,6}")
 
 
-def object_of(body: bytes) -> dict[str, msgspec.Raw]:
+def parse_object(body: bytes) -> dict[str, msgspec.Raw]:
     """A JSON object's fields, without nulls.  Raises ClientError 400."""
     if not body.strip():
         raise bad_request("The body is empty; it must be a JSON object.")
@@ -37,7 +39,7 @@ def object_of(body: bytes) -> dict[str, msgspec.Raw]:
 
 def check_nesting(value: object) -> None:
     """Raises ClientError 400 for what could be read, but not written again some levels deeper."""
-    for _ in range(NESTING_SPARE):
+    for _ in range(NESTING_RESERVE_LEVELS):
         value = [value]
     try:
         msgspec.json.encode(value)
@@ -45,7 +47,7 @@ def check_nesting(value: object) -> None:
         raise bad_request("The JSON body of your request nests too deeply.") from None
 
 
-def value_of(fields: Mapping[str, Any], name: str) -> Any:
+def decode_field(fields: Mapping[str, Any], name: str) -> Any:
     """A field's value, whether it was looked into before or not; None where absent.  Raises ClientError 400."""
     value = fields.get(name)
     try:
@@ -54,34 +56,34 @@ def value_of(fields: Mapping[str, Any], name: str) -> Any:
         raise bad_request(f"We could not parse {name!r}: {error}", param=name) from None
 
 
-def optional(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+def decode_optional_field(fields: Mapping[str, Any], name: str, kind: type) -> Any:
     """The same where it has that type, else None."""
-    value = value_of(fields, name)
+    value = decode_field(fields, name)
     return value if isinstance(value, kind) else None
 
 
-def model_name(value: object) -> str | None:
+def parse_model_name(value: object) -> str | None:
     """What the client calls the model, None where it doesn't.  Raises ClientError 400."""
     if value is None or (isinstance(value, str) and len(value) <= MODEL_CHARS_MAX):
         return value
     raise bad_request(f"'model' must be a string of at most {MODEL_CHARS_MAX} characters.", param="model")
 
 
-def retry_count(headers: Mapping[str, str]) -> int:
+def parse_retry_count(headers: Mapping[str, str]) -> int:
     """How often the client says that it has tried before."""
-    return int(count) if _RETRY_COUNT.fullmatch(count := headers.get(RETRY_COUNT_HEADER, "")) else 0
+    return int(count) if _RETRY_COUNT_PATTERN.fullmatch(count := headers.get(RETRY_COUNT_HEADER, "")) else 0
 
 
-def session_hint(fields: Mapping[str, msgspec.Raw], headers: Mapping[str, str]) -> str:
+def find_session_hint(fields: Mapping[str, msgspec.Raw], headers: Mapping[str, str]) -> str:
     for name in SESSION_HEADERS:
         if value := headers.get(name):
-            return printable(value)
+            return strip_unprintable(value)
     for name in SESSION_FIELDS:
-        if value := optional(fields, name, str):
-            return printable(value)
+        if value := decode_optional_field(fields, name, str):
+            return strip_unprintable(value)
     return ""
 
 
-def printable(text: str) -> str:
+def strip_unprintable(text: str) -> str:
     """Fit for a log line and for JSON."""
     return "".join(letter for letter in text[:SESSION_CHARS_MAX] if letter.isprintable())

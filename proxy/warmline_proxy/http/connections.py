@@ -20,13 +20,13 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, ContentEncodingError, LineTooLong
 from aiohttp.typedefs import Handler
 
-from warmline_common.logging import about
+from warmline_common.logging import request_context
 from warmline_common.process.file_limits import UNLIMITED
-from warmline_common.process.redaction import masked, shown_path
-from warmline_proxy.config import Config
-from warmline_proxy.errors import RETRY_AFTER_S, ClientError, bad_request, error_body
-from warmline_proxy.http.bodies import SERVER, signed
-from warmline_proxy.http.request_id import id_headers, id_of
+from warmline_common.process.redaction import redact, redact_path
+from warmline_proxy.config import ProxyConfig
+from warmline_proxy.errors import RETRY_AFTER_S, ClientError, bad_request, encode_error_body
+from warmline_proxy.http.bodies import SERVER_HEADERS, set_server_header
+from warmline_proxy.http.request_id import build_id_headers, get_request_id
 from warmline_proxy.metrics import METRICS
 from warmline_proxy.request_log import new_request_id
 
@@ -40,7 +40,7 @@ BACKLOG_COUNT = 512  # connections that the kernel keeps until we come to accept
 SEND_BUFFER_BYTES = 64 * 1024  # the kernel's, per connection: a slow reader is seen to read and pins no megabytes
 REFUSALS_COUNT_MAX = 64  # newcomers that are being told that there is no room
 DESCRIPTORS_RESERVED = 128  # for refusals, the index, the log, and what Python needs
-DESCRIPTORS_EACH = 2  # a client's connection and, while it is answered, one to the backend
+DESCRIPTORS_PER_CONNECTION = 2  # a client's connection and, while it is answered, one to the backend
 REASON_CHARS_MAX = 120
 HEAD_LINE_BYTES_MAX = 8190  # of the request line and of each header
 HEADERS_COUNT_MAX = 128
@@ -48,22 +48,22 @@ LOG_INTERVAL_S = 60.0
 NEVER_S = 365 * 86_400.0
 # A peer that vanished without a word is noticed after 30 + 6 x 10 seconds.  Not by TCP_USER_TIMEOUT: that also ends a
 # client which is there and reads nothing for a while, and how long it may do that is `send_timeout_s`.
-PROBE_AFTER_S = 30
-PROBE_INTERVAL_S = 10
-PROBE_COUNT = 6
+KEEPALIVE_IDLE_S = 30
+KEEPALIVE_INTERVAL_S = 10
+KEEPALIVE_COUNT = 6
 if sys.platform == "darwin":
-    PROBE_AFTER_OPTION = socket.TCP_KEEPALIVE
+    KEEPALIVE_IDLE_OPTION = socket.TCP_KEEPALIVE
 else:
-    PROBE_AFTER_OPTION = socket.TCP_KEEPIDLE
+    KEEPALIVE_IDLE_OPTION = socket.TCP_KEEPIDLE
 
 
-class Phase(Enum):
+class ConnectionPhase(Enum):
     """What a connection is at."""
 
     IDLE = "between requests"
     HEAD = "in a request's head"
     BUSY = "in a request that is being answered"
-    LAST = "answered for the last time"
+    CLOSING = "answered for the last time"
 
 
 class Connection(web.RequestHandler):
@@ -81,36 +81,36 @@ class Connection(web.RequestHandler):
             max_field_size=HEAD_LINE_BYTES_MAX,
             max_headers=HEADERS_COUNT_MAX,
         )
-        self.phase = Phase.IDLE
+        self.phase = ConnectionPhase.IDLE
         self._connections = connections
-        self._wire: asyncio.Transport | None = None
+        self._transport: asyncio.Transport | None = None
         self._request: web.BaseRequest | None = None  # the present one, or the last
-        self._since = self._taken_at = self._loop.time()
-        self._taken_bytes = 0
+        self._phase_since = self._progress_at = self._loop.time()
+        self._sent_bytes = 0
 
     # What the event loop and aiohttp call.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        tune(transport)
-        self._wire = transport
+        tune_socket(transport)
+        self._transport = transport
         super().connection_made(transport)
-        self._enter(Phase.IDLE)
+        self._set_phase(ConnectionPhase.IDLE)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
-        self._wire = self._request = None
-        self._connections.forget(self)
+        self._transport = self._request = None
+        self._connections.discard(self)
 
     def data_received(self, data: bytes) -> None:
-        if data and self.phase is Phase.IDLE:
-            self._enter(Phase.HEAD)
+        if data and self.phase is ConnectionPhase.IDLE:
+            self._set_phase(ConnectionPhase.HEAD)
         super().data_received(data)
 
-    def begin(self, request: web.BaseRequest) -> None:
+    def begin_request(self, request: web.BaseRequest) -> None:
         """A whole head has come, and is being handled."""
         self._request = request
-        self._enter(Phase.BUSY)
+        self._set_phase(ConnectionPhase.BUSY)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -122,9 +122,9 @@ class Connection(web.RequestHandler):
             resp.force_close()
         done = await super().finish_response(request, resp, start_time)
         if resp.keep_alive:
-            self._enter(Phase.IDLE)
+            self._set_phase(ConnectionPhase.IDLE)
         else:
-            await self._part()
+            await self._close_gracefully()
         return done
 
     def handle_error(
@@ -138,97 +138,99 @@ class Connection(web.RequestHandler):
         if request.writer.output_size:
             raise ConnectionResetError("an answer that has begun can't become an error")
         if status < 500:
-            reason = in_short(message or "")
-            with about(id_of(request)):
+            reason = shorten_parser_message(message or "")
+            with request_context(get_request_id(request)):
                 log.info("refused what %s sent: %s", request.remote, reason)
-            error = _unreadable(exc, reason, status)
+            error = _unreadable_request(exc, reason, status)
         else:
-            with about(id_of(request)):
-                log.error("%s %s failed", request.method[:16], shown_path(request.path), exc_info=exc)
-            error = ClientError(status, error_body("The proxy failed; its log says why.", "server_error"))
-        self._connections.refused(error)
+            with request_context(get_request_id(request)):
+                log.error("%s %s failed", request.method[:16], redact_path(request.path), exc_info=exc)
+            error = ClientError(status, encode_error_body("The proxy failed; its log says why.", "server_error"))
+        self._connections.on_error(error)
         # In words, since HTTP/1.0 is what garbage is taken for.
-        response = error.response(error.body, {"Connection": "close", **SERVER, **id_headers(id_of(request))})
+        response = error.build_response(
+            error.body, {"Connection": "close", **SERVER_HEADERS, **build_id_headers(get_request_id(request))}
+        )
         response.force_close()
         return response
 
     # Limits.
 
-    def check(self, now: float) -> None:
+    def check_limits(self, now: float) -> None:
         """End it where it has taken too long."""
         limits = self._connections
-        if self._takes_nothing(now, limits.send_timeout_s):
+        if self._is_send_stalled(now, limits.send_timeout_s):
             log.info("a client took nothing for %g s", limits.send_timeout_s)
             self.abort()
-        elif self.phase is Phase.HEAD and now - self._since >= limits.receive_timeout_s:
-            self._refuse(slow_head(limits.receive_timeout_s))
-        elif self.phase is Phase.IDLE and now - self._since >= IDLE_TIMEOUT_S:
+        elif self.phase is ConnectionPhase.HEAD and now - self._phase_since >= limits.receive_timeout_s:
+            self._send_error(head_timeout(limits.receive_timeout_s))
+        elif self.phase is ConnectionPhase.IDLE and now - self._phase_since >= IDLE_TIMEOUT_S:
             self.force_close()
 
     @property
     def unsent_bytes(self) -> int:
         """Of answers, what the kernel didn't take yet."""
-        return self._wire.get_write_buffer_size() if self._wire else 0
+        return self._transport.get_write_buffer_size() if self._transport else 0
 
     def abort(self) -> None:
         """Unsent bytes are dropped; the client sees a reset, or an end where more was announced."""
-        if self._wire:
-            self._wire.abort()
+        if self._transport:
+            self._transport.abort()
 
-    def _takes_nothing(self, now: float, timeout_s: float) -> bool:
+    def _is_send_stalled(self, now: float, timeout_s: float) -> bool:
         unsent = self.unsent_bytes
         taken = (self._request.writer.output_size if self._request else 0) - unsent
-        if not unsent or taken != self._taken_bytes:
-            self._taken_bytes, self._taken_at = taken, now
-        return now - self._taken_at >= timeout_s
+        if not unsent or taken != self._sent_bytes:
+            self._sent_bytes, self._progress_at = taken, now
+        return now - self._progress_at >= timeout_s
 
-    def _refuse(self, error: ClientError) -> None:
+    def _send_error(self, error: ClientError) -> None:
         """Answer where there is no request to answer, and end."""
-        self._enter(Phase.LAST)
-        if self._wire and not self._wire.is_closing():
-            self._connections.refused(error)
-            self._wire.write(last_answer(error))
+        self._set_phase(ConnectionPhase.CLOSING)
+        if self._transport and not self._transport.is_closing():
+            self._connections.on_error(error)
+            self._transport.write(encode_error_response(error))
         self.force_close()
 
-    async def _part(self) -> None:
+    async def _close_gracefully(self) -> None:
         """Close our half first: a reset, from closing over unread bytes, could destroy the answer on its way."""
-        self._enter(Phase.LAST)
+        self._set_phase(ConnectionPhase.CLOSING)
         self.close()
-        if self._wire and not self._wire.is_closing():
-            self._wire.write_eof()
-            self._wire.resume_reading()
+        if self._transport and not self._transport.is_closing():
+            self._transport.write_eof()
+            self._transport.resume_reading()
             await asyncio.sleep(LINGER_S)  # cancelled as soon as the client has closed its half
 
-    def _enter(self, phase: Phase) -> None:
-        self.phase, self._since = phase, self._loop.time()
-        self._connections.note(self)
+    def _set_phase(self, phase: ConnectionPhase) -> None:
+        self.phase, self._phase_since = phase, self._loop.time()
+        self._connections.update_phase(self)
 
 
-class Refusal(asyncio.Protocol):
+class RefusedConnection(asyncio.Protocol):
     """A connection that there is no room for: told so once it asks, then closed."""
 
     def __init__(self, connections: "Connections") -> None:
         self._connections = connections
-        self._wire: asyncio.Transport | None = None
-        self._told = False
+        self._transport: asyncio.Transport | None = None
+        self._is_answered = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._wire = transport
-        if not self._connections.begin_refusal(self):
+        self._transport = transport
+        if not self._connections.add_refusal(self):
             transport.abort()
         else:
             asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        if self._wire and not self._told:  # an answer before the question would confuse some clients
-            self._told = True
-            self._connections.refused(error := no_room())
-            self._wire.write(last_answer(error))
-            self._wire.write_eof()
+        if self._transport and not self._is_answered:  # an answer before the question would confuse some clients
+            self._is_answered = True
+            self._connections.on_error(error := connections_full())
+            self._transport.write(encode_error_response(error))
+            self._transport.write_eof()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._connections.end_refusal(self)
+        self._connections.discard_refusal(self)
 
 
 class Connections:
@@ -239,18 +241,18 @@ class Connections:
         count_max: int,
         receive_timeout_s: float,
         send_timeout_s: float,
-        refused: Callable[[ClientError], object] = str,
+        on_error: Callable[[ClientError], object] = str,
     ) -> None:
         """`refused` hears of each error that a client is told where no handler is."""
-        self.refused = refused
+        self.on_error = on_error
         self.count_max = count_max
         self.receive_timeout_s = receive_timeout_s
         self.send_timeout_s = send_timeout_s
         # Weak, since a socket that fails before `connection_made` is never heard of again.
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._idle: dict[Connection, None] = {}  # of these, those without a request, the longest first
-        self._refusals: set[Refusal] = set()
-        self._complained_at = float("-inf")
+        self._refusals: set[RefusedConnection] = set()
+        self._full_logged_at = float("-inf")
 
     @property
     def count(self) -> int:
@@ -258,31 +260,31 @@ class Connections:
 
     def admit(self, server: web.Server) -> asyncio.Protocol:
         """What speaks on a socket that was just accepted."""
-        if self.count >= self.count_max and not self._make_room():
-            self._complain()
-            return Refusal(self)
+        if self.count >= self.count_max and not self._close_longest_idle():
+            self._log_full()
+            return RefusedConnection(self)
         connection = Connection(self, server)
         self._open.add(connection)
         return connection
 
-    def note(self, connection: Connection) -> None:
+    def update_phase(self, connection: Connection) -> None:
         """Its phase has changed.  That of one which is gone may, too: its handler ends later."""
         self._idle.pop(connection, None)
-        if connection in self._open and connection.phase in (Phase.IDLE, Phase.LAST):
+        if connection in self._open and connection.phase in (ConnectionPhase.IDLE, ConnectionPhase.CLOSING):
             self._idle[connection] = None
 
-    def forget(self, connection: Connection) -> None:
+    def discard(self, connection: Connection) -> None:
         self._idle.pop(connection, None)
         self._open.discard(connection)
 
-    def begin_refusal(self, refusal: Refusal) -> bool:
+    def add_refusal(self, refusal: RefusedConnection) -> bool:
         """Whether there is time for words."""
         if len(self._refusals) >= REFUSALS_COUNT_MAX:
             return False
         self._refusals.add(refusal)
         return True
 
-    def end_refusal(self, refusal: Refusal) -> None:
+    def discard_refusal(self, refusal: RefusedConnection) -> None:
         self._refusals.discard(refusal)
 
     async def sweep(self) -> None:
@@ -292,32 +294,32 @@ class Connections:
         while True:
             await asyncio.sleep(interval_s)
             for connection in list(self._open):
-                connection.check(loop.time())
+                connection.check_limits(loop.time())
 
     def abort(self) -> None:
         for connection in list(self._open):
             connection.abort()
 
-    def _make_room(self) -> bool:
+    def _close_longest_idle(self) -> bool:
         """Close the connection that was idle for the longest time, if any is."""
         longest = next((connection for connection in self._idle if not connection.unsent_bytes), None)
         if longest is None:
             return False
-        self.forget(longest)
+        self.discard(longest)
         longest.force_close()
         return True
 
-    def _complain(self) -> None:
+    def _log_full(self) -> None:
         now = asyncio.get_running_loop().time()
-        if now - self._complained_at >= LOG_INTERVAL_S:
-            self._complained_at = now
+        if now - self._full_logged_at >= LOG_INTERVAL_S:
+            self._full_logged_at = now
             log.warning("%d connections are open and none is idle: newcomers are refused", self.count)
 
 
 CONNECTIONS = web.AppKey("connections", Connections)  # how a handler finds them, for the status
 
 
-class Listener:
+class HttpListener:
     """An application that listens.  `close` may be called again."""
 
     def __init__(self, runner: web.AppRunner, server: asyncio.Server, connections: Connections) -> None:
@@ -325,7 +327,7 @@ class Listener:
         self.connections = connections
         self._runner = runner
         self._server: asyncio.Server | None = server
-        self._sweeping = asyncio.get_running_loop().create_task(connections.sweep(), name="limits of connections")
+        self._sweep_task = asyncio.get_running_loop().create_task(connections.sweep(), name="limits of connections")
 
     async def close(self) -> None:
         """Take nobody in any more, give answers under way a short grace, and run the application's own clean-up."""
@@ -337,23 +339,23 @@ class Listener:
             await self._runner.cleanup()
         finally:
             self.connections.abort()
-            self._sweeping.cancel()
+            self._sweep_task.cancel()
 
 
 @asynccontextmanager
-async def listening(
-    app: web.Application, config: Config, descriptor_count_max: int = UNLIMITED
-) -> AsyncIterator[Listener]:
+async def listen(
+    app: web.Application, config: ProxyConfig, descriptor_count_max: int = UNLIMITED
+) -> AsyncIterator[HttpListener]:
     """`app` behind `bind_host` and `port`, with no more connections than this process has descriptors for.
 
     Raises OSError where it can't listen.
     """
-    count_max = room_for(config.connections_max, descriptor_count_max)
+    count_max = compute_connections_max(config.connections_max, descriptor_count_max)
     connections = app[CONNECTIONS] = Connections(
-        count_max, config.receive_timeout_s, config.send_timeout_s, app[METRICS].refused if METRICS in app else str
+        count_max, config.receive_timeout_s, config.send_timeout_s, app[METRICS].record_error if METRICS in app else str
     )
-    app.middlewares.insert(0, noticed)
-    app.on_response_prepare.append(signed)
+    app.middlewares.insert(0, connection_middleware)
+    app.on_response_prepare.append(set_server_header)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_GRACE_S)
     await runner.setup()
     try:
@@ -368,7 +370,7 @@ async def listening(
             where = f"{config.bind_host} port {config.port}"
             raise OSError(f"can't listen on {where}: {error}; end what listens there, or use another port") from error
         raise
-    listener = Listener(runner, server, connections)
+    listener = HttpListener(runner, server, connections)
     try:
         yield listener
     finally:
@@ -376,64 +378,64 @@ async def listening(
 
 
 @web.middleware
-async def noticed(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def connection_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Have the connection know that its request is being handled."""
     if isinstance(request.protocol, Connection):
-        request.protocol.begin(request)
+        request.protocol.begin_request(request)
     return await handler(request)
 
 
-def room_for(connections_max: int, descriptor_count_max: int) -> int:
+def compute_connections_max(connections_max: int, descriptor_count_max: int) -> int:
     """How many connections there may be at once, by the setting and by the descriptors that they need."""
-    return max(1, min(connections_max, (descriptor_count_max - DESCRIPTORS_RESERVED) // DESCRIPTORS_EACH))
+    return max(1, min(connections_max, (descriptor_count_max - DESCRIPTORS_RESERVED) // DESCRIPTORS_PER_CONNECTION))
 
 
-def in_short(message: str) -> str:
+def shorten_parser_message(message: str) -> str:
     """What a parser says, without what it quotes: that may be a prompt, which belongs in no log."""
     words = " ".join(message.split()).partition(": b'")[0].partition(': b"')[0]
-    return (masked(words, names=False) if "'" in words or '"' in words else words)[:REASON_CHARS_MAX]
+    return (redact(words, keep_names=False) if "'" in words or '"' in words else words)[:REASON_CHARS_MAX]
 
 
-def slow_head(timeout_s: float) -> ClientError:
+def head_timeout(timeout_s: float) -> ClientError:
     return bad_request(f"The request's head did not come within {timeout_s:g} s.", status=408, code="request_timeout")
 
 
-def no_room() -> ClientError:
-    body = error_body("The proxy has all the connections that it may have.", "server_error", "connections_full")
+def connections_full() -> ClientError:
+    body = encode_error_body("The proxy has all the connections that it may have.", "server_error", "connections_full")
     return ClientError(503, body, RETRY_AFTER_S)
 
 
-def last_answer(error: ClientError) -> bytes:
+def encode_error_response(error: ClientError) -> bytes:
     """An error as HTTP, for where there is no request to answer."""
-    with about(request_id := new_request_id()):
+    with request_context(request_id := new_request_id()):
         log.info("refused: %s", error)
     lines = [
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
         "Content-Type: application/json",
         f"Content-Length: {len(error.body)}",
         "Connection: close",
-        *(f"{name}: {value}" for name, value in id_headers(request_id).items()),
+        *(f"{name}: {value}" for name, value in build_id_headers(request_id).items()),
     ]
     if error.retry_after_s is not None:
         lines.append(f"Retry-After: {error.retry_after_s}")
     return "\r\n".join([*lines, "", ""]).encode() + error.body
 
 
-def tune(transport: asyncio.Transport) -> None:
+def tune_socket(transport: asyncio.Transport) -> None:
     """Have the kernel notice peers that are gone, and keep little for those that don't read."""
     options = [
         (socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, PROBE_AFTER_OPTION, PROBE_AFTER_S),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_INTERVAL_S),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBE_COUNT),
+        (socket.IPPROTO_TCP, KEEPALIVE_IDLE_OPTION, KEEPALIVE_IDLE_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT),
     ]
     with suppress(OSError):  # it is gone already
         for level, name, value in options:
             transport.get_extra_info("socket").setsockopt(level, name, value)
 
 
-def _unreadable(exc: BaseException | None, reason: str, status: int) -> ClientError:
+def _unreadable_request(exc: BaseException | None, reason: str, status: int) -> ClientError:
     if isinstance(exc, ContentEncodingError):  # raised by the head alone: a body that is damaged is found later
         message = "The body is compressed in a way that can't be undone here; send it with gzip or deflate, or plain."
         return bad_request(message, status=415)

@@ -8,51 +8,58 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from urllib.parse import SplitResult, urlsplit
 
-from warmline_common.process.loopback import host_name, is_loopback_name
+from warmline_common.process.loopback import is_loopback_name, parse_host
 
-ANY = "*"
-SCOPE = "/v1/"
-METHODS = "GET, HEAD, POST, DELETE"
+ANY_ORIGIN = "*"
+CORS_PATH_PREFIX = "/v1/"
+ALLOWED_METHODS = "GET, HEAD, POST, DELETE"
 # What clients in a page send and a browser asks about first.  Some can't be listed, so what is asked for is echoed.
-HEADERS = frozenset(
+ALLOWED_HEADERS = frozenset(
     {"accept", "authorization", "content-type", "idempotency-key", "session-id", "user-agent", "x-api-key"}
     | {"x-claude-code-session-id", "x-litellm-session-id", "x-session-id"}
 )
-HEADER_PREFIXES = ("anthropic-", "openai-", "x-stainless-", "x-warmline-")
-EXPOSED = "Request-Id, Retry-After, X-Request-Id, X-Warmline-Cache, X-Warmline-Request, X-Warmline-Stabilized"
+ALLOWED_HEADER_PREFIXES = ("anthropic-", "openai-", "x-stainless-", "x-warmline-")
+EXPOSED_HEADERS = "Request-Id, Retry-After, X-Request-Id, X-Warmline-Cache, X-Warmline-Request, X-Warmline-Stabilized"
 MAX_AGE_S = 3600  # for which a browser need not ask again
-WEB = ("http", "https")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+")
+WEB_SCHEMES = ("http", "https")
+_ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+")
 
 
-def origins(setting: str) -> frozenset[str]:
+def parse_origins(setting: str) -> frozenset[str]:
     """Those in a list separated by commas.  Raises ValueError for what no browser sends as an origin."""
     names = frozenset(filter(None, (name.strip().lower() for name in setting.split(","))))
-    for name in names - {ANY}:
-        if not _ORIGIN.fullmatch(name):
-            raise ValueError(f"{name}: expected origins such as https://app.example or http://localhost:3000, or {ANY}")
+    for name in names - {ANY_ORIGIN}:
+        if not _ORIGIN_PATTERN.fullmatch(name):
+            raise ValueError(
+                f"{name}: expected origins such as https://app.example or http://localhost:3000, or {ANY_ORIGIN}"
+            )
     return names
 
 
-def is_own(origin: str, hosts: Sequence[str]) -> bool:
+def is_same_origin(origin: str, hosts: Sequence[str]) -> bool:
     """Whether it is that of a page of ours; `hosts`: the Host headers of the request."""
-    parts = _parts(origin)
-    return parts.scheme in WEB and [parts.netloc.lower()] == [host.lower() for host in hosts]
+    url = _split_origin(origin)
+    return url.scheme in WEB_SCHEMES and [url.netloc.lower()] == [host.lower() for host in hosts]
 
 
-def is_strange(origin: str | None, hosts: Sequence[str], allowed: Collection[str]) -> bool:
+def is_untrusted_origin(origin: str | None, hosts: Sequence[str], allowed_origins: Collection[str]) -> bool:
     """Whether a page is behind a request that is neither named, nor ours, nor served on this machine.
 
     A sandboxed page says "null", whosever it is.  Apps and extensions have other schemes: somebody installed them; so
     have apps that are made of files ("file://"), where a browser says "null" of a page in a file.
     """
-    if not origin or ANY in allowed or origin.lower() in allowed or is_own(origin, hosts):
+    if (
+        not origin
+        or ANY_ORIGIN in allowed_origins
+        or origin.lower() in allowed_origins
+        or is_same_origin(origin, hosts)
+    ):
         return False
-    parts = _parts(origin)
-    return not parts.scheme or (parts.scheme in WEB and not is_loopback_name(host_name(parts.netloc)))
+    url = _split_origin(origin)
+    return not url.scheme or (url.scheme in WEB_SCHEMES and not is_loopback_name(parse_host(url.netloc)))
 
 
-def _parts(origin: str) -> SplitResult:
+def _split_origin(origin: str) -> SplitResult:
     """Empty ones where it is no URL."""
     try:
         return urlsplit(origin)
@@ -60,32 +67,44 @@ def _parts(origin: str) -> SplitResult:
         return urlsplit("")
 
 
-def cors_headers(allowed: Collection[str], method: str, path: str, asked: Mapping[str, str]) -> dict[str, str]:
+def build_cors_headers(
+    allowed_origins: Collection[str], method: str, path: str, request_headers: Mapping[str, str]
+) -> dict[str, str]:
     """What an answer, a refusal too, says to the browser of a page; `asked`: the request's headers.
 
     Nothing where no page is involved, or one that is not to read it.
     """
-    if not allowed or not f"{path}/".startswith(SCOPE):
+    if not allowed_origins or not f"{path}/".startswith(CORS_PATH_PREFIX):
         return {}
-    vary = {} if ANY in allowed else {"Vary": "Origin"}  # or a cache would give one page's answer to another
-    origin = asked.get("Origin", "")
-    if not origin or not (ANY in allowed or origin.lower() in allowed):
+    vary = (
+        {} if ANY_ORIGIN in allowed_origins else {"Vary": "Origin"}
+    )  # or a cache would give one page's answer to another
+    origin = request_headers.get("Origin", "")
+    if not origin or not (ANY_ORIGIN in allowed_origins or origin.lower() in allowed_origins):
         return vary
-    more = _preflight(asked) if method == "OPTIONS" else {"Access-Control-Expose-Headers": EXPOSED}
-    return {"Access-Control-Allow-Origin": ANY if ANY in allowed else origin, **vary, **more}
+    more = (
+        _build_preflight_headers(request_headers)
+        if method == "OPTIONS"
+        else {"Access-Control-Expose-Headers": EXPOSED_HEADERS}
+    )
+    return {"Access-Control-Allow-Origin": ANY_ORIGIN if ANY_ORIGIN in allowed_origins else origin, **vary, **more}
 
 
-def _preflight(asked: Mapping[str, str]) -> dict[str, str]:
-    wanted = [name.strip() for name in asked.get("Access-Control-Request-Headers", "").split(",")]
-    answer = {
-        "Access-Control-Allow-Methods": METHODS,
-        "Access-Control-Allow-Headers": ", ".join(name for name in wanted if _may_be_sent(name.lower())),
+def _build_preflight_headers(request_headers: Mapping[str, str]) -> dict[str, str]:
+    requested_headers = [name.strip() for name in request_headers.get("Access-Control-Request-Headers", "").split(",")]
+    response_headers = {
+        "Access-Control-Allow-Methods": ALLOWED_METHODS,
+        "Access-Control-Allow-Headers": ", ".join(
+            name for name in requested_headers if _is_allowed_header(name.lower())
+        ),
         "Access-Control-Max-Age": str(MAX_AGE_S),
     }
-    if asked.get("Access-Control-Request-Private-Network") == "true":  # a public page, and we are at a private address
-        answer["Access-Control-Allow-Private-Network"] = "true"
-    return answer
+    if (
+        request_headers.get("Access-Control-Request-Private-Network") == "true"
+    ):  # a public page, and we are at a private address
+        response_headers["Access-Control-Allow-Private-Network"] = "true"
+    return response_headers
 
 
-def _may_be_sent(header: str) -> bool:
-    return header in HEADERS or header.startswith(HEADER_PREFIXES)
+def _is_allowed_header(header: str) -> bool:
+    return header in ALLOWED_HEADERS or header.startswith(ALLOWED_HEADER_PREFIXES)

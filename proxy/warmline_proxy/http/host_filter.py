@@ -12,25 +12,27 @@ import threading
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
-from warmline_common.process.loopback import DOCKER_HOST, host_name, is_address
+from warmline_common.process.loopback import DOCKER_HOST, is_ip_address, parse_host
 from warmline_proxy.errors import ClientError, bad_request
 
-ANY = "*"
+ANY_HOST = "*"
 LOCAL_NAMES = frozenset({"localhost", DOCKER_HOST})
 LOOKUP_TIMEOUT_S = 2.0
-_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+_NAME_PATTERN = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 
 
-def allowed_names(setting: str) -> frozenset[str]:
+def parse_host_names(setting: str) -> frozenset[str]:
     """Those in a list separated by commas.  Raises ValueError for what is no name."""
     names = frozenset(filter(None, (name.strip().lower().removesuffix(".") for name in setting.split(","))))
-    for name in names - {ANY}:
-        if not (_NAME.fullmatch(name) or is_address(name)):
-            raise ValueError(f"{name}: expected names such as mac.tail1234.ts.net, without port or scheme, or {ANY}")
+    for name in names - {ANY_HOST}:
+        if not (_NAME_PATTERN.fullmatch(name) or is_ip_address(name)):
+            raise ValueError(
+                f"{name}: expected names such as mac.tail1234.ts.net, without port or scheme, or {ANY_HOST}"
+            )
     return names
 
 
-class Hosts:
+class HostFilter:
     """Immutable.  IP addresses are always allowed: no page has one for its name without being served from there."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -43,24 +45,24 @@ class Hosts:
         """
         if len(hosts) > 1 or (not hosts and version >= (1, 1)):
             raise bad_request(f"A request has one Host header; this one has {len(hosts)}.")
-        for host in [*hosts, *_host_in(target)]:
-            if not (name := host_name(host)):
+        for host in [*hosts, *_target_hosts(target)]:
+            if not (name := parse_host(host)):
                 raise bad_request("The Host that was asked for is no host name.")
-            if not self._allows(name):
-                raise _not_allowed(name)
+            if not self._is_allowed(name):
+                raise _host_not_allowed(name)
 
-    def _allows(self, name: str) -> bool:
-        return ANY in self._names or name in self._names or name.endswith(".localhost") or is_address(name)
+    def _is_allowed(self, name: str) -> bool:
+        return ANY_HOST in self._names or name in self._names or name.endswith(".localhost") or is_ip_address(name)
 
 
-def _host_in(target: str) -> list[str]:
+def _target_hosts(target: str) -> list[str]:
     """Of a target in absolute or authority form; the usual ones name none."""
     if target.startswith("/") or target == "*":
         return []
     return [urlsplit(target).netloc if "://" in target else target]
 
 
-def _not_allowed(name: str) -> ClientError:
+def _host_not_allowed(name: str) -> ClientError:
     message = (
         f"Host {name[:253]!r} is no name of this machine, and a stranger's web page might have pointed it here.  "
         "If clients are to reach it by that name, add the name to the setting allowed_hosts."
@@ -68,7 +70,7 @@ def _not_allowed(name: str) -> ClientError:
     return bad_request(message, status=403, code="host_not_allowed")
 
 
-def machine_names(*, with_domains: bool) -> frozenset[str]:
+def find_machine_names(*, with_domains: bool) -> frozenset[str]:
     """How others call this machine: its host name, the same in .local, and (may take 2 s) its names with domains.
 
     The network gives those, by DHCP or DNS, and a hostile one may give a stranger's.  So only where others
@@ -76,11 +78,11 @@ def machine_names(*, with_domains: bool) -> frozenset[str]:
     """
     host = socket.gethostname().lower().removesuffix(".")
     short = host.partition(".")[0]
-    names = {short, f"{short}.local", *_bonjour_name()}
-    return frozenset(names | {host} | _full_name() if with_domains else names) - {"", ".local"}
+    names = {short, f"{short}.local", *_find_bonjour_names()}
+    return frozenset(names | {host} | _find_domain_names() if with_domains else names) - {"", ".local"}
 
 
-def _bonjour_name() -> set[str]:
+def _find_bonjour_names() -> set[str]:
     """On a Mac, which may have another host name by DHCP."""
     if sys.platform != "darwin":
         return set()
@@ -97,10 +99,10 @@ def _bonjour_name() -> set[str]:
     return {f"{asked.stdout.strip().lower()}.local"}
 
 
-def _full_name() -> set[str]:
+def _find_domain_names() -> set[str]:
     """A resolver that does not answer is not waited for."""
     found: set[str] = set()
-    asking = threading.Thread(target=lambda: found.add(socket.getfqdn().lower().removesuffix(".")), daemon=True)
-    asking.start()
-    asking.join(LOOKUP_TIMEOUT_S)
-    return {name for name in list(found) if not is_address(name)}
+    thread = threading.Thread(target=lambda: found.add(socket.getfqdn().lower().removesuffix(".")), daemon=True)
+    thread.start()
+    thread.join(LOOKUP_TIMEOUT_S)
+    return {name for name in list(found) if not is_ip_address(name)}

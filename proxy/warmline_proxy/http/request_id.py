@@ -8,59 +8,61 @@ import logging
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from warmline_common.logging import about
-from warmline_common.process.redaction import shown_path
+from warmline_common.logging import request_context
+from warmline_common.process.redaction import redact_path
 from warmline_common.protocol.messages import HEADER_REQUEST
-from warmline_proxy.errors import REFUSAL, UNAUTHORIZED, ClientError, read_error
-from warmline_proxy.request_log import new_request_id, read_request_id
+from warmline_proxy.errors import CLIENT_ERROR, UNAUTHORIZED, ClientError, decode_error_body
+from warmline_proxy.request_log import new_request_id, parse_request_id
 
 log = logging.getLogger(__name__)
 
 SDK_HEADERS = ("X-Request-Id", "Request-Id")
-_KEY = web.RequestKey("id", str)
+_REQUEST_ID_KEY = web.RequestKey("id", str)
 
 
-def id_of(request: web.BaseRequest) -> str:
+def get_request_id(request: web.BaseRequest) -> str:
     """The id of a request that `named` has seen, or that no handler will; always the same."""
-    if (known := request.get(_KEY)) is None:
+    if (request_id := request.get(_REQUEST_ID_KEY)) is None:
         try:
-            known = read_request_id(request.headers.get(HEADER_REQUEST))
+            request_id = parse_request_id(request.headers.get(HEADER_REQUEST))
         except ClientError:  # which is for whoever needs that name to say
-            known = new_request_id()
-        request[_KEY] = known
-    return known
+            request_id = new_request_id()
+        request[_REQUEST_ID_KEY] = request_id
+    return request_id
 
 
-def checked_id_of(request: web.BaseRequest) -> str:
+def check_request_id(request: web.BaseRequest) -> str:
     """The same.  Raises ClientError 400 where its client wants it called something that no request may be called."""
     if (given := request.headers.get(HEADER_REQUEST)) is not None:
-        read_request_id(given)
-    return id_of(request)
+        parse_request_id(given)
+    return get_request_id(request)
 
 
-def id_headers(request_id: str) -> dict[str, str]:
+def build_id_headers(request_id: str) -> dict[str, str]:
     """What every answer has."""
     return dict.fromkeys((HEADER_REQUEST, *SDK_HEADERS), request_id)
 
 
 @web.middleware
-async def named(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def request_id_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Outermost.  What is logged while it is handled is about this request, and a refusal is logged."""
-    with about(id_of(request)):
+    with request_context(get_request_id(request)):
         response = await handler(request)
-        if (error := response.get(REFUSAL)) is not None:
-            _tell(request, error, response.headers.get(HEADER_REQUEST, id_of(request)))
+        if (error := response.get(CLIENT_ERROR)) is not None:
+            _log_refusal(request, error, response.headers.get(HEADER_REQUEST, get_request_id(request)))
         return response
 
 
-async def marked(request: web.Request, response: web.StreamResponse) -> None:
+async def set_request_id_headers(request: web.Request, response: web.StreamResponse) -> None:
     """A signal's handler, for an answer's head that is about to be written."""
-    response.headers.update(id_headers(response.headers.get(HEADER_REQUEST) or id_of(request)))
+    response.headers.update(build_id_headers(response.headers.get(HEADER_REQUEST) or get_request_id(request)))
 
 
-def _tell(request: web.Request, error: ClientError, request_id: str) -> None:
+def _log_refusal(request: web.Request, error: ClientError, request_id: str) -> None:
     if error.status == UNAUTHORIZED:  # `Doors` tells of them, so that whoever tries keys fills no log
         return
-    read = read_error(error)
-    with about(request_id):
-        log.info("refused %s %s: %s (%s)", request.method[:16], shown_path(request.path), error, read.code or read.type)
+    body = decode_error_body(error)
+    with request_context(request_id):
+        log.info(
+            "refused %s %s: %s (%s)", request.method[:16], redact_path(request.path), error, body.code or body.type
+        )

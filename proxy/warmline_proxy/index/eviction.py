@@ -15,20 +15,20 @@ AGE_FLOOR_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class EvictionCandidate:
     """A segment or checkpoint.  `parent`: a segment's parent ("" at the root), or the segment of a checkpoint."""
 
     id: str
     parent: str
-    checkpoint: bool
+    is_checkpoint: bool
     bytes_count: int
-    saves_s: float  # prefill that it spares
+    prefill_saved_s: float  # prefill that it spares
     last_used: float
-    kept: bool  # pinned, leased, or being built on
+    is_protected: bool  # pinned, leased, or being built on
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class EvictionPlan:
     ids: list[str]  # in this order; a segment's checkpoints before it
     bytes_freed: int
 
@@ -40,39 +40,39 @@ def bytes_to_free(used: int, needed: int, budget: int) -> int:
     return used + needed - int(budget * LOW_WATERMARK)
 
 
-def worth(candidate: Candidate, bytes_count: int, now: float) -> float:
+def score_candidate(candidate: EvictionCandidate, bytes_count: int, now: float) -> float:
     age_s = max(0.0, now - candidate.last_used)
-    return candidate.saves_s / max(1, bytes_count) / (age_s + AGE_FLOOR_S)
+    return candidate.prefill_saved_s / max(1, bytes_count) / (age_s + AGE_FLOOR_S)
 
 
-def choose(candidates: Sequence[Candidate], wanted: int, now: float) -> Choice:
+def choose_evictions(candidates: Sequence[EvictionCandidate], bytes_wanted: int, now: float) -> EvictionPlan:
     """What to evict to free `wanted` bytes; less where the rest is kept."""
     by_id = {candidate.id: candidate for candidate in candidates}
-    checkpoints: dict[str, list[Candidate]] = {}
+    checkpoints: dict[str, list[EvictionCandidate]] = {}
     for candidate in candidates:
-        if candidate.checkpoint:
+        if candidate.is_checkpoint:
             checkpoints.setdefault(candidate.parent, []).append(candidate)
-    children = Counter(candidate.parent for candidate in candidates if not candidate.checkpoint)
+    children = Counter(candidate.parent for candidate in candidates if not candidate.is_checkpoint)
     heap: list[tuple[float, str]] = []
 
-    def offer(candidate: Candidate) -> None:
+    def offer(candidate: EvictionCandidate) -> None:
         mine = checkpoints.get(candidate.id, [])
-        if not candidate.kept and not any(checkpoint.kept for checkpoint in mine):
+        if not candidate.is_protected and not any(checkpoint.is_protected for checkpoint in mine):
             weight = candidate.bytes_count + sum(checkpoint.bytes_count for checkpoint in mine)
-            heapq.heappush(heap, (worth(candidate, weight, now), candidate.id))
+            heapq.heappush(heap, (score_candidate(candidate, weight, now), candidate.id))
 
     for candidate in candidates:
-        if candidate.checkpoint or not children[candidate.id]:
+        if candidate.is_checkpoint or not children[candidate.id]:
             offer(candidate)
     ids: dict[str, None] = {}
     freed = 0
-    while heap and freed < wanted:
+    while heap and freed < bytes_wanted:
         candidate = by_id[heapq.heappop(heap)[1]]
         for gone in [*checkpoints.get(candidate.id, []), candidate]:
             freed += 0 if gone.id in ids else gone.bytes_count
             ids[gone.id] = None
-        if not candidate.checkpoint and candidate.parent:
+        if not candidate.is_checkpoint and candidate.parent:
             children[candidate.parent] -= 1
             if not children[candidate.parent]:
                 offer(by_id[candidate.parent])
-    return Choice(list(ids), freed)
+    return EvictionPlan(list(ids), freed)

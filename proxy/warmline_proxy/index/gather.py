@@ -3,20 +3,20 @@
 from dataclasses import dataclass
 
 from warmline_common.protocol.tokens import TOKEN_BYTES
-from warmline_proxy.index.lookup import path, tokens_to
-from warmline_proxy.index.turns import turns
+from warmline_proxy.index.lookup import path_tokens, segment_path
+from warmline_proxy.index.turns import list_turns
 from warmline_proxy.store.rows import CheckpointRow, SegmentRow, SessionRow, TurnRow
 from warmline_proxy.store.tables import Tables
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ConversationSnapshot:
     """`segments[i]` has its rows up to `ends[i]`, where the next one leaves it; what else it holds is of others."""
 
     session: SessionRow
     tokens: bytes  # packed
     segments: list[SegmentRow]
-    ends: list[int]
+    segment_ends: list[int]
     checkpoints: list[CheckpointRow]  # on its path, by position
     turns: list[TurnRow]  # that were sampled in it, oldest first
 
@@ -25,10 +25,10 @@ class Conversation:
         return [row.id for row in self.segments] + [row.id for row in self.checkpoints]
 
 
-def gather(tables: Tables, session_id: str) -> Conversation | None:
+def read_conversation(tables: Tables, session_id: str) -> ConversationSnapshot | None:
     """None where nothing is stored under this id."""
     session = tables.session(session_id)
-    rows = path(tables, session.leaf) if session else []
+    rows = segment_path(tables, session.leaf) if session else []
     if session is None or not rows:
         return None
     ends = [row.start for row in rows[1:]] + [session.tokens]
@@ -38,11 +38,11 @@ def gather(tables: Tables, session_id: str) -> Conversation | None:
         for state in tables.checkpoints(row.id)
         if state.position <= end
     ]
-    return Conversation(
+    return ConversationSnapshot(
         session=session,
-        tokens=tokens_to(tables, session.leaf)[: session.tokens * TOKEN_BYTES],
+        tokens=path_tokens(tables, session.leaf)[: session.tokens * TOKEN_BYTES],
         segments=rows,
-        ends=ends,
+        segment_ends=ends,
         checkpoints=states,
-        turns=[turn for _, turn in turns(tables) if turn.session == session_id],
+        turns=[turn for _, turn in list_turns(tables) if turn.session == session_id],
     )

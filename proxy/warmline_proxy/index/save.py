@@ -6,76 +6,81 @@ from dataclasses import dataclass
 
 import msgspec
 
-from warmline_common.protocol.messages import CheckpointRef, Layout, SavedFile, SaveReply, SegmentSpec
+from warmline_common.protocol.messages import CheckpointRef, KvLayout, SavedFile, SaveReply, SegmentSpec
 from warmline_common.protocol.tokens import SEGMENT_TOKENS_MAX, TOKEN_BYTES, chain_hashes
 from warmline_proxy.index import eviction
-from warmline_proxy.index.lookup import Walk, walk
-from warmline_proxy.index.tree import advance_session, drop, new_id, replace
-from warmline_proxy.store.errors import NoRoom
-from warmline_proxy.store.rows import CheckpointRow, SaveCommitted, SavePlan, SegmentRow, SessionUpdate
-from warmline_proxy.store.tables import Tables, blocks_within
+from warmline_proxy.index.lookup import LookupPath, lookup_path
+from warmline_proxy.index.tree import advance_session, delete_subtree, new_id, replace_segment
+from warmline_proxy.store.errors import DiskBudgetError
+from warmline_proxy.store.rows import CheckpointRow, SavePlan, SaveResult, SegmentRow, SessionUpdate
+from warmline_proxy.store.tables import Tables, block_range
 
-SMALL_TOKENS = 1024  # a parent below this is rewritten together with what follows it
-FILE_BYTES = 4096  # a file's header, at most
-ROOM_FACTOR = 1.03  # what a file may weigh over its rows
-ROW_BYTES = 4 * TOKEN_BYTES  # a row's token in the file and in the index, its share of hashes and blocks
-INDEX_BYTES = 16 * 4096  # the pages that one commit may add to the index
+SMALL_SEGMENT_TOKENS = 1024  # a parent below this is rewritten together with what follows it
+FILE_HEADER_BYTES_MAX = 4096  # a file's header, at most
+FILE_OVERHEAD_FACTOR = 1.03  # what a file may weigh over its rows
+TOKEN_OVERHEAD_BYTES = 4 * TOKEN_BYTES  # a row's token in the file and in the index, its share of hashes and blocks
+COMMIT_OVERHEAD_BYTES = 16 * 4096  # the pages that one commit may add to the index
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class SaveIntent:
     """What the caller would like to see saved: all of `tokens`, and the states at `checkpoints`."""
 
     root: bytes
     model: str
     tokens: bytes
     checkpoints: Sequence[int]
-    layout: Layout
+    layout: KvLayout
     may_replace: bool
-    ends: Sequence[int] = ()  # where segments are to end, the last at the end of all tokens; else as large as may be
+    segment_ends: Sequence[
+        int
+    ] = ()  # where segments are to end, the last at the end of all tokens; else as large as may be
 
 
-def begin(tables: Tables, wish: Wish, leased: Container[str]) -> SavePlan | None:
+def begin_save(tables: Tables, intent: SaveIntent, leased: Container[str]) -> SavePlan | None:
     """Plan the part that isn't stored; the plan stands in the index from now on."""
-    count = len(wish.tokens) // TOKEN_BYTES
-    found = walk(tables, wish.root, wish.tokens, count)
-    small = _swallowable(tables, found, leased) if wish.may_replace and found.matched < count else None
-    start, parent = (small.start, small.parent) if small else (found.matched, found.leaf)
-    segments = _cut(start, count, parent, wish.ends) if found.matched < count else []
-    checkpoints = _missing_checkpoints(tables, found, wish.checkpoints, count) if wish.layout.has_states else []
+    count = len(intent.tokens) // TOKEN_BYTES
+    path = lookup_path(tables, intent.root, intent.tokens, count)
+    small = _find_mergeable_parent(tables, path, leased) if intent.may_replace and path.matched_tokens < count else None
+    start, parent = (small.start, small.parent) if small else (path.matched_tokens, path.leaf)
+    segments = _split_segments(start, count, parent, intent.segment_ends) if path.matched_tokens < count else []
+    checkpoints = _missing_checkpoints(tables, path, intent.checkpoints, count) if intent.layout.has_states else []
     if not segments and not checkpoints:
         return None
     plan = SavePlan(
         id=new_id(),
-        root=wish.root,
-        model=wish.model,
-        matched=found.matched,
-        tokens=wish.tokens,
+        root=intent.root,
+        model=intent.model,
+        matched=path.matched_tokens,
+        tokens=intent.tokens,
         segments=segments,
         checkpoints=checkpoints,
-        bytes_expected=_bytes_expected(segments, checkpoints, wish.layout),
+        bytes_expected=_estimate_bytes(segments, checkpoints, intent.layout),
         replaces=small.id if small else "",
     )
-    tables.insert_save(plan)
+    tables.insert_save_plan(plan)
     return plan
 
 
-def _swallowable(tables: Tables, found: Walk, leased: Container[str]) -> SegmentRow | None:
-    if not found.steps:
+def _find_mergeable_parent(tables: Tables, path: LookupPath, leased: Container[str]) -> SegmentRow | None:
+    if not path.steps:
         return None
-    row = found.steps[-1].row
-    whole = found.matched == row.end and row.end - row.start < SMALL_TOKENS
+    row = path.steps[-1].row
+    whole = path.matched_tokens == row.end and row.end - row.start < SMALL_SEGMENT_TOKENS
     free = not row.pinned and row.id not in leased and not tables.children(row.root, row.id)
-    return row if whole and free and row.id not in built_on(tables.saves()) else None
+    return row if whole and free and row.id not in find_base_segments(tables.save_plans()) else None
 
 
-def built_on(plans: Iterable[SavePlan]) -> set[str]:
+def find_base_segments(plans: Iterable[SavePlan]) -> set[str]:
     """The segments that saves under way count on; perhaps "" among them."""
     return {segment for plan in plans for segment in (plan.replaces, *(spec.parent for spec in plan.segments[:1]))}
 
 
-def _cut(start: int, end: int, parent: str, ends: Sequence[int]) -> list[SegmentSpec]:
-    cuts = [cut for cut in ends if start < cut] or [*range(start + SEGMENT_TOKENS_MAX, end, SEGMENT_TOKENS_MAX), end]
+def _split_segments(start: int, end: int, parent: str, segment_ends: Sequence[int]) -> list[SegmentSpec]:
+    cuts = [cut for cut in segment_ends if start < cut] or [
+        *range(start + SEGMENT_TOKENS_MAX, end, SEGMENT_TOKENS_MAX),
+        end,
+    ]
     specs: list[SegmentSpec] = []
     for at, cut in zip([start, *cuts], cuts, strict=False):
         specs.append(SegmentSpec(id=new_id(), start=at, end=cut, parent=parent))
@@ -83,9 +88,9 @@ def _cut(start: int, end: int, parent: str, ends: Sequence[int]) -> list[Segment
     return specs
 
 
-def _missing_checkpoints(tables: Tables, found: Walk, positions: Sequence[int], count: int) -> list[CheckpointRef]:
+def _missing_checkpoints(tables: Tables, path: LookupPath, positions: Sequence[int], count: int) -> list[CheckpointRef]:
     wanted = sorted({position for position in positions if 0 < position <= count})
-    steps = {position: found.step_at(position) for position in wanted}
+    steps = {position: path.step_at(position) for position in wanted}
     return [
         CheckpointRef(id=new_id(), position=position)
         for position, step in steps.items()
@@ -93,46 +98,50 @@ def _missing_checkpoints(tables: Tables, found: Walk, positions: Sequence[int], 
     ]
 
 
-def _bytes_expected(segments: list[SegmentSpec], checkpoints: list[CheckpointRef], layout: Layout) -> int:
-    rows = sum(spec.end - spec.start for spec in segments) * (layout.row_bytes + ROW_BYTES)
+def _estimate_bytes(segments: list[SegmentSpec], checkpoints: list[CheckpointRef], layout: KvLayout) -> int:
+    rows = sum(spec.end - spec.start for spec in segments) * (layout.row_bytes + TOKEN_OVERHEAD_BYTES)
     states = len(checkpoints) * layout.state_bytes
-    return int((rows + states) * ROOM_FACTOR) + FILE_BYTES * (len(segments) + len(checkpoints)) + INDEX_BYTES
+    return (
+        int((rows + states) * FILE_OVERHEAD_FACTOR)
+        + FILE_HEADER_BYTES_MAX * (len(segments) + len(checkpoints))
+        + COMMIT_OVERHEAD_BYTES
+    )
 
 
 # --- commit ---
 
 
-def commit(
+def commit_save(
     tables: Tables, plan: SavePlan, reply: SaveReply, prefill_s: float, update: SessionUpdate, now: float
-) -> SaveCommitted:
+) -> SaveResult:
     """Everything at once; see Index.commit_save."""
     files = {file.id: file for file in [*reply.segments, *reply.checkpoints]}
-    why_not = _conflict(tables, plan)
-    if tables.save(plan.id) is None:
+    why_not = _find_conflict(tables, plan)
+    if tables.save_plan(plan.id) is None:
         files = {}  # given up: its files are deleted, or will be
-    tables.remove_save(plan)
+    tables.remove_save_plan(plan)
     rows = [] if why_not else _write_segments(tables, plan, files, prefill_s, now)
     if not why_not and len(rows) < len(plan.segments):
         why_not = "the backend did not write all of it"
     count = len(plan.tokens) // TOKEN_BYTES
-    found = walk(tables, plan.root, plan.tokens, count)
-    if not why_not and found.matched < count:
+    path = lookup_path(tables, plan.root, plan.tokens, count)
+    if not why_not and path.matched_tokens < count:
         why_not = "the rows that its states belong to are gone"
-    written = {row.id for row in rows} | set(_write_checkpoints(tables, plan, files, found, now))
-    session = advance_session(tables, found, plan.root, plan.tokens, update, now)
+    written = {row.id for row in rows} | set(_write_checkpoints(tables, plan, files, path, now))
+    session = advance_session(tables, path, plan.root, plan.tokens, update, now)
     for row in rows:
         tables.update_segment(msgspec.structs.replace(row, session=session))
     removed = [plan.replaces] if plan.replaces and rows else []
     for unused in [file_id for file_id in plan.file_ids if file_id not in written]:
-        tables.doom(unused, files[unused].bytes_written if unused in files else 0)
+        tables.mark_deleted(unused, files[unused].bytes_written if unused in files else 0)
         removed.append(unused)
     end = rows[-1].end if rows else plan.matched
-    return SaveCommitted(session=session, tokens_saved=end - plan.matched, removed=removed, why_not=why_not)
+    return SaveResult(session=session, tokens_saved=end - plan.matched, removed=removed, why_not=why_not)
 
 
-def _conflict(tables: Tables, plan: SavePlan) -> str:
+def _find_conflict(tables: Tables, plan: SavePlan) -> str:
     """Why the plan no longer fits; "" where it does."""
-    if tables.save(plan.id) is None:
+    if tables.save_plan(plan.id) is None:
         return "it was given up"
     if not plan.segments:
         return ""
@@ -172,12 +181,12 @@ def _write_segments(
             prefill_s=seconds_a_token * (spec.end - max(spec.start, plan.matched)),
         )
         tokens = plan.tokens[row.start * TOKEN_BYTES : row.end * TOKEN_BYTES]
-        mine = list(hashes[blocks_within(row.start, row.end)])
+        mine = list(hashes[block_range(row.start, row.end)])
         old = tables.segment(plan.replaces) if not rows else None
         if old is not None:
             row.prefill_s += old.prefill_s
             row.pinned = old.pinned
-            replace(tables, old, row, tokens, mine)
+            replace_segment(tables, old, row, tokens, mine)
         else:
             tables.insert_segment(row, tokens, mine)
         rows.append(row)
@@ -185,12 +194,12 @@ def _write_segments(
 
 
 def _write_checkpoints(
-    tables: Tables, plan: SavePlan, files: dict[str, SavedFile], found: Walk, now: float
+    tables: Tables, plan: SavePlan, files: dict[str, SavedFile], path: LookupPath, now: float
 ) -> list[str]:
     """Those that lie on what is stored now, where no other save was sooner."""
     written = []
     for ref in plan.checkpoints:
-        step, file = found.step_at(ref.position), files.get(ref.id)
+        step, file = path.step_at(ref.position), files.get(ref.id)
         if step is None or file is None or tables.checkpoint_at(step.row.id, ref.position):
             continue
         tables.insert_checkpoint(
@@ -207,87 +216,89 @@ def _write_checkpoints(
     return written
 
 
-def abort(tables: Tables, plan: SavePlan) -> list[str]:
+def abort_save(tables: Tables, plan: SavePlan) -> list[str]:
     """Forget a plan that still stands, and doom what it may have written."""
-    if tables.save(plan.id) is None:
+    if tables.save_plan(plan.id) is None:
         return []
-    tables.remove_save(plan)
+    tables.remove_save_plan(plan)
     for file_id in plan.file_ids:
-        tables.doom(file_id, 0)
+        tables.mark_deleted(file_id, 0)
     return plan.file_ids
 
 
 # --- room ---
 
 
-def room(tables: Tables, budget: int, needed: int, bytes_index: int, leased: Container[str], must: bool) -> list[str]:
+def make_room(
+    tables: Tables, budget: int, needed: int, bytes_index: int, leased: Container[str], is_required: bool
+) -> list[str]:
     """Evict until the budget holds with `needed` more bytes; quarantined files go first.
 
     Where that can't be: raises NoRoom if it `must` (the transaction is then undone), else evicts what may go.
     """
     now = time.time()
-    doomed = sum(size for file_id, size in tables.doomed().items() if file_id not in leased)
+    doomed = sum(size for file_id, size in tables.pending_deletions().items() if file_id not in leased)
     used = tables.totals(bytes_index).bytes_used - doomed
     wanted = eviction.bytes_to_free(used, needed, budget)
     if not wanted:
         return []
-    removed, freed = _empty_quarantine(tables, wanted, leased)
-    choice = eviction.choose(candidates(tables, leased), wanted - freed, now)
-    if must and used + needed - freed - choice.bytes_freed > budget:
+    removed, freed = _delete_quarantined(tables, wanted, leased)
+    choice = eviction.choose_evictions(candidates(tables, leased), wanted - freed, now)
+    if is_required and used + needed - freed - choice.bytes_freed > budget:
         most = freed + choice.bytes_freed
-        raise NoRoom(f"{used + needed} bytes don't fit into {budget}, and no more than {most} may go")
+        raise DiskBudgetError(f"{used + needed} bytes don't fit into {budget}, and no more than {most} may go")
     for file_id in choice.ids:
-        removed += drop(tables, file_id, "evicted")
+        removed += delete_subtree(tables, file_id, "evicted")
     return removed
 
 
-def free(tables: Tables, wanted: int, leased: Container[str]) -> list[str]:
+def free_bytes(tables: Tables, bytes_wanted: int, leased: Container[str]) -> list[str]:
     """Evict until so many bytes are free that were not, quarantined files first; less where the rest is kept."""
-    removed, freed = _empty_quarantine(tables, wanted, leased)
-    if freed < wanted:
-        for file_id in eviction.choose(candidates(tables, leased), wanted - freed, time.time()).ids:
-            removed += drop(tables, file_id, "evicted")
+    removed, freed = _delete_quarantined(tables, bytes_wanted, leased)
+    if freed < bytes_wanted:
+        for file_id in eviction.choose_evictions(candidates(tables, leased), bytes_wanted - freed, time.time()).ids:
+            removed += delete_subtree(tables, file_id, "evicted")
     return removed
 
 
-def _empty_quarantine(tables: Tables, wanted: int, leased: Container[str]) -> tuple[list[str], int]:
+def _delete_quarantined(tables: Tables, bytes_wanted: int, leased: Container[str]) -> tuple[list[str], int]:
     ids, freed = [], 0
     for row in tables.quarantined():
-        if freed >= wanted:
+        if freed >= bytes_wanted:
             break
         if row.id in leased:
             continue
         tables.remove_quarantined(row)
-        tables.doom(row.id, row.bytes_on_disk)
+        tables.mark_deleted(row.id, row.bytes_on_disk)
         ids.append(row.id)
         freed += row.bytes_on_disk
     return ids, freed
 
 
-def candidates(tables: Tables, leased: Container[str]) -> list[eviction.Candidate]:
+def candidates(tables: Tables, leased: Container[str]) -> list[eviction.EvictionCandidate]:
     """All segments and checkpoints, as eviction wants to see them."""
-    counted_on = built_on(tables.saves())
-    found: list[eviction.Candidate] = []
+    counted_on = find_base_segments(tables.save_plans())
+    found: list[eviction.EvictionCandidate] = []
     for row in tables.segments():
         before = row.start
         for checkpoint in tables.checkpoints(row.id):
             spares_s = row.prefill_s * (checkpoint.position - before) / (row.end - row.start)
             before = checkpoint.position
-            found.append(_candidate(tables, checkpoint, row.id, spares_s, row.pinned or checkpoint.id in leased))
+            found.append(_make_candidate(tables, checkpoint, row.id, spares_s, row.pinned or checkpoint.id in leased))
         kept = row.pinned or row.id in leased or row.id in counted_on
-        found.append(_candidate(tables, row, row.parent, row.prefill_s, kept))
+        found.append(_make_candidate(tables, row, row.parent, row.prefill_s, kept))
     return found
 
 
-def _candidate(
-    tables: Tables, row: SegmentRow | CheckpointRow, parent: str, saves_s: float, kept: bool
-) -> eviction.Candidate:
-    return eviction.Candidate(
+def _make_candidate(
+    tables: Tables, row: SegmentRow | CheckpointRow, parent: str, prefill_saved_s: float, is_protected: bool
+) -> eviction.EvictionCandidate:
+    return eviction.EvictionCandidate(
         id=row.id,
         parent=parent,
-        checkpoint=isinstance(row, CheckpointRow),
+        is_checkpoint=isinstance(row, CheckpointRow),
         bytes_count=row.bytes_on_disk,
-        saves_s=saves_s,
+        prefill_saved_s=prefill_saved_s,
         last_used=max(row.created, tables.usage(row.id).last_used),
-        kept=kept,
+        is_protected=is_protected,
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from warmline_proxy.store.rows import TurnRow
-from warmline_proxy.store.tables import Tables, number
+from warmline_proxy.store.tables import Tables, encode_number
 
 TURNS_MAX = 20_000
 TURN_BYTES_MAX = 64 << 20  # of all of them
@@ -23,16 +23,16 @@ def call_key(root: bytes, call_id: str) -> bytes:
     return root + bytes.fromhex(call_id.removeprefix("call_"))
 
 
-def keys_of(row: TurnRow) -> list[bytes]:
+def call_keys(row: TurnRow) -> list[bytes]:
     return [call_key(row.root, call_id) for call_id in row.calls]
 
 
-def turns(tables: Tables) -> Iterator[tuple[bytes, TurnRow]]:
+def list_turns(tables: Tables) -> Iterator[tuple[bytes, TurnRow]]:
     """With their keys, oldest first."""
     return ((key, _decode(value)) for key, value in tables.items("turns"))
 
 
-def turn_of(tables: Tables, root: bytes, call_id: str) -> TurnRow | None:
+def find_turn(tables: Tables, root: bytes, call_id: str) -> TurnRow | None:
     key = tables.get("calls", call_key(root, call_id))
     found = None if key is None else tables.get("turns", key)
     return None if found is None else _decode(found)
@@ -40,26 +40,26 @@ def turn_of(tables: Tables, root: bytes, call_id: str) -> TurnRow | None:
 
 def put_turn(tables: Tables, row: TurnRow) -> None:
     """A turn that is known is written anew in its place."""
-    key = next(filter(None, (tables.get("calls", call) for call in keys_of(row))), None)
+    key = next(filter(None, (tables.get("calls", call) for call in call_keys(row))), None)
     if key is not None and (old := tables.get("turns", key)) is not None:
         remove_turn(tables, key, _decode(old))
-    insert_turn(tables, key or _next(tables), row)
-    _forget_oldest(tables)
+    insert_turn(tables, key or _next_key(tables), row)
+    _evict_oldest(tables)
 
 
 def insert_turn(tables: Tables, key: bytes, row: TurnRow) -> None:
     tables.put("turns", key, _encode(row))
-    for call in keys_of(row):
+    for call in call_keys(row):
         tables.put("calls", call, key)
-    tables.add(turns=1, bytes_turns=len(row.tokens))
+    tables.add_to_sums(turns=1, bytes_turns=len(row.tokens))
 
 
 def remove_turn(tables: Tables, key: bytes, row: TurnRow) -> None:
     tables.delete("turns", key)
-    for call in keys_of(row):
+    for call in call_keys(row):
         if tables.get("calls", call) == key:
             tables.delete("calls", call)
-    tables.add(turns=-1, bytes_turns=-len(row.tokens))
+    tables.add_to_sums(turns=-1, bytes_turns=-len(row.tokens))
 
 
 def remove_turns(tables: Tables, rows: Iterable[tuple[bytes, TurnRow]]) -> None:
@@ -67,13 +67,13 @@ def remove_turns(tables: Tables, rows: Iterable[tuple[bytes, TurnRow]]) -> None:
         remove_turn(tables, key, row)
 
 
-def _next(tables: Tables) -> bytes:
-    return number(int.from_bytes(tables.last("turns"), "big") + 1)
+def _next_key(tables: Tables) -> bytes:
+    return encode_number(int.from_bytes(tables.last_key("turns"), "big") + 1)
 
 
-def _forget_oldest(tables: Tables) -> None:
+def _evict_oldest(tables: Tables) -> None:
     while (sums := tables.sums()).turns > TURNS_MAX or sums.bytes_turns > TURN_BYTES_MAX:
-        oldest = next(turns(tables), None)
+        oldest = next(list_turns(tables), None)
         if oldest is None:
             return
         remove_turn(tables, *oldest)

@@ -5,44 +5,44 @@ import time
 from collections.abc import Callable, Iterable
 
 from warmline_proxy.index.turns import put_turn
-from warmline_proxy.store.errors import IndexFailure
-from warmline_proxy.store.rows import RequestRecord, TurnRow, Usage
+from warmline_proxy.store.errors import IndexStoreError
+from warmline_proxy.store.rows import FileUsage, RequestRecord, TurnRow
 from warmline_proxy.store.tables import REQUESTS_MAX, Tables
 
 PENDING_MAX = 256  # of a kind; then they are to be written early
 
 
-class Bookkeeping:
+class WriteBehindBuffer:
     """Thread-safe; bounded."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the four below
-        self._uses: dict[str, Usage] = {}
+        self._uses: dict[str, FileUsage] = {}
         self._records: list[RequestRecord] = []
-        self._audited: dict[str, tuple[str, str]] = {}  # by request id: its record's audit and guard
+        self._audits: dict[str, tuple[str, str]] = {}  # by request id: its record's audit and guard
         self._turns: dict[tuple[bytes, str], TurnRow] = {}  # by namespace and first call
 
-    def note_use(self, ids: Iterable[str]) -> bool:
+    def record_use(self, ids: Iterable[str]) -> bool:
         """Whether there is much to write by now."""
         now = time.time()
         with self._lock:
             for file_id in ids:
-                use = self._uses.setdefault(file_id, Usage())
+                use = self._uses.setdefault(file_id, FileUsage())
                 use.hits += 1
                 use.last_used = now
             return len(self._uses) > PENDING_MAX
 
-    def record(self, record: RequestRecord) -> bool:
+    def record_request(self, record: RequestRecord) -> bool:
         """As `note_use`."""
         with self._lock:
             self._records.append(record)
             return len(self._records) > PENDING_MAX
 
-    def note_audit(self, request_id: str, audit: str, guard: str) -> None:
+    def record_audit(self, request_id: str, audit: str, guard: str) -> None:
         with self._lock:
-            self._audited[request_id] = audit, guard
+            self._audits[request_id] = audit, guard
 
-    def note_turn(self, row: TurnRow) -> bool:
+    def record_turn(self, row: TurnRow) -> bool:
         """As `note_use`."""
         with self._lock:
             self._turns[row.root, row.calls[0]] = row
@@ -50,42 +50,42 @@ class Bookkeeping:
 
     def clear(self) -> None:
         with self._lock:
-            self._uses, self._records, self._audited, self._turns = {}, [], {}, {}
+            self._uses, self._records, self._audits, self._turns = {}, [], {}, {}
 
-    def write(self, write: Callable[[Callable[[Tables], None]], None]) -> bool:
+    def flush(self, write: Callable[[Callable[[Tables], None]], None]) -> bool:
         """Whether there was something.  Raises IndexFailure; it is tried again with the next then."""
         with self._lock:
             uses, self._uses = self._uses, {}
             records, self._records = self._records, []
-            audited, self._audited = self._audited, {}
+            audited, self._audits = self._audits, {}
             turns, self._turns = self._turns, {}
         if not (uses or records or audited or turns):
             return False
 
         def change(tables: Tables) -> None:
             for file_id, use in uses.items():
-                if tables.holds(file_id):
+                if tables.has_file(file_id):
                     hits = tables.usage(file_id).hits + use.hits
-                    tables.put_usage(file_id, Usage(hits=hits, last_used=use.last_used))
+                    tables.put_usage(file_id, FileUsage(hits=hits, last_used=use.last_used))
             for record in records:
                 tables.append_request(record)
             if audited:
-                tables.note_audits(audited)
+                tables.record_audits(audited)
             for turn in turns.values():
                 put_turn(tables, turn)
 
         try:
             write(change)
-        except IndexFailure:
-            self._put_back(uses, records, audited, turns)
+        except IndexStoreError:
+            self._requeue(uses, records, audited, turns)
             raise
         return True
 
-    def _put_back(
+    def _requeue(
         self,
-        uses: dict[str, Usage],
+        uses: dict[str, FileUsage],
         records: list[RequestRecord],
-        audited: dict[str, tuple[str, str]],
+        audits: dict[str, tuple[str, str]],
         turns: dict[tuple[bytes, str], TurnRow],
     ) -> None:
         with self._lock:
@@ -94,5 +94,5 @@ class Bookkeeping:
                 if newer is not use:
                     newer.hits += use.hits
             self._records = [*records, *self._records][-REQUESTS_MAX:]
-            self._audited = dict(list({**audited, **self._audited}.items())[-REQUESTS_MAX:])
+            self._audits = dict(list({**audits, **self._audits}.items())[-REQUESTS_MAX:])
             self._turns = dict(list({**turns, **self._turns}.items())[-PENDING_MAX:])

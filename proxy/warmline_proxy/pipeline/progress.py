@@ -1,80 +1,87 @@
 """What a generation tells on its way, taken down in its request's life, and acted on: parts are saved as they come."""
 
-from warmline_common.protocol.messages import Settled
-from warmline_proxy.pipeline.sampled_turns import Turns
-from warmline_proxy.pipeline.saver import Settler
-from warmline_proxy.planner import on_grid
-from warmline_proxy.request.request import Life, held_after
-from warmline_proxy.response.repetition import Guard, text_of
-from warmline_proxy.tasks import Background
-from warmline_proxy.upstream.backend_state import Knowledge
+from warmline_common.protocol.messages import GenerationResult
+from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
+from warmline_proxy.pipeline.saver import Saver
+from warmline_proxy.planner import align_to_grid
+from warmline_proxy.request.request import Request, resident_after_generation
+from warmline_proxy.response.repetition import RepetitionDetector, chunk_text
+from warmline_proxy.tasks import BackgroundTasks
+from warmline_proxy.upstream.backend_state import BackendState
 
-ENDED = ("cancelled", "error")  # without an answer, and not to be dispatched again
+FAILED_FINISHES = ("cancelled", "error")  # without an answer, and not to be dispatched again
 
 
-class Hearing:
+class ProgressListener:
     """A generation.Listener for one try of one request."""
 
     def __init__(
         self,
-        life: Life,
-        knowledge: Knowledge,
-        settler: Settler,
-        turns: Turns,
-        background: Background,
+        request: Request,
+        backend_state: BackendState,
+        saver: Saver,
+        sampled_turns: SampledTurnCache,
+        background: BackgroundTasks,
         partial_save_tokens: int,
-        guard: Guard | None = None,
+        repetition_detector: RepetitionDetector | None = None,
     ) -> None:
-        self._life, self._knowledge, self._settler, self._background = life, knowledge, settler, background
-        self._turns = turns
-        self._partial_save_tokens, self._guard = partial_save_tokens, guard
-        self._saving = False
-        self._tried = 0  # how far the last save was to reach; one that failed is not tried again at once
+        self._request, self._backend_state, self._saver, self._background = request, backend_state, saver, background
+        self._sampled_turns = sampled_turns
+        self._partial_save_tokens, self._repetition_detector = partial_save_tokens, repetition_detector
+        self._is_saving = False
+        self._attempted_tokens = 0  # how far the last save was to reach; one that failed is not tried again at once
 
-    def started(self) -> None:
-        self._life.started = True
+    def on_started(self) -> None:
+        self._request.started = True
 
-    def progressed(self) -> None:
-        self._life.clock.progresses()
+    def on_progress(self) -> None:
+        self._request.clock.mark_progress()
 
-    def spoke(self, chunk: bytes) -> None:
-        self._life.spoken += 1
-        if (guard := self._guard) and not guard.reason:
-            guard.feed(text_of(chunk))
-            self._life.trace.collapse = guard.reason
+    def on_content(self, chunk: bytes) -> None:
+        self._request.content_chunks += 1
+        if (guard := self._repetition_detector) and not guard.reason:
+            guard.feed(chunk_text(chunk))
+            self._request.log.collapse = guard.reason
 
-    def prefilled(self, tokens: int) -> None:
-        life, step = self._life, self._partial_save_tokens
-        life.prefilled = tokens
-        tokens = on_grid(tokens, life.layout.grid) if life.layout else tokens
-        if life.started and step and tokens - max(life.stored, self._tried) >= step and not self._saving:
-            self._saving, self._tried = True, tokens
-            self._background.spawn(self._save(tokens), f"part of {life.trace.id}")
+    def on_prefilled(self, tokens: int) -> None:
+        request, step = self._request, self._partial_save_tokens
+        request.prefilled_tokens = tokens
+        tokens = align_to_grid(tokens, request.layout.grid) if request.layout else tokens
+        if (
+            request.started
+            and step
+            and tokens - max(request.stored_tokens, self._attempted_tokens) >= step
+            and not self._is_saving
+        ):
+            self._is_saving, self._attempted_tokens = True, tokens
+            self._background.spawn(self._save_prefix(tokens), f"part of {request.log.id}")
 
-    def settled(self, settled: Settled) -> None:
+    def on_settled(self, settled: GenerationResult) -> None:
         """Told twice where a cancel met the end."""
-        if self._life.trace.settled is None:
-            self._life.trace.settled = settled
-            if settled.turn and not self._life.purged:
-                self._turns.remember(self._life.root, self._life.model, settled.turn)
-            if self._life.is_kept:
-                self._knowledge.mirror.add(settled.resident, held_after(self._life, settled))
+        if self._request.log.generation_result is None:
+            self._request.log.generation_result = settled
+            if settled.turn and not self._request.purged:
+                self._sampled_turns.add(self._request.root, self._request.model, settled.turn)
+            if self._request.is_cacheable:
+                self._backend_state.resident_view.add(
+                    settled.resident, resident_after_generation(self._request, settled)
+                )
             else:
-                self._knowledge.mirror.shun(settled.resident)
+                self._backend_state.resident_view.exclude(settled.resident)
 
-    def over(self, whole: bool) -> None:
+    def on_over(self, whole: bool) -> None:
         """Its place is free, whether or not its client has read all of the answer.  Who was lost keeps it for a while:
         to be dispatched again, or until the answer says that it failed.
         """
-        settled = self._life.trace.settled
-        self._life.clock.rests()
-        self._life.let_go.set()
-        if self._life.ticket and (whole or (settled and settled.finish in ENDED)):
-            self._life.ticket.release()
+        settled = self._request.log.generation_result
+        self._request.clock.mark_idle()
+        self._request.released.set()
+        if self._request.ticket and (whole or (settled and settled.finish in FAILED_FINISHES)):
+            self._request.ticket.release()
 
-    async def _save(self, tokens: int) -> None:
+    async def _save_prefix(self, tokens: int) -> None:
         try:
-            if await self._settler.save_part(self._life, tokens) and self._life.hearing is self:
-                self._life.stored = tokens
+            if await self._saver.save_prefix(self._request, tokens) and self._request.listener is self:
+                self._request.stored_tokens = tokens
         finally:
-            self._saving = False
+            self._is_saving = False

@@ -5,38 +5,45 @@ from dataclasses import replace
 
 from warmline_common.protocol.messages import PromptReply, PromptRequest
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace
-from warmline_proxy.api.base import Call
-from warmline_proxy.config import Config
-from warmline_proxy.errors import from_upstream, overflow
-from warmline_proxy.explain.stabilize import stabilized
-from warmline_proxy.pipeline.sampled_turns import Turns
+from warmline_proxy.api.base import ApiCall
+from warmline_proxy.config import ProxyConfig
+from warmline_proxy.errors import parse_context_overflow, translate_upstream_error
+from warmline_proxy.explain.stabilize import stabilize_fields
+from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.request_log import new_request_id
-from warmline_proxy.upstream.backend_state import Knowledge
-from warmline_proxy.upstream.client import Refused, Upstream
+from warmline_proxy.upstream.backend_state import BackendState
+from warmline_proxy.upstream.client import Upstream, UpstreamStatusError
 
 
-class Renderer:
+class RemoteRenderer:
     """Takes no place in the queue and leaves nothing behind.  Event loop thread."""
 
-    def __init__(self, config: Config, upstream: Upstream, knowledge: Knowledge, turns: Turns) -> None:
-        self._rules, self._upstream, self._knowledge, self._turns = config.stabilize_rules, upstream, knowledge, turns
+    def __init__(
+        self, config: ProxyConfig, upstream: Upstream, backend_state: BackendState, sampled_turns: SampledTurnCache
+    ) -> None:
+        self._rules, self._upstream, self._backend_state, self._sampled_turns = (
+            config.stabilize_rules,
+            upstream,
+            backend_state,
+            sampled_turns,
+        )
 
-    def stabilize(self, call: Call) -> tuple[Call, Counter[str]]:
+    def stabilize(self, call: ApiCall) -> tuple[ApiCall, Counter[str]]:
         """By the rules that somebody asked for, and how often each had to act."""
         if not self._rules:
             return call, Counter()
-        fields, counts = stabilized(call.fields, self._rules)
+        fields, counts = stabilize_fields(call.fields, self._rules)
         return replace(call, fields=fields), counts
 
-    async def render(self, call: Call, tenant: str, request_id: str, timeout_s: float | None = None) -> PromptReply:
+    async def render(self, call: ApiCall, tenant: str, request_id: str, timeout_s: float | None = None) -> PromptReply:
         """With what is remembered of this tenant's calls.  Raises UpstreamError: Refused for what is wrong with it."""
-        status = await self._knowledge.status()
-        body = call.prompt_body(status.model)
-        turns = self._turns.recall(namespace(status.fingerprint, tenant), body.get("messages"))
+        status = await self._backend_state.status()
+        body = call.build_prompt_body(status.model)
+        turns = self._sampled_turns.find(namespace(status.fingerprint, tenant), body.get("messages"))
         request = PromptRequest(request_id=request_id, endpoint=call.api.endpoint, body=body, turns=turns)
-        return await self._upstream.prompt(request, timeout_s)
+        return await self._upstream.render_prompt(request, timeout_s)
 
-    async def count(self, call: Call, tenant: str) -> int:
+    async def count_tokens(self, call: ApiCall, tenant: str) -> int:
         """The tokens of the very prompt that it would be answered from; one that is too long has a length, too.
 
         Raises UpstreamError.
@@ -44,7 +51,7 @@ class Renderer:
         call, _ = self.stabilize(call)
         try:
             return len((await self.render(call, tenant, new_request_id())).tokens) // TOKEN_BYTES
-        except Refused as error:
-            if numbers := overflow(from_upstream(error)):
+        except UpstreamStatusError as error:
+            if numbers := parse_context_overflow(translate_upstream_error(error)):
                 return numbers[0]
             raise

@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from warmline_proxy.index.index import Index, IndexFailure
-from warmline_proxy.metrics import Metrics
+from warmline_proxy.index.index import Index, IndexStoreError
+from warmline_proxy.metrics import ProxyMetrics
 
 log = logging.getLogger(__name__)
 
@@ -21,75 +21,75 @@ OK = "ok"
 FILES, INDEX, RECORDS = "segments/", "index/", "request records"  # what may fail by itself
 
 
-class Persistence:
+class SaveHealth:
     """Told by who saves, of each part, whether it worked.  Any thread."""
 
     def __init__(
         self,
-        metrics: Metrics,
+        metrics: ProxyMetrics,
         *,
         retry_interval_s: float = RETRY_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics, self._retry_interval_s, self._clock = metrics, retry_interval_s, clock
         self._lock = threading.Lock()
-        self._failing: dict[str, str] = {}  # part -> why
-        self._since = 0.0
+        self._failures: dict[str, str] = {}  # part -> why
+        self._failing_since = 0.0
         self._retry_at = 0.0
 
-    def watch(self, index: Index) -> None:
+    def watch_index(self, index: Index) -> None:
         """Hear of what the index writes by itself, and how it is now."""
-        index.on_records = self._heard
+        index.on_flush = self._on_records_written
         if index.read_only:
-            self.failed(INDEX, index.read_only_code, index.read_only)
+            self.record_failure(INDEX, index.read_only_code, index.read_only)
 
-    def _heard(self, error: IndexFailure | None) -> None:
+    def _on_records_written(self, error: IndexStoreError | None) -> None:
         if error is None:
-            self.worked(RECORDS)
+            self.record_success(RECORDS)
         else:
-            self.failed(RECORDS, error.code or "index", str(error))
+            self.record_failure(RECORDS, error.code or "index", str(error))
 
     @property
     def state(self) -> str:
         """ "ok", or why what is computed can't be saved."""
         with self._lock:
-            return "; ".join(f"{part}: {why}" for part, why in self._failing.items()) or OK
+            return "; ".join(f"{part}: {why}" for part, why in self._failures.items()) or OK
 
-    def may_try(self) -> bool:
+    def can_save(self) -> bool:
         """Whether to save now.  While that fails: yes once in an interval, to whoever asks first."""
         with self._lock:
-            if not self._failing:
+            if not self._failures:
                 return True
             if self._clock() < self._retry_at:
                 return False
             self._retry_at = self._clock() + self._retry_interval_s
             return True
 
-    def failed(self, part: str, code: str, detail: str) -> None:
+    def record_failure(self, part: str, code: str, detail: str) -> None:
         """`code`: the system's name of the error, or a word of ours; `detail`: for people."""
         self._metrics.save_failures.labels(reason=code).inc()
         why = f"{os.strerror(getattr(errno, code))} ({code})" if hasattr(errno, code) else code
         with self._lock:
-            news = self._failing.get(part) != why
-            if not self._failing:
-                self._since = self._clock()
-            if part not in self._failing:
+            is_new = self._failures.get(part) != why
+            if not self._failures:
+                self._failing_since = self._clock()
+            if part not in self._failures:
                 self._retry_at = self._clock() + self._retry_interval_s
-            self._failing[part] = why
+            self._failures[part] = why
             self._metrics.persistent.set(0)
-        if news:
+        if is_new:
             log.error(
                 "what is computed can't be saved: %s: %s: %s; serving goes on, and saving is tried again every %g s",
                 part, why, detail, self._retry_interval_s,
             )  # fmt: skip
 
-    def worked(self, *parts: str) -> None:
+    def record_success(self, *parts: str) -> None:
         with self._lock:
-            was_failing = bool(self._failing)
+            was_failing = bool(self._failures)
             for part in parts:
-                self._failing.pop(part, None)
-            over = was_failing and not self._failing
-            if over:
+                self._failures.pop(part, None)
+            is_recovered = was_failing and not self._failures
+            if is_recovered:
                 self._metrics.persistent.set(1)
-        if over:
-            log.warning("saving works again, after %.0f s", self._clock() - self._since)
+        if is_recovered:
+            log.warning("saving works again, after %.0f s", self._clock() - self._failing_since)

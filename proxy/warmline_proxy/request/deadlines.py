@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
-from warmline_common.process.redaction import quoted
+from warmline_common.process.redaction import quote_text
 from warmline_common.protocol.messages import (
     HEADER_CONNECT_TIMEOUT,
     HEADER_QUEUE_TIMEOUT,
     HEADER_STALL_TIMEOUT,
     HEADER_TOTAL_TIMEOUT,
 )
-from warmline_proxy.errors import ClientError, bad_request, timed_out, unavailable
-from warmline_proxy.upstream.watchdog import STRETCH
+from warmline_proxy.errors import ClientError, bad_request, gateway_timeout, service_unavailable
+from warmline_proxy.upstream.watchdog import SLOWEST_STEP_FACTOR
 
 BACKLOG_BYTES_MAX = 8 << 20  # of an answer that its client doesn't take
 _HEADERS = {
@@ -30,26 +30,28 @@ _HEADERS = {
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestTimeouts:
     connect_s: float = 60.0  # for a backend that starts, or is started again
     queue_s: float = 0.0  # for its turn, here and at the backend
     stall_s: float = 0.0  # without a chunk or a token
     total_s: float = 0.0
 
-    def overridden(self, headers: Mapping[str, str]) -> "Limits":
+    def override_by_headers(self, headers: Mapping[str, str]) -> "RequestTimeouts":
         """With what a request's own headers say.  Raises ClientError 400."""
-        given = {name: _seconds(header, headers[header]) for name, header in _HEADERS.items() if header in headers}
+        given = {
+            name: _parse_seconds(header, headers[header]) for name, header in _HEADERS.items() if header in headers
+        }
         return replace(self, **given)
 
 
-def _seconds(header: str, text: str) -> float:
+def _parse_seconds(header: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < 1e9:  # also refuses nan
         raise bad_request(
-            f"The header {header} must be a number of seconds below 1e9 (0: no limit), not {quoted(text[:80])}."
+            f"The header {header} must be a number of seconds below 1e9 (0: no limit), not {quote_text(text[:80])}."
         )
     return value
 
@@ -58,49 +60,53 @@ def _seconds(header: str, text: str) -> float:
 class Clock:
     """What of a request's time was waiting, and when it last made progress.  Times are time.monotonic()."""
 
-    began: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
     waited_s: float = 0.0
     waiting_since: float | None = None
     progressed_at: float | None = None  # None while the engine does not work on it
     connecting_s: float = 0.0  # of its time, waiting for the backend to be there
 
-    def waited_at(self, now: float) -> float:
+    def total_waited_s(self, now: float) -> float:
         return self.waited_s + (now - self.waiting_since if self.waiting_since is not None else 0.0)
 
-    def waits(self) -> None:
+    def mark_waiting(self) -> None:
         """It stands in a queue from now on."""
-        self.rests()
+        self.mark_idle()
         self.waiting_since = time.monotonic()
 
-    def rests(self) -> None:
+    def mark_idle(self) -> None:
         """Neither in a queue nor computed: in between."""
-        self.waited_s = self.waited_at(time.monotonic())
+        self.waited_s = self.total_waited_s(time.monotonic())
         self.waiting_since = self.progressed_at = None
 
-    def progresses(self) -> None:
+    def mark_progress(self) -> None:
         """A chunk, a token, or the turn itself has come."""
-        self.rests()
+        self.mark_idle()
         self.progressed_at = time.monotonic()
 
 
-def overdue(limits: Limits, clock: Clock, now: float, slowest_step_s: float, running: int) -> ClientError | None:
+def find_missed_deadline(
+    timeouts: RequestTimeouts, clock: Clock, now: float, slowest_step_s: float, running: int
+) -> ClientError | None:
     """Which limit is passed, in words for the client.
 
     A request shares the engine with `running` others, so it may stand still for as many of the slowest steps.
     """
-    total_s = now - clock.began
-    if limits.total_s and total_s > limits.total_s:
-        return timed_out(f"not done within its total time of {limits.total_s:g} s", "deadline_exceeded")
-    if limits.queue_s and clock.waiting_since is not None and clock.waited_at(now) > limits.queue_s:
-        return unavailable(f"The request waited for its turn for more than {limits.queue_s:g} s.", "queue_timeout")
-    if limits.stall_s and clock.progressed_at is not None:
-        limit = max(limits.stall_s, STRETCH * slowest_step_s * max(1, running))
+    total_s = now - clock.started_at
+    if timeouts.total_s and total_s > timeouts.total_s:
+        return gateway_timeout(f"not done within its total time of {timeouts.total_s:g} s", "deadline_exceeded")
+    if timeouts.queue_s and clock.waiting_since is not None and clock.total_waited_s(now) > timeouts.queue_s:
+        return service_unavailable(
+            f"The request waited for its turn for more than {timeouts.queue_s:g} s.", "queue_timeout"
+        )
+    if timeouts.stall_s and clock.progressed_at is not None:
+        limit = max(timeouts.stall_s, SLOWEST_STEP_FACTOR * slowest_step_s * max(1, running))
         if now - clock.progressed_at > limit:
-            return timed_out(f"no progress for more than {limit:.1f} s", "stalled")
+            return gateway_timeout(f"no progress for more than {limit:.1f} s", "stalled")
     return None
 
 
-class Alarm:
+class CancelScope:
     """Ends one request from outside its task: on a deadline, on a DELETE, at a shutdown.
 
     `async with alarm:` around the request's work raises the ClientError that `ring` was given.  `check` does so where
@@ -110,28 +116,28 @@ class Alarm:
     def __init__(self) -> None:
         self.reason: ClientError | None = None
         self._timeout = asyncio.timeout(None)
-        self._inside = False
+        self._is_entered = False
 
-    def ring(self, reason: ClientError) -> None:
+    def cancel(self, reason: ClientError) -> None:
         """The first reason counts; no harm where the request is over."""
         self.reason = self.reason or reason
-        if self._inside and not self._timeout.expired():
+        if self._is_entered and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
-    def check(self) -> None:
+    def raise_if_cancelled(self) -> None:
         if self.reason:
             raise self.reason
 
     async def __aenter__(self) -> None:
         await self._timeout.__aenter__()
-        self._inside = True
+        self._is_entered = True
         if self.reason:
-            self.ring(self.reason)
+            self.cancel(self.reason)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        self._inside = False
+        self._is_entered = False
         try:
             await self._timeout.__aexit__(kind, error, at)
         except TimeoutError:

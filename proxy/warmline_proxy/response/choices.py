@@ -13,52 +13,52 @@ import msgspec
 from warmline_common.protocol.messages import decode
 from warmline_proxy.api.base import Chunk, Fields
 from warmline_proxy.errors import bad_request
-from warmline_proxy.http.body_fields import value_of
+from warmline_proxy.http.body_fields import decode_field
 
 CHOICES_MAX = 16  # of one prompt
 PROMPTS_MAX = 64
 _INT64 = 1 << 63
 
-_NO_CHOICES = b"[]"
+_EMPTY_CHOICES = b"[]"
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChoiceRequest:
     """One generation of a call."""
 
     fields: Fields  # of a body that asks for this choice alone
-    prompt: int  # which of the body's prompts it answers, from 0
-    number: int  # among those of its prompt, from 0
+    prompt_index: int  # which of the body's prompts it answers, from 0
+    sample_index: int  # among those of its prompt, from 0
 
 
-def split(endpoint: str, fields: Fields) -> list[Choice]:
+def split_choices(endpoint: str, fields: Fields) -> list[ChoiceRequest]:
     """The choices that a body asks for, in their order.  Raises ClientError 400.
 
     What else may be wrong with prompts and seeds is found where each is rendered: by the backend.
     """
-    count = _count(fields)
-    prompts = _prompts(fields) if endpoint == "completion" else []
+    count = _read_count(fields)
+    prompts = _split_prompts(fields) if endpoint == "completion" else []
     if count == 1 and len(prompts) < 2:
-        return [Choice(_without(fields, "n", "best_of"), 0, 0)]
-    bodies = [_without(fields, "n", "best_of") | changed for changed in prompts or [{}]]
+        return [ChoiceRequest(_omit_fields(fields, "n", "best_of"), 0, 0)]
+    prompt_fields = [_omit_fields(fields, "n", "best_of") | changed for changed in prompts or [{}]]
     return [
-        Choice(body | _seed(fields, number), prompt, number)
-        for prompt, body in enumerate(bodies)
+        ChoiceRequest(body | _offset_seed(fields, number), prompt, number)
+        for prompt, body in enumerate(prompt_fields)
         for number in range(count)
     ]
 
 
-def _count(fields: Fields) -> int:
-    count = 1 if (given := value_of(fields, "n")) is None else given
+def _read_count(fields: Fields) -> int:
+    count = 1 if (given := decode_field(fields, "n")) is None else given
     if type(count) is not int or not 1 <= count <= CHOICES_MAX:
         raise bad_request(f"'n' must be an integer from 1 to {CHOICES_MAX}.", param="n")
-    if value_of(fields, "best_of") not in (None, count, 0):
+    if decode_field(fields, "best_of") not in (None, count, 0):
         message = "'best_of' other than 'n' is not supported: leave it out; every choice that is computed is returned."
         raise bad_request(message, param="best_of")
     return count
 
 
-def _prompts(fields: Fields) -> list[Fields]:
+def _split_prompts(fields: Fields) -> list[Fields]:
     """What of a body changes from prompt to prompt; nothing where it has one prompt, be it a list of token ids."""
     raw = fields.get("prompt")
     if not isinstance(raw, msgspec.Raw) or bytes(raw)[1:].lstrip()[:1] not in (b'"', b"["):
@@ -72,63 +72,63 @@ def _prompts(fields: Fields) -> list[Fields]:
     return [{"prompt": prompt} for prompt in prompts]
 
 
-def _seed(fields: Fields, number: int) -> Fields:
-    seed = value_of(fields, "seed")
-    if type(seed) is not int or not number:
+def _offset_seed(fields: Fields, sample_index: int) -> Fields:
+    seed = decode_field(fields, "seed")
+    if type(seed) is not int or not sample_index:
         return {}
-    return {"seed": (seed + number + _INT64) % (2 * _INT64) - _INT64}
+    return {"seed": (seed + sample_index + _INT64) % (2 * _INT64) - _INT64}
 
 
-def _without(fields: Fields, *names: str) -> Fields:
+def _omit_fields(fields: Fields, *names: str) -> Fields:
     return {name: value for name, value in fields.items() if name not in names}
 
 
-class Merger:
+class ChoiceMerger:
     """Makes one answer's chunks of those of its choices; of each, chunks come in order."""
 
-    def __init__(self, request_id: str, choices: Sequence[Choice]) -> None:
+    def __init__(self, request_id: str, choices: Sequence[ChoiceRequest]) -> None:
         self._request_id, self._choices = request_id, choices
-        self._head: dict[str, msgspec.Raw] = {}  # what all chunks have in common
+        self._common_fields: dict[str, msgspec.Raw] = {}  # what all chunks have in common
         self._usage: dict[str, Any] = {}
-        self._last: Chunk = {}
+        self._last_usage_chunk: Chunk = {}
 
-    def chunk(self, index: int, part_id: str, chunk: Chunk) -> Chunk | None:
+    def merge_chunk(self, index: int, branch_id: str, chunk: Chunk) -> Chunk | None:
         """A chunk of the choice `index` as one of the whole answer's; None where it only tells of usage.
 
         `part_id`: the request id that the choice was computed under, which its chunks' ids end in.
         """
-        self._head = self._head or self._head_of(chunk, part_id)
-        if "usage" in chunk and bytes(chunk.get("choices", _NO_CHOICES)) == _NO_CHOICES:
-            self._last = chunk
+        self._common_fields = self._common_fields or self._read_common_fields(chunk, branch_id)
+        if "usage" in chunk and bytes(chunk.get("choices", _EMPTY_CHOICES)) == _EMPTY_CHOICES:
+            self._last_usage_chunk = chunk
             self._add_usage(self._choices[index], decode(chunk["usage"], dict[str, Any]))
             return None
         choices = decode(chunk["choices"], list[dict[str, msgspec.Raw]])
-        numbered = [{**choice, "index": index} for choice in choices]
-        return {**chunk, **self._head, "choices": _raw(numbered)}
+        indexed = [{**choice, "index": index} for choice in choices]
+        return {**chunk, **self._common_fields, "choices": _encode_raw(indexed)}
 
-    def usage(self) -> Chunk:
+    def build_usage_chunk(self) -> Chunk:
         """The chunk that tells of all choices' usage, once they are done: a prompt counts once."""
         total = self._usage.get("prompt_tokens", 0) + self._usage.get("completion_tokens", 0)
         usage = {**self._usage, "total_tokens": total}
-        return {**self._last, **self._head, "usage": _raw(usage)}
+        return {**self._last_usage_chunk, **self._common_fields, "usage": _encode_raw(usage)}
 
-    def _head_of(self, chunk: Chunk, part_id: str) -> dict[str, msgspec.Raw]:
+    def _read_common_fields(self, chunk: Chunk, branch_id: str) -> dict[str, msgspec.Raw]:
         own = decode(chunk["id"], str)
-        name = own.removesuffix(part_id) + self._request_id if own.endswith(part_id) else own
-        return {"id": _raw(name), "created": chunk["created"]}
+        name = own.removesuffix(branch_id) + self._request_id if own.endswith(branch_id) else own
+        return {"id": _encode_raw(name), "created": chunk["created"]}
 
-    def _add_usage(self, choice: Choice, usage: dict[str, Any]) -> None:
-        if choice.number:
+    def _add_usage(self, choice: ChoiceRequest, usage: dict[str, Any]) -> None:
+        if choice.sample_index:
             usage = {name: value for name, value in usage.items() if not name.startswith("prompt_")}
-        self._usage = _sum(self._usage, usage)
+        self._usage = _sum_usage(self._usage, usage)
 
 
-def _sum(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def _sum_usage(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Of all numbers, at any depth; else the later value."""
     total = dict(one)
     for name, value in other.items():
         if isinstance(value, dict):
-            total[name] = _sum(total.get(name) or {}, value)
+            total[name] = _sum_usage(total.get(name) or {}, value)
         elif isinstance(value, int | float) and isinstance(total.get(name), int | float):
             total[name] += value
         else:
@@ -136,5 +136,5 @@ def _sum(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     return total
 
 
-def _raw(value: object) -> msgspec.Raw:
+def _encode_raw(value: object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))

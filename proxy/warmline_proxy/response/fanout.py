@@ -12,159 +12,170 @@ from dataclasses import replace
 
 import msgspec
 
-from warmline_proxy.api.base import Begun, Call, Chunk, Encoder
-from warmline_proxy.errors import ClientError, cancelled
-from warmline_proxy.response.choices import Choice, Merger
-from warmline_proxy.response.relay import Answer
+from warmline_proxy.api.base import ApiCall, Chunk, ResponseEncoder, ResponseStart
+from warmline_proxy.errors import ClientError, request_cancelled
+from warmline_proxy.response.choices import ChoiceMerger, ChoiceRequest
+from warmline_proxy.response.relay import ResponseWriter
 
-TOGETHER_MAX = 16  # choices of one request under way at once
+CONCURRENT_BRANCHES_MAX = 16  # choices of one request under way at once
 
 
-class Part:
+class Branch:
     """A relay.Sink for one choice: its chunks go into the whole answer, its end and its failure to the chorus."""
 
-    def __init__(self, chorus: "Chorus", index: int, choice: Choice, call: Call) -> None:
-        self.call: Call | None = replace(call, fields=choice.fields, session_hint="", retry_count=0)
-        self.encoder: Encoder | None = None
-        self.spoken = self.ended = False
-        self.said_at = math.inf  # the whole answer keeps their client patient
+    def __init__(self, fanout: "Fanout", index: int, choice: ChoiceRequest, call: ApiCall) -> None:
+        self.call: ApiCall | None = replace(call, fields=choice.fields, session_hint="", retry_count=0)
+        self.encoder: ResponseEncoder | None = None
+        self.has_content = self.is_closed = False
+        self.last_write_at = math.inf  # the whole answer keeps their client patient
         self.index, self.choice = index, choice
-        self.computing = asyncio.Event()  # the backend has begun with it, once
-        self.ring: Callable[[ClientError], None] | None = None  # ends it, once it is under way
-        self._chorus = chorus
+        self.started_event = asyncio.Event()  # the backend has begun with it, once
+        self.cancel: Callable[[ClientError], None] | None = None  # ends it, once it is under way
+        self._fanout = fanout
 
     @property
-    def begun(self) -> bool:
-        return self._chorus.answer.begun
+    def has_started(self) -> bool:
+        return self._fanout.response.has_started
 
-    def opens(self, begun: Begun) -> Encoder:
-        self.computing.set()
-        self.encoder = self._chorus.voice(self.index, begun)
+    def open_encoder(self, response_start: ResponseStart) -> ResponseEncoder:
+        self.started_event.set()
+        self.encoder = self._fanout.open_encoder(self.index, response_start)
         return self.encoder
 
     async def write(self, data: bytes) -> None:
-        await self._chorus.answer.write(data)
+        await self._fanout.response.write(data)
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         """The whole answer does that."""
 
     async def end(self, data: bytes = b"") -> None:
         if data:
             await self.write(data)
-        self.ended = True
+        self.is_closed = True
 
-    async def whole(self, body: bytes) -> None:
-        self._chorus.fold(self.index)
-        self.ended = True
+    async def send_json(self, body: bytes) -> None:
+        self._fanout.flush_branch(self.index)
+        self.is_closed = True
 
     async def fail(self, error: ClientError) -> None:
         raise error
 
     def close(self) -> None:
-        self.ended = True
+        self.is_closed = True
 
 
-class Chorus:
+class Fanout:
     """Belongs to one request; owned by the event loop."""
 
-    def __init__(self, answer: Answer, call: Call, choices: Sequence[Choice], request_id: str, together: int) -> None:
+    def __init__(
+        self,
+        response: ResponseWriter,
+        call: ApiCall,
+        choices: Sequence[ChoiceRequest],
+        request_id: str,
+        concurrency: int,
+    ) -> None:
         """`together`: how many choices may be under way at once."""
-        self.answer = answer
-        self.parts = [Part(self, index, choice, call) for index, choice in enumerate(choices)]
+        self.response = response
+        self.branches = [Branch(self, index, choice, call) for index, choice in enumerate(choices)]
         self._call, self._request_id = call, request_id
-        self._merger = Merger(request_id, choices)
-        self._unfolded: list[list[Chunk]] = [[] for _ in choices]  # of a JSON answer: of each choice's present try
-        self._places = asyncio.Semaphore(min(together, TOGETHER_MAX))
+        self._merger = ChoiceMerger(request_id, choices)
+        self._pending_chunks: list[list[Chunk]] = [
+            [] for _ in choices
+        ]  # of a JSON answer: of each choice's present try
+        self._slots = asyncio.Semaphore(min(concurrency, CONCURRENT_BRANCHES_MAX))
 
-    async def sing(
-        self, compute: Callable[[Part], Awaitable[None]], why_ended: Callable[[], ClientError | None]
+    async def run(
+        self, compute: Callable[[Branch], Awaitable[None]], get_cancel_reason: Callable[[], ClientError | None]
     ) -> None:
         """Have all parts computed, and end the answer.  `why_ended`: whether somebody has ended it from outside.
 
         Raises what the first part raised that failed, once all have ended; ClientError or UpstreamError is for the
         answer to tell.
         """
-        tasks = [asyncio.create_task(self._sing(part, compute), name=f"choice {part.index}") for part in self.parts]
+        tasks = [
+            asyncio.create_task(self._run_branch(part, compute), name=f"choice {part.index}") for part in self.branches
+        ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            failed = next((error for task in tasks if task.done() and (error := task.exception())), None)
-            told = cancelled("Another choice has failed.", by="choice")
-            reason = None if isinstance(failed, ConnectionResetError) else told
+            failure = next((error for task in tasks if task.done() and (error := task.exception())), None)
+            sibling_failed = request_cancelled("Another choice has failed.", cancel_source="choice")
+            reason = None if isinstance(failure, ConnectionResetError) else sibling_failed
         except asyncio.CancelledError:
-            reason = why_ended()
+            reason = get_cancel_reason()
             raise
         finally:
-            await self._hush(tasks, reason)
-        if failed:
-            raise failed
+            await self._cancel_branches(tasks, reason)
+        if failure:
+            raise failure
         await self._end()
 
-    async def _sing(self, part: Part, compute: Callable[[Part], Awaitable[None]]) -> None:
-        if part.choice.number:
-            await self.parts[part.index - part.choice.number].computing.wait()
-        async with self._places:
-            await compute(part)
+    async def _run_branch(self, branch: Branch, compute: Callable[[Branch], Awaitable[None]]) -> None:
+        if branch.choice.sample_index:
+            await self.branches[branch.index - branch.choice.sample_index].started_event.wait()
+        async with self._slots:
+            await compute(branch)
 
-    async def _hush(self, tasks: Sequence["asyncio.Task[None]"], reason: ClientError | None) -> None:
+    async def _cancel_branches(self, tasks: Sequence["asyncio.Task[None]"], reason: ClientError | None) -> None:
         """End what still runs: for a reason, or because the client has left."""
-        for task, part in zip(tasks, self.parts, strict=True):
-            if part.ring and reason:
-                part.ring(reason)
+        for task, part in zip(tasks, self.branches, strict=True):
+            if part.cancel and reason:
+                part.cancel(reason)
             else:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # ---- the one answer
 
-    def voice(self, index: int, begun: Begun) -> Encoder:
+    def open_encoder(self, index: int, response_start: ResponseStart) -> ResponseEncoder:
         """One part's; what it said in an earlier try is forgotten."""
-        if self.answer.encoder is None:
-            self.answer.opens(replace(begun, request_id=self._request_id))
-        self._unfolded[index].clear()
-        return _Voice(self, index, begun.request_id)
+        if self.response.encoder is None:
+            self.response.open_encoder(replace(response_start, request_id=self._request_id))
+        self._pending_chunks[index].clear()
+        return BranchEncoder(self, index, response_start.request_id)
 
-    def say(self, index: int, part_id: str, chunk: Chunk) -> bytes:
-        merged = self._merger.chunk(index, part_id, chunk)
-        if merged is None:
+    def encode_chunk(self, index: int, branch_id: str, chunk: Chunk) -> bytes:
+        merged_chunk = self._merger.merge_chunk(index, branch_id, chunk)
+        if merged_chunk is None:
             return b""
         if not self._call.stream:
-            self._unfolded[index].append(merged)
+            self._pending_chunks[index].append(merged_chunk)
             return b""
-        return self._encoded(merged)
+        return self._encode(merged_chunk)
 
-    def fold(self, index: int) -> None:
+    def flush_branch(self, index: int) -> None:
         """Of a JSON answer: this choice is complete, and not tried again."""
-        for chunk in self._unfolded[index]:
-            self._encoded(chunk)
-        self._unfolded[index].clear()
+        for chunk in self._pending_chunks[index]:
+            self._encode(chunk)
+        self._pending_chunks[index].clear()
 
     async def _end(self) -> None:
-        last, encoder = self._encoded(self._merger.usage()), self.answer.encoder
+        last, encoder = self._encode(self._merger.build_usage_chunk()), self.response.encoder
         assert encoder is not None
         if self._call.stream:
-            await self.answer.end(last + encoder.done())
+            await self.response.end(last + encoder.encode_done())
         else:
-            await self.answer.whole(encoder.whole())
+            await self.response.send_json(encoder.encode_json())
 
-    def _encoded(self, chunk: Chunk) -> bytes:
-        assert self.answer.encoder is not None
-        return self.answer.encoder.chunk(chunk, msgspec.json.encode(chunk))
+    def _encode(self, chunk: Chunk) -> bytes:
+        assert self.response.encoder is not None
+        return self.response.encoder.encode_chunk(chunk, msgspec.json.encode(chunk))
 
 
-class _Voice:
+class BranchEncoder:
     """An apis.Encoder that gives a part's chunks to the chorus; the end is the chorus's to say."""
 
-    def __init__(self, chorus: Chorus, index: int, part_id: str) -> None:
-        self._chorus, self._index, self._part_id = chorus, index, part_id
+    def __init__(self, fanout: Fanout, index: int, branch_id: str) -> None:
+        self._fanout, self._index, self._branch_id = fanout, index, branch_id
 
-    def chunk(self, chunk: Chunk, raw: bytes) -> bytes:
-        return self._chorus.say(self._index, self._part_id, chunk)
+    def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
+        return self._fanout.encode_chunk(self._index, self._branch_id, chunk)
 
-    def done(self) -> bytes:
+    def encode_done(self) -> bytes:
         return b""
 
-    def whole(self) -> bytes:
+    def encode_json(self) -> bytes:
         return b""
 
-    def failure(self, error: ClientError) -> bytes:
+    def encode_stream_error(self, error: ClientError) -> bytes:
         return b""

@@ -14,13 +14,13 @@ import msgspec
 from aiohttp import web
 
 from warmline_common.protocol.messages import decode
-from warmline_common.protocol.sse import Event, comment_event
-from warmline_proxy.api.base import Api, Begun, Call, Chunk, Encoder
-from warmline_proxy.errors import ClientError, bad_gateway, from_upstream
-from warmline_proxy.http.bodies import send
-from warmline_proxy.request_log import Trace
-from warmline_proxy.upstream.client import Discarded, Leaderless, UpstreamError
-from warmline_proxy.upstream.generation_stream import PREFILL, Generation
+from warmline_common.protocol.sse import SseEvent, encode_comment
+from warmline_proxy.api.base import Api, ApiCall, Chunk, ResponseEncoder, ResponseStart
+from warmline_proxy.errors import ClientError, bad_gateway, translate_upstream_error
+from warmline_proxy.http.bodies import write_chunk
+from warmline_proxy.request_log import RequestLog
+from warmline_proxy.upstream.client import LeaderLostError, StepFailedError, UpstreamError
+from warmline_proxy.upstream.generation_stream import PREFILL, GenerationStream
 
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -28,38 +28,38 @@ STREAM_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 JSON_HEADERS = {"Content-Type": "application/json; charset=utf-8"}
-CUT_OFF = "The backend ended its answer early."
-LAST_WORD_TIMEOUT_S = 5.0  # for an error to a client that may not be reading
+TRUNCATED_MESSAGE = "The backend ended its answer early."
+ERROR_SEND_TIMEOUT_S = 5.0  # for an error to a client that may not be reading
 
 
-class Sink(Protocol):
+class ResponseSink(Protocol):
     """Where one generation's answer goes: to its client, or into an answer of several choices (`chorus`)."""
 
-    call: Call | None
-    spoken: bool  # content was given to it
-    ended: bool
-    said_at: float
+    call: ApiCall | None
+    has_content: bool  # content was given to it
+    is_closed: bool
+    last_write_at: float
 
     @property
-    def begun(self) -> bool: ...
+    def has_started(self) -> bool: ...
 
-    def opens(self, begun: Begun) -> Encoder:
+    def open_encoder(self, response_start: ResponseStart) -> ResponseEncoder:
         """Content may come: what is to encode it.  Again at each try, none of which has spoken."""
 
     async def write(self, data: bytes) -> None: ...
 
-    async def beat(self) -> None: ...
+    async def send_heartbeat(self) -> None: ...
 
     async def end(self, data: bytes = b"") -> None: ...
 
-    async def whole(self, body: bytes) -> None: ...
+    async def send_json(self, body: bytes) -> None: ...
 
     async def fail(self, error: ClientError) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Answer:
+class ResponseWriter:
     """The client's side of one request: nothing sent, signs of life sent (`begun`), or content sent (`spoken`).
 
     `response` is what the handler is to return, once it has ended or failed.
@@ -67,181 +67,187 @@ class Answer:
 
     def __init__(
         self,
-        request: web.Request,
+        http_request: web.Request,
         api: Api,
         headers: Callable[[], Mapping[str, str]],
         send_timeout_s: float,
-        refused: Callable[[ClientError], object],
+        on_error: Callable[[ClientError], object],
     ) -> None:
         """`refused` hears of the error that the client is told."""
-        self._api, self._refused = api, refused
-        self.call: Call | None = None  # before that is known, nothing is sent
-        self.encoder: Encoder | None = None  # once content may come
-        self.spoken = False
-        self.ended = False  # nothing more may be written
-        self.said_at = time.monotonic()  # when the client last got a byte, or came
-        self._request, self._headers, self._send_timeout_s = request, headers, send_timeout_s
-        self._begun: web.StreamResponse | None = None
-        self.response: web.StreamResponse | None = None
-        self._sending = asyncio.Lock()
-        self._beats_over = False
+        self._api, self._on_error = api, on_error
+        self.call: ApiCall | None = None  # before that is known, nothing is sent
+        self.encoder: ResponseEncoder | None = None  # once content may come
+        self.has_content = False
+        self.is_closed = False  # nothing more may be written
+        self.last_write_at = time.monotonic()  # when the client last got a byte, or came
+        self._http_request, self._headers, self._send_timeout_s = http_request, headers, send_timeout_s
+        self._stream_response: web.StreamResponse | None = None
+        self.http_response: web.StreamResponse | None = None
+        self._send_lock = asyncio.Lock()
+        self._is_heartbeat_stopped = False
 
     @property
-    def begun(self) -> bool:
-        return self._begun is not None
+    def has_started(self) -> bool:
+        return self._stream_response is not None
 
-    def opens(self, begun: Begun) -> Encoder:
+    def open_encoder(self, response_start: ResponseStart) -> ResponseEncoder:
         assert self.call is not None
-        self.encoder = self.call.api.encoder(self.call, begun)
+        self.encoder = self.call.api.create_encoder(self.call, response_start)
         return self.encoder
 
     async def write(self, data: bytes) -> None:
         """Raises ConnectionResetError where the client has left, or takes nothing for `send_timeout_s`."""
-        async with self._sending:
-            self.said_at = time.monotonic()
-            if self._begun is None:
+        async with self._send_lock:
+            self.last_write_at = time.monotonic()
+            if self._stream_response is None:
                 assert self.call is not None
                 kind = STREAM_HEADERS if self.call.stream else JSON_HEADERS
                 response = web.StreamResponse(headers={**kind, **self._headers()})
-                await response.prepare(self._request)
-                self._begun = response
-            await send(self._begun, data, self._send_timeout_s)
+                await response.prepare(self._http_request)
+                self._stream_response = response
+            await write_chunk(self._stream_response, data, self._send_timeout_s)
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         """A sign of life that means nothing: clients that wait for bytes wait on."""
-        if self.call is None or self._beats_over or self._sending.locked():
+        if self.call is None or self._is_heartbeat_stopped or self._send_lock.locked():
             return
         with suppress(ConnectionResetError):  # the request's own task hears of it too
-            await self.write(comment_event("working") if self.call.stream else b" ")
+            await self.write(encode_comment("working") if self.call.stream else b" ")
 
     async def end(self, data: bytes = b"") -> None:
         """The rest, and the end of it.  Raises ConnectionResetError."""
-        await self._no_more_beats()
+        await self._stop_heartbeats()
         if data:
             await self.write(data)
-        assert self._begun is not None
-        self.ended, self.response = True, self._begun
+        assert self._stream_response is not None
+        self.is_closed, self.http_response = True, self._stream_response
         try:
             async with asyncio.timeout(self._send_timeout_s):
-                await self._begun.write_eof()
+                await self._stream_response.write_eof()
         except TimeoutError:
             raise ConnectionResetError("the client did not take the end of its answer") from None
 
-    async def whole(self, body: bytes) -> None:
+    async def send_json(self, body: bytes) -> None:
         """A JSON answer, all at once where nothing was sent yet."""
-        await self._no_more_beats()
-        if self.begun:
+        await self._stop_heartbeats()
+        if self.has_started:
             return await self.end(body)
-        self.ended = True
-        self.response = web.Response(body=body, content_type="application/json", headers=dict(self._headers()))
+        self.is_closed = True
+        self.http_response = web.Response(body=body, content_type="application/json", headers=dict(self._headers()))
 
     async def fail(self, error: ClientError) -> None:
         """Raises ConnectionResetError once the connection is aborted: half an answer must not look whole."""
-        self._refused(error)
-        await self._no_more_beats()
-        if not self.begun and not self.ended:
-            self.response = error.response(self._api.refusal(error), dict(self._headers()))
+        self._on_error(error)
+        await self._stop_heartbeats()
+        if not self.has_started and not self.is_closed:
+            self.http_response = error.build_response(self._api.encode_error(error), dict(self._headers()))
             return
-        if self.call and self.call.stream and not self.ended:
-            self._send_timeout_s = min(self._send_timeout_s, LAST_WORD_TIMEOUT_S)
-            await self.end((self.encoder or self._api).failure(error))
+        if self.call and self.call.stream and not self.is_closed:
+            self._send_timeout_s = min(self._send_timeout_s, ERROR_SEND_TIMEOUT_S)
+            await self.end((self.encoder or self._api).encode_stream_error(error))
             return
-        if self._request.transport:
-            self._request.transport.abort()
+        if self._http_request.transport:
+            self._http_request.transport.abort()
         raise ConnectionResetError(f"aborted: {error}")
 
     def close(self) -> None:
         """Whatever happens from now on, the client hears nothing of it."""
-        self._beats_over = self.ended = True
+        self._is_heartbeat_stopped = self.is_closed = True
 
-    async def _no_more_beats(self) -> None:
-        async with self._sending:  # one may be on its way
-            self._beats_over = True
+    async def _stop_heartbeats(self) -> None:
+        async with self._send_lock:  # one may be on its way
+            self._is_heartbeat_stopped = True
 
 
-async def relay(answer: Sink, generation: Generation, begun: Begun, trace: Trace) -> None:
+async def relay_response(
+    sink: ResponseSink, generation: GenerationStream, response_start: ResponseStart, request_log: RequestLog
+) -> None:
     """Raises ClientError or UpstreamError where no content was sent; ConnectionResetError where the client has left."""
-    assert answer.call is not None
-    encoder = answer.opens(begun)
-    if answer.call.stream:
-        await _relay_stream(answer, generation, encoder, trace)
+    assert sink.call is not None
+    encoder = sink.open_encoder(response_start)
+    if sink.call.stream:
+        await _relay_stream(sink, generation, encoder, request_log)
     else:
-        await _relay_json(answer, generation, encoder, trace)
+        await _relay_json(sink, generation, encoder, request_log)
 
 
-async def _relay_stream(answer: Sink, generation: Generation, encoder: Encoder, trace: Trace) -> None:
+async def _relay_stream(
+    sink: ResponseSink, generation: GenerationStream, encoder: ResponseEncoder, request_log: RequestLog
+) -> None:
     try:
-        whole = False
+        is_complete = False
         async for event in generation.events():
-            if out := _client_event(event, encoder, trace):
-                answer.spoken = answer.spoken or not event.comment
-                await answer.write(out)
-            whole = whole or event.data == b"[DONE]"
-        if not whole:
-            raise bad_gateway(CUT_OFF)
+            if out := _encode_event(event, encoder, request_log):
+                sink.has_content = sink.has_content or not event.comment
+                await sink.write(out)
+            is_complete = is_complete or event.data == b"[DONE]"
+        if not is_complete:
+            raise bad_gateway(TRUNCATED_MESSAGE)
     except (ClientError, UpstreamError) as error:
-        if not answer.spoken:
+        if not sink.has_content:
             raise
-        trace.failed(error)
-        await answer.fail(from_upstream(error))
+        request_log.record_failure(error)
+        await sink.fail(translate_upstream_error(error))
     else:
-        await answer.end()
+        await sink.end()
 
 
-async def _relay_json(answer: Sink, generation: Generation, encoder: Encoder, trace: Trace) -> None:
-    whole = False
+async def _relay_json(
+    sink: ResponseSink, generation: GenerationStream, encoder: ResponseEncoder, request_log: RequestLog
+) -> None:
+    is_complete = False
     async for event in generation.events():
         if event.data == b"[DONE]":
-            whole = True
+            is_complete = True
         elif event.data:
-            encoder.chunk(_checked_chunk(event, trace), event.data)
-    if not whole:
-        raise bad_gateway(CUT_OFF)
-    await answer.whole(encoder.whole())
+            encoder.encode_chunk(_parse_chunk(event, request_log), event.data)
+    if not is_complete:
+        raise bad_gateway(TRUNCATED_MESSAGE)
+    await sink.send_json(encoder.encode_json())
 
 
-def _client_event(event: Event, encoder: Encoder, trace: Trace) -> bytes:
+def _encode_event(event: SseEvent, encoder: ResponseEncoder, request_log: RequestLog) -> bytes:
     """What of an event the client gets: b"" for nothing.  Raises ClientError for the backend's error event."""
     if event.comment:
         return event.raw if event.comment.startswith(PREFILL) else b""
     if event.data == b"[DONE]":
-        return encoder.done()
+        return encoder.encode_done()
     if not event.data:
         return event.raw
-    return encoder.chunk(_checked_chunk(event, trace), event.data)
+    return encoder.encode_chunk(_parse_chunk(event, request_log), event.data)
 
 
-def _checked_chunk(event: Event, trace: Trace) -> Chunk:
-    chunk: Chunk = _parse(event.data, Chunk)
+def _parse_chunk(event: SseEvent, request_log: RequestLog) -> Chunk:
+    chunk: Chunk = _decode_json(event.data, Chunk)
     if "error" in chunk:
-        raise _stream_error(event.data)
-    if not trace.ttft_s and _has_content(event.data):
-        trace.saw_content()
+        raise _parse_stream_error(event.data)
+    if not request_log.ttft_s and _has_content(event.data):
+        request_log.record_first_token()
     return chunk
 
 
 def _has_content(data: bytes) -> bool:
     """Whether a chunk carries text, or ends a text that was empty."""
-    for choice in _parse(data, dict[str, Any]).get("choices") or ():
+    for choice in _decode_json(data, dict[str, Any]).get("choices") or ():
         delta = choice.get("delta") or {}
         if choice.get("text") or choice.get("finish_reason") or any(delta[key] for key in delta if key != "role"):
             return True
     return False
 
 
-def _parse(data: bytes, kind: Any) -> Any:
+def _decode_json(data: bytes, kind: Any) -> Any:
     try:
         return decode(data, kind)
     except msgspec.DecodeError as error:
         raise bad_gateway(f"The backend sent an unreadable chunk: {error}") from error
 
 
-def _stream_error(payload: bytes) -> ClientError | UpstreamError:
+def _parse_stream_error(payload: bytes) -> ClientError | UpstreamError:
     """The backend's own words, under the status that suits them, or what to do about them."""
-    error = _parse(payload, dict[str, Any])["error"]
+    error = _decode_json(payload, dict[str, Any])["error"]
     kind, code = (error.get("type"), error.get("code")) if isinstance(error, dict) else ("", "")
     if code in ("discarded", "cancelled"):  # whoever is told of a cancel did not ask for it: the backend is stopping
-        return Discarded(str(error.get("message")) if code == "discarded" else "the backend was stopped")
+        return StepFailedError(str(error.get("message")) if code == "discarded" else "the backend was stopped")
     if code == "leaderless":
-        return Leaderless(str(error.get("message")))
+        return LeaderLostError(str(error.get("message")))
     return ClientError(400 if kind == "invalid_request_error" else 500, payload)

@@ -18,12 +18,12 @@ CYCLE_TOKENS_MAX = 8
 DIGITS_MAX = 256
 
 
-class Guard:
+class RepetitionDetector:
     """One answer's.  `reason` is "" until it trips, and says what was seen from then on."""
 
     def __init__(self) -> None:
         self.reason = ""
-        self._last: deque[str] = deque(maxlen=CYCLE_TOKENS_MAX)
+        self._recent_pieces: deque[str] = deque(maxlen=CYCLE_TOKENS_MAX)
         self._repeats = [0] * (CYCLE_TOKENS_MAX + 1)  # by period: how many pieces in a row were that long before, too
         self._digits = 0
 
@@ -36,12 +36,12 @@ class Guard:
 
     def _count_repeats(self, piece: str) -> None:
         repeats = self._repeats
-        for period, earlier in enumerate(reversed(self._last), start=1):
+        for period, earlier in enumerate(reversed(self._recent_pieces), start=1):
             repeats[period] = repeats[period] + 1 if piece == earlier else 0
             if repeats[period] >= REPEATED_TOKENS_MAX and not self.reason:
                 what = "one token" if period == 1 else f"a cycle of {period} tokens"
                 self.reason = f"{what} repeated over {repeats[period] + period} tokens"
-        self._last.append(piece)
+        self._recent_pieces.append(piece)
 
     def _count_digits(self, piece: str) -> None:
         if piece.isdecimal():
@@ -66,7 +66,7 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
 
 
-def text_of(chunk: bytes) -> str:
+def chunk_text(chunk: bytes) -> str:
     """What one chunk of an OpenAI stream says; "" where it says nothing, or can't be read."""
     try:
         choices = decode(chunk, _Chunk).choices

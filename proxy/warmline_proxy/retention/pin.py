@@ -7,64 +7,64 @@ from collections.abc import Set
 
 import msgspec
 
-from warmline_common.process.redaction import quoted
+from warmline_common.process.redaction import quote_text
 from warmline_proxy.index.index import Index
-from warmline_proxy.store.rows import PinReply, PinRequest, Snapshot
+from warmline_proxy.store.rows import IndexSnapshot, PinReply, PinRequest
 from warmline_proxy.store.tables import Tables
 
 PINNED_SHARE_MAX = 0.8  # of the budget: the rest is what other conversations live on
 
 
-class NotStored(LookupError):
+class UnknownSessionError(LookupError):
     """No such conversation."""
 
 
-class TooMuchPinned(ValueError):
+class PinLimitError(ValueError):
     """The budget has no room for it."""
 
 
-def bytes_pinned_max(budget_bytes: int) -> int:
+def pin_limit_bytes(budget_bytes: int) -> int:
     return int(budget_bytes * PINNED_SHARE_MAX)
 
 
-def pinned_after(snapshot: Snapshot, session_id: str, off: bool) -> set[str]:
+def find_pinned_segments(snapshot: IndexSnapshot, session_id: str, unpin: bool) -> set[str]:
     """The segments that are to be pinned once this conversation is, or with `off` no longer is."""
     wanted: set[str] = set()
     for row in snapshot.sessions.values():
         if row.id == session_id:
-            wanted |= set() if off else {link.id for link in snapshot.path(row.leaf)}
+            wanted |= set() if unpin else {link.id for link in snapshot.segment_path(row.leaf)}
         elif row.pinned:
-            wanted |= {link.id for link in snapshot.path(row.leaf) if link.pinned}
+            wanted |= {link.id for link in snapshot.segment_path(row.leaf) if link.pinned}
     return wanted
 
 
-def let_go_of_unclaimed(tables: Tables) -> None:
+def unpin_orphaned_segments(tables: Tables) -> None:
     """What is pinned for conversations alone that are gone may be evicted again."""
     snapshot = tables.snapshot()
-    _set_pinned(tables, snapshot, pinned_after(snapshot, "", off=True))
+    _set_pinned(tables, snapshot, find_pinned_segments(snapshot, "", unpin=True))
 
 
-def weigh(snapshot: Snapshot, segments: Set[str]) -> int:
+def count_bytes(snapshot: IndexSnapshot, segments: Set[str]) -> int:
     """Bytes on disk, with their checkpoints."""
     states = (row.bytes_on_disk for row in snapshot.checkpoints.values() if row.segment in segments)
     return sum(snapshot.segments[segment].bytes_on_disk for segment in segments) + sum(states)
 
 
-def pin(index: Index, request: PinRequest) -> PinReply:
+def pin_session(index: Index, request: PinRequest) -> PinReply:
     """In one transaction; blocks.  Raises NotStored, TooMuchPinned (nothing is changed then), IndexFailure."""
-    return index.change(lambda tables: _pin(tables, request, bytes_pinned_max(index.budget_bytes)))
+    return index.transact(lambda tables: _pin_session(tables, request, pin_limit_bytes(index.budget_bytes)))
 
 
-def _pin(tables: Tables, request: PinRequest, most: int) -> PinReply:
+def _pin_session(tables: Tables, request: PinRequest, bytes_max: int) -> PinReply:
     snapshot = tables.snapshot()
     if (row := snapshot.sessions.get(request.session)) is None:
-        raise NotStored(f"no conversation is called {quoted(request.session)}")
-    wanted = pinned_after(snapshot, row.id, request.off)
-    weight = weigh(snapshot, wanted)
-    if not request.off and weight > most:
-        now = weigh(snapshot, {segment.id for segment in snapshot.segments.values() if segment.pinned})
-        raise TooMuchPinned(
-            f"with it {weight:,} bytes would be pinned (now {now:,}), and no more than {most:,} may be, "
+        raise UnknownSessionError(f"no conversation is called {quote_text(request.session)}")
+    wanted = find_pinned_segments(snapshot, row.id, request.off)
+    weight = count_bytes(snapshot, wanted)
+    if not request.off and weight > bytes_max:
+        now = count_bytes(snapshot, {segment.id for segment in snapshot.segments.values() if segment.pinned})
+        raise PinLimitError(
+            f"with it {weight:,} bytes would be pinned (now {now:,}), and no more than {bytes_max:,} may be, "
             f"{PINNED_SHARE_MAX:.0%} of the disk budget: unpin another one, or raise disk_budget_gb"
         )
     changed = _set_pinned(tables, snapshot, wanted)
@@ -74,13 +74,13 @@ def _pin(tables: Tables, request: PinRequest, most: int) -> PinReply:
         pinned=not request.off,
         segments=sorted(changed),
         bytes_pinned=weight,
-        bytes_pinned_max=most,
+        bytes_pinned_max=bytes_max,
     )
 
 
-def _set_pinned(tables: Tables, snapshot: Snapshot, wanted: Set[str]) -> list[str]:
+def _set_pinned(tables: Tables, snapshot: IndexSnapshot, segments: Set[str]) -> list[str]:
     """Have these pinned and no others; those that were not so."""
-    changed = [row for row in snapshot.segments.values() if row.pinned != (row.id in wanted)]
+    changed = [row for row in snapshot.segments.values() if row.pinned != (row.id in segments)]
     for row in changed:
-        tables.update_segment(msgspec.structs.replace(row, pinned=row.id in wanted))
+        tables.update_segment(msgspec.structs.replace(row, pinned=row.id in segments))
     return [row.id for row in changed]

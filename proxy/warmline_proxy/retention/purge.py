@@ -6,18 +6,31 @@ from math import inf
 
 import msgspec
 
-from warmline_proxy.auth.owners import Whose
+from warmline_proxy.auth.owners import OwnerLabels
 from warmline_proxy.index.index import Index, IndexReader
-from warmline_proxy.index.save import abort
-from warmline_proxy.index.tree import drop
-from warmline_proxy.index.turns import remove_turns, turns
-from warmline_proxy.retention.pin import let_go_of_unclaimed
-from warmline_proxy.retention.truncate import Cutter, reach, trim, weighed
-from warmline_proxy.store.rows import Cut, PurgeReply, PurgeRequest, SegmentRow, SessionRow, Snapshot, TurnRow
+from warmline_proxy.index.save import abort_save
+from warmline_proxy.index.tree import delete_subtree
+from warmline_proxy.index.turns import list_turns, remove_turns
+from warmline_proxy.retention.pin import unpin_orphaned_segments
+from warmline_proxy.retention.truncate import (
+    Truncator,
+    find_needed_segments,
+    preview_truncation,
+    truncate_orphaned_tails,
+)
+from warmline_proxy.store.rows import (
+    IndexSnapshot,
+    PurgeReply,
+    PurgeRequest,
+    SegmentRow,
+    SessionRow,
+    Truncation,
+    TurnRow,
+)
 from warmline_proxy.store.tables import Tables
 
 
-class Selection(msgspec.Struct, kw_only=True):
+class PurgeSelection(msgspec.Struct, kw_only=True):
     """What goes.  `segments` is closed: with a segment, or a part of one, goes all that builds on it."""
 
     sessions: set[str] = set()
@@ -28,77 +41,81 @@ class Selection(msgspec.Struct, kw_only=True):
     cuts: dict[str, int] = {}  # segments that stay, and the position from which on others don't need them
 
 
-def check(request: PurgeRequest) -> None:
+def check_purge_request(request: PurgeRequest) -> None:
     """Raises ValueError unless it names exactly one thing."""
     named = [bool(request.session), bool(request.model), bool(request.key), request.roots is not None]
     if sum([*named, request.older_than_s is not None, request.everything]) != 1:
         raise ValueError("name exactly one of: a session, a model, a key, roots, an age, everything")
 
 
-def by_roots(request: PurgeRequest, known: Whose) -> PurgeRequest:
+def resolve_key(request: PurgeRequest, owner_labels: OwnerLabels) -> PurgeRequest:
     """The same, with roots for a key.  Raises NoSuchKey."""
-    return msgspec.structs.replace(request, key="", roots=known.roots(request.key)) if request.key else request
+    return (
+        msgspec.structs.replace(request, key="", roots=owner_labels.find_roots(request.key)) if request.key else request
+    )
 
 
-def roots_of(request: PurgeRequest) -> Set[bytes]:
+def parse_roots(request: PurgeRequest) -> Set[bytes]:
     """Those that it names."""
     return frozenset(map(bytes.fromhex, request.roots or ()))
 
 
-def select(snapshot: Snapshot, request: PurgeRequest, now: float) -> Selection:
+def select_purge(snapshot: IndexSnapshot, request: PurgeRequest, now: float) -> PurgeSelection:
     """Raises ValueError unless the request names exactly one thing; an empty selection where it matches nothing.
 
     A conversation takes along only what no other one needs, and that to the token.  A key is named `by_roots`.
     """
-    check(request)
+    check_purge_request(request)
     assert not request.key, "it must be found out first which roots are its"
     if request.everything:
-        return _measured(snapshot, set(snapshot.sessions), set(snapshot.segments), set(snapshot.quarantined))
+        return _make_selection(snapshot, set(snapshot.sessions), set(snapshot.segments), set(snapshot.quarantined))
     if request.model:
-        return _of_model(snapshot, request.model)
+        return _select_model(snapshot, request.model)
     if request.roots is not None:
-        return _of_roots(snapshot, roots_of(request))
+        return _select_roots(snapshot, parse_roots(request))
     if request.session:
-        return _of_sessions(snapshot, {request.session} & snapshot.sessions.keys())
-    return _older_than(snapshot, now - (request.older_than_s or 0.0))
+        return _select_sessions(snapshot, {request.session} & snapshot.sessions.keys())
+    return _select_older_than(snapshot, now - (request.older_than_s or 0.0))
 
 
 def purge(index: Index, request: PurgeRequest) -> PurgeReply:
     """Rows, files, request records and then every trace in the index file.  Blocks; raises ValueError, IndexFailure."""
     if request.dry_run:
-        return preview(index, request)
-    with Cutter(index) as cutter:
+        return preview_purge(index, request)
+    with Truncator(index) as cutter:
         while True:
-            prepare(index, request, cutter)
-            if (reply := remove(index, request, cutter)) is not None:
+            prepare_purge(index, request, cutter)
+            if (reply := remove_purged_rows(index, request, cutter)) is not None:
                 break
-    return erase(index, reply)
+    return erase_purged_files(index, reply)
 
 
-def preview(reader: IndexReader, request: PurgeRequest) -> PurgeReply:
+def preview_purge(reader: IndexReader, request: PurgeRequest) -> PurgeReply:
     """What would go.  Raises ValueError, IndexFailure."""
     snapshot = reader.snapshot()
-    selection = select(snapshot, request, time.time())
-    cuts = [weighed(reader.home, snapshot.segments[segment], until) for segment, until in selection.cuts.items()]
-    return _told(selection, cuts, dry_run=True)
+    selection = select_purge(snapshot, request, time.time())
+    cuts = [
+        preview_truncation(reader.home, snapshot.segments[segment], until) for segment, until in selection.cuts.items()
+    ]
+    return _make_reply(selection, cuts, dry_run=True)
 
 
-def prepare(index: Index, request: PurgeRequest, cutter: Cutter) -> None:
+def prepare_purge(index: Index, request: PurgeRequest, truncator: Truncator) -> None:
     """Write what is to take the place of segments that are cut.  Blocks, for long; raises ValueError, IndexFailure."""
     index.flush()
-    cutter.prepare(select(index.snapshot(), request, time.time()).cuts)
+    truncator.prepare(select_purge(index.snapshot(), request, time.time()).cuts)
 
 
-def remove(index: Index, request: PurgeRequest, cutter: Cutter) -> PurgeReply | None:
+def remove_purged_rows(index: Index, request: PurgeRequest, truncator: Truncator) -> PurgeReply | None:
     """Rows and records: nobody starts from it any more.  None, and nothing is done, where it must be prepared again.
 
     Blocks; raises ValueError, IndexFailure.
     """
     index.flush()
-    return index.change(lambda tables: _select_and_remove(tables, request, cutter), frees=True)
+    return index.transact(lambda tables: _select_and_remove(tables, request, truncator), frees_space=True)
 
 
-def remove_turns_of(index: Index, calls: Collection[tuple[bytes, str]]) -> None:
+def remove_sampled_turns(index: Index, calls: Collection[tuple[bytes, str]]) -> None:
     """What requests have sampled, each by its namespace and first call.  Blocks; raises IndexFailure."""
     if not calls:
         return
@@ -106,28 +123,28 @@ def remove_turns_of(index: Index, calls: Collection[tuple[bytes, str]]) -> None:
 
     def change(tables: Tables) -> None:
         wanted = set(calls)
-        remove_turns(tables, (pair for pair in turns(tables) if (pair[1].root, pair[1].calls[0]) in wanted))
+        remove_turns(tables, (pair for pair in list_turns(tables) if (pair[1].root, pair[1].calls[0]) in wanted))
 
-    index.change(change, frees=True)
+    index.transact(change, frees_space=True)
 
 
-def erase(index: Index, reply: PurgeReply) -> PurgeReply:
+def erase_purged_files(index: Index, reply: PurgeReply) -> PurgeReply:
     """Files whose rows are gone, then every trace in the index file.  Blocks; raises IndexFailure.
 
     What could not be cut is tried once more: there may be room for it now.
     """
     index.sweep()
     if again := {cut.segment for cut in reply.cuts if cut.why_not}:
-        cuts = {cut.segment: cut for cut in [*reply.cuts, *trim(index, again)]}
+        cuts = {cut.segment: cut for cut in [*reply.cuts, *truncate_orphaned_tails(index, again)]}
         freed = sum(cuts[segment].bytes_count for segment in again if not cuts[segment].why_not)
         reply = msgspec.structs.replace(reply, cuts=list(cuts.values()), bytes_freed=reply.bytes_freed + freed)
         index.sweep()
     index.compact()
-    index.renew_spare()
+    index.renew_reserve()
     return reply
 
 
-def _told(selection: Selection, cuts: list[Cut], dry_run: bool) -> PurgeReply:
+def _make_reply(selection: PurgeSelection, cuts: list[Truncation], dry_run: bool) -> PurgeReply:
     return PurgeReply(
         sessions=sorted(selection.sessions),
         segments=sorted(selection.segments),
@@ -139,29 +156,31 @@ def _told(selection: Selection, cuts: list[Cut], dry_run: bool) -> PurgeReply:
     )
 
 
-def _select_and_remove(tables: Tables, request: PurgeRequest, cutter: Cutter) -> PurgeReply | None:
+def _select_and_remove(tables: Tables, request: PurgeRequest, truncator: Truncator) -> PurgeReply | None:
     snapshot, now = tables.snapshot(), time.time()
-    selection = select(snapshot, request, now)
-    if not cutter.is_ready(tables, selection.cuts):
+    selection = select_purge(snapshot, request, now)
+    if not truncator.is_ready(tables, selection.cuts):
         return None
-    kept, roots = snapshot.sessions.keys() - selection.sessions, roots_of(request)
-    tables.leaves_traces()
-    _remove(tables, selection)
-    _disown(tables, snapshot, selection)
-    cuts = cutter.put(tables, selection.cuts, owner=next(iter(selection.sessions), ""))
-    let_go_of_unclaimed(tables)
+    kept, roots = snapshot.sessions.keys() - selection.sessions, parse_roots(request)
+    tables.mark_purged()
+    _remove_selected(tables, selection)
+    _clear_session_labels(tables, snapshot, selection)
+    cuts = truncator.apply(tables, selection.cuts, owner=next(iter(selection.sessions), ""))
+    unpin_orphaned_segments(tables)
     _remove_records(tables, snapshot, selection, request, now)
-    for plan in tables.saves():
+    for plan in tables.save_plans():
         if request.everything or request.model == plan.model != "" or plan.root in roots:
-            abort(tables, plan)
-    remove_turns(tables, (pair for pair in turns(tables) if _goes(pair[1], kept, selection, request, roots, now)))
-    return _told(selection, cuts, dry_run=False)
+            abort_save(tables, plan)
+    remove_turns(
+        tables, (pair for pair in list_turns(tables) if _is_turn_purged(pair[1], kept, selection, request, roots, now))
+    )
+    return _make_reply(selection, cuts, dry_run=False)
 
 
-def _goes(
+def _is_turn_purged(
     turn: TurnRow,
-    kept: Collection[str],
-    selection: Selection,
+    remaining_sessions: Collection[str],
+    selection: PurgeSelection,
     request: PurgeRequest,
     roots: Set[bytes],
     now: float,
@@ -171,44 +190,47 @@ def _goes(
     What belongs to no conversation yet may belong to the one that goes.
     """
     if request.older_than_s is not None and turn.at < now - request.older_than_s:
-        return turn.session not in kept
+        return turn.session not in remaining_sessions
     of_session = turn.session in selection.sessions or (bool(request.session) and not turn.session)
     return request.everything or of_session or request.model == turn.model != "" or turn.root in roots
 
 
-def _of_model(snapshot: Snapshot, model: str) -> Selection:
+def _select_model(snapshot: IndexSnapshot, model: str) -> PurgeSelection:
     segments = {row.id for row in snapshot.segments.values() if row.model == model}
     sessions = {row.id for row in snapshot.sessions.values() if row.model == model}
     quarantined = {row.id for row in snapshot.quarantined.values() if row.model == model}
-    return _measured(snapshot, sessions, segments, quarantined)
+    return _make_selection(snapshot, sessions, segments, quarantined)
 
 
-def _of_roots(snapshot: Snapshot, roots: Set[bytes]) -> Selection:
+def _select_roots(snapshot: IndexSnapshot, roots: Set[bytes]) -> PurgeSelection:
     """With all that was set aside: whose that was can no longer be told for sure."""
     segments = {row.id for row in snapshot.segments.values() if row.root in roots}
     sessions = {row.id for row in snapshot.sessions.values() if row.root in roots}
-    return _measured(snapshot, sessions, segments, set(snapshot.quarantined))
+    return _make_selection(snapshot, sessions, segments, set(snapshot.quarantined))
 
 
-def _older_than(snapshot: Snapshot, before: float) -> Selection:
+def _select_older_than(snapshot: IndexSnapshot, before: float) -> PurgeSelection:
     """Conversations, and what belongs to none, last used before then."""
     old = {row.id for row in snapshot.sessions.values() if row.last_used < before}
-    selection = _of_sessions(snapshot, old)
-    kept = set(reach(snapshot, snapshot.sessions.keys() - old))
+    selection = _select_sessions(snapshot, old)
+    kept = set(find_needed_segments(snapshot, snapshot.sessions.keys() - old))
     young = {row.id for row in snapshot.segments.values() if _last_used(snapshot, row.id) >= before}
-    kept |= {link.id for segment_id in young - selection.segments for link in snapshot.path(segment_id)}
+    kept |= {link.id for segment_id in young - selection.segments for link in snapshot.segment_path(segment_id)}
     quarantined = {row.id for row in snapshot.quarantined.values() if row.at < before}
     segments = selection.segments | (snapshot.segments.keys() - kept)
-    return _measured(snapshot, old, segments, quarantined, selection.cuts)
+    return _make_selection(snapshot, old, segments, quarantined, selection.cuts)
 
 
-def _last_used(snapshot: Snapshot, segment_id: str) -> float:
+def _last_used(snapshot: IndexSnapshot, segment_id: str) -> float:
     return max(snapshot.segments[segment_id].created, snapshot.usage[segment_id].last_used)
 
 
-def _of_sessions(snapshot: Snapshot, sessions: set[str]) -> Selection:
+def _select_sessions(snapshot: IndexSnapshot, sessions: set[str]) -> PurgeSelection:
     """Their paths, abandoned branches of those, and what else they wrote, but for what other conversations stand on."""
-    needed, own = reach(snapshot, snapshot.sessions.keys() - sessions), reach(snapshot, sessions)
+    needed, own = (
+        find_needed_segments(snapshot, snapshot.sessions.keys() - sessions),
+        find_needed_segments(snapshot, sessions),
+    )
     wrote = {row.id for row in snapshot.segments.values() if row.session in sessions}
     cuts = {
         segment: until
@@ -219,29 +241,29 @@ def _of_sessions(snapshot: Snapshot, sessions: set[str]) -> Selection:
     models = {snapshot.sessions[session].model for session in sessions} | {""}
     # Whose rows a file has that was set aside can no longer be told for sure.
     quarantined = {row.id for row in snapshot.quarantined.values() if sessions and row.model in models}
-    return _measured(snapshot, sessions, (own.keys() | wrote | beyond) - needed.keys(), quarantined, cuts)
+    return _make_selection(snapshot, sessions, (own.keys() | wrote | beyond) - needed.keys(), quarantined, cuts)
 
 
-def _measured(
-    snapshot: Snapshot,
+def _make_selection(
+    snapshot: IndexSnapshot,
     sessions: set[str],
     segments: Set[str],
     quarantined: set[str],
     cuts: dict[str, int] | None = None,
-) -> Selection:
-    gone, cuts = _with_descendants(snapshot, segments), cuts or {}
+) -> PurgeSelection:
+    gone, cuts = _add_descendants(snapshot, segments), cuts or {}
     checkpoints = {
         row.id
         for row in snapshot.checkpoints.values()
         if row.segment in gone or row.position > cuts.get(row.segment, inf)
     }
-    lost = {row.id for row in snapshot.sessions.values() if gone.issuperset(reach(snapshot, [row.id]))}
+    lost = {row.id for row in snapshot.sessions.values() if gone.issuperset(find_needed_segments(snapshot, [row.id]))}
     sizes = [
         *(snapshot.segments[file_id].bytes_on_disk for file_id in gone),
         *(snapshot.checkpoints[file_id].bytes_on_disk for file_id in checkpoints),
         *(snapshot.quarantined[file_id].bytes_on_disk for file_id in quarantined),
     ]
-    return Selection(
+    return PurgeSelection(
         sessions=sessions | lost,
         segments=gone,
         checkpoints=checkpoints,
@@ -251,7 +273,7 @@ def _measured(
     )
 
 
-def _with_descendants(snapshot: Snapshot, segments: Set[str]) -> set[str]:
+def _add_descendants(snapshot: IndexSnapshot, segments: Set[str]) -> set[str]:
     gone = set(segments)
     for row in sorted(snapshot.segments.values(), key=lambda row: row.start):  # a parent starts before its children
         if row.parent in gone:
@@ -259,20 +281,20 @@ def _with_descendants(snapshot: Snapshot, segments: Set[str]) -> set[str]:
     return gone
 
 
-def _remove(tables: Tables, selection: Selection) -> None:
+def _remove_selected(tables: Tables, selection: PurgeSelection) -> None:
     for session in selection.sessions:
         tables.remove_session(session)
     for file_id in (*selection.segments, *selection.checkpoints):
-        drop(tables, file_id, "")
+        delete_subtree(tables, file_id, "")
     for row in tables.quarantined():
         if row.id in selection.quarantined:
             tables.remove_quarantined(row)
-            tables.doom(row.id, row.bytes_on_disk)
+            tables.mark_deleted(row.id, row.bytes_on_disk)
     for key, _ in list(tables.items("gone")):
         tables.delete("gone", key)  # each holds a token
 
 
-def _disown(tables: Tables, snapshot: Snapshot, selection: Selection) -> None:
+def _clear_session_labels(tables: Tables, snapshot: IndexSnapshot, selection: PurgeSelection) -> None:
     """What they wrote and others stand on has no name of theirs any more."""
     for row in snapshot.segments.values():
         if row.session in selection.sessions and row.id not in selection.segments:
@@ -280,11 +302,11 @@ def _disown(tables: Tables, snapshot: Snapshot, selection: Selection) -> None:
 
 
 def _remove_records(
-    tables: Tables, snapshot: Snapshot, selection: Selection, request: PurgeRequest, now: float
+    tables: Tables, snapshot: IndexSnapshot, selection: PurgeSelection, request: PurgeRequest, now: float
 ) -> None:
     """Of requests, those of what goes, whether or not anything was stored of them."""
     rows: list[SegmentRow | SessionRow] = [*snapshot.segments.values(), *snapshot.sessions.values()]
-    roots = {row.root for row in rows if row.model == request.model != ""} | roots_of(request)
+    roots = {row.root for row in rows if row.model == request.model != ""} | parse_roots(request)
     kept = snapshot.sessions.keys() - selection.sessions
     before = -inf if request.older_than_s is None else now - request.older_than_s
     for key, record in tables.requests():

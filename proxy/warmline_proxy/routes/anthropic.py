@@ -2,40 +2,42 @@
 
 from aiohttp import web
 
-from warmline_proxy.api.anthropic.adapter import Messages
+from warmline_proxy.api.anthropic.adapter import MessagesApi
 from warmline_proxy.api.anthropic.models import model_info, model_list
 from warmline_proxy.api.openai_models import MODELS_PATH, is_models_path
 from warmline_proxy.auth.principals import Client
-from warmline_proxy.config import Config
-from warmline_proxy.errors import not_allowed
-from warmline_proxy.http.bodies import json_answer, read_body
-from warmline_proxy.pipeline.rendering import Renderer
-from warmline_proxy.upstream.backend_state import Knowledge
+from warmline_proxy.config import ProxyConfig
+from warmline_proxy.errors import method_not_allowed
+from warmline_proxy.http.bodies import json_response, read_body
+from warmline_proxy.pipeline.rendering import RemoteRenderer
+from warmline_proxy.upstream.backend_state import BackendState
 
 VERSION_HEADER = "anthropic-version"  # by which its clients are known
 
 
-class Anthropic:
+class AnthropicRoutes:
     """Takes no place in the queue and leaves nothing behind.  Event loop thread."""
 
-    def __init__(self, api: Messages, config: Config, renderer: Renderer, knowledge: Knowledge) -> None:
-        self._api, self._config, self._renderer, self._knowledge = api, config, renderer, knowledge
+    def __init__(
+        self, api: MessagesApi, config: ProxyConfig, renderer: RemoteRenderer, backend_state: BackendState
+    ) -> None:
+        self._api, self._config, self._renderer, self._backend_state = api, config, renderer, backend_state
 
     async def count_tokens(self, request: web.Request, client: Client) -> web.Response:
         """Raises ClientError and UpstreamError."""
         if request.method != "POST":
-            raise not_allowed(request.method, "POST")
+            raise method_not_allowed(request.method, "POST")
         body = await read_body(request, self._config.receive_timeout_s)
-        tokens = await self._renderer.count(self._api.read_to_count(body, request.headers), client.tenant)
-        return json_answer({"input_tokens": tokens})
+        tokens = await self._renderer.count_tokens(self._api.read_count_call(body, request.headers), client.tenant)
+        return json_response({"input_tokens": tokens})
 
-    async def models(self, path: str) -> web.Response:
+    async def get_models(self, path: str) -> web.Response:
         """`path`: of all models, or of one; any name is served.  Raises UpstreamError."""
-        status = await self._knowledge.status()
+        status = await self._backend_state.status()
         name = path.removeprefix(MODELS_PATH).strip("/")
-        return json_answer(model_info(status, name) if name else model_list(status))
+        return json_response(model_info(status, name) if name else model_list(status))
 
 
-def asks_for_models(request: web.Request, path: str) -> bool:
+def is_models_request(request: web.Request, path: str) -> bool:
     """Whether Anthropic's list is meant, where OpenAI's has the same path."""
     return is_models_path(path) and request.method in ("GET", "HEAD") and VERSION_HEADER in request.headers

@@ -4,68 +4,81 @@ from typing import Any
 
 from aiohttp import web
 
-from warmline_common.process.redaction import quoted
-from warmline_proxy.api.responses.adapter import Responses
+from warmline_common.process.redaction import quote_text
+from warmline_proxy.api.responses.adapter import ResponsesApi
 from warmline_proxy.auth.principals import Client
-from warmline_proxy.config import Config
+from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import ClientError, bad_request
-from warmline_proxy.http.bodies import json_answer, read_body
-from warmline_proxy.pipeline.completion import Ending
-from warmline_proxy.pipeline.rendering import Renderer
-from warmline_proxy.request.registry import Lives
-from warmline_proxy.request.request import Life
+from warmline_proxy.http.bodies import json_response, read_body
+from warmline_proxy.pipeline.completion import Completion
+from warmline_proxy.pipeline.rendering import RemoteRenderer
+from warmline_proxy.request.registry import RequestRegistry
+from warmline_proxy.request.request import Request
 
-ID_PREFIX = "resp_"
+RESPONSE_ID_PREFIX = "resp_"
 
 
-class ResponsePaths:
+class ResponsesRoutes:
     """POST input_tokens; DELETE {id} and POST {id}/cancel of a response that is on its way.  Event loop thread."""
 
-    def __init__(self, api: Responses, config: Config, renderer: Renderer, lives: Lives, ending: Ending) -> None:
-        self._api, self._config, self._renderer, self._lives, self._ending = api, config, renderer, lives, ending
+    def __init__(
+        self,
+        api: ResponsesApi,
+        config: ProxyConfig,
+        renderer: RemoteRenderer,
+        registry: RequestRegistry,
+        completion: Completion,
+    ) -> None:
+        self._api, self._config, self._renderer, self._registry, self._completion = (
+            api,
+            config,
+            renderer,
+            registry,
+            completion,
+        )
 
-    async def answer(self, request: web.Request, path: str, client: Client) -> web.Response:
+    async def handle(self, http_request: web.Request, path: str, client: Client) -> web.Response:
         """`path`: what follows /v1/responses/.  Raises ClientError and UpstreamError."""
         name, _, rest = path.partition("/")
-        if (request.method, path) == ("POST", "input_tokens"):
-            return await self._count(request, client)
-        if (request.method, path) == ("POST", "compact"):
+        if (http_request.method, path) == ("POST", "input_tokens"):
+            return await self._count_tokens(http_request, client)
+        if (http_request.method, path) == ("POST", "compact"):
             raise bad_request("Conversations are not compacted here.", status=404, code="not_found")
-        if (request.method, rest) == ("POST", "cancel"):
-            life = await self._cancel(name, client)
-            return json_answer(_cancelled(life))
-        if (request.method, rest) == ("DELETE", ""):
-            await self._cancel(name, client)
-            return json_answer({"id": name, "object": "response", "deleted": True})
-        raise _not_stored(name)
+        if (http_request.method, rest) == ("POST", "cancel"):
+            request = await self._cancel_response(name, client)
+            return json_response(_render_cancelled(request))
+        if (http_request.method, rest) == ("DELETE", ""):
+            await self._cancel_response(name, client)
+            return json_response({"id": name, "object": "response", "deleted": True})
+        raise _response_not_found(name)
 
-    async def _count(self, request: web.Request, client: Client) -> web.Response:
+    async def _count_tokens(self, request: web.Request, client: Client) -> web.Response:
         body = await read_body(request, self._config.receive_timeout_s)
-        tokens = await self._renderer.count(self._api.read(body, request.headers), client.tenant)
-        return json_answer({"object": "response.input_tokens", "input_tokens": tokens})
+        tokens = await self._renderer.count_tokens(self._api.read_call(body, request.headers), client.tenant)
+        return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
-    async def _cancel(self, name: str, client: Client) -> Life:
+    async def _cancel_response(self, name: str, client: Client) -> Request:
         """Returns when the engine has let go."""
-        life = self._lives.find(name.removeprefix(ID_PREFIX), client)
-        if life is None or life.let_go.is_set():
-            raise _not_stored(name)
-        await self._ending.cancel(life)
-        return life
+        request = self._registry.find(name.removeprefix(RESPONSE_ID_PREFIX), client)
+        if request is None or request.released.is_set():
+            raise _response_not_found(name)
+        await self._completion.cancel(request)
+        return request
 
 
-def _not_stored(name: str) -> ClientError:
-    message = f"Response {quoted(name[:80])} is neither on its way nor stored: no responses are stored here."
+def _response_not_found(name: str) -> ClientError:
+    message = f"Response {quote_text(name[:80])} is neither on its way nor stored: no responses are stored here."
     return bad_request(message, status=404, code="not_found")
 
 
-def _cancelled(life: Life) -> dict[str, Any]:
+def _render_cancelled(request: Request) -> dict[str, Any]:
     """As much of a response as is known of one that nobody gets."""
     return {
-        "id": f"{ID_PREFIX}{life.trace.id}",
+        "id": f"{RESPONSE_ID_PREFIX}{request.log.id}",
         "object": "response",
-        "created_at": int(life.trace.at),
+        "created_at": int(request.log.arrived_at),
         "status": "cancelled",
-        "model": life.trace.client_model or life.model,
+        "model": request.log.client_model or request.model,
         "output": [],
         "parallel_tool_calls": True,
         "tool_choice": "auto",

@@ -10,31 +10,35 @@ from pathlib import Path
 
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
-from warmline_proxy.store.environment import Env
-from warmline_proxy.store.errors import DamagedIndex, IndexFailure
-from warmline_proxy.store.row_checks import flaws
+from warmline_proxy.store.environment import LmdbEnvironment
+from warmline_proxy.store.errors import IndexDamagedError, IndexStoreError
+from warmline_proxy.store.row_checks import find_flaws
 
-UNREADABLE = 3
-ENDS = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV}  # what LMDB's assertions and pages that are not there come to
+EXIT_UNREADABLE = 3
+CRASH_EXIT_CODES = {
+    -signal.SIGABRT,
+    -signal.SIGBUS,
+    -signal.SIGSEGV,
+}  # what LMDB's assertions and pages that are not there come to
 
 
 def is_readable(folder: Path) -> bool:
     """Whether a process gets through all of it.  Raises IndexFailure where it could not try."""
     command = [sys.executable, "-m", "warmline_proxy.store.crash_probe", str(folder)]
     ran = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
-    if ran.returncode not in (0, UNREADABLE, *ENDS):
+    if ran.returncode not in (0, EXIT_UNREADABLE, *CRASH_EXIT_CODES):
         why = ran.stderr.strip().rpartition("\n")[2] or f"exit code {ran.returncode}"
-        raise IndexFailure(f"the index could not be read through: {why}")
+        raise IndexStoreError(f"the index could not be read through: {why}")
     return ran.returncode == 0
 
 
 @contextmanager
-def at_risk(home: Home) -> Iterator[bool]:
+def mark_reading(home: Home) -> Iterator[bool]:
     """Around reading an index through; gives whether who did so last did not come back from it, or could not say so."""
     mark = home.run / "index.reading"
     died, marked = mark.exists(), False
     with suppress(OSError):  # a full disk is no reason not to start
-        disk.write_small(mark, f"{os.getpid()}\n")
+        disk.replace_file(mark, f"{os.getpid()}\n")
         marked = True
     yield died or not marked
     with suppress(OSError):
@@ -44,12 +48,12 @@ def at_risk(home: Home) -> Iterator[bool]:
 def main(folder: str) -> int:
     """The exit code: 0 where all entries could be read, flawed or not, UNREADABLE where not."""
     try:
-        env = Env(Path(folder), writable=False)
-        with closing(env), env.reading() as tables:
-            sum(1 for _ in flaws(tables))
-    except DamagedIndex as error:
+        env = LmdbEnvironment(Path(folder), writable=False)
+        with closing(env), env.read_transaction() as tables:
+            sum(1 for _ in find_flaws(tables))
+    except IndexDamagedError as error:
         print(error, file=sys.stderr)
-        return UNREADABLE
+        return EXIT_UNREADABLE
     return 0
 
 

@@ -16,10 +16,18 @@ import lmdb
 import msgspec
 
 from warmline_common.storage import disk
-from warmline_proxy.store.errors import MADE_ANEW, DamagedIndex, IndexFailure, IndexFull, NoIndex, WrongSchema, failure
-from warmline_proxy.store.files import superseded
-from warmline_proxy.store.generations import Gate, Generation
-from warmline_proxy.store.tables import ANEW_KEY, TABLES, TABLES_ADDED, TRACES_KEY, Tables
+from warmline_proxy.store.errors import (
+    REBUILD_HINT,
+    IndexDamagedError,
+    IndexFullError,
+    IndexMissingError,
+    IndexSchemaError,
+    IndexStoreError,
+    wrap_error,
+)
+from warmline_proxy.store.files import find_superseded
+from warmline_proxy.store.generations import EnvironmentGeneration, EnvironmentPool
+from warmline_proxy.store.tables import INCOMPLETE_KEY, PURGED_DATA_KEY, TABLES, TABLES_ADDED, Tables
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +36,13 @@ MAP_BYTES = 4 << 30  # virtual and sparse; doubled where it is full
 READERS_MAX = 512
 LOCK_BYTES = 36 << 10  # of LMDB's file of so many readers, which it makes without blocks, and writes to as memory
 SCHEMA_KEY = b"schema"
-DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
-NONSENSE = (msgspec.DecodeError, ValueError, OverflowError)  # what is made of damaged entries
+DAMAGE_ERRORS = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError)
+DECODE_ERRORS = (msgspec.DecodeError, ValueError, OverflowError)  # what is made of damaged entries
 
 T = TypeVar("T")
 
 
-class _Nothing:
+class _EmptyEnvironment:
     """An environment, and its transactions, where there is no index and none can be made."""
 
     def begin(self) -> Self:
@@ -65,53 +73,53 @@ class _Nothing:
     def __exit__(self, *error: object) -> None: ...
 
 
-class Env:
+class LmdbEnvironment:
     """Thread-safe for readers; `write` and `compact` belong to the one writer thread.  All may raise IndexFailure.
 
     Not writable and `alone`: nobody else can write here either, and where there is no index there is an empty one.
     """
 
-    def __init__(self, folder: Path, *, writable: bool, alone: bool = False, map_bytes: int = MAP_BYTES) -> None:
+    def __init__(self, folder: Path, *, writable: bool, exclusive: bool = False, map_bytes: int = MAP_BYTES) -> None:
         self._folder = folder
         self._writable = writable
-        self._locks = not alone
+        self._uses_lock = not exclusive
         self._map_bytes = map_bytes
-        self._following = threading.Lock()  # of a reader: one thread at a time opens, or maps, what is new
+        self._follow_lock = threading.Lock()  # of a reader: one thread at a time opens, or maps, what is new
         if writable:
-            self._gate = Gate(self._open_to_write())
+            self._pool = EnvironmentPool(self._open_writable())
         else:
-            self._gate = Gate(self._open_or_nothing() if alone else self._open_newest())
+            self._pool = EnvironmentPool(self._open_or_empty() if exclusive else self._open_newest())
 
-    def _open_to_write(self) -> Generation:
+    def _open_writable(self) -> EnvironmentGeneration:
         disk.make_folders(self._folder)
-        self.tidy()
+        self.delete_superseded()
         try:
             return self._open_newest()
-        except DamagedIndex as error:
-            return self._empty_instead(error)
+        except IndexDamagedError as error:
+            return self._create_empty(error)
 
-    def _open_or_nothing(self) -> Generation:
+    def _open_or_empty(self) -> EnvironmentGeneration:
         try:
             return self._open_newest()
-        except (NoIndex, DamagedIndex) as error:
+        except (IndexMissingError, IndexDamagedError) as error:
             log.error("%s: nothing of what may be stored can be used", error)
-            return Generation(self._folder, _Nothing(), dict.fromkeys(TABLES))
+            return EnvironmentGeneration(self._folder, _EmptyEnvironment(), dict.fromkeys(TABLES))
 
     def become_writable(self) -> None:
         """Of an index that was opened to be read, alone; readers wait.  Raises IndexFailure or OSError: it stays so."""
-        with self._gate.alone() as generation:
+        with self._pool.acquire_exclusive() as generation:
             generation.env.close()
-            self._writable = self._locks = True
+            self._writable = self._uses_lock = True
             try:
-                self._gate.current = self._open_to_write()
+                self._pool.current = self._open_writable()
             except BaseException:
-                self._writable = self._locks = False
-                self._gate.current = self._open_or_nothing()
+                self._writable = self._uses_lock = False
+                self._pool.current = self._open_or_empty()
                 raise
 
-    def tidy(self) -> list[Path]:
+    def delete_superseded(self) -> list[Path]:
         """Remove what a compaction left that was killed (its draft, or the generation before), and what is none."""
-        paths = superseded(self._folder.iterdir())
+        paths = find_superseded(self._folder.iterdir())
         for path in paths:
             if path.is_dir():
                 disk.delete_tree(path)
@@ -119,58 +127,58 @@ class Env:
                 disk.delete(path)
         return paths
 
-    def begin_anew(self, error: DamagedIndex) -> None:
+    def replace_with_empty(self, error: IndexDamagedError) -> None:
         """Take an empty index for one that turned out not to be readable.  Nobody may be reading it."""
         self.close()
-        self._gate.current = self._empty_instead(error)
+        self._pool.current = self._create_empty(error)
 
-    def _empty_instead(self, error: DamagedIndex) -> Generation:
+    def _create_empty(self, error: IndexDamagedError) -> EnvironmentGeneration:
         # Not set aside: it holds transcripts, which neither a purge nor the budget would ever find again.
         log.error("%s; a new one is made of the files that are stored", error)
         disk.delete_tree(self._folder)
         disk.make_folders(self._folder)
         return self._open_newest()
 
-    def _open_newest(self) -> Generation:
+    def _open_newest(self) -> EnvironmentGeneration:
         for _ in range(3):  # a compaction may take the directory away between the look and the opening
-            paths = _generations(self._folder)
+            paths = _list_generations(self._folder)
             if not paths and not self._writable:
-                raise NoIndex(f"no index in {self._folder}")
+                raise IndexMissingError(f"no index in {self._folder}")
             path = paths[-1] if paths else self._folder / "1"
             try:
                 return self._open(path)
-            except NoIndex:
+            except IndexMissingError:
                 continue
-        raise NoIndex(f"no index in {self._folder}")
+        raise IndexMissingError(f"no index in {self._folder}")
 
-    def _open(self, path: Path) -> Generation:
+    def _open(self, path: Path) -> EnvironmentGeneration:
         if not self._writable and not (path / "data.mdb").exists():
-            raise NoIndex(f"no index in {path}")
+            raise IndexMissingError(f"no index in {path}")
         try:
             if self._writable:
                 disk.make_folders(path)
                 disk.allocate(path / "lock.mdb", LOCK_BYTES)
-            env = self._environment(path)
+            env = self._open_lmdb(path)
         except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
-            raise DamagedIndex(f"the index in {path} is damaged: {error}; {MADE_ANEW}") from error
+            raise IndexDamagedError(f"the index in {path} is damaged: {error}; {REBUILD_HINT}") from error
         except (lmdb.Error, OSError) as error:
-            raise failure(f"can't open the index in {path}", error) from error
+            raise wrap_error(f"can't open the index in {path}", error) from error
         try:
             if self._writable:
-                _lengthen(env, path)
-            return Generation(path, env, self._handles(env, path))
-        except (lmdb.Error, OSError, IndexFailure) as error:
+                _lengthen_data_file(env, path)
+            return EnvironmentGeneration(path, env, self._open_tables(env, path))
+        except (lmdb.Error, OSError, IndexStoreError) as error:
             env.close()
-            if isinstance(error, IndexFailure):
+            if isinstance(error, IndexStoreError):
                 raise
-            if isinstance(error, DAMAGE):
-                raise DamagedIndex(f"the index in {path} is damaged: {error}; {MADE_ANEW}") from error
+            if isinstance(error, DAMAGE_ERRORS):
+                raise IndexDamagedError(f"the index in {path} is damaged: {error}; {REBUILD_HINT}") from error
             if self._writable:
-                raise failure(f"can't open the index in {path}", error) from error
-            raise NoIndex(f"the index in {path} is not complete: {error}") from error
+                raise wrap_error(f"can't open the index in {path}", error) from error
+            raise IndexMissingError(f"the index in {path} is not complete: {error}") from error
 
-    def _environment(self, path: Path) -> Any:
-        def opened() -> Any:
+    def _open_lmdb(self, path: Path) -> Any:
+        def open_environment() -> Any:
             return lmdb.open(
                 str(path),
                 map_size=self._map_bytes if self._writable else 0,  # 0: as large as it is
@@ -179,143 +187,143 @@ class Env:
                 mode=0o600,
                 readonly=not self._writable,
                 create=self._writable,
-                lock=self._locks,
+                lock=self._uses_lock,
             )
 
-        return disk.in_lmdb("open", opened) if self._writable else opened()
+        return disk.run_lmdb("open", open_environment) if self._writable else open_environment()
 
-    def _handles(self, env: Any, path: Path) -> dict[str, Any]:
+    def _open_tables(self, env: Any, path: Path) -> dict[str, Any]:
         if self._writable:
-            with _committing(env) as txn:
+            with _write_transaction(env) as txn:
                 handles = {name: env.open_db(name.encode(), txn=txn) for name in TABLES}
                 if txn.get(SCHEMA_KEY, db=handles["meta"]) is None:
                     txn.put(SCHEMA_KEY, str(SCHEMA).encode(), db=handles["meta"])
-                    txn.put(ANEW_KEY, b"", db=handles["meta"])
+                    txn.put(INCOMPLETE_KEY, b"", db=handles["meta"])
         else:  # not within one transaction: LMDB forgets what was opened in a read transaction when that ends
-            handles = {name: _table(env, name) for name in TABLES}
+            handles = {name: _open_table(env, name) for name in TABLES}
         with env.begin() as txn:
             found = txn.get(SCHEMA_KEY, db=handles["meta"])
         if found is not None and not found.isdigit():
-            raise DamagedIndex(f"the index in {path} is damaged: it has no schema")
+            raise IndexDamagedError(f"the index in {path} is damaged: it has no schema")
         if found is not None and int(found) != SCHEMA:
             relation = "newer" if int(found) > SCHEMA else "older"
-            raise WrongSchema(
+            raise IndexSchemaError(
                 f"the index in {path} has schema {int(found)}, {relation} than the {SCHEMA} that this version "
                 "reads; use the version of Warmline that wrote it, or another home"
             )
         return handles
 
     @contextmanager
-    def reading(self) -> Iterator[Tables]:
+    def read_transaction(self) -> Iterator[Tables]:
         """A consistent snapshot; never waits for a transaction of the writer."""
         if not self._writable:
             self._follow_compaction()
             self._follow_growth()
-        with self._gate.using() as generation:
+        with self._pool.acquire() as generation:
             try:
                 with generation.env.begin() as txn:
                     yield Tables(txn, generation.handles)
-            except (*DAMAGE, *NONSENSE) as error:
-                raise DamagedIndex(f"the index is damaged ({error}); cachectl verify --repair mends it") from error
+            except (*DAMAGE_ERRORS, *DECODE_ERRORS) as error:
+                raise IndexDamagedError(f"the index is damaged ({error}); cachectl verify --repair mends it") from error
             except lmdb.Error as error:
-                raise IndexFailure(f"can't read the index: {error}") from error
+                raise IndexStoreError(f"can't read the index: {error}") from error
 
     def write(self, change: Callable[[Tables], T]) -> T:
         """Run `change` in a transaction of its own; durable when this returns, undone when it raises.
 
         Where the map is full it grows, and `change` is run again.
         """
-        if self._gate.current.lost:
-            self._open_again()
+        if self._pool.current.lost:
+            self._reopen()
         while True:
             try:
                 return self._write(change)
             except lmdb.MapFullError:
-                self._grow()
+                self._grow_map()
             except lmdb.PanicError as error:  # LMDB could not finish a write; what was committed is whole
-                self._open_again()
-                raise failure("can't write the index", error) from error
+                self._reopen()
+                raise wrap_error("can't write the index", error) from error
 
     def _write(self, change: Callable[[Tables], T]) -> T:
         """Raises MapFullError, PanicError, IndexFailure."""
-        with self._gate.using() as generation:
+        with self._pool.acquire() as generation:
             try:
-                with _committing(generation.env) as txn:
+                with _write_transaction(generation.env) as txn:
                     tables = Tables(txn, generation.handles)
                     result = change(tables)
-                    tables.store_sums()
+                    tables.write_sums()
                 return result
             except (lmdb.MapFullError, lmdb.PanicError):
                 raise
-            except (*DAMAGE, msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise DamagedIndex(f"the index is damaged ({error}); cachectl verify --repair mends it") from error
+            except (*DAMAGE_ERRORS, msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise IndexDamagedError(f"the index is damaged ({error}); cachectl verify --repair mends it") from error
             except (lmdb.Error, OSError) as error:
-                raise failure("can't write the index", error) from error
+                raise wrap_error("can't write the index", error) from error
 
-    def _grow(self) -> None:
+    def _grow_map(self) -> None:
         """Twice the map.  Raises IndexFull where there is no address space or memory for it."""
-        with self._gate.alone() as generation:
+        with self._pool.acquire_exclusive() as generation:
             old = generation.map_bytes()
             try:
-                disk.in_lmdb("grow", lambda: generation.env.set_mapsize(2 * old))
+                disk.run_lmdb("grow", lambda: generation.env.set_mapsize(2 * old))
             except (lmdb.Error, OSError, MemoryError) as error:
-                self._replace(generation)  # LMDB has taken the old map down first
-                raise IndexFull(f"the index has reached its {old >> 10} KiB and can't grow: {error}") from error
+                self._replace_generation(generation)  # LMDB has taken the old map down first
+                raise IndexFullError(f"the index has reached its {old >> 10} KiB and can't grow: {error}") from error
             self._map_bytes = generation.map_bytes()
         log.info("the map of the index grew to %d KiB", self._map_bytes >> 10)
 
-    def _open_again(self) -> None:
+    def _reopen(self) -> None:
         """Where that fails nobody can use it, until a later write finds that it works."""
-        self._gate.current.lost = True
-        with self._gate.alone() as generation:
-            self._replace(generation)
+        self._pool.current.lost = True
+        with self._pool.acquire_exclusive() as generation:
+            self._replace_generation(generation)
 
-    def _replace(self, generation: Generation) -> None:
+    def _replace_generation(self, generation: EnvironmentGeneration) -> None:
         """Close an environment and open the newest.  Alone."""
         generation.lost = True
         generation.env.close()
-        self._gate.current = self._open_newest()
+        self._pool.current = self._open_newest()
 
     def _follow_compaction(self) -> None:
         """Take the generation that the process that writes has taken: nothing is written to this one any more."""
-        if not self._locks:  # there is no such process
+        if not self._uses_lock:  # there is no such process
             return
-        with self._following, suppress(NoIndex):
-            if _generations(self._folder)[-1:] != [self._gate.current.path]:
-                self._gate.take(self._open_newest())
+        with self._follow_lock, suppress(IndexMissingError):
+            if _list_generations(self._folder)[-1:] != [self._pool.current.path]:
+                self._pool.replace(self._open_newest())
 
     def _follow_growth(self) -> None:
         """Map as much as the process that writes does."""
-        with self._gate.using() as generation:
+        with self._pool.acquire() as generation:
             try:
                 generation.env.begin().abort()
                 return
             except lmdb.MapResizedError:
                 pass
             except lmdb.Error as error:
-                raise IndexFailure(f"can't read the index: {error}") from error
-        with self._following, self._gate.alone() as generation:
+                raise IndexStoreError(f"can't read the index: {error}") from error
+        with self._follow_lock, self._pool.acquire_exclusive() as generation:
             try:
                 generation.env.set_mapsize(0)
             except lmdb.Error as error:
-                raise IndexFailure(f"can't read the index: {error}") from error
+                raise IndexStoreError(f"can't read the index: {error}") from error
 
     def bytes_used(self) -> int:
         """What the index takes on disk: its used pages, not the sparse map."""
-        with self._gate.using() as generation:
+        with self._pool.acquire() as generation:
             try:
                 pages = int(generation.env.info()["last_pgno"]) + 1
                 return pages * int(generation.env.stat()["psize"])
             except lmdb.Error as error:
-                raise IndexFailure(f"can't read the index: {error}") from error
+                raise IndexStoreError(f"can't read the index: {error}") from error
 
     def reader_check(self) -> int:
         """Free the slots (and so the pages) of readers that were killed."""
-        with self._gate.using() as generation:
+        with self._pool.acquire() as generation:
             try:
                 return int(generation.env.reader_check())
             except lmdb.Error as error:
-                raise IndexFailure(f"can't check the readers of the index: {error}") from error
+                raise IndexStoreError(f"can't check the readers of the index: {error}") from error
 
     def compact(self) -> None:
         """Copy every row into a new file and take that.
@@ -323,19 +331,19 @@ class Env:
         LMDB's own compacting copy copies pages as they are, with what was deleted still in their slack.
         """
         try:
-            old = self._gate.take(self._compacted())
+            old = self._pool.replace(self._write_compacted())
             disk.delete_tree(old.path)  # whoever still reads it has it open
         except (lmdb.Error, OSError) as error:
-            raise failure("can't compact the index", error) from error
+            raise wrap_error("can't compact the index", error) from error
 
-    def _compacted(self) -> Generation:
-        number = int(self._gate.current.path.name) + 1
+    def _write_compacted(self) -> EnvironmentGeneration:
+        number = int(self._pool.current.path.name) + 1
         draft, path = self._folder / f".{number}{disk.DRAFT_SUFFIX}", self._folder / str(number)
         disk.delete_tree(draft)
         try:
             fresh = self._open(draft)
             try:
-                _copy(self._gate.current, fresh)
+                _copy_tables(self._pool.current, fresh)
             finally:
                 fresh.env.close()
             disk.rename(draft, path)
@@ -346,37 +354,37 @@ class Env:
         try:
             disk.sync_folder(self._folder)
             return self._open(path)
-        except (IndexFailure, OSError):
-            self._take_back(path, draft)
+        except (IndexStoreError, OSError):
+            self._undo_compaction(path, draft)
             raise
 
-    def _take_back(self, path: Path, draft: Path) -> None:
+    def _undo_compaction(self, path: Path, draft: Path) -> None:
         """Else the next start would take it for the index, without what is yet to come."""
         try:
             disk.rename(path, draft)
             disk.delete_tree(draft)
         except OSError:
             if path.exists():  # then so must we
-                self._open_again()
+                self._reopen()
 
     def close(self) -> None:
         """Waits for who is inside."""
-        self._gate.close()
+        self._pool.close()
 
 
 @contextmanager
-def _committing(env: Any) -> Iterator[Any]:
+def _write_transaction(env: Any) -> Iterator[Any]:
     """A write transaction; committed at the end, undone where something is raised."""
     txn = env.begin(write=True)
     try:
         yield txn
-        disk.in_lmdb("commit", txn.commit)
+        disk.run_lmdb("commit", txn.commit)
     except BaseException:
         txn.abort()
         raise
 
 
-def _lengthen(env: Any, path: Path) -> None:
+def _lengthen_data_file(env: Any, path: Path) -> None:
     """LMDB maps the file, and reading past its end would end the process; zeros it takes for the damage that they are.
 
     Pages at the end that were never needed make it a little short, too.
@@ -386,7 +394,7 @@ def _lengthen(env: Any, path: Path) -> None:
         disk.lengthen(path / "data.mdb", wanted)
 
 
-def _table(env: Any, name: str) -> Any:
+def _open_table(env: Any, name: str) -> Any:
     """To be read; None where an older version wrote the index, which did not have it."""
     try:
         return env.open_db(name.encode(), create=False)
@@ -396,18 +404,18 @@ def _table(env: Any, name: str) -> Any:
         raise
 
 
-def _generations(folder: Path) -> list[Path]:
+def _list_generations(folder: Path) -> list[Path]:
     try:
         return sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
     except FileNotFoundError as error:
-        raise NoIndex(f"no index in {folder}") from error
+        raise IndexMissingError(f"no index in {folder}") from error
 
 
-def _copy(old: Generation, new: Generation) -> None:
-    with old.env.begin() as source, _committing(new.env) as target:
+def _copy_tables(old: EnvironmentGeneration, new: EnvironmentGeneration) -> None:
+    with old.env.begin() as source, _write_transaction(new.env) as target:
         for name in TABLES:
             for key, value in source.cursor(db=old.handles[name]):
                 target.put(key, value, db=new.handles[name])
-        if source.get(ANEW_KEY, db=old.handles["meta"]) is None:
-            target.delete(ANEW_KEY, db=new.handles["meta"])
-        target.delete(TRACES_KEY, db=new.handles["meta"])
+        if source.get(INCOMPLETE_KEY, db=old.handles["meta"]) is None:
+            target.delete(INCOMPLETE_KEY, db=new.handles["meta"])
+        target.delete(PURGED_DATA_KEY, db=new.handles["meta"])

@@ -12,61 +12,61 @@ IndexFailure
 import errno
 import os
 
-SIGNS_OF_DAMAGE = ("MDB_BAD_TXN", "MDB_CORRUPTED", "MDB_PAGE_NOTFOUND")  # in what lmdb says
-NO_SPACE = ("ENOSPC", "EDQUOT")
-MADE_ANEW = "start Warmline again: a start makes the index anew from the files"
+DAMAGE_MARKERS = ("MDB_BAD_TXN", "MDB_CORRUPTED", "MDB_PAGE_NOTFOUND")  # in what lmdb says
+NO_SPACE_CODES = ("ENOSPC", "EDQUOT")
+REBUILD_HINT = "start Warmline again: a start makes the index anew from the files"
 
 
-class IndexFailure(Exception):
+class IndexStoreError(Exception):
     """The index can't be opened or written.  `code`: the name of the system's error ("ENOSPC"), where there is one."""
 
     code = ""
 
 
-class DamagedIndex(IndexFailure):
+class IndexDamagedError(IndexStoreError):
     pass
 
 
-class NoIndex(IndexFailure):
+class IndexMissingError(IndexStoreError):
     pass
 
 
-class WrongSchema(IndexFailure):
+class IndexSchemaError(IndexStoreError):
     pass
 
 
-class IndexFull(IndexFailure):
+class IndexFullError(IndexStoreError):
     pass
 
 
-class NoRoom(IndexFailure):
+class DiskBudgetError(IndexStoreError):
     pass
 
 
-class ReadOnlyIndex(IndexFailure):
+class IndexReadOnlyError(IndexStoreError):
     pass
 
 
-def failure(what: str, error: Exception) -> IndexFailure:
+def wrap_error(what: str, error: Exception) -> IndexStoreError:
     """With the code of the system's error, which lmdb tells in words alone; or "damaged"."""
     text = str(error)
-    if any(sign in text for sign in SIGNS_OF_DAMAGE):
-        failed = IndexFailure(f"{what}: it is damaged ({text}); {MADE_ANEW}")
+    if any(sign in text for sign in DAMAGE_MARKERS):
+        failed = IndexStoreError(f"{what}: it is damaged ({text}); {REBUILD_HINT}")
         failed.code = "damaged"
         return failed
-    failed = IndexFailure(f"{what}: {text}")
+    failed = IndexStoreError(f"{what}: {text}")
     codes = (code for code in errno.errorcode if os.strerror(code) in text)
     failed.code = errno.errorcode.get(next(codes, 0), "EIO")
     return failed
 
 
-def code_of(error: IndexFailure | OSError) -> str:
+def get_error_code(error: IndexStoreError | OSError) -> str:
     """The name of the system's error, or "index"."""
-    if isinstance(error, IndexFailure):
+    if isinstance(error, IndexStoreError):
         return error.code or "index"
     return errno.errorcode.get(error.errno or 0, "EIO")
 
 
-def is_read_only(error: IndexFailure | OSError) -> bool:
+def is_read_only_error(error: IndexStoreError | OSError) -> bool:
     """Whether it is the place that can't be written to."""
-    return code_of(error) in ("EROFS", "EACCES", "EPERM")
+    return get_error_code(error) in ("EROFS", "EACCES", "EPERM")

@@ -13,84 +13,84 @@ from warmline_common.storage.home import Home
 
 log = logging.getLogger(__name__)
 
-QUARANTINE = "quarantine"
-SUFFIX = ".safetensors"
+QUARANTINE_FOLDER = "quarantine"
+SEGMENT_SUFFIX = ".safetensors"
 FILE_ID = re.compile("[0-9a-f]{32}")
 
 
-def quarantine_file(home: Home, file_id: str) -> Path:
-    return home.segments / QUARANTINE / f"{file_id}{SUFFIX}"
+def quarantine_path(home: Home, file_id: str) -> Path:
+    return home.segments / QUARANTINE_FOLDER / f"{file_id}{SEGMENT_SUFFIX}"
 
 
-def size_aside(home: Home, file_id: str) -> int | None:
+def read_quarantined_size(home: Home, file_id: str) -> int | None:
     """Of a file that was set aside, or is on its way there; None where it is gone."""
-    for path in (home.segment_file(file_id), quarantine_file(home, file_id)):  # as it moves, lest both looks miss it
+    for path in (home.segment_file(file_id), quarantine_path(home, file_id)):  # as it moves, lest both looks miss it
         with suppress(FileNotFoundError):
             return path.stat().st_size
     return None
 
 
-def delete(home: Home, file_id: str) -> None:
+def delete_file(home: Home, file_id: str) -> None:
     disk.delete(home.segment_file(file_id))
-    disk.delete(quarantine_file(home, file_id))
+    disk.delete(quarantine_path(home, file_id))
 
 
-def deleted(home: Home, file_id: str) -> bool:
+def try_delete_file(home: Home, file_id: str) -> bool:
     """Delete it; False where the disk doesn't let it go."""
     try:
-        delete(home, file_id)
+        delete_file(home, file_id)
     except OSError as error:
         log.info("%s could not be deleted: %s", file_id, error)
         return False
     return True
 
 
-def set_aside(home: Home, ids: Iterable[str]) -> None:
+def move_to_quarantine(home: Home, ids: Iterable[str]) -> None:
     """Idempotent: what is aside, or gone, stays so."""
-    disk.make_folders(home.segments / QUARANTINE)
+    disk.make_folders(home.segments / QUARANTINE_FOLDER)
     for file_id in ids:
         with suppress(FileNotFoundError):
-            disk.rename(home.segment_file(file_id), quarantine_file(home, file_id))
+            disk.rename(home.segment_file(file_id), quarantine_path(home, file_id))
 
 
-def stored(home: Home) -> Iterator[tuple[str, Path]]:
+def list_stored(home: Home) -> Iterator[tuple[str, Path]]:
     """(id, path) of each segment and checkpoint file in its place; id "" for what is none (a temporary file)."""
-    aside_folder = str(home.segments / QUARANTINE)
+    aside_folder = str(home.segments / QUARANTINE_FOLDER)
     for folder, below, names in os.walk(home.segments):
         below[:] = [name for name in below if f"{folder}/{name}" != aside_folder]
-        yield from _named(folder, names, home.segment_file)
+        yield from _identify_files(folder, names, home.segment_file)
 
 
-def aside(home: Home) -> Iterator[tuple[str, Path]]:
+def list_quarantined(home: Home) -> Iterator[tuple[str, Path]]:
     """The same of the files that were set aside."""
-    for folder, _, names in os.walk(home.segments / QUARANTINE):
-        yield from _named(folder, names, lambda file_id: quarantine_file(home, file_id))
+    for folder, _, names in os.walk(home.segments / QUARANTINE_FOLDER):
+        yield from _identify_files(folder, names, lambda file_id: quarantine_path(home, file_id))
 
 
-def _named(folder: str, names: Iterable[str], place: Callable[[str], Path]) -> Iterator[tuple[str, Path]]:
+def _identify_files(folder: str, names: Iterable[str], path_of: Callable[[str], Path]) -> Iterator[tuple[str, Path]]:
     for name in names:
-        file_id = name.removesuffix(SUFFIX)
+        file_id = name.removesuffix(SEGMENT_SUFFIX)
         path = Path(folder, name)
-        yield (file_id if FILE_ID.fullmatch(file_id) and place(file_id) == path else ""), path
+        yield (file_id if FILE_ID.fullmatch(file_id) and path_of(file_id) == path else ""), path
 
 
-def superseded(index: Iterable[Path]) -> list[Path]:
+def find_superseded(index: Iterable[Path]) -> list[Path]:
     """Of what lies in the index's folder, all but the newest generation: what a compaction left that was killed."""
     paths = list(index)
     newest = max((int(path.name) for path in paths if path.name.isdigit()), default=0)
     return [path for path in paths if path.name != str(newest)]
 
 
-def too_open(home: Home) -> Iterator[tuple[Path, int]]:
+def find_non_private(home: Home) -> Iterator[tuple[Path, int]]:
     """Folders and files with what was said or computed that others than their owner may use, and their mode."""
-    for path in (str(home.root / "secret"), *_all_of(home.index), *_all_of(home.segments)):
+    for path in (str(home.root / "secret"), *_list_tree(home.index), *_list_tree(home.segments)):
         with suppress(FileNotFoundError):
             mode = stat.S_IMODE(os.lstat(path).st_mode)
             if mode & 0o077 or mode & 0o600 != 0o600:
                 yield Path(path), mode
 
 
-def _all_of(folder: Path) -> Iterator[str]:
+def _list_tree(folder: Path) -> Iterator[str]:
     """Also the folder.  Strings, for there may be tens of thousands, and the proxy looks at each before it serves."""
     for path, _, names in os.walk(folder):
         yield path
@@ -99,7 +99,7 @@ def _all_of(folder: Path) -> Iterator[str]:
 
 def make_private(home: Home) -> list[Path]:
     """Set what `too_open` has found; the paths."""
-    found = [path for path, _ in too_open(home)]
+    found = [path for path, _ in find_non_private(home)]
     for path in found:
         disk.set_mode(path, 0o700 if path.is_dir() else 0o600)
     return found

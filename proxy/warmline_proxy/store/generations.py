@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warmline_proxy.store.errors import IndexFailure, IndexFull
+from warmline_proxy.store.errors import IndexFullError, IndexStoreError
 
-ALONE_WAIT_S = 10.0  # readers take milliseconds, checking the whole index somewhat longer
+EXCLUSIVE_WAIT_S = 10.0  # readers take milliseconds, checking the whole index somewhat longer
 
 
 @dataclass
-class Generation:
+class EnvironmentGeneration:
     """An open environment; closed when it is retired and its last transaction has ended."""
 
     path: Path
@@ -27,31 +27,31 @@ class Generation:
         return int(self.env.info()["map_size"])
 
 
-class Gate:
+class EnvironmentPool:
     """The way into the current generation.  Thread-safe; `alone` and `take` are for one thread at a time."""
 
-    def __init__(self, current: Generation) -> None:
+    def __init__(self, current: EnvironmentGeneration) -> None:
         self.current = current
         self._lock = threading.Condition()
-        self._alone_wanted = False
-        self._inside = threading.local()  # how often this thread is
+        self._is_exclusive_wanted = False
+        self._thread_state = threading.local()  # how often this thread is
 
     @contextmanager
-    def using(self) -> Iterator[Generation]:
+    def acquire(self) -> Iterator[EnvironmentGeneration]:
         """Raises IndexFailure where it is closed, or could not be opened again."""
-        depth = getattr(self._inside, "depth", 0)
+        depth = getattr(self._thread_state, "depth", 0)
         with self._lock:
             if not depth:  # who is inside already is waited for
-                self._lock.wait_for(lambda: not self._alone_wanted)
+                self._lock.wait_for(lambda: not self._is_exclusive_wanted)
             generation = self.current
             if generation.retired or generation.lost:
-                raise IndexFailure("the index is closed" + ", and could not be opened again" * generation.lost)
+                raise IndexStoreError("the index is closed" + ", and could not be opened again" * generation.lost)
             generation.users += 1
-        self._inside.depth = depth + 1
+        self._thread_state.depth = depth + 1
         try:
             yield generation
         finally:
-            self._inside.depth = depth
+            self._thread_state.depth = depth
             with self._lock:
                 generation.users -= 1
                 if generation.retired and generation.users == 0:
@@ -59,25 +59,25 @@ class Gate:
                 self._lock.notify_all()
 
     @contextmanager
-    def alone(self) -> Iterator[Generation]:
+    def acquire_exclusive(self) -> Iterator[EnvironmentGeneration]:
         """Nobody else is inside meanwhile; newcomers wait.  Raises IndexFull where somebody does not come to an end."""
         with self._lock:
-            self._alone_wanted = True
+            self._is_exclusive_wanted = True
             generation = self.current
-            empty = self._lock.wait_for(lambda: not generation.users, ALONE_WAIT_S)
+            empty = self._lock.wait_for(lambda: not generation.users, EXCLUSIVE_WAIT_S)
         try:
             if not empty:
-                raise IndexFull("the index can't be changed while somebody reads it for so long")
+                raise IndexFullError("the index can't be changed while somebody reads it for so long")
             yield generation
         finally:
             with self._lock:
-                self._alone_wanted = False
+                self._is_exclusive_wanted = False
                 self._lock.notify_all()
 
-    def take(self, fresh: Generation) -> Generation:
+    def replace(self, new: EnvironmentGeneration) -> EnvironmentGeneration:
         """Newcomers use this one; who is inside the old one, which is given, leaves in peace."""
         with self._lock:
-            old, self.current = self.current, fresh
+            old, self.current = self.current, new
         self._retire(old)
         return old
 
@@ -85,9 +85,9 @@ class Gate:
         """Waits for who is inside."""
         self._retire(self.current)
         with self._lock:
-            self._lock.wait_for(lambda: not self.current.users, ALONE_WAIT_S)
+            self._lock.wait_for(lambda: not self.current.users, EXCLUSIVE_WAIT_S)
 
-    def _retire(self, generation: Generation) -> None:
+    def _retire(self, generation: EnvironmentGeneration) -> None:
         with self._lock:
             closing = not generation.retired and generation.users == 0
             generation.retired = True

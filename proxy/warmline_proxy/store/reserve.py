@@ -9,33 +9,33 @@ from contextlib import suppress
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 
-SPARE_BYTES = 8 << 20  # a segment of 8,192 tokens has its blocks in up to 128 pages
+RESERVE_BYTES = 8 << 20  # a segment of 8,192 tokens has its blocks in up to 128 pages
 
 log = logging.getLogger(__name__)
 
 
-def keep(home: Home) -> None:
+def allocate_reserve(home: Home) -> None:
     """Have it, from now on.  Where the disk has no room for it, that is tried again by who calls next."""
     try:
-        if not is_whole(home):
-            disk.allocate(home.spare, SPARE_BYTES)
+        if not is_reserve_complete(home):
+            disk.allocate(home.reserve, RESERVE_BYTES)
     except OSError as error:
         log.info("no room could be set aside: %s", error)
         with suppress(OSError):
-            disk.delete(home.spare)
+            disk.delete(home.reserve)
 
 
-def is_whole(home: Home) -> bool:
+def is_reserve_complete(home: Home) -> bool:
     """Not where a process was killed as it made it."""
-    return home.spare.exists() and home.spare.stat().st_size >= SPARE_BYTES
+    return home.reserve.exists() and home.reserve.stat().st_size >= RESERVE_BYTES
 
 
-def give_up(home: Home) -> bool:
+def release_reserve(home: Home) -> bool:
     """Whether there was any, and it is free now."""
     try:
-        if not home.spare.exists():
+        if not home.reserve.exists():
             return False
-        disk.delete(home.spare)
+        disk.delete(home.reserve)
     except OSError:
         return False
     return True

@@ -8,54 +8,54 @@ import msgspec
 
 from warmline_common.protocol.tokens import TOKEN_BYTES
 from warmline_proxy.store.files import FILE_ID
-from warmline_proxy.store.rows import Finding
+from warmline_proxy.store.rows import IndexFinding
 from warmline_proxy.store.tables import DECODERS, HASH_BYTES, SUMS_KEY, TABLES, Tables, decode_sums
 
 ID_BYTES = 16
 SESSION_ID_BYTES = 12
 NUMBER_BYTES = 8
 CALL_BYTES = 12
-SLOT_BYTES = 1 + ID_BYTES + 4 + TOKEN_BYTES
+CHILD_KEY_BYTES = 1 + ID_BYTES + 4 + TOKEN_BYTES
 
 
-def flaws(tables: Tables) -> Iterator[Finding]:
+def find_flaws(tables: Tables) -> Iterator[IndexFinding]:
     for table in TABLES:
         for key, value in tables.items(table):
-            if what := flaw(table, key, value):
-                yield Finding(what="entry", id=_name(key), detail=f"{table}: {what}")
+            if what := find_flaw(table, key, value):
+                yield IndexFinding(what="entry", id=_format_key(key), detail=f"{table}: {what}")
 
 
-def readable(tables: Tables, table: str) -> dict[bytes, bytes]:
+def read_valid_entries(tables: Tables, table: str) -> dict[bytes, bytes]:
     """The entries of a table that have no flaw."""
-    return {key: value for key, value in tables.items(table) if not flaw(table, key, value)}
+    return {key: value for key, value in tables.items(table) if not find_flaw(table, key, value)}
 
 
-def flaw(table: str, key: bytes, value: bytes) -> str:
+def find_flaw(table: str, key: bytes, value: bytes) -> str:
     """ "" where there is none."""
     if table in DECODERS:
-        return _row_flaw(table, key, value)
+        return _find_row_flaw(table, key, value)
     if table == "meta":
-        return _meta_flaw(key, value)
-    return "" if _SHAPES[table](key, value) else f"an entry of {len(key)} and {len(value)} bytes makes no sense"
+        return _find_meta_flaw(key, value)
+    return "" if _SHAPE_CHECKS[table](key, value) else f"an entry of {len(key)} and {len(value)} bytes makes no sense"
 
 
-def _row_flaw(table: str, key: bytes, value: bytes) -> str:
+def _find_row_flaw(table: str, key: bytes, value: bytes) -> str:
     try:
         row = DECODERS[table](value)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return f"its row can't be read: {error}"
-    if not all(map(_sane, msgspec.structs.astuple(row))):
+    if not all(map(_is_valid_value, msgspec.structs.astuple(row))):
         return "a number in its row makes no sense"
-    return "" if _fits_key(table, key, row) else "its row has another key"
+    return "" if _has_matching_key(table, key, row) else "its row has another key"
 
 
-def _sane(value: object) -> bool:
+def _is_valid_value(value: object) -> bool:
     if isinstance(value, float):
         return isfinite(value)
     return not isinstance(value, int) or 0 <= value < 1 << 62
 
 
-def _fits_key(table: str, key: bytes, row: Any) -> bool:
+def _has_matching_key(table: str, key: bytes, row: Any) -> bool:
     if table in ("segments", "checkpoints", "quarantine"):
         return bool(key.hex() == row.id) and (table != "segments" or bool(row.start < row.end))
     if table == "sessions":
@@ -67,7 +67,7 @@ def _fits_key(table: str, key: bytes, row: Any) -> bool:
     return len(key) == (NUMBER_BYTES if table == "requests" else ID_BYTES)
 
 
-def _meta_flaw(key: bytes, value: bytes) -> str:
+def _find_meta_flaw(key: bytes, value: bytes) -> str:
     if key != SUMS_KEY:
         return ""  # the schema: an index of another one is not opened
     try:
@@ -77,8 +77,8 @@ def _meta_flaw(key: bytes, value: bytes) -> str:
     return ""
 
 
-def _is_slot(key: bytes) -> bool:
-    return len(key) == SLOT_BYTES and key[:1] in (b"s", b"r")
+def _is_child_key(key: bytes) -> bool:
+    return len(key) == CHILD_KEY_BYTES and key[:1] in (b"s", b"r")
 
 
 def _is_text(value: bytes) -> bool:
@@ -88,18 +88,18 @@ def _is_text(value: bytes) -> bool:
         return False
 
 
-def _name(key: bytes) -> str:
+def _format_key(key: bytes) -> str:
     return key.decode() if key.isascii() and key.decode().isprintable() else key.hex()
 
 
-_SHAPES: dict[str, Callable[[bytes, bytes], bool]] = {
+_SHAPE_CHECKS: dict[str, Callable[[bytes, bytes], bool]] = {
     "tokens": lambda key, value: len(key) == ID_BYTES and len(value) % TOKEN_BYTES == 0,
-    "children": lambda key, value: _is_slot(key) and len(value) == ID_BYTES,
+    "children": lambda key, value: _is_child_key(key) and len(value) == ID_BYTES,
     "hashes": lambda key, value: len(key) == ID_BYTES and len(value) % HASH_BYTES == 0,
     "blocks": lambda key, value: len(key) == HASH_BYTES and len(value) == ID_BYTES,
     "places": lambda key, value: len(key) == ID_BYTES + NUMBER_BYTES and len(value) == ID_BYTES,
     "anchors": lambda key, value: len(key) == ID_BYTES + SESSION_ID_BYTES and not value,
     "doomed": lambda key, value: len(key) == ID_BYTES and len(value) == NUMBER_BYTES and value < b"\x40",
     "calls": lambda key, value: len(key) == ID_BYTES + CALL_BYTES and len(value) == NUMBER_BYTES,
-    "gone": lambda key, value: _is_slot(key) and _is_text(value),
+    "gone": lambda key, value: _is_child_key(key) and _is_text(value),
 }

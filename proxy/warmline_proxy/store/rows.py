@@ -46,7 +46,7 @@ class CheckpointRow(msgspec.Struct, kw_only=True):
     created: float = 0.0
 
 
-class Usage(msgspec.Struct, kw_only=True):
+class FileUsage(msgspec.Struct, kw_only=True):
     """Bookkeeping of a segment or checkpoint, kept apart so that a hit does not rewrite its row."""
 
     hits: int = 0
@@ -87,10 +87,10 @@ class TurnRow(msgspec.Struct, kw_only=True):
     at: float  # Unix seconds
 
 
-BEFORE_TOKENS, AFTER_TOKENS = 32, 96  # what a parting shows on both sides of its place
+DIVERGENCE_TOKENS_BEFORE, DIVERGENCE_TOKENS_AFTER = 32, 96  # what a parting shows on both sides of its place
 
 
-class Parting(msgspec.Struct, kw_only=True):
+class Divergence(msgspec.Struct, kw_only=True):
     """Where a prompt left the longest that was known of it, with what stands there on both sides.
 
     As private as the prompts themselves: every purge forgets all of them.
@@ -138,23 +138,23 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     expected_ttft_s: float = 0.0  # as planned, without waiting for a turn; 0.0: nothing was planned
     key: str = ""  # name of the client key that it showed; "" without one
     root: bytes = b""  # namespace of its prompt; b"" where it had none
-    parting: Parting | None = None  # where it differs from what was known
+    parting: Divergence | None = None  # where it differs from what was known
     error: str = ""
     dispatches: int = 1  # more than one where the backend was lost under it
     audit: str = ""  # computed again, cold: "equal", "within", "differs", "unstable" or "abandoned"; "": it was not
     guard: str = ""  # how its answer collapsed; "model: ..." or "cache: ..." once it is known whose doing that was
 
 
-class Match(msgspec.Struct, kw_only=True):
+class PrefixMatch(msgspec.Struct, kw_only=True):
     """The longest stored prefix of a prompt: every token compared."""
 
     tokens: int  # 0 where nothing matches
     chain: list[SegmentRef]  # root first, no gaps; the last one's `upto` is `tokens`
     checkpoints: list[CheckpointRef]  # on this path at positions <= tokens, ascending
-    why: str  # why it is not longer: "nothing stored", "stored up to token 812", "evicted", "all of it" ...
-    differs: bool = False  # other tokens are stored there
-    beside: bytes = b""  # u32le: the first of these, of the youngest branch
-    beside_in: MaybeFileId = ""  # the segment that they begin in
+    end_reason: str  # why it is not longer: "nothing stored", "stored up to token 812", "evicted", "all of it" ...
+    is_divergent: bool = False  # other tokens are stored there
+    divergent_tokens: bytes = b""  # u32le: the first of these, of the youngest branch
+    divergent_segment: MaybeFileId = ""  # the segment that they begin in
 
 
 class SavePlan(msgspec.Struct, kw_only=True):
@@ -184,7 +184,7 @@ class SessionUpdate(msgspec.Struct, kw_only=True):
     requests: int = 1  # 0 where a part of a request is saved
 
 
-class SaveCommitted(msgspec.Struct, kw_only=True):
+class SaveResult(msgspec.Struct, kw_only=True):
     session: str  # the conversation's id; "" where nothing of it is stored
     tokens_saved: int
     removed: list[
@@ -206,16 +206,16 @@ class QuarantineRow(msgspec.Struct, kw_only=True):
     at: float
 
 
-class Snapshot(msgspec.Struct, kw_only=True):
+class IndexSnapshot(msgspec.Struct, kw_only=True):
     """Everything stored but tokens, by id, at one moment."""
 
     segments: dict[str, SegmentRow]
     checkpoints: dict[str, CheckpointRow]
     sessions: dict[str, SessionRow]
     quarantined: dict[str, QuarantineRow]
-    usage: dict[str, Usage]
+    usage: dict[str, FileUsage]
 
-    def path(self, segment_id: str) -> list[SegmentRow]:
+    def segment_path(self, segment_id: str) -> list[SegmentRow]:
         """From the root to this segment."""
         rows: list[SegmentRow] = []
         while segment_id in self.segments:
@@ -224,7 +224,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
         return rows[::-1]
 
 
-class Finding(msgspec.Struct, kw_only=True):
+class IndexFinding(msgspec.Struct, kw_only=True):
     """Something that `verify` holds against the index or a file."""
 
     what: str  # "tree", "block", "session", "sum", "missing", "orphan", "checksum" ...
@@ -244,7 +244,7 @@ class PurgeRequest(msgspec.Struct, kw_only=True):
     dry_run: bool = False
 
 
-class Cut(msgspec.Struct, kw_only=True):
+class Truncation(msgspec.Struct, kw_only=True):
     """A segment that others stand on and that loses the rows from `until` on, which nobody else needs.
 
     It becomes another file; where it can't (`why_not`), all of it stays.
@@ -267,7 +267,7 @@ class PurgeReply(msgspec.Struct, kw_only=True):
     quarantined: list[str]
     bytes_freed: int  # of files, with what is cut away
     dry_run: bool
-    cuts: list[Cut] = []
+    cuts: list[Truncation] = []
 
 
 class PinRequest(msgspec.Struct, kw_only=True):
@@ -302,7 +302,7 @@ class GcReply(msgspec.Struct, kw_only=True):
     records: int = 0  # of requests, too old
     turns: int = 0  # sampled, too old, of what is not stored
     notes: int = 0  # on why something is no longer stored
-    cuts: list[Cut] = []  # what only conversations that are gone needed
+    cuts: list[Truncation] = []  # what only conversations that are gone needed
     bytes_before: int = 0
     bytes_after: int = 0
     bytes_wanted: int = 0  # more than these are only left where what is pinned or in use needs them
@@ -313,10 +313,12 @@ class GcReply(msgspec.Struct, kw_only=True):
 class RepairReply(msgspec.Struct, kw_only=True):
     """Answer of POST /warmline/repair."""
 
-    did: list[Finding]  # `what` was done: "adopted", "quarantined", "deleted", "dropped", "session", "entries", "mode"
+    did: list[
+        IndexFinding
+    ]  # `what` was done: "adopted", "quarantined", "deleted", "dropped", "session", "entries", "mode"
 
 
-class TextsOf(msgspec.Struct, kw_only=True):
+class SegmentTextsRequest(msgspec.Struct, kw_only=True):
     """POST /warmline/texts of the proxy: what these packed tokens say to the model that wrote the segment."""
 
     segment: FileId
@@ -330,7 +332,7 @@ class ReplayRequest(msgspec.Struct, kw_only=True):
     count: int = 32
 
 
-class Replay(msgspec.Struct, kw_only=True):
+class ReplayResult(msgspec.Struct, kw_only=True):
     """One conversation's first token, computed from what is stored of it and again cold."""
 
     session: str
@@ -344,7 +346,7 @@ class Replay(msgspec.Struct, kw_only=True):
 
 
 class ReplayReply(msgspec.Struct, kw_only=True):
-    replays: list[Replay]
+    replays: list[ReplayResult]
 
 
 class Totals(msgspec.Struct, kw_only=True):

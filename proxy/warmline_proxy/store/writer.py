@@ -13,7 +13,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Writer:
+class WriterThread:
     """Runs what is submitted, one after the other, and `tick` every `interval_s` in between.  Thread-safe."""
 
     def __init__(self, tick: Callable[[], None], interval_s: float) -> None:
@@ -31,7 +31,7 @@ class Writer:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the index is closed")
-            self._jobs.put(lambda: _settle(future, work))
+            self._jobs.put(lambda: _run_job(future, work))
         return future
 
     def close(self) -> None:
@@ -52,11 +52,11 @@ class Writer:
                 if job is not None:
                     job()
             if time.monotonic() >= due or not running:
-                _guarded(self._tick)
+                _run_tick(self._tick)
                 due = time.monotonic() + self._interval_s
 
 
-def _guarded(tick: Callable[[], None]) -> None:
+def _run_tick(tick: Callable[[], None]) -> None:
     """Whatever a tick meets, the thread lives on: all who write wait for it."""
     try:
         tick()
@@ -64,7 +64,7 @@ def _guarded(tick: Callable[[], None]) -> None:
         log.exception("the index's bookkeeping failed")
 
 
-def _settle(future: "Future[Any]", work: Callable[[], Any]) -> None:
+def _run_job(future: "Future[Any]", work: Callable[[], Any]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:

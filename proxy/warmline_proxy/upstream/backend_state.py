@@ -5,48 +5,48 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from warmline_common.protocol.messages import Reply, Status
-from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix
-from warmline_proxy.planner import Candidate, Costs
+from warmline_common.protocol.messages import BackendStatus, Reply
+from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
+from warmline_proxy.planner import Costs, ResidentCandidate
 from warmline_proxy.upstream.client import Upstream
-from warmline_proxy.upstream.resident_view import Mirror
+from warmline_proxy.upstream.resident_view import ResidentView
 
-MEASURE_INTERVAL_S = 1.0
+RATES_INTERVAL_S = 1.0
 MEMORY_FILLING_SHARE = 0.5
 
 
 @dataclass(eq=False)
-class Suspicion:
+class SuspectPrefix:
     """Something that begins with these tokens is wrong: it shares more than the first `good` of them."""
 
     root: bytes
     tokens: bytes
-    good: int = 0
+    trusted_tokens: int = 0
 
 
-class Knowledge:
+class BackendState:
     """What is known of the backend.  Refreshes are made one at a time; the rest reads."""
 
     def __init__(self, upstream: Upstream) -> None:
-        self.mirror = Mirror()
+        self.resident_view = ResidentView()
         self._upstream = upstream
-        self._status: Status | None = None
-        self._measured_at = 0.0  # time.monotonic()
-        self._refreshing = asyncio.Lock()
-        self._suspicions: set[Suspicion] = set()
+        self._status: BackendStatus | None = None
+        self._rates_read_at = 0.0  # time.monotonic()
+        self._refresh_lock = asyncio.Lock()
+        self._suspects: set[SuspectPrefix] = set()
         self.before_listing: Callable[[], Awaitable[None]] | None = None  # may raise UpstreamError
 
-    async def status(self) -> Status:
+    async def status(self) -> BackendStatus:
         """The last status; asked for where there is none, or one of a model that was still loading.
 
         Raises UpstreamError.
         """
-        if (known := self._loaded()) is not None:
+        if (known := self._loaded_status()) is not None:
             return known
-        async with self._refreshing:
-            return self._loaded() or await self._refresh()
+        async with self._refresh_lock:
+            return self._loaded_status() or await self._refresh()
 
-    def _loaded(self) -> Status | None:
+    def _loaded_status(self) -> BackendStatus | None:
         return self._status if self._status and self._status.layout else None
 
     @property
@@ -69,75 +69,75 @@ class Knowledge:
         """0.0 until the backend has measured."""
         return self._status.decode_tokens_per_s if self._status else 0.0
 
-    async def catch_up(self, reply: Reply) -> None:
+    async def sync_residents(self, reply: Reply) -> None:
         """Make the mirror agree with a backend that has moved on since it last looked.  Raises UpstreamError."""
-        if not self.mirror.is_behind(reply):
+        if not self.resident_view.is_stale(reply):
             return
-        async with self._refreshing:  # many requests may notice a restart at once
-            if reply.boot != self.mirror.boot:
+        async with self._refresh_lock:  # many requests may notice a restart at once
+            if reply.boot != self.resident_view.boot:
                 await self._refresh()
-            elif self.mirror.is_behind(reply):
-                await self._prune()
+            elif self.resident_view.is_stale(reply):
+                await self._prune_residents()
 
     async def refresh(self) -> None:
         """Ask for everything; what the mirror knew and the backend still has is kept.  Raises UpstreamError."""
-        async with self._refreshing:
+        async with self._refresh_lock:
             await self._refresh()
 
-    async def _refresh(self) -> Status:
+    async def _refresh(self) -> BackendStatus:
         if self.before_listing:
             await self.before_listing()
-        known = self.mirror.ids()
-        listing = await self._upstream.residents(ids=True)
+        known = self.resident_view.ids()
+        listing = await self._upstream.list_residents(ids=True)
         # The status last: where the backend restarts in between, the mirror is behind, and asks again.
-        self._status = status = await self._upstream.status()
-        self.mirror.note(listing)
-        self.mirror.keep_only(listing.residents, known)
-        self.mirror.add_listed(listing.residents)
+        self._status = status = await self._upstream.fetch_status()
+        self.resident_view.update_generation(listing)
+        self.resident_view.prune(listing.residents, known)
+        self.resident_view.add_listed(listing.residents)
         return status
 
-    async def _prune(self) -> None:
-        known = self.mirror.ids()
-        listing = await self._upstream.residents(ids=False)  # without ids it is cheap
-        if listing.boot == self.mirror.boot:
-            self.mirror.note(listing)
-            self.mirror.keep_only(listing.residents, known)
+    async def _prune_residents(self) -> None:
+        known = self.resident_view.ids()
+        listing = await self._upstream.list_residents(ids=False)  # without ids it is cheap
+        if listing.boot == self.resident_view.boot:
+            self.resident_view.update_generation(listing)
+            self.resident_view.prune(listing.residents, known)
 
-    def suspect(self, root: bytes, tokens: bytes) -> Suspicion:
+    def add_suspect(self, root: bytes, tokens: bytes) -> SuspectPrefix:
         """Nothing that begins like these is to be used, on disk or in memory, until it is `cleared`."""
-        suspicion = Suspicion(root, tokens)
-        self._suspicions.add(suspicion)
-        return suspicion
+        suspect = SuspectPrefix(root, tokens)
+        self._suspects.add(suspect)
+        return suspect
 
-    def cleared(self, suspicion: Suspicion) -> None:
-        self._suspicions.discard(suspicion)
+    def remove_suspect(self, suspect: SuspectPrefix) -> None:
+        self._suspects.discard(suspect)
 
-    def trusted(self, root: bytes, prompt: bytes) -> int:
+    def count_trusted_tokens(self, root: bytes, prompt: bytes) -> int:
         """How many of the prompt's tokens may be taken from what is stored."""
         goods = (
-            each.good
-            for each in self._suspicions
-            if each.root == root and common_prefix(each.tokens, prompt) > each.good
+            each.trusted_tokens
+            for each in self._suspects
+            if each.root == root and count_common_tokens(each.tokens, prompt) > each.trusted_tokens
         )
         return min(goods, default=len(prompt) // TOKEN_BYTES)
 
-    def candidates(self, root: bytes, prompt: bytes) -> list[Candidate]:
+    def candidates(self, root: bytes, prompt: bytes) -> list[ResidentCandidate]:
         """The residents that may be started from."""
-        trusted = self.trusted(root, prompt)
-        return [each for each in self.mirror.candidates(root, prompt) if each.common <= trusted]
+        trusted = self.count_trusted_tokens(root, prompt)
+        return [each for each in self.resident_view.candidates(root, prompt) if each.common_tokens <= trusted]
 
-    def memory_is_filling(self) -> bool:
+    def is_memory_filling(self) -> bool:
         """Whether the backend may soon have to give residents up."""
         status = self._status
         return status is not None and (
             status.resident_bytes + status.running_bytes > MEMORY_FILLING_SHARE * status.memory_budget_bytes
         )
 
-    async def measure(self) -> None:
+    async def refresh_rates(self) -> None:
         """Take over the rates that the backend has measured since; once a second is enough."""
-        if time.monotonic() - self._measured_at < MEASURE_INTERVAL_S:
+        if time.monotonic() - self._rates_read_at < RATES_INTERVAL_S:
             return
-        self._measured_at = time.monotonic()
-        status = await self._upstream.status()
+        self._rates_read_at = time.monotonic()
+        status = await self._upstream.fetch_status()
         if self._status is None or status.boot == self._status.boot:
             self._status = status

@@ -24,8 +24,8 @@ import httpx
 import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from warmline_common.logging import current_request
-from warmline_common.process.redaction import masked
+from warmline_common.logging import current_request_id
+from warmline_common.process.redaction import redact
 from warmline_common.protocol.messages import (
     HEADER_BACKGROUND,
     HEADER_CHECKPOINTS,
@@ -36,28 +36,28 @@ from warmline_common.protocol.messages import (
     HEADER_RESIDENT,
     HEADER_REUSE,
     HEADER_ROOT,
+    BackendStatus,
+    ClearCacheRequest,
+    DetokenizeReply,
+    DetokenizeRequest,
     ErrorReply,
-    ForgetRequest,
-    KeepOrder,
+    EvictionOrder,
+    GenerationResult,
+    HealthReply,
     PromptReply,
     PromptRequest,
-    Pulse,
     ResidentsReply,
-    RestoreRefused,
+    RestoreRefusal,
     RestoreReply,
     RestoreRequest,
     SaveReply,
     SaveRequest,
-    Settled,
-    Status,
-    TextsReply,
-    TextsRequest,
     decode,
     encode,
-    logged_in,
-    message_in,
+    parse_error_message,
+    redact_error_message,
 )
-from warmline_proxy.planner import Plan
+from warmline_proxy.planner import RequestPlan
 
 CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 5.0
@@ -73,45 +73,45 @@ class UpstreamError(Exception):
     """The backend didn't do what was asked."""
 
 
-class Unreachable(UpstreamError):
+class UpstreamUnreachableError(UpstreamError):
     """Nobody listens, or whoever does can't serve now; nothing was done."""
 
 
-class Broken(UpstreamError):
+class UpstreamConnectionError(UpstreamError):
     """The connection broke off."""
 
 
-class TimedOut(Broken):
+class UpstreamTimeoutError(UpstreamConnectionError):
     """An answer took longer than its call allows."""
 
 
-class Discarded(UpstreamError):
+class StepFailedError(UpstreamError):
     """A step failed, and all in its batch is lost."""
 
 
-class Leaderless(UpstreamError):
+class LeaderLostError(UpstreamError):
     """Whom this request followed ended too soon."""
 
 
-class Garbled(UpstreamError):
+class InvalidReplyError(UpstreamError):
     """An answer that the contract doesn't know."""
 
 
-class Refused(UpstreamError):
+class UpstreamStatusError(UpstreamError):
     """An HTTP status of 400 or more."""
 
     def __init__(self, status: int, body: bytes, retry_after: str = "") -> None:
-        super().__init__(f"{status}: {logged_in(body)}")
+        super().__init__(f"{status}: {redact_error_message(body)}")
         self.status = status
         self.body = body
         self.retry_after = retry_after
 
 
-class Gone(Refused):
+class UpstreamGoneError(UpstreamStatusError):
     """410: plan again."""
 
 
-class NotStored(Refused):
+class InsufficientStorageError(UpstreamStatusError):
     """507 of a save; `code` is the name of the system's error, as "ENOSPC"."""
 
     @property
@@ -122,10 +122,10 @@ class NotStored(Refused):
             return "EIO"
 
 
-class RestoreFailed(Refused):
+class RestoreFailedError(UpstreamStatusError):
     """409 of a restore."""
 
-    def __init__(self, body: bytes, reply: RestoreRefused) -> None:
+    def __init__(self, body: bytes, reply: RestoreRefusal) -> None:
         super().__init__(409, body)
         self.reply = reply
 
@@ -138,7 +138,7 @@ class ByteStream:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Bytes as they arrive, not decoded.  Raises Broken."""
-        with _translated():
+        with _translate_errors():
             async for data in self._response.aiter_raw():
                 yield data
 
@@ -146,17 +146,17 @@ class ByteStream:
         await self._response.aclose()
 
 
-def dispatching() -> AsyncRetrying:
+def retry_dispatch() -> AsyncRetrying:
     """Has a request that said nothing yet sent again where the backend was lost under it; a bounded number of times."""
     return AsyncRetrying(
-        retry=retry_if_exception_type((Unreachable, Broken, Discarded)),
+        retry=retry_if_exception_type((UpstreamUnreachableError, UpstreamConnectionError, StepFailedError)),
         stop=stop_after_attempt(DISPATCHES_MAX),
         wait=wait_exponential(multiplier=0.1, max=2.0),
         reraise=True,
     )
 
 
-class _Verdict(msgspec.Struct):
+class _ReadyReply(msgspec.Struct):
     """GET /ready."""
 
     ready: bool
@@ -177,90 +177,99 @@ class Upstream:
     async def close(self) -> None:
         await self._transport.aclose()
 
-    async def pulse(self, timeout_s: float) -> Pulse:
+    async def fetch_pulse(self, timeout_s: float) -> HealthReply:
         """Whether the engine moves.  Raises Unreachable where no process listens, TimedOut where it doesn't answer."""
-        return _decoded(await self._call("GET", "/health", timeout_s=timeout_s), Pulse)
+        return _decode_reply(await self._call("GET", "/health", timeout_s=timeout_s), HealthReply)
 
-    async def ready(self) -> None:
+    async def check_ready(self) -> None:
         """Returns where a request would be computed now.  Raises Unreachable with the reason where not."""
         response = await self._send(self._request("GET", "/ready", {}, timeout_s=READY_TIMEOUT_S))
-        with _translated():
+        with _translate_errors():
             body = await response.aread()
-        if not (verdict := _decoded(body, _Verdict)).ready:
-            raise Unreachable(verdict.reason)
+        if not (verdict := _decode_reply(body, _ReadyReply)).ready:
+            raise UpstreamUnreachableError(verdict.reason)
 
-    async def status(self) -> Status:
-        return _decoded(await self._call("GET", "/kv/status", timeout_s=PROBE_TIMEOUT_S, repeatable=True), Status)
+    async def fetch_status(self) -> BackendStatus:
+        return _decode_reply(
+            await self._call("GET", "/kv/status", timeout_s=PROBE_TIMEOUT_S, repeatable=True), BackendStatus
+        )
 
-    async def prompt(self, request: PromptRequest, timeout_s: float | None = None) -> PromptReply:
+    async def render_prompt(self, request: PromptRequest, timeout_s: float | None = None) -> PromptReply:
         """Raises Refused (400) with OpenAI's error for whatever is wrong with the body."""
         body = await self._call("POST", "/kv/prompts", encode(request), repeatable=True, timeout_s=timeout_s)
-        return _decoded(body, PromptReply)
+        return _decode_reply(body, PromptReply)
 
     async def restore(self, request: RestoreRequest) -> RestoreReply:
         """Raises RestoreFailed where a file is at fault."""
         try:
-            return _decoded(await self._call("POST", "/kv/restore", encode(request)), RestoreReply)
-        except Refused as error:
+            return _decode_reply(await self._call("POST", "/kv/restore", encode(request)), RestoreReply)
+        except UpstreamStatusError as error:
             if error.status == 409:
-                raise RestoreFailed(error.body, _decoded(error.body, RestoreRefused)) from error
+                raise RestoreFailedError(error.body, _decode_reply(error.body, RestoreRefusal)) from error
             raise
 
     async def save(self, request: SaveRequest, timeout_s: float) -> SaveReply:
         """Returns once all files are durable.  Raises Gone where the resident is no longer there, TimedOut."""
-        return _decoded(await self._call("POST", "/kv/save", encode(request), timeout_s=timeout_s), SaveReply)
+        return _decode_reply(await self._call("POST", "/kv/save", encode(request), timeout_s=timeout_s), SaveReply)
 
-    async def texts(self, sequences: Sequence[bytes]) -> list[str]:
+    async def detokenize(self, sequences: Sequence[bytes]) -> list[str]:
         """What packed tokens of the model that it serves say, one text a sequence."""
-        body = encode(TextsRequest(sequences=list(sequences)))
+        body = encode(DetokenizeRequest(sequences=list(sequences)))
         reply = await self._call("POST", "/kv/texts", body, repeatable=True, timeout_s=PROBE_TIMEOUT_S)
-        if len(texts := _decoded(reply, TextsReply).texts) != len(sequences):
-            raise Garbled(f"the backend gave {len(texts)} texts for {len(sequences)} sequences")
+        if len(texts := _decode_reply(reply, DetokenizeReply).texts) != len(sequences):
+            raise InvalidReplyError(f"the backend gave {len(texts)} texts for {len(sequences)} sequences")
         return texts
 
-    async def residents(self, ids: bool) -> ResidentsReply:
+    async def list_residents(self, ids: bool) -> ResidentsReply:
         path = "/kv/residents?ids=1" if ids else "/kv/residents"
-        return _decoded(await self._call("GET", path, repeatable=True, timeout_s=LIST_TIMEOUT_S), ResidentsReply)
+        return _decode_reply(await self._call("GET", path, repeatable=True, timeout_s=LIST_TIMEOUT_S), ResidentsReply)
 
-    async def drop_resident(self, resident: str) -> None:
+    async def delete_resident(self, resident: str) -> None:
         try:
             await self._call("DELETE", f"/kv/residents/{resident}")
-        except Refused as error:
+        except UpstreamStatusError as error:
             if error.status not in (404, 410):
                 raise
 
-    async def forget(self, keep: Sequence[str] = ()) -> None:
+    async def purge_memory(self, keep: Sequence[str] = ()) -> None:
         """Have it drop all that it holds of conversations in memory, but for what is computed, and for these residents,
         or what these requests have left.
         """
-        await self._call("POST", "/kv/forget", encode(ForgetRequest(keep=list(keep))))
+        await self._call("POST", "/kv/forget", encode(ClearCacheRequest(keep=list(keep))))
 
     async def order_residents(self, drop_first: list[str]) -> None:
         """Whom the backend is to drop first when its memory is short."""
-        await self._call("PUT", "/kv/residents/order", encode(KeepOrder(drop_first=drop_first)))
+        await self._call("PUT", "/kv/residents/order", encode(EvictionOrder(drop_first=drop_first)))
 
-    async def cancel(self, request_id: str, timeout_s: float) -> Settled | None:
+    async def cancel(self, request_id: str, timeout_s: float) -> GenerationResult | None:
         """Returns when the engine has let go: what it now holds, or None where the request is over or unknown.
 
         Raises TimedOut where it hasn't within `timeout_s`.
         """
-        return await self._let_go(f"/requests/{request_id}", timeout_s)
+        return await self._delete_request(f"/requests/{request_id}", timeout_s)
 
-    async def finish_prefill(self, request_id: str, timeout_s: float) -> Settled | None:
+    async def finish_prefill(self, request_id: str, timeout_s: float) -> GenerationResult | None:
         """Nobody waits for the request any more.  None where it goes on alone, or is over; else as `cancel`."""
-        return await self._let_go(f"/requests/{request_id}?finish=prefill", timeout_s)
+        return await self._delete_request(f"/requests/{request_id}?finish=prefill", timeout_s)
 
-    async def _let_go(self, path: str, timeout_s: float) -> Settled | None:
+    async def _delete_request(self, path: str, timeout_s: float) -> GenerationResult | None:
         try:
             body = await self._call("DELETE", path, timeout_s=timeout_s)
-        except Refused as error:
+        except UpstreamStatusError as error:
             if error.status in (404, 410):
                 return None
             raise
-        return _decoded(body, Settled) if body != b"{}" else None
+        return _decode_reply(body, GenerationResult) if body != b"{}" else None
 
     async def generate(
-        self, endpoint: str, request_id: str, prompt_id: str, plan: Plan, *, root: bytes, background: bool = False
+        self,
+        endpoint: str,
+        request_id: str,
+        prompt_id: str,
+        plan: RequestPlan,
+        *,
+        root: bytes,
+        background: bool = False,
     ) -> ByteStream:
         """Starts a generation of a rendered prompt: always a stream with usage, and no body, for the backend has it.
 
@@ -270,22 +279,22 @@ class Upstream:
         Raises Gone where `plan`'s resident, its leader or the prompt is no longer there.
         """
         headers = {HEADER_REQUEST: request_id, HEADER_PROMPT: prompt_id, HEADER_ROOT: root.hex()}
-        if plan.follow:
-            headers |= {HEADER_FOLLOW: plan.follow, HEADER_REUSE: str(plan.reuse)}
+        if plan.leader_id:
+            headers |= {HEADER_FOLLOW: plan.leader_id, HEADER_REUSE: str(plan.reuse)}
         elif plan.reuse:
             headers |= {HEADER_RESIDENT: plan.resident, HEADER_REUSE: str(plan.reuse)}
-            if plan.keep:
+            if plan.copy_resident:
                 headers[HEADER_KEEP] = "1"
-        if plan.checkpoints:
-            headers[HEADER_CHECKPOINTS] = ",".join(map(str, plan.checkpoints))
+        if plan.checkpoint_positions:
+            headers[HEADER_CHECKPOINTS] = ",".join(map(str, plan.checkpoint_positions))
         if background:
             headers[HEADER_BACKGROUND] = "1"
         request = self._request("POST", PATHS[endpoint], headers)
         try:
-            return ByteStream(await self._checked(await self._send(request)))
-        except Refused as error:
+            return ByteStream(await self._check_status(await self._send(request)))
+        except UpstreamStatusError as error:
             if error.status in (409, 410):
-                raise Gone(error.status, error.body) from error
+                raise UpstreamGoneError(error.status, error.body) from error
             raise
 
     async def _call(
@@ -299,8 +308,8 @@ class Upstream:
     ) -> bytes:
         headers = {"Content-Type": "application/json"} if body else {}
         request = self._request(method, path, headers, body, timeout_s)
-        response = await self._checked(await self._send(request, repeatable))
-        with _translated():
+        response = await self._check_status(await self._send(request, repeatable))
+        with _translate_errors():
             return await response.aread()
 
     def _request(
@@ -309,7 +318,7 @@ class Upstream:
         """Generations, restores and saves take as long as they take; only connecting always has a limit."""
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S).as_dict()
         everything = {**headers, **self._authorization}
-        if request_id := current_request():  # which the backend's log has then, too
+        if request_id := current_request_id():  # which the backend's log has then, too
             everything.setdefault(HEADER_REQUEST, request_id)
         return httpx.Request(
             method,
@@ -321,7 +330,7 @@ class Upstream:
 
     async def _send(self, request: httpx.Request, repeatable: bool = False) -> httpx.Response:
         """The answer's head.  A kept connection may have been closed in this moment: then once more, on a new one."""
-        with _translated():
+        with _translate_errors():
             try:
                 return await self._transport.handle_async_request(request)
             except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
@@ -329,31 +338,31 @@ class Upstream:
                     raise
             return await self._transport.handle_async_request(request)
 
-    async def _checked(self, response: httpx.Response) -> httpx.Response:
+    async def _check_status(self, response: httpx.Response) -> httpx.Response:
         if response.status_code < 400:
             return response
-        with _translated():
+        with _translate_errors():
             body = await response.aread()
         if response.status_code == 503:
-            raise Unreachable(f"the backend is not ready: {message_in(body)}")
-        kind = {410: Gone, 507: NotStored}.get(response.status_code, Refused)
+            raise UpstreamUnreachableError(f"the backend is not ready: {parse_error_message(body)}")
+        kind = {410: UpstreamGoneError, 507: InsufficientStorageError}.get(response.status_code, UpstreamStatusError)
         raise kind(response.status_code, body, response.headers.get("Retry-After", ""))
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except httpx.ConnectError as error:
-        raise Unreachable("the backend is not reachable") from error
+        raise UpstreamUnreachableError("the backend is not reachable") from error
     except httpx.TimeoutException as error:
-        raise TimedOut("the backend did not answer in time") from error
+        raise UpstreamTimeoutError("the backend did not answer in time") from error
     except (httpx.HTTPError, httpx.StreamError) as error:
-        raise Broken("the backend broke off") from error
+        raise UpstreamConnectionError("the backend broke off") from error
 
 
-def _decoded(body: bytes, kind: type[T]) -> T:
+def _decode_reply(body: bytes, kind: type[T]) -> T:
     try:
         return decode(body, kind)
     except msgspec.DecodeError as error:
-        raise Garbled(f"the backend's {kind.__name__} is not readable: {masked(str(error))}") from error
+        raise InvalidReplyError(f"the backend's {kind.__name__} is not readable: {redact(str(error))}") from error

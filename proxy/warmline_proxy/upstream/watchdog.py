@@ -14,30 +14,30 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from warmline_common.protocol.messages import Pulse
-from warmline_proxy.upstream.client import Broken, Upstream, UpstreamError
+from warmline_common.protocol.messages import HealthReply
+from warmline_proxy.upstream.client import Upstream, UpstreamConnectionError, UpstreamError
 
 log = logging.getLogger(__name__)
 
-STRETCH = 5.0  # times the slowest recent step
-WARMING_STEPS = 8  # during which kernels are compiled and weights paged in
-WARMING_FACTOR = 5.0
-LOOK_INTERVAL_S = 1.0
-LOOK_INTERVAL_DOWN_S = 0.2  # requests may be waiting
+SLOWEST_STEP_FACTOR = 5.0  # times the slowest recent step
+WARM_UP_STEPS = 8  # during which kernels are compiled and weights paged in
+WARM_UP_FACTOR = 5.0
+POLL_INTERVAL_S = 1.0
+POLL_INTERVAL_DOWN_S = 0.2  # requests may be waiting
 PULSE_TIMEOUT_S = 5.0
-GAP_MAX_S = 10.0  # between two looks; a longer one says that we were not looking
-BACKEND = "warmline_backend"  # in the command line of every process that may be ended
+POLL_GAP_MAX_S = 10.0  # between two looks; a longer one says that we were not looking
+BACKEND_COMMAND = "warmline_backend"  # in the command line of every process that may be ended
 
 
-def limit_s(configured_s: float, pulse: Pulse | None) -> float:
+def step_limit_s(configured_s: float, pulse: HealthReply | None) -> float:
     """How long the present step may take."""
     if pulse is None:
         return configured_s
-    limit = max(configured_s, STRETCH * pulse.slowest_recent_step_s)
-    return limit * WARMING_FACTOR if pulse.steps < WARMING_STEPS else limit
+    limit = max(configured_s, SLOWEST_STEP_FACTOR * pulse.slowest_recent_step_s)
+    return limit * WARM_UP_FACTOR if pulse.steps < WARM_UP_STEPS else limit
 
 
-class Standstill:
+class StallTracker:
     """For how long a backend was seen not to move: always in the same step, or always silent."""
 
     def __init__(self) -> None:
@@ -45,25 +45,25 @@ class Standstill:
         self.silent_s = 0.0
         self._step: tuple[str, int] | None = None
 
-    def moved(self) -> None:
+    def reset(self) -> None:
         self.stuck_s = self.silent_s = 0.0
         self._step = None
 
-    def heard(self, pulse: Pulse, gap_s: float) -> bool:
+    def record_pulse(self, pulse: HealthReply, gap_s: float) -> bool:
         """Whether it has moved since it was last heard.  `gap_s`: since the last look."""
         step, last = (pulse.boot, pulse.steps), self._step
         self.silent_s = 0.0
-        stands = pulse.busy and step == last
-        self.stuck_s = min(self.stuck_s + min(gap_s, GAP_MAX_S), pulse.step_age_s) if stands else 0.0
+        is_stuck = pulse.busy and step == last
+        self.stuck_s = min(self.stuck_s + min(gap_s, POLL_GAP_MAX_S), pulse.step_age_s) if is_stuck else 0.0
         self._step = step
         return step != last
 
-    def unheard(self, gap_s: float) -> None:
-        self.silent_s += min(gap_s, GAP_MAX_S)
+    def record_silence(self, gap_s: float) -> None:
+        self.silent_s += min(gap_s, POLL_GAP_MAX_S)
 
-    def why_hopeless(self, configured_s: float, pulse: Pulse | None) -> str:
+    def find_stall_reason(self, configured_s: float, pulse: HealthReply | None) -> str:
         """ "" where there is hope."""
-        limit = limit_s(configured_s, pulse)
+        limit = step_limit_s(configured_s, pulse)
         if self.silent_s > limit:
             return f"it has not answered for {self.silent_s:.1f} s; its limit is {limit:.1f} s"
         if pulse and self.stuck_s > limit:
@@ -74,7 +74,7 @@ class Standstill:
         return ""
 
 
-def command_of(pid: int) -> str:
+def read_command_line(pid: int) -> str:
     """The command line of a process; "" where there is none."""
     with suppress(OSError):
         if Path("/proc/self/cmdline").exists():
@@ -88,108 +88,108 @@ class Watchdog:
     """What is known of the backend's process.  Owned by the event loop; `run` is its one task."""
 
     def __init__(self, upstream: Upstream, wedge_timeout_s: float, pid_file: Path) -> None:
-        self.pulse: Pulse | None = None  # the last one of a process that was not seen to end
-        self.why_down = "the backend has not been heard of yet"
-        self.moved_at = 0.0  # time.monotonic() at which the engine was last seen to have done a step
+        self.pulse: HealthReply | None = None  # the last one of a process that was not seen to end
+        self.down_reason = "the backend has not been heard of yet"
+        self.last_step_at = 0.0  # time.monotonic() at which the engine was last seen to have done a step
         self.kills = 0
         self.boots = 0  # backend processes that were heard of
         self._boot = ""
         self._upstream, self._wedge_timeout_s, self._pid_file = upstream, wedge_timeout_s, pid_file
-        self._standstill = Standstill()
-        self._looked_at = time.monotonic()
-        self._up = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._stall_tracker = StallTracker()
+        self._polled_at = time.monotonic()
+        self._up_event = asyncio.Event()
+        self._poll_event = asyncio.Event()
 
     @property
     def is_up(self) -> bool:
-        return self._up.is_set()
+        return self._up_event.is_set()
 
     @property
-    def patience_s(self) -> float:
+    def cancel_timeout_s(self) -> float:
         """How long the engine may take to let go of a request."""
-        return limit_s(self._wedge_timeout_s, self.pulse)
+        return step_limit_s(self._wedge_timeout_s, self.pulse)
 
     @property
     def slowest_recent_step_s(self) -> float:
         return self.pulse.slowest_recent_step_s if self.pulse else 0.0
 
-    async def up(self, timeout_s: float | None = None) -> None:
+    async def wait_until_up(self, timeout_s: float | None = None) -> None:
         """Wait until the backend serves.  Raises TimeoutError, after which `why_down` says why it doesn't."""
         if self.is_up:
             return
-        self._hurry.set()
+        self._poll_event.set()
         async with asyncio.timeout(timeout_s):
-            await self._up.wait()
+            await self._up_event.wait()
 
-    def doubt(self) -> None:
+    def recheck(self) -> None:
         """A call has failed: look again before anybody else calls."""
-        self._up.clear()
-        self._hurry.set()
+        self._up_event.clear()
+        self._poll_event.set()
 
-    def did_not_let_go(self, request_id: str) -> None:
+    def report_cancel_timeout(self, request_id: str) -> None:
         """The engine has not acknowledged a cancel in all its patience: it is wedged, unless it moves."""
         if self.pulse is None:
             return  # it is gone already
-        if time.monotonic() - self.moved_at > self.patience_s / 2:
-            self._condemn(f"it does not let go of request {request_id}")
+        if time.monotonic() - self.last_step_at > self.cancel_timeout_s / 2:
+            self._kill_backend(f"it does not let go of request {request_id}")
         else:
             log.error("the engine moves, and yet does not let go of request %s", request_id)
 
     async def run(self) -> None:
         while True:
-            self._hurry.clear()
+            self._poll_event.clear()
             try:
-                await self._look()
+                await self._poll()
             except Exception:  # without a watchdog, nobody would be served any more
                 log.exception("looking at the backend failed")
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
-                    await self._hurry.wait()
+                    await self._poll_event.wait()
 
     @property
     def _interval_s(self) -> float:
-        return min(LOOK_INTERVAL_S if self.is_up else LOOK_INTERVAL_DOWN_S, self._wedge_timeout_s / 4)
+        return min(POLL_INTERVAL_S if self.is_up else POLL_INTERVAL_DOWN_S, self._wedge_timeout_s / 4)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         try:
             # A process that is short of memory answers late; the longer it is silent, the longer we listen.
-            pulse = await self._upstream.pulse(
-                min(max(PULSE_TIMEOUT_S, self._standstill.silent_s), self._wedge_timeout_s / 2)
+            pulse = await self._upstream.fetch_pulse(
+                min(max(PULSE_TIMEOUT_S, self._stall_tracker.silent_s), self._wedge_timeout_s / 2)
             )
-        except Broken as error:  # it takes connections, or at least has the port, and doesn't answer
-            self._standstill.unheard(self._gap_s())
-            self._up.clear()
-            self.why_down = str(error)
+        except UpstreamConnectionError as error:  # it takes connections, or at least has the port, and doesn't answer
+            self._stall_tracker.record_silence(self._measure_gap_s())
+            self._up_event.clear()
+            self.down_reason = str(error)
         except UpstreamError as error:  # nobody listens, or somebody else
-            self._gap_s()
-            self._down(str(error))
+            self._measure_gap_s()
+            self._mark_down(str(error))
         else:
-            self._hear(pulse)
-        if why := self._standstill.why_hopeless(self._wedge_timeout_s, self.pulse):
-            self._condemn(why)
+            self._record_pulse(pulse)
+        if why := self._stall_tracker.find_stall_reason(self._wedge_timeout_s, self.pulse):
+            self._kill_backend(why)
 
-    def _gap_s(self) -> float:
+    def _measure_gap_s(self) -> float:
         """Since the last look."""
-        last, self._looked_at = self._looked_at, time.monotonic()
-        return self._looked_at - last
+        last, self._polled_at = self._polled_at, time.monotonic()
+        return self._polled_at - last
 
-    def _hear(self, pulse: Pulse) -> None:
+    def _record_pulse(self, pulse: HealthReply) -> None:
         self.pulse = pulse
         if pulse.boot != self._boot:
             self._boot, self.boots = pulse.boot, self.boots + 1
-        if self._standstill.heard(pulse, self._gap_s()):
-            self.moved_at = time.monotonic()
+        if self._stall_tracker.record_pulse(pulse, self._measure_gap_s()):
+            self.last_step_at = time.monotonic()
         if pulse.ready:
-            self._up.set()
+            self._up_event.set()
         else:
-            self._up.clear()
-            self.why_down = pulse.failure or "the backend is starting"
+            self._up_event.clear()
+            self.down_reason = pulse.failure or "the backend is starting"
 
-    def _condemn(self, why: str) -> None:
+    def _kill_backend(self, why: str) -> None:
         """End the process, and at once."""
-        pid = self._pid()
-        self._down("the backend was wedged and is being started again")
-        if pid is None or BACKEND not in command_of(pid):
+        pid = self._find_pid()
+        self._mark_down("the backend was wedged and is being started again")
+        if pid is None or BACKEND_COMMAND not in read_command_line(pid):
             log.error("the backend is wedged (%s), and there is no such process to end: was it started elsewhere?", why)
             return
         log.error("the backend (pid %d) is wedged and is killed: %s", pid, why)
@@ -199,7 +199,7 @@ class Watchdog:
         except OSError as error:
             log.error("the backend (pid %d) could not be killed: %s", pid, error)
 
-    def _pid(self) -> int | None:
+    def _find_pid(self) -> int | None:
         """Of the process that was heard last; of one that never spoke, what it wrote at its start."""
         if self.pulse:
             return self.pulse.pid
@@ -207,7 +207,7 @@ class Watchdog:
             return int(self._pid_file.read_text())
         return None
 
-    def _down(self, why: str) -> None:
-        self.pulse, self.why_down = None, why
-        self._standstill.moved()
-        self._up.clear()
+    def _mark_down(self, why: str) -> None:
+        self.pulse, self.down_reason = None, why
+        self._stall_tracker.reset()
+        self._up_event.clear()

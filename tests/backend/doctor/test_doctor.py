@@ -15,9 +15,9 @@ from support import tiny_models
 from warmline_backend.doctor import __main__ as command
 from warmline_backend.doctor import locations as places
 from warmline_backend.doctor import report
-from warmline_backend.doctor.examine import Examination, examine
-from warmline_backend.doctor.findings import Level
-from warmline_backend.doctor.sample_prompt import Question
+from warmline_backend.doctor.examine import Examination, examine_model
+from warmline_backend.doctor.findings import FindingLevel
+from warmline_backend.doctor.sample_prompt import DoctorSettings
 from warmline_backend.doctor.shards import LENGTH_BYTES, read_shard
 
 HUGE_BYTES = 100 * 10**9
@@ -37,10 +37,10 @@ def copied(tiny_folder: Callable[..., Path], tmp_path: Path) -> Copied:
 
 
 def look(folder: Path, **options: Any) -> Examination:
-    return examine(Question(str(folder), **options))
+    return examine_model(DoctorSettings(str(folder), **options))
 
 
-def said(examination: Examination, level: Level) -> str:
+def said(examination: Examination, level: FindingLevel) -> str:
     return "\n".join(f"{each.area}: {each.what} -> {each.todo}" for each in examination.findings if each.level is level)
 
 
@@ -60,57 +60,57 @@ def change_weights(folder: Path, change: Callable[[dict[str, mx.array]], None]) 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "baichuan_m1", "glm_moe_dsa"])
 def test_a_good_folder_is_all_ok(tiny_folder: Callable[..., Path], family: str) -> None:
     examination = look(tiny_folder(family, tools=True))
-    assert [finding for finding in examination.findings if finding.level is not Level.OK] == []
-    assert examination.verdict is Level.OK
+    assert [finding for finding in examination.findings if finding.level is not FindingLevel.OK] == []
+    assert examination.verdict is FindingLevel.OK
     assert {finding.area for finding in examination.findings} >= {"files", "config", "parameters", "cache", "memory"}
-    assert examination.serve.startswith("warmline serve --model ")
+    assert examination.serve_command.startswith("warmline serve --model ")
 
 
 def test_the_line_to_copy_is_whole_however_narrow_the_terminal(tiny_folder: Callable[..., Path]) -> None:
     arguments = json.dumps({"enable_thinking": False, "reasoning_effort": None, "words": "of any number " * 9})
     examination = look(tiny_folder("llama", tools=True), chat_template_args=arguments)
     console = Console(file=io.StringIO(), width=40)
-    report.show(examination, console)
+    report.print_report(examination, console)
     assert isinstance(console.file, io.StringIO)
-    assert f"\n  {examination.serve}\n" in console.file.getvalue() and arguments in examination.serve
+    assert f"\n  {examination.serve_command}\n" in console.file.getvalue() and arguments in examination.serve_command
 
 
 def test_a_recurrent_model_whose_tokenizer_class_adds_a_token(tiny_folder: Callable[..., Path]) -> None:
     """transformers gives it <|endoftext|>, for which the tiny model has no row; all else is well."""
     examination = look(tiny_folder("qwen3_5", tools=True))
-    (wrong,) = [finding for finding in examination.findings if finding.level is not Level.OK]
+    (wrong,) = [finding for finding in examination.findings if finding.level is not FindingLevel.OK]
     assert wrong.area == "tokenizer" and "<|endoftext|>" in wrong.what
-    assert "3 x ArraysCache, 1 x KVCache" in said(examination, Level.OK)
-    assert "can be taken up at its checkpoints" in said(examination, Level.OK)
+    assert "3 x ArraysCache, 1 x KVCache" in said(examination, FindingLevel.OK)
+    assert "can be taken up at its checkpoints" in said(examination, FindingLevel.OK)
 
 
 def test_layers_and_their_caches_are_told(tiny_folder: Callable[..., Path]) -> None:
     examination = look(tiny_folder("glm_moe_dsa", tools=True))
-    assert "2 x CacheList(KVCache, KVCache), 2 x CacheList(KVCache)" in said(examination, Level.OK)
-    assert "2 layers select tokens, 2 share a selection" in said(examination, Level.OK)
+    assert "2 x CacheList(KVCache, KVCache), 2 x CacheList(KVCache)" in said(examination, FindingLevel.OK)
+    assert "2 layers select tokens, 2 share a selection" in said(examination, FindingLevel.OK)
 
 
 def test_no_folder_and_a_file(tmp_path: Path) -> None:
     for model in (str(tmp_path / "none"), "none", str(Path(__file__))):
-        examination = examine(Question(model))
-        assert examination.verdict is Level.FAIL and examination.serve == ""
-    assert "there is no such folder" in said(look(tmp_path / "none"), Level.FAIL)
-    assert "no config.json" in said(look(tmp_path), Level.FAIL)
+        examination = examine_model(DoctorSettings(model))
+        assert examination.verdict is FindingLevel.FAIL and examination.serve_command == ""
+    assert "there is no such folder" in said(look(tmp_path / "none"), FindingLevel.FAIL)
+    assert "no config.json" in said(look(tmp_path), FindingLevel.FAIL)
 
 
 def test_a_repository_is_looked_for_in_the_hub_s_cache(
     tiny_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "HF_HUB_CACHE", str(tmp_path))
-    assert "hf download owner/tiny" in said(examine(Question("owner/tiny")), Level.FAIL)
+    assert "hf download owner/tiny" in said(examine_model(DoctorSettings("owner/tiny")), FindingLevel.FAIL)
     repository = tmp_path / "models--owner--tiny"
     shutil.copytree(tiny_folder("llama", tools=True), repository / "snapshots" / "abc")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
-    assert examine(Question("owner/tiny")).serve == "warmline serve --model owner/tiny"
+    assert examine_model(DoctorSettings("owner/tiny")).serve_command == "warmline serve --model owner/tiny"
     (repository / "blobs").mkdir()
     (repository / "blobs" / "0123.incomplete").touch()
-    assert "interrupted download" in said(examine(Question("owner/tiny")), Level.WARN)
+    assert "interrupted download" in said(examine_model(DoctorSettings("owner/tiny")), FindingLevel.WARN)
 
 
 def test_broken_files_never_reach_mlx(copied: Copied) -> None:
@@ -118,8 +118,8 @@ def test_broken_files_never_reach_mlx(copied: Copied) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
     examination = look(folder)
-    assert "truncated" in said(examination, Level.FAIL)
-    assert {finding.area for finding in examination.findings if finding.level is Level.FAIL} == {"files"}
+    assert "truncated" in said(examination, FindingLevel.FAIL)
+    assert {finding.area for finding in examination.findings if finding.level is FindingLevel.FAIL} == {"files"}
     assert "parameters" not in {finding.area for finding in examination.findings}
     assert "template" in {finding.area for finding in examination.findings}  # what can still be seen, is
 
@@ -129,7 +129,7 @@ def test_an_indexer_in_a_truncated_file_is_not_missed(copied: Copied) -> None:
     folder = copied("glm_moe_dsa")
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
     examination = look(folder)
-    assert {finding.area for finding in examination.findings if finding.level is Level.FAIL} == {"files"}
+    assert {finding.area for finding in examination.findings if finding.level is FindingLevel.FAIL} == {"files"}
 
 
 def test_missing_unexpected_and_wrong_parameters(copied: Copied) -> None:
@@ -142,7 +142,7 @@ def test_missing_unexpected_and_wrong_parameters(copied: Copied) -> None:
         weights["model.norm.weight"] = mx.zeros((3,))
 
     change_weights(folder, spoil)
-    told = said(look(folder), Level.FAIL)
+    told = said(look(folder), FindingLevel.FAIL)
     assert "2 parameters that the model needs are not in the weights" in told
     assert "model.layers.*.self_attn.q_proj.weight: 2 layers (0-1)" in told
     assert "1 parameters of the weights are not in the model" in told
@@ -168,7 +168,7 @@ def test_indexer_types_that_contradict_themselves_or_the_weights(
 ) -> None:
     folder = copied("glm_moe_dsa")
     change(folder, "config.json", indexer_types=types)
-    assert what in said(look(folder), Level.FAIL)
+    assert what in said(look(folder), FindingLevel.FAIL)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_indexer_types_that_contradict_themselves_or_the_weights(
 def test_a_config_that_is_wrong(copied: Copied, changes: dict[str, Any], what: str) -> None:
     folder = copied()
     change(folder, "config.json", **changes)
-    assert what in said(look(folder), Level.FAIL)
+    assert what in said(look(folder), FindingLevel.FAIL)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_config_that_is_wrong(copied: Copied, changes: dict[str, Any], what: s
 def test_whatever_is_broken_is_a_finding(copied: Copied, spoil: Callable[[Path], object], what: str) -> None:
     folder = copied()
     spoil(folder)
-    assert what in said(look(folder), Level.FAIL)
+    assert what in said(look(folder), FindingLevel.FAIL)
 
 
 def test_what_no_check_expects_is_a_finding_with_a_name(
@@ -217,16 +217,16 @@ def test_what_no_check_expects_is_a_finding_with_a_name(
 
     folder = tiny_folder("llama", tools=True)
     monkeypatch.setattr("warmline_backend.doctor.examine.check_cache", fails)
-    (wrong,) = [finding for finding in look(folder).findings if finding.level is Level.FAIL]
+    (wrong,) = [finding for finding in look(folder).findings if finding.level is FindingLevel.FAIL]
     assert wrong.area == "cache" and str(folder) in wrong.what and "ZeroDivisionError: unheard of" in wrong.what
     monkeypatch.setattr("warmline_backend.doctor.files.read_shard", fails)
-    assert f"{WEIGHTS} can't be examined: ZeroDivisionError" in said(look(folder), Level.FAIL)
+    assert f"{WEIGHTS} can't be examined: ZeroDivisionError" in said(look(folder), FindingLevel.FAIL)
 
 
 def test_answers_end_where_the_generation_config_says(copied: Copied) -> None:
     folder = copied()
     (folder / "generation_config.json").write_text('{"eos_token_id": [260, 257]}')
-    assert "answers end at <|im_end|>, <tool_call>" in said(look(folder), Level.OK)
+    assert "answers end at <|im_end|>, <tool_call>" in said(look(folder), FindingLevel.OK)
 
 
 def test_names_can_t_reach_the_terminal(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,8 +241,8 @@ def test_names_can_t_reach_the_terminal(copied: Copied, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("model", ["", "a" * 5000, "owner/" + "b" * 5000, "\x00", "~no_such_user_here/x", "..."])
 def test_what_is_no_folder_s_name(model: str) -> None:
-    examination = examine(Question(model))
-    assert examination.verdict is Level.FAIL and examination.folder is None
+    examination = examine_model(DoctorSettings(model))
+    assert examination.verdict is FindingLevel.FAIL and examination.folder is None
 
 
 def test_a_quantized_model_is_described(copied: Copied) -> None:
@@ -257,41 +257,41 @@ def test_a_quantized_model_is_described(copied: Copied) -> None:
     change_weights(folder, quantize)
     change(folder, "config.json", quantization={"bits": 4, "group_size": 32})
     examination = look(folder)
-    assert examination.verdict is Level.OK
-    assert "quantized: 14 modules 4 bits in groups of 32, affine" in said(examination, Level.OK)
+    assert examination.verdict is FindingLevel.OK
+    assert "quantized: 14 modules 4 bits in groups of 32, affine" in said(examination, FindingLevel.OK)
 
 
 def test_a_tokenizer_without_a_template_without_an_end_and_none(copied: Copied) -> None:
     folder = copied()
     change(folder, "tokenizer_config.json", chat_template=None)
-    assert "there is no chat template" in said(look(folder), Level.WARN)
+    assert "there is no chat template" in said(look(folder), FindingLevel.WARN)
     change(folder, "tokenizer_config.json", eos_token=None)
     change(folder, "config.json", eos_token_id=None)
-    assert "no token is known to end an answer" in said(look(folder), Level.FAIL)
+    assert "no token is known to end an answer" in said(look(folder), FindingLevel.FAIL)
     (folder / "tokenizer.json").write_text("{")
-    assert "the tokenizer can't be loaded" in said(look(folder), Level.FAIL)
+    assert "the tokenizer can't be loaded" in said(look(folder), FindingLevel.FAIL)
 
 
 @pytest.mark.parametrize(
     ("template", "level", "what"),
     [
-        ("{{ raise_exception('not today') }}", Level.FAIL, "can't be rendered"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", Level.WARN, "the template leaves out tools"),
+        ("{{ raise_exception('not today') }}", FindingLevel.FAIL, "can't be rendered"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", FindingLevel.WARN, "the template leaves out tools"),
         (
             "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
             "{{ m.content }}{% endfor %}",
-            Level.WARN,
+            FindingLevel.WARN,
             "refuses system messages",
         ),
         (
             "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-            Level.WARN,
+            FindingLevel.WARN,
             "does not begin with",
         ),
-        ("{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}", Level.WARN, "the date"),
+        ("{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}", FindingLevel.WARN, "the date"),
     ],
 )
-def test_templates_that_agents_have_trouble_with(copied: Copied, template: str, level: Level, what: str) -> None:
+def test_templates_that_agents_have_trouble_with(copied: Copied, template: str, level: FindingLevel, what: str) -> None:
     folder = copied()
     change(folder, "tokenizer_config.json", chat_template=template)
     assert what in said(look(folder), level)
@@ -299,21 +299,21 @@ def test_templates_that_agents_have_trouble_with(copied: Copied, template: str, 
 
 def test_quantized_kv_where_it_is_not_possible(tiny_folder: Callable[..., Path]) -> None:
     folder = tiny_folder("gemma3", tools=True)
-    assert "--kv-bits 8: only plain KV caches can be quantized" in said(look(folder, kv_bits=8), Level.FAIL)
+    assert "--kv-bits 8: only plain KV caches can be quantized" in said(look(folder, kv_bits=8), FindingLevel.FAIL)
     folder = tiny_folder("llama", tools=True)
-    assert "--kv-group-size that divides" in said(look(folder, kv_bits=8, kv_group_size=64), Level.FAIL)
+    assert "--kv-group-size that divides" in said(look(folder, kv_bits=8, kv_group_size=64), FindingLevel.FAIL)
     examination = look(folder, kv_bits=8, kv_group_size=32)
-    assert examination.serve.endswith(" --kv-bits 8 --kv-group-size 32")
+    assert examination.serve_command.endswith(" --kv-bits 8 --kv-group-size 32")
 
 
 def test_a_model_with_code_of_its_own_is_not_run_unasked(copied: Copied) -> None:
     folder = copied()
     change(folder, "config.json", model_file="own.py")
     (folder / "own.py").write_text("from mlx_lm.models.llama import Model, ModelArgs\n")
-    assert "ask again with --trust-remote-code" in said(look(folder), Level.FAIL)
+    assert "ask again with --trust-remote-code" in said(look(folder), FindingLevel.FAIL)
     examination = look(folder, trust_remote_code=True)
-    assert "own.py" in said(examination, Level.WARN)
-    assert examination.verdict is Level.WARN and examination.serve.endswith(" --trust-remote-code")
+    assert "own.py" in said(examination, FindingLevel.WARN)
+    assert examination.verdict is FindingLevel.WARN and examination.serve_command.endswith(" --trust-remote-code")
 
 
 def test_no_weight_is_read(copied: Copied) -> None:
@@ -338,7 +338,7 @@ def test_no_weight_is_read(copied: Copied) -> None:
     examination = look(folder, memory_gb=512)
     assert mx.get_peak_memory() - held < 1 << 20
     assert examination.weights is not None and examination.weights.weight_bytes > 2 * HUGE_BYTES
-    assert examination.verdict is Level.OK and "whole context fit" in said(examination, Level.OK)
+    assert examination.verdict is FindingLevel.OK and "whole context fit" in said(examination, FindingLevel.OK)
 
 
 def test_json_and_exit_codes(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from warmline_backend.doctor.files import INDEX, check_files
-from warmline_backend.doctor.findings import Level
+from warmline_backend.doctor.files import INDEX_NAME, check_files
+from warmline_backend.doctor.findings import FindingLevel
 
 Tensors = Mapping[str, int]  # how many float32 values each has
 
@@ -40,15 +40,15 @@ def folder(tmp_path: Path) -> Path:
 
 def write_index(folder: Path, places: Mapping[str, str], total_size: int = 120) -> None:
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(places)}
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / INDEX_NAME).write_text(json.dumps(index))
 
 
 def places_in(folder: Path) -> dict[str, str]:
-    places: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    places: dict[str, str] = json.loads((folder / INDEX_NAME).read_text())["weight_map"]
     return places
 
 
-def said(folder: Path, level: Level) -> str:
+def said(folder: Path, level: FindingLevel) -> str:
     """All findings of one level; there must be some."""
     lines = [f"{each.what} -> {each.todo}" for each in check_files(folder).findings if each.level is level]
     assert lines
@@ -57,26 +57,26 @@ def said(folder: Path, level: Level) -> str:
 
 def test_whole_files_are_ok(folder: Path) -> None:
     files = check_files(folder)
-    assert [finding.level for finding in files.findings] == [Level.OK]
+    assert [finding.level for finding in files.findings] == [FindingLevel.OK]
     assert "3 files" in files.findings[0].what and "6 tensors" in files.findings[0].what
     assert files.bytes_count == 120
 
 
 def test_a_missing_file_is_named_by_the_index(folder: Path) -> None:
     (folder / shard_name(2)).unlink()
-    assert f"1 of 3 files that the index names are missing: {shard_name(2)}" in said(folder, Level.FAIL)
+    assert f"1 of 3 files that the index names are missing: {shard_name(2)}" in said(folder, FindingLevel.FAIL)
 
 
 def test_without_an_index_the_numbers_tell(folder: Path) -> None:
-    (folder / INDEX).unlink()
+    (folder / INDEX_NAME).unlink()
     (folder / shard_name(3)).unlink()
-    assert f"1 of 3 files are missing: {shard_name(3)}" in said(folder, Level.FAIL)
+    assert f"1 of 3 files are missing: {shard_name(3)}" in said(folder, FindingLevel.FAIL)
 
 
 def test_two_numberings_are_two_downloads(folder: Path) -> None:
-    (folder / INDEX).unlink()
+    (folder / INDEX_NAME).unlink()
     write_shard(folder / shard_name(1, 2), {"other": 1})
-    assert "1 of 2, 3 of 3" in said(folder, Level.FAIL)
+    assert "1 of 2, 3 of 3" in said(folder, FindingLevel.FAIL)
 
 
 def entry(dtype: str = '"F32"', shape: str = "[1]", offsets: str = "[0, 4]") -> bytes:
@@ -108,73 +108,73 @@ def entry(dtype: str = '"F32"', shape: str = "[1]", offsets: str = "[0, 4]") -> 
 )
 def test_what_is_no_safetensors_file(folder: Path, content: bytes, what: str) -> None:
     (folder / shard_name(2)).write_bytes(content)
-    assert what in said(folder, Level.FAIL)
+    assert what in said(folder, FindingLevel.FAIL)
 
 
 def test_a_truncated_file_tells_how_much_it_lacks(folder: Path) -> None:
     path = folder / shard_name(2)
     path.write_bytes(path.read_bytes()[:-7])
-    assert f"{shard_name(2)}: truncated: 7 of" in said(folder, Level.FAIL)
+    assert f"{shard_name(2)}: truncated: 7 of" in said(folder, FindingLevel.FAIL)
 
 
 def test_a_tensor_that_its_bytes_can_t_be(folder: Path) -> None:
     path = folder / shard_name(2)
     path.write_bytes(path.read_bytes().replace(b'"shape": [8]', b'"shape": [9]'))
-    assert "layers.2.weight is F32 [9] in 32 bytes" in said(folder, Level.FAIL)
+    assert "layers.2.weight is F32 [9] in 32 bytes" in said(folder, FindingLevel.FAIL)
 
 
 def test_tensors_that_share_bytes(folder: Path) -> None:
     path = folder / shard_name(2)
     path.write_bytes(path.read_bytes().replace(b'"data_offsets": [32, 40]', b'"data_offsets": [28, 36]'))
-    assert "layers.2.weight and layers.2.bias share bytes" in said(folder, Level.FAIL)
+    assert "layers.2.weight and layers.2.bias share bytes" in said(folder, FindingLevel.FAIL)
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_what_only_has_a_file_s_name(folder: Path, make: Callable[[Path], None]) -> None:
     (folder / shard_name(2)).unlink()
     make(folder / shard_name(2))
-    assert f"{shard_name(2)}: is no file" in said(folder, Level.FAIL)
+    assert f"{shard_name(2)}: is no file" in said(folder, FindingLevel.FAIL)
 
 
 def test_a_link_to_nowhere(folder: Path) -> None:
     """The hub's cache is made of links."""
     (folder / shard_name(2)).unlink()
     (folder / shard_name(2)).symlink_to(folder / "blobs" / "gone")
-    assert "a link to a file that is not there" in said(folder, Level.FAIL)
+    assert "a link to a file that is not there" in said(folder, FindingLevel.FAIL)
 
 
 def test_tensors_in_no_file_in_another_and_in_two(folder: Path) -> None:
     write_index(folder, {**places_in(folder), "layers.9.weight": shard_name(1)})
-    assert "1 tensors are not in the file that the index names, nor in another" in said(folder, Level.FAIL)
+    assert "1 tensors are not in the file that the index names, nor in another" in said(folder, FindingLevel.FAIL)
     write_index(folder, {**places_in(folder), "layers.1.bias": shard_name(3), "layers.9.weight": shard_name(1)})
-    assert "1 tensors are in another file than the index says: layers.1.bias" in said(folder, Level.WARN)
+    assert "1 tensors are in another file than the index says: layers.1.bias" in said(folder, FindingLevel.WARN)
     write_shard(folder / shard_name(3), {"layers.3.weight": 8, "layers.3.bias": 2, "layers.1.bias": 2})
-    assert "1 tensors are in several files" in said(folder, Level.FAIL)
+    assert "1 tensors are in several files" in said(folder, FindingLevel.FAIL)
 
 
 def test_files_and_tensors_that_the_index_does_not_know(folder: Path) -> None:
     write_shard(folder / "model-mtp.safetensors", {"extra": 1})
-    warnings = said(folder, Level.WARN)
+    warnings = said(folder, FindingLevel.WARN)
     assert "does not name model-mtp.safetensors" in warnings and "not in the index: extra" in warnings
 
 
 def test_another_total_than_the_index_says(folder: Path) -> None:
     write_index(folder, places_in(folder), total_size=121)
-    assert "121 bytes of tensors, the files hold 120" in said(folder, Level.WARN)
+    assert "121 bytes of tensors, the files hold 120" in said(folder, FindingLevel.WARN)
 
 
 @pytest.mark.parametrize("place", [".", ".cache/huggingface/download"])
 def test_what_an_interrupted_download_leaves(folder: Path, place: str) -> None:
     (folder / place).mkdir(parents=True, exist_ok=True)
     (folder / place / "abc.incomplete").touch()
-    assert "an interrupted download left abc.incomplete" in said(folder, Level.WARN)
+    assert "an interrupted download left abc.incomplete" in said(folder, FindingLevel.WARN)
 
 
 def test_weights_of_another_kind(folder: Path) -> None:
-    for path in [*folder.glob("*.safetensors"), folder / INDEX]:
+    for path in [*folder.glob("*.safetensors"), folder / INDEX_NAME]:
         path.unlink()
     (folder / "pytorch_model.bin").touch()
-    assert "there is pytorch_model.bin, which mlx-lm does not read" in said(folder, Level.FAIL)
+    assert "there is pytorch_model.bin, which mlx-lm does not read" in said(folder, FindingLevel.FAIL)
 
 
 @pytest.mark.parametrize(
@@ -189,17 +189,17 @@ def test_weights_of_another_kind(folder: Path) -> None:
     ],
 )
 def test_a_damaged_config_or_index(folder: Path, text: bytes, what: str) -> None:
-    for name in ("config.json", INDEX):
+    for name in ("config.json", INDEX_NAME):
         (folder / name).write_bytes(text)
-        assert f"{name} " in said(folder, Level.FAIL) and what in said(folder, Level.FAIL)
+        assert f"{name} " in said(folder, FindingLevel.FAIL) and what in said(folder, FindingLevel.FAIL)
 
 
 @pytest.mark.parametrize("metadata", [[1], "120", None, {"total_size": 1.5}, {"total_size": "120"}])
 def test_what_else_an_index_says_is_no_matter(folder: Path, metadata: object) -> None:
-    (folder / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": places_in(folder)}))
-    assert [finding.level for finding in check_files(folder).findings] == [Level.OK]
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": metadata, "weight_map": places_in(folder)}))
+    assert [finding.level for finding in check_files(folder).findings] == [FindingLevel.OK]
 
 
 def test_an_index_without_places(folder: Path) -> None:
-    (folder / INDEX).write_text('{"weight_map": {"a": 1}}')
-    assert "has no weight_map" in said(folder, Level.FAIL)
+    (folder / INDEX_NAME).write_text('{"weight_map": {"a": 1}}')
+    assert "has no weight_map" in said(folder, FindingLevel.FAIL)

@@ -8,23 +8,23 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from support import tiny_models
 from warmline_backend.doctor import activations as work
-from warmline_backend.doctor.findings import Level
-from warmline_backend.doctor.machines import GIB, Machine, mac_of
-from warmline_backend.doctor.memory import Needs, check_memory, plan
+from warmline_backend.doctor.findings import FindingLevel
+from warmline_backend.doctor.machines import GIB, MachineMemory, estimate_mac
+from warmline_backend.doctor.memory import MemoryNeeds, check_memory, plan_memory
 from warmline_backend.kv_cache.codecs import CacheLayout
-from warmline_backend.model.loader import assemble
+from warmline_backend.model.loader import load_lazy_model
 from warmline_common.process.arguments import GB
 
 ROW = 100_000
 STEP_GB = 5
 
 
-def needs(weights_gb: float, context: int = 300_000) -> Needs:
-    return Needs(int(weights_gb * GB), ROW, 0, context, lambda tokens: STEP_GB * GB)
+def needs(weights_gb: float, context: int = 300_000) -> MemoryNeeds:
+    return MemoryNeeds(int(weights_gb * GB), ROW, 0, context, lambda tokens: STEP_GB * GB)
 
 
 def verdicts(weights_gb: float, machine_gb: float, budget_gb: float = 0, context: int = 300_000) -> list[str]:
-    planned = plan(needs(weights_gb, context), Machine(int(machine_gb * GB), "test"), int(budget_gb * GB))
+    planned = plan_memory(needs(weights_gb, context), MachineMemory(int(machine_gb * GB), "test"), int(budget_gb * GB))
     return [length.verdict for length in planned.lengths]
 
 
@@ -38,33 +38,33 @@ def test_each_length_has_its_verdict() -> None:
 
 def test_the_longest_conversation_just_fits() -> None:
     ours = needs(10)
-    planned = plan(ours, Machine(29 * GB, "test"))
+    planned = plan_memory(ours, MachineMemory(29 * GB, "test"))
     assert ours.total_bytes(planned.tokens_max) <= 29 * GB < ours.total_bytes(planned.tokens_max + 256)
-    assert planned.budget_wanted_gb * GB >= ours.kv_bytes(planned.tokens_max) > planned.budget_bytes
+    assert planned.budget_needed_gb * GB >= ours.kv_bytes(planned.tokens_max) > planned.budget_bytes
 
 
 def test_a_mac_whose_limit_must_be_raised() -> None:
     """Weights of 400 GB on 512: not within three quarters, but within all that macOS can spare."""
-    machine = mac_of(512)
-    assert machine.bytes_usable == 384 * GIB
-    assert mac_of(24).bytes_usable == 16 * GIB
+    machine = estimate_mac(512)
+    assert machine.usable_bytes == 384 * GIB
+    assert estimate_mac(24).usable_bytes == 16 * GIB
     ours = needs(410)
-    (finding,) = check_memory(ours, plan(ours, machine))
-    assert finding.level is Level.FAIL
+    (finding,) = check_memory(ours, plan_memory(ours, machine))
+    assert finding.level is FindingLevel.FAIL
     limit = int(finding.todo.split("iogpu.wired_limit_mb=")[1].split()[0])
     assert ours.total_bytes(200_000) <= limit << 20 < 512 * GIB
     ours = needs(600)
-    (finding,) = check_memory(ours, plan(ours, machine))
-    assert finding.level is Level.FAIL and "larger machine" in finding.todo
+    (finding,) = check_memory(ours, plan_memory(ours, machine))
+    assert finding.level is FindingLevel.FAIL and "larger machine" in finding.todo
 
 
 def test_lengths_that_fit_and_not_are_told() -> None:
     ours = needs(10)
-    short, budget = check_memory(ours, plan(ours, Machine(29 * GB, "test")))
-    assert short.level is budget.level is Level.WARN
+    short, budget = check_memory(ours, plan_memory(ours, MachineMemory(29 * GB, "test")))
+    assert short.level is budget.level is FindingLevel.WARN
     assert "200,000 do not" in short.what and budget.todo.startswith("--memory-budget-gb ")
-    (fine,) = check_memory(ours, plan(ours, Machine(100 * GB, "test")))
-    assert fine.level is Level.OK and "whole context fit (300,000 tokens)" in fine.what
+    (fine,) = check_memory(ours, plan_memory(ours, MachineMemory(100 * GB, "test")))
+    assert fine.level is FindingLevel.OK and "whole context fit (300,000 tokens)" in fine.what
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "glm_moe_dsa"])
@@ -72,10 +72,10 @@ def test_a_step_takes_about_what_is_estimated(family: str, tmp_path: Path, caplo
     caplog.set_level("INFO")
     depth, step = 512, 128
     folder = tiny_models.build(family, tmp_path / family)
-    model, config = assemble(folder, trust_remote_code=False)
+    model, config = load_lazy_model(folder, trust_remote_code=False)
     heads = (config.get("text_config") or config)["num_attention_heads"]
-    layout = CacheLayout.of(lambda: list(make_prompt_cache(model)))
-    layers = layout.fresh()
+    layout = CacheLayout.from_factory(lambda: list(make_prompt_cache(model)))
+    layers = layout.make_empty_cache()
     tokens = mx.zeros((1, step), mx.int32)
     for _ in range(depth // step):
         model(tokens, cache=layers)
@@ -85,14 +85,17 @@ def test_a_step_takes_about_what_is_estimated(family: str, tmp_path: Path, caplo
     model(tokens, cache=layers)
     mx.eval([layer.state for layer in layers])
     taken = mx.get_peak_memory() - before
-    work.hollow(model)
-    estimated = work.step_bytes(model, layout, heads, depth, step)
+    work.zero_weights(model)
+    estimated = work.estimate_step_bytes(model, layout, heads, depth, step)
     assert 0.5 * taken < estimated < 2 * taken
     assert caplog.messages == []  # it could be read
 
 
 def test_a_model_without_attention_has_no_scores(tmp_path: Path) -> None:
     folder = tiny_models.build("mamba2", tmp_path / "mamba2")
-    model, _ = assemble(folder, trust_remote_code=False)
-    work.hollow(model)
-    assert work.step_bytes(model, CacheLayout.of(lambda: list(make_prompt_cache(model))), 1, 4096, 2048) == 0
+    model, _ = load_lazy_model(folder, trust_remote_code=False)
+    work.zero_weights(model)
+    assert (
+        work.estimate_step_bytes(model, CacheLayout.from_factory(lambda: list(make_prompt_cache(model))), 1, 4096, 2048)
+        == 0
+    )

@@ -9,7 +9,7 @@ import xxhash
 from support.backend.cold_runs import cold_logprobs
 from support.backend.engine_driver import Drive
 from support.backend.families import FAMILIES, prompt_of, served, tolerance
-from warmline_backend.generation.sequence import Piece
+from warmline_backend.generation.sequence import TokenEvent
 from warmline_common.protocol.messages import FirstLogits
 
 
@@ -50,11 +50,11 @@ def test_without_a_token_there_is_none(root: Path) -> None:
 def test_it_computes_what_anybody_would_and_leaves_nothing(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     warm = drive.run(prompt_of(130), 2)
-    drive.scheduler.residents.drop(warm.settled.resident)
+    drive.scheduler.residents.delete(warm.settled.resident)
     again = drive.run(prompt_of(130), 1, background=True)
     assert again.settled.first == warm.settled.first
     assert (again.settled.finish, again.settled.resident) == ("length", "")
-    assert drive.scheduler.idle and not drive.scheduler.residents.bytes_held
+    assert drive.scheduler.is_idle and not drive.scheduler.residents.bytes_held
 
 
 def test_it_waits_for_all_others_also_for_their_answers(root: Path) -> None:
@@ -63,7 +63,7 @@ def test_it_waits_for_all_others_also_for_their_answers(root: Path) -> None:
     drive.until(lambda: len(alone.chunks) == 2)
     _, other = drive.submit(prompt_of(200, 2), 50)
     while not other.over:
-        for _ in drive.scheduler.turn():
+        for _ in drive.scheduler.step():
             assert other.over or len(alone.chunks) == 2, "not one more chunk, though it is the shorter one"
     drive.until(lambda: alone.over)
     assert alone.settled.finish == "length"
@@ -104,7 +104,7 @@ def test_one_that_waits_gives_its_resident_up_to_a_restore(root: Path) -> None:
     drive = Drive(model, step=20, budget=model.row_bytes * 1024)
     resident = drive.saved(drive.run(prompt_of(400), 2))
     _, stream = drive.submit(prompt_of(20, 2), 40)
-    drive.until(lambda: any(isinstance(event, Piece) for event in stream.events))
+    drive.until(lambda: any(isinstance(event, TokenEvent) for event in stream.events))
     _, alone = drive.submit(prompt_of(420), 1, background=True, resident=resident, reuse=400)
     granted: list[bool] = []
     drive.scheduler.reserve("restore", model.row_bytes * 256, lambda: granted.append(True))
@@ -137,7 +137,7 @@ def test_but_what_is_on_disk_and_first_to_go(root: Path) -> None:
     model = served("llama", root)
     drive = Drive(model, step=20, budget=model.row_bytes * 1024)
     kept = drive.saved(drive.run(prompt_of(500), 2))
-    drive.scheduler.residents.order([kept])
+    drive.scheduler.residents.set_eviction_order([kept])
     _, alone = drive.submit(prompt_of(700, 2), 1, background=True)
     drive.until(lambda: alone.over)
     assert kept not in drive.scheduler.residents and alone.settled.finish == "length"
@@ -160,7 +160,7 @@ def test_one_that_waits_with_a_resident_makes_way_too(root: Path) -> None:
     drive = Drive(model, step=200, budget=model.row_bytes * 1536)
     resident = drive.saved(drive.run(prompt_of(500), 2))
     _, stream = drive.submit(prompt_of(20, 2), 200)
-    drive.until(lambda: any(isinstance(event, Piece) for event in stream.events))
+    drive.until(lambda: any(isinstance(event, TokenEvent) for event in stream.events))
     _, alone = drive.submit(prompt_of(520), 1, background=True, resident=resident, reuse=500)
     _, other = drive.submit(prompt_of(800, 3), 2)
     drive.until(lambda: other.over)

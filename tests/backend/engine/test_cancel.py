@@ -11,9 +11,9 @@ import pytest
 from support.backend.live_backend import BODY, ENDLESS, WAIT_S, Chunks, Hold, Live, settled, until, when, with_backend
 from warmline_backend.engine import inflight as generations
 from warmline_backend.engine import kv_transfer as storage
-from warmline_backend.generation.sequence import Ended, Generation
+from warmline_backend.generation.sequence import EndedEvent, GenerationRequest
 from warmline_backend.kv_cache import segment_io as segments
-from warmline_backend.kv_cache.segment_io import write_file
+from warmline_backend.kv_cache.segment_io import write_segment_file
 from warmline_common.protocol.messages import HEADER_REQUEST, RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
 
 FolderOf = Callable[..., Path]
@@ -32,9 +32,9 @@ async def cancelled(backend: Live, request_id: str, query: str = "") -> tuple[in
 
 async def assert_nothing_is_left(backend: Live, *, residents: int = 0) -> None:
     scheduler = backend.engine.scheduler
-    assert await backend.ask(lambda _: (scheduler.idle, scheduler.running_bytes)) == (True, 0)
-    assert len(backend.service.residents(with_ids=False).residents) == residents
-    assert backend.service.generations.under_way == [] and not backend.service.loaded.storage.saving
+    assert await backend.ask(lambda _: (scheduler.is_idle, scheduler.running_bytes)) == (True, 0)
+    assert len(backend.service.list_residents(with_ids=False).residents) == residents
+    assert backend.service.inflight.request_ids == [] and not backend.service.runtime.kv_transfer.is_saving
 
 
 async def saved(backend: Live) -> RestoreRequest:
@@ -42,10 +42,10 @@ async def saved(backend: Live) -> RestoreRequest:
     async with backend.generation("first", await backend.prompt()) as response:
         end = await settled(response)
     upto, file = end.prefilled_until, "a" * 32
-    (resident,) = backend.service.residents(with_ids=True).residents
+    (resident,) = backend.service.list_residents(with_ids=True).residents
     spec = SegmentSpec(id=file, start=0, end=upto)
     await backend.service.save(SaveRequest(request_id="save", resident=resident.id, segments=[spec]))
-    assert await backend.service.drop_resident(resident.id)
+    assert await backend.service.delete_resident(resident.id)
     link = SegmentRef(id=file, start=0, end=upto, upto=upto)
     return RestoreRequest(request_id="restore", tokens=resident.ids or b"", chain=[link])
 
@@ -58,7 +58,7 @@ def test_a_generation_that_is_not_submitted_yet(
 ) -> None:
     async def work(backend: Live) -> None:
         rendering, go_on = threading.Event(), threading.Event()
-        renderer, real = type(backend.service.loaded.renderer), backend.service.loaded.renderer.render
+        renderer, real = type(backend.service.runtime.renderer), backend.service.runtime.renderer.render
 
         def slow(self: object, *arguments: object) -> object:
             rendering.set()
@@ -82,16 +82,16 @@ def test_a_generation_that_is_on_its_way_to_the_engine(tiny_folder: FolderOf, tm
     async def work(backend: Live) -> None:
         async with Hold(backend.engine):
             asking = asked(backend, "a", ENDLESS)
-            await when(lambda: "a" in backend.service.generations.under_way)
+            await when(lambda: "a" in backend.service.inflight.request_ids)
             cancelling = asyncio.ensure_future(cancelled(backend, "a"))
             leaving = asked(backend, "b", ENDLESS)
-            await when(lambda: "b" in backend.service.generations.under_way)
+            await when(lambda: "b" in backend.service.inflight.request_ids)
             leaving.cancel()  # its connection breaks off
-            await when(lambda: backend.service.generations._calls["b"].left)
+            await when(lambda: backend.service.inflight._by_id["b"].abandoned)
         status, reply = await cancelling
         assert status == 200 and reply["finish"] == "cancelled"
         assert (await asking)[0] == 499
-        await asyncio.wait_for(backend.service.generations.until_none(), WAIT_S)
+        await asyncio.wait_for(backend.service.inflight.wait_until_empty(), WAIT_S)
         await assert_nothing_is_left(backend)
 
     with_backend(tiny_folder("llama"), tmp_path, work)
@@ -139,8 +139,8 @@ def test_a_prefill_that_finishes_alone(tiny_folder: FolderOf, tmp_path: Path, mo
             chunks.let_pass()
             assert await finishing == (202, {})
         chunks.let_all_pass()  # its connection is closed, and it goes on all the same
-        await asyncio.wait_for(backend.service.generations.until_none(), WAIT_S)
-        (resident,) = backend.service.residents(with_ids=False).residents
+        await asyncio.wait_for(backend.service.inflight.wait_until_empty(), WAIT_S)
+        (resident,) = backend.service.list_residents(with_ids=False).residents
         assert resident.tokens == PROMPT_TOKENS - 1
         status, reply = await cancelled(backend, "a")
         assert (status, reply["finish"], reply["resident"]) == (200, "cancelled", resident.id)
@@ -162,17 +162,17 @@ def test_a_finish_alone_that_is_not_asked_to_its_end_leaves_nobody_behind(
 
     async def work(backend: Live) -> None:
         service = backend.service
-        prompt = await service.render("chat", ENDLESS, 10)
-        with service.accepted("a") as call:
+        prompt = await service.render_prompt("chat", ENDLESS, 10)
+        with service.accept("a") as call:
             await service.generate(call, prompt)
             await chunks.begun()
             finishing = asyncio.ensure_future(service.finish_prefill("a"))
             await when(lambda: not backend.engine._commands.empty())
             finishing.cancel()
             await asyncio.wait({finishing})
-            assert finishing.cancelled() and not call.alone
+            assert finishing.cancelled() and not call.detached
         chunks.let_all_pass()
-        await asyncio.wait_for(service.generations.until_none(), WAIT_S)
+        await asyncio.wait_for(service.inflight.wait_until_empty(), WAIT_S)
         assert (await service.cancel("a")).finish == "cancelled"
         await assert_nothing_is_left(backend, residents=1)
 
@@ -187,18 +187,18 @@ def test_a_finish_alone_of_a_stream_that_is_closed_meanwhile_is_let_go(
 
     async def work(backend: Live) -> None:
         service = backend.service
-        prompt = await service.render("chat", ENDLESS, 10)
-        with service.accepted("a") as call:
+        prompt = await service.render_prompt("chat", ENDLESS, 10)
+        with service.accept("a") as call:
             await service.generate(call, prompt)
             await chunks.begun()
             finishing = asyncio.ensure_future(service.finish_prefill("a"))
-            await when(lambda: call.alone)
-        assert not call.let_go
+            await when(lambda: call.detached)
+        assert not call.cancel_sent
         finishing.cancel()
         await asyncio.wait({finishing})
-        assert call.let_go
+        assert call.cancel_sent
         chunks.let_all_pass()
-        await asyncio.wait_for(service.generations.until_none(), WAIT_S)
+        await asyncio.wait_for(service.inflight.wait_until_empty(), WAIT_S)
         await assert_nothing_is_left(backend, residents=1)
 
     with_backend(tiny_folder("llama"), tmp_path, work, step=64)
@@ -207,17 +207,17 @@ def test_a_finish_alone_of_a_stream_that_is_closed_meanwhile_is_let_go(
 def test_an_answer_that_nobody_reads_ends(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generations, "EVENTS_WAITING_MAX", 50)
+    monkeypatch.setattr(generations, "EVENTS_QUEUED_MAX", 50)
 
     async def work(backend: Live) -> None:
-        prompt = await backend.service.render("chat", ENDLESS, 10)
-        with backend.service.accepted("a") as call:
+        prompt = await backend.service.render_prompt("chat", ENDLESS, 10)
+        with backend.service.accept("a") as call:
             await backend.service.generate(call, prompt)
-            await asyncio.wait_for(backend.service.generations.until_none(), WAIT_S)
+            await asyncio.wait_for(backend.service.inflight.wait_until_empty(), WAIT_S)
             assert call.events.qsize() == 51
             said = [call.events.get_nowait() for _ in range(51)]
-        assert isinstance(said[-1], Ended) and said[-1].settled.finish == "error"
-        assert said[-1].settled.error == generations.UNREAD
+        assert isinstance(said[-1], EndedEvent) and said[-1].result.finish == "error"
+        assert said[-1].result.error == generations.EVENTS_OVERFLOW
         await assert_nothing_is_left(backend, residents=1)
 
     with_backend(tiny_folder("llama"), tmp_path, work)
@@ -238,14 +238,14 @@ def test_a_second_call_of_the_same_name_ends_the_first(tiny_folder: FolderOf, tm
 def test_a_second_call_ends_the_first_also_before_it_is_submitted(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         service = backend.service
-        prompt = await service.render("chat", ENDLESS, 10)
-        with service.accepted("a") as first, service.accepted("a") as second:
+        prompt = await service.render_prompt("chat", ENDLESS, 10)
+        with service.accept("a") as first, service.accept("a") as second:
             await service.generate(second, prompt)
-            with pytest.raises(segments.Cancelled):
+            with pytest.raises(segments.OperationCancelledError):
                 await service.generate(first, prompt)
             assert (await service.cancel("a")).finish == "cancelled"
             assert not await backend.in_engine("a"), "one DELETE ends all of that name"
-        assert service.generations.under_way == []
+        assert service.inflight.request_ids == []
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
@@ -254,14 +254,14 @@ def test_a_second_call_ends_the_first_also_before_it_is_submitted(tiny_folder: F
 
 
 async def given_up(backend: Live) -> None:
-    await when(lambda: any(job.given_up.is_set() for job in backend.service.loaded.storage._jobs))
+    await when(lambda: any(job.cancelled.is_set() for job in backend.service.runtime.kv_transfer._jobs))
 
 
 async def acknowledged(backend: Live, work: "asyncio.Task[object]", name: str) -> None:
     """Cancel a restore or save by its id; both calls are answered."""
     status, reply = await cancelled(backend, name)
     assert (status, reply["finish"]) == (200, "cancelled")
-    with pytest.raises(segments.Cancelled):
+    with pytest.raises(segments.OperationCancelledError):
         await work
 
 
@@ -286,7 +286,7 @@ def test_a_restore_that_waits_for_memory(tiny_folder: FolderOf, tmp_path: Path) 
         request = await saved(backend)
         await backend.ask(lambda scheduler: scheduler.reserve("other", scheduler.residents.budget_bytes, lambda: None))
         task = restoring(backend, request)
-        while not await backend.ask(lambda scheduler: scheduler.blocked):
+        while not await backend.ask(lambda scheduler: scheduler.is_blocked):
             pass
         await acknowledged(backend, task, "restore")
         await backend.ask(lambda scheduler: scheduler.release("other"))
@@ -301,7 +301,10 @@ def test_a_restore_that_waits_for_a_reader(tiny_folder: FolderOf, tmp_path: Path
     async def work(backend: Live) -> None:
         request = await saved(backend)
         go_on = threading.Event()
-        busy = [backend.service.loaded.storage._loaders.submit(go_on.wait, WAIT_S) for _ in range(storage.LOADERS)]
+        busy = [
+            backend.service.runtime.kv_transfer._loader_pool.submit(go_on.wait, WAIT_S)
+            for _ in range(storage.LOADER_THREADS)
+        ]
         task = restoring(backend, request)
         while not await backend.ask(lambda scheduler: scheduler.running_bytes):
             pass
@@ -354,14 +357,14 @@ def test_a_restore_that_is_given_up_while_it_is_installed_leaves_no_resident(
     async def work(backend: Live) -> None:
         request = await saved(backend)
         scheduler = backend.engine.scheduler
-        installing, go_on, real = threading.Event(), threading.Event(), scheduler.install
+        installing, go_on, real = threading.Event(), threading.Event(), scheduler.install_resident
 
         def slow(*arguments: object) -> str:
             installing.set()
             assert go_on.wait(WAIT_S)
             return real(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(scheduler, "install", slow)
+        monkeypatch.setattr(scheduler, "install_resident", slow)
         task = restoring(backend, request)
         assert await asyncio.to_thread(installing.wait, WAIT_S)
         if leaving == "cancelled":
@@ -396,9 +399,9 @@ def test_a_save_in_each_of_its_phases(tiny_folder: FolderOf, tmp_path: Path, mon
             await acknowledged(backend, task, "save")
 
         go_on = threading.Event()
-        backend.service.loaded.storage._writer.submit(go_on.wait, WAIT_S)  # another save is being written
+        backend.service.runtime.kv_transfer._writer_pool.submit(go_on.wait, WAIT_S)  # another save is being written
         task = saving()
-        await when(lambda: backend.service.loaded.storage._writer._work_queue.qsize() > 0)
+        await when(lambda: backend.service.runtime.kv_transfer._writer_pool._work_queue.qsize() > 0)
         await acknowledged(backend, task, "save")
         go_on.set()
 
@@ -407,10 +410,10 @@ def test_a_save_in_each_of_its_phases(tiny_folder: FolderOf, tmp_path: Path, mon
         def slow(*arguments: object) -> object:
             writing.set()
             assert go_on.wait(WAIT_S)
-            return write_file(*arguments)  # type: ignore[arg-type]
+            return write_segment_file(*arguments)  # type: ignore[arg-type]
 
         with monkeypatch.context() as planted:
-            planted.setattr(storage, "write_file", slow)
+            planted.setattr(storage, "write_segment_file", slow)
             task = saving()
             assert await asyncio.to_thread(writing.wait, WAIT_S)
             cancelling = asyncio.ensure_future(acknowledged(backend, task, "save"))
@@ -427,19 +430,19 @@ def test_a_save_in_each_of_its_phases(tiny_folder: FolderOf, tmp_path: Path, mon
 
 def test_a_lagging_event_loop_does_not_hold_the_engine_up(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
-        prompt = await backend.service.render("chat", {**BODY, "max_tokens": 200}, 10)
+        prompt = await backend.service.render_prompt("chat", {**BODY, "max_tokens": 200}, 10)
         ended = threading.Event()
-        with backend.service.accepted("a") as call:
-            listener = backend.service.generations.listener(call)
+        with backend.service.accept("a") as call:
+            listener = backend.service.inflight.make_listener(call)
 
             def listen(event: object) -> None:
                 listener(event)  # type: ignore[arg-type]
-                if isinstance(event, Ended):
+                if isinstance(event, EndedEvent):
                     ended.set()
 
-            await backend.service.generations.submit(call, Generation("a", prompt.tokens, prompt.params, listen))
+            await backend.service.inflight.submit(call, GenerationRequest("a", prompt.tokens, prompt.params, listen))
             assert ended.wait(WAIT_S), "computed to its end, while this loop does nothing"
-            await asyncio.wait_for(backend.service.generations.until_none(), WAIT_S)
+            await asyncio.wait_for(backend.service.inflight.wait_until_empty(), WAIT_S)
             assert call.events.qsize() > 200
 
     with_backend(tiny_folder("llama"), tmp_path, work)

@@ -11,16 +11,24 @@ import pytest
 from support import tiny_models
 from support.backend.families import served
 from warmline_backend.__main__ import _make_scheduler
-from warmline_backend.config import ConfigError, parse_config
+from warmline_backend.config import BackendConfigError, parse_config
 from warmline_backend.engine import chunk_size as prefill_step
-from warmline_backend.engine.chunk_size import CHUNK_S_MAX, STEPS, Limits, Timed, choose, measure, resolve
+from warmline_backend.engine.chunk_size import (
+    CHUNK_S_MAX,
+    STEPS,
+    ChunkLimits,
+    ChunkTiming,
+    choose_step_size,
+    measure_speeds,
+    resolve_step_size,
+)
 from warmline_backend.engine.engine import Engine
-from warmline_backend.model.loader import ModelProblem
+from warmline_backend.model.loader import ModelError
 from warmline_backend.server.service import Service
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 
-ROOMY = Limits(tokens_max=1 << 20, working_bytes_max=1 << 40)
+ROOMY = ChunkLimits(tokens_max=1 << 20, working_bytes_max=1 << 40)
 BUDGET = 1 << 30
 
 
@@ -30,9 +38,9 @@ class Machine:
     def __init__(self, seconds: Callable[[int], float], bytes_: int = 0) -> None:
         self._seconds, self._bytes, self.asked = seconds, bytes_, list[list[int]]()
 
-    def __call__(self, lengths: Sequence[int]) -> Timed:
+    def __call__(self, lengths: Sequence[int]) -> ChunkTiming:
         self.asked.append(list(lengths))
-        return Timed(sum(map(self._seconds, lengths)), self._bytes * max(lengths))
+        return ChunkTiming(sum(map(self._seconds, lengths)), self._bytes * max(lengths))
 
     @property
     def longest(self) -> int:
@@ -54,7 +62,7 @@ class Machine:
     ],
 )
 def test_the_smallest_step_that_is_nearly_as_fast_as_the_best(speeds: dict[int, float], step: int) -> None:
-    assert choose(speeds) == step
+    assert choose_step_size(speeds) == step
 
 
 def test_steps_are_compared_over_the_same_tokens() -> None:
@@ -64,16 +72,16 @@ def test_steps_are_compared_over_the_same_tokens() -> None:
     """
 
     class Attending(Machine):
-        def __call__(self, lengths: Sequence[int]) -> Timed:
+        def __call__(self, lengths: Sequence[int]) -> ChunkTiming:
             self.asked.append(list(lengths))
-            return Timed(0.1 * len(lengths) + 1e-7 * sum(lengths) ** 2, 0)
+            return ChunkTiming(0.1 * len(lengths) + 1e-7 * sum(lengths) ** 2, 0)
 
-    speeds = measure(Attending(lambda _: 0.0), ROOMY)
-    assert list(speeds) == list(STEPS) and choose(speeds) == 4096
+    speeds = measure_speeds(Attending(lambda _: 0.0), ROOMY)
+    assert list(speeds) == list(STEPS) and choose_step_size(speeds) == 4096
 
 
 def test_each_step_of_a_plain_machine_has_the_speed_that_it_has() -> None:
-    speeds = measure(Machine(lambda tokens: 0.1 + tokens / 2000), ROOMY)
+    speeds = measure_speeds(Machine(lambda tokens: 0.1 + tokens / 2000), ROOMY)
     assert speeds == pytest.approx({step: step / (0.1 + step / 2000) for step in STEPS if step / 2000 + 0.1 < 10})
 
 
@@ -82,35 +90,35 @@ def test_each_step_of_a_plain_machine_has_the_speed_that_it_has() -> None:
 
 def test_no_step_takes_longer_than_the_bound() -> None:
     slow = Machine(lambda tokens: 1 + tokens / 150)  # a very large model: 1,024 tokens take eight seconds
-    assert list(measure(slow, ROOMY)) == [256, 512, 1024]
+    assert list(measure_speeds(slow, ROOMY)) == [256, 512, 1024]
     assert slow.longest == 1024
 
     sudden = Machine(lambda tokens: 0.1 + 0.004 * tokens if tokens < 1024 else 2 * CHUNK_S_MAX)
-    assert 1024 not in measure(sudden, ROOMY), "what took too long after all is not chosen"
+    assert 1024 not in measure_speeds(sudden, ROOMY), "what took too long after all is not chosen"
     assert sudden.longest == 1024
 
 
 def test_a_machine_that_is_too_slow_is_asked_for_little() -> None:
     snail = Machine(lambda tokens: tokens / 7)
-    assert measure(snail, ROOMY) == {} and snail.asked == [[64]]
+    assert measure_speeds(snail, ROOMY) == {} and snail.asked == [[64]]
 
 
 @pytest.mark.parametrize(("tokens_max", "longest"), [(100_000, 8192), (8191, 4096), (600, 512), (256, 256)])
 def test_no_step_is_longer_than_context_and_memory(tokens_max: int, longest: int) -> None:
     machine = Machine(lambda _: 0.1)
-    assert max(measure(machine, Limits(tokens_max, 1 << 40))) == machine.longest == longest
-    assert measure(machine, Limits(255, 1 << 40)) == {}
+    assert max(measure_speeds(machine, ChunkLimits(tokens_max, 1 << 40))) == machine.longest == longest
+    assert measure_speeds(machine, ChunkLimits(255, 1 << 40)) == {}
 
 
 def test_no_step_is_tried_whose_scores_may_not_fit() -> None:
     machine = Machine(lambda _: 0.1, bytes_=1000)
-    assert list(measure(machine, Limits(1 << 20, 2_500_000))) == [256, 512, 1024]
+    assert list(measure_speeds(machine, ChunkLimits(1 << 20, 2_500_000))) == [256, 512, 1024]
 
 
 def test_measuring_ends_where_longer_is_not_faster() -> None:
     machine = Machine(lambda tokens: tokens / 1000 if tokens <= 512 else tokens / 900)
-    speeds = measure(machine, ROOMY)
-    assert choose(speeds) == 256 and machine.longest == 512
+    speeds = measure_speeds(machine, ROOMY)
+    assert choose_step_size(speeds) == 256 and machine.longest == 512
 
 
 # ---- with a model
@@ -122,10 +130,10 @@ def test_a_real_model_is_measured_once_and_remembered(
     monkeypatch.setattr(prefill_step, "STEPS", (32, 64))
     caplog.set_level("INFO")
     model = served("llama", root)
-    step = resolve(model, "f" * 64, BUDGET, tmp_path)
+    step = resolve_step_size(model, "f" * 64, BUDGET, tmp_path)
     assert step in (32, 64) and "tokens/s by step: 32: " in caplog.text
     monkeypatch.setattr(prefill_step, "time_chunks", lambda *_: pytest.fail("measured again"))
-    assert resolve(model, "f" * 64, BUDGET, tmp_path) == step
+    assert resolve_step_size(model, "f" * 64, BUDGET, tmp_path) == step
     assert stat.S_IMODE((tmp_path / prefill_step.FILE).stat().st_mode) == 0o600
 
 
@@ -133,7 +141,7 @@ def test_rotating_recurrent_and_sparse_models_can_be_measured(root: Path) -> Non
     for family in ("gemma3", "qwen3_5", "deepseek_v32"):
         model = served(family, root)
         assert prefill_step.time_chunks(model, [40, 8]).seconds > 0
-        assert prefill_step.limits(model, BUDGET).tokens_max == model.context_tokens_max
+        assert prefill_step.compute_limits(model, BUDGET).tokens_max == model.context_tokens_max
 
 
 @pytest.fixture
@@ -149,8 +157,8 @@ def test_another_model_device_or_mlx_is_measured_anew(
     model, counts = served("llama", root), []
     for fingerprint, device in (("a", "x"), ("a", "x"), ("b", "x"), ("b", "y"), ("a", "x"), ("b", "y")):
         measured.asked.clear()
-        monkeypatch.setattr(prefill_step, "device", lambda device=device: device)
-        assert resolve(model, fingerprint, BUDGET, tmp_path) == 4096
+        monkeypatch.setattr(prefill_step, "describe_device", lambda device=device: device)
+        assert resolve_step_size(model, fingerprint, BUDGET, tmp_path) == 4096
         counts.append(bool(measured.asked))
     assert counts == [True, False, True, True, False, False]
 
@@ -172,9 +180,9 @@ def test_another_model_device_or_mlx_is_measured_anew(
 def test_a_damaged_file_is_measured_again_and_mended(
     root: Path, tmp_path: Path, measured: Machine, damage: bytes
 ) -> None:
-    key = f"a {prefill_step.device()}"
+    key = f"a {prefill_step.describe_device()}"
     (tmp_path / prefill_step.FILE).write_bytes(damage.replace(b"KEY", key.encode()))
-    assert resolve(served("llama", root), "a", BUDGET, tmp_path) == 4096
+    assert resolve_step_size(served("llama", root), "a", BUDGET, tmp_path) == 4096
     assert json.loads((tmp_path / prefill_step.FILE).read_text()) == {key: 4096}
 
 
@@ -184,18 +192,18 @@ def test_a_home_that_cannot_be_written_costs_the_memory_of_it_alone(
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk, "write_whole", full)
-    assert resolve(served("llama", root), "a", BUDGET, tmp_path) == 4096
+    monkeypatch.setattr(disk, "write_durable", full)
+    assert resolve_step_size(served("llama", root), "a", BUDGET, tmp_path) == 4096
     assert "will be measured again at the next start" in caplog.text
 
 
 def test_what_a_kill_left_is_swept_and_the_oldest_are_forgotten(
     root: Path, tmp_path: Path, measured: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_step, "REMEMBERED_MAX", 2)
+    monkeypatch.setattr(prefill_step, "MODELS_MAX", 2)
     (tmp_path / ".prefill_steps.0123.tmp").write_text("half")
     for fingerprint in ("a", "b", "c"):
-        resolve(served("llama", root), fingerprint, BUDGET, tmp_path)
+        resolve_step_size(served("llama", root), fingerprint, BUDGET, tmp_path)
     (left,) = tmp_path.iterdir()
     assert [key[0] for key in json.loads(left.read_text())] == ["b", "c"]
 
@@ -203,12 +211,12 @@ def test_what_a_kill_left_is_swept_and_the_oldest_are_forgotten(
 def test_a_device_that_fails_is_told_with_what_to_do(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> Timed:
+    def fail(*_: object) -> ChunkTiming:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(prefill_step, "time_chunks", fail)
-    with pytest.raises(ModelProblem, match="measuring the prefill step failed: out of memory; give one"):
-        resolve(served("llama", root), "a", BUDGET, tmp_path)
+    with pytest.raises(ModelError, match="measuring the prefill step failed: out of memory; give one"):
+        resolve_step_size(served("llama", root), "a", BUDGET, tmp_path)
 
 
 # ---- the flag
@@ -224,7 +232,7 @@ def test_the_flag_takes_auto_or_a_number(capsys: pytest.CaptureFixture[str]) -> 
         with pytest.raises(SystemExit):
             parse_config([*base[:-1], f"--prefill-step-size={bad}"])
         assert f"at least 1, or auto, not {bad}" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="expected at least 2"):
+    with pytest.raises(BackendConfigError, match="expected at least 2"):
         parse_config([*base, "1", "--reuse", "exact"])
 
 
@@ -241,9 +249,9 @@ def test_the_process_takes_the_step_and_tells_it(reuse: str, root: Path, tmp_pat
         engine = Engine(lambda: _make_scheduler(config, home, "boot"))
         service = Service(config, home, engine, "boot")
         engine.start()
-        assert service.status().prefill_step_size == 0
+        assert service.read_status().prefill_step_size == 0
         await service.wait_until_loaded()
-        statuses.append(service.status())
+        statuses.append(service.read_status())
         service.close()
         engine.stop()
         await asyncio.wrap_future(engine.ended)

@@ -8,11 +8,17 @@ import pytest
 
 from support.backend.engine_driver import Drive, Heard
 from support.backend.families import prompt_of, served
-from warmline_backend.engine.engine import Engine, EngineStopped
-from warmline_backend.generation.sequence import Ended, Event, Generation, Piece, Progress
+from warmline_backend.engine.engine import Engine, EngineStoppedError
+from warmline_backend.generation.sequence import (
+    EndedEvent,
+    GenerationEvent,
+    GenerationRequest,
+    PrefillProgress,
+    TokenEvent,
+)
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.scheduler import Scheduler
-from warmline_common.protocol.messages import Settled
+from warmline_common.protocol.messages import GenerationResult
 
 WAIT_S = 20
 
@@ -25,43 +31,47 @@ def started(root: Path) -> Engine:
     return engine
 
 
-def generation(name: str, ended: "Future[Heard]", max_tokens: int = 5) -> Generation:
+def generation(name: str, ended: "Future[Heard]", max_tokens: int = 5) -> GenerationRequest:
     heard = Heard()
 
-    def listen(event: Event) -> None:
+    def listen(event: GenerationEvent) -> None:
         heard.events.append(event)
-        if isinstance(event, Ended):
+        if isinstance(event, EndedEvent):
             ended.set_result(heard)
 
-    return Generation(name, prompt_of(40), GenerationParams(max_tokens=max_tokens, ignore_eos=True), listen)
+    return GenerationRequest(name, prompt_of(40), GenerationParams(max_tokens=max_tokens, ignore_eos=True), listen)
 
 
 def test_a_request_runs_and_what_it_leaves_is_seen_at_once(root: Path) -> None:
     engine, ended = started(root), Future[Heard]()
-    engine.ask(lambda scheduler: scheduler.submit(generation("a", ended))).result(WAIT_S)
+    engine.submit(lambda scheduler: scheduler.submit(generation("a", ended))).result(WAIT_S)
     heard = ended.result(WAIT_S)
     assert [resident.id for resident in engine.snapshot.residents] == [heard.settled.resident]
-    assert engine.ask(lambda scheduler: scheduler.residents.drop(heard.settled.resident)).result(WAIT_S)
+    assert engine.submit(lambda scheduler: scheduler.residents.delete(heard.settled.resident)).result(WAIT_S)
     assert engine.snapshot.residents == []
     engine.stop()
     engine.ended.result(WAIT_S)
 
 
-@pytest.mark.parametrize(("moment", "prefilled_until"), [(Progress, 16), (Piece, 41)], ids=["a chunk", "a token"])
-def test_a_cancel_is_obeyed_after_the_present_step(root: Path, moment: type[Event], prefilled_until: int) -> None:
+@pytest.mark.parametrize(
+    ("moment", "prefilled_until"), [(PrefillProgress, 16), (TokenEvent, 41)], ids=["a chunk", "a token"]
+)
+def test_a_cancel_is_obeyed_after_the_present_step(
+    root: Path, moment: type[GenerationEvent], prefilled_until: int
+) -> None:
     """Asked for in the middle of a turn, which would go on for eight tokens."""
     engine = Engine(lambda: Drive(served.__wrapped__("llama", root), step=16).scheduler)
     engine.start()
     engine.loaded.result(WAIT_S)
-    ended, cancelled = Future[Heard](), list[Future[Settled | None]]()
+    ended, cancelled = Future[Heard](), list[Future[GenerationResult | None]]()
     wanted = generation("a", ended, 1000)
 
-    def listen(event: Event) -> None:
+    def listen(event: GenerationEvent) -> None:
         wanted.listener(event)
         if isinstance(event, moment) and not cancelled and getattr(event, "done", 1):
-            cancelled.append(engine.ask(lambda scheduler: scheduler.cancel("a")))
+            cancelled.append(engine.submit(lambda scheduler: scheduler.cancel("a")))
 
-    engine.ask(lambda scheduler: scheduler.submit(replace(wanted, listener=listen))).result(WAIT_S)
+    engine.submit(lambda scheduler: scheduler.submit(replace(wanted, listener=listen))).result(WAIT_S)
     heard = ended.result(WAIT_S)
     assert cancelled[0].result(WAIT_S) == heard.settled
     assert (heard.settled.finish, heard.settled.prefilled_until) == ("cancelled", prefilled_until)
@@ -73,28 +83,28 @@ def test_a_cancel_is_obeyed_after_the_present_step(root: Path, moment: type[Even
 def test_the_engine_stops_after_the_present_step(root: Path) -> None:
     engine, ended = started(root), Future[Heard]()
     wanted = generation("a", ended, 1000)
-    pieces: list[Event] = []
+    pieces: list[GenerationEvent] = []
 
-    def listen(event: Event) -> None:
-        if isinstance(event, Piece):
+    def listen(event: GenerationEvent) -> None:
+        if isinstance(event, TokenEvent):
             pieces.append(event)
             engine.stop()
 
-    engine.ask(lambda scheduler: scheduler.submit(replace(wanted, listener=listen))).result(WAIT_S)
+    engine.submit(lambda scheduler: scheduler.submit(replace(wanted, listener=listen))).result(WAIT_S)
     engine.ended.result(WAIT_S)
-    assert len(pieces) == 1 and not engine.beat.busy
+    assert len(pieces) == 1 and not engine.heartbeat.is_busy
     assert engine.failure == "the engine has ended"
 
 
 def test_what_is_asked_fails_alone(root: Path) -> None:
     engine = started(root)
     with pytest.raises(ZeroDivisionError):
-        engine.ask(lambda scheduler: 1 / 0).result(WAIT_S)
-    assert engine.ask(lambda scheduler: scheduler.idle).result(WAIT_S)
+        engine.submit(lambda scheduler: 1 / 0).result(WAIT_S)
+    assert engine.submit(lambda scheduler: scheduler.is_idle).result(WAIT_S)
     engine.stop()
     engine.ended.result(WAIT_S)
-    with pytest.raises(EngineStopped):
-        engine.ask(lambda scheduler: scheduler.idle).result(WAIT_S)
+    with pytest.raises(EngineStoppedError):
+        engine.submit(lambda scheduler: scheduler.is_idle).result(WAIT_S)
 
 
 def test_a_failure_outside_of_any_request_ends_the_engine_and_is_told(root: Path) -> None:
@@ -103,11 +113,11 @@ def test_a_failure_outside_of_any_request_ends_the_engine_and_is_told(root: Path
     def break_it(scheduler: Scheduler) -> None:
         scheduler._admit = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
 
-    engine.ask(break_it).result(WAIT_S)
+    engine.submit(break_it).result(WAIT_S)
     engine.ended.result(WAIT_S)
     assert engine.failure == "the engine has ended: division by zero"
-    with pytest.raises(EngineStopped, match=engine.failure):
-        engine.ask(lambda scheduler: scheduler.idle).result(WAIT_S)
+    with pytest.raises(EngineStoppedError, match=engine.failure):
+        engine.submit(lambda scheduler: scheduler.is_idle).result(WAIT_S)
 
 
 def test_a_model_that_does_not_load_is_told() -> None:

@@ -9,13 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from warmline_run.openblas import preload
+from warmline_run.openblas import choose_preload
 
 CASES = Path(__file__).parents[2] / "support" / "backend" / "exact_cases.py"
 
 
 def test_warm_is_cold_bit_for_bit() -> None:
-    libraries, advice = preload(os.environ.get("LD_PRELOAD", ""))
+    libraries, advice = choose_preload(os.environ.get("LD_PRELOAD", ""))
     assert not advice, advice
     command = [
         sys.executable,

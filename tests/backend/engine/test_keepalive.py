@@ -11,10 +11,10 @@ import pytest
 
 from support.backend.engine_driver import Drive
 from support.backend.families import prompt_of, served
-from warmline_backend.config import ConfigError, parse_config
+from warmline_backend.config import BackendConfigError, parse_config
 from warmline_backend.engine import engine as engine_module
 from warmline_backend.engine.engine import Engine
-from warmline_backend.generation.sequence import Ended, Event, Generation, Piece
+from warmline_backend.generation.sequence import EndedEvent, GenerationEvent, GenerationRequest, TokenEvent
 from warmline_backend.request.params import GenerationParams
 
 WAIT_S = 20
@@ -86,20 +86,20 @@ def kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     kept.end()
 
 
-def generation(ended: "Future[None]", first: "Future[None]") -> Generation:
-    def listen(event: Event) -> None:
-        if isinstance(event, Piece) and not first.done():
+def generation(ended: "Future[None]", first: "Future[None]") -> GenerationRequest:
+    def listen(event: GenerationEvent) -> None:
+        if isinstance(event, TokenEvent) and not first.done():
             first.set_result(None)
-        if isinstance(event, Ended):
+        if isinstance(event, EndedEvent):
             ended.set_result(None)
 
-    return Generation("a", prompt_of(20), GenerationParams(max_tokens=4, ignore_eos=True), listen)
+    return GenerationRequest("a", prompt_of(20), GenerationParams(max_tokens=4, ignore_eos=True), listen)
 
 
 def test_a_token_each_time_that_it_was_idle_for_so_long(kept: Kept) -> None:
     for steps in range(3):
         assert kept.idle() == KEEPALIVE_S
-        assert kept.steps == steps and not kept.engine.beat.busy
+        assert kept.steps == steps and not kept.engine.heartbeat.is_busy
         kept.time_is_up()
     assert kept.idle() == KEEPALIVE_S and kept.steps == 3
     assert kept.engine.snapshot.running_bytes == kept.engine.snapshot.resident_bytes == 0
@@ -108,10 +108,10 @@ def test_a_token_each_time_that_it_was_idle_for_so_long(kept: Kept) -> None:
 def test_what_computes_nothing_does_not_put_it_off(kept: Kept) -> None:
     assert kept.idle() == KEEPALIVE_S
     kept.clock[0] += 3.0
-    kept.engine.ask(lambda scheduler: scheduler.residents.order([])).result(WAIT_S)
+    kept.engine.submit(lambda scheduler: scheduler.residents.set_eviction_order([])).result(WAIT_S)
     assert kept.idle() == KEEPALIVE_S - 3.0
     kept.clock[0] += 3.0
-    kept.engine.ask(lambda scheduler: scheduler.residents.order([])).result(WAIT_S)
+    kept.engine.submit(lambda scheduler: scheduler.residents.set_eviction_order([])).result(WAIT_S)
     assert kept.idle() == 0.0, "it is due, but first is done what is asked"
     kept.time_is_up()
     assert kept.idle() == KEEPALIVE_S and kept.steps == 1
@@ -121,7 +121,7 @@ def test_a_request_puts_it_off_and_is_not_kept_waiting(kept: Kept) -> None:
     assert kept.idle() == KEEPALIVE_S
     kept.clock[0] += KEEPALIVE_S - 1.0
     ended, first = Future[None](), Future[None]()
-    kept.engine.ask(lambda scheduler: scheduler.submit(generation(ended, first))).result(WAIT_S)
+    kept.engine.submit(lambda scheduler: scheduler.submit(generation(ended, first))).result(WAIT_S)
     ended.result(WAIT_S)
     assert kept.idle() == KEEPALIVE_S and kept.steps == 0
 
@@ -139,9 +139,9 @@ def test_what_is_asked_during_the_step_is_done_right_after_it(kept: Kept, monkey
     monkeypatch.setattr(kept.engine.scheduler, "probe", held)
     kept.time_is_up()
     assert begun.wait(WAIT_S)
-    assert kept.engine.beat.busy, "a watchdog sees it, should it hang"
+    assert kept.engine.heartbeat.is_busy, "a watchdog sees it, should it hang"
     ended, first = Future[None](), Future[None]()
-    submitted = kept.engine.ask(lambda scheduler: scheduler.submit(generation(ended, first)))
+    submitted = kept.engine.submit(lambda scheduler: scheduler.submit(generation(ended, first)))
     go_on.set()
     submitted.result(WAIT_S)
     ended.result(WAIT_S)
@@ -150,7 +150,7 @@ def test_what_is_asked_during_the_step_is_done_right_after_it(kept: Kept, monkey
 
 def test_a_shutdown_ends_it(kept: Kept) -> None:
     assert kept.idle() == KEEPALIVE_S
-    kept.engine.let_sleep()
+    kept.engine.stop_keepalive()
     kept.time_is_up()  # the wait that had begun
     assert kept.idle() is None and kept.steps == 0
 
@@ -169,19 +169,19 @@ def test_an_engine_at_rest_says_what_is_in_memory_then(root: Path, monkeypatch: 
     mx.eval(ahead)
     ended, first = Future[None](), Future[None]()
     assert kept.idle() == 1.0
-    kept.engine.ask(lambda scheduler: scheduler.submit(generation(ended, first))).result(WAIT_S)
+    kept.engine.submit(lambda scheduler: scheduler.submit(generation(ended, first))).result(WAIT_S)
     ended.result(WAIT_S)
     assert kept.idle() == 1.0
     with_it = kept.engine.snapshot.memory_active_bytes
     ahead.clear()
     kept.clock[0] += 0.25
-    kept.engine.ask(lambda scheduler: ahead.append(mx.zeros((1 << 18,))) or mx.eval(ahead)).result(WAIT_S)
+    kept.engine.submit(lambda scheduler: ahead.append(mx.zeros((1 << 18,))) or mx.eval(ahead)).result(WAIT_S)
     assert kept.idle() == 0.75 and kept.engine.snapshot.memory_active_bytes >= with_it - (1 << 19)
     ahead.clear()
     kept.time_is_up()
     assert kept.idle() == KEEPALIVE_S - 1.0
     assert kept.engine.snapshot.memory_active_bytes <= with_it - (1 << 19)
-    assert kept.steps == 0 and not kept.engine.beat.busy
+    assert kept.steps == 0 and not kept.engine.heartbeat.is_busy
     kept.end()
 
 
@@ -209,5 +209,5 @@ def test_a_token_that_fails_is_tried_again_and_a_broken_device_ends_the_engine(
 
 @pytest.mark.parametrize("given", ["-1", "nan", "inf", "1e12"])
 def test_what_is_no_time_is_refused(given: str) -> None:
-    with pytest.raises(ConfigError, match=r"--gpu-keepalive .*expected a number of seconds, 0 or more"):
+    with pytest.raises(BackendConfigError, match=r"--gpu-keepalive .*expected a number of seconds, 0 or more"):
         parse_config(["--home", "h", "--model", "m", f"--gpu-keepalive={given}"])

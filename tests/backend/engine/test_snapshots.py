@@ -6,8 +6,8 @@ import pytest
 
 from support.backend.engine_driver import Drive
 from support.backend.families import FAMILIES, prompt_of, served
-from warmline_backend.kv_cache.kv import RowsGone
-from warmline_backend.kv_cache.residents import LEFT_BY_KEPT_MAX, ResidentGone
+from warmline_backend.kv_cache.kv import RowsUnavailableError
+from warmline_backend.kv_cache.residents import RESIDENT_BY_REQUEST_MAX, ResidentNotFoundError
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -16,17 +16,17 @@ def test_a_save_under_way_goes_on_from_what_a_cancelled_request_left(family: str
     name, heard = drive.submit(prompt_of(200), 8)
     drive.until(lambda: heard.chunks == [50, 100])
     scheduler = drive.scheduler
-    first = scheduler.kv_of(50, running=name).rows(0, 50)
+    first = scheduler.find_kv(50, running_id=name).slice_rows(0, 50)
     settled = scheduler.cancel(name)
     assert settled is not None and settled.prefilled_until == 100
-    held = scheduler.kv_of(100, running=name)
-    assert held is scheduler.residents.kv(settled.resident)
-    assert first.keys() == held.rows(50, 100).keys() == drive.served.row_names
-    with pytest.raises(RowsGone):
-        scheduler.kv_of(101, running=name)
-    assert scheduler.residents.some_leased
-    scheduler.saved("", name, 100)
-    assert not scheduler.residents.some_leased, "all of it is on disk"
+    held = scheduler.find_kv(100, running_id=name)
+    assert held is scheduler.residents.find_kv(settled.resident)
+    assert first.keys() == held.slice_rows(50, 100).keys() == drive.served.row_names
+    with pytest.raises(RowsUnavailableError):
+        scheduler.find_kv(101, running_id=name)
+    assert scheduler.residents.has_leased
+    scheduler.mark_saved("", name, 100)
+    assert not scheduler.residents.has_leased, "all of it is on disk"
 
 
 def test_a_part_that_is_saved_does_not_make_the_whole_droppable(root: Path) -> None:
@@ -36,14 +36,14 @@ def test_a_part_that_is_saved_does_not_make_the_whole_droppable(root: Path) -> N
     settled = drive.scheduler.cancel(name)
     assert settled is not None
     before = drive.scheduler.residents.bytes_held
-    drive.scheduler.saved("", name, 100)
-    held = drive.scheduler.kv_of(150, resident=settled.resident)
-    assert drive.scheduler.residents.some_leased and drive.scheduler.residents.bytes_held < before
-    assert held.rows(100, 150).keys() == drive.served.row_names
-    with pytest.raises(RowsGone):
-        held.rows(50, 100)
-    drive.scheduler.saved(settled.resident, "", 150)
-    assert not drive.scheduler.residents.some_leased
+    drive.scheduler.mark_saved("", name, 100)
+    held = drive.scheduler.find_kv(150, resident_id=settled.resident)
+    assert drive.scheduler.residents.has_leased and drive.scheduler.residents.bytes_held < before
+    assert held.slice_rows(100, 150).keys() == drive.served.row_names
+    with pytest.raises(RowsUnavailableError):
+        held.slice_rows(50, 100)
+    drive.scheduler.mark_saved(settled.resident, "", 150)
+    assert not drive.scheduler.residents.has_leased
 
 
 def test_states_stay_until_all_is_saved(root: Path) -> None:
@@ -51,14 +51,14 @@ def test_states_stay_until_all_is_saved(root: Path) -> None:
     marks = (10, 20, 30, 40, 60, 70, 80)
     name, heard = drive.submit(prompt_of(200), 8, checkpoints=marks)
     drive.until(lambda: bool(heard.chunks) and heard.chunks[-1] == 80)
-    drive.scheduler.saved("", name, 80)
-    assert sorted(drive.scheduler.kv_of(80, running=name).checkpoints) == list(marks), "it goes on"
+    drive.scheduler.mark_saved("", name, 80)
+    assert sorted(drive.scheduler.find_kv(80, running_id=name).checkpoints) == list(marks), "it goes on"
     settled = drive.scheduler.cancel(name)
     assert settled is not None and settled.checkpoints == list(marks)
-    drive.scheduler.saved(settled.resident, "", 70)
-    assert drive.scheduler.residents.some_leased
-    drive.scheduler.saved(settled.resident, "", 80)
-    assert sorted(drive.scheduler.kv_of(80, resident=settled.resident).checkpoints) == [10, 60, 70, 80]
+    drive.scheduler.mark_saved(settled.resident, "", 70)
+    assert drive.scheduler.residents.has_leased
+    drive.scheduler.mark_saved(settled.resident, "", 80)
+    assert sorted(drive.scheduler.find_kv(80, resident_id=settled.resident).checkpoints) == [10, 60, 70, 80]
 
 
 def test_what_another_request_took_over_is_found_by_who_left_it(root: Path) -> None:
@@ -68,21 +68,21 @@ def test_what_another_request_took_over_is_found_by_who_left_it(root: Path) -> N
     onward = prompt_of(90) + heard.generated + prompt_of(300, 3)
     _, more = drive.submit(onward, 5, resident=heard.settled.resident, reuse=100)
     drive.until(lambda: len(more.chunks) == 2)
-    assert drive.scheduler.kv_of(100, running=name).tokens[:100] == onward[:100]
-    with pytest.raises(RowsGone):
-        drive.scheduler.kv_of(101, running=name)
+    assert drive.scheduler.find_kv(100, running_id=name).tokens[:100] == onward[:100]
+    with pytest.raises(RowsUnavailableError):
+        drive.scheduler.find_kv(101, running_id=name)
 
 
 def test_only_of_the_last_requests_it_is_known_what_they_left(root: Path) -> None:
     drive = Drive(served("llama", root))
     residents = drive.scheduler.residents
     drive.run(prompt_of(20), 1)
-    assert residents.left_by("r1")
-    kv = drive.served.fresh_kv(journals=True)
-    for n in range(LEFT_BY_KEPT_MAX):
-        residents.drop(residents.add(kv, lease_s=0.0, left_by=f"other{n}"))
-    assert residents.left_by("r1") == "" and residents.left_by("other0")
-    with pytest.raises(ResidentGone):
-        drive.scheduler.kv_of(10, running="r1")
-    with pytest.raises(ResidentGone):
-        drive.scheduler.kv_of(0, running="other0")
+    assert residents.find_by_request("r1")
+    kv = drive.served.make_kv(journals=True)
+    for n in range(RESIDENT_BY_REQUEST_MAX):
+        residents.delete(residents.add(kv, lease_s=0.0, request_id=f"other{n}"))
+    assert residents.find_by_request("r1") == "" and residents.find_by_request("other0")
+    with pytest.raises(ResidentNotFoundError):
+        drive.scheduler.find_kv(10, running_id="r1")
+    with pytest.raises(ResidentNotFoundError):
+        drive.scheduler.find_kv(0, running_id="other0")

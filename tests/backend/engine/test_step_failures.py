@@ -10,7 +10,7 @@ import pytest
 from support.backend.engine_driver import Drive, Heard
 from support.backend.families import cold, prompt_of, served
 from warmline_backend.scheduler.decode_batch import DecodeGroup
-from warmline_backend.scheduler.scheduler import FAILURES_MAX, DeviceBroken
+from warmline_backend.scheduler.scheduler import FAILED_STEPS_MAX, DeviceBrokenError
 
 
 class Planted(RuntimeError):
@@ -55,18 +55,18 @@ def test_a_failed_step_discards_its_batch_and_no_other(root: Path) -> None:
 def test_a_fault_in_prefill_is_told_and_not_tried_again(root: Path) -> None:
     drive = failing(root, 1)
     heard = drive.run(prompt_of(40))
-    assert heard.settled.finish == "discarded" and drive.scheduler.idle
+    assert heard.settled.finish == "discarded" and drive.scheduler.is_idle
     assert drive.run(prompt_of(40), 5).generated == cold(served("llama", root), "llama", prompt_of(40), 5).tokens
 
 
 def test_a_process_with_many_failed_steps_is_left(root: Path) -> None:
     drive = failing(root, 0)
-    for number in range(FAILURES_MAX - 1):
-        drive.scheduler._ends.discard([], Planted(number))
+    for number in range(FAILED_STEPS_MAX - 1):
+        drive.scheduler._finisher.discard([], Planted(number))
         drive.turn()
     assert drive.run(prompt_of(40), 5).settled.finish == "length"
-    drive.scheduler._ends.discard([], Planted("the last"))
-    with pytest.raises(DeviceBroken, match="steps have failed"):
+    drive.scheduler._finisher.discard([], Planted("the last"))
+    with pytest.raises(DeviceBrokenError, match="steps have failed"):
         drive.turn()
 
 
@@ -75,7 +75,7 @@ def test_a_device_that_computes_nothing_any_more_ends_the_turn(root: Path, monke
     _, heard = drive.submit(prompt_of(40), 30)
     drive.until(lambda: len(heard.events) > 3)
     monkeypatch.setattr(FailsAt, "__call__", lambda *args, **kwargs: 1 / 0)
-    with pytest.raises(DeviceBroken, match="division by zero"):
+    with pytest.raises(DeviceBrokenError, match="division by zero"):
         drive.turn()
     assert heard.settled.finish == "discarded"
     with pytest.raises(ZeroDivisionError):
@@ -85,12 +85,12 @@ def test_a_device_that_computes_nothing_any_more_ends_the_turn(root: Path, monke
 def decoding_together(drive: Drive) -> tuple[str, Heard, Heard]:
     """Two in one batch.  The first one's name, and both."""
     (name, one), (_, other) = (drive.submit(prompt_of(60, seed), 50) for seed in (1, 2))
-    drive.until(lambda: len(drive.scheduler._lineup.groups) == 1 and min(len(one.events), len(other.events)) > 5)
+    drive.until(lambda: len(drive.scheduler._queues.groups) == 1 and min(len(one.events), len(other.events)) > 5)
     return name, one, other
 
 
 def can_not_be_left(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    (group,) = drive.scheduler._lineup.groups
+    (group,) = drive.scheduler._queues.groups
     monkeypatch.setattr(group.batch.prompt_cache[0], "filter", lambda keep: 1 / 0)
 
 
@@ -104,7 +104,7 @@ def test_who_stays_in_a_batch_that_could_not_be_left_is_discarded(root: Path, mo
     assert (other.settled.finish, other.settled.resident) == ("discarded", "")
     assert cold(drive.served, "llama", prompt_of(60, 2), 50).tokens[: len(other.generated)] == other.generated
     drive.turn()
-    assert one.over and drive.scheduler.idle
+    assert one.over and drive.scheduler.is_idle
 
 
 def test_a_fault_of_what_was_asked_at_rest_is_looked_into_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +112,9 @@ def test_a_fault_of_what_was_asked_at_rest_is_looked_into_too(root: Path, monkey
     name, _, _ = decoding_together(drive)
     can_not_be_left(drive, monkeypatch)
     drive.scheduler.cancel(name)
-    assert drive.scheduler.idle
+    assert drive.scheduler.is_idle
     monkeypatch.setattr(drive.scheduler, "probe", lambda: 1 / 0)
-    with pytest.raises(DeviceBroken):
+    with pytest.raises(DeviceBrokenError):
         drive.turn()
 
 
@@ -122,7 +122,7 @@ def test_a_discarded_batch_is_gone_before_the_device_is_probed(root: Path, monke
     """What filled the memory must not keep the token from being computed that shows whether the device still does."""
     drive = Drive(served("llama", root))
     _, one, other = decoding_together(drive)
-    (group,) = drive.scheduler._lineup.groups
+    (group,) = drive.scheduler._queues.groups
     held = [*map(weakref.ref, group.sequences), *map(weakref.ref, group.batch.prompt_cache)]
     del group
     at_probe: list[object] = []
@@ -134,7 +134,7 @@ def test_a_discarded_batch_is_gone_before_the_device_is_probed(root: Path, monke
 
 def test_an_end_is_told_though_what_has_changed_can_not_be(root: Path) -> None:
     drive = Drive(served("llama", root))
-    drive.scheduler.changed = lambda: 1 / 0  # type: ignore[assignment, return-value]
+    drive.scheduler.on_changed = lambda: 1 / 0  # type: ignore[assignment, return-value]
     assert drive.run(prompt_of(20), 3).settled.finish == "length"
 
 
@@ -143,8 +143,8 @@ def test_one_answers_fault_is_its_own(root: Path, monkeypatch: pytest.MonkeyPatc
     _, bad = drive.submit(prompt_of(50), 30)
     _, good = drive.submit(prompt_of(50, 2), 30)
     drive.until(lambda: len(bad.events) > 3)
-    sequence = next(s for s in drive.scheduler._lineup if s.request.prompt == prompt_of(50))
-    monkeypatch.setattr(sequence.text, "add", lambda token: 1 / 0)
+    sequence = next(s for s in drive.scheduler._queues if s.request.prompt == prompt_of(50))
+    monkeypatch.setattr(sequence.output_parser, "add", lambda token: 1 / 0)
     drive.until(lambda: bad.over and good.over)
     assert bad.settled.finish == "error" and "division" in bad.settled.error
     assert good.generated == cold(drive.served, "llama", prompt_of(50, 2), 30).tokens
@@ -158,10 +158,10 @@ def test_a_request_that_can_not_even_be_ended_takes_only_its_batch_along(
     _, mate = drive.submit(prompt_of(50, 2), 30)
     _, apart = drive.submit(prompt_of(400, 3), 30)
     drive.until(lambda: all(len(one.events) > 3 for one in (bad, mate, apart)))
-    sequence = next(each for each in drive.scheduler._lineup if each.request.prompt == prompt_of(50))
-    group = next(group for group in drive.scheduler._lineup.groups if sequence in group.sequences)
-    monkeypatch.setattr(sequence.text, "add", lambda token: 1 / 0)
-    monkeypatch.setattr(group, "leave", lambda sequence: 1 / 0)
+    sequence = next(each for each in drive.scheduler._queues if each.request.prompt == prompt_of(50))
+    group = next(group for group in drive.scheduler._queues.groups if sequence in group.sequences)
+    monkeypatch.setattr(sequence.output_parser, "add", lambda token: 1 / 0)
+    monkeypatch.setattr(group, "remove", lambda sequence: 1 / 0)
     drive.until(lambda: bad.over and mate.over and apart.over)
     assert (bad.settled.finish, mate.settled.finish, apart.settled.finish) == ("error", "discarded", "length")
     assert drive.run(prompt_of(50), 5).generated == cold(drive.served, "llama", prompt_of(50), 5).tokens

@@ -6,7 +6,7 @@ import pytest
 
 from support.backend.engine_driver import Drive
 from support.backend.families import prompt_of, served
-from warmline_backend.kv_cache.residents import ResidentMismatch
+from warmline_backend.kv_cache.residents import ResidentMismatchError
 
 MINE, THEIRS = b"m" * 16, b"t" * 16
 
@@ -14,10 +14,10 @@ MINE, THEIRS = b"m" * 16, b"t" * 16
 def test_a_resident_is_taken_by_its_own_tenant_alone(root: Path) -> None:
     drive, prompt = Drive(served("llama", root)), prompt_of(70)
     resident = drive.run(prompt, 2, root=MINE).settled.resident
-    assert [each.root for each in drive.scheduler.residents.listed()] == [MINE]
+    assert [each.root for each in drive.scheduler.residents.list_residents()] == [MINE]
     for other in (THEIRS, b""):
         for keep in (True, False):
-            with pytest.raises(ResidentMismatch, match="another model or tenant"):
+            with pytest.raises(ResidentMismatchError, match="another model or tenant"):
                 drive.submit(prompt, 2, resident=resident, reuse=64, keep=keep, root=other)
     assert drive.run(prompt, 2, resident=resident, reuse=64, root=MINE).reused == 64
 
@@ -25,7 +25,7 @@ def test_a_resident_is_taken_by_its_own_tenant_alone(root: Path) -> None:
 def test_a_running_request_is_followed_by_its_own_tenant_alone(root: Path) -> None:
     drive, prompt = Drive(served("llama", root), step=16), prompt_of(70)
     name, leader = drive.submit(prompt, 2, root=MINE)
-    with pytest.raises(ResidentMismatch, match="another tenant"):
+    with pytest.raises(ResidentMismatchError, match="another tenant"):
         drive.submit(prompt, 2, follow=name, reuse=64, root=THEIRS)
     _, follower = drive.submit(prompt, 2, follow=name, reuse=64, root=MINE)
     drive.until(lambda: leader.over and follower.over)

@@ -10,7 +10,7 @@ from support.backend.families import FAMILIES, prompt_of, served
 from warmline_backend.engine import warm_up as module
 from warmline_backend.engine.warm_up import prompt_lengths, warm_up
 from warmline_backend.generation.sequence import Sequence
-from warmline_backend.model.loader import ModelProblem
+from warmline_backend.model.loader import ModelError
 from warmline_backend.scheduler.decode_batch import DecodeGroup
 from warmline_backend.scheduler.scheduler import SchedulerSettings
 
@@ -49,7 +49,7 @@ def test_a_full_chunk_steps_alone_and_two_in_a_batch(family: str, root: Path, mo
     warm_up(model, settings(), LONG_S)
     assert (0, 32) in watched.chunks
     assert 1 in watched.batches
-    assert (2 in watched.batches) == model.layout.batches
+    assert (2 in watched.batches) == model.layout.is_batchable
 
 
 def test_a_sparse_model_computes_past_the_place_where_it_begins_to_select(
@@ -116,7 +116,7 @@ def test_a_device_that_cannot_is_told_of_at_once(root: Path, monkeypatch: pytest
         raise RuntimeError("[metal::malloc] no memory")
 
     monkeypatch.setattr(Sequence, "prefill_chunk", fail)
-    with pytest.raises(ModelProblem, match=r"can't compute 6 tokens.* no memory; a smaller --prefill-step-size"):
+    with pytest.raises(ModelError, match=r"can't compute 6 tokens.* no memory; a smaller --prefill-step-size"):
         warm_up(served("llama", root), settings(), LONG_S)
 
 

@@ -2,40 +2,40 @@
 
 import pytest
 
-from warmline_backend.generation.rates import RECENT_CHUNKS, RECENT_DECODE_STEPS, TELLING_BYTES, Rates
+from warmline_backend.generation.rates import RECENT_CHUNKS, RECENT_DECODE_STEPS, SAMPLE_BYTES_MIN, Rates
 
 
 def test_many_decode_steps_do_not_hide_how_long_a_chunk_takes() -> None:
     rates = Rates()
     assert rates.slowest_recent_step_s == 0.0
-    rates.prefilled(2048, 2048, 30.0)
+    rates.record_prefill(2048, 2048, 30.0)
     for _ in range(10 * RECENT_DECODE_STEPS):
-        rates.decoded(1, 0.05)
+        rates.record_decode(1, 0.05)
     assert rates.slowest_recent_step_s == 30.0
     for _ in range(RECENT_CHUNKS):
-        rates.prefilled(4096, 2048, 2.0)
+        rates.record_prefill(4096, 2048, 2.0)
     assert rates.slowest_recent_step_s == 2.0
 
 
 def test_a_short_chunk_does_not_spoil_the_rate_of_long_ones() -> None:
     rates = Rates()
     for tokens, seconds in ((2048, 2.0), (2048, 2.0), (1, 0.1), (2048, 2.0)):
-        rates.prefilled(4096, tokens, seconds)
-    (rate,) = rates.prefill
+        rates.record_prefill(4096, tokens, seconds)
+    (rate,) = rates.prefill_rates
     assert rate.tokens == 4096 and rate.tokens_per_s == pytest.approx(1024, rel=0.03), "not 10 tokens a second"
-    rates.prefilled(8192, 2048, 4.0)
+    rates.record_prefill(8192, 2048, 4.0)
     for _ in range(20):
-        rates.prefilled(8192, 2048, 1.0)
-    assert rates.prefill[1].tokens_per_s == pytest.approx(2048, rel=0.01), "the newest count most"
+        rates.record_prefill(8192, 2048, 1.0)
+    assert rates.prefill_rates[1].tokens_per_s == pytest.approx(2048, rel=0.01), "the newest count most"
 
 
 def test_a_slow_decode_step_counts_until_it_is_long_ago() -> None:
     rates = Rates()
-    rates.prefilled(64, 64, 1.0)
-    rates.decoded(4, 7.0)
+    rates.record_prefill(64, 64, 1.0)
+    rates.record_decode(4, 7.0)
     assert rates.slowest_recent_step_s == 7.0
     for _ in range(RECENT_DECODE_STEPS):
-        rates.decoded(4, 0.5)
+        rates.record_decode(4, 0.5)
     assert rates.slowest_recent_step_s == 1.0
 
 
@@ -43,10 +43,10 @@ def test_small_restores_do_not_make_a_large_one_look_slow() -> None:
     """Else a conversation of a gigabyte would be prefilled again after some of a few kilobytes had been restored."""
     rates = Rates()
     for _ in range(20):
-        rates.restored(100_000, 0.02)
-        rates.saved(100_000, 0.02)
+        rates.record_restore(100_000, 0.02)
+        rates.record_save(100_000, 0.02)
     assert rates.restore_bytes_per_s == 0 and rates.save_bytes_per_s == 0
-    rates.restored(2_000_000_000, 1.0)
-    rates.saved(TELLING_BYTES, 0.1)
-    rates.restored(TELLING_BYTES - 1, 10.0)
-    assert rates.restore_bytes_per_s == 2e9 and rates.save_bytes_per_s == TELLING_BYTES / 0.1
+    rates.record_restore(2_000_000_000, 1.0)
+    rates.record_save(SAMPLE_BYTES_MIN, 0.1)
+    rates.record_restore(SAMPLE_BYTES_MIN - 1, 10.0)
+    assert rates.restore_bytes_per_s == 2e9 and rates.save_bytes_per_s == SAMPLE_BYTES_MIN / 0.1

@@ -171,13 +171,13 @@ def test_a_fault_is_recorded_and_the_sequence_goes_on_greedily() -> None:
         raise IndexError("also")
 
     fault, logprobs = SamplerFault(), logprobs_of()
-    sampled = fault.sampler(broken)(logprobs)
+    sampled = fault.guard_sampler(broken)(logprobs)
     assert sampled.tolist() == greedy_sampler(logprobs).tolist()
     assert isinstance(fault.error, ValueError)
-    assert fault.processor(broken_processor)(mx.array([1]), logprobs) is logprobs
+    assert fault.guard_processor(broken_processor)(mx.array([1]), logprobs) is logprobs
     assert isinstance(fault.error, ValueError), "the first error is the cause"
     other = SamplerFault()
-    assert other.processor(broken_processor)(mx.array([1]), logprobs) is logprobs
+    assert other.guard_processor(broken_processor)(mx.array([1]), logprobs) is logprobs
     assert isinstance(other.error, IndexError)
 
 

@@ -11,13 +11,13 @@ from safetensors import safe_open
 from support.backend.cold_runs import compare_greedy
 from support.backend.engine_driver import FINGERPRINT, Drive, cut_chain, loader, save
 from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
-from warmline_backend.kv_cache.kv import RowsGone
-from warmline_backend.kv_cache.segment_io import BadChain, Cancelled, Damaged, sweep_drafts
+from warmline_backend.kv_cache.kv import RowsUnavailableError
+from warmline_backend.kv_cache.segment_io import BadChainError, DamagedFileError, OperationCancelledError, delete_drafts
 from warmline_common.protocol.messages import CheckpointRef, SegmentRef
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage import disk
 from warmline_common.storage.segment_copy import SegmentCopy
-from warmline_common.storage.segment_file import header_in, read_tokens, verify_file
+from warmline_common.storage.segment_file import read_header_from, read_tokens, verify_file
 
 PROMPT = prompt_of(170)
 CHECKPOINTS = (30, 90, 169)
@@ -32,7 +32,7 @@ def positions(drive: Drive, tokens: int) -> list[int]:
 def test_any_position_restores(family: str, root: Path, tmp_path: Path) -> None:
     drive = Drive(served(family, root), step=50)
     turn = drive.run(PROMPT, 40, checkpoints=CHECKPOINTS)
-    kv = drive.scheduler.kv_of(1, resident=turn.settled.resident)
+    kv = drive.scheduler.find_kv(1, resident_id=turn.settled.resident)
     tokens = list(kv.tokens)
     assert tokens == PROMPT + turn.generated and len(tokens) == 210
     chain, checkpoints = save(kv, tmp_path, [64, 100, 210])
@@ -43,7 +43,7 @@ def test_any_position_restores(family: str, root: Path, tmp_path: Path) -> None:
         read = loader(drive.served, tmp_path, POOL).load(
             pack_tokens(tokens[:position]), cut_chain(chain, position), at, lambda: False
         )
-        restored = drive.scheduler.install("", read.build(drive.served.layout))
+        restored = drive.scheduler.install_resident("", read.build(drive.served.layout))
         prompt = tokens[:position] + prompt_of(20, 7)
         warm = drive.run(prompt, 10, resident=restored, reuse=position)
         truth = cold(drive.served, family, prompt, 10)
@@ -59,9 +59,9 @@ def check_cut(
     until, whole = CHECKPOINTS[-1], chain[-1]
     cut = SegmentRef(id="c" * 32, start=whole.start, end=until, upto=until)
     with (folder / f"{whole.id}.safetensors").open("rb") as file:
-        header = header_in(file)
+        header = read_header_from(file)
         copy = SegmentCopy(file, header, msgspec.structs.replace(header.meta, id=cut.id, end=until))
-        disk.write_whole(folder / f"{cut.id}.safetensors", copy.parts())
+        disk.write_durable(folder / f"{cut.id}.safetensors", copy.read_chunks())
     at = next((ref for ref in checkpoints if ref.position == until), None)
     reads = loader(drive.served, folder, POOL)
     before, after = (
@@ -70,8 +70,8 @@ def check_cut(
     )
     assert before.rows.keys() == after.rows.keys() and (before.rows or before.state)
     for name, target in before.rows.items():
-        assert bytes(target.carrier.data) == bytes(after.rows[name].carrier.data), name
-    with pytest.raises((BadChain, Damaged)):
+        assert bytes(target.buffer.data) == bytes(after.rows[name].buffer.data), name
+    with pytest.raises((BadChainError, DamagedFileError)):
         reads.load(pack_tokens(tokens[: until + 1]), [*chain[:-1], cut], at, lambda: False)
 
 
@@ -80,26 +80,26 @@ def test_a_restored_conversation_saves_its_new_tail(family: str, root: Path, tmp
     """Save, restore, go on, save only what is new, restore all of it: each file has its own rows and no more."""
     drive = Drive(served(family, root), step=50)
     turn = drive.run(PROMPT, 40)
-    chain, checkpoints = save(drive.scheduler.kv_of(1, resident=turn.settled.resident), tmp_path, [210])
+    chain, checkpoints = save(drive.scheduler.find_kv(1, resident_id=turn.settled.resident), tmp_path, [210])
     tokens = PROMPT + turn.generated
     read = loader(drive.served, tmp_path, POOL).load(
         pack_tokens(tokens), chain, checkpoints[-1] if checkpoints else None, lambda: False
     )
-    resident = drive.scheduler.install("", read.build(drive.served.layout))
+    resident = drive.scheduler.install_resident("", read.build(drive.served.layout))
     prompt = tokens + prompt_of(60, 3)
     more = drive.run(prompt, 45, resident=resident, reuse=210)
-    kv = drive.scheduler.kv_of(1, resident=more.settled.resident)
-    rows = kv.rows(210, kv.length)
+    kv = drive.scheduler.find_kv(1, resident_id=more.settled.resident)
+    rows = kv.slice_rows(210, kv.length)
     assert {array.shape[2] for array in rows.values()} == {kv.length - 210}
     if drive.served.layout.window:
-        with pytest.raises(RowsGone):
-            kv.rows(100, kv.length)  # those of before the restore are on disk alone
+        with pytest.raises(RowsUnavailableError):
+            kv.slice_rows(100, kv.length)  # those of before the restore are on disk alone
 
 
 def test_files_weigh_what_their_rows_do(root: Path, tmp_path: Path) -> None:
     for family in FAMILIES:
         drive = Drive(served(family, root))
-        kv = drive.scheduler.kv_of(1, resident=drive.run(PROMPT, 40).settled.resident)
+        kv = drive.scheduler.find_kv(1, resident_id=drive.run(PROMPT, 40).settled.resident)
         folder = tmp_path / family
         folder.mkdir()
         chain, _ = save(kv, folder, [3, 64, 210])
@@ -110,20 +110,20 @@ def test_files_weigh_what_their_rows_do(root: Path, tmp_path: Path) -> None:
 
 def test_files_are_safetensors_for_everybody(root: Path, tmp_path: Path) -> None:
     drive = Drive(served("deepseek_v32", root))
-    kv = drive.scheduler.kv_of(1, resident=drive.run(PROMPT, 4).settled.resident)
+    kv = drive.scheduler.find_kv(1, resident_id=drive.run(PROMPT, 4).settled.resident)
     chain, _ = save(kv, tmp_path, [174])
     path = tmp_path / f"{chain[0].id}.safetensors"
     with safe_open(path, "numpy") as file:
         assert file.get_tensor("tokens").tolist() == kv.tokens
         assert {"0.0.keys", "0.0.values", "0.1.keys"} <= set(file.keys())
-    assert mx.array_equal(mx.load(str(path))["1.0.keys"], kv.rows(0, 174)["1.0.keys"])
+    assert mx.array_equal(mx.load(str(path))["1.0.keys"], kv.slice_rows(0, 174)["1.0.keys"])
     assert oct(path.stat().st_mode)[-3:] == "600"
 
 
 @pytest.fixture
 def stored(root: Path, tmp_path: Path) -> tuple[Drive, list, bytes, Path]:  # type: ignore[type-arg]
     drive = Drive(served("llama", root))
-    kv = drive.scheduler.kv_of(1, resident=drive.run(PROMPT, 30).settled.resident)
+    kv = drive.scheduler.find_kv(1, resident_id=drive.run(PROMPT, 30).settled.resident)
     chain, _ = save(kv, tmp_path, [64, 128, 200])
     return drive, chain, pack_tokens(kv.tokens), tmp_path
 
@@ -151,10 +151,10 @@ def test_damage_is_named_and_the_prefix_before_it_is_good(stored, damage: str) -
         case "foreign":
             data = path.read_bytes()
             path.write_bytes(data.replace(FINGERPRINT.encode(), b"e" * 64))
-    with pytest.raises(Damaged) as caught:
+    with pytest.raises(DamagedFileError) as caught:
         wanted.load(tokens, chain, None, lambda: False)
     reasons = {"flip": "checksum", "truncate": "truncated", "delete": "missing", "foreign": "foreign"}
-    assert caught.value.bad == chain[1].id and caught.value.good_prefix == 64
+    assert caught.value.file_id == chain[1].id and caught.value.good_prefix == 64
     assert caught.value.reason == reasons.get(damage, "truncated")
     read = wanted.load(tokens[: 64 * 4], chain[:1], None, lambda: False)
     assert read.build(drive.served.layout).length == 64
@@ -166,7 +166,7 @@ def test_every_flipped_byte_is_noticed(stored) -> None:  # type: ignore[no-untyp
     sound = path.read_bytes()
     for at in range(0, len(sound), 97):
         flip(path, at)
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedFileError):
             loader(drive.served, folder, POOL).load(tokens[: 64 * 4], chain[:1], None, lambda: False)
         path.write_bytes(sound)
 
@@ -174,7 +174,7 @@ def test_every_flipped_byte_is_noticed(stored) -> None:  # type: ignore[no-untyp
 def test_other_tokens_than_the_files_are_refused(stored) -> None:  # type: ignore[no-untyped-def]
     drive, chain, tokens, folder = stored
     other = tokens[: 70 * 4] + b"\x05" + tokens[70 * 4 + 1 :]
-    with pytest.raises(Damaged, match="differs at token 70"):
+    with pytest.raises(DamagedFileError, match="differs at token 70"):
         loader(drive.served, folder, POOL).load(other, chain, None, lambda: False)
 
 
@@ -186,15 +186,15 @@ def test_a_segment_of_another_conversation_is_refused_though_its_own_tokens_are_
     folders = [tmp_path / name for name in "ab"]
     for folder, prompt in zip(folders, (PROMPT, [*prompt_of(64, 5), *PROMPT[64:]]), strict=True):
         folder.mkdir()
-        kv = drive.scheduler.kv_of(1, resident=drive.run(prompt, 1).settled.resident)
+        kv = drive.scheduler.find_kv(1, resident_id=drive.run(prompt, 1).settled.resident)
         chain, _ = save(kv, folder, [64, 128, 170])
     tokens, path = pack_tokens(PROMPT), folders[0] / f"{chain[1].id}.safetensors"
     path.write_bytes((folders[1] / path.name).read_bytes())
     verify_file(path)
     assert read_tokens(path) == tokens[64 * 4 : 128 * 4]
-    with pytest.raises(Damaged, match=r"foreign: segment .* was computed after other tokens") as caught:
+    with pytest.raises(DamagedFileError, match=r"foreign: segment .* was computed after other tokens") as caught:
         loader(drive.served, folders[0], POOL).load(tokens, chain, None, lambda: False)
-    assert (caught.value.bad, caught.value.good_prefix) == (chain[1].id, 64)
+    assert (caught.value.file_id, caught.value.good_prefix) == (chain[1].id, 64)
 
 
 def test_a_checkpoint_of_another_conversation_is_refused(root: Path, tmp_path: Path) -> None:
@@ -202,30 +202,30 @@ def test_a_checkpoint_of_another_conversation_is_refused(root: Path, tmp_path: P
     folders = [tmp_path / name for name in "ab"]
     for folder, prompt in zip(folders, (PROMPT, prompt_of(170, 5)), strict=True):
         folder.mkdir()
-        kv = drive.scheduler.kv_of(1, resident=drive.run(prompt, 1, checkpoints=(90,)).settled.resident)
+        kv = drive.scheduler.find_kv(1, resident_id=drive.run(prompt, 1, checkpoints=(90,)).settled.resident)
         chain, checkpoints = save(kv, folder, [90])
     (at,) = (ref for ref in checkpoints if ref.position == 90)
     path = folders[0] / f"{at.id}.safetensors"
     path.write_bytes((folders[1] / path.name).read_bytes())
     verify_file(path)
-    with pytest.raises(Damaged, match=r"foreign: checkpoint .* was computed after other tokens") as caught:
+    with pytest.raises(DamagedFileError, match=r"foreign: checkpoint .* was computed after other tokens") as caught:
         loader(drive.served, folders[0], POOL).load(pack_tokens(PROMPT[:90]), chain, at, lambda: False)
-    assert (caught.value.bad, caught.value.good_prefix) == (at.id, 90)
+    assert (caught.value.file_id, caught.value.good_prefix) == (at.id, 90)
 
 
 def test_another_tenants_files_are_foreign(stored) -> None:  # type: ignore[no-untyped-def]
     drive, chain, tokens, folder = stored
-    with pytest.raises(Damaged, match="foreign") as caught:
+    with pytest.raises(DamagedFileError, match="foreign") as caught:
         loader(drive.served, folder, POOL).load(tokens, chain, None, lambda: False, b"r" * 16)
-    assert (caught.value.bad, caught.value.good_prefix) == (chain[0].id, 0)
+    assert (caught.value.file_id, caught.value.good_prefix) == (chain[0].id, 0)
 
 
 def test_chains_that_make_no_sense_are_refused(stored) -> None:  # type: ignore[no-untyped-def]
     drive, chain, tokens, folder = stored
     for links, ids in (([chain[1]], tokens), (chain[:2], tokens), (chain[::2], tokens), ([], b"")):
-        with pytest.raises(BadChain):
+        with pytest.raises(BadChainError):
             loader(drive.served, folder, POOL).load(ids, links, None, lambda: False)
-    with pytest.raises(Cancelled):
+    with pytest.raises(OperationCancelledError):
         loader(drive.served, folder, POOL).load(tokens, chain, None, lambda: True)
 
 
@@ -237,7 +237,7 @@ def test_a_running_request_can_be_saved(root: Path, tmp_path: Path) -> None:
         name, heard = drive.submit(PROMPT, 60)
         drive.submit(prompt_of(160, 4), 60)  # a batch mate, where the family can have one
         drive.until(lambda heard=heard: len(heard.events) > 30)  # type: ignore[misc]
-        kv = drive.scheduler.kv_of(1, running=name)
+        kv = drive.scheduler.find_kv(1, running_id=name)
         at = kv.length
         tokens = list(kv.tokens)
         kv.capture_checkpoint()
@@ -245,7 +245,7 @@ def test_a_running_request_can_be_saved(root: Path, tmp_path: Path) -> None:
         drive.until(lambda heard=heard: heard.over)  # type: ignore[misc]
         last = checkpoints[-1] if checkpoints else None
         read = loader(drive.served, folder, POOL).load(pack_tokens(tokens), chain, last, lambda: False)
-        restored = drive.scheduler.install("", read.build(drive.served.layout))
+        restored = drive.scheduler.install_resident("", read.build(drive.served.layout))
         warm = drive.run([*tokens, 65], 6, resident=restored, reuse=at)
         truth = cold(drive.served, family, [*tokens, 65], 6)
         assert compare_greedy(truth.tokens, warm.generated, truth.margins, tolerance(family)), family
@@ -257,5 +257,5 @@ def test_drafts_of_a_process_that_died_are_swept(tmp_path: Path) -> None:
     whole, draft = folder / ("ab" * 16 + ".safetensors"), folder / f".{'ab' * 16}.01234567.tmp"
     whole.touch()
     draft.touch()
-    assert sweep_drafts(tmp_path) == 1
+    assert delete_drafts(tmp_path) == 1
     assert list(folder.iterdir()) == [whole]

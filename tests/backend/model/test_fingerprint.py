@@ -11,7 +11,7 @@ import pytest
 
 from warmline_backend.model import fingerprint as module
 from warmline_backend.model import numerics as arithmetic
-from warmline_backend.model.fingerprint import fingerprint
+from warmline_backend.model.fingerprint import compute_fingerprint
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def of(model: Path, home: Path, **changes: object) -> str:
     settings = {"adapter_path": None, "kv_bits": None, "kv_group_size": 64, "dtype": "float32"} | changes
-    return fingerprint(model, home_models_dir=home, **settings)  # type: ignore[arg-type]
+    return compute_fingerprint(model, home_models_dir=home, **settings)  # type: ignore[arg-type]
 
 
 def flip(path: Path, at: int) -> None:
@@ -126,7 +126,7 @@ def test_what_rounds_the_numbers_matters_in_exact_mode_alone(
     model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast, exact = of(model, home), {of(model, home, grid=2048)}
-    real = json.dumps(arithmetic.arithmetic())
+    real = json.dumps(arithmetic.describe_numerics())
     assert all(json.dumps([name, metadata.version(name)]) in real for name in ("mlx", "mlx-lm"))
     assert of(model, home, grid=2048) in exact
     blas = {"user_api": "blas", "filepath": "/usr/lib/libopenblas.so", "internal_api": "openblas", "version": "0.3.21"}
@@ -159,7 +159,7 @@ def test_the_code_of_the_architecture_and_what_it_builds_on_matters(
     tiny_folder: object, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qwen = tiny_folder("qwen3_5")  # type: ignore[operator]
-    seen = {name for name, _ in module._code(qwen)}
+    seen = {name for name, _ in module._hash_sources(qwen)}
     used = ["qwen3_5", "qwen3_next", "gated_delta", "rope_utils", "switch_layers", "base", "cache"]
     assert seen >= {f"mlx_lm.models.{name}" for name in used} and "mlx_lm.models.llama" not in seen
     first = of(qwen, home)
@@ -171,7 +171,7 @@ def test_the_code_of_the_architecture_and_what_it_builds_on_matters(
 
 
 def test_our_own_architectures_matter_as_mlx_lms_do(tiny_folder: object) -> None:
-    seen = {name for name, _ in module._code(tiny_folder("glm_moe_dsa"))}  # type: ignore[operator]
+    seen = {name for name, _ in module._hash_sources(tiny_folder("glm_moe_dsa"))}  # type: ignore[operator]
     used = ["mlx_lm.models.deepseek_v32", "mlx_lm.models.mla", "mlx_lm.models.cache", "mlx_lm.models.switch_layers"]
     ours = {f"warmline_backend.model.architectures.glm_moe_dsa{part}" for part in ("", "_config")}
     assert seen >= {*ours, *used} and "mlx_lm.models.glm_moe_dsa" not in seen

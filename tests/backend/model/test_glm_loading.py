@@ -18,8 +18,14 @@ from support import tiny_models
 from support.glm.golden_glm import TOLERANCE, arguments, assert_as_reference, golden, in_chunks, loaded, weights, write
 from support.glm.recipe import CASES, tokens
 from warmline_backend.model.architectures.glm_moe_dsa import Model
-from warmline_backend.model.loader import ModelProblem, ParameterMismatch, assemble, by_kind, model_classes
-from warmline_backend.model.model import load
+from warmline_backend.model.loader import (
+    ModelError,
+    ParameterMismatchError,
+    find_model_classes,
+    format_by_kind,
+    load_lazy_model,
+)
+from warmline_backend.model.model import load_served_model
 
 CASE = "shared_as_listed"  # full shared shared full shared
 CONFIG = CASES[CASE]
@@ -33,9 +39,9 @@ def rewrite(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def mismatch(folder: Path) -> ParameterMismatch:
-    with pytest.raises(ParameterMismatch) as raised:
-        assemble(folder, trust_remote_code=False)
+def mismatch(folder: Path) -> ParameterMismatchError:
+    with pytest.raises(ParameterMismatchError) as raised:
+        load_lazy_model(folder, trust_remote_code=False)
     return raised.value
 
 
@@ -46,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_every_parameter_has_the_value_that_the_files_hold(folder: Path) -> None:
     """So none is what its module was made with: the model of the folder is that of the golden test, bit for bit."""
-    model, config = assemble(folder, trust_remote_code=False)
+    model, config = load_lazy_model(folder, trust_remote_code=False)
     assert config["model_type"] == "glm_moe_dsa"
     held = dict(tree_flatten(loaded(Model(arguments(CONFIG)), weights(CONFIG)).parameters()))
     found = dict(tree_flatten(model.parameters()))
@@ -83,7 +89,7 @@ def test_an_indexer_that_nobody_asks_is_unexpected(folder: Path) -> None:
 )
 def test_indexer_types_that_cannot_be_meant_are_refused(folder: Path, types: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        assemble(rewrite(folder, indexer_types=types), trust_remote_code=False)
+        load_lazy_model(rewrite(folder, indexer_types=types), trust_remote_code=False)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +113,7 @@ def test_indexer_types_that_cannot_be_meant_are_refused(folder: Path, types: lis
 def test_values_that_cannot_be_meant_are_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
     """Some would be computed with, and answer."""
     with pytest.raises(ValueError, match=said):
-        assemble(rewrite(folder, **changes), trust_remote_code=False)
+        load_lazy_model(rewrite(folder, **changes), trust_remote_code=False)
 
 
 def test_older_configurations_say_rope_in_another_way() -> None:
@@ -143,7 +149,7 @@ def test_only_the_layer_that_the_reference_ignores_is_left_out(folder: Path, cap
     held |= {f"model.layers.5.{name}": mx.zeros((2, 2)) for name in ("eh_proj.weight", "enorm.weight")}
     mx.save_safetensors(str(folder / "model.safetensors"), held)
     with caplog.at_level(logging.INFO):
-        assemble(folder, trust_remote_code=False)
+        load_lazy_model(folder, trust_remote_code=False)
     assert "2 parameters of model.layers.5.* left out, as in the reference" in caplog.text
     held["model.layers.6.enorm.weight"] = mx.zeros((2, 2))
     held["model.rotary.weight"] = mx.zeros((2, 2))
@@ -180,8 +186,8 @@ def test_whatever_is_wrong_is_a_problem_of_the_model(spoil: Callable[[Path], obj
     """Not of the process, which would be started again and again."""
     folder = tiny_models.build("llama", tmp_path / "llama")
     spoil(folder)
-    with pytest.raises(ModelProblem, match=r"again|model_type"):
-        assemble(folder, trust_remote_code=False)
+    with pytest.raises(ModelError, match=r"again|model_type"):
+        load_lazy_model(folder, trust_remote_code=False)
 
 
 @pytest.mark.parametrize("name", ["llama[4bit]", "llam*", "llama?"])
@@ -189,24 +195,24 @@ def test_a_path_that_mlx_lm_would_take_for_a_pattern(tmp_path: Path, name: str) 
     """And find the weights of other folders by."""
     tiny_models.build("llama", tmp_path / "llama1", seed=1)
     folder = tiny_models.build("llama", tmp_path / name)
-    with pytest.raises(ModelProblem, match="in its path"):
-        assemble(folder, trust_remote_code=False)
+    with pytest.raises(ModelError, match="in its path"):
+        load_lazy_model(folder, trust_remote_code=False)
     link = tmp_path / "link"
     link.symlink_to(folder)
-    assemble(link, trust_remote_code=False)
+    load_lazy_model(link, trust_remote_code=False)
 
 
 def test_code_of_a_model_s_own_cannot_end_the_process(tmp_path: Path) -> None:
     folder = rewrite(tiny_models.build("llama", tmp_path / "llama"), model_file="own.py")
     (folder / "own.py").write_text("raise SystemExit(0)")
-    with pytest.raises(ModelProblem, match="SystemExit: 0"):
-        assemble(folder, trust_remote_code=True)
+    with pytest.raises(ModelError, match="SystemExit: 0"):
+        load_lazy_model(folder, trust_remote_code=True)
 
 
 @pytest.mark.parametrize("path", ["a" * 5000, "~no_such_user_here/x"])
 def test_what_is_no_folder_s_name_is_told(path: str) -> None:
-    with pytest.raises(ModelProblem, match="no folder can be called so"):
-        load(path, "m")
+    with pytest.raises(ModelError, match="no folder can be called so"):
+        load_served_model(path, "m")
 
 
 def test_what_is_no_tokenizer_and_no_adapter(tmp_path: Path) -> None:
@@ -215,30 +221,30 @@ def test_what_is_no_tokenizer_and_no_adapter(tmp_path: Path) -> None:
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     (adapter / "adapters.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    with pytest.raises(ModelProblem, match="not an adapter for this model"):
-        load(str(folder), "m", adapter_path=str(adapter))
-    with pytest.raises(ModelProblem, match="choose a --kv-group-size that divides"):
-        load(str(folder), "m", kv_bits=8, kv_group_size=128)
+    with pytest.raises(ModelError, match="not an adapter for this model"):
+        load_served_model(str(folder), "m", adapter_path=str(adapter))
+    with pytest.raises(ModelError, match="choose a --kv-group-size that divides"):
+        load_served_model(str(folder), "m", kv_bits=8, kv_group_size=128)
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelProblem, match=r"download the tokenizer's files again.*KeyError"):
-        load(str(folder), "m")
+    with pytest.raises(ModelError, match=r"download the tokenizer's files again.*KeyError"):
+        load_served_model(str(folder), "m")
 
 
 @pytest.mark.parametrize("kind", ["base", "cache", "switch_layers"])
 def test_a_module_that_is_no_architecture_is_not_one(kind: str) -> None:
     with pytest.raises(ValueError, match=f"Model type {kind} not supported"):
-        model_classes({"model_type": kind})
+        find_model_classes({"model_type": kind})
 
 
 def test_kinds_say_which_layers_they_are_about() -> None:
     names = [f"model.layers.{n}.a.weight" for n in (3, 1, 2, 7)] + ["lm_head.weight"]
-    assert by_kind(names) == ["lm_head.weight", "model.layers.*.a.weight: 4 layers (1-3, 7)"]
-    many = by_kind(f"model.layers.{n}.a" for n in range(0, 60, 2))
+    assert format_by_kind(names) == ["lm_head.weight", "model.layers.*.a.weight: 4 layers (1-3, 7)"]
+    many = format_by_kind(f"model.layers.{n}.a" for n in range(0, 60, 2))
     assert many == ["model.layers.*.a: 30 layers (0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, ...)"]
 
 
 def test_nothing_in_the_backend_loads_weights_without_checking() -> None:
-    sources = Path(assemble.__code__.co_filename).parent.rglob("*.py")
+    sources = Path(load_lazy_model.__code__.co_filename).parent.rglob("*.py")
     calls = [node for path in sources for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     loads = [call for call in calls if "load" in ast.unparse(call.func)]
     assert loads
@@ -248,8 +254,8 @@ def test_nothing_in_the_backend_loads_weights_without_checking() -> None:
 
 def test_code_that_comes_with_a_model_and_fails_is_named(folder: Path) -> None:
     (rewrite(folder, model_file="mine.py") / "mine.py").write_text("import no_such_package")
-    with pytest.raises(ModelProblem, match=r"mine\.py, code that comes with the model, fails; .*no_such_package"):
-        assemble(folder, trust_remote_code=True)
+    with pytest.raises(ModelError, match=r"mine\.py, code that comes with the model, fails; .*no_such_package"):
+        load_lazy_model(folder, trust_remote_code=True)
 
 
 def test_a_repository_that_cannot_be_had_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +263,8 @@ def test_a_repository_that_cannot_be_had_is_told_with_what_to_do(monkeypatch: py
         raise ConnectionError("nobody\nanswers")
 
     monkeypatch.setattr(warmline_backend.model.model, "_download", unreachable)
-    with pytest.raises(ModelProblem, match=r"neither a folder here nor in the hub's cache, .*nobody answers.*hf down"):
-        load("owner/none", "none")
+    with pytest.raises(ModelError, match=r"neither a folder here nor in the hub's cache, .*nobody answers.*hf down"):
+        load_served_model("owner/none", "none")
 
 
 # ---- quantized
@@ -271,7 +277,7 @@ def test_quantized_weights_compute_what_they_stand_for(mode: str, bits: int, gro
     quantized, config = quantize_model(model, dict(CONFIG), group_size, bits, mode)
     save_model(tmp_path, quantized)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    served, _ = assemble(tmp_path, trust_remote_code=False)
+    served, _ = load_lazy_model(tmp_path, trust_remote_code=False)
     names = dict(tree_flatten(served.parameters()))
     assert {f"model.layers.0.self_attn.{part}.scales" for part in ("embed_q", "unembed_out", "o_proj")} <= names.keys()
     assert "model.layers.1.mlp.switch_mlp.up_proj.scales" in names

@@ -12,17 +12,17 @@ from openai.lib.streaming._deltas import accumulate_delta
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from support.backend.tool_families import BY_NAME, TOOLS
-from warmline_backend.generation.sequence import Ended, Event, Piece, TokenLogprobs
-from warmline_backend.output.expected import Expected
-from warmline_backend.output.parser import OutputStream
-from warmline_backend.output.turns import read_turn
+from warmline_backend.generation.sequence import EndedEvent, GenerationEvent, SampledLogprobs, TokenEvent
+from warmline_backend.output.expected import ExpectedOutput
+from warmline_backend.output.parser import OutputParser
+from warmline_backend.output.turns import parse_turn
 from warmline_backend.request.params import GenerationParams
-from warmline_backend.server.chunks import TokenNames
+from warmline_backend.server.chunks import TokenDecoder
 from warmline_backend.server.prompt_store import StoredPrompt
-from warmline_backend.server.response import SILENT_TOKENS_MAX, Answer
-from warmline_common.protocol.messages import Settled, Timings, decode
-from warmline_common.protocol.sse import ChunkFold, EventParser
-from warmline_common.protocol.sse import Event as Sent
+from warmline_backend.server.response import SILENT_TOKENS_PER_COMMENT, GenerationResponse
+from warmline_common.protocol.messages import GenerationResult, Timings, decode
+from warmline_common.protocol.sse import ChunkAggregator, SseParser
+from warmline_common.protocol.sse import SseEvent as Sent
 from warmline_common.protocol.tokens import unpack_tokens
 
 CALL = '<tool_call>\n{"name":"get_weather",  "arguments": {"days": "3", "city": "São Paulo"}}\n</tool_call>'
@@ -34,7 +34,7 @@ PROMPT = StoredPrompt(
     boundaries=[],
     turn_end=0,
     messages=[],
-    expected=Expected(marked=True, tail="<think>\n", tools=TOOLS),
+    expected_output=ExpectedOutput(has_parts=True, tail="<think>\n", tools=TOOLS),
 )
 
 
@@ -43,20 +43,22 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
     return BY_NAME["json_tools"].tokenizer(tmp_path_factory.mktemp("answer"))
 
 
-def events_of(tokenizer: TokenizerWrapper, text: str, finish: str = "stop", stop: tuple[str, ...] = ()) -> list[Event]:
+def events_of(
+    tokenizer: TokenizerWrapper, text: str, finish: str = "stop", stop: tuple[str, ...] = ()
+) -> list[GenerationEvent]:
     """What an engine would tell of a model that says this."""
-    stream, events = OutputStream(tokenizer, stop, PROMPT.expected), list[Event]()
+    stream, events = OutputParser(tokenizer, stop, PROMPT.expected_output), list[GenerationEvent]()
     tokens = tokenizer.encode(text, add_special_tokens=False)
     for token in tokens:
         parts = stream.add(token)
-        events.append(Piece(parts, token, TokenLogprobs(token, -0.5, []), stream.reasons, stream.stop_word))
-        if stream.stopped:
+        events.append(TokenEvent(parts, token, SampledLogprobs(token, -0.5, []), stream.is_reasoning, stream.stop_word))
+        if stream.is_stopped:
             break
     else:
         last = events.pop()
-        assert isinstance(last, Piece)
+        assert isinstance(last, TokenEvent)
         events.append(replace(last, parts=[*last.parts, *stream.finish(finish == "stop")]))
-    settled = Settled(
+    settled = GenerationResult(
         boot="b",
         generation=0,
         request_id="r",
@@ -68,29 +70,29 @@ def events_of(tokenizer: TokenizerWrapper, text: str, finish: str = "stop", stop
         positions=[],
         timings=Timings(decoded=len(tokens)),
     )
-    return [*events, Ended(settled, 0)]
+    return [*events, EndedEvent(settled, 0)]
 
 
-def answered(tokenizer: TokenizerWrapper, events: list[Event]) -> tuple[list[Sent], dict[str, Any]]:
+def answered(tokenizer: TokenizerWrapper, events: list[GenerationEvent]) -> tuple[list[Sent], dict[str, Any]]:
     """What is streamed, and the JSON of whoever wants no stream; call ids are random."""
 
     async def run() -> tuple[bytes, object]:
         streamed = b"".join(
             [data async for data in _asked(tokenizer, events).stream(_queue(events), closing_event=True)]
         )
-        return streamed, await _asked(tokenizer, events).whole(_queue(events))
+        return streamed, await _asked(tokenizer, events).fold(_queue(events))
 
     streamed, whole = asyncio.run(run())
     assert isinstance(whole, dict)
-    return list(EventParser().feed(streamed)), whole
+    return list(SseParser().feed(streamed)), whole
 
 
-def _asked(tokenizer: TokenizerWrapper, events: list[Event]) -> Answer:
-    return Answer(PROMPT, "r", "m", TokenNames(tokenizer), with_usage=True)
+def _asked(tokenizer: TokenizerWrapper, events: list[GenerationEvent]) -> GenerationResponse:
+    return GenerationResponse(PROMPT, "r", "m", TokenDecoder(tokenizer), with_usage=True)
 
 
-def _queue(events: list[Event]) -> "asyncio.Queue[Event]":
-    queue: asyncio.Queue[Event] = asyncio.Queue()
+def _queue(events: list[GenerationEvent]) -> "asyncio.Queue[GenerationEvent]":
+    queue: asyncio.Queue[GenerationEvent] = asyncio.Queue()
     for event in events:
         queue.put_nowait(event)
     return queue
@@ -101,7 +103,7 @@ def chunks_in(sent: list[Sent]) -> list[dict[str, Any]]:
 
 
 def folded(sent: list[Sent]) -> dict[str, Any]:
-    fold = ChunkFold()
+    fold = ChunkAggregator()
     for chunk in chunks_in(sent):
         fold.add(chunk)
     return fold.result()
@@ -111,8 +113,8 @@ def without_ids(answer: dict[str, Any]) -> str:
     return re.sub(r"call_[0-9a-f]{24}", "call_", json.dumps(answer))
 
 
-def settled_in(sent: list[Sent]) -> Settled:
-    return decode(next(event.data for event in sent if event.name), Settled)
+def settled_in(sent: list[Sent]) -> GenerationResult:
+    return decode(next(event.data for event in sent if event.name), GenerationResult)
 
 
 def test_streamed_and_whole_answers_are_the_same_to_the_sdk(tokenizer: TokenizerWrapper) -> None:
@@ -177,7 +179,7 @@ def test_what_is_remembered_of_a_turn_reads_as_it_was_told(tokenizer: TokenizerW
     assert turn is not None and turn.calls == [call["id"] for call in message["tool_calls"]]
     tokens = unpack_tokens(turn.tokens)
     assert tokenizer.decode(tokens) == f"\n\nI look.\n{CALL}\n{CALL}"
-    said, calls = read_turn(tokens, tokenizer, TOOLS)
+    said, calls = parse_turn(tokens, tokenizer, TOOLS)
     assert said.strip() == message["content"]
     assert calls == [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
 
@@ -216,7 +218,7 @@ def test_every_tokens_logprobs_are_told_once_in_order(tokenizer: TokenizerWrappe
 def test_a_long_call_shows_that_the_engine_moves(tokenizer: TokenizerWrapper) -> None:
     sent, _ = answered(tokenizer, events_of(tokenizer, f"</think>{CALL}"))
     signs = [event for event in sent if event.comment == b"held"]
-    assert len(signs) == len(tokenizer.encode(CALL, add_special_tokens=False)) // SILENT_TOKENS_MAX
+    assert len(signs) == len(tokenizer.encode(CALL, add_special_tokens=False)) // SILENT_TOKENS_PER_COMMENT
 
 
 def test_stop_words_count_in_content_alone(tokenizer: TokenizerWrapper) -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from support.backend.small_tokenizers import byte_level, sentence_piece
-from warmline_backend.output.events import Part, Said
-from warmline_backend.output.parser import OutputStream
+from warmline_backend.output.events import Part, Text
+from warmline_backend.output.parser import OutputParser
 
 
 @pytest.fixture(scope="module")
@@ -27,33 +27,33 @@ def ids(tokenizer: TokenizerWrapper, text: str) -> list[int]:
 
 
 def text(parts: Sequence[Part]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Said))
+    return "".join(part.text for part in parts if isinstance(part, Text))
 
 
-def said(stream: OutputStream, tokens: list[int]) -> list[str]:
+def said(stream: OutputParser, tokens: list[int]) -> list[str]:
     """What is emitted a token, and at the end, up to a stop word."""
     out = []
     for token in tokens:
         out.append(text(stream.add(token)))
-        if stream.stopped:
+        if stream.is_stopped:
             return out
     return [*out, text(stream.finish())]
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_streamed_text_is_the_text(bpe: TokenizerWrapper, text: str) -> None:
-    assert "".join(said(OutputStream(bpe), ids(bpe, text))) == text
+    assert "".join(said(OutputParser(bpe), ids(bpe, text))) == text
 
 
 @given(text=st.text("the lazy<x>é😀 ", max_size=30))
 def test_streamed_text_is_the_decoded_text_with_byte_fallback_too(spm: TokenizerWrapper, text: str) -> None:
     tokens = ids(spm, text)
-    assert "".join(said(OutputStream(spm), tokens)) == spm.decode(tokens)
+    assert "".join(said(OutputParser(spm), tokens)) == spm.decode(tokens)
 
 
 @given(tokens=st.lists(st.integers(0, 255), max_size=60))
 def test_noise_is_never_held_for_long(bpe: TokenizerWrapper, tokens: list[int]) -> None:
-    stream, silent = OutputStream(bpe), 0
+    stream, silent = OutputParser(bpe), 0
     for token in tokens:
         silent = 0 if stream.add(token) else silent + 1
         assert silent < 20
@@ -62,34 +62,34 @@ def test_noise_is_never_held_for_long(bpe: TokenizerWrapper, tokens: list[int]) 
 
 def test_the_leading_space_of_an_answer_is_kept(bpe: TokenizerWrapper) -> None:
     """The client sends it back next turn; without it the text would become other tokens."""
-    assert "".join(said(OutputStream(bpe), ids(bpe, " Paris"))) == " Paris"
+    assert "".join(said(OutputParser(bpe), ids(bpe, " Paris"))) == " Paris"
 
 
 def test_a_character_comes_whole(bpe: TokenizerWrapper) -> None:
-    stream = OutputStream(bpe)
+    stream = OutputParser(bpe)
     assert [text(stream.add(token)) for token in ids(bpe, "😀")] == ["", "", "", "😀"]
 
 
 def test_half_a_character_at_the_end_is_marked(bpe: TokenizerWrapper) -> None:
-    assert said(OutputStream(bpe), ids(bpe, "a😀")[:-1])[-1] == "\ufffd"
+    assert said(OutputParser(bpe), ids(bpe, "a😀")[:-1])[-1] == "\ufffd"
 
 
 def test_special_tokens_that_are_added_are_text(bpe: TokenizerWrapper) -> None:
     tokens = ids(bpe, "<think>a</think>b<|im_start|>")
-    assert "".join(said(OutputStream(bpe), tokens)) == "<think>a</think>b<|im_start|>"
+    assert "".join(said(OutputParser(bpe), tokens)) == "<think>a</think>b<|im_start|>"
 
 
 def test_what_could_begin_a_stop_word_is_held_back(bpe: TokenizerWrapper) -> None:
     letters = [ids(bpe, letter)[0] for letter in "xENxEND!"]
-    stream = OutputStream(bpe, ["END"])
+    stream = OutputParser(bpe, ["END"])
     assert [text(stream.add(token)) for token in letters] == ["x", "", "", "ENx", "", "", "", ""]
-    assert stream.stopped and text(stream.finish()) == ""
+    assert stream.is_stopped and text(stream.finish()) == ""
 
 
 def test_held_text_comes_at_the_end(bpe: TokenizerWrapper) -> None:
-    stream = OutputStream(bpe, ["END"])
+    stream = OutputParser(bpe, ["END"])
     assert [text(stream.add(ids(bpe, letter)[0])) for letter in "aEN"] == ["a", "", ""]
-    assert text(stream.finish()) == "EN" and not stream.stopped
+    assert text(stream.finish()) == "EN" and not stream.is_stopped
 
 
 @given(
@@ -99,10 +99,10 @@ def test_held_text_comes_at_the_end(bpe: TokenizerWrapper) -> None:
 def test_text_ends_before_the_stop_word_that_is_complete_first(
     bpe: TokenizerWrapper, text: str, words: list[str]
 ) -> None:
-    stream = OutputStream(bpe, words)
+    stream = OutputParser(bpe, words)
     emitted = "".join(said(stream, [ids(bpe, letter)[0] for letter in text]))
     hits = [(at + len(word), at) for word in words if (at := text.find(word)) >= 0]
-    assert stream.stopped == bool(hits)
+    assert stream.is_stopped == bool(hits)
     assert emitted == (text[: min(hits)[1]] if hits else text)
     assert stream.stop_word == (text[min(hits)[1] : min(hits)[0]] if hits else "")
 
@@ -110,17 +110,17 @@ def test_text_ends_before_the_stop_word_that_is_complete_first(
 def test_stop_words_count_only_from_the_least_tokens_on(bpe: TokenizerWrapper) -> None:
     letters = [ids(bpe, letter)[0] for letter in "abcabcab"]
     for least, told in ((2, "a"), (3, "abca"), (5, "abca"), (6, "abcabca"), (8, "abcabca"), (9, "abcabcab")):
-        stream = OutputStream(bpe, ["b"], min_tokens=least)
-        assert "".join(said(stream, letters)) == told and stream.stopped == (least < 9), least
+        stream = OutputParser(bpe, ["b"], min_tokens=least)
+        assert "".join(said(stream, letters)) == told and stream.is_stopped == (least < 9), least
 
 
 def test_a_stop_word_may_span_tokens_and_end_inside_one(bpe: TokenizerWrapper) -> None:
     tokens = ids(bpe, "the quick brown fox")
     assert len(tokens) < len("the quick brown fox")
-    stream = OutputStream(bpe, ["ck bro"])
-    assert "".join(said(stream, tokens)) == "the qui" and stream.stopped and stream.stop_word == "ck bro"
+    stream = OutputParser(bpe, ["ck bro"])
+    assert "".join(said(stream, tokens)) == "the qui" and stream.is_stopped and stream.stop_word == "ck bro"
 
 
 def test_a_stop_word_may_be_completed_by_the_rest(bpe: TokenizerWrapper) -> None:
-    stream = OutputStream(bpe, ["a\ufffd"])
-    assert said(stream, ids(bpe, "xa😀")[:-1])[-1] == "" and stream.stopped
+    stream = OutputParser(bpe, ["a\ufffd"])
+    assert said(stream, ids(bpe, "xa😀")[:-1])[-1] == "" and stream.is_stopped

@@ -8,8 +8,8 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from support.backend.live_backend import Live, with_backend
-from warmline_backend.output.echo import echoed
-from warmline_backend.request.params import BadRequest, GenerationParams, parse_params
+from warmline_backend.output.echo import render_echo
+from warmline_backend.request.params import BadRequestError, GenerationParams, parse_params
 
 FolderOf = Callable[..., Path]
 
@@ -40,7 +40,7 @@ def test_an_echo_alone_generates_nothing() -> None:
     ],
 )
 def test_what_is_refused(endpoint: str, body: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as refused:
+    with pytest.raises(BadRequestError) as refused:
         parse(endpoint, **body)
     assert refused.value.param == param and f"'{param}'" in refused.value.message
 
@@ -50,7 +50,7 @@ def test_the_prompt_is_said_as_it_was_sent(tiny_folder: FolderOf) -> None:
     text = "Two  spaces, “quotes” "
     ids = tokenizer.encode(text, add_special_tokens=False)
     for prompt in (text, [text], ids, [ids]):
-        assert echoed({"prompt": prompt}, ids, tokenizer) == text
+        assert render_echo({"prompt": prompt}, ids, tokenizer) == text
 
 
 def test_the_backend_says_it_without_its_engine(tiny_folder: FolderOf, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support.backend.parsed_output import calls, content, ids, parts_of, reasoning
 from support.backend.small_tokenizers import marked
 from support.backend.tool_families import CALLS, HARMONY, TOOLS
-from warmline_backend.output.events import Called
-from warmline_backend.output.turns import read_turn
+from warmline_backend.output.events import ToolCall
+from warmline_backend.output.turns import parse_turn
 
 TAIL = "<|start|>assistant"
 THOUGHT = "<|channel|>analysis<|message|>They ask, so I look.<|end|>"
@@ -70,10 +70,10 @@ def test_a_message_that_the_prompt_has_begun_goes_on(harmony: TokenizerWrapper) 
 
 def test_a_turn_is_what_came_after_the_reasoning(harmony: TokenizerWrapper) -> None:
     text = f"{THOUGHT}<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CALL}<|call|>"
-    (call,) = (part for part in parts_of(harmony, text, tail=TAIL) if isinstance(part, Called))
+    (call,) = (part for part in parts_of(harmony, text, tail=TAIL) if isinstance(part, ToolCall))
     tokens = ids(harmony, text)
     assert harmony.decode(tokens[: call.start]) == THOUGHT and harmony.decode(tokens[call.end :]) == "<|call|>"
-    said, read = read_turn(tokens[call.start : call.end], harmony, TOOLS)
+    said, read = parse_turn(tokens[call.start : call.end], harmony, TOOLS)
     assert (said, [name for name, _ in read]) == ("I look.", ["get_weather"])
 
 

@@ -10,10 +10,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from support.backend.small_tokenizers import byte_level
 from support.backend.tool_families import BY_NAME, HARMONY, TOOLS
-from warmline_backend.output.dialect import Dialect, dialect_of
-from warmline_backend.output.events import Called, Part, Said, Thought
-from warmline_backend.output.expected import Expected
-from warmline_backend.output.parser import OutputStream, splitter_of
+from warmline_backend.output.dialect import Dialect, detect_dialect
+from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
+from warmline_backend.output.expected import ExpectedOutput
+from warmline_backend.output.parser import OutputParser, make_splitter
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {"a": "b"}}\n</tool_call>'
 MARKED = [
@@ -41,7 +41,7 @@ HEADED = [*HARMONY.markers, "analysis", "final", "commentary", " to=functions.no
 def dialects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dialect]:
     folder = tmp_path_factory.mktemp("splitting")
     families = [BY_NAME["json_tools"], BY_NAME["qwen3_coder"], BY_NAME["llama3"], HARMONY]
-    return {family.name: dialect_of(family.tokenizer(folder)) for family in families}
+    return {family.name: detect_dialect(family.tokenizer(folder)) for family in families}
 
 
 def merged(parts: list[Part]) -> list[Part]:
@@ -49,26 +49,26 @@ def merged(parts: list[Part]) -> list[Part]:
     out: list[Part] = []
     for part in parts:
         last = out[-1] if out else None
-        if isinstance(part, Said) and isinstance(last, Said):
-            out[-1] = Said(last.text + part.text)
-        elif isinstance(part, Thought) and isinstance(last, Thought):
-            out[-1] = Thought(last.text + part.text)
+        if isinstance(part, Text) and isinstance(last, Text):
+            out[-1] = Text(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            out[-1] = Reasoning(last.text + part.text)
         else:
             out.append(part)
     return out
 
 
-def split(dialect: Dialect, pieces: list[str], expected: Expected, natural: bool) -> list[Part]:
-    splitter, parts = splitter_of(dialect, expected), []
+def split(dialect: Dialect, pieces: list[str], expected: ExpectedOutput, natural: bool) -> list[Part]:
+    splitter, parts = make_splitter(dialect, expected), []
     for piece in pieces:
-        if not splitter.done:
+        if not splitter.is_done:
             parts += splitter.feed(piece)
-    return parts if splitter.done else [*parts, *splitter.finish(natural)]
+    return parts if splitter.is_done else [*parts, *splitter.finish(natural)]
 
 
 def names_and_texts(parts: list[Part]) -> list[tuple[str, str]]:
     return [
-        (part.name, part.arguments) if isinstance(part, Called) else (type(part).__name__, part.text)
+        (part.name, part.arguments) if isinstance(part, ToolCall) else (type(part).__name__, part.text)
         for part in merged(parts)
     ]
 
@@ -79,10 +79,14 @@ def test_a_form_may_spell_markers(dialects: dict[str, Dialect], pieces: str) -> 
     for before, reasoning in (("", []), ("<think>\nHm.\n</think>\n\n", [("Thought", "Hm.")])):
         answer = list(before + form) if pieces == "letters" else [before + form]
         for tools in (None, TOOLS):
-            parts = split(dialects["json_tools"], answer, Expected(marked=True, tools=tools, formed=True), True)
+            parts = split(
+                dialects["json_tools"], answer, ExpectedOutput(has_parts=True, tools=tools, is_constrained=True), True
+            )
             assert names_and_texts(parts) == [*reasoning, ("Said", form)]
-    called = split(dialects["json_tools"], [CALL], Expected(marked=True, tools=TOOLS, formed=True), True)
-    assert [part.name for part in called if isinstance(part, Called)] == ["now"]
+    called = split(
+        dialects["json_tools"], [CALL], ExpectedOutput(has_parts=True, tools=TOOLS, is_constrained=True), True
+    )
+    assert [part.name for part in called if isinstance(part, ToolCall)] == ["now"]
 
 
 @given(
@@ -106,7 +110,7 @@ def test_parts_do_not_depend_on_how_the_text_is_cut(
     text = "".join(data.draw(st.lists(st.sampled_from(words), max_size=12)))
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
     pieces = [text[a:b] for a, b in pairwise([0, *sorted(cuts), len(text)])]
-    expected = Expected(marked=True, tail=tail, tools=TOOLS, parallel=parallel)
+    expected = ExpectedOutput(has_parts=True, tail=tail, tools=TOOLS, parallel=parallel)
     whole = split(dialects[name], [text], expected, natural)
     assert names_and_texts(split(dialects[name], pieces, expected, natural)) == names_and_texts(whole)
     assert names_and_texts(split(dialects[name], [*text], expected, natural)) == names_and_texts(whole)
@@ -123,9 +127,9 @@ def test_nothing_but_markers_and_what_calls_say_is_left_out(
     dialects: dict[str, Dialect], words: list[str], tail: str, natural: bool
 ) -> None:
     text = "".join(words)
-    parts = split(dialects["json_tools"], [text], Expected(marked=True, tail=tail, tools=TOOLS), natural)
-    told = letters("".join(part.text for part in parts if not isinstance(part, Called)))
-    calls = sum(isinstance(part, Called) for part in parts)
+    parts = split(dialects["json_tools"], [text], ExpectedOutput(has_parts=True, tail=tail, tools=TOOLS), natural)
+    told = letters("".join(part.text for part in parts if not isinstance(part, ToolCall)))
+    calls = sum(isinstance(part, ToolCall) for part in parts)
     rest = letters(text)
     for part in told:
         assert part in rest
@@ -139,11 +143,11 @@ def test_nothing_but_markers_and_what_calls_say_is_left_out(
 
 @given(text=st.text("the <think></>\n", max_size=40), stop=st.sampled_from([(), ("th",), ("\n",), ("<th", "k>")]))
 def test_a_stop_word_counts_in_content_alone(bpe: TokenizerWrapper, text: str, stop: tuple[str, ...]) -> None:
-    stream = OutputStream(bpe, stop, Expected(marked=True))
+    stream = OutputParser(bpe, stop, ExpectedOutput(has_parts=True))
     parts = [part for token in bpe.encode(f"<think>{text}", add_special_tokens=False) for part in stream.add(token)]
-    parts = parts if stream.stopped else [*parts, *stream.finish()]
-    said = "".join(part.text for part in parts if isinstance(part, Said))
-    thought = "".join(part.text for part in parts if isinstance(part, Thought))
+    parts = parts if stream.is_stopped else [*parts, *stream.finish()]
+    said = "".join(part.text for part in parts if isinstance(part, Text))
+    thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
     reasoning, end, content = text.partition("</think>")
     assert thought.startswith(reasoning.strip("\n").replace("<think>", "", reasoning.startswith("<think>"))[:3])
     assert not any(word in said for word in stop)
@@ -157,18 +161,18 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
 
 
 def test_a_call_is_told_as_soon_as_it_is_whole(dialects: dict[str, Dialect]) -> None:
-    splitter = splitter_of(dialects["json_tools"], Expected(marked=True, tools=TOOLS))
+    splitter = make_splitter(dialects["json_tools"], ExpectedOutput(has_parts=True, tools=TOOLS))
     assert splitter.feed(CALL[:-1]) == []
     (call,) = splitter.feed(">")
-    assert isinstance(call, Called) and json.loads(call.arguments) == {"a": "b"}
+    assert isinstance(call, ToolCall) and json.loads(call.arguments) == {"a": "b"}
 
 
 def test_text_is_told_at_once(dialects: dict[str, Dialect]) -> None:
-    splitter = splitter_of(dialects["json_tools"], Expected(marked=True, tools=TOOLS))
+    splitter = make_splitter(dialects["json_tools"], ExpectedOutput(has_parts=True, tools=TOOLS))
     assert [splitter.feed(text) for text in ("A ", "b <", "c", " <tool", "s>")] == [
-        [Said("A")],
-        [Said(" b")],
-        [Said(" <c")],
+        [Text("A")],
+        [Text(" b")],
+        [Text(" <c")],
         [],
-        [Said(" <tools>")],
+        [Text(" <tools>")],
     ]

@@ -12,8 +12,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from support.backend.small_tokenizers import CHATML, byte_level, sentence_piece
 from support.tool_templates import TOOL_TEMPLATE
-from warmline_backend.prompt.renderer import Rendered, Renderer
-from warmline_backend.request.params import BadRequest
+from warmline_backend.prompt.renderer import RenderedPrompt, TemplateRenderer
+from warmline_backend.request.params import BadRequestError
 
 SYSTEM = {"role": "system", "content": "be brief"}
 USER = {"role": "user", "content": "hello 😀"}
@@ -39,28 +39,28 @@ CLOSED = CHATML + "{% if not add_generation_prompt %}<|im_end|>{% endif %}"
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    def renderer(template: str | None = CHATML) -> Renderer:
-        return Renderer(byte_level(tmp_path_factory.mktemp("model"), template))
+    def renderer(template: str | None = CHATML) -> TemplateRenderer:
+        return TemplateRenderer(byte_level(tmp_path_factory.mktemp("model"), template))
 
     return renderer
 
 
-def text_of(renderer: Renderer, tokens: list[int]) -> str:
+def text_of(renderer: TemplateRenderer, tokens: list[int]) -> str:
     return str(renderer._wrapper.decode(tokens))
 
 
-def cuts(renderer: Renderer, rendered: Rendered) -> list[str]:
+def cuts(renderer: TemplateRenderer, rendered: RenderedPrompt) -> list[str]:
     """The prompt's text, cut at its boundaries."""
     edges = [0, *rendered.boundaries, len(rendered.tokens)]
     return [text_of(renderer, rendered.tokens[a:b]) for a, b in pairwise(edges)]
 
 
-def chat(renderer: Renderer, *messages: Any, **body: Any) -> Rendered:
+def chat(renderer: TemplateRenderer, *messages: Any, **body: Any) -> RenderedPrompt:
     return renderer.render("chat", {"messages": list(messages), **body})
 
 
-def refusal(renderer: Renderer, endpoint: str = "chat", **body: Any) -> BadRequest:
-    with pytest.raises(BadRequest) as caught:
+def refusal(renderer: TemplateRenderer, endpoint: str = "chat", **body: Any) -> BadRequestError:
+    with pytest.raises(BadRequestError) as caught:
         renderer.render(endpoint, body)
     assert caught.value.status == 400
     return caught.value
@@ -149,7 +149,7 @@ MANNERS = pytest.mark.parametrize("manner", [{}, {"chat_template_kwargs": {"mann
 LEFT_OUT, WITHOUT = "the template leaves out its reasoning", "it came without reasoning"
 
 
-def told(renderer: Renderer, rendered: Rendered) -> list[tuple[int, str, str, str]]:
+def told(renderer: TemplateRenderer, rendered: RenderedPrompt) -> list[tuple[int, str, str, str]]:
     """Number, role, note and text of each message whose end is known."""
     starts = [0, *(message.end for message in rendered.messages)]
     return [
@@ -362,7 +362,9 @@ def test_half_a_surrogate_pair_is_no_text(make: Any) -> None:
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
 def test_a_completion_takes_token_ids(make: Any, prompt: object) -> None:
-    assert make().render("completion", {"prompt": prompt}) == Rendered(tokens=[1, 2, 3], boundaries=[], turn_end=0)
+    assert make().render("completion", {"prompt": prompt}) == RenderedPrompt(
+        tokens=[1, 2, 3], boundaries=[], turn_end=0
+    )
 
 
 @pytest.mark.parametrize("wrap", [False, True])
@@ -382,7 +384,7 @@ def test_other_prompts_are_refused(make: Any, prompt: object) -> None:
 
 @pytest.mark.parametrize("body", [None, [], "x"])
 def test_a_body_that_is_no_object_is_refused(make: Any, body: object) -> None:
-    with pytest.raises(BadRequest, match="JSON object"):
+    with pytest.raises(BadRequestError, match="JSON object"):
         make().render("chat", body)
 
 
@@ -408,7 +410,7 @@ def test_many_threads_render_at_once(make: Any) -> None:
 
 def test_a_sentencepiece_tokenizer_gives_boundaries_too(tmp_path: Path) -> None:
     tokenizer: TokenizerWrapper = sentence_piece(tmp_path)
-    renderer = Renderer(tokenizer)
+    renderer = TemplateRenderer(tokenizer)
     rendered = renderer.render("chat", {"messages": [SYSTEM, USER]})
     expected = tokenizer.apply_chat_template([SYSTEM, USER], add_generation_prompt=True)
     assert rendered.tokens == expected and len(rendered.boundaries) == 2
@@ -418,5 +420,7 @@ def test_a_sentencepiece_tokenizer_gives_boundaries_too(tmp_path: Path) -> None:
 def test_settings_in_the_tokenizers_file_do_not_cut_the_prompt(tmp_path: Path) -> None:
     tokenizer = byte_level(tmp_path)
     tokenizer.backend_tokenizer.enable_truncation(max_length=8)
-    rendered = Renderer(tokenizer).render("chat", {"messages": [{"role": "user", "content": "the quick " * 20}]})
+    rendered = TemplateRenderer(tokenizer).render(
+        "chat", {"messages": [{"role": "user", "content": "the quick " * 20}]}
+    )
     assert len(rendered.tokens) > 8

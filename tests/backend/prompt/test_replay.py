@@ -10,9 +10,9 @@ import pytest
 from support.backend import small_tokenizers
 from support.backend.small_tokenizers import CHATML, byte_level, sentence_piece
 from support.tool_templates import TOOL_TEMPLATE
-from warmline_backend.output.turns import reader_of
+from warmline_backend.output.turns import make_turn_parser
 from warmline_backend.prompt import replay as replaying
-from warmline_backend.prompt.renderer import Rendered, Renderer
+from warmline_backend.prompt.renderer import RenderedPrompt, TemplateRenderer
 from warmline_common.protocol.messages import SampledTurn
 from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 
@@ -67,14 +67,14 @@ HEADED = r"""
 """
 MARKED = TOOL_TEMPLATE.replace("arg_key", "argkey") + "{# tool_call.name #}"  # for mlx-lm to see JSON in it
 
-Make = Callable[[str], Renderer]
+Make = Callable[[str], TemplateRenderer]
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    made: dict[str, Renderer] = {}
+    made: dict[str, TemplateRenderer] = {}
 
-    def renderer(template: str) -> Renderer:
+    def renderer(template: str) -> TemplateRenderer:
         if template not in made:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
@@ -83,13 +83,13 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
                     [*small_tokenizers.SPECIAL, *(HEADERS if template == HEADED else SPECIAL)],
                 )
                 tokenizer = byte_level(tmp_path_factory.mktemp("model"), template)
-            made[template] = Renderer(tokenizer, read_turn=reader_of(tokenizer))
+            made[template] = TemplateRenderer(tokenizer, parse_turn=make_turn_parser(tokenizer))
         return made[template]
 
     return renderer
 
 
-def turn(renderer: Renderer, text: str, *ids: str) -> SampledTurn:
+def turn(renderer: TemplateRenderer, text: str, *ids: str) -> SampledTurn:
     tokens = renderer._wrapper.encode(text, add_special_tokens=False)
     return SampledTurn(calls=list(ids or [ID]), tokens=pack_tokens(tokens))
 
@@ -103,15 +103,15 @@ def talk(arguments: str = '{"deep":true,"path":"/"}', content: str | None = None
     ]
 
 
-def rendered(renderer: Renderer, messages: list[Any], *turns: SampledTurn, **body: Any) -> Rendered:
+def rendered(renderer: TemplateRenderer, messages: list[Any], *turns: SampledTurn, **body: Any) -> RenderedPrompt:
     return renderer.render("chat", {"messages": messages, "tools": [TOOL], **body}, turns)
 
 
-def text(renderer: Renderer, prompt: Rendered) -> str:
+def text(renderer: TemplateRenderer, prompt: RenderedPrompt) -> str:
     return str(renderer._wrapper.decode(prompt.tokens))
 
 
-def replays(renderer: Renderer, messages: list[Any], sampled: str, *ids: str, **body: Any) -> bool:
+def replays(renderer: TemplateRenderer, messages: list[Any], sampled: str, *ids: str, **body: Any) -> bool:
     """Whether the very tokens are in the prompt; without them it must be what it is anyway."""
     given = turn(renderer, sampled, *ids)
     prompt, plain = rendered(renderer, messages, given, **body), rendered(renderer, messages, **body)
@@ -148,7 +148,7 @@ def test_boundaries_are_where_they_were(make: Make, manner: str) -> None:
     assert text(renderer, prompt) != text(renderer, plain)
     assert len(prompt.boundaries) == len(plain.boundaries)
 
-    def last_words(of: Rendered) -> list[str]:
+    def last_words(of: RenderedPrompt) -> list[str]:
         return [str(renderer._wrapper.decode(of.tokens[max(0, end - 4) : end])) for end in of.boundaries]
 
     assert last_words(prompt) == last_words(plain)
@@ -278,12 +278,12 @@ def test_tokens_of_another_tokenizer_are_left_alone(make: Make) -> None:
 
 def test_what_was_read_is_remembered_within_its_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = make(ECHOING)
-    monkeypatch.setattr(replaying, "READ_BYTES_MAX", 1000)
+    monkeypatch.setattr(replaying, "PARSED_TURNS_BYTES_MAX", 1000)
     for depth in range(20):
         sampled = f'<tool_call>{{"arguments":{{"depth":{depth}}},"name":"look"}}</tool_call>'
         assert replays(renderer, talk(f'{{"depth": {depth}}}'), sampled)
     replayer = renderer._replayer
-    assert replayer and 0 < len(replayer._remembered) < 20 and replayer._remembered_bytes <= 1000
+    assert replayer and 0 < len(replayer._parsed_turns) < 20 and replayer._parsed_turns_bytes <= 1000
 
 
 def test_a_message_that_is_to_go_on_is_not_replayed(make: Make) -> None:
@@ -297,7 +297,7 @@ def test_a_message_that_is_to_go_on_is_not_replayed(make: Make) -> None:
 def test_a_tokenizer_that_puts_spaces_before_pieces(tmp_path: Path) -> None:
     """What follows begins with a special token here, or the message stays as it is rendered."""
     tokenizer = sentence_piece(tmp_path, ECHOING.replace("<|im_start|>assistant\n", "<|im_start|>assistant"))
-    renderer = Renderer(tokenizer, read_turn=reader_of(tokenizer))
+    renderer = TemplateRenderer(tokenizer, parse_turn=make_turn_parser(tokenizer))
     messages = talk('{"path": "the"}')
     sampled = turn(renderer, '<tool_call>{"arguments":{"path":"the"},"name":"look"}</tool_call>')
     prompt = rendered(renderer, messages, sampled)
@@ -320,8 +320,8 @@ def test_a_long_loop_costs_no_more_than_rendering_it(make: Make) -> None:
         ]
         written = json.dumps(arguments, separators=(" , ", " :"))
         turns.append(turn(renderer, f'<tool_call>{{"arguments":{written},"name":"look"}}</tool_call>', call_id))
-    templates, asked = renderer._template, []
-    renderer._template = lambda *args, **kwargs: asked.append(1) or templates(*args, **kwargs)  # type: ignore[method-assign,func-returns-value]
+    templates, asked = renderer._render_messages, []
+    renderer._render_messages = lambda *args, **kwargs: asked.append(1) or templates(*args, **kwargs)  # type: ignore[method-assign,func-returns-value]
     plain, renders = rendered(renderer, messages), len(asked)
     prompt = pack_tokens(rendered(renderer, messages, *turns).tokens)
     assert len(asked) == 2 * renders, "not one more"

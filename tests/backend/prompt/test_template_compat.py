@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from support.backend.small_tokenizers import CHATML, byte_level
-from warmline_backend.prompt.renderer import Renderer
-from warmline_backend.request.params import BadRequest
+from warmline_backend.prompt.renderer import TemplateRenderer
+from warmline_backend.request.params import BadRequestError
 
 SYSTEM = {"role": "system", "content": "be brief"}
 LATE = {"role": "system", "content": "be kind"}
@@ -67,17 +67,17 @@ ONE_THOUGHT = raising("m.tool_calls and m.content and m.thinking", "either conte
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Renderer] = {}
+    made: dict[str, TemplateRenderer] = {}
 
-    def renderer(template: str) -> Renderer:
+    def renderer(template: str) -> TemplateRenderer:
         if template not in made:
-            made[template] = Renderer(byte_level(tmp_path_factory.mktemp("model"), template))
+            made[template] = TemplateRenderer(byte_level(tmp_path_factory.mktemp("model"), template))
         return made[template]
 
     return renderer
 
 
-def shown(renderer: Renderer, *messages: Any, **body: Any) -> str:
+def shown(renderer: TemplateRenderer, *messages: Any, **body: Any) -> str:
     return str(renderer._wrapper.decode(renderer.render("chat", {"messages": list(messages), **body}).tokens))
 
 
@@ -169,7 +169,7 @@ HIDING = TOOLLESS + "{# 'poet' #}"
 @pytest.mark.parametrize("template", [PLAIN, TOOLLESS, HIDING])
 def test_a_role_that_the_template_does_not_know_or_hides_is_refused(make: Any, template: str) -> None:
     with pytest.raises(
-        BadRequest, match=r"'messages\[1\]\.role' is \"poet\".*system, developer, .* or tool"
+        BadRequestError, match=r"'messages\[1\]\.role' is \"poet\".*system, developer, .* or tool"
     ) as refused:
         shown(make(template), USER, {"role": "poet", "content": "a rose"})
     assert refused.value.param == "messages[1].role"
@@ -186,7 +186,7 @@ def test_an_assistant_may_say_nothing(make: Any) -> None:
 
 @pytest.mark.parametrize("function", [None, "look", {}, {"name": 5}])
 def test_a_call_without_a_function_is_refused(make: Any, function: Any) -> None:
-    with pytest.raises(BadRequest, match=r"messages\[0\]\.tool_calls\[0\]\.function"):
+    with pytest.raises(BadRequestError, match=r"messages\[0\]\.tool_calls\[0\]\.function"):
         shown(make(PLAIN), {"role": "assistant", "tool_calls": [{"id": ID, "function": function}]})
 
 
@@ -257,13 +257,13 @@ def test_reasoning_is_asked_for_in_every_clients_words(
 def test_unknown_switches_are_refused_with_what_was_expected(
     make: Any, body: dict[str, Any], param: str, expected: str
 ) -> None:
-    with pytest.raises(BadRequest, match=expected) as refused:
+    with pytest.raises(BadRequestError, match=expected) as refused:
         shown(make(SWITCH), USER, **body)
     assert refused.value.param == param
 
 
 def test_a_requests_words_go_before_the_servers_settings(tmp_path: Path) -> None:
-    renderer = Renderer(byte_level(tmp_path, SWITCH), template_args={"enable_thinking": False})
+    renderer = TemplateRenderer(byte_level(tmp_path, SWITCH), template_args={"enable_thinking": False})
     assert shown(renderer, USER).endswith("(off)")
     assert shown(renderer, USER, reasoning_effort="low").endswith("(on)")
     assert shown(renderer, USER, thinking={"type": "adaptive"}).endswith("(off)")

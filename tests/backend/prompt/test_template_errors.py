@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from support.backend.small_tokenizers import byte_level
-from warmline_backend.prompt.renderer import Renderer
-from warmline_backend.request.params import BadRequest
+from warmline_backend.prompt.renderer import TemplateRenderer
+from warmline_backend.request.params import BadRequestError
 
 SAID = "the river sang"
 REFUSES = "the model's chat template refuses these messages"
@@ -26,19 +26,19 @@ REFUSES = "the model's chat template refuses these messages"
     ],
 )
 def test_a_messages_words_are_not_told(template: str, told: str, tmp_path: Path) -> None:
-    renderer = Renderer(byte_level(tmp_path, template))
-    with pytest.raises(BadRequest) as refused:
+    renderer = TemplateRenderer(byte_level(tmp_path, template))
+    with pytest.raises(BadRequestError) as refused:
         renderer.render("chat", {"messages": [{"role": "user", "content": SAID}]})
     assert refused.value.message == f"{REFUSES}: {told}"
 
 
 def test_of_arguments_short_ones_are_told(tmp_path: Path) -> None:
-    renderer = Renderer(byte_level(tmp_path, "{{ raise_exception('it is no good') }}"))
+    renderer = TemplateRenderer(byte_level(tmp_path, "{{ raise_exception('it is no good') }}"))
     body = {
         "messages": [{"role": "user", "content": SAID}],
         "chat_template_kwargs": {"a": "low", "b": SAID * 9, "c": [1]},
     }
-    with pytest.raises(BadRequest) as refused:
+    with pytest.raises(BadRequestError) as refused:
         renderer.render("chat", body)
     shown = '{"a": "low", "b": "a string", "c": [1]}'
     assert refused.value.message == f"{REFUSES} with the arguments {shown}: it is no good"

@@ -5,10 +5,20 @@ import logging
 import pytest
 
 from warmline_backend.request import fields as known_fields
-from warmline_backend.request.fields import FOREIGN, FOREIGN_IN, SERVED, UNHEARD, Slips, meant_by, refused_in
+from warmline_backend.request.fields import (
+    IGNORED_FIELDS,
+    SUPPORTED_FIELDS,
+    UNSUPPORTED_FIELDS,
+    UNSUPPORTED_FIELDS_BY_ENDPOINT,
+    TypoNotices,
+    find_unsupported_field,
+    suggest_field,
+)
 
 CASES = [
-    (endpoint, name) for endpoint in ("chat", "completion") for name in sorted(FOREIGN.keys() | FOREIGN_IN[endpoint])
+    (endpoint, name)
+    for endpoint in ("chat", "completion")
+    for name in sorted(UNSUPPORTED_FIELDS.keys() | UNSUPPORTED_FIELDS_BY_ENDPOINT[endpoint])
 ]
 ON: dict[str, object] = {"add_special_tokens": None, "skip_special_tokens": False}  # None: by the endpoint
 ELSEWHERE = {"prompt", "messages", "tools", "echo", "top_logprobs"}  # served by the other endpoint
@@ -18,7 +28,7 @@ ELSEWHERE = {"prompt", "messages", "tools", "echo", "top_logprobs"}  # served by
 def test_what_would_change_an_answer_is_refused_with_what_to_send(endpoint: str, name: str) -> None:
     on = ON.get(name, 5)
     on = endpoint == "chat" if on is None else on
-    refused = refused_in(endpoint, {"temperature": 1, name: on})
+    refused = find_unsupported_field(endpoint, {"temperature": 1, name: on})
     assert refused is not None and refused[0] == name
     assert "send" in refused[1] or "leave it out" in refused[1] or "belong into the body" in refused[1]
 
@@ -41,24 +51,28 @@ FALSY = [None, False, 0, 0.0]
 @pytest.mark.parametrize(("endpoint", "name"), CASES)
 def test_what_is_off_changes_nothing(endpoint: str, name: str) -> None:
     for value in OFF.get(name, FALSY):
-        assert refused_in(endpoint, {name: value}) is None, value
+        assert find_unsupported_field(endpoint, {name: value}) is None, value
 
 
 @pytest.mark.parametrize("name", ["options", "extra_body", "suffix", "bad_words", "lora", "functions"])
 @pytest.mark.parametrize("empty", ["", [], {}])
 def test_what_is_empty_changes_nothing(name: str, empty: object) -> None:
-    assert refused_in("chat", {name: empty}) is None
+    assert find_unsupported_field("chat", {name: empty}) is None
 
 
 def test_a_switch_is_no_one() -> None:
-    assert refused_in("chat", {"best_of": True}) is not None
-    assert refused_in("chat", {"best_of": 2}) == ("best_of", FOREIGN["best_of"].instead)
+    assert find_unsupported_field("chat", {"best_of": True}) is not None
+    assert find_unsupported_field("chat", {"best_of": 2}) == ("best_of", UNSUPPORTED_FIELDS["best_of"].hint)
 
 
 def test_a_name_is_of_one_kind() -> None:
-    foreign = FOREIGN.keys() | FOREIGN_IN["chat"].keys() | FOREIGN_IN["completion"].keys()
-    assert not SERVED & UNHEARD and not foreign & UNHEARD
-    assert foreign & SERVED == ELSEWHERE
+    foreign = (
+        UNSUPPORTED_FIELDS.keys()
+        | UNSUPPORTED_FIELDS_BY_ENDPOINT["chat"].keys()
+        | UNSUPPORTED_FIELDS_BY_ENDPOINT["completion"].keys()
+    )
+    assert not SUPPORTED_FIELDS & IGNORED_FIELDS and not foreign & IGNORED_FIELDS
+    assert foreign & SUPPORTED_FIELDS == ELSEWHERE
 
 
 @pytest.mark.parametrize(
@@ -85,14 +99,14 @@ def test_a_name_is_of_one_kind() -> None:
     ],
 )
 def test_near_misses(name: str, meant: str | None) -> None:
-    assert meant_by(name) == meant
+    assert suggest_field(name) == meant
 
 
 def test_a_slip_is_told_of_once_and_without_its_value(caplog: pytest.LogCaptureFixture) -> None:
-    slips = Slips()
+    slips = TypoNotices()
     with caplog.at_level(logging.WARNING, known_fields.__name__):
         for _ in range(2):
-            slips.tell({"messages": [], "temprature": "secret", "max_token": 5, "agent": 1, "t" * 41: 1})
+            slips.log_typos({"messages": [], "temprature": "secret", "max_token": 5, "agent": 1, "t" * 41: 1})
     assert [record.getMessage() for record in caplog.records] == [
         "request field 'max_token' is not known and has no effect; did you mean 'max_tokens'?",
         "request field 'temprature' is not known and has no effect; did you mean 'temperature'?",
@@ -101,8 +115,8 @@ def test_a_slip_is_told_of_once_and_without_its_value(caplog: pytest.LogCaptureF
 
 def test_names_are_remembered_within_bounds(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_fields, "NAMES_MAX", 3)
-    slips = Slips()
+    slips = TypoNotices()
     with caplog.at_level(logging.WARNING, known_fields.__name__):
-        slips.tell({f"temperatur{letter}": 1 for letter in "abcd"})
-        slips.tell({"temprature": 1})
+        slips.log_typos({f"temperatur{letter}": 1 for letter in "abcd"})
+        slips.log_typos({"temprature": 1})
     assert len(caplog.records) == 3

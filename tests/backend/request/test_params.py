@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmline_backend.request.params import TOKENS_UNBOUNDED, BadRequest, GenerationParams, parse_params
+from warmline_backend.request.params import TOKENS_UNBOUNDED, BadRequestError, GenerationParams, parse_params
 
 VOCABULARY = 1000
 
@@ -25,8 +25,8 @@ def parse(
     )
 
 
-def refusal(endpoint: str = "chat", **body: Any) -> BadRequest:
-    with pytest.raises(BadRequest) as caught:
+def refusal(endpoint: str = "chat", **body: Any) -> BadRequestError:
+    with pytest.raises(BadRequestError) as caught:
         parse(endpoint, **body)
     assert caught.value.status == 400
     return caught.value
@@ -34,7 +34,7 @@ def refusal(endpoint: str = "chat", **body: Any) -> BadRequest:
 
 def test_an_empty_body_is_greedy_and_may_fill_the_context() -> None:
     assert parse() == GenerationParams(max_tokens=90)
-    assert parse().greedy
+    assert parse().is_greedy
 
 
 NULLS = [
@@ -255,19 +255,21 @@ def test_odd_but_right_values_are_no_errors(body: dict[str, Any]) -> None:
 
 def test_what_amounts_to_greedy_is_greedy() -> None:
     assert (
-        parse(temperature=1, top_p=0).greedy and parse(temperature=1, top_k=1).greedy and parse(temperature=1e-9).greedy
+        parse(temperature=1, top_p=0).is_greedy
+        and parse(temperature=1, top_k=1).is_greedy
+        and parse(temperature=1e-9).is_greedy
     )
-    assert not parse(temperature=0.5).greedy
+    assert not parse(temperature=0.5).is_greedy
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 5, True])
 def test_a_body_that_is_no_object_is_refused(body: object) -> None:
-    with pytest.raises(BadRequest, match="must be a JSON object"):
+    with pytest.raises(BadRequestError, match="must be a JSON object"):
         parse_params("chat", body, context_tokens_max=0, prompt_tokens=1, vocabulary_size=5)
 
 
 def test_a_refusal_reads_as_openais_error_object() -> None:
-    assert json.loads(refusal(stop=[5]).reply()) == {
+    assert json.loads(refusal(stop=[5]).encode_reply()) == {
         "error": {
             "message": "'stop' must be a string or a list of up to 16 strings, none empty, not an array",
             "type": "invalid_request_error",
@@ -288,7 +290,7 @@ JSON = st.recursive(
 def test_any_json_is_read_or_refused(endpoint: str, body: dict[str, Any]) -> None:
     try:
         params = parse(endpoint, **body)
-    except BadRequest as error:
-        assert json.loads(error.reply())["error"]["message"]
+    except BadRequestError as error:
+        assert json.loads(error.encode_reply())["error"]["message"]
     else:
         assert 1 <= params.max_tokens <= 90

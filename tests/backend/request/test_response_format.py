@@ -4,8 +4,13 @@ from typing import Any
 
 import pytest
 
-from warmline_backend.request.params import BadRequest
-from warmline_backend.request.response_format import Asked, Form, asks_for_a_form, read_asked
+from warmline_backend.request.params import BadRequestError
+from warmline_backend.request.response_format import (
+    ResponseFormat,
+    TextFormat,
+    has_format_fields,
+    parse_response_format,
+)
 
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
@@ -14,12 +19,12 @@ TOOLS = [
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def asked(tools: list[dict[str, Any]] | None = None, endpoint: str = "chat", **body: Any) -> Asked:
-    return read_asked(endpoint, body, tools)
+def asked(tools: list[dict[str, Any]] | None = None, endpoint: str = "chat", **body: Any) -> ResponseFormat:
+    return parse_response_format(endpoint, body, tools)
 
 
-def refusal(tools: list[dict[str, Any]] | None = None, **body: Any) -> BadRequest:
-    with pytest.raises(BadRequest) as caught:
+def refusal(tools: list[dict[str, Any]] | None = None, **body: Any) -> BadRequestError:
+    with pytest.raises(BadRequestError) as caught:
         asked(tools, **body)
     assert len(caught.value.message) < 300
     return caught.value
@@ -32,9 +37,9 @@ def named(name: object) -> dict[str, Any]:
 def test_nothing_is_asked_of_most_answers() -> None:
     nulls = dict.fromkeys(["response_format", "structured_outputs", "guided_json", "tool_choice", "tools"])
     for body in ({}, nulls, {"response_format": {"type": "text"}}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
-        assert asked(**body).anything
-    assert asked(TOOLS[:1]).anything and asked(TOOLS[:1], tool_choice="auto").anything
-    assert not asks_for_a_form(nulls)
+        assert asked(**body).is_unconstrained
+    assert asked(TOOLS[:1]).is_unconstrained and asked(TOOLS[:1], tool_choice="auto").is_unconstrained
+    assert not has_format_fields(nulls)
 
 
 @pytest.mark.parametrize(
@@ -42,11 +47,11 @@ def test_nothing_is_asked_of_most_answers() -> None:
     [
         (
             {"response_format": {"type": "json_object"}},
-            Form("json", {"type": "object"}, "response_format.schema"),
+            TextFormat("json", {"type": "object"}, "response_format.schema"),
         ),
         (
             {"response_format": {"type": "json_object", "schema": SCHEMA}},
-            Form("json", SCHEMA, "response_format.schema"),
+            TextFormat("json", SCHEMA, "response_format.schema"),
         ),
         (
             {
@@ -55,31 +60,31 @@ def test_nothing_is_asked_of_most_answers() -> None:
                     "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
                 }
             },
-            Form("json", SCHEMA, "response_format.json_schema.schema"),
+            TextFormat("json", SCHEMA, "response_format.json_schema.schema"),
         ),
-        ({"structured_outputs": {"json": SCHEMA}}, Form("json", SCHEMA, "structured_outputs.json")),
+        ({"structured_outputs": {"json": SCHEMA}}, TextFormat("json", SCHEMA, "structured_outputs.json")),
         (
             {"structured_outputs": {"json": '{"type": "null"}'}},
-            Form("json", {"type": "null"}, "structured_outputs.json"),
+            TextFormat("json", {"type": "null"}, "structured_outputs.json"),
         ),
         (
             {"structured_outputs": {"json_object": True, "regex": None}},
-            Form("json", {"type": "object"}, "structured_outputs.json_object"),
+            TextFormat("json", {"type": "object"}, "structured_outputs.json_object"),
         ),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, Form("choice", ["a", "b"], "structured_outputs.choice")),
-        ({"guided_json": '{"type": "null"}'}, Form("json", {"type": "null"}, "guided_json")),
-        ({"guided_regex": "a+"}, Form("regex", "a+", "guided_regex")),
-        ({"guided_choice": ["yes", "no"]}, Form("choice", ["yes", "no"], "guided_choice")),
-        ({"guided_grammar": 'start: "a"'}, Form("grammar", 'start: "a"', "guided_grammar")),
-        ({"grammar": 'root ::= "a"'}, Form("grammar", 'root ::= "a"', "grammar")),
-        ({"grammar": "", "json_schema": SCHEMA}, Form("json", SCHEMA, "json_schema")),
-        ({"json_schema": '{"type": "null"}'}, Form("json", {"type": "null"}, "json_schema")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, TextFormat("choice", ["a", "b"], "structured_outputs.choice")),
+        ({"guided_json": '{"type": "null"}'}, TextFormat("json", {"type": "null"}, "guided_json")),
+        ({"guided_regex": "a+"}, TextFormat("regex", "a+", "guided_regex")),
+        ({"guided_choice": ["yes", "no"]}, TextFormat("choice", ["yes", "no"], "guided_choice")),
+        ({"guided_grammar": 'start: "a"'}, TextFormat("grammar", 'start: "a"', "guided_grammar")),
+        ({"grammar": 'root ::= "a"'}, TextFormat("grammar", 'root ::= "a"', "grammar")),
+        ({"grammar": "", "json_schema": SCHEMA}, TextFormat("json", SCHEMA, "json_schema")),
+        ({"json_schema": '{"type": "null"}'}, TextFormat("json", {"type": "null"}, "json_schema")),
     ],
 )
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
-def test_forms(endpoint: str, body: dict[str, Any], form: Form) -> None:
-    assert asked(None, endpoint, **body).form == form
-    assert asks_for_a_form(body)
+def test_forms(endpoint: str, body: dict[str, Any], form: TextFormat) -> None:
+    assert asked(None, endpoint, **body).text_format == form
+    assert has_format_fields(body)
 
 
 @pytest.mark.parametrize(
@@ -139,16 +144,16 @@ def test_wrong_forms_are_refused_by_name(body: dict[str, Any], param: str, words
 def test_choices_of_tools() -> None:
     assert [tool.name for tool in asked(TOOLS, tool_choice="required").tools] == ["f", "g"]
     one = asked(TOOLS, tool_choice=named("g"), parallel_tool_calls=False)
-    assert (one.choice, [tool.name for tool in one.tools], one.several) == ("required", ["g"], False)
+    assert (one.tool_choice, [tool.name for tool in one.tools], one.parallel) == ("required", ["g"], False)
     for mode in ("auto", "required"):
         some = asked(
             TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named("f")]}}
         )
-        assert (some.choice, [tool.name for tool in some.tools]) == (mode, ["f"])
-        assert some.narrowed and not some.anything
-    assert not asked(TOOLS).anything, "one of them is strict"
-    assert not asked(TOOLS, tool_choice="none").anything
-    assert asked(TOOLS, "completion", tool_choice="required").anything
+        assert (some.tool_choice, [tool.name for tool in some.tools]) == (mode, ["f"])
+        assert some.has_restricted_tools and not some.is_unconstrained
+    assert not asked(TOOLS).is_unconstrained, "one of them is strict"
+    assert not asked(TOOLS, tool_choice="none").is_unconstrained
+    assert asked(TOOLS, "completion", tool_choice="required").is_unconstrained
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.backend.grammar_cases import family_tokenizer, grammars_of
-from warmline_backend.request.params import BadRequest
-from warmline_backend.structured_output.compiler import Grammars
+from warmline_backend.request.params import BadRequestError
+from warmline_backend.structured_output.compiler import GrammarCompiler
 
 KEYWORDS = ["type", "json_schema", "schema", "name", "json", "regex", "choice", "grammar", "mode", "allowed_tools"]
 FAMILIES = ["json_tools", "glm47", "minicpm5", "pythonic", "gemma4", "kimi_k3", "deepseek_v32"]
@@ -36,31 +36,33 @@ HOW_OFTEN = settings(max_examples=40, deadline=None, suppress_health_check=[Heal
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grammars]:
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GrammarCompiler]:
     root: Path = tmp_path_factory.mktemp("tokenizers")
     return {name: grammars_of(family_tokenizer(name, root)) for name in FAMILIES}
 
 
-def taken_or_refused(grammars: Grammars, body: dict[str, Any]) -> None:
+def taken_or_refused(grammars: GrammarCompiler, body: dict[str, Any]) -> None:
     try:
-        constraint = grammars.constraint("chat", body, body.get("tools"), "")
-    except BadRequest as error:
-        told = json.loads(error.reply())["error"]
+        constraint = grammars.build_constraint("chat", body, body.get("tools"), "")
+    except BadRequestError as error:
+        told = json.loads(error.encode_reply())["error"]
         assert told["message"] and len(told["message"]) < 1000
     else:
-        assert constraint is None or not constraint.grammar or grammars.guide(constraint).allowed().any()
+        assert (
+            constraint is None or not constraint.grammar or grammars.create_matcher(constraint).compute_allowed().any()
+        )
 
 
 @HOW_OFTEN
 @given(SCHEMAS)
-def test_any_schema(families: dict[str, Grammars], schema: Any) -> None:
+def test_any_schema(families: dict[str, GrammarCompiler], schema: Any) -> None:
     taken_or_refused(families["json_tools"], {"structured_outputs": {"json": schema}})
 
 
 @HOW_OFTEN
 @given(st.sampled_from(FAMILIES), SCHEMAS, ANYTHING, st.booleans(), st.sampled_from(["required", "auto"]))
 def test_any_tool(
-    families: dict[str, Grammars], family: str, parameters: Any, inner: Any, strict: bool, choice: str
+    families: dict[str, GrammarCompiler], family: str, parameters: Any, inner: Any, strict: bool, choice: str
 ) -> None:
     objects = {"type": "object", "properties": {"a": parameters, "b": inner}, "required": ["a"]}
     tools = [
@@ -93,5 +95,5 @@ LOOSE = st.recursive(
 
 @HOW_OFTEN
 @given(st.dictionaries(st.sampled_from([*FIELDS, "tool_choice", "parallel_tool_calls"]), LOOSE, max_size=3))
-def test_any_body(families: dict[str, Grammars], body: dict[str, Any]) -> None:
+def test_any_body(families: dict[str, GrammarCompiler], body: dict[str, Any]) -> None:
     taken_or_refused(families["json_tools"], body)

@@ -7,7 +7,7 @@ import pytest
 from support.backend.cold_runs import compare_greedy
 from support.backend.engine_driver import Drive
 from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
-from warmline_backend.generation.sequence import Piece
+from warmline_backend.generation.sequence import TokenEvent
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -18,7 +18,7 @@ def test_it_finishes_and_what_it_has_computed_is_kept(family: str, root: Path) -
     assert drive.scheduler.detach(name)
     drive.until(lambda: heard.over)
     assert (heard.settled.finish, heard.settled.prefilled_until) == ("cancelled", 129)
-    assert not any(isinstance(event, Piece) for event in heard.events) and drive.scheduler.idle
+    assert not any(isinstance(event, TokenEvent) for event in heard.events) and drive.scheduler.is_idle
     again = drive.run(prompt_of(130), 8, resident=heard.settled.resident, reuse=129)
     truth = cold(drive.served, family, prompt_of(130), 8)
     assert compare_greedy(truth.tokens, again.generated, truth.margins, tolerance(family))
@@ -53,7 +53,7 @@ def test_whoever_follows_it_makes_it_wanted(root: Path) -> None:
 def test_what_has_no_prefill_to_finish_is_to_be_cancelled(root: Path) -> None:
     drive = Drive(served("llama", root), places=1)
     decoding, stream = drive.submit(prompt_of(20), 30)
-    drive.until(lambda: any(isinstance(event, Piece) for event in stream.events))
+    drive.until(lambda: any(isinstance(event, TokenEvent) for event in stream.events))
     queued, _ = drive.submit(prompt_of(60), 4)
     for name in (decoding, queued, "nobody"):
         assert not drive.scheduler.detach(name)
@@ -69,7 +69,7 @@ def test_what_has_no_prefill_to_finish_is_to_be_cancelled(root: Path) -> None:
 def test_in_the_queue_it_waits_only_for_who_follows_it(root: Path) -> None:
     drive = Drive(served("llama", root), places=1)
     _, running = drive.submit(prompt_of(20), 30)
-    drive.until(lambda: any(isinstance(event, Piece) for event in running.events))
+    drive.until(lambda: any(isinstance(event, TokenEvent) for event in running.events))
     name, leader = drive.submit(prompt_of(60), 4)
     second, follower = drive.submit(prompt_of(60), 4, follow=name, reuse=59)
     assert drive.scheduler.detach(name)
@@ -96,9 +96,9 @@ def test_it_gives_way_where_its_memory_is_needed(root: Path) -> None:
 
 def test_it_is_not_ended_for_who_could_not_start_even_then(root: Path) -> None:
     model = served("llama", root)
-    drive = Drive(model, step=50, places=2, budget=model.bytes_of(2560))
+    drive = Drive(model, step=50, places=2, budget=model.kv_bytes(2560))
     _, running = drive.submit(prompt_of(1000, 2), 500)
-    drive.until(lambda: any(isinstance(event, Piece) for event in running.events))
+    drive.until(lambda: any(isinstance(event, TokenEvent) for event in running.events))
     name, alone = drive.submit(prompt_of(600), 8)
     drive.until(lambda: len(alone.chunks) == 2)
     assert drive.scheduler.detach(name)
@@ -110,7 +110,7 @@ def test_it_is_not_ended_for_who_could_not_start_even_then(root: Path) -> None:
 def test_what_it_leaves_counts_when_it_is_to_give_way(root: Path) -> None:
     """It has to be saved first, so that its end would free nothing."""
     model = served("llama", root)
-    drive = Drive(model, step=50, budget=model.bytes_of(1500))
+    drive = Drive(model, step=50, budget=model.kv_bytes(1500))
     name, alone = drive.submit(prompt_of(800), 8)
     drive.until(lambda: alone.chunks[-1:] == [750])
     assert drive.scheduler.detach(name)

@@ -11,7 +11,7 @@ from warmline_backend.generation.sequence import Sequence
 from warmline_backend.scheduler import scheduler
 from warmline_backend.scheduler.decode_batch import DecodeGroup
 from warmline_backend.scheduler.scheduler import (
-    CHUNKS_PASSED_OVER_MAX,
+    CHUNKS_SKIPPED_MAX,
     DECODE_OWED_MAX_S,
     DECODE_SHARE,
     DECODE_STEPS_PER_CHUNK,
@@ -68,7 +68,7 @@ def test_a_newcomer_does_not_wait_for_what_decoding_is_owed(root: Path, monkeypa
     _, stream = drive.submit(prompt_of(10), 2000)
     _, long = drive.submit(prompt_of(400), 2)
     drive.until(lambda: len(long.chunks) == 2)
-    turn = drive.scheduler.turn()
+    turn = drive.scheduler.step()
     next(turn)
     _, small = drive.submit(prompt_of(12), 1)
     before = len(stream.events)
@@ -86,7 +86,7 @@ def test_a_small_request_is_answered_between_two_long_chunks(root: Path, monkeyp
     drive.until(lambda: len(long.chunks) == 2)
     _, small = drive.submit(prompt_of(12), 20)
     while not small.over:
-        for _ in drive.scheduler.turn():
+        for _ in drive.scheduler.step():
             if small.over:
                 break
     assert len(long.chunks) == 2
@@ -100,6 +100,6 @@ def test_short_prompts_go_first_and_long_ones_are_not_starved(root: Path) -> Non
     drive.until(lambda: short.over)
     assert len(long.chunks) <= 3
     seen = len(long.chunks)
-    shorts = [drive.submit(prompt_of(12, seed), 1)[1] for seed in range(2, 2 + 3 * (CHUNKS_PASSED_OVER_MAX + 1))]
+    shorts = [drive.submit(prompt_of(12, seed), 1)[1] for seed in range(2, 2 + 3 * (CHUNKS_SKIPPED_MAX + 1))]
     drive.until(lambda: all(one.over for one in shorts))
     assert len(long.chunks) >= seen + 2

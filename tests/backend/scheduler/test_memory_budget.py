@@ -11,7 +11,7 @@ import pytest
 
 from support.backend.engine_driver import Drive, Heard, loader, save
 from support.backend.families import cold, prompt_of, served
-from warmline_backend.scheduler.capacity import TooLarge
+from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_common.protocol.tokens import pack_tokens
 
 
@@ -24,16 +24,16 @@ def test_residents_stay_within_the_budget(root: Path) -> None:
     assert held == ids[-len(held) :] and len(held) >= 2, "the oldest go first"
     assert drive.scheduler.residents.bytes_held <= 4 * one
     assert drive.scheduler.residents.generation == len(ids) - len(held)
-    drive.scheduler.residents.order([held[-1]])
+    drive.scheduler.residents.set_eviction_order([held[-1]])
     drive.run(prompt_of(60, 20), 4)
     assert held[-1] not in drive.scheduler.residents, "the proxy's order comes before age"
 
 
 def test_a_prompt_that_can_never_fit_is_refused_with_the_figures(root: Path) -> None:
     drive = Drive(served("llama", root), budget=1_000_000)
-    with pytest.raises(TooLarge, match=r"3000 prompt tokens .* 1\.0 MB"):
+    with pytest.raises(KvTooLargeError, match=r"3000 prompt tokens .* 1\.0 MB"):
         drive.submit(prompt_of(3000))
-    assert drive.scheduler.idle
+    assert drive.scheduler.is_idle
 
 
 def test_a_request_waits_for_memory_and_then_runs(root: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_request_waits_for_memory_and_then_runs(root: Path) -> None:
     _, first = drive.submit(prompt_of(500), 100)
     _, second = drive.submit(prompt_of(500, 2), 5)
     drive.until(lambda: len(first.events) > 20)
-    assert drive.scheduler.queued == 1 and not second.events
+    assert drive.scheduler.queued_count == 1 and not second.events
     drive.until(lambda: first.over)
     drive.saved(first)
     drive.until(lambda: second.over)
@@ -54,8 +54,8 @@ def test_states_do_not_pile_up_once_they_are_saved(root: Path) -> None:
     heard = drive.run(tokens, 5, checkpoints=(10, 20))
     for turn in range(6):
         resident, length = heard.settled.resident, heard.settled.prefilled_until
-        drive.scheduler.saved(resident, "", length)
-        kept = drive.scheduler.kv_of(length, resident=resident).checkpoints
+        drive.scheduler.mark_saved(resident, "", length)
+        kept = drive.scheduler.find_kv(length, resident_id=resident).checkpoints
         assert 10 in kept and length in kept and len(kept) <= 4
         tokens = tokens[: length - 5] + heard.generated + prompt_of(20, turn)
         heard = drive.run(tokens, 5, resident=resident, reuse=length, checkpoints=(length + 10,))
@@ -68,7 +68,7 @@ def test_room_that_can_not_be_made_costs_nobody_its_place(root: Path) -> None:
     drive.until(lambda: len(long.events) > 3)
     granted: list[str] = []
     drive.scheduler.reserve("a", 400_000, lambda: granted.append("a"))
-    with pytest.raises(TooLarge):
+    with pytest.raises(KvTooLargeError):
         drive.scheduler.reserve("b", 500_001, lambda: granted.append("b"))
     assert not granted and held in drive.scheduler.residents and drive.scheduler.residents.generation == 0
 
@@ -85,14 +85,14 @@ def test_memory_is_reserved_for_a_restore_until_it_is_there(root: Path) -> None:
     assert granted == ["a"], "the second waits for the first"
     _, heard = drive.submit(prompt_of(400), 5)
     drive.turn()
-    assert drive.scheduler.queued == 1, "a prompt waits behind what was asked before it"
+    assert drive.scheduler.queued_count == 1, "a prompt waits behind what was asked before it"
     drive.scheduler.release("b")
     drive.scheduler.release("a")
     drive.until(lambda: heard.over)
     drive.saved(heard)
     reserve("c", 400_000)
     assert granted == ["a", "c"], "residents make way"
-    with pytest.raises(TooLarge):
+    with pytest.raises(KvTooLargeError):
         reserve("d", 500_001)
 
 
@@ -120,7 +120,7 @@ def test_what_is_not_saved_yet_is_not_given_up_for_a_waiting_prompt(root: Path) 
     _, second = drive.submit(prompt_of(700, 2), 5)
     for _ in range(5):
         drive.turn()
-    assert drive.scheduler.blocked and first.settled.resident in drive.scheduler.residents
+    assert drive.scheduler.is_blocked and first.settled.resident in drive.scheduler.residents
     drive.saved(first)
     drive.until(lambda: second.over)
     assert first.settled.resident not in drive.scheduler.residents
@@ -148,15 +148,15 @@ def test_an_answer_ends_where_the_memory_budget_does(root: Path) -> None:
 def test_what_a_restore_has_taken_is_not_granted_to_the_next(root: Path) -> None:
     model = served("llama", root)
     trunk = Drive(model)
-    kv = trunk.scheduler.residents.kv(trunk.run(prompt_of(700), 1).settled.resident)
+    kv = trunk.scheduler.residents.find_kv(trunk.run(prompt_of(700), 1).settled.resident)
     assert kv is not None
-    drive = Drive(model, budget=model.bytes_of(1280))
+    drive = Drive(model, budget=model.kv_bytes(1280))
     granted: list[str] = []
     for name in ("a", "b"):
-        drive.scheduler.reserve(name, model.bytes_of(600), lambda name=name: granted.append(name))  # type: ignore[misc]
-    resident = drive.scheduler.install("a", kv.branch(600, apart=True))
+        drive.scheduler.reserve(name, model.kv_bytes(600), lambda name=name: granted.append(name))  # type: ignore[misc]
+    resident = drive.scheduler.install_resident("a", kv.fork(600, detached=True))
     assert granted == ["a"]
-    assert drive.scheduler.residents.drop(resident)
+    assert drive.scheduler.residents.delete(resident)
     drive.turn()
     assert granted == ["a", "b"]
 
@@ -174,15 +174,15 @@ def test_a_copy_that_waits_holds_no_more_than_it_is_counted_for(root: Path) -> N
 
     _, waiting = drive.submit(prompt_of(300), 4, resident=long, reuse=200, keep=True)
     before = unaccounted()
-    drive.scheduler.residents.drop(long)
-    assert unaccounted() - before < model.bytes_of(500)
+    drive.scheduler.residents.delete(long)
+    assert unaccounted() - before < model.kv_bytes(500)
     drive.until(lambda: waiting.over)
     assert waiting.generated == cold(model, "llama", prompt_of(300), 4).tokens
 
 
 def test_where_there_is_no_room_for_a_copy_it_shares_its_residents_memory(root: Path) -> None:
     model = served("llama", root)
-    drive = Drive(model, places=1, budget=model.bytes_of(1280))
+    drive = Drive(model, places=1, budget=model.kv_bytes(1280))
     resident = drive.run(prompt_of(600), 1).settled.resident  # not saved yet: it stays
     _, running = drive.submit(prompt_of(20, 2), 200)
     drive.turn()
@@ -190,7 +190,7 @@ def test_where_there_is_no_room_for_a_copy_it_shares_its_residents_memory(root: 
     assert resident in drive.scheduler.residents
     drive.until(lambda: running.over)
     drive.saved(running)
-    drive.scheduler.saved(resident, "", 601)
+    drive.scheduler.mark_saved(resident, "", 601)
     drive.until(lambda: waiting.over)
     assert waiting.generated == cold(model, "llama", prompt_of(620), 4).tokens
     assert waiting.settled.timings.prefilled == 20
@@ -198,7 +198,7 @@ def test_where_there_is_no_room_for_a_copy_it_shares_its_residents_memory(root: 
 
 def test_states_to_come_are_counted_before_they_are_there(root: Path) -> None:
     model = served("qwen3_5", root)
-    budget = model.bytes_of(1024) + 60 * model.state_bytes
+    budget = model.kv_bytes(1024) + 60 * model.state_bytes
     drive = Drive(model, step=50, budget=budget)
     scheduler = drive.scheduler
     seed = 0
@@ -215,16 +215,16 @@ def test_states_to_come_are_counted_before_they_are_there(root: Path) -> None:
 
     drive.until(over)
     assert max(held[1:-1]) <= budget, "while only prompts are prefilled, too"
-    at_admission = model.bytes_of(512) + len(marks) * model.state_bytes
+    at_admission = model.kv_bytes(512) + len(marks) * model.state_bytes
     assert set(heard.settled.checkpoints) > set(marks) and min(held[1:-1]) >= at_admission
 
 
 def test_residents_make_way_for_states_that_followers_want(root: Path) -> None:
     model = served("qwen3_5", root)
-    drive = Drive(model, step=50, budget=model.bytes_of(512) + 12 * model.state_bytes)
+    drive = Drive(model, step=50, budget=model.kv_bytes(512) + 12 * model.state_bytes)
     name, leader = drive.submit(prompt_of(400), 4)
     drive.turn()
-    old = drive.scheduler.residents.add(model.fresh_kv(journals=True), lease_s=0.0)
+    old = drive.scheduler.residents.add(model.make_kv(journals=True), lease_s=0.0)
     drive.scheduler.residents._entries[old].bytes_held = 10 * model.state_bytes
     for at in (100, 200, 300):
         drive.submit(prompt_of(at) + prompt_of(5, 2), 1, follow=name, reuse=at)
@@ -251,12 +251,12 @@ def test_who_holds_memory_goes_on_before_a_restore_that_waits_for_it(root: Path)
 
 def test_answers_share_a_batch_only_where_there_is_room_to_copy(root: Path) -> None:
     model = served("llama", root)
-    one = model.bytes_of(512)
+    one = model.kv_bytes(512)
     for budget, sizes in ((6 * one, [2]), (2 * one, [1, 1])):  # two rows each, and two layers of both for joining
         drive = Drive(model, budget=budget)
         running = [drive.submit(prompt_of(400, seed), 50)[1] for seed in (1, 2)]
         drive.until(lambda running=running: all(len(heard.events) > 4 for heard in running))  # type: ignore[misc]
-        assert sorted(len(group.sequences) for group in drive.scheduler._lineup.groups) == sizes
+        assert sorted(len(group.sequences) for group in drive.scheduler._queues.groups) == sizes
         drive.until(lambda running=running: all(heard.over for heard in running))  # type: ignore[misc]
         for seed, heard in zip((1, 2), running, strict=True):
             assert heard.generated == cold(model, "llama", prompt_of(400, seed), 50).tokens
@@ -276,13 +276,13 @@ class Restore:
         self._drive, self._folder = drive, folder
         self.granted = False
         trunk = Drive(drive.served, step=16)
-        kv = trunk.scheduler.residents.kv(trunk.run(prompt_of(705, 9), 1, checkpoints=(700,)).settled.resident)
+        kv = trunk.scheduler.residents.find_kv(trunk.run(prompt_of(705, 9), 1, checkpoints=(700,)).settled.resident)
         assert kv
         self._chain, checkpoints = save(kv, folder, [300, 700])
         self._checkpoint = next((ref for ref in checkpoints if ref.position == 700), None)
 
     def ask(self) -> None:
-        self._drive.scheduler.reserve("restore", self._drive.served.bytes_of(700), self._grant)
+        self._drive.scheduler.reserve("restore", self._drive.served.kv_bytes(700), self._grant)
 
     def _grant(self) -> None:
         self.granted = True
@@ -292,20 +292,20 @@ class Restore:
         with ThreadPoolExecutor(2) as pool:
             tokens = pack_tokens(prompt_of(700, 9))
             loaded = loader(drive.served, self._folder, pool).load(tokens, self._chain, self._checkpoint, lambda: False)
-            resident = drive.scheduler.install("restore", loaded.build(drive.served.layout))
+            resident = drive.scheduler.install_resident("restore", loaded.build(drive.served.layout))
         return drive.submit(prompt_of(700, 9) + prompt_of(30, 3), 10, resident=resident, reuse=700)[1]
 
 
 def test_the_peak_stays_within_the_budget_and_what_a_chunk_works_with(root: Path, tmp_path: Path) -> None:
     model = served("llama", root)
-    budget = 6 * model.bytes_of(768)
+    budget = 6 * model.kv_bytes(768)
     drive = Drive(model, step=16, budget=budget)
     restore = Restore(drive, tmp_path)
     gc.collect()
     base = mx.get_active_memory()
     with peak_above(base) as peak:
         alone = Drive(model, step=16).run(prompt_of(700), 40)
-        workspace = peak() - model.bytes_of(768)
+        workspace = peak() - model.kv_bytes(768)
     del alone
     with peak_above(base) as peak:
         running = [drive.submit(prompt_of(length, length), 40)[1] for length in (700, 710, 690, 400, 720, 680)]
@@ -330,5 +330,5 @@ def test_a_state_keeps_nothing_of_the_chunk_that_made_it(root: Path) -> None:
     base = mx.get_active_memory()
     name, heard = drive.submit(prompt_of(600), 4)
     drive.until(lambda: heard.chunks == [256])
-    held = drive.scheduler.kv_of(256, running=name).nbytes
+    held = drive.scheduler.find_kv(256, running_id=name).nbytes
     assert mx.get_active_memory() - base < held + 60_000, "a view into 256 tokens' activations would hold 200 kB"

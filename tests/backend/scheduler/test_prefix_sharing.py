@@ -8,8 +8,8 @@ import pytest
 from support.backend.cold_runs import compare_greedy
 from support.backend.engine_driver import Drive, Heard
 from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
-from warmline_backend.generation.sequence import MEETINGS_APART_TOKENS, Piece, Progress, Started
-from warmline_backend.kv_cache.residents import ResidentGone, ResidentMismatch
+from warmline_backend.generation.sequence import FORK_DISTANCE_TOKENS_MIN, PrefillProgress, StartedEvent, TokenEvent
+from warmline_backend.kv_cache.residents import ResidentMismatchError, ResidentNotFoundError
 
 ANYWHERE = [family for family in FAMILIES if family not in ("gemma3", "qwen3_5", "falcon_h1")]
 WITH_STATES = ["qwen3_5", "falcon_h1"]
@@ -27,7 +27,7 @@ def test_identical_prompts_at_once_share_one_prefill(family: str, root: Path) ->
     name, leader = drive.submit(prompt, 12)
     followers = [drive.submit(prompt, 12, follow=name, reuse=129)[1] for _ in range(2)]
     drive.turn()
-    assert (drive.scheduler.running, drive.scheduler.queued) == (1, 2)
+    assert (drive.scheduler.running_count, drive.scheduler.queued_count) == (1, 2)
     drive.until(lambda: all(one.over for one in (leader, *followers)))
     assert leader.settled.timings.prefilled == 130
     assert [(one.settled.timings.prefilled, one.reused) for one in followers] == [(1, 129)] * 2
@@ -56,8 +56,8 @@ def test_what_a_follower_leaves_can_be_continued(family: str, root: Path) -> Non
     name, leader = drive.submit(prompt, 4)
     _, follower = drive.submit(prompt, 4, follow=name, reuse=129)
     drive.until(lambda: leader.over and follower.over)
-    held = drive.scheduler.kv_of(134, resident=follower.settled.resident)
-    assert held.rows(0, 134).keys() == drive.served.row_names, "all of it can be saved, windows too"
+    held = drive.scheduler.find_kv(134, resident_id=follower.settled.resident)
+    assert held.slice_rows(0, 134).keys() == drive.served.row_names, "all of it can be saved, windows too"
     onward = prompt + follower.generated + prompt_of(20, 5)
     more = drive.run(onward, 8, resident=follower.settled.resident, reuse=134)
     assert_as_alone(drive, family, onward, more)
@@ -95,7 +95,7 @@ def test_a_leader_that_has_passed_the_place_is_copied_there(family: str, root: P
     drive.until(lambda: all(len(heard.events) > 8 for _, heard in running))
     branch = prompt_of(61, 2)[:45] + prompt_of(40, 9)
     _, follower = drive.submit(branch, 12, follow=running[1][0], reuse=45)
-    assert follower.events == [Started()]
+    assert follower.events == [StartedEvent()]
     drive.until(lambda: follower.over and all(heard.over for _, heard in running))
     assert follower.reused == 45
     assert_as_alone(drive, family, branch, follower)
@@ -107,13 +107,13 @@ def test_a_leader_that_has_passed_the_place_is_copied_there(family: str, root: P
 def test_past_the_place_the_last_checkpoint_before_it_is_used(family: str, root: Path) -> None:
     drive = Drive(served(family, root), step=50)
     name, leader = drive.submit(prompt_of(200), 30, checkpoints=(30, 60))
-    drive.until(lambda: any(isinstance(event, Piece) for event in leader.events))
+    drive.until(lambda: any(isinstance(event, TokenEvent) for event in leader.events))
     branch = prompt_of(75) + prompt_of(20, 4)
     _, follower = drive.submit(branch, 8, follow=name, reuse=75)
     drive.until(lambda: follower.over)
     assert (follower.reused, follower.settled.timings.prefilled) == (60, 35)
     assert_as_alone(drive, family, branch, follower)
-    with pytest.raises(ResidentMismatch, match="can't be copied at 20"):
+    with pytest.raises(ResidentMismatchError, match="can't be copied at 20"):
         drive.submit(prompt_of(20) + prompt_of(20, 4), follow=name, reuse=20)
 
 
@@ -121,7 +121,7 @@ def test_a_window_that_has_passed_the_place_can_not_be_followed(root: Path) -> N
     drive = Drive(served("gemma3", root), step=50)
     name, leader = drive.submit(prompt_of(200), 4)
     drive.until(lambda: leader.chunks == [50, 100])
-    with pytest.raises(ResidentMismatch, match="can't be copied at 70"):
+    with pytest.raises(ResidentMismatchError, match="can't be copied at 70"):
         drive.submit(prompt_of(70) + prompt_of(20, 4), follow=name, reuse=70)
 
 
@@ -135,7 +135,7 @@ def test_states_and_windows_in_one_model_can_be_followed_until_the_place_is_pass
     assert_as_alone(drive, "baichuan_m1", branch, follower)
     assert not leader.over
     for place in (70, 110):
-        with pytest.raises(ResidentMismatch, match=f"can't be copied at {place}"):
+        with pytest.raises(ResidentMismatchError, match=f"can't be copied at {place}"):
             drive.submit(prompt_of(place) + prompt_of(20, 4), follow=name, reuse=place)
 
 
@@ -147,15 +147,15 @@ def test_states_for_those_who_follow_are_few_and_soon_gone(root: Path) -> None:
     drive.until(lambda: bool(leader.chunks))
     before = drive.scheduler.running_bytes
     followers = [drive.submit(prompt_of(at) + prompt_of(5, 2), 1, follow=name, reuse=at)[1] for at in wanted]
-    (sequence,) = drive.scheduler._lineup.prefilling
-    cuts = [cut for cut in sequence.cuts if cut < 999]
+    (sequence,) = drive.scheduler._queues.prefilling
+    cuts = [cut for cut in sequence.chunk_ends if cut < 999]
     gaps = [after - cut for cut, after in pairwise(cuts[1:])]
-    assert min(gaps) >= MEETINGS_APART_TOKENS and len(cuts) > 8
-    assert drive.scheduler.running_bytes - before == (len(sequence.cuts) - 2) * drive.served.state_bytes
+    assert min(gaps) >= FORK_DISTANCE_TOKENS_MIN and len(cuts) > 8
+    assert drive.scheduler.running_bytes - before == (len(sequence.chunk_ends) - 2) * drive.served.state_bytes
     drive.until(lambda: all(one.over for one in followers))
     assert not leader.over and sorted(sequence.kv.checkpoints) == list(named)
     late = [at - one.reused for at, one in zip(wanted, followers, strict=True)]
-    assert max(late) < 2 * MEETINGS_APART_TOKENS
+    assert max(late) < 2 * FORK_DISTANCE_TOKENS_MIN
     for at, one in list(zip(wanted, followers, strict=True))[::10]:
         assert one.settled.checkpoints[:2] == list(named) and one.reused not in one.settled.checkpoints
         assert_as_alone(drive, "qwen3_5", prompt_of(at) + prompt_of(5, 2), one)
@@ -165,11 +165,11 @@ def test_a_state_for_a_follower_that_is_cancelled_is_not_kept(root: Path) -> Non
     drive = Drive(served("qwen3_5", root), step=50)
     name, leader = drive.submit(prompt_of(200), 4)
     followers = [drive.submit(prompt_of(200), 4, follow=name, reuse=120)[0] for _ in range(2)]
-    (sequence,) = drive.scheduler._lineup.waiting
+    (sequence,) = drive.scheduler._queues.waiting
     drive.scheduler.cancel(followers[0])
-    assert sequence.cuts == [120], "the other one still wants it"
+    assert sequence.chunk_ends == [120], "the other one still wants it"
     drive.scheduler.cancel(followers[1])
-    assert sequence.cuts == []
+    assert sequence.chunk_ends == []
     drive.until(lambda: leader.over)
     assert leader.chunks == [50, 100, 150, 199] and leader.settled.checkpoints == [204]
 
@@ -177,12 +177,12 @@ def test_a_state_for_a_follower_that_is_cancelled_is_not_kept(root: Path) -> Non
 def test_only_what_is_the_same_can_be_followed(root: Path) -> None:
     drive = Drive(served("llama", root))
     name, _ = drive.submit(prompt_of(60))
-    with pytest.raises(ResidentGone, match="nobody"):
+    with pytest.raises(ResidentNotFoundError, match="nobody"):
         drive.submit(prompt_of(60), follow="nobody", reuse=40)
     for prompt, reuse in ((prompt_of(60, 2), 40), (prompt_of(60), 60), (prompt_of(60), 0), (prompt_of(80), 70)):
-        with pytest.raises(ResidentMismatch, match="does not compute"):
+        with pytest.raises(ResidentMismatchError, match="does not compute"):
             drive.submit(prompt, follow=name, reuse=reuse)
-    assert drive.scheduler.queued == 1
+    assert drive.scheduler.queued_count == 1
 
 
 @pytest.mark.parametrize("family", EACH_KIND)
@@ -217,11 +217,19 @@ def test_who_waits_hears_how_far_its_leader_has_come(root: Path) -> None:
     second, middle = drive.submit(prompt_of(100) + prompt_of(50, 3), 4, follow=first, reuse=100)
     _, last = drive.submit(prompt_of(90) + prompt_of(20, 5), 4, follow=second, reuse=90)
     drive.until(lambda: len(middle.chunks) == 2)
-    assert [(e.done, e.total) for e in middle.events if isinstance(e, Progress)] == [(0, 150), (40, 150), (80, 150)]
-    assert [(e.done, e.total) for e in last.events if isinstance(e, Progress)] == [(0, 110), (40, 110), (80, 110)]
-    assert not any(isinstance(event, Started) for event in (*middle.events, *last.events))
+    assert [(e.done, e.total) for e in middle.events if isinstance(e, PrefillProgress)] == [
+        (0, 150),
+        (40, 150),
+        (80, 150),
+    ]
+    assert [(e.done, e.total) for e in last.events if isinstance(e, PrefillProgress)] == [
+        (0, 110),
+        (40, 110),
+        (80, 110),
+    ]
+    assert not any(isinstance(event, StartedEvent) for event in (*middle.events, *last.events))
     drive.until(lambda: middle.over and last.over)
-    assert middle.events[4] == Started() and (middle.reused, last.reused) == (100, 90)
+    assert middle.events[4] == StartedEvent() and (middle.reused, last.reused) == (100, 90)
 
 
 def test_waiting_costs_no_memory_and_no_place(root: Path) -> None:
@@ -233,7 +241,7 @@ def test_waiting_costs_no_memory_and_no_place(root: Path) -> None:
         drive.submit(prompt_of(200), 4, follow=name, reuse=199)
     _, other = drive.submit(prompt_of(30, 2), 2)
     drive.turn()
-    assert drive.scheduler.queued == 5 and other.events[0] == Started()
+    assert drive.scheduler.queued_count == 5 and other.events[0] == StartedEvent()
     drive.until(lambda: other.over)
     assert drive.scheduler.running_bytes == alone and not leader.over
 
@@ -249,7 +257,7 @@ def test_a_leader_that_ends_too_soon_sends_all_behind_it_back(root: Path) -> Non
     for one in (middle, last):
         assert (one.settled.finish, one.settled.resident, one.settled.prefilled_until) == ("leaderless", "", 0)
         assert "ended" in one.settled.error
-    assert drive.scheduler.idle
+    assert drive.scheduler.is_idle
     again = drive.run(prompt_of(200), 4, resident=settled.resident, reuse=80)
     assert_as_alone(drive, "qwen3_5", prompt_of(200), again)
 
@@ -280,8 +288,8 @@ def test_without_memory_rows_wait_until_their_leader_ends(root: Path) -> None:
     drive = Drive(served("llama", root), step=100, budget=500_000)
     name, leader = drive.submit(prompt_of(500), 20)
     _, follower = drive.submit(prompt_of(500), 20, follow=name, reuse=499)
-    drive.until(lambda: any(isinstance(event, Piece) for event in leader.events))
-    assert drive.scheduler.queued == 1
+    drive.until(lambda: any(isinstance(event, TokenEvent) for event in leader.events))
+    assert drive.scheduler.queued_count == 1
     drive.until(lambda: leader.over)
     assert follower.settled.finish == "leaderless" and leader.settled.resident in drive.scheduler.residents
     again = drive.run(prompt_of(500), 20, resident=leader.settled.resident, reuse=499)
@@ -290,7 +298,7 @@ def test_without_memory_rows_wait_until_their_leader_ends(root: Path) -> None:
 
 def test_without_memory_a_window_goes_on_without_its_follower(root: Path) -> None:
     model = served("gemma3", root)
-    drive = Drive(model, step=100, budget=model.bytes_of(800))
+    drive = Drive(model, step=100, budget=model.kv_bytes(800))
     name, leader = drive.submit(prompt_of(500), 4)
     _, follower = drive.submit(prompt_of(500), 4, follow=name, reuse=300)
     drive.until(lambda: follower.over)
@@ -304,8 +312,8 @@ def test_a_copy_that_fails_costs_only_its_follower(root: Path, monkeypatch: pyte
     name, leader = drive.submit(prompt_of(100), 6)
     _, follower = drive.submit(prompt_of(100), 6, follow=name, reuse=99)
     drive.turn()
-    sequence = next(each for each in drive.scheduler._lineup if each.request.id == name)
-    monkeypatch.setattr(sequence.kv, "branch", lambda *args, **kwargs: 1 / 0)
+    sequence = next(each for each in drive.scheduler._queues if each.request.id == name)
+    monkeypatch.setattr(sequence.kv, "fork", lambda *args, **kwargs: 1 / 0)
     drive.until(lambda: leader.over and follower.over)
     assert follower.settled.finish == "discarded" and "division" in follower.settled.error
     assert_as_alone(drive, "llama", prompt_of(100), leader)

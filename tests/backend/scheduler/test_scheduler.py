@@ -7,9 +7,9 @@ import pytest
 from support.backend.cold_runs import compare_greedy
 from support.backend.engine_driver import Drive, Heard
 from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
-from warmline_backend.generation.sequence import Generation, Piece, Progress, next_cut
-from warmline_backend.kv_cache.kv import RowsGone
-from warmline_backend.kv_cache.residents import ResidentGone, ResidentMismatch
+from warmline_backend.generation.sequence import GenerationRequest, PrefillProgress, TokenEvent, find_chunk_end
+from warmline_backend.kv_cache.kv import RowsUnavailableError
+from warmline_backend.kv_cache.residents import ResidentMismatchError, ResidentNotFoundError
 from warmline_backend.request.params import GenerationParams
 
 
@@ -77,22 +77,22 @@ def test_two_conversations_on_one_resident_do_not_disturb_each_other(family: str
 def test_residents_refuse_what_they_are_not(root: Path) -> None:
     drive = Drive(served("gemma3", root))
     held = drive.run(prompt_of(60), 4).settled.resident
-    with pytest.raises(ResidentGone):
+    with pytest.raises(ResidentNotFoundError):
         drive.submit(prompt_of(80), resident="nobody", reuse=10)
-    with pytest.raises(ResidentMismatch, match="other tokens"):
+    with pytest.raises(ResidentMismatchError, match="other tokens"):
         drive.submit(prompt_of(80, 2), resident=held, reuse=64)
-    with pytest.raises(ResidentMismatch, match="can't be continued at 10"):
+    with pytest.raises(ResidentMismatchError, match="can't be continued at 10"):
         drive.submit(prompt_of(80), resident=held, reuse=10)  # the window has passed it
-    with pytest.raises(ResidentMismatch):
+    with pytest.raises(ResidentMismatchError):
         drive.submit(prompt_of(60), resident=held, reuse=60)  # nothing would be left to compute
-    assert held in drive.scheduler.residents and drive.scheduler.idle
+    assert held in drive.scheduler.residents and drive.scheduler.is_idle
 
 
 def test_a_state_is_of_no_use_without_the_window_that_belongs_to_it(root: Path) -> None:
     drive = Drive(served("baichuan_m1", root), step=50)
     first = drive.run(prompt_of(200), 8, checkpoints=(20, 100))
     assert (first.settled.checkpoints, first.settled.positions) == ([20, 100, 208], [208])
-    with pytest.raises(ResidentMismatch, match="can't be continued at 100"):
+    with pytest.raises(ResidentMismatchError, match="can't be continued at 100"):
         drive.submit(prompt_of(100) + prompt_of(10, 4), resident=first.settled.resident, reuse=100)
     onward = prompt_of(200) + first.generated + prompt_of(10, 4)
     more = drive.run(onward, 12, resident=first.settled.resident, reuse=208)
@@ -113,8 +113,8 @@ def test_within_the_window_a_state_is_enough(root: Path) -> None:
 def test_padding_keeps_unlike_lengths_in_batches_of_their_own(root: Path) -> None:
     drive = Drive(served("llama", root))
     lone = [drive.submit(prompt_of(length), 100)[1] for length in (600, 20, 22, 24)]
-    drive.until(lambda: all(any(isinstance(event, Piece) for event in one.events) for one in lone))
-    sizes = sorted(len(group.sequences) for group in drive.scheduler._lineup.groups)
+    drive.until(lambda: all(any(isinstance(event, TokenEvent) for event in one.events) for one in lone))
+    sizes = sorted(len(group.sequences) for group in drive.scheduler._queues.groups)
     assert sizes == [1, 3]
     assert drive.scheduler.running_bytes == 512 * (768 + 3 * 256), "a buffer grows by 256 rows"
 
@@ -158,24 +158,24 @@ def test_a_cancel_takes_effect_after_the_present_step(root: Path) -> None:
     running = [drive.submit(prompt_of(length), 500) for length in (20, 400, 300)]
     drive.until(lambda: all(heard.chunks for _, heard in running))
     for name, heard in running:
-        work = drive.scheduler.turn()
+        work = drive.scheduler.step()
         next(work)
         before, settled = len(heard.events), drive.scheduler.cancel(name)
         for _ in work:
             pass
         assert settled is not None and settled.finish == "cancelled"
         assert heard.over and len(heard.events) == before + 1, "not another token, not another chunk"
-    assert drive.scheduler.idle
+    assert drive.scheduler.is_idle
 
 
 def test_what_is_asked_between_steps_may_end_everything(root: Path) -> None:
     drive = Drive(served("llama", root), step=16)
     running = [drive.submit(prompt_of(length), 50) for length in (20, 22, 300, 200)]
     drive.until(lambda: len(running[1][1].events) > 5 and bool(running[2][1].chunks))
-    for _ in drive.scheduler.turn():
+    for _ in drive.scheduler.step():
         for name, _ in running:
             drive.scheduler.cancel(name)
-    assert all(heard.settled.finish == "cancelled" for _, heard in running) and drive.scheduler.idle
+    assert all(heard.settled.finish == "cancelled" for _, heard in running) and drive.scheduler.is_idle
 
 
 def test_cancel_of_what_is_not_running_says_so(root: Path) -> None:
@@ -183,7 +183,7 @@ def test_cancel_of_what_is_not_running_says_so(root: Path) -> None:
     assert drive.scheduler.cancel("nobody") is None
     name, heard = drive.submit(prompt_of(30), 5)
     settled = drive.scheduler.cancel(name)  # still queued
-    assert settled is not None and settled.prefilled_until == 0 and heard.over and drive.scheduler.idle
+    assert settled is not None and settled.prefilled_until == 0 and heard.over and drive.scheduler.is_idle
 
 
 def test_reuse_off_keeps_nothing(root: Path) -> None:
@@ -219,13 +219,13 @@ def test_logprobs_are_those_of_the_cold_run(root: Path) -> None:
     truth = cold(drive.served, "llama", prompt_of(50), 6)
     expected = [float(row[token]) for row, token in zip(truth.logprobs, truth.tokens, strict=True)]
     assert heard.logprobs == pytest.approx(expected, abs=1e-4)
-    pieces = [event for event in heard.events if isinstance(event, Piece) and event.logprobs]
+    pieces = [event for event in heard.events if isinstance(event, TokenEvent) and event.logprobs]
     assert all(piece.logprobs and piece.logprobs.top[0][0] == piece.logprobs.token for piece in pieces)
 
 
 def test_progress_is_told_chunk_by_chunk(root: Path) -> None:
     heard = Drive(served("llama", root), step=32).run(prompt_of(100), 1)
-    assert [(e.done, e.total) for e in heard.events if isinstance(e, Progress)] == [
+    assert [(e.done, e.total) for e in heard.events if isinstance(e, PrefillProgress)] == [
         (0, 100),
         (32, 100),
         (64, 100),
@@ -239,7 +239,7 @@ def test_progress_is_told_chunk_by_chunk(root: Path) -> None:
     [(0, 99, (), 32), (90, 99, (), 99), (0, 99, (10, 50), 10), (10, 99, (10, 50), 42), (42, 99, (10, 50), 50)],
 )
 def test_chunks_end_at_checkpoints(start: int, end: int, checkpoints: tuple[int, ...], cut: int) -> None:
-    assert next_cut(start, end, 32, checkpoints) == cut
+    assert find_chunk_end(start, end, 32, checkpoints) == cut
 
 
 def test_a_save_after_a_takeover_never_writes_the_new_owners_tokens(root: Path) -> None:
@@ -247,17 +247,19 @@ def test_a_save_after_a_takeover_never_writes_the_new_owners_tokens(root: Path) 
     first = drive.run(prompt_of(80), 20)
     resident = first.settled.resident
     name, _ = drive.submit(prompt_of(90) + prompt_of(200, 7), 5, resident=resident, reuse=80)  # leaves its tail behind
-    drive.until(lambda: bool(drive.scheduler._lineup.groups))
-    assert drive.scheduler.kv_of(80, resident=resident).tokens[:80] == prompt_of(80)
-    with pytest.raises(RowsGone):
-        drive.scheduler.kv_of(100, resident=resident)
-    assert drive.scheduler.kv_of(280, running=name).length > 280
+    drive.until(lambda: bool(drive.scheduler._queues.groups))
+    assert drive.scheduler.find_kv(80, resident_id=resident).tokens[:80] == prompt_of(80)
+    with pytest.raises(RowsUnavailableError):
+        drive.scheduler.find_kv(100, resident_id=resident)
+    assert drive.scheduler.find_kv(280, running_id=name).length > 280
 
 
 def test_a_request_that_asks_for_no_resident_leaves_none(root: Path) -> None:
     drive = Drive(served("llama", root))
     heard = Heard()
     params = GenerationParams(max_tokens=3, ignore_eos=True)
-    drive.scheduler.submit(Generation("direct", prompt_of(30), params, heard.events.append, kept=False))
+    drive.scheduler.submit(
+        GenerationRequest("direct", prompt_of(30), params, heard.events.append, leaves_resident=False)
+    )
     drive.until(lambda: heard.over)
     assert heard.settled.resident == "" and len(drive.scheduler.residents) == 0

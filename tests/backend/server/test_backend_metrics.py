@@ -14,13 +14,13 @@ from support.backend.live_backend import BODY, SECRET, WAIT_S, Live, live, settl
 from support.metrics_text import Scraped
 from warmline_backend.engine import kv_transfer as storage
 from warmline_backend.generation.sequence import Sequence
-from warmline_backend.generation.step_stats import Spread
-from warmline_backend.kv_cache.kv import RowsGone
-from warmline_backend.kv_cache.residents import ResidentGone
-from warmline_backend.kv_cache.segment_io import BadChain, Cancelled
-from warmline_backend.scheduler.capacity import TooLarge
+from warmline_backend.generation.step_stats import StepHistogram
+from warmline_backend.kv_cache.kv import RowsUnavailableError
+from warmline_backend.kv_cache.residents import ResidentNotFoundError
+from warmline_backend.kv_cache.segment_io import BadChainError, OperationCancelledError
+from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_backend.scheduler.scheduler import Scheduler
-from warmline_backend.server.metrics import reason_of
+from warmline_backend.server.metrics import classify_failure
 from warmline_common.protocol.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
 
 FolderOf = Callable[..., Path]
@@ -38,7 +38,7 @@ async def scrape(backend: Live, **headers: str) -> Scraped:
 
 
 def test_values_are_spread_over_buckets() -> None:
-    spread = Spread((1.0, 2.5))
+    spread = StepHistogram((1.0, 2.5))
     for value in (0.5, 1.0, 2.0, 9.0):
         spread.add(value)
     copied = spread.copy()
@@ -52,15 +52,15 @@ def test_the_tally_has_what_requests_were_told(root: Path) -> None:
     _, one = drive.submit(prompt_of(40), 60)
     _, two = drive.submit(prompt_of(40, 2), 60)
     drive.until(lambda: one.over and two.over)
-    tally, timings = drive.scheduler.tally, [each.settled.timings for each in (one, two)]
+    tally, timings = drive.scheduler.step_stats, [each.settled.timings for each in (one, two)]
     assert tally.prefilled_tokens == sum(each.prefilled for each in timings) == 80
     assert tally.decoded_tokens == sum(each.decoded for each in timings) == 120
-    assert tally.batches.sum == 120, "a token for each sequence of each step"
-    assert tally.batches.count == tally.decodes.count < 120, "two shared some steps"
-    assert tally.chunks.count == 6, "39 tokens, 16 at a time, twice"
-    assert {finish: count for finish, count in tally.ended.items() if count} == {"length": 2}
+    assert tally.batch_sizes.sum == 120, "a token for each sequence of each step"
+    assert tally.batch_sizes.count == tally.decode_seconds.count < 120, "two shared some steps"
+    assert tally.chunk_seconds.count == 6, "39 tokens, 16 at a time, twice"
+    assert {finish: count for finish, count in tally.finish_counts.items() if count} == {"length": 2}
     drive.turn()
-    assert tally.copy() is not tally and tally.copy().ended == tally.ended
+    assert tally.copy() is not tally and tally.copy().finish_counts == tally.finish_counts
 
 
 def test_a_failed_step_is_counted_with_what_it_took_along(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_failed_step_is_counted_with_what_it_took_along(root: Path, monkeypatc
 
     monkeypatch.setattr(Sequence, "prefill_chunk", fail)
     drive.run(prompt_of(40))
-    assert drive.scheduler.tally.failed_steps == 1 and drive.scheduler.tally.ended["discarded"] == 1
+    assert drive.scheduler.step_stats.failed_steps == 1 and drive.scheduler.step_stats.finish_counts["discarded"] == 1
 
 
 @pytest.mark.parametrize(
@@ -79,17 +79,17 @@ def test_a_failed_step_is_counted_with_what_it_took_along(root: Path, monkeypatc
     [
         (OSError(28, "full"), "ENOSPC"),
         (OSError("no number"), "EIO"),
-        (Cancelled(), "cancelled"),
+        (OperationCancelledError(), "cancelled"),
         (asyncio.CancelledError(), "cancelled"),
-        (ResidentGone("a"), "gone"),
-        (RowsGone("a"), "gone"),
-        (BadChain("a"), "bad_chain"),
-        (TooLarge("a"), "too_large"),
+        (ResidentNotFoundError("a"), "gone"),
+        (RowsUnavailableError("a"), "gone"),
+        (BadChainError("a"), "bad_chain"),
+        (KvTooLargeError("a"), "too_large"),
         (ValueError("whose text says a secret"), "other"),
     ],
 )
 def test_reasons_are_single_words(error: BaseException, reason: str) -> None:
-    assert reason_of(error) == reason
+    assert classify_failure(error) == reason
 
 
 # ---- through its door
@@ -104,11 +104,11 @@ def test_what_a_backend_tells(tiny_folder: FolderOf, tmp_path: Path, monkeypatch
         kept = ended.prefilled_until
         save = SaveRequest(request_id="s", resident=ended.resident, segments=[SegmentSpec(id=ID, start=0, end=kept)])
         with monkeypatch.context() as planted:
-            planted.setattr(storage, "write_file", no_space)
+            planted.setattr(storage, "write_segment_file", no_space)
             assert (await backend.json("POST", "/kv/save", save))[0] == 507
         assert (await backend.json("POST", "/kv/save", save))[0] == 200
         chain = [SegmentRef(id=ID, start=0, end=kept, upto=kept)]
-        held = backend.service.residents(with_ids=True).residents[-1].ids or b""
+        held = backend.service.list_residents(with_ids=True).residents[-1].ids or b""
         for name, status in ((ID, 200), ("b" * 32, 409)):
             chain[0].id = name
             restore = RestoreRequest(request_id=name, tokens=held, chain=chain)
@@ -116,7 +116,7 @@ def test_what_a_backend_tells(tiny_folder: FolderOf, tmp_path: Path, monkeypatch
         constrained = {**BODY, "response_format": {"type": "json_object"}, "ignore_eos": False}
         await backend.json("POST", "/v1/chat/completions", constrained)
         found = await scrape(backend)
-        status_now, snapshot = backend.service.status(), backend.engine.snapshot
+        status_now, snapshot = backend.service.read_status(), backend.engine.snapshot
         assert found.total(f"{P}prefilled_tokens_total") > tokens == ended.timings.prefilled
         assert found.total(f"{P}decoded_tokens_total") > ended.timings.decoded == 6
         assert found.by(f"{P}generations_total", "finish") == {("length",): 2}

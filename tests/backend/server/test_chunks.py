@@ -10,8 +10,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from support.backend.small_tokenizers import byte_level, sentence_piece
-from warmline_backend.server.chunks import ChunkWriter, TokenNames
-from warmline_common.protocol.sse import ChunkFold, EventParser
+from warmline_backend.server.chunks import ChunkEncoder, TokenDecoder
+from warmline_common.protocol.sse import ChunkAggregator, SseParser
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +20,12 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
 
 
 def payloads(*events: bytes) -> list[dict[str, Any]]:
-    parser = EventParser()
+    parser = SseParser()
     return [json.loads(event.data) for event in parser.feed(b"".join(events))]
 
 
 def folded(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    fold = ChunkFold()
+    fold = ChunkAggregator()
     for chunk in chunks:
         fold.add(chunk)
     return fold.result()
@@ -36,8 +36,14 @@ def first_id(tokenizer: TokenizerWrapper, text: str) -> int:
 
 
 def test_a_chat_stream_is_what_the_sdk_expects() -> None:
-    writer = ChunkWriter("chat", "r1", "smol", 1234)
-    stream = [writer.role(), writer.text("Par"), writer.text("is"), writer.finish("stop"), writer.usage(10, 2, 8)]
+    writer = ChunkEncoder("chat", "r1", "smol", 1234)
+    stream = [
+        writer.encode_role(),
+        writer.encode_text("Par"),
+        writer.encode_text("is"),
+        writer.encode_finish("stop"),
+        writer.encode_usage(10, 2, 8),
+    ]
     chunks = payloads(*stream)
     parsed = [ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in chunks]
     assert {(chunk.id, chunk.model, chunk.created) for chunk in parsed} == {("chatcmpl-r1", "smol", 1234)}
@@ -54,9 +60,14 @@ def test_a_chat_stream_is_what_the_sdk_expects() -> None:
 
 
 def test_a_completion_stream_is_what_the_sdk_expects() -> None:
-    writer = ChunkWriter("completion", "r1", "smol", 1234)
-    assert writer.role() == b""
-    chunks = payloads(writer.text(" Par"), writer.text("is"), writer.finish("stop", "END"), writer.usage(3, 2, 0))
+    writer = ChunkEncoder("completion", "r1", "smol", 1234)
+    assert writer.encode_role() == b""
+    chunks = payloads(
+        writer.encode_text(" Par"),
+        writer.encode_text("is"),
+        writer.encode_finish("stop", "END"),
+        writer.encode_usage(3, 2, 0),
+    )
     Completion.model_validate(chunks[2], strict=True)
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:3]] == [None, None, "stop"]
     assert [chunk["object"] for chunk in chunks] == ["text_completion"] * 4
@@ -66,10 +77,10 @@ def test_a_completion_stream_is_what_the_sdk_expects() -> None:
 
 
 def test_chat_logprobs_have_openais_shape(bpe: TokenizerWrapper) -> None:
-    names, writer = TokenNames(bpe), ChunkWriter("chat", "r", "m", 1)
+    names, writer = TokenDecoder(bpe), ChunkEncoder("chat", "r", "m", 1)
     a, b = first_id(bpe, "a"), first_id(bpe, "b")
-    entry = names.logprob(a, -0.25, [(a, -0.25), (b, -float("inf"))])
-    chunks = payloads(writer.text("a", [entry]), writer.text("a", [entry]), writer.finish("stop"))
+    entry = names.decode_logprob(a, -0.25, [(a, -0.25), (b, -float("inf"))])
+    chunks = payloads(writer.encode_text("a", [entry]), writer.encode_text("a", [entry]), writer.encode_finish("stop"))
     ChatCompletionChunk.model_validate(chunks[0], strict=True)
     answer = ChatCompletion.model_validate(folded(chunks), strict=True)
     logprobs = answer.choices[0].logprobs
@@ -80,9 +91,13 @@ def test_chat_logprobs_have_openais_shape(bpe: TokenizerWrapper) -> None:
 
 
 def test_the_older_endpoints_logprobs_carry_offsets(bpe: TokenizerWrapper) -> None:
-    names, writer = TokenNames(bpe), ChunkWriter("completion", "r", "m", 1)
-    entries = [names.logprob(first_id(bpe, text), -1.0, [(first_id(bpe, "x"), -2.0)]) for text in ("a", "b", "c")]
-    chunks = payloads(writer.text("ab", entries[:2]), writer.text("c", entries[2:]), writer.finish("stop"))
+    names, writer = TokenDecoder(bpe), ChunkEncoder("completion", "r", "m", 1)
+    entries = [
+        names.decode_logprob(first_id(bpe, text), -1.0, [(first_id(bpe, "x"), -2.0)]) for text in ("a", "b", "c")
+    ]
+    chunks = payloads(
+        writer.encode_text("ab", entries[:2]), writer.encode_text("c", entries[2:]), writer.encode_finish("stop")
+    )
     answer = Completion.model_validate(folded(chunks), strict=True)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
@@ -92,7 +107,7 @@ def test_the_older_endpoints_logprobs_carry_offsets(bpe: TokenizerWrapper) -> No
 
 def test_a_token_that_is_half_a_character_has_its_exact_bytes(bpe: TokenizerWrapper) -> None:
     ids = bpe.encode("é😀 \n", add_special_tokens=False)
-    entries = [TokenNames(bpe).logprob(token, -1.0) for token in ids]
+    entries = [TokenDecoder(bpe).decode_logprob(token, -1.0) for token in ids]
     assert b"".join(entry.raw for entry in entries) == "é😀 \n".encode()
     assert entries[0].token == "\ufffd"
 
@@ -100,9 +115,9 @@ def test_a_token_that_is_half_a_character_has_its_exact_bytes(bpe: TokenizerWrap
 def test_byte_fallback_tokens_have_their_exact_bytes(tmp_path: Path) -> None:
     tokenizer = sentence_piece(tmp_path)
     ids = tokenizer.encode("é", add_special_tokens=False)[-2:]
-    assert b"".join(TokenNames(tokenizer).logprob(token, -1.0).raw for token in ids) == "é".encode()
+    assert b"".join(TokenDecoder(tokenizer).decode_logprob(token, -1.0).raw for token in ids) == "é".encode()
 
 
 def test_an_error_event_has_openais_error_object() -> None:
-    (error,) = payloads(ChunkWriter("chat", "r", "m", 1).error("it broke", code="x"))
+    (error,) = payloads(ChunkEncoder("chat", "r", "m", 1).encode_error("it broke", code="x"))
     assert error == {"error": {"message": "it broke", "type": "server_error", "param": None, "code": "x"}}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from support.backend.live_backend import BODY, Live, settled, with_backend
-from warmline_common.protocol.messages import ForgetRequest
+from warmline_common.protocol.messages import ClearCacheRequest
 from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 
 FolderOf = Callable[..., Path]
@@ -23,12 +23,12 @@ def test_nothing_holds_what_was_said(tiny_folder: FolderOf, tmp_path: Path) -> N
             assert (await settled(response)).resident
         tokens = unpack_tokens(prompt.tokens)[20:60]
         assert len(holding(CANARY, tokens)) >= 2
-        (resident,) = backend.service.residents(with_ids=False).residents
+        (resident,) = backend.service.list_residents(with_ids=False).residents
         for kept in (resident.id, "a"):
-            status, _ = await backend.json("POST", "/kv/forget", ForgetRequest(keep=[kept]))
-            assert status == 200 and backend.service.residents(with_ids=False).residents == [resident]
+            status, _ = await backend.json("POST", "/kv/forget", ClearCacheRequest(keep=[kept]))
+            assert status == 200 and backend.service.list_residents(with_ids=False).residents == [resident]
         status, _ = await backend.json("POST", "/kv/forget")
-        assert status == 200 and backend.service.residents(with_ids=False).residents == []
+        assert status == 200 and backend.service.list_residents(with_ids=False).residents == []
         del resident
         async with backend.generation("b", waiting) as response:
             assert response.status == 410, "it is rendered again by who still wants it"

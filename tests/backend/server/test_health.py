@@ -12,18 +12,18 @@ import pytest
 from support.backend.live_backend import ENDLESS, WAIT_S, Chunks, Hold, Live, live, settled, until, with_backend
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_backend.server import health
-from warmline_common.protocol.messages import Pulse, Status, decode
+from warmline_common.protocol.messages import BackendStatus, HealthReply, decode
 
 FolderOf = Callable[..., Path]
 
 
-async def pulse(backend: Live) -> Pulse:
+async def pulse(backend: Live) -> HealthReply:
     async with backend.session.get("/health") as response:  # without a secret
         assert response.status == 200
-        return decode(await response.read(), Pulse)
+        return decode(await response.read(), HealthReply)
 
 
-async def at_rest(backend: Live) -> Pulse:
+async def at_rest(backend: Live) -> HealthReply:
     """The engine has done all that it had to."""
     async with asyncio.timeout(WAIT_S):
         while (told := await pulse(backend)).busy:
@@ -84,7 +84,7 @@ def test_whoever_listens_hears_of_the_engines_end(tiny_folder: FolderOf, tmp_pat
             await until(response, b'"content":"')
 
             def break_it(scheduler: Scheduler) -> None:
-                scheduler._decode = lambda group: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+                scheduler._decode_group = lambda group: 1 / 0  # type: ignore[assignment, method-assign, return-value]
 
             await backend.ask(break_it)
             error = await until(response, b'"error"')
@@ -123,7 +123,7 @@ def test_an_idle_engine_is_ready_when_it_computes_a_token(
             raise RuntimeError("the device is gone")
 
         monkeypatch.setattr(scheduler, "probe", broken)
-        monkeypatch.setattr(health, "PROBE_EVERY_S", 0.0)
+        monkeypatch.setattr(health, "PROBE_INTERVAL_S", 0.0)
         assert await ready_at_rest(backend) == (503, "the engine could not compute a token: the device is gone")
         gc.collect()
         assert complaints == [], "whoever asked has heard"
@@ -145,7 +145,7 @@ def test_a_token_that_does_not_come_is_not_ready(
             planted.setattr(backend.engine.scheduler, "probe", hang)
             asking = asyncio.ensure_future(ready_at_rest(backend))
             assert await asyncio.to_thread(begun.wait, WAIT_S)
-            planted.setattr(health, "PROBE_WAIT_S", 0.01)
+            planted.setattr(health, "PROBE_TIMEOUT_S", 0.01)
             assert await ready(backend) == (503, "the engine has not computed a token in 0.01 s")
             go_on.set()
             assert await asking == (200, ""), "who has asked before hears of it when it comes"
@@ -187,11 +187,11 @@ def test_a_process_that_shuts_down_is_not_ready(tiny_folder: FolderOf, tmp_path:
 
 def test_vitals_are_the_same_after_each_request_that_leaves_nothing(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
-        async def told() -> Status:
+        async def told() -> BackendStatus:
             """Once the step that decoding computes ahead is over: it ends after its request has, and holds memory."""
             await backend.ask(lambda _: mx.synchronize())
             async with backend.call("GET", "/kv/status") as response:
-                return decode(await response.read(), Status)
+                return decode(await response.read(), BackendStatus)
 
         async def leave(name: str) -> None:
             async with backend.generation(name, await backend.prompt(ENDLESS)) as response:
@@ -199,7 +199,7 @@ def test_vitals_are_the_same_after_each_request_that_leaves_nothing(tiny_folder:
                 status, _ = await backend.json("DELETE", f"/requests/{name}")
                 assert status == 200
                 resident = (await settled(response)).resident
-            assert await backend.service.drop_resident(resident)
+            assert await backend.service.delete_resident(resident)
 
         gc.collect()  # what other tests left in this process must not go while this one weighs
         await leave("warm up")

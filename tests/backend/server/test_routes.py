@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from support.backend.live_backend import BODY, ENDLESS, SECRET, WAIT_S, Chunks, Live, settled, until, when, with_backend
-from warmline_backend.generation.sequence import Generation
+from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.request.params import GenerationParams
-from warmline_backend.scheduler.capacity import TooLarge
+from warmline_backend.scheduler.capacity import KvTooLargeError
 from warmline_backend.server import prompt_store
 from warmline_backend.server import routes as server
 from warmline_common.protocol.messages import (
@@ -28,7 +28,7 @@ FolderOf = Callable[..., Path]
 def test_a_prompt_that_is_forgotten_is_gone(
     tiny_folder: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_store, "PROMPTS_KEPT_MAX", 1)
+    monkeypatch.setattr(prompt_store, "PROMPTS_MAX", 1)
 
     async def work(backend: Live) -> None:
         first, second = await backend.prompt(), await backend.prompt()
@@ -50,8 +50,8 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once(tiny_folder: FolderOf, t
             assert "takes 0.3 MB, the memory budget is 0.2 MB" in error["message"]
             assert "shorten the prompt or raise --memory-budget-gb" in error["message"]
         assert (await backend.json("POST", "/v1/chat/completions", BODY))[0] == 200
-        same = Generation("a", [1] * 199, GenerationParams(max_tokens=50_000), listener=print)
-        with pytest.raises(TooLarge) as refused:
+        same = GenerationRequest("a", [1] * 199, GenerationParams(max_tokens=50_000), listener=print)
+        with pytest.raises(KvTooLargeError) as refused:
             await backend.ask(lambda scheduler: scheduler.submit(same))
         assert str(refused.value) == error["message"], "the engine would have said the same"
 
@@ -134,13 +134,13 @@ def test_a_reader_that_takes_nothing_is_cut_off(
         head = {"Host": "x", "Authorization": f"Bearer {SECRET}", HEADER_PROMPT: prompt.prompt_id, HEADER_REQUEST: "a"}
         lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
         await loop.sock_sendall(reader, f"POST /v1/chat/completions HTTP/1.1\r\n{lines}\r\n".encode())
-        await when(lambda: backend.service.generations.under_way == ["a"])
+        await when(lambda: backend.service.inflight.request_ids == ["a"])
         async with asyncio.timeout(WAIT_S):
-            await backend.service.generations.until_none()
-            while await backend.ask(lambda scheduler: scheduler.running):
+            await backend.service.inflight.wait_until_empty()
+            while await backend.ask(lambda scheduler: scheduler.running_count):
                 pass
         reader.close()
-        assert backend.service.residents(with_ids=False).residents[0].tokens < 50_000
+        assert backend.service.list_residents(with_ids=False).residents[0].tokens < 50_000
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 

@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 
 from support import tiny_models
-from warmline_backend.config import ConfigError, parse_config
+from warmline_backend.config import BackendConfigError, parse_config
 from warmline_backend.engine import kv_transfer as storage
 from warmline_backend.engine.engine import Engine
-from warmline_backend.engine.inflight import UnknownRequest
+from warmline_backend.engine.inflight import UnknownGenerationError
 from warmline_backend.generation import rates
-from warmline_backend.generation.sequence import Ended
-from warmline_backend.kv_cache.segment_io import BadChain, Cancelled, write_file
-from warmline_backend.model.model import load
+from warmline_backend.generation.sequence import EndedEvent
+from warmline_backend.kv_cache.segment_io import BadChainError, OperationCancelledError, write_segment_file
+from warmline_backend.model.model import load_served_model
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.server import prompt_store
-from warmline_backend.server.prompt_store import UnknownPrompt
+from warmline_backend.server.prompt_store import UnknownPromptError
 from warmline_backend.server.service import Service
 from warmline_backend.structured_output.constraint import Constraint
-from warmline_common.protocol.messages import RestoreRequest, SaveRequest, SegmentRef, SegmentSpec, Settled
+from warmline_common.protocol.messages import GenerationResult, RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
 from warmline_common.storage.home import Home
 
 BODY = {"messages": [{"role": "user", "content": "hello " * 30}], "max_tokens": 6, "ignore_eos": True}
@@ -42,7 +42,7 @@ async def running(folder: Path, *flags: str) -> AsyncIterator[tuple[Service, Hom
         exact = config.reuse == "exact"
         quantized = {"kv_bits": config.kv_bits, "kv_group_size": config.kv_group_size}
         settings = SchedulerSettings("boot", 1 << 30, config.prefill_step_size, 8, True, exact)
-        return Scheduler(load(config.model, config.served_name, **quantized), settings)
+        return Scheduler(load_served_model(config.model, config.served_name, **quantized), settings)
 
     engine = Engine(make_scheduler)
     service = Service(config, home, engine, "boot")
@@ -64,24 +64,24 @@ def in_service(tmp_path: Path, work: Callable[[Service, Home], Awaitable[None]],
     asyncio.run(run())
 
 
-async def generated(service: Service, name: str = "r") -> tuple[Settled, bytes]:
+async def generated(service: Service, name: str = "r") -> tuple[GenerationResult, bytes]:
     """A generation, run to its end, and its packed prompt."""
-    prompt = await service.render("chat", BODY, 10)
-    with service.accepted(name) as call:
+    prompt = await service.render_prompt("chat", BODY, 10)
+    with service.accept(name) as call:
         await service.generate(call, prompt)
-        while not isinstance(event := await call.events.get(), Ended):
+        while not isinstance(event := await call.events.get(), EndedEvent):
             pass
-    return event.settled, bytes(service.residents(with_ids=True).residents[-1].ids or b"")
+    return event.result, bytes(service.list_residents(with_ids=True).residents[-1].ids or b"")
 
 
-def save_request(settled: Settled) -> SaveRequest:
+def save_request(settled: GenerationResult) -> SaveRequest:
     specs = [SegmentSpec(id=IDS[0], start=0, end=64), SegmentSpec(id=IDS[1], start=64, end=settled.prefilled_until)]
     return SaveRequest(request_id="save", resident=settled.resident, segments=specs)
 
 
 def behind(service: Service) -> "Future[None]":
     """Done once the writer has done all that it was given."""
-    return service.loaded.storage._writer.submit(lambda: None)
+    return service.runtime.kv_transfer._writer_pool.submit(lambda: None)
 
 
 def stored(home: Home) -> list[str]:
@@ -95,10 +95,10 @@ def test_a_save_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         def disk_full(path: Path, *rest: object) -> object:
             if path.stem == IDS[1]:
                 raise OSError(28, "No space left on device")
-            return write_file(path, *rest)  # type: ignore[arg-type]
+            return write_segment_file(path, *rest)  # type: ignore[arg-type]
 
         with monkeypatch.context() as planted:
-            planted.setattr(storage, "write_file", disk_full)
+            planted.setattr(storage, "write_segment_file", disk_full)
             with pytest.raises(OSError, match="No space left"):
                 await service.save(save_request(settled))
         assert stored(home) == []
@@ -118,11 +118,11 @@ def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pyt
             writing.set()
             go_on.wait(10)
             try:
-                return write_file(path, *rest)  # type: ignore[arg-type]
+                return write_segment_file(path, *rest)  # type: ignore[arg-type]
             finally:
                 written.set()
 
-        monkeypatch.setattr(storage, "write_file", slow)
+        monkeypatch.setattr(storage, "write_segment_file", slow)
         saving = asyncio.ensure_future(service.save(save_request(settled)))
         await asyncio.to_thread(writing.wait, 10)
         if leaving == "cancelled by id":
@@ -130,12 +130,12 @@ def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pyt
             await asyncio.sleep(0)
             go_on.set()
             assert (await cancelling).finish == "cancelled"
-            with pytest.raises(Cancelled):
+            with pytest.raises(OperationCancelledError):
                 await saving
         else:
             if leaving == "gone once it is written":
                 go_on.set()
-                service.loaded.storage._writer.submit(lambda: None).result(
+                service.runtime.kv_transfer._writer_pool.submit(lambda: None).result(
                     10
                 )  # holding the loop up, so that nobody hears of it
             saving.cancel()
@@ -144,7 +144,7 @@ def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pyt
             go_on.set()
         await asyncio.to_thread(written.wait, 10)
         await asyncio.get_running_loop().run_in_executor(
-            service.loaded.storage._writer, lambda: None
+            service.runtime.kv_transfer._writer_pool, lambda: None
         )  # behind what was being written
         assert stored(home) == []
 
@@ -153,36 +153,36 @@ def test_a_save_that_is_given_up_leaves_no_file(tmp_path: Path, monkeypatch: pyt
 
 def test_prompts_are_kept_within_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(service: Service, home: Home) -> None:
-        first, *_, last = [await service.render("chat", BODY, 10) for _ in range(4)]
-        assert service.prompts.get(first.id) and service.prompts.tokens_kept == 4 * len(last.tokens)
-        monkeypatch.setattr(prompt_store, "PROMPTS_KEPT_MAX", 4)
-        await service.render("chat", BODY, 10)
-        with pytest.raises(UnknownPrompt):
+        first, *_, last = [await service.render_prompt("chat", BODY, 10) for _ in range(4)]
+        assert service.prompts.get(first.id) and service.prompts.tokens_stored == 4 * len(last.tokens)
+        monkeypatch.setattr(prompt_store, "PROMPTS_MAX", 4)
+        await service.render_prompt("chat", BODY, 10)
+        with pytest.raises(UnknownPromptError):
             service.prompts.get(first.id)
-        monkeypatch.setattr(prompt_store, "PROMPT_TOKENS_KEPT_MAX", 1)
-        latest = await service.render("chat", BODY, 10)
-        assert service.prompts.get(latest.id) and service.prompts.tokens_kept == len(latest.tokens)
-        with pytest.raises(UnknownPrompt):
+        monkeypatch.setattr(prompt_store, "PROMPT_TOKENS_MAX", 1)
+        latest = await service.render_prompt("chat", BODY, 10)
+        assert service.prompts.get(latest.id) and service.prompts.tokens_stored == len(latest.tokens)
+        with pytest.raises(UnknownPromptError):
             service.prompts.get(last.id)
         held = replace(latest, constraint=Constraint(grammar="x" * 100 * prompt_store.CHARS_PER_TOKEN))
-        assert held.weight == latest.weight + 100, "a form may be longer than its prompt"
+        assert held.weight_tokens == latest.weight_tokens + 100, "a form may be longer than its prompt"
 
     in_service(tmp_path, work)
 
 
 def test_what_is_saved_is_restored_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "TELLING_BYTES", 1)
+    monkeypatch.setattr(rates, "SAMPLE_BYTES_MIN", 1)
 
     async def work(service: Service, home: Home) -> None:
         settled, tokens = await generated(service)
         await service.save(save_request(settled))
-        assert await service.drop_resident(settled.resident)
+        assert await service.delete_resident(settled.resident)
         end = settled.prefilled_until
         chain = [SegmentRef(id=IDS[0], start=0, end=64, upto=64), SegmentRef(id=IDS[1], start=64, end=end, upto=end)]
         reply = await service.restore(RestoreRequest(request_id="x", tokens=tokens, chain=chain))
         assert reply.position == end
-        assert [resident.id for resident in service.residents(with_ids=False).residents] == [reply.resident]
-        assert service.status().restore_bytes_per_s > 0
+        assert [resident.id for resident in service.list_residents(with_ids=False).residents] == [reply.resident]
+        assert service.read_status().restore_bytes_per_s > 0
 
     in_service(tmp_path, work)
 
@@ -191,7 +191,7 @@ def test_cancel_tells_how_a_request_ended(tmp_path: Path) -> None:
     async def work(service: Service, home: Home) -> None:
         settled, _ = await generated(service, "early")
         assert await service.cancel("early") == settled
-        with pytest.raises(UnknownRequest):
+        with pytest.raises(UnknownGenerationError):
             await service.cancel("nobody")
 
     in_service(tmp_path, work)
@@ -199,7 +199,7 @@ def test_cancel_tells_how_a_request_ended(tmp_path: Path) -> None:
 
 def test_exact_mode_names_its_grid_and_restores_nothing_off_it(tmp_path: Path) -> None:
     async def work(service: Service, home: Home) -> None:
-        layout = service.status().layout
+        layout = service.read_status().layout
         assert layout is not None and (layout.grid, layout.dtype) == (64, "float32")
         settled, tokens = await generated(service)
         end = settled.prefilled_until
@@ -212,7 +212,7 @@ def test_exact_mode_names_its_grid_and_restores_nothing_off_it(tmp_path: Path) -
             ]
             request = RestoreRequest(request_id="r", tokens=tokens[: 4 * position], chain=chain)
             if position % 64:
-                with pytest.raises(BadChain, match="multiples of 64 tokens, the request names 100"):
+                with pytest.raises(BadChainError, match="multiples of 64 tokens, the request names 100"):
                     await service.restore(request)
             else:
                 assert (await service.restore(request)).position == position
@@ -222,12 +222,12 @@ def test_exact_mode_names_its_grid_and_restores_nothing_off_it(tmp_path: Path) -
 
 def test_fast_mode_has_no_grid(tmp_path: Path) -> None:
     async def work(service: Service, home: Home) -> None:
-        layout = service.status().layout
+        layout = service.read_status().layout
         assert layout is not None and (layout.grid, layout.dtype) == (0, "q8")
 
     in_service(tmp_path, work, "--kv-bits", "8", "--kv-group-size", "32")
 
 
 def test_exact_mode_needs_chunks_of_two_tokens() -> None:
-    with pytest.raises(ConfigError, match="expected at least 2 with --reuse exact"):
+    with pytest.raises(BackendConfigError, match="expected at least 2 with --reuse exact"):
         parse_config(["--home", "h", "--model", "m", "--reuse", "exact", "--prefill-step-size", "1"])

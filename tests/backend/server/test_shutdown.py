@@ -14,7 +14,7 @@ import pytest
 
 from support.backend.live_backend import BODY, ENDLESS, WAIT_S, Hold, Live, settled, until, when, with_backend
 from support.processes import Running, free_port
-from warmline_backend.config import ConfigError, parse_config
+from warmline_backend.config import BackendConfigError, parse_config
 from warmline_backend.server import shutdown as draining
 from warmline_backend.server.shutdown import drain
 from warmline_common.protocol.messages import (
@@ -76,7 +76,7 @@ def test_what_is_in_the_background_is_not_waited_for(
                 hurry = asyncio.Event()
                 task = drained(backend, WAIT_S, hurry)
                 assert (await settled(background)).finish == "cancelled"
-                assert backend.service.generations.under_way == ["a"]
+                assert backend.service.inflight.request_ids == ["a"]
                 hurry.set()
             assert (await settled(response)).finish == "cancelled"
         await asyncio.wait_for(task, WAIT_S)
@@ -102,7 +102,7 @@ def test_what_does_not_end_is_cancelled_and_kept(
             end = await settled(response)
             assert end.finish == "cancelled" and end.resident
         await asyncio.wait_for(task, WAIT_S)
-        assert backend.service.generations.under_way == []
+        assert backend.service.inflight.request_ids == []
 
     with_backend(tiny_folder("llama"), tmp_path, work)
 
@@ -117,7 +117,7 @@ def test_an_engine_that_does_not_let_go_is_not_waited_for(
             await until(response, b'"content":"')
             async with Hold(backend.engine):
                 await asyncio.wait_for(drained(backend, 0.01, asyncio.Event()), WAIT_S)
-                assert backend.service.generations.under_way == ["a"]
+                assert backend.service.inflight.request_ids == ["a"]
             assert (await settled(response)).finish == "cancelled"
 
     with_backend(tiny_folder("llama"), tmp_path, work)
@@ -125,7 +125,7 @@ def test_an_engine_that_does_not_let_go_is_not_waited_for(
 
 @pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
 def test_a_drain_timeout_is_a_number_of_seconds(seconds: str) -> None:
-    with pytest.raises(ConfigError, match=r"--drain-timeout-s .*: expected a number of seconds, 0 or more"):
+    with pytest.raises(BackendConfigError, match=r"--drain-timeout-s .*: expected a number of seconds, 0 or more"):
         parse_config(["--home", "h", "--model", "m", "--drain-timeout-s", seconds])
 
 
@@ -135,10 +135,10 @@ def test_the_same_signal_again_is_a_hurry() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         await when(signals.stop.is_set)
         os.kill(os.getpid(), signal.SIGTERM)  # passed on by whoever got the other one too
-        await when(lambda: len(signals._heard) == 2)
-        assert not signals.hurry.is_set()
+        await when(lambda: len(signals._received) == 2)
+        assert not signals.stop_now.is_set()
         os.kill(os.getpid(), signal.SIGTERM)
-        await when(signals.hurry.is_set)
+        await when(signals.stop_now.is_set)
 
     asyncio.run(run())
 
@@ -204,7 +204,7 @@ class Backend:
         self.running.wait_for(says, 60)
 
     def stream(self, body: object) -> HTTPResponse:
-        headers = {"Authorization": f"Bearer {self.home.secret()}", HEADER_REQUEST: "a"}
+        headers = {"Authorization": f"Bearer {self.home.load_secret()}", HEADER_REQUEST: "a"}
         url, data = f"http://127.0.0.1:{self._port}/v1/chat/completions", json.dumps(body).encode()
         response = urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=WAIT_S)
         assert isinstance(response, HTTPResponse)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from warmline_backend.__main__ import cannot_serve
+from warmline_backend.__main__ import format_load_failure
 
 
 @pytest.mark.parametrize(
@@ -13,4 +13,4 @@ from warmline_backend.__main__ import cannot_serve
     ],
 )
 def test_a_model_that_cannot_be_served_is_named_once(why: str, said: str) -> None:
-    assert cannot_serve("/nowhere", why) == said
+    assert format_load_failure("/nowhere", why) == said

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from support.backend.engine_driver import Drive
 from support.backend.families import served
 from support.backend.small_tokenizers import CHATML, byte_level
-from warmline_backend.config import ConfigError, parse_config
+from warmline_backend.config import BackendConfigError, parse_config
 from warmline_backend.engine.engine import Engine
 from warmline_backend.prompt.messages import RESERVED_KWARGS
-from warmline_backend.prompt.renderer import Renderer
-from warmline_backend.request.params import BadRequest
+from warmline_backend.prompt.renderer import TemplateRenderer
+from warmline_backend.request.params import BadRequestError
 from warmline_backend.server.service import Service
 from warmline_common.storage.home import Home
 from warmline_run.settings.schema import SETTINGS
@@ -38,7 +38,7 @@ THINKING = (
     )
 )
 
-MakeRenderer = Callable[..., Renderer]
+MakeRenderer = Callable[..., TemplateRenderer]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
     return byte_level(tmp_path_factory.mktemp("model"), THINKING)
 
 
-def tail(renderer: Renderer, **body: Any) -> str:
+def tail(renderer: TemplateRenderer, **body: Any) -> str:
     """What the prompt ends in, after the assistant's header."""
     tokens = renderer.render("chat", {"messages": [USER], **body}).tokens
     return str(renderer._wrapper.decode(tokens)).rpartition("assistant\n")[2]
@@ -70,13 +70,13 @@ def tail(renderer: Renderer, **body: Any) -> str:
 def test_a_requests_arguments_go_before_the_settings_key_by_key(
     tokenizer: TokenizerWrapper, settings: dict[str, Any], request_kwargs: dict[str, Any] | None, expected: str
 ) -> None:
-    assert tail(Renderer(tokenizer, template_args=settings), chat_template_kwargs=request_kwargs) == expected
+    assert tail(TemplateRenderer(tokenizer, template_args=settings), chat_template_kwargs=request_kwargs) == expected
 
 
 def test_null_is_passed_as_a_value(tmp_path: Path) -> None:
     told = byte_level(tmp_path, CHATML + "{{ 'undefined' if depth is not defined else depth is none }}")
     rendered = {
-        name: told.decode(Renderer(told, template_args=args).render("chat", {"messages": [USER]}).tokens)
+        name: told.decode(TemplateRenderer(told, template_args=args).render("chat", {"messages": [USER]}).tokens)
         for name, args in {"none": {}, "null": {"depth": None}}.items()
     }
     assert rendered["none"].endswith("undefined") and rendered["null"].endswith("True")
@@ -85,14 +85,15 @@ def test_null_is_passed_as_a_value(tmp_path: Path) -> None:
 def test_thinking_or_not_are_other_tokens(tokenizer: TokenizerWrapper) -> None:
     body = {"messages": [USER]}
     thinks, does_not = (
-        Renderer(tokenizer, template_args={"enable_thinking": on}).render("chat", body).tokens for on in (True, False)
+        TemplateRenderer(tokenizer, template_args={"enable_thinking": on}).render("chat", body).tokens
+        for on in (True, False)
     )
     assert thinks != does_not and does_not[: len(thinks)] == thinks
 
 
 def test_what_the_template_refuses_in_a_request_is_a_400_with_its_reason(tokenizer: TokenizerWrapper) -> None:
-    renderer = Renderer(tokenizer, template_args={"effort": "high"})
-    with pytest.raises(BadRequest, match=r'\{"effort": "mid"\}: effort must be low or high') as caught:
+    renderer = TemplateRenderer(tokenizer, template_args={"effort": "high"})
+    with pytest.raises(BadRequestError, match=r'\{"effort": "mid"\}: effort must be low or high') as caught:
         tail(renderer, chat_template_kwargs={"effort": "mid"})
     assert caught.value.status == 400
     assert tail(renderer) == "[high]<think>", "whoever comes next is served"
@@ -100,17 +101,17 @@ def test_what_the_template_refuses_in_a_request_is_a_400_with_its_reason(tokeniz
 
 def test_what_the_template_refuses_in_the_settings_is_told_at_the_start(tokenizer: TokenizerWrapper) -> None:
     with pytest.raises(ValueError, match=r'--chat-template-args \{"effort": "mid"\}: .*effort must be low or high'):
-        Renderer(tokenizer, template_args={"effort": "mid"})
+        TemplateRenderer(tokenizer, template_args={"effort": "mid"})
 
 
 def test_a_template_that_refuses_a_mere_greeting_does_not_blame_the_arguments(tmp_path: Path) -> None:
     strict = "{% if messages|length < 2 %}{{ raise_exception('more, please') }}{% endif %}" + CHATML
-    renderer = Renderer(byte_level(tmp_path, strict), template_args={"enable_thinking": False})
+    renderer = TemplateRenderer(byte_level(tmp_path, strict), template_args={"enable_thinking": False})
     assert renderer.render("chat", {"messages": [USER, ANSWER, USER]}).tokens
 
 
 def test_a_model_without_a_template_is_served_and_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    renderer = Renderer(byte_level(tmp_path, None), template_args={"enable_thinking": False})
+    renderer = TemplateRenderer(byte_level(tmp_path, None), template_args={"enable_thinking": False})
     assert "has no effect, this model has no chat template" in caplog.text
     assert renderer.render("completion", {"prompt": "hello"}).tokens
 
@@ -150,7 +151,7 @@ def test_the_process_does_not_start_with_arguments_that_the_template_refuses(tmp
     ],
 )
 def test_reserved_names_stay_reserved(given: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(BackendConfigError, match=message):
         parse_config(["--home", "h", "--model", "m", "--chat-template-args", given])
 
 

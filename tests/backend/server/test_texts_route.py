@@ -6,7 +6,7 @@ from pathlib import Path
 from support.backend.live_backend import Live, with_backend
 from support.tiny_models import EOS, VOCABULARY
 from warmline_backend.server import runtime as loaded
-from warmline_common.protocol.messages import TextsRequest
+from warmline_common.protocol.messages import DetokenizeRequest
 from warmline_common.protocol.tokens import TOKEN_BYTES, pack_tokens
 
 FolderOf = Callable[..., Path]
@@ -17,7 +17,7 @@ def test_tokens_become_the_text_that_they_say(tiny_folder: FolderOf, tmp_path: P
         prompt = await backend.prompt({"messages": [{"role": "user", "content": "Grüße, 世界 "}]})
         second_half = 1 + len(b"user\nGr") + 1  # one token opens the message, then a token is a byte
         cut = prompt.tokens[second_half * TOKEN_BYTES : (second_half + 3) * TOKEN_BYTES] + pack_tokens([EOS])
-        asked = TextsRequest(sequences=[prompt.tokens, cut, b""])
+        asked = DetokenizeRequest(sequences=[prompt.tokens, cut, b""])
         status, reply = await backend.json("POST", "/kv/texts", asked)
         whole, with_a_half, nothing = reply["texts"]
         assert status == 200 and whole.startswith("<|im_start|>user\nGrüße, 世界 <|im_end|>")
@@ -31,7 +31,7 @@ def test_what_is_no_text_is_refused(tiny_folder: FolderOf, tmp_path: Path) -> No
 
     async def work(backend: Live) -> None:
         for sequence, why in ((b"abc", "3 bytes"), (pack_tokens([VOCABULARY]), "none of this model's"), (many, "more")):
-            status, reply = await backend.json("POST", "/kv/texts", TextsRequest(sequences=[sequence]))
+            status, reply = await backend.json("POST", "/kv/texts", DetokenizeRequest(sequences=[sequence]))
             assert status == 400 and why in reply["error"]["message"], reply
 
     with_backend(tiny_folder("llama"), tmp_path, work)

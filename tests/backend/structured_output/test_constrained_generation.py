@@ -11,11 +11,11 @@ from support import tiny_models
 from support.backend.engine_driver import Drive, Heard
 from support.backend.live_backend import Live, with_backend
 from warmline_backend.generation.sampling import LOGPROB_MIN
-from warmline_backend.generation.sequence import Generation, Piece
-from warmline_backend.model.model import ServedModel, load
-from warmline_backend.request.params import BadRequest, GenerationParams
-from warmline_backend.structured_output.compiler import Grammars
-from warmline_backend.structured_output.matcher import Guide, OffGrammar
+from warmline_backend.generation.sequence import GenerationRequest, TokenEvent
+from warmline_backend.model.model import ServedModel, load_served_model
+from warmline_backend.request.params import BadRequestError, GenerationParams
+from warmline_backend.structured_output.compiler import GrammarCompiler
+from warmline_backend.structured_output.matcher import GrammarDeadEndError, Matcher
 from warmline_common.protocol.messages import PromptRequest
 
 PEOPLE = {
@@ -35,28 +35,28 @@ PROMPT = list(range(40, 90))
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    return load(str(tiny_models.build("llama", tmp_path_factory.mktemp("model"), stops=True)), "tiny")
+    return load_served_model(str(tiny_models.build("llama", tmp_path_factory.mktemp("model"), stops=True)), "tiny")
 
 
 @pytest.fixture(scope="module")
-def grammars(served: ServedModel) -> Grammars:
-    return Grammars(served.tokenizer, served.vocabulary_size)
+def grammars(served: ServedModel) -> GrammarCompiler:
+    return GrammarCompiler(served.tokenizer, served.vocabulary_size)
 
 
-def guide(grammars: Grammars, schema: dict[str, Any]) -> Guide:
-    constraint = grammars.constraint("completion", {"structured_outputs": {"json": schema}}, None, "")
+def guide(grammars: GrammarCompiler, schema: dict[str, Any]) -> Matcher:
+    constraint = grammars.build_constraint("completion", {"structured_outputs": {"json": schema}}, None, "")
     assert constraint is not None
-    return grammars.guide(constraint)
+    return grammars.create_matcher(constraint)
 
 
-def submit(drive: Drive, guided: Guide | None, prompt: list[int] = PROMPT, **params: Any) -> Heard:
-    heard, count = Heard(), drive.scheduler.running + drive.scheduler.queued
+def submit(drive: Drive, guided: Matcher | None, prompt: list[int] = PROMPT, **params: Any) -> Heard:
+    heard, count = Heard(), drive.scheduler.running_count + drive.scheduler.queued_count
     wanted = GenerationParams(**{"max_tokens": 200, **params})
-    drive.scheduler.submit(Generation(f"g{count}", prompt, wanted, heard.events.append, guide=guided))
+    drive.scheduler.submit(GenerationRequest(f"g{count}", prompt, wanted, heard.events.append, matcher=guided))
     return heard
 
 
-def alone(served: ServedModel, guided: Guide | None, prompt: list[int] = PROMPT, **params: Any) -> Heard:
+def alone(served: ServedModel, guided: Matcher | None, prompt: list[int] = PROMPT, **params: Any) -> Heard:
     drive = Drive(served)
     heard = submit(drive, guided, prompt, **params)
     drive.until(lambda: heard.over)
@@ -75,16 +75,16 @@ MIXED: list[tuple[dict[str, Any] | None, dict[str, Any]]] = [
 
 
 def test_guided_and_free_sequences_share_a_batch_and_do_not_change_each_other(
-    served: ServedModel, grammars: Grammars
+    served: ServedModel, grammars: GrammarCompiler
 ) -> None:
-    def guided(schema: dict[str, Any] | None) -> Guide | None:
+    def guided(schema: dict[str, Any] | None) -> Matcher | None:
         return None if schema is None else guide(grammars, schema)
 
     drive, prompts = Drive(served), [[*PROMPT[:-1], 90 + n] for n in range(len(MIXED))]
     heard = [
         submit(drive, guided(schema), prompt, **params) for (schema, params), prompt in zip(MIXED, prompts, strict=True)
     ]
-    drive.until(lambda: max((len(group.sequences) for group in drive.scheduler._lineup.groups), default=0) > 4)
+    drive.until(lambda: max((len(group.sequences) for group in drive.scheduler._queues.groups), default=0) > 4)
     drive.until(lambda: all(one.over for one in heard))
     for (schema, params), prompt, one in zip(MIXED, prompts, heard, strict=True):
         by_itself = alone(served, guided(schema), prompt, **params)
@@ -95,7 +95,7 @@ def test_guided_and_free_sequences_share_a_batch_and_do_not_change_each_other(
             assert read == FIXED["const"] if schema is FIXED else len(read) in (2, 3)
 
 
-def test_an_answer_that_is_cut_ends_with_length(served: ServedModel, grammars: Grammars) -> None:
+def test_an_answer_that_is_cut_ends_with_length(served: ServedModel, grammars: GrammarCompiler) -> None:
     whole = alone(served, guide(grammars, PEOPLE)).text
     cut = alone(served, guide(grammars, PEOPLE), max_tokens=20)
     assert (cut.settled.finish, cut.text) == ("length", whole[:20])
@@ -104,13 +104,13 @@ def test_an_answer_that_is_cut_ends_with_length(served: ServedModel, grammars: G
 
 
 def test_a_finished_form_ends_the_answer_even_where_the_end_is_to_be_ignored(
-    served: ServedModel, grammars: Grammars
+    served: ServedModel, grammars: GrammarCompiler
 ) -> None:
     ended = alone(served, guide(grammars, FIXED), ignore_eos=True)
     assert ended.settled.finish == "stop" and json.loads(ended.text) == FIXED["const"]
 
 
-def test_a_finished_form_goes_before_the_least_tokens(served: ServedModel, grammars: Grammars) -> None:
+def test_a_finished_form_goes_before_the_least_tokens(served: ServedModel, grammars: GrammarCompiler) -> None:
     ended = alone(served, guide(grammars, FIXED), min_tokens=150, stop_token_ids=(5,))
     assert ended.settled.finish == "stop" and json.loads(ended.text) == FIXED["const"]
 
@@ -140,47 +140,47 @@ def test_only_allowed_tokens_are_generated(served: ServedModel) -> None:
     assert set(heard.generated) == {65, 66} and heard.settled.finish == "length"
 
 
-def test_allowed_tokens_and_a_form_are_refused(grammars: Grammars) -> None:
-    with pytest.raises(BadRequest, match="can't be combined") as refused:
-        grammars.constraint("completion", {"grammar": 'root ::= "a"', "allowed_token_ids": [65]}, None, "")
+def test_allowed_tokens_and_a_form_are_refused(grammars: GrammarCompiler) -> None:
+    with pytest.raises(BadRequestError, match="can't be combined") as refused:
+        grammars.build_constraint("completion", {"grammar": 'root ::= "a"', "allowed_token_ids": [65]}, None, "")
     assert refused.value.param == "allowed_token_ids"
 
 
-def test_llama_cpps_grammars_are_forms(served: ServedModel, grammars: Grammars) -> None:
-    constraint = grammars.constraint("completion", {"grammar": 'root ::= "ab" [0-9] "c"'}, None, "")
+def test_llama_cpps_grammars_are_forms(served: ServedModel, grammars: GrammarCompiler) -> None:
+    constraint = grammars.build_constraint("completion", {"grammar": 'root ::= "ab" [0-9] "c"'}, None, "")
     assert constraint is not None
-    assert re.fullmatch("ab[0-9]c", alone(served, grammars.guide(constraint)).text)
+    assert re.fullmatch("ab[0-9]c", alone(served, grammars.create_matcher(constraint)).text)
 
 
-def test_logprobs_have_no_infinity(served: ServedModel, grammars: Grammars) -> None:
+def test_logprobs_have_no_infinity(served: ServedModel, grammars: GrammarCompiler) -> None:
     heard = alone(served, guide(grammars, FIXED), logprobs=True, top_logprobs=5)
-    told = [event.logprobs for event in heard.events if isinstance(event, Piece) and event.logprobs]
+    told = [event.logprobs for event in heard.events if isinstance(event, TokenEvent) and event.logprobs]
     assert len(told) == len(heard.text.encode())
     for one in told:
         assert one.logprob == pytest.approx(0.0, abs=1e-5)
         assert [value for _, value in one.top[1:]] == [LOGPROB_MIN] * 4
 
 
-def test_what_the_first_token_was_chosen_from_is_the_models_own(served: ServedModel, grammars: Grammars) -> None:
+def test_what_the_first_token_was_chosen_from_is_the_models_own(served: ServedModel, grammars: GrammarCompiler) -> None:
     free, guided = alone(served, None, max_tokens=2), alone(served, guide(grammars, FIXED), max_tokens=2)
     assert free.settled.first == guided.settled.first is not None
 
 
-def test_a_warm_start_gives_the_cold_answer(served: ServedModel, grammars: Grammars) -> None:
+def test_a_warm_start_gives_the_cold_answer(served: ServedModel, grammars: GrammarCompiler) -> None:
     drive = Drive(served)
     first = drive.run(PROMPT, 4)
     resident = drive.saved(first)
     prompt = PROMPT + first.generated + [70, 71, 72]
     heard, wanted = Heard(), GenerationParams(max_tokens=200, temperature=1.0, seed=3)
     drive.scheduler.submit(
-        Generation(
+        GenerationRequest(
             "warm",
             prompt,
             wanted,
             heard.events.append,
-            guide=guide(grammars, PEOPLE),
-            resident=resident,
-            reuse=len(PROMPT),
+            matcher=guide(grammars, PEOPLE),
+            resident_id=resident,
+            reuse_tokens=len(PROMPT),
         )
     )
     drive.until(lambda: heard.over)
@@ -189,10 +189,10 @@ def test_a_warm_start_gives_the_cold_answer(served: ServedModel, grammars: Gramm
 
 
 def test_a_guide_that_fails_ends_its_own_request_alone(
-    served: ServedModel, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    served: ServedModel, grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(token: int) -> None:
-        raise OffGrammar("a limit was met")
+        raise GrammarDeadEndError("a limit was met")
 
     drive, broken = Drive(served), guide(grammars, PEOPLE)
     monkeypatch.setattr(broken, "advance", fails)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from warmline_backend.request.params import BadRequest
-from warmline_backend.structured_output.json_schema import SCHEMA_DEPTH_MAX, SCHEMA_NODES_MAX, fitted
+from warmline_backend.request.params import BadRequestError
+from warmline_backend.structured_output.json_schema import SCHEMA_DEPTH_MAX, SCHEMA_NODES_MAX, adapt_schema
 
 
 def branch(tag: object, **more: Any) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def branch(tag: object, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_one_of_becomes_any_of_where_branches_exclude_each_other(branches: list[Any]) -> None:
-    made = fitted({"oneOf": branches, "$defs": {"a": branch("a")}}, "x")
+    made = adapt_schema({"oneOf": branches, "$defs": {"a": branch("a")}}, "x")
     assert made["anyOf"] == branches and "oneOf" not in made
 
 
@@ -39,7 +39,7 @@ def test_one_of_becomes_any_of_where_branches_exclude_each_other(branches: list[
     ],
 )
 def test_one_of_stays_where_they_may_not(branches: list[Any]) -> None:
-    assert fitted({"oneOf": branches}, "x")["oneOf"] == branches
+    assert adapt_schema({"oneOf": branches}, "x")["oneOf"] == branches
 
 
 def test_what_nobody_checks_is_left_out_and_names_are_no_keywords() -> None:
@@ -52,7 +52,7 @@ def test_what_nobody_checks_is_left_out_and_names_are_no_keywords() -> None:
         },
         "x-guidance": {"whitespace_flexible": True},
     }
-    assert fitted(schema, "x") == {
+    assert adapt_schema(schema, "x") == {
         "type": "object",
         "properties": {
             "format": {"type": "string"},
@@ -81,8 +81,8 @@ def nested(levels: int) -> dict[str, Any]:
     ],
 )
 def test_what_is_too_large_or_never_ends_is_refused(schema: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadRequest, match=words) as caught:
-        fitted(schema, "here.it.is")
+    with pytest.raises(BadRequestError, match=words) as caught:
+        adapt_schema(schema, "here.it.is")
     assert caught.value.param == "here.it.is"
 
 
@@ -99,13 +99,13 @@ def test_what_is_too_large_or_never_ends_is_refused(schema: dict[str, Any], word
     ],
 )
 def test_what_may_end_is_taken(schema: dict[str, Any]) -> None:
-    assert fitted(schema, "x") == schema
+    assert adapt_schema(schema, "x") == schema
 
 
 def test_references_are_encoded() -> None:
     schema = {"oneOf": [{"$ref": "#/$defs/Größe"}, {"$ref": "#/$defs/a b"}]}
     defs = {"Größe": branch("a"), "a b": branch("b")}
-    made = fitted({**schema, "$defs": defs}, "x")
+    made = adapt_schema({**schema, "$defs": defs}, "x")
     assert made == {"anyOf": [{"$ref": "#/$defs/Gr%C3%B6%C3%9Fe"}, {"$ref": "#/$defs/a%20b"}], "$defs": defs}
 
 
@@ -115,7 +115,7 @@ def test_a_schema_that_doubles_at_each_reference_is_looked_at_once() -> None:
         return {"type": "object", "properties": {"x": inner, "y": inner}, "required": ["x", "y"]}
 
     schema = {"$ref": "#/$defs/0", "$defs": {str(n): pair(n) for n in range(100)} | {"100": {"type": "null"}}}
-    assert fitted(schema, "x") == schema
+    assert adapt_schema(schema, "x") == schema
 
 
 def test_branches_are_compared_no_further_than_they_are_alike() -> None:
@@ -123,4 +123,4 @@ def test_branches_are_compared_no_further_than_they_are_alike() -> None:
     names = [f"n{n}" for n in range(SCHEMA_NODES_MAX // 4)]
     open_branches = [{"type": "object"} for _ in range(SCHEMA_NODES_MAX // 4)]
     schema = {"oneOf": [{"type": "object", "required": names}, *open_branches]}
-    assert fitted(schema, "x") == schema
+    assert adapt_schema(schema, "x") == schema

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from support.backend.grammar_cases import EOS, PADDING, THINKS, grammars_of, takes, tokenizer_with, walk
 from support.backend.small_tokenizers import sentence_piece
-from warmline_backend.request.params import BadRequest
-from warmline_backend.structured_output.compiler import NEEDS_FAST, Grammars
-from warmline_backend.structured_output.matcher import Guide, OffGrammar
+from warmline_backend.request.params import BadRequestError
+from warmline_backend.structured_output.compiler import SLOW_TOKENIZER_MESSAGE, GrammarCompiler
+from warmline_backend.structured_output.matcher import GrammarDeadEndError, Matcher
 
 YES_OR_NO = {"structured_outputs": {"choice": ["yes", "no"]}}
 
@@ -23,23 +23,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def thinking(folder: Path) -> tuple[TokenizerWrapper, Grammars]:
+def thinking(folder: Path) -> tuple[TokenizerWrapper, GrammarCompiler]:
     tokenizer = tokenizer_with(folder / "thinking", (), thinks=True)
     return tokenizer, grammars_of(tokenizer)
 
 
-def guide_of(grammars: Grammars, tail: str = "", **body: Any) -> Guide:
-    constraint = grammars.constraint("chat", body or YES_OR_NO, None, tail)
+def guide_of(grammars: GrammarCompiler, tail: str = "", **body: Any) -> Matcher:
+    constraint = grammars.build_constraint("chat", body or YES_OR_NO, None, tail)
     assert constraint is not None
-    return grammars.guide(constraint)
+    return grammars.create_matcher(constraint)
 
 
 def ids(tokenizer: TokenizerWrapper, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def allowed(tokenizer: TokenizerWrapper, guide: Guide) -> set[str]:
-    return {tokenizer.decode([token]) for token in guide.allowed().nonzero()[0].tolist()}
+def allowed(tokenizer: TokenizerWrapper, guide: Matcher) -> set[str]:
+    return {tokenizer.decode([token]) for token in guide.compute_allowed().nonzero()[0].tolist()}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_form_begins_where_reasoning_ends(thinking: Any, tail: str, answer: 
     tokenizer, grammars = thinking
     guide = guide_of(grammars, tail)
     assert takes(guide, ids(tokenizer, answer)) == fits
-    assert guide.complete == (fits and answer.endswith(EOS))
+    assert guide.is_complete == (fits and answer.endswith(EOS))
 
 
 def test_completions_have_no_reasoning(thinking: Any) -> None:
@@ -114,7 +114,7 @@ def test_words_that_read_like_markers_are_text(thinking: Any) -> None:
 def test_logits_that_no_token_has_are_never_allowed(thinking: Any) -> None:
     tokenizer, grammars = thinking
     guide = guide_of(grammars, "</think>", guided_regex="(?s:.*)")
-    mask = guide.allowed()
+    mask = guide.compute_allowed()
     assert mask.shape == (len(tokenizer) + PADDING,)
     assert mask[:256].any() and not mask[-PADDING:].any()
     assert {token for token in mask.nonzero()[0].tolist() if token >= 256} == {tokenizer.eos_token_id}
@@ -136,7 +136,7 @@ def test_masks_and_steps_as_a_processor(thinking: Any) -> None:
     assert len(step("x")) == width - 1
     assert step("x", "</think>") == {*ids(tokenizer, "yn\n")}
     assert step("x", "</think>", "y") == {*ids(tokenizer, "e")}
-    guide.follows(mx.array([0, ids(tokenizer, "e")[0], 0]), 1)  # what is said so goes before the context
+    guide.set_sampled(mx.array([0, ids(tokenizer, "e")[0], 0]), 1)  # what is said so goes before the context
     assert step("x", "</think>", "y", "?") == {*ids(tokenizer, "s")}
 
 
@@ -144,16 +144,16 @@ def test_nothing_but_the_end_may_follow_a_whole_answer(thinking: Any) -> None:
     tokenizer, grammars = thinking
     guide = guide_of(grammars, "</think>")
     assert takes(guide, ids(tokenizer, "yes"))
-    assert guide.allowed().nonzero()[0].tolist() == [tokenizer.eos_token_id]
+    assert guide.compute_allowed().nonzero()[0].tolist() == [tokenizer.eos_token_id]
     guide.advance(tokenizer.eos_token_id)
     guide.advance(tokenizer.eos_token_id)
-    assert guide.complete
+    assert guide.is_complete
 
 
 def test_a_token_that_does_not_fit_is_a_fault(thinking: Any) -> None:
     tokenizer, grammars = thinking
     guide = guide_of(grammars, "</think>")
-    with pytest.raises(OffGrammar, match="can't go on in the form asked for"):
+    with pytest.raises(GrammarDeadEndError, match="can't go on in the form asked for"):
         guide.advance(ids(tokenizer, "?")[0])
 
 
@@ -179,11 +179,11 @@ def test_a_tokenizer_without_a_fast_form_is_refused_in_words(thinking: Any) -> N
         eos_token_ids = (1,)
 
     assert not isinstance(Slow._tokenizer, PreTrainedTokenizerFast)
-    grammars = Grammars(Slow(), 10)  # type: ignore[arg-type]
-    grammars.prepare()
-    with pytest.raises(BadRequest, match=NEEDS_FAST):
-        grammars.constraint("chat", YES_OR_NO, None, "")
-    assert grammars.constraint("chat", {}, None, "") is None
+    grammars = GrammarCompiler(Slow(), 10)  # type: ignore[arg-type]
+    grammars.prepare_tokenizer()
+    with pytest.raises(BadRequestError, match=SLOW_TOKENIZER_MESSAGE):
+        grammars.build_constraint("chat", YES_OR_NO, None, "")
+    assert grammars.build_constraint("chat", {}, None, "") is None
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_what_cannot_be_followed_is_refused_when_the_prompt_is_rendered(
     thinking: Any, body: dict[str, Any], words: str
 ) -> None:
     for _ in range(2):  # the second time from what is remembered
-        with pytest.raises(BadRequest, match=words) as caught:
+        with pytest.raises(BadRequestError, match=words) as caught:
             thinking[1].constraint("chat", body, None, "")
         assert len(caught.value.message) < 400
 
@@ -220,7 +220,7 @@ def test_compiled_grammars_are_kept_within_bounds(thinking: Any, monkeypatch: py
     constraints = [
         grammars.constraint("chat", {"guided_choice": [word]}, None, "</think>") for word in ("ab", "cd", "ef")
     ]
-    monkeypatch.setattr("warmline_backend.structured_output.compiler.COMPILED_KEPT_MAX", 2)
+    monkeypatch.setattr("warmline_backend.structured_output.compiler.MATCHER_COUNT_MAX", 2)
     for constraint, word in [*zip(constraints, ("ab", "cd", "ef"), strict=True)] * 2:
         assert takes(grammars.guide(constraint), ids(tokenizer, word + EOS))
     assert len(grammars._compiled) == 2

@@ -9,11 +9,11 @@ import pytest
 from support import tiny_models
 from support.backend.engine_driver import Drive, Heard
 from support.backend.nasty_schemas import is_endless, nasty
-from warmline_backend.generation.sequence import Generation
-from warmline_backend.model.model import ServedModel, load
+from warmline_backend.generation.sequence import GenerationRequest
+from warmline_backend.model.model import ServedModel, load_served_model
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler import scheduler
-from warmline_backend.structured_output.compiler import Grammars
+from warmline_backend.structured_output.compiler import GrammarCompiler
 
 SCHEMAS = 200
 LEVELS = 5
@@ -25,31 +25,33 @@ THOUGHT = "<think></think>"  # the prompt has closed the reasoning
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tiny_models.build("llama", tmp_path_factory.mktemp("model"), stops=True)
-    return load(str(folder), "tiny")
+    return load_served_model(str(folder), "tiny")
 
 
 @pytest.fixture(scope="module")
-def grammars(served: ServedModel) -> Grammars:
-    return Grammars(served.tokenizer, served.vocabulary_size)
+def grammars(served: ServedModel) -> GrammarCompiler:
+    return GrammarCompiler(served.tokenizer, served.vocabulary_size)
 
 
 def answers(
-    served: ServedModel, grammars: Grammars, schemas: dict[int, dict[str, Any]], temperature: float
+    served: ServedModel, grammars: GrammarCompiler, schemas: dict[int, dict[str, Any]], temperature: float
 ) -> dict[int, Heard]:
     """All at once, in as many places as there are."""
     drive, heard = Drive(served, places=TOGETHER), {seed: Heard() for seed in schemas}
     for seed, schema in schemas.items():
-        constraint = grammars.constraint("chat", {"structured_outputs": {"json": schema}}, None, THOUGHT)
+        constraint = grammars.build_constraint("chat", {"structured_outputs": {"json": schema}}, None, THOUGHT)
         assert constraint is not None
         nulls = {served.tokenizer.encode("n")[0]: 8.0} if is_endless(schema) else {}  # so that lists come to an end
         params = GenerationParams(max_tokens=TOKENS_MAX, temperature=temperature, seed=seed, logit_bias=nulls)
         prompt = [33 + seed % 90] * 8
         drive.scheduler.submit(
-            Generation(f"{seed}", prompt, params, heard[seed].events.append, guide=grammars.guide(constraint))
+            GenerationRequest(
+                f"{seed}", prompt, params, heard[seed].events.append, matcher=grammars.create_matcher(constraint)
+            )
         )
     with pytest.MonkeyPatch.context() as planted:  # all begin to decode together, and share a batch
         planted.setattr(scheduler, "DECODE_STEPS_PER_CHUNK", 0)
-        drive.until(lambda: not (drive.scheduler.queued or drive.scheduler._lineup.prefilling))
+        drive.until(lambda: not (drive.scheduler.queued_count or drive.scheduler._queues.prefilling))
     drive.until(lambda: all(one.over for one in heard.values()))
     return heard
 
@@ -61,14 +63,14 @@ def check(served: ServedModel, schema: dict[str, Any], heard: Heard) -> None:
 
 
 @pytest.mark.parametrize("level", range(LEVELS))
-def test_schemas_of_growing_nastiness_are_followed(level: int, served: ServedModel, grammars: Grammars) -> None:
+def test_schemas_of_growing_nastiness_are_followed(level: int, served: ServedModel, grammars: GrammarCompiler) -> None:
     seeds = range(level * SCHEMAS // LEVELS, (level + 1) * SCHEMAS // LEVELS)
     schemas = {seed: nasty(seed, level) for seed in seeds}
     for seed, one in answers(served, grammars, schemas, temperature=1.0).items():
         check(served, schemas[seed], one)
 
 
-def test_the_likeliest_answers_are_valid_too(served: ServedModel, grammars: Grammars) -> None:
+def test_the_likeliest_answers_are_valid_too(served: ServedModel, grammars: GrammarCompiler) -> None:
     schemas = {seed: nasty(seed, seed % 4) for seed in range(SCHEMAS, SCHEMAS + 32)}
     for seed, one in answers(served, grammars, schemas, temperature=0.0).items():
         check(served, schemas[seed], one)

@@ -11,9 +11,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support.backend.grammar_cases import EOS, MARKERS, family_tokenizer, grammars_of, takes, tokenizer_with, walk
 from support.backend.tool_families import BY_NAME, CALLS, HARMONY
 from support.backend.tool_families import TOOLS as THEIRS
-from warmline_backend.output.turns import read_turn
-from warmline_backend.request.params import BadRequest
-from warmline_backend.structured_output.compiler import Grammars
+from warmline_backend.output.turns import parse_turn
+from warmline_backend.request.params import BadRequestError
+from warmline_backend.structured_output.compiler import GrammarCompiler
 
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in THEIRS]
 WEATHER = {
@@ -64,7 +64,7 @@ def tools_for(family: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[TokenizerWrapper, Grammars]]:
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[TokenizerWrapper, GrammarCompiler]]:
     root = tmp_path_factory.mktemp("tokenizers")
     made = {name: family_tokenizer(name, root) for name in NAMES}
     return {name: (tokenizer, grammars_of(tokenizer)) for name, tokenizer in made.items()}
@@ -79,7 +79,7 @@ def test_required_calls_are_read_back_with_valid_arguments(family: str, families
     called = set()
     for seed in range(12):
         tokens = walk(grammars.guide(constraint), seed)
-        content, calls = read_turn(tokens, tokenizer, tools)
+        content, calls = parse_turn(tokens, tokenizer, tools)
         assert not content.strip() and len(calls) == 1, tokenizer.decode(tokens)
         name, arguments = calls[0]
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
@@ -95,7 +95,7 @@ def test_several_calls_may_follow_each_other_where_that_is_allowed(family: str, 
     counts = set()
     for seed in range(12):
         tokens = walk(grammars.guide(constraint), seed, 6000)
-        content, calls = read_turn(tokens, tokenizer, tools)
+        content, calls = parse_turn(tokens, tokenizer, tools)
         assert not content.strip(), tokenizer.decode(tokens)
         for name, arguments in calls:
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])
@@ -108,7 +108,7 @@ def test_a_named_tool_is_the_one_that_is_called(family: str, families: dict[str,
     tokenizer, grammars = families[family]
     body = {"tools": FLAT, "tool_choice": {"type": "function", "function": {"name": "now"}}}
     constraint = grammars.constraint("chat", {**body, "parallel_tool_calls": False}, FLAT, thought(family))
-    calls = {tuple(read_turn(walk(grammars.guide(constraint), seed), tokenizer, FLAT)[1]) for seed in range(3)}
+    calls = {tuple(parse_turn(walk(grammars.guide(constraint), seed), tokenizer, FLAT)[1]) for seed in range(3)}
     assert calls == {(("now", "{}"),)}
 
 
@@ -146,7 +146,7 @@ def test_schemas_that_are_not_plain_are_followed_as_well(family: str, families: 
         constraint = grammars.constraint("chat", body, tools, thought(family))
         for seed in range(4):
             tokens = walk(grammars.guide(constraint), seed)
-            calls = read_turn(tokens, tokenizer, tools)[1]
+            calls = parse_turn(tokens, tokenizer, tools)[1]
             assert [called for called, _ in calls] == ["f"], (name, tokenizer.decode(tokens))
             jsonschema.validate(json.loads(calls[0][1]), schema)
 
@@ -178,7 +178,7 @@ def test_calls_may_be_written_as_the_family_writes_them(family: str, families: d
         assert takes(guide, tokens), (choice, written)
         assert guide.complete or guide.state == "free"
     if theirs is not None:
-        read = [(name, json.loads(arguments)) for name, arguments in read_turn(tokens[:-1], tokenizer, tools)[1]]
+        read = [(name, json.loads(arguments)) for name, arguments in parse_turn(tokens[:-1], tokenizer, tools)[1]]
         assert read == CALLS
 
 
@@ -220,7 +220,9 @@ def test_channels_hold_reasoning_and_one_call(tmp_path: Path) -> None:
     call = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "köln", "days": 2}'
     final = "<|channel|>final<|message|>It rains."
     for choice, tools in (("required", FLAT), ("auto", MINE)):
-        constraint = grammars.constraint("chat", {"tools": tools, "tool_choice": choice}, tools, "<|start|>assistant")
+        constraint = grammars.build_constraint(
+            "chat", {"tools": tools, "tool_choice": choice}, tools, "<|start|>assistant"
+        )
         for written, fits in (
             (thought + call, True),
             ("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + call, True),
@@ -228,23 +230,23 @@ def test_channels_hold_reasoning_and_one_call(tmp_path: Path) -> None:
             (call.replace("2", "99"), False),
             (final, choice == "auto"),
         ):
-            guide = grammars.guide(constraint)
+            guide = grammars.create_matcher(constraint)
             tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
-            assert takes(guide, tokens) == guide.complete == fits, (choice, written)
+            assert takes(guide, tokens) == guide.is_complete == fits, (choice, written)
     tokens = tokenizer.encode(call, add_special_tokens=False)
-    assert read_turn(tokens, tokenizer, FLAT)[1] == [("get_weather", '{"city": "köln", "days": 2}')]
+    assert parse_turn(tokens, tokenizer, FLAT)[1] == [("get_weather", '{"city": "köln", "days": 2}')]
 
 
 def test_a_family_without_a_grammar_refuses_what_it_cannot_promise(tmp_path: Path) -> None:
     grammars = grammars_of(tokenizer_with(tmp_path, ()))
     strict = [function("f", {"type": "object", "properties": {}}, strict=True)]
-    with pytest.raises(BadRequest, match="way of calling tools has no grammar") as caught:
-        grammars.constraint("chat", {"tools": FLAT, "tool_choice": "required"}, FLAT, "")
+    with pytest.raises(BadRequestError, match="way of calling tools has no grammar") as caught:
+        grammars.build_constraint("chat", {"tools": FLAT, "tool_choice": "required"}, FLAT, "")
     assert caught.value.param == "tool_choice"
-    with pytest.raises(BadRequest, match="leave 'strict' out"):
-        grammars.constraint("chat", {"tools": strict}, strict, "")
-    assert grammars.constraint("chat", {"tools": FLAT}, FLAT, "") is None
-    assert grammars.constraint("chat", {"tools": FLAT, "tool_choice": "none"}, FLAT, "") is None
+    with pytest.raises(BadRequestError, match="leave 'strict' out"):
+        grammars.build_constraint("chat", {"tools": strict}, strict, "")
+    assert grammars.build_constraint("chat", {"tools": FLAT}, FLAT, "") is None
+    assert grammars.build_constraint("chat", {"tools": FLAT, "tool_choice": "none"}, FLAT, "") is None
 
 
 def test_without_calls_their_first_marker_is_never_sampled(families: dict[str, Any]) -> None:
@@ -258,7 +260,7 @@ def test_without_calls_their_first_marker_is_never_sampled(families: dict[str, A
 def test_names_that_a_family_cannot_write_are_refused(family: str, families: dict[str, Any]) -> None:
     _, grammars = families[family]
     tools = [function("f", {"type": "object", "properties": {"a-b": {}}, "required": ["a-b"]})]
-    with pytest.raises(BadRequest, match=r"can't name the argument \"a-b\""):
+    with pytest.raises(BadRequestError, match=r"can't name the argument \"a-b\""):
         grammars.constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, "")
 
 
@@ -271,7 +273,7 @@ def test_a_schema_that_cannot_be_used_frees_the_arguments_unless_it_is_strict(fa
     guide = grammars.guide(grammars.constraint("chat", body, tools, ""))
     assert takes(guide, tokenizer.encode(written, add_special_tokens=False)) and guide.complete
     strict = [function("f", odd, strict=True)]
-    with pytest.raises(BadRequest, match=r"'tools\[0\].function.parameters' can't be used") as caught:
+    with pytest.raises(BadRequestError, match=r"'tools\[0\].function.parameters' can't be used") as caught:
         grammars.constraint("chat", {**body, "tools": strict}, strict, "")
     assert caught.value.param == "tools[0].function.parameters"
 

@@ -10,9 +10,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from support.backend.parsed_output import calls, content, parts_of
 from support.backend.tool_families import BY_NAME, CALLS, FAMILIES, Family, tool
-from warmline_backend.output.dialect import dialect_of
-from warmline_backend.tool_parsers.argument_types import Bare, typed
-from warmline_backend.tool_parsers.lenient_json import Unreadable, read_leniently
+from warmline_backend.output.dialect import detect_dialect
+from warmline_backend.tool_parsers.argument_types import BareText, convert_arguments
+from warmline_backend.tool_parsers.lenient_json import ToolCallParseError, parse_lenient_json
 from warmline_backend.tool_parsers.xml_style import BROKEN_MAX
 
 F = tool("f", a={"type": "string"}, n={"type": "integer"})
@@ -307,37 +307,37 @@ def schema(**properties: Any) -> dict[str, Any]:
         ({}, "1", "1"),
         (None, 1, 1),
         ([], 1, 1),
-        ({"type": "string"}, Bare("123"), "123"),
-        ({"type": "string"}, Bare("null"), "null"),
-        ({"type": "string"}, Bare(" x\n"), " x\n"),
-        ({"type": ["string", "null"]}, Bare("null"), None),
-        ({"type": ["string", "integer"]}, Bare("5"), "5"),
-        ({"type": ["string", "array"]}, Bare('["a"]'), ["a"]),
-        ({"enum": [1, "x", None]}, Bare("1"), 1),
-        ({"enum": [1, "x", "1"]}, Bare("1"), "1"),
-        ({"enum": ["x", " null"]}, Bare(" null"), " null"),
-        ({"anyOf": [{"const": "q"}, {"type": "integer"}]}, Bare("5"), 5),
-        ({"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, Bare("null"), None),
-        ({"anyOf": [{"enum": ["a"]}, {"type": "string"}, {"type": "integer"}]}, Bare("5"), "5"),
-        ({"allOf": [{"enum": ["a", "5"]}, {"type": ["string", "integer"]}]}, Bare("5"), "5"),
-        ({"type": "integer"}, Bare(" 5 "), 5),
-        ({"type": "boolean"}, Bare("True"), True),
-        ({"type": "object"}, Bare("{'a': None}"), {"a": None}),
-        ({}, Bare('{"a": 1}'), {"a": 1}),
-        ({}, Bare("words"), "words"),
+        ({"type": "string"}, BareText("123"), "123"),
+        ({"type": "string"}, BareText("null"), "null"),
+        ({"type": "string"}, BareText(" x\n"), " x\n"),
+        ({"type": ["string", "null"]}, BareText("null"), None),
+        ({"type": ["string", "integer"]}, BareText("5"), "5"),
+        ({"type": ["string", "array"]}, BareText('["a"]'), ["a"]),
+        ({"enum": [1, "x", None]}, BareText("1"), 1),
+        ({"enum": [1, "x", "1"]}, BareText("1"), "1"),
+        ({"enum": ["x", " null"]}, BareText(" null"), " null"),
+        ({"anyOf": [{"const": "q"}, {"type": "integer"}]}, BareText("5"), 5),
+        ({"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, BareText("null"), None),
+        ({"anyOf": [{"enum": ["a"]}, {"type": "string"}, {"type": "integer"}]}, BareText("5"), "5"),
+        ({"allOf": [{"enum": ["a", "5"]}, {"type": ["string", "integer"]}]}, BareText("5"), "5"),
+        ({"type": "integer"}, BareText(" 5 "), 5),
+        ({"type": "boolean"}, BareText("True"), True),
+        ({"type": "object"}, BareText("{'a': None}"), {"a": None}),
+        ({}, BareText('{"a": 1}'), {"a": 1}),
+        ({}, BareText("words"), "words"),
     ],
 )
 def test_arguments_have_the_types_that_the_schema_asks_for(kind: Any, given: Any, expected: Any) -> None:
-    got = typed({"x": given}, schema(x=kind))
+    got = convert_arguments({"x": given}, schema(x=kind))
     assert (got, type(got["x"]).__name__) == ({"x": expected}, type(expected).__name__)
 
 
 def test_schemas_that_refer_to_themselves_end() -> None:
     loop = {"$ref": "#/properties/x"}
-    assert typed({"x": {"x": "1"}}, schema(x=loop)) == {"x": {"x": "1"}}
+    assert convert_arguments({"x": {"x": "1"}}, schema(x=loop)) == {"x": {"x": "1"}}
     tree = {"type": "object", "properties": {"n": {"type": "integer"}, "next": {"$ref": "#"}}}
-    assert typed({"n": "1", "next": {"n": "2"}}, tree) == {"n": 1, "next": {"n": 2}}
-    assert typed({"x": "1"}, schema(x={"$ref": "#an-anchor"})) == {"x": "1"}
+    assert convert_arguments({"n": "1", "next": {"n": "2"}}, tree) == {"n": 1, "next": {"n": 2}}
+    assert convert_arguments({"x": "1"}, schema(x={"$ref": "#an-anchor"})) == {"x": "1"}
 
 
 def test_unions_that_double_at_each_reference_are_looked_at_once() -> None:
@@ -345,12 +345,12 @@ def test_unions_that_double_at_each_reference_are_looked_at_once() -> None:
     defs = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(30)} | {"30": {"type": "integer"}}
     circle = {"anyOf": [{"$ref": "#/$defs/circle"}] * 2}
     parameters = {"properties": {"x": {"$ref": "#/$defs/0"}, "y": circle}, "$defs": {**defs, "circle": circle}}
-    assert typed({"x": "5", "y": "5"}, parameters) == {"x": 5, "y": "5"}
+    assert convert_arguments({"x": "5", "y": "5"}, parameters) == {"x": 5, "y": "5"}
 
 
 @pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True, "é\n"]}, [], "x", {"k": {}}])
 def test_json_is_read_as_json(value: Any) -> None:
-    assert read_leniently(json.dumps(value)) == (value, len(json.dumps(value)))
+    assert parse_lenient_json(json.dumps(value)) == (value, len(json.dumps(value)))
 
 
 @pytest.mark.parametrize(
@@ -370,16 +370,16 @@ def test_json_is_read_as_json(value: Any) -> None:
 )
 def test_json_of_a_kind_is_read_or_refused(text: str, expected: Any) -> None:
     if expected is None:
-        with pytest.raises(Unreadable):
-            read_leniently(text)
+        with pytest.raises(ToolCallParseError):
+            parse_lenient_json(text)
     else:
-        assert read_leniently(text)[0] == expected
+        assert parse_lenient_json(text)[0] == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_no_text_takes_time_that_grows_with_its_square(family: Family, folder: Path) -> None:
     """The engine waits meanwhile.  Whoever goes over these again and again is not done within this test's time."""
-    calls_of = dialect_of(family.tokenizer(folder)).calls
+    calls_of = detect_dialect(family.tokenizer(folder)).tool_format
     assert calls_of
     for piece in (
         " ",
@@ -392,13 +392,13 @@ def test_no_text_takes_time_that_grows_with_its_square(family: Family, folder: P
         "<|tool_call_begin|>",
     ):
         for before in ("", '"', "```\n", "f", '{"name": "f", "arguments": {"a": "'):
-            with suppress(Unreadable):
-                calls_of.read(before + piece * 20_000, True)
+            with suppress(ToolCallParseError):
+                calls_of.parse(before + piece * 20_000, True)
 
 
 def test_of_many_broken_calls_none_is_looked_for(folder: Path) -> None:
-    read = dialect_of(BY_NAME["qwen3_coder"].tokenizer(folder)).calls
+    read = detect_dialect(BY_NAME["qwen3_coder"].tokenizer(folder)).tool_format
     broken, good = "<function=a><parameter=x>v</parameter>junk", "<function=a><parameter=x>v</parameter></function>"
-    assert read and len(read.read(broken * BROKEN_MAX + good, False)) == BROKEN_MAX + 1
-    with pytest.raises(Unreadable):
-        read.read(broken * 5_000 + good, False)
+    assert read and len(read.parse(broken * BROKEN_MAX + good, False)) == BROKEN_MAX + 1
+    with pytest.raises(ToolCallParseError):
+        read.parse(broken * 5_000 + good, False)

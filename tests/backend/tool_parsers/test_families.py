@@ -7,9 +7,9 @@ import pytest
 
 from support.backend.parsed_output import calls, content, ids, parts_of, reasoning
 from support.backend.tool_families import BY_NAME, CALLS, FAMILIES, TOOLS, Family
-from warmline_backend.output.dialect import dialect_of
-from warmline_backend.output.events import Called
-from warmline_backend.output.turns import read_turn
+from warmline_backend.output.dialect import detect_dialect
+from warmline_backend.output.events import ToolCall
+from warmline_backend.output.turns import parse_turn
 
 OURS = ("deepseek_v32", "deepseek_v3", "llama3", "seed_oss", "command_a", "phi4", "granite")  # unknown to mlx-lm
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
@@ -23,8 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @EVERY_FAMILY
 def test_its_format_is_known_by_its_template(family: Family, folder: Path) -> None:
-    known = dialect_of(family.tokenizer(folder))
-    assert known.calls is not None and known.calls.name == family.name
+    known = detect_dialect(family.tokenizer(folder))
+    assert known.tool_format is not None and known.tool_format.name == family.name
     assert (known.think_start, known.think_end) == family.think
 
 
@@ -32,10 +32,10 @@ def test_its_format_is_known_by_its_template(family: Family, folder: Path) -> No
 def test_calls_are_read_in_the_types_that_their_schemas_ask_for(family: Family, folder: Path) -> None:
     parts = parts_of(family.tokenizer(folder), family.calls)
     assert calls(parts) == CALLS and not content(parts)
-    assert [list(json.loads(part.arguments)) for part in parts if isinstance(part, Called)] == [
+    assert [list(json.loads(part.arguments)) for part in parts if isinstance(part, ToolCall)] == [
         list(arguments) for _, arguments in CALLS
     ], "the model's order"
-    assert "São" in next(part.arguments for part in parts if isinstance(part, Called))
+    assert "São" in next(part.arguments for part in parts if isinstance(part, ToolCall))
 
 
 @WITH_REASONING
@@ -44,7 +44,7 @@ def test_reasoning_and_text_stand_beside_calls(family: Family, folder: Path) -> 
     text = f"{start}\nHm, 1 < 2.\n{end}\n\nLet me look.\n{family.calls}"
     parts = parts_of(family.tokenizer(folder), text)
     assert (reasoning(parts), content(parts), calls(parts)) == ("Hm, 1 < 2.", "Let me look.", CALLS)
-    assert [type(part) for part in parts if isinstance(part, Called)] == [type(part) for part in parts[-2:]]
+    assert [type(part) for part in parts if isinstance(part, ToolCall)] == [type(part) for part in parts[-2:]]
 
 
 @WITH_REASONING
@@ -84,9 +84,9 @@ def test_one_call_where_one_is_wanted(family: Family, folder: Path) -> None:
 def test_a_turn_reads_as_it_was_told(family: Family, folder: Path) -> None:
     tokenizer, (start, end) = family.tokenizer(folder), family.think
     text = (f"{start}\nHm.\n{end}\n\nLet me look.\n" if start else "") + family.calls
-    last = next(part for part in reversed(parts_of(tokenizer, text)) if isinstance(part, Called))
+    last = next(part for part in reversed(parts_of(tokenizer, text)) if isinstance(part, ToolCall))
     turn = ids(tokenizer, text)[last.start : last.end]
-    said, read = read_turn(turn, tokenizer, TOOLS)
+    said, read = parse_turn(turn, tokenizer, TOOLS)
     assert said.strip() == ("Let me look." if start else "")
     assert [(name, json.loads(arguments)) for name, arguments in read] == CALLS
 
@@ -111,8 +111,8 @@ def test_mlx_lms_own_parser_reads_the_same(family: Family, folder: Path) -> None
 def test_a_family_that_only_mlx_lm_knows_is_read_by_its_parser(folder: Path) -> None:
     tokenizer = BY_NAME["json_tools"].tokenizer(folder / "new")
     tokenizer.init_kwargs["tool_parser_type"] = "of_tomorrow"
-    known = dialect_of(tokenizer)
-    assert known.calls is not None and known.calls.words is None
+    known = detect_dialect(tokenizer)
+    assert known.tool_format is not None and known.tool_format.special_tokens is None
     assert calls(parts_of(tokenizer, BY_NAME["json_tools"].calls)) == CALLS
     broken = "<tool_call>\nnothing\n</tool_call>"
     assert content(parts_of(tokenizer, broken)) == broken

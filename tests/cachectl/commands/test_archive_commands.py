@@ -139,7 +139,7 @@ def test_another_models_conversation_is_stored_only_where_that_is_wanted(
 
 
 def keyed(home: Home, *names: str) -> list[str]:
-    tenants = [keys_file.add(home, name).tenant for name in names]
+    tenants = [keys_file.add_key(home, name).tenant for name in names]
     home.keys_lock.unlink()
     return tenants
 

@@ -22,7 +22,7 @@ from warmline_proxy.home_lock import home_lock
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.retention.purge import purge
-from warmline_proxy.store.rows import PurgeRequest, Replay, ReplayReply, ReplayRequest
+from warmline_proxy.store.rows import PurgeRequest, ReplayReply, ReplayRequest, ReplayResult
 
 
 def process(home: Home, *words: str, stdin: int = subprocess.DEVNULL) -> Done:
@@ -179,10 +179,10 @@ def test_a_beginning_that_fits_twice_is_refused(home: Home) -> None:
         snapshot = index.snapshot()
     row = next(iter(snapshot.segments.values()))
     snapshot.segments = {"abcd1": row, "abcd2": row}
-    with pytest.raises(views.Ambiguous):
-        views.resolve(snapshot, "abcd")
-    assert views.resolve(snapshot, "abcd2") == ("segment", "abcd2")
-    assert views.resolve(snapshot, "abc") == ("", "")
+    with pytest.raises(views.AmbiguousIdError):
+        views.find_id(snapshot, "abcd")
+    assert views.find_id(snapshot, "abcd2") == ("segment", "abcd2")
+    assert views.find_id(snapshot, "abc") == ("", "")
 
 
 # --- beside a running proxy ---
@@ -194,7 +194,7 @@ class FakeProxy(HTTPServer):
     def __init__(self, home: Home, index: Index) -> None:
         super().__init__(("127.0.0.1", 0), FakeHandler)
         self.home, self.index = home, index
-        self.replays: list[Replay] = []
+        self.replays: list[ReplayResult] = []
         self.asked: list[ReplayRequest] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -204,12 +204,12 @@ class FakeHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        known = self.headers["Authorization"] == f"Bearer {self.server.home.secret()}"
+        known = self.headers["Authorization"] == f"Bearer {self.server.home.load_secret()}"
         if self.path == "/warmline/replay" and known:
             self.server.asked.append(decode(body, ReplayRequest))
             return self._answer(200, encode(ReplayReply(replays=self.server.replays)))
         if self.path == "/warmline/repair" and known:
-            return self._answer(200, encode(repair(self.server.index, deep=True, saving=True)))
+            return self._answer(200, encode(repair(self.server.index, deep=True, is_saving=True)))
         if self.path != "/warmline/purge" or not known:
             return self._answer(401, b'{"error": {"message": "not for you"}}')
         self._answer(200, encode(purge(self.server.index, decode(body, PurgeRequest))))
@@ -289,7 +289,7 @@ def test_a_replay_is_the_pairs_work(proxy: FakeProxy) -> None:
     home = proxy.home
     session = answer(home, "inspect", via=process)["sessions"][0]["id"]
     proxy.replays = [
-        Replay(session=session, tokens=1502, reused=1501, outcome="within", difference=1e-4, tolerance=1e-3)
+        ReplayResult(session=session, tokens=1502, reused=1501, outcome="within", difference=1e-4, tolerance=1e-3)
     ]
     assert answer(home, "verify", "--replay", session[:6], via=process)["replays"][0]["outcome"] == "within"
     shown = process(home, "verify", "--replay")
@@ -299,8 +299,8 @@ def test_a_replay_is_the_pairs_work(proxy: FakeProxy) -> None:
 
 @pytest.mark.parametrize(("outcome", "code"), [("equal", 0), ("skipped", 0), ("differs", 1), ("damaged", 1)])
 def test_what_a_replay_found_is_its_exit_code(proxy: FakeProxy, outcome: str, code: int) -> None:
-    proxy.replays = [Replay(session="a", tokens=9, reused=8, outcome="equal")]
-    proxy.replays.append(Replay(session="b", tokens=9, reused=8, outcome=outcome, quarantined=3 * code))
+    proxy.replays = [ReplayResult(session="a", tokens=9, reused=8, outcome="equal")]
+    proxy.replays.append(ReplayResult(session="b", tokens=9, reused=8, outcome=outcome, quarantined=3 * code))
     done = process(proxy.home, "verify", "--replay")
     assert done.returncode == code and outcome in done.stdout
 

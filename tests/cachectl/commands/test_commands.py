@@ -18,12 +18,12 @@ from support.cachectl.homes import A, answer, called, run
 from support.index.indexes import BUDGET, make_home, matched, save
 from warmline_cachectl import client
 from warmline_cachectl.cli import app
-from warmline_cachectl.completion import session_ids
+from warmline_cachectl.completion import complete_session_ids
 from warmline_common.storage.home import Home
 from warmline_proxy.home_lock import home_lock
 from warmline_proxy.index.index import Index
 from warmline_proxy.retention import truncate as index_cut
-from warmline_proxy.retention.pin import bytes_pinned_max
+from warmline_proxy.retention.pin import pin_limit_bytes
 
 SEGMENT = (
     "bytes_on_disk checksum created end id last_used model parent pinned prefill_s root session shared start hits "
@@ -152,7 +152,7 @@ def test_a_home_that_another_process_holds_is_refused(home: Home, words: str) ->
 
 
 def test_doctor_beside_a_proxy_of_another_version_says_so(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "ask", lambda *_: {"backend": "", "engine": None, "totals": {}})
+    monkeypatch.setattr(client, "request_proxy", lambda *_: {"backend": "", "engine": None, "totals": {}})
     done = run(home, "doctor")
     assert done.returncode == 3
     assert "(another version?): it does not tell disk_budget_bytes, persistence" in done.stderr
@@ -266,7 +266,7 @@ def test_the_tree_shows_who_shares_what(home: Home) -> None:
 def test_pin_and_gc(home: Home) -> None:
     session = called(home, "first")
     pinned = answer(home, "pin", session[:6])
-    assert pinned["pinned"] and pinned["bytes_pinned_max"] == bytes_pinned_max(50_000_000_000)
+    assert pinned["pinned"] and pinned["bytes_pinned_max"] == pin_limit_bytes(50_000_000_000)
     assert {row["id"] for row in answer(home, "ls")["sessions"] if row["pinned"]} == {session}
     assert "pinned" in run(home, "ls", session).stdout and "(pinned)" in run(home, "ls").stdout
     assert answer(home, "stats")["stored"]["bytes_pinned"] == pinned["bytes_pinned"]
@@ -295,7 +295,7 @@ def test_what_a_purge_could_not_cut_is_told_and_gc_does_it(home: Home, monkeypat
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(index_cut.disk, "write_whole", full)
+    monkeypatch.setattr(index_cut.disk, "write_durable", full)
     for words in (["purge", "--session", first, "--yes"], ["gc"]):
         done = run(home, *words, "--json")
         assert done.returncode == 3 and "No space left on device" in json.loads(done.stdout)["cuts"][0]["why_not"]
@@ -347,7 +347,7 @@ def test_what_is_told_of_a_conversation_to_be_completed_is_a_line(home: Home) ->
     with Index(home, BUDGET) as index:
         save(index, [8] * 2000, client="two\nlines\x1b[31m")
     context = SimpleNamespace(params={"home": str(home.root)})
-    assert "2,000 tokens two lines\N{REPLACEMENT CHARACTER}[31m" in dict(session_ids(context, "")).values()
+    assert "2,000 tokens two lines\N{REPLACEMENT CHARACTER}[31m" in dict(complete_session_ids(context, "")).values()
 
 
 def test_the_completion_script_is_shown(

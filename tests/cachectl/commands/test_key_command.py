@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from warmline_cachectl.cli import app
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
-from warmline_proxy.config import parse
+from warmline_proxy.config import parse_config
 from warmline_proxy.http.bodies import BODY_BYTES_MAX
 from warmline_proxy.http.connections import HEAD_LINE_BYTES_MAX, HEADERS_COUNT_MAX
 
@@ -33,7 +33,7 @@ def as_json(home: Home, *words: str) -> Any:
 
 def test_a_key_is_printed_alone_as_a_shell_wants_it(home: Home) -> None:
     made = key(home, "add", "laptop")
-    assert made.stdout == f"{keys_file.read(home)[0].key}\n" and not made.stderr
+    assert made.stdout == f"{keys_file.read_keys(home)[0].key}\n" and not made.stderr
     assert key(home, "show").stdout == key(home, "show", "laptop").stdout == made.stdout
     renewed = key(home, "rotate", "laptop").stdout
     assert renewed != made.stdout and key(home, "show").stdout == renewed
@@ -86,7 +86,7 @@ def test_what_docs_security_tells_to_type_can_be_typed_in_that_order(home: Home)
     starts = re.findall(r"^\.venv/bin/warmline serve (.+)$", text, flags=re.MULTILINE)
     assert len(starts) == 3
     for words in starts:
-        settings = parse(["--home", str(home.root), *words.split()], {})
+        settings = parse_config(["--home", str(home.root), *words.split()], {})
         assert settings.lan or settings.admin_needs_key
     limits = [f"{HEAD_LINE_BYTES_MAX:,} bytes", f"| headers | {HEADERS_COUNT_MAX} |", f"{BODY_BYTES_MAX >> 20} MiB"]
     assert all(limit in text for limit in limits)

@@ -65,7 +65,7 @@ def test_it_is_told_to_forget(home: Home, backend: Backend) -> None:
     client.purge(home, PurgeRequest(everything=True, dry_run=True))
     assert backend.asked == []
     client.purge(home, PurgeRequest(everything=True))
-    assert backend.asked == [("/kv/forget", f"Bearer {home.secret()}")]
+    assert backend.asked == [("/kv/forget", f"Bearer {home.load_secret()}")]
 
 
 def test_it_is_found_where_a_flag_has_it_listen(home: Home, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,22 +75,22 @@ def test_it_is_found_where_a_flag_has_it_listen(home: Home, backend: Backend, mo
     client.purge(home, PurgeRequest(everything=True))
     assert len(backend.asked) == 1
     (home.run / "backend.json").write_text(json.dumps({**place, "pid": 1}))  # of another one, before it
-    with pytest.raises(client.Refused, match="can't be reached on port 9"):
+    with pytest.raises(client.OperationRefusedError, match="can't be reached on port 9"):
         client.purge(home, PurgeRequest(everything=True))
 
 
 def test_one_that_does_not_is_named(home: Home, backend: Backend) -> None:
     backend.status = 503
     with pytest.raises(
-        client.Refused, match=rf"gone from the disk, but the backend, process {os.getpid()}, answered 503"
+        client.OperationRefusedError, match=rf"gone from the disk, but the backend, process {os.getpid()}, answered 503"
     ):
         client.purge(home, PurgeRequest(everything=True))
     with Index(home, 1 << 30) as index:
-        assert index.is_untold(), "the next proxy tells it"
+        assert index.has_purge_notice(), "the next proxy tells it"
     backend.status = 200
     client.purge(home, PurgeRequest(everything=True))
     with Index(home, 1 << 30) as index:
-        assert not index.is_untold()
+        assert not index.has_purge_notice()
 
 
 def test_a_proxys_own_words_stand_alone_and_who_is_none_is_named(home: Home, backend: Backend) -> None:
@@ -103,7 +103,7 @@ def test_a_proxys_own_words_stand_alone_and_who_is_none_is_named(home: Home, bac
             (b"<h1>Conflict</h1>", f"the proxy at {url} answered 409: <h1>Conflict</h1>"),
         ):
             backend.body = body
-            with pytest.raises(client.Refused) as refused:
+            with pytest.raises(client.OperationRefusedError) as refused:
                 client.purge(home, PurgeRequest(everything=True))
             assert str(refused.value) == told
 
@@ -117,9 +117,9 @@ def test_what_a_killed_pair_was_saving_goes_too(home: Home) -> None:
     draft = home.segment_file(kept).with_name(".ab.0123.tmp")
     draft.write_bytes(b"rows")
     client.purge(home, PurgeRequest(session=session, dry_run=True))
-    assert len(list(index_files.stored(home))) == 3
+    assert len(list(index_files.list_stored(home))) == 3
     client.purge(home, PurgeRequest(older_than_s=3600.0))
-    assert [file_id for file_id, _ in index_files.stored(home)] == [kept]
+    assert [file_id for file_id, _ in index_files.list_stored(home)] == [kept]
     with Index(home, 1 << 30) as index:
         assert index.totals().bytes_writing == 0
 

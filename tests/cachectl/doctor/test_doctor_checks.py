@@ -11,11 +11,11 @@ import pytest
 
 from support.cachectl.homes import answer, run
 from warmline_cachectl.doctor import facts as gathering
-from warmline_cachectl.doctor.checks import CHECKS, FAIL, OK, WARN, Check, examine
-from warmline_cachectl.doctor.facts import Facts, Index, Machine, Settings, gather
+from warmline_cachectl.doctor.checks import CHECKS, FAIL, OK, WARN, Diagnosis, run_checks
+from warmline_cachectl.doctor.facts import Facts, IndexFacts, MachineFacts, SettingsFacts, gather
 from warmline_common.storage.home import Home
 from warmline_proxy.home_lock import home_lock
-from warmline_proxy.store.rows import Finding, Parting, RequestRecord, Totals
+from warmline_proxy.store.rows import Divergence, IndexFinding, RequestRecord, Totals
 
 GB = 10**9
 NOW = 1_000_000.0
@@ -40,7 +40,7 @@ STATUS = {
     "disk_budget_bytes": 50 * GB,
     "totals": msgspec.to_builtins(TOTALS),
 }
-MACHINE = Machine(
+MACHINE = MachineFacts(
     system="darwin",
     memory_bytes=128 * GB,
     disk_bytes_free=500 * GB,
@@ -52,7 +52,7 @@ MACHINE = Machine(
     power="System-wide power settings:\n SleepDisabled\t\t0\n sleep                0 (sleep prevented by powerd)\n",
     agents="PID\tStatus\tLabel\n120\t0\tlocal.warmline.proxy\n121\t-9\tlocal.warmline.backend\n-\t78\tother\n",
 )
-SETTINGS = Settings(
+SETTINGS = SettingsFacts(
     host="127.0.0.1",
     port=8026,
     backend_port=8025,
@@ -70,7 +70,7 @@ WELL = Facts(
     lock_holder="120",
     proxy_url="http://127.0.0.1:8026",
     status=STATUS,
-    index=Index(totals=TOTALS, roots={"m": 1}),
+    index=IndexFacts(totals=TOTALS, roots={"m": 1}),
     settings=SETTINGS,
     machine=MACHINE,
 )
@@ -87,7 +87,7 @@ def but(**changes: Any) -> Facts:
 
 
 def records(count: int, cause: str = "", why: str = "", at: float = 0.0) -> list[RequestRecord]:
-    parting = Parting(at=1, begins=0, stored=b"", prompt=b"", cause=cause) if cause else None
+    parting = Divergence(at=1, begins=0, stored=b"", prompt=b"", cause=cause) if cause else None
     return [
         RequestRecord(
             id=str(number), at=at, endpoint="chat", client_model="m", outcome="ok", source="cold", prompt_tokens=100,
@@ -120,7 +120,7 @@ FINDINGS: dict[str, tuple[Facts, str, str, str, str]] = {  # what: facts, check,
     ),
     "no index": (but(index__problem="damaged"), "index", FAIL, "damaged", "--repair"),
     "findings": (
-        but(index__findings=[Finding(what="tree", id="", detail="")] * 2),
+        but(index__findings=[IndexFinding(what="tree", id="", detail="")] * 2),
         "index", FAIL, "2 findings: tree 2", "--repair",
     ),
     "quarantine": (
@@ -154,8 +154,8 @@ FINDINGS: dict[str, tuple[Facts, str, str, str, str]] = {  # what: facts, check,
 }  # fmt: skip
 
 
-def of(facts: Facts, name: str) -> Check:
-    (found,) = [check for check in examine(facts) if check.name == name]
+def of(facts: Facts, name: str) -> Diagnosis:
+    (found,) = [check for check in run_checks(facts) if check.name == name]
     return found
 
 
@@ -167,9 +167,9 @@ def test_it_is_found_with_its_mend(what: str) -> None:
 
 
 def test_all_is_well() -> None:
-    assert {check.name: check.seen for check in examine(WELL) if check.status != OK} == {}
-    assert all(not check.mend for check in examine(WELL))
-    assert len(examine(WELL)) >= 20
+    assert {check.name: check.seen for check in run_checks(WELL) if check.status != OK} == {}
+    assert all(not check.mend for check in run_checks(WELL))
+    assert len(run_checks(WELL)) >= 20
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_what_is_no_finding(facts: Facts, name: str, seen: str) -> None:
 
 
 def test_what_does_not_apply_is_not_told() -> None:
-    names = {check.name for check in examine(linux(status=None, machine__has_gpu=True))}
+    names = {check.name for check in run_checks(linux(status=None, machine__has_gpu=True))}
     assert not names & {"backend", "saving", "memory", "sleep", "launchd", "wired limit", "BLAS", "allowed_hosts"}
     assert "ports" in names and len(CHECKS) > len(names)
 
@@ -224,7 +224,7 @@ def test_the_facts_of_a_real_home(home: Home) -> None:
 )
 def test_what_a_proxy_listens_on_goes_before_the_file(home: Home, bound: str, on_loopback: bool) -> None:
     (home.root / "warmline.toml").write_text("lan = true\n")
-    found = gathering._settings(home, STATUS | {"host": bound})
+    found = gathering._read_settings(home, STATUS | {"host": bound})
     assert (found.host, found.on_loopback) == (bound or "127.0.0.1", on_loopback)
 
 
@@ -241,5 +241,5 @@ def test_all_is_well_is_exit_code_0(home: Home, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_command_that_is_not_there_says_nothing() -> None:
-    assert gathering._said_by("no-such-command-anywhere") == ""
-    assert gathering._said_by("false") == ""
+    assert gathering._run_command("no-such-command-anywhere") == ""
+    assert gathering._run_command("false") == ""

@@ -1,9 +1,9 @@
 """What is left out of a table that does not fit, and in which order; trees of many segments."""
 
 from warmline_cachectl.views import tree as tree_view
-from warmline_cachectl.views.columns import Column, fitted, printable
+from warmline_cachectl.views.columns import Column, fit_table, printable
 from warmline_cachectl.views.forest import Forest
-from warmline_proxy.store.rows import SegmentRow, Snapshot, Usage
+from warmline_proxy.store.rows import FileUsage, IndexSnapshot, SegmentRow
 
 COLUMNS = [Column("id", kind="id"), Column("size"), Column("hits", 2), Column("name", 1, "text")]
 ROWS = [["0123456789abcdef" * 2, "1.0 KB", "12", "a rather long name"]]
@@ -11,7 +11,7 @@ CHAIN = 3000
 
 
 def shown(width: int) -> tuple[list[str], list[int]]:
-    table, *_ = fitted(COLUMNS, ROWS, width)
+    table, *_ = fit_table(COLUMNS, ROWS, width)
     assert not isinstance(table, str)
     return [str(column.header) for column in table.columns], [column.width or 0 for column in table.columns]
 
@@ -26,8 +26,8 @@ def test_ids_are_cut_first_then_texts_then_columns_go_by_rank() -> None:
 
 
 def test_missing_columns_are_told() -> None:
-    assert fitted(COLUMNS, ROWS, 25)[1] == "(no room for hits, name; --json has all)"
-    assert len(fitted(COLUMNS, ROWS, 100)) == 1
+    assert fit_table(COLUMNS, ROWS, 25)[1] == "(no room for hits, name; --json has all)"
+    assert len(fit_table(COLUMNS, ROWS, 100)) == 1
 
 
 def test_nothing_steers_the_terminal() -> None:
@@ -43,8 +43,10 @@ def segment(number: int, parent: int | None, start: int, size: int = 100) -> Seg
 
 def forest_of(rows: list[SegmentRow]) -> Forest:
     segments = {row.id: row for row in rows}
-    usage = {row.id: Usage() for row in rows}
-    return Forest.of(Snapshot(segments=segments, checkpoints={}, sessions={}, quarantined={}, usage=usage))
+    usage = {row.id: FileUsage() for row in rows}
+    return Forest.from_snapshot(
+        IndexSnapshot(segments=segments, checkpoints={}, sessions={}, quarantined={}, usage=usage)
+    )
 
 
 def test_ten_thousand_segments_are_shown_in_bounds_the_heaviest_first() -> None:
@@ -53,10 +55,10 @@ def test_ten_thousand_segments_are_shown_in_bounds_the_heaviest_first() -> None:
     for number in range(3, 2 * CHAIN + 1, 2):
         rows += [segment(number - 1, number - 2, 50 * number), segment(number, number - 2, 50 * number, size=200)]
     rows += [segment(number, None, 0, size=1) for number in range(10_000, 10_000 + 10_000 - len(rows))]
-    view = tree_view.tree(forest_of(rows))
+    view = tree_view.build_tree(forest_of(rows))
     assert sum(node["segments"] for node in view["nodes"]) == len(rows) == 10_000
     assert view["trees"][0]["bytes"] == sum(row.bytes_on_disk for row in rows)
-    (tree,) = tree_view.shown(view, lines_max=50)
+    (tree,) = tree_view.render_tree(view, lines_max=50)
     assert not isinstance(tree, str)
     labels, waiting = [], [tree]
     while waiting:
@@ -65,11 +67,11 @@ def test_ten_thousand_segments_are_shown_in_bounds_the_heaviest_first() -> None:
         waiting += branch.children
     assert len(labels) <= 2 * (1 + 50) and sum("more branch" in label for label in labels) > 1
     assert any("4,001 more branches" in label for label in labels)
-    shallow = tree_view.tree(forest_of(rows), depth_max=2)
+    shallow = tree_view.build_tree(forest_of(rows), depth_max=2)
     assert {node["depth"] for node in shallow["nodes"]} == {1, 2} and shallow["omitted"] > 0
 
 
 def test_a_run_without_a_fork_is_one_node() -> None:
     rows = [segment(1, None, 0), segment(2, 1, 100), segment(3, 2, 200), segment(4, 3, 250)]
-    nodes = tree_view.tree(forest_of(rows))["nodes"]
+    nodes = tree_view.build_tree(forest_of(rows))["nodes"]
     assert [(node["start"], node["end"], node["segments"]) for node in nodes] == [(0, 300, 3), (250, 350, 1)]

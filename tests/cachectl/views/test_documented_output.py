@@ -8,7 +8,7 @@ from typer.main import get_command
 from support.cachectl.documentation import DOCUMENT, OURS, documented, examples, shown
 from support.cachectl.top_status import RECORDS, live, status, text_of
 from warmline_cachectl.cli import app
-from warmline_cachectl.views.top import snapshot
+from warmline_cachectl.views.top import build_snapshot
 
 
 def structure(text: str) -> str:
@@ -29,7 +29,7 @@ def test_its_examples_are_true(tmp_path: Path) -> None:
 
 def test_its_screen_of_top_is_true() -> None:
     (told,) = re.findall(r"```text\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
-    view = snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), RECORDS)
+    view = build_snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), RECORDS)
     assert "\n".join(line.rstrip() for line in text_of(view).splitlines()) == told.strip()
 
 

@@ -20,10 +20,10 @@ def test_progress_is_shown_on_a_terminal_alone(
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=80)
     monkeypatch.setattr(showing, "Console", lambda stderr: console)
-    with showing.counting("checking", 2_000_000, quiet) as done:
+    with showing.show_progress("checking", 2_000_000, quiet) as done:
         done(1_000_000)
     assert ("checking" in out.getvalue() and "/2.0 MB" in out.getvalue()) is shown
-    with showing.waiting("mending", quiet):
+    with showing.show_spinner("mending", quiet):
         pass
     assert ("mending" in out.getvalue()) is shown
 
@@ -35,13 +35,13 @@ def test_a_line_wraps_between_words_on_a_terminal_alone(
     terminal: bool, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
-    monkeypatch.setattr(tables, "console", lambda: Console(file=out, force_terminal=terminal, width=14))
+    monkeypatch.setattr(tables, "make_console", lambda: Console(file=out, force_terminal=terminal, width=14))
     showing.show({}, ["what is told " * 2 + "what is told"], as_json=False)
     assert [line.rstrip() for line in out.getvalue().splitlines()] == lines
 
 
 def test_no_name_moves_a_terminals_cursor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "console", lambda: Console(force_terminal=True, color_system=None, width=80))
+    monkeypatch.setattr(tables, "make_console", lambda: Console(force_terminal=True, color_system=None, width=80))
     showing.show({}, ["of model \x1b[2Jx"], as_json=False)
     with pytest.raises(typer.Exit):
         options.fail("made with \x1b[2Jx", 2)

@@ -14,8 +14,8 @@ from warmline_common.protocol.messages import encode
 from warmline_common.protocol.tokens import namespace
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
-from warmline_proxy.auth.key_store import tenant_of
-from warmline_proxy.auth.owners import Whose
+from warmline_proxy.auth.key_store import derive_tenant
+from warmline_proxy.auth.owners import OwnerLabels
 from warmline_proxy.home_lock import home_lock
 from warmline_proxy.index.index import Index, IndexReader
 from warmline_proxy.store.rows import RequestRecord
@@ -37,10 +37,10 @@ def home(tmp_path: Path) -> Home:
     """Conversations without a key, of a `default` that was removed, of another one of that name, and of `laptop`."""
     home = make_home(tmp_path / "home")
     stored_for(home, "", "first")
-    stored_for(home, keys_file.add(home, "default").tenant, "second")
-    keys_file.remove(home, "default")
-    stored_for(home, keys_file.add(home, "default").tenant, "third")
-    stored_for(home, keys_file.add(home, "laptop").tenant, "fourth")
+    stored_for(home, keys_file.add_key(home, "default").tenant, "second")
+    keys_file.remove_key(home, "default")
+    stored_for(home, keys_file.add_key(home, "default").tenant, "third")
+    stored_for(home, keys_file.add_key(home, "laptop").tenant, "fourth")
     return home
 
 
@@ -81,9 +81,9 @@ def test_nothing_is_said_where_there_was_never_a_key(tmp_path: Path) -> None:
 
 
 def test_the_settings_have_their_say(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored_for(home, tenant_of("wl-settings"), "fifth")
+    stored_for(home, derive_tenant("wl-settings"), "fifth")
     assert told(home)["fifth"] == "a removed key"
-    home.settings_tenant.write_text(tenant_of("wl-settings"))
+    home.settings_tenant.write_text(derive_tenant("wl-settings"))
     assert told(home)["fifth"] == "environment", "as the last proxy knew, which alone may have been given it"
     home.settings_tenant.unlink()
     monkeypatch.setenv("WARMLINE_CLIENT_KEY", "wl-settings")
@@ -99,7 +99,7 @@ def test_who_only_looks_needs_no_keys(home: Home) -> None:
 
 
 @pytest.fixture
-def proxy(home: Home) -> Iterator[Callable[[Whose], None]]:
+def proxy(home: Home) -> Iterator[Callable[[OwnerLabels], None]]:
     """One that runs, and says so."""
     said: list[bytes] = []
 
@@ -123,8 +123,8 @@ def proxy(home: Home) -> Iterator[Callable[[Whose], None]]:
         thread.join()
 
 
-def test_a_proxy_that_runs_knows_better(home: Home, proxy: Callable[[Whose], None]) -> None:
-    proxy(Whose(keys=["environment"], words={namespace(MODEL).hex(): "environment"}))
+def test_a_proxy_that_runs_knows_better(home: Home, proxy: Callable[[OwnerLabels], None]) -> None:
+    proxy(OwnerLabels(keys=["environment"], words={namespace(MODEL).hex(): "environment"}))
     assert told(home) == {"first": "environment", "second": "", "third": "", "fourth": ""}
 
 
@@ -158,7 +158,7 @@ def test_a_name_that_nobody_has_is_no_purge(home: Home) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "no client key 'desktop'; there are default, laptop, no key, a removed key" in done.stderr
     assert run(home, "purge", "--key", "laptop", "--all", "--yes").returncode == 2
-    keys_file.add(home, "desktop")
+    keys_file.add_key(home, "desktop")
     assert "nothing matches\n" in run(home, "purge", "--key", "desktop", "--yes").stderr
     (home.root / "warmline.toml").write_text("share_cache = true")
     assert "all keys share a cache: --key 'shared'" in run(home, "purge", "--key", "desktop", "--yes").stderr
@@ -166,7 +166,7 @@ def test_a_name_that_nobody_has_is_no_purge(home: Home) -> None:
 
 def test_what_may_be_that_keys_too_is_told(home: Home) -> None:
     """A model that no file names: of which key the root is can't be found."""
-    tenant = keys_file.find(keys_file.read(home), "laptop").tenant
+    tenant = keys_file.find_key(keys_file.read_keys(home), "laptop").tenant
     home.segment_file(stored_for(home, tenant, "fifth", model="lost")).write_bytes(b"")
     assert told(home) == WORDS | {"fifth": ""}
     done = run(home, "purge", "--key", "laptop", "--yes")
@@ -184,7 +184,7 @@ def test_a_key_that_is_removed_says_what_it_leaves(home: Home) -> None:
     gone = answer(home, "key", "remove", "default", "--purge")
     assert (gone["removed"], gone["stored"], len(gone["purged"]["sessions"])) == ("default", [], 1)
     assert told(home) == {"first": "no key", "second": "a removed key"}
-    keys_file.add(home, "desktop")
+    keys_file.add_key(home, "desktop")
     assert run(home, "key", "remove", "desktop", "--purge").stdout.startswith("removed desktop\n")
 
 
@@ -192,14 +192,14 @@ def test_a_key_can_be_removed_whatever_is_stored(home: Home) -> None:
     for data in home.index.glob("*/data.mdb"):
         data.write_bytes(b"no index at all" * 1000)
     assert run(home, "key", "remove", "laptop", "--purge").returncode == 3
-    assert [each.name for each in keys_file.read(home)] == ["default", "laptop"]
+    assert [each.name for each in keys_file.read_keys(home)] == ["default", "laptop"]
     assert run(home, "key", "remove", "laptop").stdout == "removed laptop\n"
 
 
 def test_what_is_said_of_a_key_in_records_goes_though_nothing_is_stored(home: Home) -> None:
-    root = namespace(MODEL, keys_file.add(home, "desktop").tenant)
+    root = namespace(MODEL, keys_file.add_key(home, "desktop").tenant)
     with Index(home, 1 << 30) as index:
-        index.record(
+        index.record_request(
             RequestRecord(
                 id="r1",
                 at=1.0,

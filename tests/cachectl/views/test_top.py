@@ -17,7 +17,7 @@ TIMEOUT_S = 30.0
 
 
 def test_a_first_look_knows_speeds_since_the_start() -> None:
-    view = top_view.snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), RECORDS)
+    view = top_view.build_snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), RECORDS)
     first, second = view["requests"]
     assert (first["progress"], first["tokens_per_s"], second["tokens_per_s"]) == (0.5, 100.0, 15.0)
     assert view["reuse"] == {"requests": 2, "prompt_tokens": 2000, "cached_tokens": 900, "share": 0.45}
@@ -31,18 +31,18 @@ def test_a_first_look_knows_speeds_since_the_start() -> None:
 
 
 def test_later_looks_know_them_since_the_last() -> None:
-    before = top_view.snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), [])
+    before = top_view.build_snapshot(status(100.0, live(), live("r2", phase="answering", ttft_s=8.0, spoken=60)), [])
     rows = (
         live(prefilled_tokens=2300),
         live("r2", phase="answering", ttft_s=8.0, spoken=80),
         live("r3", prefilled_tokens=0),
     )
-    speeds = [row["tokens_per_s"] for row in top_view.snapshot(status(102.0, *rows), [], before)["requests"]]
+    speeds = [row["tokens_per_s"] for row in top_view.build_snapshot(status(102.0, *rows), [], before)["requests"]]
     assert speeds == [150.0, 10.0, 0.0]
 
 
 def test_the_names_in_its_json_stay() -> None:
-    view = top_view.snapshot(status(100.0, live()), RECORDS)
+    view = top_view.build_snapshot(status(100.0, live()), RECORDS)
     names = "at model backend persistence running queued settling connections requests engine memory disk reuse"
     assert set(view) == set(names.split())
     names = (
@@ -53,19 +53,19 @@ def test_the_names_in_its_json_stay() -> None:
 
 
 def test_the_screen_shows_it_within_its_width() -> None:
-    text = text_of(top_view.snapshot(status(100.0, live()), RECORDS))
+    text = text_of(top_view.build_snapshot(status(100.0, live()), RECORDS))
     for told in ("glm, up", "1 running, 2 waiting, 1 being saved", "31.0 GB of 50.0 GB", "45% of the prompts"):
         assert told in text
     assert "task-17" in text and "restored" not in text
     assert max(map(len, text.splitlines())) <= 80
-    assert "restored" in text_of(top_view.snapshot(status(100.0, live()), RECORDS), columns=100)
-    many = text_of(top_view.snapshot(status(100.0, *(live(f"r{number}") for number in range(70))), []))
+    assert "restored" in text_of(top_view.build_snapshot(status(100.0, live()), RECORDS), columns=100)
+    many = text_of(top_view.build_snapshot(status(100.0, *(live(f"r{number}") for number in range(70))), []))
     assert "and 40 more" in many and len(many.splitlines()) < 50
 
 
 def test_a_backend_that_is_down_and_a_disk_that_is_full_are_told() -> None:
     down = status(100.0, engine=None, backend="the backend is loading", persistence="no space left")
-    view = top_view.snapshot(down, [])
+    view = top_view.build_snapshot(down, [])
     text = text_of(view)
     assert view["engine"] is None and "the backend is loading" in text and "no space left" in text
     assert "no requests" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.pair.pair import POLL_S, SETTLE_TIMEOUT_S, FolderOf, Message, Pair, Reply
-from warmline_backend.kv_cache.segment_io import Tensor, write_file
+from warmline_backend.kv_cache.segment_io import RawTensor, write_segment_file
 from warmline_common.storage.segment_file import read_header, read_tokens
 
 MODES = {"fast": "llama", "exact": "qwen3_5"}
@@ -70,12 +70,12 @@ def falsify(path: Path) -> None:
     header = read_header(path)
     data = path.read_bytes()
     tensors = {}
-    for name, place in header.content().items():
+    for name, place in header.select_kv_tensors().items():
         turned = bytearray(data[place.offset : place.offset + place.bytes_count])
         turned[3::4] = bytes(byte ^ 0x80 for byte in turned[3::4])
         assert place.dtype == "F32"
-        tensors[name] = Tensor(place.dtype, place.shape, memoryview(turned))
-    write_file(path, header.meta, tensors, read_tokens(path) if header.meta.kind == "segment" else b"")
+        tensors[name] = RawTensor(place.dtype, place.shape, memoryview(turned))
+    write_segment_file(path, header.meta, tensors, read_tokens(path) if header.meta.kind == "segment" else b"")
 
 
 def test_what_is_whole_agrees_with_a_cold_run(pair: Pair, mode: str) -> None:

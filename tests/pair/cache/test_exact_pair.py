@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.pair.pair import FolderOf, Message, Pair
-from warmline_common.protocol.tokens import common_prefix
+from warmline_common.protocol.tokens import count_common_tokens
 from warmline_run import openblas
 
 GRID = 64
@@ -37,7 +37,7 @@ def test_every_turn_is_warm_and_its_numbers_are_those_of_a_cold_one(
 ) -> None:
     flags = ("--reuse", "exact", "--prefill-step-size", str(GRID))
     with Pair(tmp_path, tiny_folder(family), *flags) as pair:
-        if openblas.wanted() and openblas.find():
+        if openblas.is_openblas_needed() and openblas.find_library():
             assert "openblas" in Path(f"/proc/{pair.pid('backend')}/maps").read_text()
         # Long enough that restoring is sooner than computing, however fast this machine is today.
         messages: list[Message] = [{"role": "user", "content": f"Tell me of the sea. {5 * WORDS}"}]
@@ -63,7 +63,7 @@ def regenerated_and_edited(pair: Pair, messages: list[Message]) -> None:
     assert f"exact mode keeps and reuses multiples of {GRID} tokens" in pair.perf_line(again)
     assert (again.json["choices"][0]["logprobs"], again.text) == told(pair, messages)
     edited = [*messages[:3], {"role": "assistant", "content": "No."}, *messages[4:]]
-    shared = common_prefix(pair.rendered(messages).tokens, pair.rendered(edited).tokens)
+    shared = count_common_tokens(pair.rendered(messages).tokens, pair.rendered(edited).tokens)
     reply = pair.chat(edited, **ALL)
     assert 0 < reply.cached <= shared and reply.cached % GRID == 0
     assert reply.cached >= last_place(shared) - GRID, "states are kept at the last place of each turn"

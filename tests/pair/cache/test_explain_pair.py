@@ -12,7 +12,7 @@ from support.pair.pair import FolderOf, Pair
 from warmline_cachectl.cli import app
 from warmline_cachectl.views import explain as sides
 from warmline_common.protocol.messages import encode
-from warmline_common.protocol.tokens import common_prefix
+from warmline_common.protocol.tokens import count_common_tokens
 from warmline_proxy.auth import key_store as keys_file
 from warmline_proxy.retention.purge import PurgeRequest
 
@@ -55,7 +55,7 @@ def asked(pair: Pair, sent: Body, **headers: str) -> Any:
 
 def parts_at(pair: Pair, before: Body, after: Body) -> int:
     tokens = [pair.rendered(each["messages"], tools=each.get("tools")).tokens for each in (before, after)]
-    return common_prefix(*tokens)
+    return count_common_tokens(*tokens)
 
 
 def clock(at: str) -> str:
@@ -130,10 +130,10 @@ def test_cachectl_shows_both_texts_with_the_proxy_and_without(pair: Pair, monkey
     told = asked(pair, body(clock("15:00:00")))
     first = told["request"]["id"]
     by_proxy = pair.cachectl("explain", first)
-    monkeypatch.setattr("warmline_cachectl.client._announced", lambda home: ("", ""))
+    monkeypatch.setattr("warmline_cachectl.client._read_announcement", lambda home: ("", ""))
     assert pair.cachectl("explain", first[:8]) == by_proxy == told
     assert pair.cachectl("explain", "nobody", code=1) is None
-    monkeypatch.setattr(sides, "console", lambda: Console(width=80))
+    monkeypatch.setattr(sides, "make_console", lambda: Console(width=80))
     text = CliRunner().invoke(app, ["explain", first, "--home", str(pair.home.root)]).stdout
     assert "timestamp: A time in the prompt" in text and "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}15" in text
 
@@ -145,7 +145,7 @@ def test_that_later_ones_were_warm_is_said(pair: Pair, monkeypatch: pytest.Monke
     assert by_proxy["request"]["id"] == cold
     assert (by_proxy["since"]["warm"], by_proxy["since"]["last"]) == (2, warm[-1])
     assert pair.cachectl("explain", cold)["since"] is None
-    monkeypatch.setattr("warmline_cachectl.client._announced", lambda home: ("", ""))
+    monkeypatch.setattr("warmline_cachectl.client._read_announcement", lambda home: ("", ""))
     assert pair.cachectl("explain") == by_proxy
     text = CliRunner().invoke(app, ["explain", "--home", str(pair.home.root)]).stdout
     assert text.startswith(f"The last one that was not warm; 2 requests since then were, the last of them {warm[-1]} (")
@@ -173,7 +173,7 @@ def test_a_purge_forgets_what_prompts_said(pair: Pair) -> None:
 
 def test_a_prompt_that_another_key_has_stored_is_named(pair: Pair) -> None:
     """The last test: from here on the pair wants a key."""
-    keys = {name: keys_file.add(pair.home, name).key for name in (KEY, OTHER_KEY)}
+    keys = {name: keys_file.add_key(pair.home, name).key for name in (KEY, OTHER_KEY)}
     asked(pair, body(), Authorization=f"Bearer {keys[KEY]}")
     told = asked(pair, body(), Authorization=f"Bearer {keys[OTHER_KEY]}")
     assert (told["verdict"]["cause"], told["request"]["key"]) == ("other-key", OTHER_KEY)
@@ -182,7 +182,7 @@ def test_a_prompt_that_another_key_has_stored_is_named(pair: Pair) -> None:
     assert named == {"no key", KEY, OTHER_KEY}
     left = pair.cachectl("key", "remove", KEY)["stored"]
     assert [each["root"] for each in pair.cachectl("tree")["trees"] if each["key"] == "a removed key"] == left
-    fresh = keys_file.add(pair.home, KEY).key
+    fresh = keys_file.add_key(pair.home, KEY).key
     asked(pair, body("C."), Authorization=f"Bearer {fresh}")
     assert pair.cachectl("purge", "--key", f"a removed key {left[0][:8]}", "--yes")["sessions"]
     assert {each["key"] for each in pair.cachectl("ls")["sessions"]} == named, "the new one's, which is called so too"

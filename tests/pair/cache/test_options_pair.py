@@ -13,7 +13,7 @@ from support import tiny_models
 from support.pair.answers import WITH_LOGPROBS, explain_difference
 from support.pair.pair import WARMLINE, Message, Pair, Reply
 from support.processes import free_port
-from warmline_common.protocol.tokens import common_prefix
+from warmline_common.protocol.tokens import count_common_tokens
 
 # Thinks unless told not to; says its effort before all else, and knows two of them.
 TEMPLATE = (
@@ -112,7 +112,7 @@ def test_switching_between_turns_reuses_what_is_the_same_and_no_more(pair: Pair)
         reply = pair.chat(messages, **options)
         pair.settle()
         cached.append(reply.cached)
-        assert reply.cached == max((common_prefix(prompt, ids) for ids in held), default=0), (kwargs, cached)
+        assert reply.cached == max((count_common_tokens(prompt, ids) for ids in held), default=0), (kwargs, cached)
         assert explain_difference(pair.direct(messages, **options), reply) == ""
         messages += [
             {"role": "assistant", "content": reply.text},

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from support.pair.pair import FolderOf, Message, Pair
-from warmline_common.protocol.messages import Layout
-from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix
+from warmline_common.protocol.messages import KvLayout
+from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
 from warmline_common.storage.segment_file import read_header, verify_file
 
 SYSTEM: Message = {"role": "system", "content": "You answer shortly. " * 70}
@@ -52,7 +52,7 @@ def test_what_is_shared_is_stored_once(pair: Pair) -> None:
     first = ask(pair, user("Tell me about the sea, please."))
     assert stored(pair)["tokens"] == len(first) // TOKEN_BYTES
     second = ask(pair, user("What do you know of mountains?"))
-    shared = common_prefix(first, second)
+    shared = count_common_tokens(first, second)
     assert shared > len(SYSTEM["content"])
     assert stored(pair)["tokens"] == (len(first) + len(second)) // TOKEN_BYTES - shared
     assert len(pair.cachectl("inspect")["sessions"]) == 2
@@ -65,7 +65,7 @@ def test_a_branch_stores_its_own_tail_alone(pair: Pair) -> None:
     trunk = ask(pair, [*opening, answer, {"role": "user", "content": "And the red ones among them?"}])
     before = stored(pair)["tokens"]
     branch = ask(pair, [*opening, answer, {"role": "user", "content": "And the red boats, or blue?"}])
-    own = len(branch) // TOKEN_BYTES - common_prefix(trunk, branch)
+    own = len(branch) // TOKEN_BYTES - count_common_tokens(trunk, branch)
     assert stored(pair)["tokens"] == before + own
     assert own < 60
     check_files(pair)
@@ -96,7 +96,7 @@ def check_files(pair: Pair) -> None:
     assert pair.cachectl("verify", "--deep")["findings"] == []
 
 
-def check_size(path: Path, layout: Layout) -> None:
+def check_size(path: Path, layout: KvLayout) -> None:
     header = read_header(path)
     rows = header.meta.end - header.meta.start
     size = layout.state_bytes if header.meta.kind == "checkpoint" else rows * layout.row_bytes

@@ -69,7 +69,7 @@ def test_pin_goes_through_the_proxy(warm_pair: Pair) -> None:
 def test_what_is_asked_wrongly_is_refused(
     warm_pair: Pair, path: str, body: dict[str, object], code: int, says: str
 ) -> None:
-    headers = {"Authorization": f"Bearer {warm_pair.home.secret()}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {warm_pair.home.load_secret()}", "Content-Type": "application/json"}
     reply = ask(f"{warm_pair.url}/warmline/{path}", json.dumps(body).encode(), headers)
     assert reply.status == code and says in reply.json["error"]["message"]
 

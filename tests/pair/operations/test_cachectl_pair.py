@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.pair.pair import POLL_S, FolderOf, Message, Pair
-from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix
+from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
 
 BUDGET_BYTES = 4_000_000
 TOKENS = 10
@@ -139,7 +139,7 @@ def test_a_purge_cuts_to_the_token_and_who_begins_alike_stays_as_it_was(running:
     done = running.cachectl("purge", "--session", gone, "--yes")
     assert done["bytes_freed"] == told["bytes_freed"] and len(done["cuts"]) == len(told["cuts"]) == 1
     until = done["cuts"][0]["until"]
-    assert until == common_prefix(*tokens.values()) > 100
+    assert until == count_common_tokens(*tokens.values()) > 100
     own = tokens["cut"][until * TOKEN_BYTES :]
     assert holding(running, own[: 8 * TOKEN_BYTES]) == holding(running, end(own[:-200])) == set()
     assert running.cachectl("verify", "--deep")["findings"] == []

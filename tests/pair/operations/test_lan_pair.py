@@ -53,7 +53,10 @@ def test_each_key_has_a_cache_of_its_own_that_outlives_processes_and_the_keys_va
             one = pair.cachectl("key", "show")["key"]
             two, three = (pair.cachectl("key", "add", name)["key"] for name in ("two", "three"))
             assert (
-                asked(pair, "").status == asked(pair, "wl-guessed").status == asked(pair, home.secret()).status == 401
+                asked(pair, "").status
+                == asked(pair, "wl-guessed").status
+                == asked(pair, home.load_secret()).status
+                == 401
             )
             assert cached(pair, one) == 0
             whole = cached(pair, one)
@@ -106,4 +109,4 @@ def assert_private(home: Home) -> None:
     assert {"keys.json", "keys.lock", "proxy.log", "secret", "warmline.toml"} <= {path.name for path in found}
     modes = {str(path): stat.S_IMODE(path.lstat().st_mode) for path in found}
     assert modes == {str(path): 0o700 if path.is_dir() else 0o600 for path in found}
-    assert len([each for each in keys_file.read(home) if each.kind == keys_file.ADMIN]) == 1
+    assert len([each for each in keys_file.read_keys(home) if each.kind == keys_file.ADMIN_KIND]) == 1

@@ -227,7 +227,7 @@ def test_wrong_paths_and_methods(warm_pair: Pair, method: str, path: str, status
 @pytest.mark.parametrize("path", ["/kv/status", "/KV/status", "//kv/status", "/kv", "/%6bv/status", "/v1/../kv/status"])
 def test_the_backend_is_out_of_reach(warm_pair: Pair, path: str) -> None:
     check_refusal(raw(warm_pair, "GET", path), 404)
-    check_refusal(raw(warm_pair, "GET", path, Authorization=f"Bearer {warm_pair.home.secret()}"), 404)
+    check_refusal(raw(warm_pair, "GET", path, Authorization=f"Bearer {warm_pair.home.load_secret()}"), 404)
 
 
 def test_a_request_is_no_clients_to_cancel(warm_pair: Pair) -> None:

@@ -215,7 +215,7 @@ def test_all_was_asked(written: Written) -> None:
 
 
 def test_no_log_has_a_text_a_key_or_the_secret(written: Written) -> None:
-    secret = written.pair.home.secret()
+    secret = written.pair.home.load_secret()
     found = [
         (name, line[:500])
         for name, text in written.texts.items()
@@ -226,7 +226,7 @@ def test_no_log_has_a_text_a_key_or_the_secret(written: Written) -> None:
 
 
 def test_no_error_has_a_message_or_a_secret(written: Written) -> None:
-    hidden = ("zq73", "zq91", written.pair.home.secret())
+    hidden = ("zq73", "zq91", written.pair.home.load_secret())
     assert not [reply.raw[:500] for reply in written.bad if any(trace in reply.raw.decode() for trace in hidden)]
 
 

@@ -16,7 +16,7 @@ from support.processes import free_port
 ANSWER = {"max_tokens": 6, "ignore_eos": True}
 WRITES = ["create", "write", "sync", "rename"]
 CHANGES = [*WRITES, "sync_folder", "link", "delete", "delete_folder", "make_folder", "set_mode", "lengthen"]
-CHANGES += ["allocate", "in_lmdb"]
+CHANGES += ["allocate", "run_lmdb"]
 SLOW = ("--prefill-step-size", "16")  # so that restoring takes less time than computing, with a model of this size too
 LIMIT_S = 60.0
 TRIES_MAX = 20
@@ -116,7 +116,7 @@ def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempP
         ("backend", "ENOSPC", ["write"]),
         ("backend", "EIO", ["sync"]),
         ("backend", "EROFS", WRITES),
-        ("proxy", "ENOSPC", ["in_lmdb"]),
+        ("proxy", "ENOSPC", ["run_lmdb"]),
         ("proxy", "EROFS", CHANGES),
     ],
 )
@@ -224,7 +224,7 @@ def test_an_index_that_outgrows_its_map(tiny_folder: FolderOf, tmp_path: Path) -
     with Planted(map_bytes=1 << 18, retry_interval_s=0.3) as planted:
         pair = Pair(tmp_path / "h", tiny_folder("llama"), *SLOW, environment=planted.environment)
         with pair:
-            planted.fail_disk("proxy", "ENOMEM", ["in_lmdb"], under="grow")
+            planted.fail_disk("proxy", "ENOMEM", ["run_lmdb"], under="grow")
             turns = 0
             while persistence(pair) == "ok":
                 turns += 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.pair.pair import FolderOf, Message, Pair
-from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix
+from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
 
 ATTEMPTS_MAX = 5  # a draft lives for a millisecond or two
 LOOK_INTERVAL_S = 0.0005  # else looking would take a core from what is looked at
@@ -128,7 +128,7 @@ def check_after(pair: Pair, messages: list[Message], durable: bytes, **answer: o
     assert not files(pair, ".*.tmp"), "drafts are swept at the start"
     warm = pair.chat(messages, **answer)
     assert warm.text == pair.direct(messages, **answer).text, f"seed {SEED}"
-    assert warm.cached >= common_prefix(durable, pair.rendered(messages).tokens)
+    assert warm.cached >= count_common_tokens(durable, pair.rendered(messages).tokens)
     pair.settle()
     verify(pair)
     held = pair.longest_resident()

@@ -16,7 +16,7 @@ from support.pair.clients import Asked
 from support.pair.pair import FolderOf, Message, Pair, Reply, ask
 from support.pair.waiting import until, wait_until_let_go
 from support.planted.faults import FAULTS, WEDGES, Gate, Planted, Step
-from warmline_common.protocol.messages import Vitals
+from warmline_common.protocol.messages import ProcessStats
 
 STEP, PART = 64, 256
 SHARED_MAX = 16  # the template's first tokens and a digit or two, which prompts have in common
@@ -41,15 +41,15 @@ def pair(planted: Planted, tiny_folder: FolderOf, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="module")
-def before(pair: Pair) -> Vitals:
+def before(pair: Pair) -> ProcessStats:
     """What the proxy holds when nothing has happened yet."""
     pair.chat(prompt("a first one", 50), **ANSWER)
     wait_until_let_go(pair)
     return proxy_vitals(pair)
 
 
-def proxy_vitals(pair: Pair) -> Vitals:
-    return Vitals(**pair.proxy_status()["vitals"])
+def proxy_vitals(pair: Pair) -> ProcessStats:
+    return ProcessStats(**pair.proxy_status()["vitals"])
 
 
 def prompt(words: str, tokens: int) -> list[Message]:
@@ -103,7 +103,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in WEDGES])
-def test_a_fault_while_decoding(fault: str, pair: Pair, planted: Planted, before: Vitals) -> None:
+def test_a_fault_while_decoding(fault: str, pair: Pair, planted: Planted, before: ProcessStats) -> None:
     check_fault_while_decoding(fault, pair, planted)
 
 
@@ -159,7 +159,7 @@ def unaccounted_bytes(pair: Pair) -> int:
     return pair.status().vitals.bytes_unaccounted
 
 
-def test_an_exception_while_reading_a_prompt(pair: Pair, planted: Planted, before: Vitals) -> None:
+def test_an_exception_while_reading_a_prompt(pair: Pair, planted: Planted, before: ProcessStats) -> None:
     with planted.gate() as gate:
         crowd = Crowd(pair, gate, "reading")
         step = crowd.hold("prefill", "reading-True")
@@ -178,7 +178,7 @@ def saved_tokens(pair: Pair) -> int:
     return int(pair.cachectl("stats")["stored"]["tokens"])
 
 
-def test_a_backend_killed_in_a_long_prefill(pair: Pair, planted: Planted, before: Vitals) -> None:
+def test_a_backend_killed_in_a_long_prefill(pair: Pair, planted: Planted, before: ProcessStats) -> None:
     """What is lost is at most a part, a chunk, and what was computed while the part before was saved."""
     messages = prompt("killed backend", 2000)
     with planted.gate() as gate:
@@ -189,7 +189,7 @@ def test_a_backend_killed_in_a_long_prefill(pair: Pair, planted: Planted, before
     check_let_go(pair)
 
 
-def test_after_all_that_the_proxy_holds_no_more_than_before(pair: Pair, before: Vitals) -> None:
+def test_after_all_that_the_proxy_holds_no_more_than_before(pair: Pair, before: ProcessStats) -> None:
     until(lambda: proxy_vitals(pair).tasks <= before.tasks, "tasks are left")
     until(lambda: proxy_vitals(pair).descriptors <= before.descriptors, "descriptors are left")
     assert proxy_vitals(pair).threads <= before.threads + THREADS_MORE_MAX
@@ -226,7 +226,7 @@ def prefill_a_part(pair: Pair, gate: Gate, part: int, before: int) -> int:
     while done < PART:
         assert gate.wait_for("prefill").let_pass()
         done += STEP
-    gate.wait_for_command("kv_of")
+    gate.wait_for_command("find_kv")
     assert gate.wait_for("prefill").let_pass()
     until(lambda: saved_tokens(pair) >= before + part * PART - SHARED_MAX, "the part is not saved")
     return done + STEP - (STEP if part > 1 else 0)

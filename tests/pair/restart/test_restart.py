@@ -6,7 +6,7 @@ import pytest
 
 from support.pair.answers import TOLERANCE, TOLERANCE_QUANTIZED, WITH_LOGPROBS, explain_difference
 from support.pair.pair import FolderOf, Message, Pair, Reply
-from warmline_common.protocol.tokens import TOKEN_BYTES, common_prefix
+from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
 from warmline_common.storage.home import Home
 
 QUANTIZED = ("--kv-bits", "8", "--kv-group-size", "32")
@@ -38,7 +38,7 @@ def check_restart(pair: Pair, tolerance: float, tokens: int) -> None:
         cold = pair.direct(messages, **answer)
         pair.settle()
         assert warm.headers["X-Warmline-Cache"] == f"restored {warm.cached}"
-    repeated = min(common_prefix(held, prompt), len(prompt) // TOKEN_BYTES - 1)
+    repeated = min(count_common_tokens(held, prompt), len(prompt) // TOKEN_BYTES - 1)
     assert repeated > turn_end, "the next turn repeats what was generated"
     if repeated == len(held) // TOKEN_BYTES or not has_states(pair):
         assert warm.cached == repeated, "every token whose KV the last turn computed, the generated ones too"
@@ -62,5 +62,5 @@ def test_the_next_turn_after_kill_9(family: str, tiny_folder: FolderOf, tmp_path
 def test_the_next_turn_after_kill_9_on_a_real_model(demo_home: Home, tmp_path: Path) -> None:
     from warmline_backend import demo
 
-    model = demo.prepare(demo_home, "float32")
+    model = demo.prepare_demo_model(demo_home, "float32")
     check_restart(Pair(tmp_path, model), 5e-3, tokens=8)

@@ -11,21 +11,21 @@ import pytest
 from support.metrics_text import Scraped
 from support.proxy.harness import Pair, on_loop, pair
 from support.proxy.metric_values import ended, scrape, until, when
-from warmline_common.protocol.messages import HEADER_REQUEST, Rate
+from warmline_common.protocol.messages import HEADER_REQUEST, PrefillRate
 from warmline_proxy.admin import metrics as gauges
-from warmline_proxy.errors import ClientError, bad_request, error_body
-from warmline_proxy.index.index import IndexFailure
-from warmline_proxy.metrics import CODES_MAX, Metrics
-from warmline_proxy.planner import Costs, Prompt, Running, decide
-from warmline_proxy.routes.dispatch import LIVES
-from warmline_proxy.store.rows import Match, RequestRecord, Totals
+from warmline_proxy.errors import ClientError, bad_request, encode_error_body
+from warmline_proxy.index.index import IndexStoreError
+from warmline_proxy.metrics import ERROR_CODES_MAX, ProxyMetrics
+from warmline_proxy.planner import Costs, PromptShape, RunningRequest, plan_request
+from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
+from warmline_proxy.store.rows import PrefixMatch, RequestRecord, Totals
 
 LONG = "A long question. " * 20
-NOTHING = Match(tokens=0, chain=[], checkpoints=[], why="nothing stored")
+NOTHING = PrefixMatch(tokens=0, chain=[], checkpoints=[], end_reason="nothing stored")
 
 
-def scraped(metrics: Metrics) -> Scraped:
-    return Scraped(metrics.exposition()[0].decode())
+def scraped(metrics: ProxyMetrics) -> Scraped:
+    return Scraped(metrics.render_exposition()[0].decode())
 
 
 def record(**facts: Any) -> RequestRecord:
@@ -37,7 +37,7 @@ def record(**facts: Any) -> RequestRecord:
 
 
 def test_a_request_is_counted_by_what_it_came_to() -> None:
-    metrics = Metrics()
+    metrics = ProxyMetrics()
     warm = record(
         source="restored",
         prompt_tokens=1000,
@@ -53,8 +53,8 @@ def test_a_request_is_counted_by_what_it_came_to() -> None:
         expected_ttft_s=2.0,
         dispatches=1,
     )
-    metrics.recorded(warm, "2xx")
-    metrics.recorded(record(endpoint="messages", outcome="cancelled", queue_s=3.0, total_s=3.0), "none")
+    metrics.record_request(warm, "2xx")
+    metrics.record_request(record(endpoint="messages", outcome="cancelled", queue_s=3.0, total_s=3.0), "none")
     found = scraped(metrics)
     assert found.by("warmline_requests_total", "api", "outcome", "source", "status") == {
         ("chat", "ok", "restored", "2xx"): 1,
@@ -79,25 +79,25 @@ def histograms(found: Scraped) -> list[str]:
 
 
 def test_what_was_sent_again_says_nothing_of_the_estimate() -> None:
-    metrics = Metrics()
-    metrics.recorded(record(ttft_s=4.0, expected_ttft_s=2.0, dispatches=3), "2xx")
+    metrics = ProxyMetrics()
+    metrics.record_request(record(ttft_s=4.0, expected_ttft_s=2.0, dispatches=3), "2xx")
     found = scraped(metrics)
     assert found.total("warmline_dispatched_again_total") == 2
     assert found.total("warmline_ttft_estimate_ratio_count") == 0 and found.total("warmline_ttft_seconds_count") == 1
 
 
 def test_a_prefill_of_hours_still_has_a_bucket() -> None:
-    metrics = Metrics()
-    metrics.recorded(record(prefilled_tokens=1, prefill_s=7000.0), "2xx")
+    metrics = ProxyMetrics()
+    metrics.record_request(record(prefilled_tokens=1, prefill_s=7000.0), "2xx")
     assert scraped(metrics).total("warmline_prefill_seconds_bucket", le="7200.0") == 1
     assert scraped(metrics).total("warmline_prefill_seconds_bucket", le="3600.0") == 0
 
 
 def test_another_proxy_counts_from_nothing() -> None:
-    metrics = Metrics()
-    metrics.recorded(record(), "2xx")
+    metrics = ProxyMetrics()
+    metrics.record_request(record(), "2xx")
     assert scraped(metrics).total("warmline_requests_total") == 1
-    assert scraped(Metrics()).total("warmline_requests_total") == 0
+    assert scraped(ProxyMetrics()).total("warmline_requests_total") == 0
 
 
 @on_loop
@@ -152,12 +152,12 @@ async def test_what_is_planned_is_recorded_and_compared(tmp_path: Path) -> None:
 
 
 def test_who_follows_expects_what_its_leader_has_left() -> None:
-    costs = Costs(prefill=[Rate(tokens=1000, tokens_per_s=10.0)])
-    leader = Running(request_id="leader", common=800, tokens=900, prefilled=300, started=True)
-    plan = decide(Prompt(1000), [], NOTHING, None, costs, running=[leader])
-    assert (plan.follow, plan.reuse) == ("leader", 800)
-    assert plan.seconds == pytest.approx(70.0)
-    assert decide(Prompt(1000), [], NOTHING, None, costs).seconds == pytest.approx(100.0)
+    costs = Costs(prefill=[PrefillRate(tokens=1000, tokens_per_s=10.0)])
+    leader = RunningRequest(request_id="leader", common_tokens=800, tokens=900, prefilled=300, started=True)
+    plan = plan_request(PromptShape(1000), [], NOTHING, None, costs, running=[leader])
+    assert (plan.leader_id, plan.reuse) == ("leader", 800)
+    assert plan.expected_ttft_s == pytest.approx(70.0)
+    assert plan_request(PromptShape(1000), [], NOTHING, None, costs).expected_ttft_s == pytest.approx(100.0)
 
 
 @on_loop
@@ -185,7 +185,7 @@ async def test_refusals_by_status_and_code(tmp_path: Path) -> None:
         assert (await first).status == 200
         statuses.append((await proxy.chat(stop=5)).status)
         for path in ("/v1/nothing", "/warmline/nothing"):
-            headers = {"Authorization": f"Bearer {proxy.home.secret()}"}
+            headers = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
             async with proxy.client.get(proxy.url + path, headers=headers) as response:
                 statuses.append(response.status)
         await garbage(proxy)
@@ -225,7 +225,7 @@ async def test_no_room_for_a_connection(tmp_path: Path) -> None:
         port = int(proxy.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as busy:
             busy.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
-            await when(lambda: len(proxy.app[LIVES]))
+            await when(lambda: len(proxy.app[REQUEST_REGISTRY]))
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b" 503 " in await reader.readline()
@@ -235,13 +235,13 @@ async def test_no_room_for_a_connection(tmp_path: Path) -> None:
 
 
 def test_codes_are_bounded() -> None:
-    metrics = Metrics()
-    for number in range(CODES_MAX + 5):
-        metrics.refused(bad_request("no", code=f"code_{number}"))
+    metrics = ProxyMetrics()
+    for number in range(ERROR_CODES_MAX + 5):
+        metrics.record_error(bad_request("no", code=f"code_{number}"))
     for code in ("a code of words", "x" * 41, ""):
-        metrics.refused(ClientError(400, error_body("no", "a type", code)))
+        metrics.record_error(ClientError(400, encode_error_body("no", "a type", code)))
     found = scraped(metrics).by("warmline_errors_total", "code")
-    assert len(found) == CODES_MAX + 1 and found[("other",)] == 8
+    assert len(found) == ERROR_CODES_MAX + 1 and found[("other",)] == 8
 
 
 # ---- who may ask, and in which words
@@ -250,7 +250,7 @@ def test_codes_are_bounded() -> None:
 @on_loop
 async def test_whoever_may_ask_for_answers_may_count_them_and_so_may_the_owner(tmp_path: Path) -> None:
     async with pair(tmp_path, client_key="sesame") as proxy:
-        for key, status in (("sesame", 200), (proxy.home.secret(), 200), ("wrong", 401), ("", 401)):
+        for key, status in (("sesame", 200), (proxy.home.load_secret(), 200), ("wrong", 401), ("", 401)):
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             async with proxy.client.get(f"{proxy.url}/metrics", headers=headers) as response:
                 assert response.status == status, key
@@ -295,7 +295,7 @@ async def test_what_is_stored_and_what_was_evicted(tmp_path: Path, monkeypatch: 
         assert found.total("warmline_stored_sessions") == totals.sessions == 2
         assert found.total("warmline_disk_budget_bytes") == proxy.index.budget_bytes
         assert found.total("warmline_residents") == 2 and found.total("warmline_residents_unsaved") == 0
-        gone = await asyncio.to_thread(proxy.index.free, 1)
+        gone = await asyncio.to_thread(proxy.index.free_bytes, 1)
         proxy.index.budget_bytes = 1
         gone += (rest := await asyncio.to_thread(proxy.index.make_room))
         found = await scrape(proxy)
@@ -330,7 +330,7 @@ async def test_an_index_that_can_not_be_read_costs_its_figures_and_nothing_else(
         assert "warmline_stored_bytes" in (await scrape(proxy)).families
 
         def broken() -> None:
-            raise IndexFailure("as scripted")
+            raise IndexStoreError("as scripted")
 
         monkeypatch.setattr(proxy.index, "totals", broken)
         found = await scrape(proxy)

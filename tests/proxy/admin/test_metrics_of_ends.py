@@ -9,9 +9,9 @@ import pytest
 from support.proxy.harness import Pair, on_loop, pair
 from support.proxy.metric_values import ended, scrape, until, when
 from warmline_common.protocol.messages import HEADER_REQUEST
-from warmline_proxy.errors import ClientError, cancelled, timed_out, unavailable
-from warmline_proxy.metrics import ended_by
-from warmline_proxy.routes.dispatch import LIVES, drain
+from warmline_proxy.errors import ClientError, gateway_timeout, request_cancelled, service_unavailable
+from warmline_proxy.metrics import find_cancel_source
+from warmline_proxy.routes.dispatch import REQUEST_REGISTRY, drain
 
 LONG = "A long question. " * 20
 NAMED = {HEADER_REQUEST: "mine-1"}
@@ -76,7 +76,7 @@ async def test_a_client_that_leaves(tmp_path: Path, after: int, phase: str) -> N
 
 async def is_at(proxy: Pair, phase: str) -> bool:
     await asyncio.sleep(0)
-    (life,) = proxy.app[LIVES]
+    (life,) = proxy.app[REQUEST_REGISTRY]
     return life.stage == {"prefill": "prefilling", "decode": "answering"}[phase]
 
 
@@ -86,7 +86,7 @@ async def test_a_client_that_leaves_before_all_of_its_body_came(tmp_path: Path) 
         host, port = "127.0.0.1", int(proxy.url.rpartition(":")[2])
         _, writer = await asyncio.open_connection(host, port)
         writer.write(f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 99\r\n\r\n{{".encode())
-        await when(lambda: len(proxy.app[LIVES]))
+        await when(lambda: len(proxy.app[REQUEST_REGISTRY]))
         writer.close()
         assert await ended(proxy) == {("arriving", "client"): 1}
 
@@ -148,16 +148,16 @@ async def test_a_proxy_that_stops(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reason", "by"),
     [
-        (cancelled("by DELETE"), "delete"),
-        (cancelled("another has failed", by="choice"), "choice"),
-        (timed_out("nobody reads it", "client_too_slow"), "slow_reader"),
-        (unavailable("it is being stopped", "shutting_down"), "shutdown"),
-        (unavailable("for another reason"), "other"),
+        (request_cancelled("by DELETE"), "delete"),
+        (request_cancelled("another has failed", cancel_source="choice"), "choice"),
+        (gateway_timeout("nobody reads it", "client_too_slow"), "slow_reader"),
+        (service_unavailable("it is being stopped", "shutting_down"), "shutdown"),
+        (service_unavailable("for another reason"), "other"),
         (ClientError(500, b"no JSON"), "other"),
     ],
 )
 def test_who_has_ended_it(reason: ClientError, by: str) -> None:
-    assert ended_by(reason) == by
+    assert find_cancel_source(reason) == by
 
 
 @on_loop
@@ -166,7 +166,7 @@ async def test_several_choices_end_each_for_itself(tmp_path: Path) -> None:
         proxy.backend.hold_after = 1
         asking = asyncio.create_task(proxy.chat(headers=NAMED, n=2))
         await proxy.backend.called("generate", 2)
-        await when(lambda: [life.stage for life in proxy.app[LIVES]].count("answering") == 3)
+        await when(lambda: [life.stage for life in proxy.app[REQUEST_REGISTRY]].count("answering") == 3)
         told = [(each["phase"], each["choices"]) for each in (await proxy.status())["live"]]
         assert told == [("answering", 2), ("answering", 0), ("answering", 0)]
         await delete(proxy)

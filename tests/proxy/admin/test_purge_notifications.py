@@ -12,9 +12,9 @@ from support.proxy.purges import FIRST, NEXT, OTHER, ROOT, held, let_go, purged,
 from warmline_common.storage.home import Home
 from warmline_proxy.admin import purge as purging
 from warmline_proxy.index.index import Index
-from warmline_proxy.routes.dispatch import LIVES
+from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
 from warmline_proxy.store.tables import Tables
-from warmline_proxy.upstream.client import Unreachable, Upstream
+from warmline_proxy.upstream.client import Upstream, UpstreamUnreachableError
 
 
 @on_loop
@@ -27,10 +27,10 @@ async def test_what_is_in_memory_alone_and_was_not_meant_stays(tmp_path: Path) -
         assert [record.saved_tokens for record in await proxy.settled()][:2] == [0, 0]
         others = min(proxy.backend.held, key=lambda name: len(proxy.backend.held[name]))
         await purged(proxy, session=session)
-        assert proxy.backend.calls["forget"] == [[others]] and list(proxy.backend.held) == [others]
+        assert proxy.backend.calls["purge_memory"] == [[others]] and list(proxy.backend.held) == [others]
         assert (await proxy.chat(messages=OTHER)).headers["X-Warmline-Cache"].startswith("resident ")
         await purged(proxy, everything=True)
-        assert proxy.backend.calls["forget"][1:] == [[]]
+        assert proxy.backend.calls["purge_memory"][1:] == [[]]
 
 
 @on_loop
@@ -38,21 +38,21 @@ async def test_nobody_starts_from_what_the_backend_could_not_be_told_to_forget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def unreachable(_: Upstream, keep: object = ()) -> None:
-        raise Unreachable("nobody listens")
+        raise UpstreamUnreachableError("nobody listens")
 
     async with pair(tmp_path) as proxy:
         session = await spoken(proxy, FIRST)
-        monkeypatch.setattr(Upstream, "forget", unreachable)
+        monkeypatch.setattr(Upstream, "purge_memory", unreachable)
         await purged(proxy, session=session)
         proxy.backend.generation += 1  # something is pushed out, so all that it has is listed anew
         assert (await proxy.chat(messages=NEXT)).headers["X-Warmline-Cache"] == "cold 0"
         await proxy.settled()
-        assert proxy.index.is_untold()
+        assert proxy.index.has_purge_notice()
 
 
 @on_loop
 async def test_a_backend_that_could_not_be_told_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget, failing = Upstream.forget, [Unreachable("nobody listens")] * 2
+    forget, failing = Upstream.purge_memory, [UpstreamUnreachableError("nobody listens")] * 2
 
     async def unreachable(upstream: Upstream, keep: Sequence[str] = ()) -> None:
         if failing:
@@ -60,17 +60,17 @@ async def test_a_backend_that_could_not_be_told_is_told_again(tmp_path: Path, mo
         await forget(upstream, keep)
 
     async with pair(tmp_path) as proxy:
-        monkeypatch.setattr(Upstream, "forget", unreachable)
-        monkeypatch.setattr(purging, "TELL_INTERVAL_S", 0.0)
+        monkeypatch.setattr(Upstream, "purge_memory", unreachable)
+        monkeypatch.setattr(purging, "NOTIFY_INTERVAL_S", 0.0)
         await purged(proxy, session=await spoken(proxy, FIRST))
-        await proxy.backend.called("forget")
+        await proxy.backend.called("purge_memory")
         assert not proxy.backend.held
 
 
 @on_loop
 async def test_what_ends_while_the_backend_is_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It left something in memory that is nowhere else, and nobody knew of that when the word was sent."""
-    forget = Upstream.forget
+    forget = Upstream.purge_memory
 
     async def late(upstream: Upstream, keep: Sequence[str] = ()) -> None:
         await let_go(proxy, running)
@@ -79,7 +79,7 @@ async def test_what_ends_while_the_backend_is_told_is_kept(tmp_path: Path, monke
     async with pair(tmp_path) as proxy:
         session = await spoken(proxy, FIRST)
         running = await held(proxy, OTHER)
-        monkeypatch.setattr(Upstream, "forget", late)
+        monkeypatch.setattr(Upstream, "purge_memory", late)
         await purged(proxy, session=session)
         assert (await proxy.settled())[0].saved_tokens > 0
         (kept,) = proxy.backend.held
@@ -104,7 +104,7 @@ async def test_nobody_starts_from_what_is_purged_while_the_index_is_compacted(
 async def test_nothing_of_an_earlier_proxy_is_used_before_the_backend_was_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forget, asked, may_go_on = Upstream.forget, asyncio.Event(), asyncio.Event()
+    forget, asked, may_go_on = Upstream.purge_memory, asyncio.Event(), asyncio.Event()
 
     async def late(upstream: Upstream, keep: Sequence[str] = ()) -> None:
         asked.set()
@@ -114,13 +114,13 @@ async def test_nothing_of_an_earlier_proxy_is_used_before_the_backend_was_told(
     home = Home(tmp_path / "home")
     home.prepare()
     with Index(home, 1 << 30) as index:
-        index.change(Tables.leaves_traces)
-    monkeypatch.setattr(Upstream, "forget", late)
+        index.transact(Tables.mark_purged)
+    monkeypatch.setattr(Upstream, "purge_memory", late)
     async with pair(tmp_path) as proxy:
         proxy.backend.held["old"], proxy.backend.roots["old"] = packed(rendered({"messages": FIRST})[0]), ROOT
         await asked.wait()
         running = asyncio.create_task(proxy.chat(messages=NEXT))
-        while not list(proxy.app[LIVES]):
+        while not list(proxy.app[REQUEST_REGISTRY]):
             async with proxy.client.get(f"{proxy.url}/health") as response:
                 assert response.status == 200
         assert not proxy.backend.calls["residents"]
@@ -133,8 +133,8 @@ async def test_a_start_tells_the_backend_of_a_purge_that_was_ended_before_that(t
     home = Home(tmp_path / "home")
     home.prepare()
     with Index(home, 1 << 30) as index:
-        index.change(Tables.leaves_traces)
+        index.transact(Tables.mark_purged)
     async with pair(tmp_path) as proxy:
-        await proxy.backend.called("forget")
+        await proxy.backend.called("purge_memory")
         await proxy.backend.called("residents")
-        assert proxy.backend.calls["forget"] == [[]] and not proxy.index.is_untold()
+        assert proxy.backend.calls["purge_memory"] == [[]] and not proxy.index.has_purge_notice()

@@ -26,8 +26,8 @@ from warmline_common.protocol.messages import SampledTurn, encode
 from warmline_common.protocol.tokens import namespace, pack_tokens
 from warmline_proxy.admin import purge as purging
 from warmline_proxy.auth import key_store as keys_file
-from warmline_proxy.index.index import IndexFull
-from warmline_proxy.routes.dispatch import LIVES
+from warmline_proxy.index.index import IndexFullError
+from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
 
 
 @on_loop
@@ -87,7 +87,7 @@ async def test_a_part_that_waits_to_be_saved_meanwhile_does_not_either(
             asyncio.Event(),
             threading.Event(),
             asyncio.get_running_loop(),
-            purging.prepare,
+            purging.prepare_purge,
         )
 
         def preparing(*arguments: Any) -> None:
@@ -95,14 +95,14 @@ async def test_a_part_that_waits_to_be_saved_meanwhile_does_not_either(
             may_go_on.wait()
             prepare(*arguments)
 
-        monkeypatch.setattr(purging, "prepare", preparing)
+        monkeypatch.setattr(purging, "prepare_purge", preparing)
         purge = asyncio.create_task(purged(proxy, session=session))
         await began.wait()
         running = await held(proxy, NEXT)
-        (life,) = proxy.app[LIVES]
-        assert life.hearing is not None
-        life.hearing.started()
-        life.hearing.prefilled(life.trace.prompt_tokens)  # which waits for the purge to end
+        (life,) = proxy.app[REQUEST_REGISTRY]
+        assert life.listener is not None
+        life.listener.on_started()
+        life.listener.on_prefilled(life.log.prompt_tokens)  # which waits for the purge to end
         await asyncio.sleep(0)
         may_go_on.set()
         await purge
@@ -134,10 +134,10 @@ async def test_memory_is_emptied_though_the_index_can_not_be_compacted(
         running = await held(proxy, NEXT)
 
         def full() -> None:
-            raise IndexFull("no space left")
+            raise IndexFullError("no space left")
 
         monkeypatch.setattr(proxy.index, "compact", full)
-        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        owner = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
         url = f"{proxy.url}/warmline/purge"
         async with proxy.client.post(url, json={"session": session}, headers=owner) as response:
             assert response.status >= 500 and "no space left" in await response.text()
@@ -172,7 +172,7 @@ async def test_nothing_that_runs_survives_a_purge_of_everything(tmp_path: Path) 
 async def test_all_of_one_key_goes_and_nothing_of_another(tmp_path: Path, is_removed: bool) -> None:
     """What runs, what is in memory alone, what was sampled, and records."""
     async with pair(tmp_path) as proxy:
-        mine, yours = (keys_file.add(proxy.home, name) for name in ("mine", "yours"))
+        mine, yours = (keys_file.add_key(proxy.home, name) for name in ("mine", "yours"))
         root_of = {each.name: namespace("f" * 64, each.tenant) for each in (mine, yours)}
         for messages in (FIRST, OTHER):
             for entry in (yours, mine):
@@ -183,7 +183,7 @@ async def test_all_of_one_key_goes_and_nothing_of_another(tmp_path: Path, is_rem
         proxy.backend.turn = SampledTurn(calls=[CALL_ID], tokens=pack_tokens([1, 2, 3]))
         running = await held(proxy, LONG, mine.key)
         if is_removed:
-            keys_file.remove(proxy.home, "mine")
+            keys_file.remove_key(proxy.home, "mine")
         asked = {"key": "a removed key" if is_removed else "mine"}
         assert len((await purged(proxy, **asked, dry_run=True))["sessions"]) == 1
         assert len((await purged(proxy, **asked))["sessions"]) == 1
@@ -199,7 +199,7 @@ async def test_all_of_one_key_goes_and_nothing_of_another(tmp_path: Path, is_rem
 async def test_what_of_a_key_arrives_while_that_is_purged_is_not_kept(tmp_path: Path) -> None:
     """It was let in by a key that is no more, so nobody could ever use it."""
     async with pair(tmp_path) as proxy:
-        mine = keys_file.add(proxy.home, "mine")
+        mine = keys_file.add_key(proxy.home, "mine")
         headers, rest = {"X-Api-Key": mine.key, "Content-Type": "application/json"}, asyncio.Event()
         await proxy.chat(messages=FIRST, headers=headers)
         body = encode({"model": "any", "messages": FIRST})
@@ -213,7 +213,7 @@ async def test_what_of_a_key_arrives_while_that_is_purged_is_not_kept(tmp_path: 
         running = asyncio.create_task(proxy.client.post(chat, data=slowly(), headers=headers))
         while not (await proxy.status())["live"]:
             pass
-        keys_file.remove(proxy.home, "mine")
+        keys_file.remove_key(proxy.home, "mine")
         await purged(proxy, roots=[namespace("f" * 64, mine.tenant).hex()])
         rest.set()
         assert (await running).status == 200
@@ -224,7 +224,7 @@ async def test_what_of_a_key_arrives_while_that_is_purged_is_not_kept(tmp_path: 
 async def test_a_purge_of_a_key_that_is_not_there_is_refused(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await spoken(proxy, FIRST)
-        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        owner = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
         for what, why in (
             ({"key": "mine"}, "there is no client key 'mine'; there is none"),
             ({"key": "mine", "everything": True}, "name exactly one of: a session, a model, a key, roots, "),

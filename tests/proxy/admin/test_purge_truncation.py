@@ -25,7 +25,7 @@ def written(home: Home, row: SegmentRow, plan: SavePlan) -> SavedFile:
 
 @pytest.fixture
 def cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_cut, "_written", written)
+    monkeypatch.setattr(index_cut, "_write_shortened", written)
 
 
 @pytest.mark.usefixtures("cuts")
@@ -60,7 +60,7 @@ async def test_what_begins_while_the_rest_of_a_file_is_written_does_not_either(
             may_go_on.wait()
             return written(*arguments)
 
-        monkeypatch.setattr(index_cut, "_written", writing)
+        monkeypatch.setattr(index_cut, "_write_shortened", writing)
         purge = asyncio.create_task(purged(proxy, session=session))
         await began.wait()
         running = await held(proxy, LONGER)

@@ -11,7 +11,7 @@ from warmline_proxy.upstream import watchdog
 
 @on_loop
 async def test_a_backend_that_loads_its_model_is_not_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(watchdog, "POLL_INTERVAL_S", 0.02)
     async with pair(tmp_path) as proxy:
         await proxy.chat()
         told = await proxy.status()
@@ -27,7 +27,7 @@ async def test_a_backend_that_says_nothing_is_not_waited_for(tmp_path: Path, mon
     async with pair(tmp_path) as proxy:
         await proxy.chat()
         await proxy.settled()
-        monkeypatch.setattr(status, "ASK_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(status, "BACKEND_TIMEOUT_S", 0.05)
         proxy.backend.listing_allowed.clear()
         told = await proxy.status()
         assert (told["loading"], told["backend"]) == (False, "the backend has not answered for 0.05 s")

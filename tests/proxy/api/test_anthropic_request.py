@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from warmline_proxy.api.anthropic.adapter import Messages
-from warmline_proxy.api.base import Call
+from warmline_proxy.api.anthropic.adapter import MessagesApi
+from warmline_proxy.api.base import ApiCall
 from warmline_proxy.errors import ClientError
 
 CALL, TOOLU = "call_0123456789abcdef01234567", "toolu_0123456789abcdef01234567"
@@ -16,9 +16,9 @@ LOOK_CHAT = {"name": "look", "description": "Looks.", "parameters": {"type": "ob
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 
 
-def read(headers: dict[str, str] | None = None, **fields: Any) -> Call:
+def read(headers: dict[str, str] | None = None, **fields: Any) -> ApiCall:
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], **fields}
-    return Messages().read(json.dumps(body).encode(), headers or {})
+    return MessagesApi().read_call(json.dumps(body).encode(), headers or {})
 
 
 def chat(**fields: Any) -> Any:
@@ -44,7 +44,7 @@ def refusal(**fields: Any) -> str:
     with pytest.raises(ClientError) as caught:
         read(**fields)
     assert caught.value.status == 400
-    error = json.loads(Messages().refusal(caught.value))
+    error = json.loads(MessagesApi().encode_error(caught.value))
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
     return str(error["error"]["message"])
 
@@ -338,7 +338,7 @@ def test_refusals(fields: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b'{"messages": "\\ud800"}', b"\xff", b"[" * 100_000])
 def test_what_is_no_json_object(body: bytes) -> None:
     with pytest.raises(ClientError) as caught:
-        Messages().read(body, {})
+        MessagesApi().read_call(body, {})
     assert caught.value.status == 400
 
 
@@ -351,4 +351,4 @@ def test_what_nests_too_deeply_to_be_written_again_is_refused() -> None:
 
 def test_a_count_needs_no_limit() -> None:
     body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
-    assert Messages().read_to_count(body, {}).fields == {"messages": [{"role": "user", "content": "hi"}]}
+    assert MessagesApi().read_count_call(body, {}).fields == {"messages": [{"role": "user", "content": "hi"}]}

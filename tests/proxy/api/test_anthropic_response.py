@@ -8,12 +8,20 @@ import pytest
 from anthropic import types
 from anthropic.lib.streaming._messages import accumulate_event
 
-from warmline_common.protocol.sse import EventParser
-from warmline_proxy.api.anthropic.adapter import Messages
-from warmline_proxy.api.base import Begun, Call, Chunk
-from warmline_proxy.errors import ClientError, bad_gateway, bad_request, error_body, queue_full, timed_out, unavailable
+from warmline_common.protocol.sse import SseParser
+from warmline_proxy.api.anthropic.adapter import MessagesApi
+from warmline_proxy.api.base import ApiCall, Chunk, ResponseStart
+from warmline_proxy.errors import (
+    ClientError,
+    bad_gateway,
+    bad_request,
+    encode_error_body,
+    gateway_timeout,
+    service_unavailable,
+    too_many_requests,
+)
 
-BEGUN = Begun("0123456789abcdef01234567", "served", 20, 16)
+BEGUN = ResponseStart("0123456789abcdef01234567", "served", 20, 16)
 CALL = {"id": "call_00112233445566778899aabb", "type": "function"}
 
 
@@ -41,14 +49,14 @@ def used(prompt: int, completion: int, cached: int, **details: Any) -> dict[str,
 
 
 def encoder_of(stream: bool, max_tokens: int = 50, model: str | None = "theirs") -> Any:
-    api = Messages()
-    return api.encoder(Call(api, {}, model, stream, "", asked=max_tokens), BEGUN)
+    api = MessagesApi()
+    return api.create_encoder(ApiCall(api, {}, model, stream, "", api_options=max_tokens), BEGUN)
 
 
 def events_of(chunks: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
     encoder = encoder_of(True, **options)
     sent = b"".join([_heard(encoder, chunk) for chunk in chunks] + [encoder.done()])
-    parsed = list(EventParser().feed(sent))
+    parsed = list(SseParser().feed(sent))
     events = [json.loads(event.data) for event in parsed]
     assert [event.name.decode() for event in parsed] == [event["type"] for event in events]
     return events
@@ -207,8 +215,8 @@ def test_without_a_model_of_their_own_it_is_ours() -> None:
 
 def test_a_stream_that_fails() -> None:
     error = bad_gateway("The backend ended its answer early.")
-    sent = [Messages().failure(error), encoder_of(True).failure(error)]
-    events = [event for each in sent for event in EventParser().feed(each)]
+    sent = [MessagesApi().encode_stream_error(error), encoder_of(True).failure(error)]
+    events = [event for each in sent for event in SseParser().feed(each)]
     assert [event.name for event in events] == [b"error", b"error"]
     told = {"type": "error", "error": {"type": "api_error", "message": "The backend ended its answer early."}}
     assert [json.loads(event.data) for event in events] == [told, told]
@@ -232,11 +240,11 @@ OVERFLOW = (
         (bad_request("x", status=408), "timeout_error", "x"),
         (bad_request("x", status=413), "request_too_large", "x"),
         (bad_request("x", status=403), "permission_error", "x"),
-        (ClientError(401, error_body("x", "authentication_error")), "authentication_error", "x"),
+        (ClientError(401, encode_error_body("x", "authentication_error")), "authentication_error", "x"),
         (ClientError(507, b"disk"), "api_error", "disk"),
-        (queue_full("x", 3), "rate_limit_error", "x"),
-        (unavailable("x"), "overloaded_error", "x"),
-        (timed_out("x", "c"), "timeout_error", "The request was ended: x.  What was computed is kept."),
+        (too_many_requests("x", 3), "rate_limit_error", "x"),
+        (service_unavailable("x"), "overloaded_error", "x"),
+        (gateway_timeout("x", "c"), "timeout_error", "The request was ended: x.  What was computed is kept."),
         (bad_request("'stop' must be short", param="stop"), "invalid_request_error", "'stop_sequences' must be short"),
         (
             bad_request("'response_format.json_schema.schema' is odd", param="response_format.json_schema.schema"),
@@ -252,4 +260,7 @@ OVERFLOW = (
     ],
 )
 def test_errors(error: ClientError, kind: str, message: str) -> None:
-    assert json.loads(Messages().refusal(error)) == {"type": "error", "error": {"type": kind, "message": message}}
+    assert json.loads(MessagesApi().encode_error(error)) == {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+    }

@@ -10,7 +10,7 @@ import pytest
 
 from support.proxy.fake_backend import chunk
 from support.proxy.harness import Pair, on_loop, pair
-from warmline_common.protocol.sse import EventParser, data_event
+from warmline_common.protocol.sse import SseParser, encode_event
 
 PATH = "/v1/messages"
 COUNT = f"{PATH}/count_tokens"
@@ -121,7 +121,7 @@ async def test_a_stream_that_breaks_ends_in_an_error(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["cut after content"]
         response = await post(proxy, PATH, body(stream=True))
-        events = list(EventParser().feed(await response.read()))
+        events = list(SseParser().feed(await response.read()))
         names = [event.name.decode() for event in events if event.data]
         assert names == ["message_start", "content_block_start", "content_block_delta", "error"]
         assert json.loads(events[-1].data)["error"]["type"] == "api_error"
@@ -131,7 +131,7 @@ async def test_a_stream_that_breaks_ends_in_an_error(tmp_path: Path) -> None:
 async def test_a_backend_that_speaks_nonsense(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         nonsense = {**chunk({"messages": []}, "x"), "choices": [{"delta": {"content": 5}}]}
-        proxy.backend.raw = [data_event(json.dumps(nonsense).encode()), b"data: [DONE]\n\n"]
+        proxy.backend.raw = [encode_event(json.dumps(nonsense).encode()), b"data: [DONE]\n\n"]
         assert await error_of(await post(proxy, PATH, body())) == (502, "api_error")
 
 
@@ -140,7 +140,7 @@ async def test_it_is_ended_by_the_id_of_its_answer(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         async with proxy.client.post(proxy.url + PATH, json=body(stream=True)) as response:
-            parser, told = EventParser(), {}
+            parser, told = SseParser(), {}
             while told.get("type") != "message_start":
                 for event in parser.feed(await response.content.readany()):
                     told = json.loads(event.data) if event.name == b"message_start" else told

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from warmline_common.protocol.messages import ErrorReply, decode
-from warmline_proxy.api.base import Call
-from warmline_proxy.api.responses.adapter import Responses
-from warmline_proxy.api.responses.items import IMAGE_OMITTED, seal, unseal
+from warmline_proxy.api.base import ApiCall
+from warmline_proxy.api.responses.adapter import ResponsesApi
+from warmline_proxy.api.responses.items import IMAGE_OMITTED, decode_reasoning, encode_reasoning
 from warmline_proxy.errors import ClientError
 
 LOOK = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": False}
@@ -18,8 +18,8 @@ AGENTS = {"type": "namespace", "name": "agents", "description": "Agents.", "tool
 SERVERS = {"type": "web_search", "external_web_access": False}
 
 
-def read(value: object = "Hi.", headers: dict[str, str] | None = None, **fields: Any) -> Call:
-    return Responses().read(json.dumps({"model": "m", "input": value, **fields}).encode(), headers or {})
+def read(value: object = "Hi.", headers: dict[str, str] | None = None, **fields: Any) -> ApiCall:
+    return ResponsesApi().read_call(json.dumps({"model": "m", "input": value, **fields}).encode(), headers or {})
 
 
 def messages(value: object, **fields: Any) -> Any:
@@ -124,9 +124,9 @@ def test_reasoning_comes_back_in_whichever_form_it_is_sent() -> None:
     forms: list[dict[str, Any]] = [
         thought("Hm, ü \u2028."),
         thought("Hm, ü \u2028.", encrypted_content="of others"),
-        {"type": "reasoning", "summary": [], "encrypted_content": seal("Hm, ü \u2028.")},
+        {"type": "reasoning", "summary": [], "encrypted_content": encode_reasoning("Hm, ü \u2028.")},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}], "content": None}
-        | {"encrypted_content": seal("Hm, ü \u2028.")},
+        | {"encrypted_content": encode_reasoning("Hm, ü \u2028.")},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm, ü \u2028."}], "encrypted_content": "?"},
     ]
     for form in forms:
@@ -136,7 +136,7 @@ def test_reasoning_comes_back_in_whichever_form_it_is_sent() -> None:
 
 @pytest.mark.parametrize("text", [None, 5, "", "gAAAA", "warmline.1.", "warmline.1.?", "warmline.1.gIA="])
 def test_what_others_have_sealed_is_nothing(text: object) -> None:
-    assert unseal(text) == ""
+    assert decode_reasoning(text) == ""
 
 
 def test_outputs_may_have_parts_and_images_in_them_are_named() -> None:
@@ -372,17 +372,17 @@ def test_what_is_taken_can_be_written_from_a_deeper_stack() -> None:
     taken = []
     for levels in range(700, 1000, 3):
         try:
-            call = Responses().read(b'{"input": "Hi.", "metadata": ' + nested(levels) + b"}", {})
+            call = ResponsesApi().read_call(b'{"input": "Hi.", "metadata": ' + nested(levels) + b"}", {})
         except ClientError as error:
             assert error.status == 400
         else:
             taken.append(levels)
-            assert written_below(30, call.asked.echo)
+            assert written_below(30, call.api_options.echo)
     assert 700 in taken and 999 not in taken
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": "\\ud800"}', b'{"input": ' + b"[" * 100_000])
 def test_bodies_that_are_no_object_are_refused(body: bytes) -> None:
     with pytest.raises(ClientError) as failure:
-        Responses().read(body, {})
+        ResponsesApi().read_call(body, {})
     assert failure.value.status == 400

@@ -8,13 +8,13 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from warmline_common.protocol.messages import encode
-from warmline_common.protocol.sse import EventParser
-from warmline_proxy.api.base import Begun
-from warmline_proxy.api.responses.adapter import Responses
-from warmline_proxy.api.responses.items import unseal
+from warmline_common.protocol.sse import SseParser
+from warmline_proxy.api.base import ResponseStart
+from warmline_proxy.api.responses.adapter import ResponsesApi
+from warmline_proxy.api.responses.items import decode_reasoning
 from warmline_proxy.errors import bad_gateway, bad_request
 
-BEGUN = Begun(request_id="abc", model="served", prompt_tokens=9, cached_tokens=4)
+BEGUN = ResponseStart(request_id="abc", model="served", prompt_tokens=9, cached_tokens=4)
 USAGE = {
     "prompt_tokens": 9,
     "completion_tokens": 5,
@@ -51,15 +51,15 @@ class Told:
         body = {"model": "m", "input": "Hi.", "tools": TOOLS, **fields}
         stream, whole = (self._encoder({**body, "stream": stream}) for stream in (True, False))
         sent = b"".join(stream.chunk({}, encode(chunk)) for chunk in said) + stream.done()
-        self.raw = list(EventParser().feed(sent))
+        self.raw = list(SseParser().feed(sent))
         self.events = [json.loads(event.data) for event in self.raw]
         assert not any(whole.chunk({}, encode(chunk)) for chunk in said)
         self.whole = json.loads(whole.whole())
 
     @staticmethod
     def _encoder(body: dict[str, Any]) -> Any:
-        api = Responses()
-        return api.encoder(api.read(json.dumps(body).encode(), {}), BEGUN)
+        api = ResponsesApi()
+        return api.create_encoder(api.read_call(json.dumps(body).encode(), {}), BEGUN)
 
     @property
     def names(self) -> list[str]:
@@ -189,7 +189,7 @@ def test_reasoning_as_a_summary_and_sealed() -> None:
     ]
     reasoning = told.whole["output"][0]
     assert reasoning["summary"] == [{"type": "summary_text", "text": "Hm."}] and "content" not in reasoning
-    assert unseal(reasoning["encrypted_content"]) == "Hm."
+    assert decode_reasoning(reasoning["encrypted_content"]) == "Hm."
     assert all(event["summary_index"] == 0 for event in told.events[3:7])
 
 
@@ -251,10 +251,12 @@ def test_without_usage_the_prompt_still_counts() -> None:
 
 
 def test_a_failure_ends_an_answer_that_had_begun() -> None:
-    api = Responses()
-    encoder = api.encoder(api.read(b'{"model": "m", "input": "Hi.", "stream": true}', {}), BEGUN)
-    sent = encoder.chunk({}, encode(delta(content="Par"))) + encoder.failure(bad_gateway("It broke."))
-    events = [json.loads(event.data) for event in EventParser().feed(sent)]
+    api = ResponsesApi()
+    encoder = api.create_encoder(api.read_call(b'{"model": "m", "input": "Hi.", "stream": true}', {}), BEGUN)
+    sent = encoder.encode_chunk({}, encode(delta(content="Par"))) + encoder.encode_stream_error(
+        bad_gateway("It broke.")
+    )
+    events = [json.loads(event.data) for event in SseParser().feed(sent)]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["status"] == "failed" and events[-1]["response"]["usage"] is None
@@ -272,21 +274,25 @@ def test_a_failure_ends_an_answer_that_had_begun() -> None:
     ],
 )
 def test_a_refusal_names_the_field_that_was_sent(theirs: str, ours: str) -> None:
-    refusal = json.loads(Responses().refusal(bad_request(f"'{theirs}' must be another", param=theirs)))["error"]
+    refusal = json.loads(ResponsesApi().encode_error(bad_request(f"'{theirs}' must be another", param=theirs)))["error"]
     assert (refusal["message"], refusal["param"]) == (f"'{ours}' must be another", ours)
     assert refusal["type"] == "invalid_request_error"
 
 
 def test_a_failure_before_an_answer_is_an_error_event() -> None:
-    (event,) = EventParser().feed(Responses().failure(bad_request("Too long.", code="context_length_exceeded")))
+    (event,) = SseParser().feed(
+        ResponsesApi().encode_stream_error(bad_request("Too long.", code="context_length_exceeded"))
+    )
     told = json.loads(event.data)
     assert event.name == b"error" and told["type"] == "error" and told["sequence_number"] == 0
     assert told["code"] == told["error"]["code"] == "context_length_exceeded" and told["message"] == "Too long."
 
 
 def test_a_failure_before_the_first_chunk_is_still_a_responses_failure() -> None:
-    api = Responses()
-    encoder = api.encoder(api.read(b'{"input": "Hi.", "stream": true}', {}), BEGUN)
-    events = [json.loads(event.data) for event in EventParser().feed(encoder.failure(bad_gateway("It broke.")))]
+    api = ResponsesApi()
+    encoder = api.create_encoder(api.read_call(b'{"input": "Hi.", "stream": true}', {}), BEGUN)
+    events = [
+        json.loads(event.data) for event in SseParser().feed(encoder.encode_stream_error(bad_gateway("It broke.")))
+    ]
     assert [event["type"] for event in events] == ["response.created", "response.in_progress", "response.failed"]
     assert events[0]["response"]["model"] == "served"

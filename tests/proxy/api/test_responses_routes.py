@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from support.proxy.harness import Pair, on_loop, pair
-from warmline_common.protocol.sse import EventParser
+from warmline_common.protocol.sse import SseParser
 
 PATH = "/v1/responses"
 
@@ -20,7 +20,7 @@ async def ask(proxy: Pair, stream: bool = False, headers: dict[str, str] | None 
 
 
 async def events_of(response: aiohttp.ClientResponse) -> list[Any]:
-    return [json.loads(event.data) for event in EventParser().feed(await response.read()) if event.data]
+    return [json.loads(event.data) for event in SseParser().feed(await response.read()) if event.data]
 
 
 @on_loop

@@ -20,16 +20,16 @@ from support.index.archives import (
     talk,
 )
 from support.index.indexes import BUDGET, make_home, turn
-from warmline_backend.kv_cache.segment_io import sweep_drafts
+from warmline_backend.kv_cache.segment_io import delete_drafts
 from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
 from warmline_common.storage import disk
 from warmline_proxy.archive import importer as importing
-from warmline_proxy.archive.exporter import Export
-from warmline_proxy.archive.importer import Known, import_archive, known_from_files
+from warmline_proxy.archive.exporter import Exporter
+from warmline_proxy.archive.importer import KnownModels, find_known_models, import_archive
 from warmline_proxy.archive.manifest import MANIFEST
 from warmline_proxy.archive.reader import read_archive
 from warmline_proxy.archive.tar import ArchiveError
-from warmline_proxy.index.index import Index, NoRoom
+from warmline_proxy.index.index import DiskBudgetError, Index
 from warmline_proxy.index.recovery.startup import reconcile
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import PurgeRequest, SavePlan
@@ -66,7 +66,7 @@ def test_others_rows_do_not_come_along(index: Index, other: Index) -> None:
     told = imported(other, archived(index, left))
     assert told.tokens == 253
     check_content(other, [*TALK[:250], 7, 8, 9], checkpoints=[100, 200])
-    assert other.match(namespace(FINGERPRINT), pack_tokens(TALK), 300).tokens == 250
+    assert other.match_prefix(namespace(FINGERPRINT), pack_tokens(TALK), 300).tokens == 250
     assert max(row.end for row in other.segments()) == 253
 
 
@@ -108,11 +108,11 @@ def test_sampled_turns_come_along_and_replace_none(index: Index, other: Index) -
     session = talk(index)
     root = namespace(FINGERPRINT)
     for number in (1, 2):
-        index.note_turn(turn(number, root=root, session=session))
-    index.note_turn(turn(3, root=root, session="another"))
+        index.record_turn(turn(number, root=root, session=session))
+    index.record_turn(turn(3, root=root, session="another"))
     index.flush()
     mine = turn(2, root=namespace(FINGERPRINT, "t"), tokens=pack_tokens([99]))
-    other.note_turn(mine)
+    other.record_turn(mine)
     other.flush()
     told = imported(other, archived(index, session), "t")
     assert told.turns == 1
@@ -127,13 +127,13 @@ def test_sampled_turns_come_along_and_replace_none(index: Index, other: Index) -
 
 def test_nothing_is_exported_of_what_is_not_stored(index: Index) -> None:
     with pytest.raises(ArchiveError, match="nothing is stored of session ffff"):
-        Export(index, "ffff")
+        Exporter(index, "ffff")
 
 
 @pytest.mark.parametrize("damage", ["missing", "tensor", "swapped"])
 def test_a_damaged_conversation_is_not_exported(index: Index, damage: str) -> None:
     session = talk(index)
-    row = index.path(index.sessions()[0].leaf)[0]
+    row = index.segment_path(index.sessions()[0].leaf)[0]
     path = index.home.segment_file(row.id)
     whole = path.read_bytes()
     if damage == "missing":
@@ -141,7 +141,7 @@ def test_a_damaged_conversation_is_not_exported(index: Index, damage: str) -> No
     elif damage == "tensor":
         path.write_bytes(whole[:-60] + bytes([whole[-60] ^ 1]) + whole[-59:])
     else:
-        path.write_bytes(index.home.segment_file(index.path(index.sessions()[0].leaf)[1].id).read_bytes())
+        path.write_bytes(index.home.segment_file(index.segment_path(index.sessions()[0].leaf)[1].id).read_bytes())
     with pytest.raises(ArchiveError, match="cachectl verify --deep"):
         archived(index, session)
     path.write_bytes(whole)
@@ -150,9 +150,9 @@ def test_a_damaged_conversation_is_not_exported(index: Index, damage: str) -> No
 
 def test_what_is_evicted_while_it_is_exported_arrives(index: Index, other: Index) -> None:
     session = talk(index)
-    with Export(index, session) as export:
+    with Exporter(index, session) as export:
         purge(index, PurgeRequest(everything=True))
-        data = b"".join(export.parts())
+        data = b"".join(export.read_chunks())
     imported(other, data)
     check_content(other, TALK, checkpoints=STATES)
 
@@ -162,7 +162,7 @@ def test_what_is_evicted_while_it_is_exported_arrives(index: Index, other: Index
 
 def test_a_foreign_model_is_refused_unless_it_is_wanted_anyway(index: Index, other: Index) -> None:
     data = archived(index, talk(index))
-    elsewhere = Known(fingerprints={"9" * 64}, what="the model served here is tiny, 999999999999")
+    elsewhere = KnownModels(fingerprints={"9" * 64}, description="the model served here is tiny, 999999999999")
     with pytest.raises(ArchiveError, match=r"model-a, fingerprint 0123456789ab, and the model served .* --anyway"):
         imported(other, data, known=elsewhere)
     assert everything(other.home) == {}
@@ -171,10 +171,10 @@ def test_a_foreign_model_is_refused_unless_it_is_wanted_anyway(index: Index, oth
 
 
 def test_without_a_served_model_what_is_stored_tells(index: Index, other: Index) -> None:
-    assert known_from_files(other).fingerprints == {}
+    assert find_known_models(other).fingerprints == {}
     save(other, [1, 2, 3])
-    known = known_from_files(other)
-    assert list(known.fingerprints) == [FINGERPRINT] and "model-a 0123456789ab" in known.what
+    known = find_known_models(other)
+    assert list(known.fingerprints) == [FINGERPRINT] and "model-a 0123456789ab" in known.description
     assert imported(other, archived(index, talk(index)), known=known).tokens == 300
 
 
@@ -182,9 +182,9 @@ def test_the_budget_holds(index: Index, other: Index) -> None:
     data = archived(index, talk(index))
     save(other, [5] * 50)
     other.budget_bytes = other.totals().bytes_used + 1000
-    with pytest.raises(NoRoom, match=r"bytes don't fit into \d+"):
+    with pytest.raises(DiskBudgetError, match=r"bytes don't fit into \d+"):
         imported(other, data)
-    assert other.match(namespace(FINGERPRINT), pack_tokens([5] * 50), 50).tokens == 50, "nothing went in vain"
+    assert other.match_prefix(namespace(FINGERPRINT), pack_tokens([5] * 50), 50).tokens == 50, "nothing went in vain"
     other.budget_bytes = BUDGET
     imported(other, data)
 
@@ -192,7 +192,7 @@ def test_the_budget_holds(index: Index, other: Index) -> None:
 def test_a_full_disk_is_told_with_figures(index: Index, other: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     data = archived(index, talk(index))
     monkeypatch.setattr(importing, "FREE_BYTES_MIN", 1 << 60)
-    with pytest.raises(NoRoom, match=r"takes \d+ bytes, and the disk of .* has \d+ left"):
+    with pytest.raises(DiskBudgetError, match=r"takes \d+ bytes, and the disk of .* has \d+ left"):
         imported(other, data)
 
 
@@ -206,8 +206,8 @@ def test_a_failed_write_leaves_nothing(index: Index, other: Index, monkeypatch: 
             raise OSError(28, "No space left on device")
         return real(*arguments)
 
-    real = disk.write_whole
-    monkeypatch.setattr(disk, "write_whole", failing)
+    real = disk.write_durable
+    monkeypatch.setattr(disk, "write_durable", failing)
     with pytest.raises(OSError, match="No space"):
         imported(other, data)
     assert everything(other.home) == {} and other.totals().bytes_writing == 0 and other.segments() == []
@@ -220,7 +220,7 @@ def test_a_backend_that_starts_meanwhile_sweeps_drafts_and_nothing_is_lost(
 
     def swept(file: Any) -> None:
         monkeypatch.setattr(disk, "sync", sync)
-        assert sweep_drafts(other.home.segments) == 1
+        assert delete_drafts(other.home.segments) == 1
         sync(file)
 
     monkeypatch.setattr(disk, "sync", swept)

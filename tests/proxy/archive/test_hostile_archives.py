@@ -14,8 +14,8 @@ from support.index.indexes import BUDGET, make_home
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.segment_file import read_header, read_tokens
 from warmline_proxy.archive import tar
-from warmline_proxy.archive.importer import Known
-from warmline_proxy.archive.manifest import MANIFEST, Manifest, sealed, unsealed
+from warmline_proxy.archive.importer import KnownModels
+from warmline_proxy.archive.manifest import MANIFEST, Manifest, decode_manifest, encode_manifest
 from warmline_proxy.archive.reader import open_archive, read_archive
 from warmline_proxy.archive.tar import ArchiveError
 from warmline_proxy.index.index import Index
@@ -26,13 +26,13 @@ from warmline_proxy.store.rows import PurgeRequest
 def repacked(data: bytes, **changed: object) -> bytes:
     """The archive with another manifest, sealed as it should be."""
     manifest, rest = _manifest(data)
-    head = sealed(msgspec.structs.replace(manifest, **changed))
-    return tar.header(MANIFEST, len(head), 0.0) + head + bytes(tar.padding(len(head))) + rest
+    head = encode_manifest(msgspec.structs.replace(manifest, **changed))
+    return tar.encode_header(MANIFEST, len(head), 0.0) + head + bytes(tar.padding(len(head))) + rest
 
 
 def _manifest(data: bytes) -> tuple[Manifest, bytes]:
     first = tar.read_member(io.BytesIO(data), 0, MANIFEST)
-    return unsealed(data[first.offset : first.offset + first.bytes_count]), data[first.end :]
+    return decode_manifest(data[first.offset : first.offset + first.bytes_count]), data[first.end :]
 
 
 def entry(kind: bytes, name: str, **fields: object) -> bytes:
@@ -108,7 +108,7 @@ def bent(data: bytes) -> bytes:
 def test_a_hostile_archive_is_refused_in_one_line_and_leaves_nothing(index: Index, other: Index, name: str) -> None:
     make, expected = HOSTILE[name]
     data = make(archived(index, talk(index)))
-    known = Known(fingerprints=(), what="")
+    known = KnownModels(fingerprints=(), description="")
     with pytest.raises(ArchiveError, match=expected) as raised:
         imported(other, data, known=known)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 300
@@ -118,7 +118,7 @@ def test_a_hostile_archive_is_refused_in_one_line_and_leaves_nothing(index: Inde
 @pytest.mark.parametrize("nested", [b"[" * 200_000, b'{"a":' * 200_000])
 def test_brackets_without_end_are_refused(other: Index, nested: bytes) -> None:
     head = b'{"xxh3_128":"","manifest":' + nested
-    data = tar.header(MANIFEST, len(head), 0.0) + head + bytes(tar.padding(len(head)))
+    data = tar.encode_header(MANIFEST, len(head), 0.0) + head + bytes(tar.padding(len(head)))
     with pytest.raises(ArchiveError, match="can't be read"):
         imported(other, data)
 
@@ -128,7 +128,7 @@ def test_a_file_with_other_shapes_is_refused(index: Index, other: Index, tmp_pat
     data = archived(index, talk(index))
     manifest, rest = _manifest(data)
     archive = read_archive(io.BytesIO(data))
-    window = archive.window(1).read()
+    window = archive.open_member(1).read()
     path = tmp_path / "file"
     path.write_bytes(window)
     meta, tokens = read_header(path).meta, read_tokens(path)
@@ -140,10 +140,10 @@ def test_a_file_with_other_shapes_is_refused(index: Index, other: Index, tmp_pat
     entries[1] = msgspec.structs.replace(entries[1], bytes_count=len(file))
     before = tar.BLOCK_BYTES + sizes[0] + tar.padding(sizes[0])
     after = before + tar.BLOCK_BYTES + sizes[1] + tar.padding(sizes[1])
-    block = tar.header("segments/00001.safetensors", len(file), 0.0)
+    block = tar.encode_header("segments/00001.safetensors", len(file), 0.0)
     rest = rest[:before] + block + file + bytes(tar.padding(len(file))) + rest[after:]
-    head = sealed(msgspec.structs.replace(manifest, segments=entries))
-    lying = tar.header(MANIFEST, len(head), 0.0) + head + bytes(tar.padding(len(head))) + rest
+    head = encode_manifest(msgspec.structs.replace(manifest, segments=entries))
+    lying = tar.encode_header(MANIFEST, len(head), 0.0) + head + bytes(tar.padding(len(head))) + rest
     with pytest.raises(ArchiveError, match="tensors are not those of the first segment"):
         imported(other, lying)
     assert everything(other.home) == {}

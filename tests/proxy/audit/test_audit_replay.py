@@ -8,13 +8,13 @@ import pytest
 from support.proxy.audits import talk
 from support.proxy.harness import Pair, on_loop, pair
 from warmline_common.protocol.messages import FirstLogits, decode, encode
-from warmline_proxy.store.rows import Replay, ReplayReply, ReplayRequest
-from warmline_proxy.upstream.client import Refused
-from warmline_proxy.upstream.first_token_probe import Recomputer
+from warmline_proxy.store.rows import ReplayReply, ReplayRequest, ReplayResult
+from warmline_proxy.upstream.client import UpstreamStatusError
+from warmline_proxy.upstream.first_token_probe import FirstTokenProbe
 
 
-async def replayed(proxy: Pair, **wanted: Any) -> list[Replay]:
-    headers = {"Authorization": f"Bearer {proxy.home.secret()}"}
+async def replayed(proxy: Pair, **wanted: Any) -> list[ReplayResult]:
+    headers = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
     body = encode(ReplayRequest(**wanted))
     async with proxy.client.post(f"{proxy.url}/warmline/replay", data=body, headers=headers) as response:
         assert response.status == 200, await response.text()
@@ -28,7 +28,7 @@ async def test_a_replay_restores_computes_cold_and_compares(tmp_path: Path) -> N
         await proxy.settled()
         proxy.backend.restart()
         (replay,) = await replayed(proxy)
-        stored = len(proxy.index.stored_tokens(proxy.index.sessions()[0].leaf)) // 4
+        stored = len(proxy.index.path_tokens(proxy.index.sessions()[0].leaf)) // 4
         assert (replay.outcome, replay.tokens, replay.reused) == ("equal", stored, stored)
         assert not proxy.backend.held, "nothing of it stays in memory"
         assert await replayed(proxy, session=replay.session) == [replay]
@@ -62,13 +62,13 @@ async def test_a_replay_that_can_not_be_restored_is_damaged(tmp_path: Path, reas
 async def test_a_conversation_that_the_backend_refuses_does_not_end_the_replay_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuses(self: Recomputer, root: bytes, tokens: bytes) -> FirstLogits:
-        raise Refused(400, b'{"error": {"message": "too long"}}')
+    async def refuses(self: FirstTokenProbe, root: bytes, tokens: bytes) -> FirstLogits:
+        raise UpstreamStatusError(400, b'{"error": {"message": "too long"}}')
 
     async with pair(tmp_path) as proxy:
         await talk(proxy, 1)
         await proxy.settled()
-        monkeypatch.setattr(Recomputer, "cold", refuses)
+        monkeypatch.setattr(FirstTokenProbe, "compute_cold", refuses)
         (replay,) = await replayed(proxy)
         assert (replay.outcome, replay.detail) == ("skipped", "400: too long")
 
@@ -76,7 +76,7 @@ async def test_a_conversation_that_the_backend_refuses_does_not_end_the_replay_o
 @on_loop
 async def test_a_replay_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        headers = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        headers = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
         for body in (encode(ReplayRequest(session="none")), b"{"):
             async with proxy.client.post(f"{proxy.url}/warmline/replay", data=body, headers=headers) as response:
                 assert response.status == 400 and "Not a replay" in await response.text()

@@ -10,16 +10,16 @@ import pytest
 from support.proxy.fake_backend import first_logits, layout, packed
 from warmline_common.storage.home import Home
 from warmline_proxy.audit.auditor import WAITING_MAX, Auditor
-from warmline_proxy.config import Config
-from warmline_proxy.metrics import Metrics
+from warmline_proxy.config import ProxyConfig
+from warmline_proxy.metrics import ProxyMetrics
 
 
 def auditor(folder: Path, fraction: float, noted: list[Any]) -> Any:
     """One that only gathers: nothing of it runs."""
-    config = Config(home=Home(folder), audit_fraction=fraction)
+    config = ProxyConfig(home=Home(folder), audit_fraction=fraction)
     rest: dict[str, Any] = dict.fromkeys(["recomputer", "condemner", "admission", "lives", "watchdog"])
-    rest |= {"index": SimpleNamespace(note_audit=lambda *what: noted.append(what)), "metrics": Metrics()}
-    return Auditor(config=config, chance=random.Random(7), **rest)
+    rest |= {"index": SimpleNamespace(note_audit=lambda *what: noted.append(what)), "metrics": ProxyMetrics()}
+    return Auditor(config=config, rng=random.Random(7), **rest)
 
 
 def life(

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.proxy.fake_backend import first_logits, layout, packed
-from warmline_common.protocol.messages import CheckpointRef, FirstLogits, Layout, SegmentRef
+from warmline_common.protocol.messages import CheckpointRef, FirstLogits, KvLayout, SegmentRef
 from warmline_proxy.audit import bisect as blame
-from warmline_proxy.audit.bisect import Blame, Contradiction
-from warmline_proxy.planner import Plan
-from warmline_proxy.store.rows import Match
-from warmline_proxy.upstream.backend_state import Suspicion
-from warmline_proxy.upstream.client import Broken, UpstreamError
+from warmline_proxy.audit.bisect import AuditMismatch, Bisector
+from warmline_proxy.planner import RequestPlan
+from warmline_proxy.store.rows import PrefixMatch
+from warmline_proxy.upstream.backend_state import SuspectPrefix
+from warmline_proxy.upstream.client import UpstreamConnectionError, UpstreamError
 
 PROMPT = 100
 COLD, WRONG = first_logits(-3.0), first_logits(-0.25)
@@ -29,7 +29,7 @@ class Files:
         self._right, self._fails = right, fails
         self.tried: list[int] = []
 
-    def match(self, root: bytes, tokens: bytes, limit: int) -> Match:
+    def match_prefix(self, root: bytes, tokens: bytes, limit: int) -> PrefixMatch:
         tokens_matched = min(limit, self._chain[-1].end if self._chain else 0)
         chain = [
             SegmentRef(id=link.id, start=link.start, end=link.end, upto=min(link.end, limit))
@@ -37,15 +37,15 @@ class Files:
             if link.start < limit
         ]
         states = [each for each in self._states if each.position <= tokens_matched]
-        return Match(tokens=tokens_matched, chain=chain, checkpoints=states, why="")
+        return PrefixMatch(tokens=tokens_matched, chain=chain, checkpoints=states, end_reason="")
 
-    def stored_tokens(self, segment: str) -> bytes:
+    def path_tokens(self, segment: str) -> bytes:
         return packed(b"x" * int(segment[1:]))
 
-    async def cold(self, root: bytes, tokens: bytes) -> FirstLogits:
+    async def compute_cold(self, root: bytes, tokens: bytes) -> FirstLogits:
         return COLD
 
-    async def restored(self, root: bytes, tokens: bytes, plan: Plan) -> FirstLogits | None:
+    async def compute_restored(self, root: bytes, tokens: bytes, plan: RequestPlan) -> FirstLogits | None:
         number = len(self.tried)
         self.tried.append(plan.reuse)
         if number in self._fails:
@@ -55,11 +55,11 @@ class Files:
         return COLD if plan.reuse <= self._right else WRONG
 
 
-def found(files: Files, reuse: int, facts: Layout) -> int:
-    suspicion = Suspicion(b"root", packed(b"x" * PROMPT))
-    case = Contradiction(b"root", suspicion.tokens, reuse, COLD, facts, 1e-3, started=0.0)
-    asyncio.run(Blame(files, files).narrow(case, suspicion))  # type: ignore[arg-type]
-    return suspicion.good
+def found(files: Files, reuse: int, facts: KvLayout) -> int:
+    suspicion = SuspectPrefix(b"root", packed(b"x" * PROMPT))
+    case = AuditMismatch(b"root", suspicion.tokens, reuse, COLD, facts, 1e-3, started_at=0.0)
+    asyncio.run(Bisector(files, files).narrow_suspicion(case, suspicion))  # type: ignore[arg-type]
+    return suspicion.trusted_tokens
 
 
 places = st.lists(st.integers(1, PROMPT - 1), min_size=1, max_size=12, unique=True).map(sorted)
@@ -93,13 +93,13 @@ class Branch(Files):
     def __init__(self, right: int) -> None:
         super().__init__([30], right, [10, 30], {})
 
-    def match(self, root: bytes, tokens: bytes, limit: int) -> Match:
-        own = super().match(root, tokens, limit)
+    def match_prefix(self, root: bytes, tokens: bytes, limit: int) -> PrefixMatch:
+        own = super().match_prefix(root, tokens, limit)
         if limit == 30:
             return own
         chain = [SegmentRef(id="s30", start=0, end=30, upto=20), SegmentRef(id="t40", start=20, end=40, upto=40)]
         states = [CheckpointRef(id="c10", position=10), CheckpointRef(id="d40", position=40)]
-        return Match(tokens=40, chain=chain, checkpoints=states, why="")
+        return PrefixMatch(tokens=40, chain=chain, checkpoints=states, end_reason="")
 
 
 @pytest.mark.parametrize(("right", "good"), [(30, 20), (10, 10)])
@@ -108,7 +108,7 @@ def test_a_file_that_others_go_on_with_is_asked_by_itself(right: int, good: int)
     assert found(files, PROMPT - 1, layout(has_states=True)) == good and files.tried == [40, 10, 30]
 
 
-@pytest.mark.parametrize("failure", [Broken("as scripted"), None])
+@pytest.mark.parametrize("failure", [UpstreamConnectionError("as scripted"), None])
 @given(places, st.integers(0, PROMPT), st.integers(0, 4))
 def test_what_is_not_shown_to_be_good_is_not_taken_for_it(
     failure: UpstreamError | None, ends: list[int], right: int, number: int

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from support.proxy.fake_backend import layout
 from warmline_common.protocol.messages import FirstLogits
 from warmline_common.protocol.tokens import pack_tokens
-from warmline_proxy.audit.comparison import DIFFERS, EQUAL, UNSTABLE, WITHIN, compare, difference, judge, type_of
+from warmline_proxy.audit.comparison import (
+    DIFFERS,
+    EQUAL,
+    UNSTABLE,
+    WITHIN,
+    compare,
+    detect_dtype,
+    judge,
+    max_difference,
+)
 
 
 def first(row: dict[int, float], digest: str = "") -> FirstLogits:
@@ -46,8 +55,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_how_far_two_runs_are_apart(case: Case) -> None:
-    apart = difference(first(ONE), first(case.other))
-    assert apart == pytest.approx(case.apart, abs=1e-6) and apart == difference(first(case.other), first(ONE))
+    apart = max_difference(first(ONE), first(case.other))
+    assert apart == pytest.approx(case.apart, abs=1e-6) and apart == max_difference(first(case.other), first(ONE))
 
 
 def test_equal_bits_are_equal_whatever_they_are() -> None:
@@ -80,8 +89,8 @@ def test_what_is_tolerated_depends_on_the_kvs_type(dtype: str, apart: float, out
 def test_and_on_the_logits_type_where_that_is_coarser() -> None:
     """A model in bfloat16 rounds its logits whatever its KV is kept in."""
     coarse, moved = {5: -0.25, 7: -1.5}, {5: -0.25, 7: -1.875}
-    assert type_of(first(coarse)) == "bfloat16" and type_of(first({5: -0.250244140625})) == "float16"
-    assert type_of(first(ONE)) == "float32"
+    assert detect_dtype(first(coarse)) == "bfloat16" and detect_dtype(first({5: -0.250244140625})) == "float16"
+    assert detect_dtype(first(ONE)) == "float32"
     assert compare(first(coarse), first(moved), layout(dtype="q8")).outcome == WITHIN
 
 
@@ -128,9 +137,9 @@ rows = st.dictionaries(st.integers(0, 40), st.floats(-30, 0, width=32), min_size
 
 @given(rows, rows)
 def test_it_does_not_matter_which_run_comes_first(one: dict[int, float], other: dict[int, float]) -> None:
-    assert difference(first(one), first(other)) == difference(first(other), first(one)) >= 0.0
+    assert max_difference(first(one), first(other)) == max_difference(first(other), first(one)) >= 0.0
 
 
 @given(rows)
 def test_a_run_is_not_apart_from_itself(row: dict[int, float]) -> None:
-    assert difference(first(row), first(row)) == 0.0
+    assert max_difference(first(row), first(row)) == 0.0

@@ -10,9 +10,9 @@ from support.proxy.fake_backend import layout
 from support.proxy.harness import Pair, on_loop, pair
 from warmline_proxy.audit import quarantine as condemn
 from warmline_proxy.audit.auditor import Auditor
-from warmline_proxy.index.index import IndexFailure
-from warmline_proxy.planner import on_grid
-from warmline_proxy.routes.dispatch import LIVES
+from warmline_proxy.index.index import IndexStoreError
+from warmline_proxy.planner import align_to_grid
+from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
 
 
 @on_loop
@@ -55,7 +55,7 @@ async def test_what_lies_before_the_first_wrong_file_stays(tmp_path: Path, right
         backend.right_until = [0, *places][right]
         backend.cold_logprobs = [-3.0] * 9
         warm = await proxy.chat(**turn(3, backend))
-        assert warm.headers["X-Warmline-Cache"] == f"restored {on_grid(places[-1], grid)}"
+        assert warm.headers["X-Warmline-Cache"] == f"restored {align_to_grid(places[-1], grid)}"
         await audits(proxy, 3)
         await proxy.settled()
         assert ends(proxy) == places[:right] and len(proxy.index.quarantined()) == len(places) - right + 1
@@ -82,13 +82,13 @@ async def test_what_was_computed_since_does_not_pay_for_who_had_started_from_it_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
-        noted, note, audits_allowed = [], proxy.index.note_audit, [0]
+        noted, note, audits_allowed = [], proxy.index.record_audit, [0]
 
         def noting(request_id: str, audit: str, guard: str) -> None:
             noted.append(audit)
             note(request_id, audit, guard)
 
-        monkeypatch.setattr(proxy.index, "note_audit", noting)
+        monkeypatch.setattr(proxy.index, "record_audit", noting)
         monkeypatch.setattr(Auditor, "_is_quiet", property(lambda _: len(noted) < audits_allowed[0]))
         proxy.backend.cold_logprobs = [-3.0] * 9
         await talk(proxy, 3)
@@ -145,7 +145,7 @@ async def test_who_was_just_restoring_it_starts_otherwise(tmp_path: Path) -> Non
         backend.restoring_allowed.clear()
         restoring = asyncio.create_task(proxy.chat(**turn(1, backend)))
         await backend.called("restore")
-        (life,) = list(proxy.app[LIVES])
+        (life,) = list(proxy.app[REQUEST_REGISTRY])
         life.suspect = True
         for row in proxy.index.segments():
             proxy.index.quarantine(row.id, "suspect")
@@ -208,7 +208,7 @@ async def test_nobody_follows_who_has_started_from_it(tmp_path: Path, suspect: b
         long = turn(1, backend)["messages"] + [{"role": "user", "content": TEXT}]
         running = asyncio.create_task(proxy.chat(messages=long))
         await backend.holding.wait()
-        while not (computing := [each for each in proxy.app[LIVES] if each.is_computing]):
+        while not (computing := [each for each in proxy.app[REQUEST_REGISTRY] if each.is_computing]):
             await proxy.status()
         computing[0].suspect = suspect
         backend.hold_after = None
@@ -242,7 +242,7 @@ async def test_what_can_not_be_quarantined_yet_is_not_used_either(
 
         def fails(file_id: str, reason: str) -> list[str]:
             if not writable.is_set():
-                raise IndexFailure("as scripted")
+                raise IndexStoreError("as scripted")
             return quarantine(file_id, reason)
 
         monkeypatch.setattr(proxy.index, "quarantine", fails)

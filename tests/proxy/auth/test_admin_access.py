@@ -10,8 +10,8 @@ from multidict import CIMultiDict
 from support.proxy.harness import Pair, on_loop, pair
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
-from warmline_proxy.auth.admin_access import ADMIN, NOTHING, SECRET, WRONG, Asked, check_owner, shown_key
-from warmline_proxy.config import Config
+from warmline_proxy.auth.admin_access import ADMIN, MISSING, SECRET, WRONG, AccessRequest, check_admin, extract_key
+from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import ClientError
 
 HERE, LAN = "127.0.0.1", "192.168.1.7"
@@ -21,7 +21,7 @@ VISIT = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetc
 
 
 def status(
-    shown: str = NOTHING,
+    shown: str = MISSING,
     headers: dict[str, str] | None = None,
     *,
     method: str = "GET",
@@ -33,9 +33,9 @@ def status(
 ) -> int:
     """Of the refusal; 200 where there is none."""
     hosts = host.split("|") if host else []
-    asked = Asked(method, peer, hosts, CIMultiDict({"Host": host, **(headers or {})}), page, version)
+    asked = AccessRequest(method, peer, hosts, CIMultiDict({"Host": host, **(headers or {})}), page, version)
     try:
-        check_owner(asked, shown, needs_key)
+        check_admin(asked, shown, needs_key)
     except ClientError as error:
         return error.status
     return 200
@@ -87,7 +87,7 @@ def test_what_speaks_http_as_forwarders_of_few_words_do_is_not_local() -> None:
     assert status(ADMIN, version=(1, 0)) == 200
 
 
-@pytest.mark.parametrize("shown", [NOTHING, ADMIN])
+@pytest.mark.parametrize("shown", [MISSING, ADMIN])
 @pytest.mark.parametrize(
     ("headers", "reads", "changes"),
     [
@@ -143,7 +143,7 @@ def basic(text: str) -> str:
     ],
 )
 def test_keys_are_shown_as_clients_and_browsers_do(headers: dict[str, str], shown: str) -> None:
-    assert shown_key(CIMultiDict(headers)) == shown
+    assert extract_key(CIMultiDict(headers)) == shown
 
 
 async def answered(proxy: Pair, method: str, path: str, headers: dict[str, str], **more: Any) -> tuple[int, str]:
@@ -154,16 +154,16 @@ async def answered(proxy: Pair, method: str, path: str, headers: dict[str, str],
 @pytest.mark.parametrize("needs_key", [True, False])
 def test_who_is_refused_is_told_of_this_machine_only_where_that_is_enough(needs_key: bool) -> None:
     with pytest.raises(ClientError, match="cachectl key show admin") as caught:
-        check_owner(Asked("GET", LAN, ["127.0.0.1"], CIMultiDict(), page=True), NOTHING, needs_key)
+        check_admin(AccessRequest("GET", LAN, ["127.0.0.1"], CIMultiDict(), is_page=True), MISSING, needs_key)
     assert ("localhost" in str(caught.value)) is not needs_key
 
 
 @on_loop
 async def test_client_keys_administer_nothing_and_the_admin_key_asks_for_no_answers(tmp_path: Path) -> None:
     async with pair(tmp_path, admin_needs_key=True) as proxy:
-        admin = keys_file.ensure(proxy.home, keys_file.ADMIN).key
-        client = keys_file.add(proxy.home, "me").key
-        away, secret = {"X-Forwarded-For": "10.0.0.1"}, proxy.home.secret()
+        admin = keys_file.ensure_key(proxy.home, keys_file.ADMIN_KIND).key
+        client = keys_file.add_key(proxy.home, "me").key
+        away, secret = {"X-Forwarded-For": "10.0.0.1"}, proxy.home.load_secret()
         for path in ("/warmline/status", "/warmline/requests"):
             for headers, expected in (
                 ({}, 401),
@@ -212,12 +212,14 @@ async def test_behind_a_proxy_on_this_machine_nobody_is_the_owner_by_his_address
     """There is one where names are given to what listens on loopback; it may add no header."""
     async with pair(tmp_path, allowed_hosts="llm.example.org") as proxy:
         assert (await answered(proxy, "GET", "/warmline/status", {}))[0] == 401
-        async with proxy.client.get(f"{proxy.url}/warmline/status", headers={"X-Api-Key": proxy.home.secret()}) as told:
+        async with proxy.client.get(
+            f"{proxy.url}/warmline/status", headers={"X-Api-Key": proxy.home.load_secret()}
+        ) as told:
             assert told.status == 200 and told.headers["Cache-Control"] == "no-store"
     home = Home(tmp_path / "other")
-    assert not Config(home=home, lan=True, allowed_hosts="llm.example.org").owner_needs_key
-    assert Config(home=home, lan=True, admin_needs_key=True).owner_needs_key
-    assert not Config(home=home).owner_needs_key
+    assert not ProxyConfig(home=home, lan=True, allowed_hosts="llm.example.org").is_admin_key_required
+    assert ProxyConfig(home=home, lan=True, admin_needs_key=True).is_admin_key_required
+    assert not ProxyConfig(home=home).is_admin_key_required
 
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -243,7 +245,9 @@ async def test_a_browser_is_led_from_the_address_alone_to_the_page(tmp_path: Pat
             assert await asked(method, {**BROWSER, "X-Forwarded-For": "10.0.0.1"}) == (404, ""), "from elsewhere"
             assert await asked(method, {**BROWSER, "Host": "stranger.example"}) == (403, "")
         assert await asked("POST", BROWSER) == await asked("GET", BROWSER, "/v1") == (404, "")
-        client, admin = (keys_file.ensure(proxy.home, name).key for name in (keys_file.CLIENT, keys_file.ADMIN))
+        client, admin = (
+            keys_file.ensure_key(proxy.home, name).key for name in (keys_file.CLIENT_KIND, keys_file.ADMIN_KIND)
+        )
         away = {**BROWSER, "Host": f"{LAN}:8026"}
         assert await asked("GET", BROWSER) == (303, "/admin")
         assert await asked("GET", away) == (401, "")
@@ -268,7 +272,7 @@ async def test_only_browsers_that_heed_it_are_told_to_keep_the_page_alone(
     tmp_path: Path, headers: dict[str, str], alone: bool
 ) -> None:
     async with pair(tmp_path) as proxy:
-        shown = {"Authorization": f"Bearer {proxy.home.secret()}", **headers}
+        shown = {"Authorization": f"Bearer {proxy.home.load_secret()}", **headers}
         async with proxy.client.get(f"{proxy.url}/admin", headers=shown) as response:
             assert response.status == 200
             assert ("Cross-Origin-Opener-Policy" in response.headers) == alone

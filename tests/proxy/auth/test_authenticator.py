@@ -14,10 +14,10 @@ from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import authenticator as doors
 from warmline_proxy.auth import key_store as keys_file
-from warmline_proxy.auth.key_store import tenant_of
+from warmline_proxy.auth.key_store import derive_tenant
 from warmline_proxy.auth.principals import prepare_keys
-from warmline_proxy.config import Config, ConfigError, parse
-from warmline_proxy.index.index import IndexFailure
+from warmline_proxy.config import ProxyConfig, ProxyConfigError, parse_config
+from warmline_proxy.index.index import IndexStoreError
 
 
 @on_loop
@@ -38,9 +38,9 @@ async def test_a_key_is_asked_for(tmp_path: Path) -> None:
 @on_loop
 async def test_that_there_is_no_key_left_is_for_the_owner_to_know(tmp_path: Path) -> None:
     async with pair(tmp_path, lan=True) as proxy:
-        admin = keys_file.ensure(proxy.home, keys_file.ADMIN).key
-        keys_file.add(proxy.home, "laptop")
-        old, elsewhere = {"X-Api-Key": keys_file.remove(proxy.home, "laptop").key}, {"Host": "192.168.1.5"}
+        admin = keys_file.ensure_key(proxy.home, keys_file.ADMIN_KIND).key
+        keys_file.add_key(proxy.home, "laptop")
+        old, elsewhere = {"X-Api-Key": keys_file.remove_key(proxy.home, "laptop").key}, {"Host": "192.168.1.5"}
         for headers, words in (
             ({}, "make one (cachectl key add NAME)"),
             (old, "make one (cachectl key add NAME)"),
@@ -52,7 +52,7 @@ async def test_that_there_is_no_key_left_is_for_the_owner_to_know(tmp_path: Path
         ):
             refused = await proxy.chat(headers=headers)
             assert refused.status == 401 and words in await refused.text(), headers
-        new = keys_file.add(proxy.home, "laptop").key
+        new = keys_file.add_key(proxy.home, "laptop").key
         assert "it is no client key" in await (await proxy.chat(headers=old)).text(), "there is one"
         assert (await proxy.chat(headers={"X-Api-Key": new})).status == 200
 
@@ -88,7 +88,7 @@ async def test_who_is_refused_for_something_else_has_shown_no_wrong_key(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with pair(tmp_path) as proxy:
-        admin = {"X-Api-Key": keys_file.ensure(proxy.home, keys_file.ADMIN).key}
+        admin = {"X-Api-Key": keys_file.ensure_key(proxy.home, keys_file.ADMIN_KIND).key}
         async with proxy.client.post(f"{proxy.url}/warmline/purge", json={}, headers=admin) as response:
             assert response.status == 403
         async with proxy.client.get(f"{proxy.url}/metrics") as response:
@@ -214,7 +214,7 @@ async def test_the_owners_paths_want_the_homes_secret(tmp_path: Path) -> None:
         await proxy.settled()
         status = await proxy.status()
         assert status["totals"]["segments"] > 0 and len(status["residents"]) == 1
-        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        owner = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
         purge = {"everything": True}
         async with proxy.client.post(f"{proxy.url}/warmline/purge", json=purge, headers=owner) as response:
             assert response.status == 200
@@ -225,11 +225,11 @@ async def test_the_owners_paths_want_the_homes_secret(tmp_path: Path) -> None:
 @on_loop
 async def test_an_index_that_fails_is_told_in_openais_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
-        raise IndexFailure("no space left")
+        raise IndexStoreError("no space left")
 
     async with pair(tmp_path) as proxy:
         monkeypatch.setattr(proxy.index, "totals", fail)
-        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        owner = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
         async with proxy.client.get(f"{proxy.url}/warmline/status", headers=owner) as response:
             assert response.status == 500
             error = (await response.json())["error"]
@@ -248,39 +248,39 @@ def full(_: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "some.name"])
 def test_others_are_let_in_only_with_a_key(tmp_path: Path, host: str) -> None:
     home = Home(tmp_path)
-    with pytest.raises(ConfigError, match=r"--lan, .*cachectl key add NAME, or WARMLINE_CLIENT_KEY"):
-        prepare_keys(parse(["--home", str(tmp_path), "--host", host], {}))
-    prepare_keys(parse(["--home", str(tmp_path), "--host", host], {"WARMLINE_CLIENT_KEY": "k"}))
+    with pytest.raises(ProxyConfigError, match=r"--lan, .*cachectl key add NAME, or WARMLINE_CLIENT_KEY"):
+        prepare_keys(parse_config(["--home", str(tmp_path), "--host", host], {}))
+    prepare_keys(parse_config(["--home", str(tmp_path), "--host", host], {"WARMLINE_CLIENT_KEY": "k"}))
     assert not home.keys.exists()
-    keys_file.add(home, "me")
-    prepare_keys(parse(["--home", str(tmp_path), "--host", host], {}))
+    keys_file.add_key(home, "me")
+    prepare_keys(parse_config(["--home", str(tmp_path), "--host", host], {}))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
 def test_this_machine_needs_no_key(tmp_path: Path, host: str) -> None:
-    prepare_keys(parse(["--home", str(tmp_path), "--host", host], {}))
+    prepare_keys(parse_config(["--home", str(tmp_path), "--host", host], {}))
 
 
 def test_the_lan_is_opened_with_keys_that_are_made_once(tmp_path: Path) -> None:
-    config, home = parse(["--home", str(tmp_path), "--lan"], {}), Home(tmp_path)
-    assert config.bind_host == "0.0.0.0" and config.open_to_others
+    config, home = parse_config(["--home", str(tmp_path), "--lan"], {}), Home(tmp_path)
+    assert config.bind_host == "0.0.0.0" and config.is_open_to_network
     prepare_keys(config)
-    made = keys_file.read(home)
+    made = keys_file.read_keys(home)
     assert [(each.name, each.kind) for each in made] == [("admin", "admin"), ("default", "client")]
     prepare_keys(config)
-    assert keys_file.read(home) == made
-    assert parse(["--home", str(tmp_path), "--lan", "--host", "10.0.0.7"], {}).bind_host == "10.0.0.7"
+    assert keys_file.read_keys(home) == made
+    assert parse_config(["--home", str(tmp_path), "--lan", "--host", "10.0.0.7"], {}).bind_host == "10.0.0.7"
 
 
 @pytest.mark.parametrize("bad", [{"port": 70_000}, {"backend_url": "https://x"}, {"running_count_max": 0},
                                  {"allowed_hosts": "https://x"}, {"client_key": "a "}, {"client_key": "a\nb"},
                                  {"client_key": "\udcff"}])  # fmt: skip
 def test_bad_settings_are_one_clear_line(tmp_path: Path, bad: dict[str, object]) -> None:
-    with pytest.raises(ConfigError):
-        Config(home=Home(tmp_path), **bad)  # type: ignore[arg-type]
+    with pytest.raises(ProxyConfigError):
+        ProxyConfig(home=Home(tmp_path), **bad)  # type: ignore[arg-type]
 
 
 def test_tenants_are_stable_and_tell_no_key() -> None:
-    assert tenant_of("") == ""
-    assert tenant_of("a") == tenant_of("a") != tenant_of("b")
-    assert "sesame" not in tenant_of("sesame")
+    assert derive_tenant("") == ""
+    assert derive_tenant("a") == derive_tenant("a") != derive_tenant("b")
+    assert "sesame" not in derive_tenant("sesame")

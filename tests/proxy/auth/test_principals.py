@@ -13,12 +13,19 @@ from support.proxy.harness import Pair, on_loop, pair
 from warmline_common.protocol.messages import SampledTurn
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
-from warmline_proxy.auth.key_store import ADMIN, CLIENT, ENVIRONMENT_NAME, KeysUnusable, NoKeys, NoSuchKey
-from warmline_proxy.auth.principals import EVERYBODY, Client, ClientKeys
-from warmline_proxy.config import Config
-from warmline_proxy.http.connections import listening
-from warmline_proxy.request.admission import caller_of
-from warmline_proxy.routes.dispatch import build
+from warmline_proxy.auth.key_store import (
+    ADMIN_KIND,
+    CLIENT_KIND,
+    ENVIRONMENT_NAME,
+    KeyNotFoundError,
+    KeyStoreError,
+    NoClientKeysError,
+)
+from warmline_proxy.auth.principals import ANONYMOUS, Client, ClientKeys
+from warmline_proxy.config import ProxyConfig
+from warmline_proxy.http.connections import listen
+from warmline_proxy.request.admission import identify_caller
+from warmline_proxy.routes.dispatch import build_app
 
 PROMPT = "Once upon a time there was a conversation. " * 20
 
@@ -35,45 +42,50 @@ def holding(key: str) -> dict[str, str]:
 
 
 def test_keys_are_random_private_and_named(home: Home) -> None:
-    one, two = keys_file.add(home, "one"), keys_file.add(home, "two@laptop")
+    one, two = keys_file.add_key(home, "one"), keys_file.add_key(home, "two@laptop")
     assert all(re.fullmatch(r"wl-[A-Za-z0-9_-]{43}", each.key) for each in (one, two))
     assert len({one.key, two.key, one.tenant, two.tenant}) == 4
-    assert keys_file.read(home) == [one, two]
+    assert keys_file.read_keys(home) == [one, two]
     assert stat.S_IMODE(home.keys.stat().st_mode) == 0o600
     for bad in ("", "a b", "-x", "x" * 65, "admin", "environment", "ü"):
-        with pytest.raises(KeysUnusable):
-            keys_file.add(home, bad)
-    with pytest.raises(KeysUnusable, match="key rotate one"):
-        keys_file.add(home, "one")
+        with pytest.raises(KeyStoreError):
+            keys_file.add_key(home, bad)
+    with pytest.raises(KeyStoreError, match="key rotate one"):
+        keys_file.add_key(home, "one")
 
 
 def test_a_renewed_key_keeps_its_tenant(home: Home) -> None:
-    old = keys_file.add(home, "me")
-    new = keys_file.rotate(home, "")
+    old = keys_file.add_key(home, "me")
+    new = keys_file.rotate_key(home, "")
     assert new.key != old.key and (new.name, new.tenant) == (old.name, old.tenant)
-    assert keys_file.remove(home, "me") == new and keys_file.read(home) == []
-    assert keys_file.add(home, "me").tenant != old.tenant, "a namesake is somebody else"
+    assert keys_file.remove_key(home, "me") == new and keys_file.read_keys(home) == []
+    assert keys_file.add_key(home, "me").tenant != old.tenant, "a namesake is somebody else"
 
 
 def test_without_a_name_the_only_key_is_meant_or_the_default(home: Home) -> None:
-    keys_file.ensure(home, ADMIN)
-    with pytest.raises(NoKeys):
-        keys_file.find(keys_file.read(home), "")
-    first = keys_file.add(home, "first")
-    assert keys_file.find(keys_file.read(home), "") == first
-    keys_file.add(home, "second")
-    with pytest.raises(NoSuchKey, match=r"which one.* first, second"):
-        keys_file.find(keys_file.read(home), "")
-    default = keys_file.add(home, "default")
-    assert keys_file.find(keys_file.read(home), "") == default
+    keys_file.ensure_key(home, ADMIN_KIND)
+    with pytest.raises(NoClientKeysError):
+        keys_file.find_key(keys_file.read_keys(home), "")
+    first = keys_file.add_key(home, "first")
+    assert keys_file.find_key(keys_file.read_keys(home), "") == first
+    keys_file.add_key(home, "second")
+    with pytest.raises(KeyNotFoundError, match=r"which one.* first, second"):
+        keys_file.find_key(keys_file.read_keys(home), "")
+    default = keys_file.add_key(home, "default")
+    assert keys_file.find_key(keys_file.read_keys(home), "") == default
 
 
 def test_what_several_change_at_once_is_all_there(home: Home) -> None:
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: keys_file.add(home, f"k{number}"), range(16)))
-        same = {keys_file.ensure(home, ADMIN).key for _ in pool.map(lambda _: keys_file.ensure(home, ADMIN), range(8))}
-    assert sorted(each.name for each in keys_file.client_keys(home)) == sorted(f"k{number}" for number in range(16))
-    assert len(same) == 1 and sum(each.kind == ADMIN for each in keys_file.read(home)) == 1
+        list(pool.map(lambda number: keys_file.add_key(home, f"k{number}"), range(16)))
+        same = {
+            keys_file.ensure_key(home, ADMIN_KIND).key
+            for _ in pool.map(lambda _: keys_file.ensure_key(home, ADMIN_KIND), range(8))
+        }
+    assert sorted(each.name for each in keys_file.read_client_keys(home)) == sorted(
+        f"k{number}" for number in range(16)
+    )
+    assert len(same) == 1 and sum(each.kind == ADMIN_KIND for each in keys_file.read_keys(home)) == 1
 
 
 @pytest.mark.parametrize(
@@ -83,69 +95,71 @@ def test_what_several_change_at_once_is_all_there(home: Home) -> None:
 )  # fmt: skip
 def test_a_damaged_file_is_one_line_without_what_is_in_it(home: Home, content: str | bytes) -> None:
     home.keys.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(KeysUnusable, match=r"keys\.json is ") as caught:
-        keys_file.read(home)
+    with pytest.raises(KeyStoreError, match=r"keys\.json is ") as caught:
+        keys_file.read_keys(home)
     assert "hush" not in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(KeysUnusable):
-        keys_file.add(home, "me")
+    with pytest.raises(KeyStoreError):
+        keys_file.add_key(home, "me")
 
 
 @pytest.mark.parametrize("name", ["first", ENVIRONMENT_NAME])
 def test_no_name_means_two_keys(home: Home, name: str) -> None:
     """What one of them has stored would be called a removed key's."""
-    keys_file.add(home, "first")
-    keys_file.add(home, "second")
+    keys_file.add_key(home, "first")
+    keys_file.add_key(home, "second")
     home.keys.write_text(home.keys.read_text().replace('"second"', f'"{name}"'))
-    with pytest.raises(KeysUnusable, match=rf"another key called '{name}'.*Rename"):
-        keys_file.read(home)
+    with pytest.raises(KeyStoreError, match=rf"another key called '{name}'.*Rename"):
+        keys_file.read_keys(home)
 
 
 def test_a_running_proxy_hears_of_changes_at_once(home: Home) -> None:
-    keys = ClientKeys(Config(home=home))
-    assert keys.client({}) == EVERYBODY and not keys.required
-    mine = keys_file.add(home, "me")
-    assert keys.client(holding(mine.key)) == Client("me", mine.tenant, mine.tenant)
-    renewed = keys_file.rotate(home, "me")
-    assert keys.client({"X-Api-Key": renewed.key}) == Client("me", mine.tenant, mine.tenant)
+    keys = ClientKeys(ProxyConfig(home=home))
+    assert keys.authenticate({}) == ANONYMOUS and not keys.is_required
+    mine = keys_file.add_key(home, "me")
+    assert keys.authenticate(holding(mine.key)) == Client("me", mine.tenant, mine.tenant)
+    renewed = keys_file.rotate_key(home, "me")
+    assert keys.authenticate({"X-Api-Key": renewed.key}) == Client("me", mine.tenant, mine.tenant)
     for wrong in (mine.key, "", renewed.key[:-1], renewed.key + "x", "é", "\udcff"):
         with pytest.raises(Exception, match="401"):
-            keys.client(holding(wrong))
+            keys.authenticate(holding(wrong))
     good = home.keys.read_bytes()
     home.keys.write_bytes(b"{")
-    assert keys.client(holding(renewed.key)).name == "me", "what is damaged changes nothing"
+    assert keys.authenticate(holding(renewed.key)).name == "me", "what is damaged changes nothing"
     home.keys.unlink()
-    assert keys.client(holding(renewed.key)).name == "me", "nor does what is gone: it would open the door to everybody"
+    assert keys.authenticate(holding(renewed.key)).name == "me", (
+        "nor does what is gone: it would open the door to everybody"
+    )
     with pytest.raises(Exception, match="401"):
-        keys.client({})
+        keys.authenticate({})
     home.keys.write_bytes(good)
     home.keys.chmod(0o644)
-    assert keys.client(holding(renewed.key)).name == "me"
+    assert keys.authenticate(holding(renewed.key)).name == "me"
     assert stat.S_IMODE(home.keys.stat().st_mode) == 0o600, "whoever wrote it left it open"
-    keys_file.remove(home, "me")
-    assert keys.client(holding(renewed.key)) == EVERYBODY
-    assert keys.tenants == {"", mine.tenant}
+    keys_file.remove_key(home, "me")
+    assert keys.authenticate(holding(renewed.key)) == ANONYMOUS
+    assert keys.known_tenants == {"", mine.tenant}
 
 
 def test_where_others_can_connect_no_keys_means_nobody(home: Home) -> None:
-    keys = ClientKeys(Config(home=home, lan=True))
+    keys = ClientKeys(ProxyConfig(home=home, lan=True))
     with pytest.raises(Exception, match="401"):
-        keys.client({})
+        keys.authenticate({})
 
 
 def test_the_key_of_the_settings_stands_beside_the_others(home: Home) -> None:
-    mine = keys_file.add(home, "me")
-    keys = ClientKeys(Config(home=home, client_key="sesame"))
-    assert keys.client(holding("sesame")).name == "environment"
-    assert keys.client(holding(mine.key)).name == "me"
-    shared = ClientKeys(Config(home=home, client_key="sesame", share_cache=True))
-    assert {shared.client(holding(key)).tenant for key in ("sesame", mine.key)} == {""}
+    mine = keys_file.add_key(home, "me")
+    keys = ClientKeys(ProxyConfig(home=home, client_key="sesame"))
+    assert keys.authenticate(holding("sesame")).name == "environment"
+    assert keys.authenticate(holding(mine.key)).name == "me"
+    shared = ClientKeys(ProxyConfig(home=home, client_key="sesame", share_cache=True))
+    assert {shared.authenticate(holding(key)).tenant for key in ("sesame", mine.key)} == {""}
 
 
 def test_a_request_counts_for_its_keys_holder_wherever_it_comes_from() -> None:
     me, you = Client("me", "t", "h1"), Client("me", "t", "h2")
-    assert caller_of(me, holding("a"), "10.0.0.1") == caller_of(me, holding("b"), "10.0.0.2")
-    assert caller_of(me, holding("a"), "10.0.0.1") != caller_of(you, holding("a"), "10.0.0.1")
-    assert caller_of(EVERYBODY, {}, "10.0.0.1") != caller_of(EVERYBODY, {}, "10.0.0.2")
+    assert identify_caller(me, holding("a"), "10.0.0.1") == identify_caller(me, holding("b"), "10.0.0.2")
+    assert identify_caller(me, holding("a"), "10.0.0.1") != identify_caller(you, holding("a"), "10.0.0.1")
+    assert identify_caller(ANONYMOUS, {}, "10.0.0.1") != identify_caller(ANONYMOUS, {}, "10.0.0.2")
 
 
 # ---- two keys, one proxy
@@ -162,13 +176,13 @@ async def asked(proxy: Pair, key: str, text: str = PROMPT, **headers: str) -> tu
 @on_loop
 async def test_nobody_starts_from_what_another_had_computed(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        one, two = (keys_file.add(proxy.home, name).key for name in ("one", "two"))
+        one, two = (keys_file.add_key(proxy.home, name).key for name in ("one", "two"))
         assert await asked(proxy, one) == ("cold 0", 0)
         assert await asked(proxy, two) == ("cold 0", 0), "what is in memory"
         await proxy.settled()
         proxy.backend.restart()
         assert (await asked(proxy, one))[0].startswith("restored")
-        three = keys_file.add(proxy.home, "three").key
+        three = keys_file.add_key(proxy.home, "three").key
         assert await asked(proxy, three) == ("cold 0", 0), "what is on disk"
         records = await proxy.settled()
         assert [each.key for each in records] == ["three", "one", "two", "one"]
@@ -178,7 +192,7 @@ async def test_nobody_starts_from_what_another_had_computed(tmp_path: Path) -> N
 @on_loop
 async def test_those_who_share_start_from_what_any_of_them_had_computed(tmp_path: Path) -> None:
     async with pair(tmp_path, share_cache=True) as proxy:
-        one, two = (keys_file.add(proxy.home, name).key for name in ("one", "two"))
+        one, two = (keys_file.add_key(proxy.home, name).key for name in ("one", "two"))
         assert await asked(proxy, one) == ("cold 0", 0)
         assert (await asked(proxy, two))[0].startswith("resident")
         assert [each.key for each in await proxy.settled()] == ["two", "one"]
@@ -187,13 +201,13 @@ async def test_those_who_share_start_from_what_any_of_them_had_computed(tmp_path
 @on_loop
 async def test_a_new_proxy_adopts_what_is_in_memory_for_its_own_tenant(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        one, two = (keys_file.add(proxy.home, name).key for name in ("one", "two"))
+        one, two = (keys_file.add_key(proxy.home, name).key for name in ("one", "two"))
         await asked(proxy, one)
         await proxy.settled()
         backend_url, backend = proxy.backend_url, proxy.backend
         await proxy.stop_proxy()
-        config = Config(home=proxy.home, port=0, backend_url=backend_url, audit_fraction=0.0)
-        async with listening(build(config, proxy.home.secret(), proxy.index), config) as another:
+        config = ProxyConfig(home=proxy.home, port=0, backend_url=backend_url, audit_fraction=0.0)
+        async with listen(build_app(config, proxy.home.load_secret(), proxy.index), config) as another:
             proxy.url = f"http://127.0.0.1:{another.port}"
             assert len(backend.held) == 1
             assert await asked(proxy, two) == ("cold 0", 0)
@@ -203,7 +217,7 @@ async def test_a_new_proxy_adopts_what_is_in_memory_for_its_own_tenant(tmp_path:
 @on_loop
 async def test_what_others_have_running_can_not_be_named_nor_followed_nor_ended(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        one, two = (keys_file.add(proxy.home, name).key for name in ("one", "two"))
+        one, two = (keys_file.add_key(proxy.home, name).key for name in ("one", "two"))
         proxy.backend.hold_after = 1
         name = {"X-Warmline-Request": "mine"}
         body = {"messages": [{"role": "user", "content": PROMPT}], "stream": True}
@@ -223,8 +237,8 @@ async def test_what_others_have_running_can_not_be_named_nor_followed_nor_ended(
                 async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=holding(two)) as ended:
                     assert ended.status == 200
             before = proxy.home.keys.read_bytes()
-            keys_file.remove(proxy.home, "one")
-            namesake = keys_file.add(proxy.home, "one").key
+            keys_file.remove_key(proxy.home, "one")
+            namesake = keys_file.add_key(proxy.home, "one").key
             async with proxy.client.delete(f"{proxy.url}/v1/requests/mine", headers=holding(namesake)) as refused:
                 assert refused.status == 404, "a new key of the same name is somebody else's"
             proxy.home.keys.write_bytes(before)
@@ -236,7 +250,7 @@ async def test_what_others_have_running_can_not_be_named_nor_followed_nor_ended(
 @on_loop
 async def test_calls_that_were_sampled_for_one_are_not_put_into_anothers_prompt(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        one, two = (keys_file.add(proxy.home, name).key for name in ("one", "two"))
+        one, two = (keys_file.add_key(proxy.home, name).key for name in ("one", "two"))
         call = "call_" + "0" * 24
         proxy.backend.turn = SampledTurn(calls=[call], tokens=b"\x01\x00\x00\x00")
         await asked(proxy, one)
@@ -255,6 +269,6 @@ def test_a_draft_of_who_was_killed_is_swept(home: Home) -> None:
     draft = home.root / ".keys.0123abcd.tmp"
     draft.write_text("half")
     draft.chmod(0o600)
-    keys_file.add(home, "me")
+    keys_file.add_key(home, "me")
     assert not draft.exists()
-    assert keys_file.read(home)[0].kind == CLIENT
+    assert keys_file.read_keys(home)[0].kind == CLIENT_KIND

@@ -2,9 +2,9 @@
 
 import pytest
 
-from warmline_proxy.dashboard.aggregates import Census, census
-from warmline_proxy.dashboard.history import BUCKETS_MAX, DAY_S, HOUR_S, MINUTE_S, history
-from warmline_proxy.store.rows import CheckpointRow, RequestRecord, SegmentRow, SessionRow, Snapshot, Usage
+from warmline_proxy.dashboard.aggregates import IndexSummary, summarize_index
+from warmline_proxy.dashboard.history import BUCKETS_MAX, DAY_S, HOUR_S, MINUTE_S, build_history
+from warmline_proxy.store.rows import CheckpointRow, FileUsage, IndexSnapshot, RequestRecord, SegmentRow, SessionRow
 
 ROOT, OTHER = bytes(16), bytes([1]) * 16
 NOW = 1_700_000_000.0
@@ -32,10 +32,10 @@ def session(name: str, leaf: str, used: float = 0.0) -> SessionRow:
     )
 
 
-def counted(segments: list[SegmentRow], sessions: list[SessionRow], **more: dict[str, object]) -> Census:
+def counted(segments: list[SegmentRow], sessions: list[SessionRow], **more: dict[str, object]) -> IndexSummary:
     parts = {"checkpoints": {}, "quarantined": {}, "usage": {}, **more}
     named = {row.id: row for row in segments}
-    return census(Snapshot(segments=named, sessions={row.id: row for row in sessions}, **parts))  # type: ignore[arg-type]
+    return summarize_index(IndexSnapshot(segments=named, sessions={row.id: row for row in sessions}, **parts))  # type: ignore[arg-type]
 
 
 def test_segments_in_a_row_are_one_run_up_to_a_branch() -> None:
@@ -57,8 +57,8 @@ def test_segments_in_a_row_are_one_run_up_to_a_branch() -> None:
         ("c", ["c"], 20, 4),
     ], "the heaviest first"
     assert (root.bytes_below, root.segments_below, root.sessions_below, root.end) == (31, 5, 2, 50)
-    assert found.run_of["e"].path() == [root, stem, stem.children[0]]
-    assert [run.place for run in stem.children] == [0, 1]
+    assert found.run_by_segment["e"].path_from_root() == [root, stem, stem.children[0]]
+    assert [run.sibling_index for run in stem.children] == [0, 1]
 
 
 def test_a_run_ends_where_a_conversation_does_and_where_its_parent_is_left_early() -> None:
@@ -66,7 +66,7 @@ def test_a_run_ends_where_a_conversation_does_and_where_its_parent_is_left_early
         [segment("a", "", 0, 10, 1), segment("b", "a", 10, 20, 1)], [session("old", "a", 1), session("new", "a", 2)]
     )
     (run,) = ended.roots[0].children
-    assert run.segments == ["a"] and [row.id for row in run.ending] == ["new", "old"]
+    assert run.segments == ["a"] and [row.id for row in run.sessions] == ["new", "old"]
     early = counted([segment("a", "", 0, 10, 1), segment("b", "a", 5, 20, 1)], [])
     assert early.roots[0].children[0].segments == ["a"]
 
@@ -86,7 +86,7 @@ def test_what_conversations_share_and_what_is_theirs_alone() -> None:
 
 def test_a_run_counts_its_most_used_segment_and_is_pinned_whole_or_not() -> None:
     segments = [segment("a", "", 0, 10, 1, pinned=True), segment("b", "a", 10, 20, 1, created=7.0)]
-    found = counted(segments, [], usage={"a": Usage(hits=3, last_used=5.0), "b": Usage(hits=9)})
+    found = counted(segments, [], usage={"a": FileUsage(hits=3, last_used=5.0), "b": FileUsage(hits=9)})
     run = found.runs["a"]
     assert (run.hits, run.last_used, run.pinned) == (9, 7.0, False)
 
@@ -128,7 +128,7 @@ def record(at: float, prompt: int = 10, cached: int = 0, ttft_s: float = 0.0) ->
     ],
 )
 def test_buckets_are_few_and_as_narrow_as_that_allows(span_s: int, width_s: int) -> None:
-    found = history([record(NOW), record(NOW - span_s)], NOW)
+    found = build_history([record(NOW), record(NOW - span_s)], NOW)
     assert found.width_s == width_s and 1 <= len(found.buckets) <= BUCKETS_MAX
     assert sum(bucket.requests for bucket in found.buckets) == found.requests == 2
     starts = [bucket.at for bucket in found.buckets]
@@ -144,11 +144,11 @@ def test_what_was_reused_and_how_fast() -> None:
         record(NOW, 100, 5, ttft_s=6.0),  # a template's first words
         record(NOW, 40, 38, ttft_s=0.01),  # short, and warm: no hit, but not cold either
     ]
-    found = history(records, NOW)
+    found = build_history(records, NOW)
     assert (found.hits, found.prompt_tokens, found.cached_tokens) == (2, 540, 283)
     assert (found.ttft_warm_s, found.ttft_cold_s) == (0.2, 5.0)
 
 
 def test_no_requests_and_requests_of_the_future() -> None:
-    assert history([], NOW).requests == 0 and len(history([], NOW).buckets) == 1
-    assert history([record(NOW + DAY_S)], NOW).buckets[-1].requests == 1
+    assert build_history([], NOW).requests == 0 and len(build_history([], NOW).buckets) == 1
+    assert build_history([record(NOW + DAY_S)], NOW).buckets[-1].requests == 1

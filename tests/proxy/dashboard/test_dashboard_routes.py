@@ -21,7 +21,7 @@ ANSWER_BYTES_MAX = 120_000
 
 
 async def asked(served: Pair, path: str, status: int = 200, **parameters: str) -> Any:
-    headers = {"Authorization": f"Bearer {served.home.secret()}"}
+    headers = {"Authorization": f"Bearer {served.home.load_secret()}"}
     async with served.client.get(f"{served.url}{path}", params=parameters, headers=headers) as response:
         assert response.status == status, await response.text()
         assert len(await response.read()) < ANSWER_BYTES_MAX
@@ -85,20 +85,20 @@ async def test_a_new_key_of_the_same_name_is_told_from_the_old_one(tmp_path: Pat
         stored_for(served, "", 1)
         assert await keys_told(served) == [""]
         for number in (2, 3):
-            key = keys_file.add(served.home, "default")
+            key = keys_file.add_key(served.home, "default")
             stored_for(served, key.tenant, number)
-            served.index.record(record(number, namespace(MODEL, key.tenant)))
+            served.index.record_request(record(number, namespace(MODEL, key.tenant)))
             assert (await keys_told(served))[-1] == "default"
-            keys_file.remove(served.home, "default")
+            keys_file.remove_key(served.home, "default")
             assert (await keys_told(served))[-1] == "a removed key", "the index is as it was, keys are not"
-        key = keys_file.add(served.home, "default")
+        key = keys_file.add_key(served.home, "default")
         stored_for(served, key.tenant, 4)
         assert await keys_told(served) == ["no key", "a removed key", "a removed key", "default"]
         tree = await asked(served, "/warmline/tree")
         assert sorted(each["key"] for each in tree["nodes"]) == sorted(await keys_told(served))
         found = await asked(served, "/warmline/sessions", q="removed")
         assert found["matching"] == 2
-        served.index.record(record(4, namespace(MODEL, key.tenant)))
+        served.index.record_request(record(4, namespace(MODEL, key.tenant)))
         served.index.flush()
         activity = await asked(served, "/warmline/activity")
         assert [each["key"] for each in activity["requests"]] == ["default", "default (removed)", "default (removed)"]
@@ -149,7 +149,7 @@ async def test_what_changes_is_seen_at_once(tmp_path: Path) -> None:
         assert (await asked(served, "/warmline/tree"))["nodes"] == []
         fill(served.index, 20)
         (line,) = (await asked(served, "/warmline/sessions", q="client-1"))["sessions"]
-        headers = {"Authorization": f"Bearer {served.home.secret()}"}
+        headers = {"Authorization": f"Bearer {served.home.load_secret()}"}
         body = {"session": line["id"]}
         async with served.client.post(f"{served.url}/warmline/pin", json=body, headers=headers) as response:
             assert response.status == 200
@@ -213,7 +213,7 @@ async def test_the_page_and_what_it_may_do(tmp_path: Path) -> None:
                 policy = response.headers["Content-Security-Policy"]
                 assert policy.startswith("default-src 'none'; script-src 'self';")
                 assert "frame-ancestors 'none'" in policy and "unsafe" not in policy and "http" not in policy
-        headers = {"Authorization": f"Bearer {served.home.secret()}"}
+        headers = {"Authorization": f"Bearer {served.home.load_secret()}"}
         async with served.client.post(f"{served.url}/admin", headers=headers) as response:
             assert response.status == 405
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from warmline_proxy.explain.causes import CAUSES, cause_of, causes_besides
-from warmline_proxy.store.rows import Parting
+from warmline_proxy.explain.causes import CAUSES, find_cause, find_secondary_causes
+from warmline_proxy.store.rows import Divergence
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "requests"
 ROOT = Path(__file__).parents[3]
@@ -16,9 +16,9 @@ USER = {"message": 2, "message_last": 2, "role": "user"}
 ANSWER = {"message": 3, "message_last": 3, "role": "assistant"}
 
 
-def parted(old: str = "", new: str = "", **fields: object) -> Parting:
+def parted(old: str = "", new: str = "", **fields: object) -> Divergence:
     values = {"at": 40, "begins": 8, "stored": b"", "prompt": b"", "messages": 4, **fields}
-    return Parting(**values, stored_text=old, prompt_text=new)  # type: ignore[arg-type]
+    return Divergence(**values, stored_text=old, prompt_text=new)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def parted(old: str = "", new: str = "", **fields: object) -> Parting:
     ],
 )
 def test_what_the_planner_says_has_a_cause(why: str, cause: str) -> None:
-    assert cause_of(why, None) == cause
+    assert find_cause(why, None) == cause
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_what_the_planner_says_has_a_cause(why: str, cause: str) -> None:
     ],
 )
 def test_what_is_known_of_the_place_comes_first(said: str, cause: str) -> None:
-    assert cause_of(DIFFERS + said, parted("one thing", "another", **USER)) == cause
+    assert find_cause(DIFFERS + said, parted("one thing", "another", **USER)) == cause
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_is_known_of_the_place_comes_first(said: str, cause: str) -> None:
     ],
 )  # fmt: skip
 def test_two_texts_tell_a_cause(old: str, new: str, place: dict[str, object], cause: str) -> None:
-    assert cause_of(DIFFERS, parted(old, new, **place)) == cause
+    assert find_cause(DIFFERS, parted(old, new, **place)) == cause
 
 
 @pytest.mark.parametrize("client", ["claude-code", "codex"])
@@ -116,26 +116,26 @@ def test_the_date_that_a_real_client_tells_is_found_the_day_after(client: str) -
     sent = (FIXTURES / f"{client}.json").read_text()
     at = sent.index("2026-01-02")
     old = sent[at - 120 : at + 200]
-    assert cause_of(DIFFERS, parted(old, old.replace("2026-01-02", "2026-01-03"), **USER)) == "date"
+    assert find_cause(DIFFERS, parted(old, old.replace("2026-01-02", "2026-01-03"), **USER)) == "date"
 
 
 def test_without_texts_the_place_decides() -> None:
-    assert cause_of(DIFFERS, parted(**SYSTEM)) == "system-edited"
-    assert cause_of(DIFFERS, parted(role="tools")) == "tools-changed"
+    assert find_cause(DIFFERS, parted(**SYSTEM)) == "system-edited"
+    assert find_cause(DIFFERS, parted(role="tools")) == "tools-changed"
     said = ", in message 3 (assistant): it came without reasoning"
-    assert cause_of(DIFFERS + said, parted(**ANSWER)) == "reasoning-dropped"
-    assert cause_of(DIFFERS + said, parted("It is Anna.", "It was Anna.", **ANSWER)) == "answer-changed"
-    assert cause_of(DIFFERS, parted(message=2, message_last=7, messages=9)) == "message-edited"
+    assert find_cause(DIFFERS + said, parted(**ANSWER)) == "reasoning-dropped"
+    assert find_cause(DIFFERS + said, parted("It is Anna.", "It was Anna.", **ANSWER)) == "answer-changed"
+    assert find_cause(DIFFERS, parted(message=2, message_last=7, messages=9)) == "message-edited"
 
 
 def test_what_else_kept_a_start_from_being_warmer() -> None:
     why = "stored up to token 812; no checkpoint after token 512; exact mode keeps and reuses multiples of 128 tokens"
-    assert cause_of(why, None) == "no-checkpoint"
-    assert causes_besides(why, "no-checkpoint") == ["exact-grid"]
+    assert find_cause(why, None) == "no-checkpoint"
+    assert find_secondary_causes(why, "no-checkpoint") == ["exact-grid"]
 
 
 def test_the_docs_show_the_table() -> None:
     told = re.findall(
         r"^\| `([\w-]+)` \| (.+?) \| (.*?) ?\|$", (ROOT / "docs" / "explain.md").read_text(), re.MULTILINE
     )
-    assert told == [(name, cause.means, cause.advice) for name, cause in CAUSES.items()]
+    assert told == [(name, cause.meaning, cause.advice) for name, cause in CAUSES.items()]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from warmline_proxy.explain.text_diff import differences
+from warmline_proxy.explain.text_diff import diff_texts
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,11 @@ from warmline_proxy.explain.text_diff import differences
     ],
 )
 def test_words_that_differ_are_marked(old: str, new: str, marked: tuple[list[str], list[str]]) -> None:
-    ranges = differences(old, new)
+    ranges = diff_texts(old, new)
     assert tuple([text[a:b] for a, b in each] for text, each in zip((old, new), ranges, strict=True)) == marked
 
 
 def test_long_texts_that_say_the_same_again_and_again_are_marked_at_once() -> None:
     """Compared word by word they take minutes, and a prompt may well end in a table of zeros."""
     old, new = "x" + "a," * 3000, "y" + "b," * 3000
-    assert differences(old, new) == ([(0, len(old))], [(0, len(new))])
+    assert diff_texts(old, new) == ([(0, len(old))], [(0, len(new))])

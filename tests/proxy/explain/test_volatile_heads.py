@@ -3,9 +3,23 @@
 import msgspec
 import pytest
 
-from warmline_proxy.explain.prompt_head import TOOLS_BYTES_MAX, Head, Heads, head_of, what_changed
-from warmline_proxy.explain.stabilize import RULES, TOOL_ORDER, stabilized
-from warmline_proxy.explain.volatile import BILLING, DATES, IDS, TEXT_CHARS_MAX, TIMES, steadied, volatile_spans
+from warmline_proxy.explain.prompt_head import (
+    TOOLS_BYTES_MAX,
+    PromptHead,
+    PromptHeadCache,
+    describe_changes,
+    extract_head,
+)
+from warmline_proxy.explain.stabilize import RULES, TOOL_ORDER, stabilize_fields
+from warmline_proxy.explain.volatile import (
+    BILLING,
+    DATES,
+    IDS,
+    TEXT_CHARS_MAX,
+    TIMES,
+    find_volatile_spans,
+    stabilize_text,
+)
 
 UUID = "3f2b8c1e-9a4d-4c7e-8f10-2b6d5e7a9c33"
 
@@ -33,8 +47,8 @@ def tool(name: str, **parameters: object) -> dict[str, object]:
     ],
 )
 def test_what_changes_from_request_to_request_is_found(text: str, what: str, steady: str) -> None:
-    assert [span.what for span in volatile_spans(text)] == [what]
-    assert steadied(text, RULES)[0] == steady
+    assert [span.description for span in find_volatile_spans(text)] == [what]
+    assert stabilize_text(text, RULES)[0] == steady
 
 
 @pytest.mark.parametrize(
@@ -47,20 +61,20 @@ def test_what_changes_from_request_to_request_is_found(text: str, what: str, ste
     ],
 )
 def test_what_stays_is_left_alone(text: str) -> None:
-    assert [text[span.start : span.end] for span in volatile_spans(text)] == []
+    assert [text[span.start : span.end] for span in find_volatile_spans(text)] == []
 
 
 def test_a_rule_touches_only_what_it_is_for() -> None:
     text = f"{UUID} at 14:22 on 2026-11-28"
-    assert steadied(text, [TIMES]) == (f"{UUID} at [time] on 2026-11-28", {TIMES: 1})
-    assert steadied(text, [DATES, IDS]) == ("[id] at 14:22 on [date]", {DATES: 1, IDS: 1})
-    assert steadied(text, []) == (text, {})
-    assert steadied("x-anthropic-billing-header: a\nb", [BILLING]) == ("b", {BILLING: 1})
+    assert stabilize_text(text, [TIMES]) == (f"{UUID} at [time] on 2026-11-28", {TIMES: 1})
+    assert stabilize_text(text, [DATES, IDS]) == ("[id] at 14:22 on [date]", {DATES: 1, IDS: 1})
+    assert stabilize_text(text, []) == (text, {})
+    assert stabilize_text("x-anthropic-billing-header: a\nb", [BILLING]) == ("b", {BILLING: 1})
 
 
 def test_a_large_text_costs_little_whatever_is_in_it() -> None:
     for text in ("a-" * 200_000, "0" * 400_000, "f" * 400_000, "1:" * 200_000, "ab_" + "A" * 400_000):
-        assert steadied(text, RULES)[0] == text
+        assert stabilize_text(text, RULES)[0] == text
 
 
 def test_a_head_is_what_stands_before_the_talk_and_tools() -> None:
@@ -71,11 +85,11 @@ def test_a_head_is_what_stands_before_the_talk_and_tools() -> None:
         {"role": "system", "content": "late"},
     ]
     fields = {"messages": msgspec.Raw(msgspec.json.encode(messages)), "tools": [tool("a")]}
-    head = head_of(fields)
+    head = extract_head(fields)
     assert head.system == "one\n\ntwo\nthree" and len(head.tools) == 1
-    assert head_of({"messages": messages, "tools": [tool("a")]}) == head
+    assert extract_head({"messages": messages, "tools": [tool("a")]}) == head
     for broken in ({}, {"messages": msgspec.Raw(b'"x"')}, {"messages": [1]}, {"tools": [2], "messages": None}):
-        assert head_of(broken) == Head("", ())
+        assert extract_head(broken) == PromptHead("", ())
 
 
 @pytest.mark.parametrize(
@@ -94,57 +108,60 @@ def test_a_head_is_what_stands_before_the_talk_and_tools() -> None:
     ],
 )
 def test_what_changed_in_a_system_text_is_named_where_it_means_nothing(old: str, new: str, why: str) -> None:
-    assert what_changed(Head(old, ()), Head(new, ())) == why
+    assert describe_changes(PromptHead(old, ()), PromptHead(new, ())) == why
 
 
 def test_what_changed_is_found_deep_in_a_long_text() -> None:
     before = "Be brief, id 12.\n" * 10_000 + "x" * 10_000
-    old, new = (Head(f"{before} It is 14:2{minute}.", ()) for minute in (2, 3))
-    assert what_changed(old, new) == "a time of day in line 10001 of the system text is new"
+    old, new = (PromptHead(f"{before} It is 14:2{minute}.", ()) for minute in (2, 3))
+    assert describe_changes(old, new) == "a time of day in line 10001 of the system text is new"
 
 
 def test_of_what_is_too_long_nothing_is_kept() -> None:
     system, tools = "x" * (TEXT_CHARS_MAX + 1), [tool("a", text="x" * TOOLS_BYTES_MAX)]
     body = {"messages": [{"role": "system", "content": system}], "tools": tools}
     raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()}
-    assert head_of(body) == head_of(raw) == Head(system[:-1], ())
+    assert extract_head(body) == extract_head(raw) == PromptHead(system[:-1], ())
     late = system + " It is 14:22."
-    assert steadied(f"It is 14:22. {late}", RULES) == (f"It is [time]. {late}", {TIMES: 1})
+    assert stabilize_text(f"It is 14:22. {late}", RULES) == (f"It is [time]. {late}", {TIMES: 1})
 
 
 def test_what_changed_in_tools_is_named() -> None:
-    def head(*tools: dict[str, object]) -> Head:
-        return head_of({"messages": [], "tools": list(tools)})
+    def head(*tools: dict[str, object]) -> PromptHead:
+        return extract_head({"messages": [], "tools": list(tools)})
 
     a, b, other_a = tool("a"), tool("b"), tool("a", type="object")
-    assert what_changed(head(a, b), head(b, a)) == "the tools come in another order"
-    assert what_changed(head(a), head(other_a)) == "tools: a changed"
-    assert what_changed(head(a, b), head(tool("c"), tool("d"), tool("e"))) == "", "another agent's"
-    assert what_changed(head(a), head(a, b)) == "tools: b new"
-    assert what_changed(head(a, b), head(a)) == "tools: b gone"
-    assert what_changed(head(), head(a)) == ""
+    assert describe_changes(head(a, b), head(b, a)) == "the tools come in another order"
+    assert describe_changes(head(a), head(other_a)) == "tools: a changed"
+    assert describe_changes(head(a, b), head(tool("c"), tool("d"), tool("e"))) == "", "another agent's"
+    assert describe_changes(head(a), head(a, b)) == "tools: b new"
+    assert describe_changes(head(a, b), head(a)) == "tools: b gone"
+    assert describe_changes(head(), head(a)) == ""
 
 
 def test_a_new_head_is_compared_with_the_most_similar_of_the_last_ones() -> None:
-    heads, root = Heads(), b"r" * 16
-    assert heads.why_new(root, Head("It is 14:22.", ())) == ""
-    heads.add(root, Head("It is 14:22.", ()))
-    heads.add(root, Head("You are a title writer.", ()))
-    assert heads.why_new(root, Head("It is 14:23.", ())) == "a time of day in line 1 of the system text is new"
-    assert heads.why_new(root, Head("It is 14:22.", ())) == ""
+    heads, root = PromptHeadCache(), b"r" * 16
+    assert heads.explain_change(root, PromptHead("It is 14:22.", ())) == ""
+    heads.add(root, PromptHead("It is 14:22.", ()))
+    heads.add(root, PromptHead("You are a title writer.", ()))
+    assert (
+        heads.explain_change(root, PromptHead("It is 14:23.", ()))
+        == "a time of day in line 1 of the system text is new"
+    )
+    assert heads.explain_change(root, PromptHead("It is 14:22.", ())) == ""
     for number in range(100):
-        heads.add(root, Head(f"agent {number}", ()))
-    assert heads.why_new(root, Head("It is 14:23.", ())) == ""
+        heads.add(root, PromptHead(f"agent {number}", ()))
+    assert heads.explain_change(root, PromptHead("It is 14:23.", ())) == ""
 
 
 def test_a_head_is_compared_with_none_of_another_namespace() -> None:
-    heads, mine, yours = Heads(), b"m" * 16, b"y" * 16
-    old, new = (head_of({"messages": [], "tools": tools}) for tools in ([tool("a")], [tool("a"), tool("hush")]))
+    heads, mine, yours = PromptHeadCache(), b"m" * 16, b"y" * 16
+    old, new = (extract_head({"messages": [], "tools": tools}) for tools in ([tool("a")], [tool("a"), tool("hush")]))
     heads.add(mine, new)
-    assert heads.why_new(yours, old) == ""
+    assert heads.explain_change(yours, old) == ""
     heads.add(yours, old)
-    assert heads.why_new(yours, new) == "tools: hush new", "though it is no news to somebody else"
-    assert heads.why_new(mine, old) == "tools: hush gone"
+    assert heads.explain_change(yours, new) == "tools: hush new", "though it is no news to somebody else"
+    assert heads.explain_change(mine, old) == "tools: hush gone"
 
 
 def test_rules_even_out_the_head_and_nothing_else() -> None:
@@ -156,16 +173,16 @@ def test_rules_even_out_the_head_and_nothing_else() -> None:
     }
     raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()}
     for given in (body, raw):
-        steady, counts = stabilized(given, RULES)
+        steady, counts = stabilize_fields(given, RULES)
         read = msgspec.json.decode(msgspec.json.encode(steady))
         assert read["messages"] == [{"role": "system", "content": [{"type": "text", "text": "It is [time]."}]}, talk]
         assert read["tools"] == [tool("a"), tool("b")] and read["temperature"] == 1
         assert counts == {TIMES: 1, TOOL_ORDER: 1}
-        assert stabilized(steady, RULES) == (steady, {})
+        assert stabilize_fields(steady, RULES) == (steady, {})
     assert body["messages"][0]["content"][0]["text"] == "It is 14:22.", "the client's own body is left as it is"
 
 
 def test_a_body_that_needs_no_rule_stays_the_very_same() -> None:
     for body in ({"messages": [{"role": "system", "content": "Be brief."}]}, {"messages": 3}, {"prompt": "14:22"}):
-        steady, counts = stabilized(body, RULES)
+        steady, counts = stabilize_fields(body, RULES)
         assert steady is body and not counts

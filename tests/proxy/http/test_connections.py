@@ -14,13 +14,13 @@ import pytest
 from aiohttp import web
 
 from support.proxy.harness import on_loop
-from warmline_common.process.file_limits import open_descriptors, raise_descriptor_limit
+from warmline_common.process.file_limits import count_open_descriptors, raise_descriptor_limit
 from warmline_common.storage.home import Home
-from warmline_proxy.config import Config
+from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import ClientError
 from warmline_proxy.http import connections
-from warmline_proxy.http.bodies import BODY_BYTES_MAX, read_body, send
-from warmline_proxy.http.connections import PROBE_AFTER_OPTION, Connections, listening, room_for
+from warmline_proxy.http.bodies import BODY_BYTES_MAX, read_body, write_chunk
+from warmline_proxy.http.connections import KEEPALIVE_IDLE_OPTION, Connections, compute_connections_max, listen
 
 MANY = 1_000
 Answer = tuple[int, dict[str, str], Any]
@@ -41,7 +41,7 @@ def alive() -> int:
 class Server:
     """An application with a handler for each misfortune."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ProxyConfig) -> None:
         self.config = config
         self.port = 0
         self.connections: Connections
@@ -59,7 +59,7 @@ class Server:
         try:
             return web.json_response({"bytes": len(await read_body(request, self.config.receive_timeout_s))})
         except ClientError as error:
-            return error.response(error.body)
+            return error.build_response(error.body)
         except (asyncio.CancelledError, ConnectionResetError):
             self.over.set()
             raise
@@ -75,7 +75,7 @@ class Server:
         await response.prepare(request)
         try:
             for _ in range(int(request.query["bytes"]) // 10_000):
-                await send(response, b"x" * 10_000, self.config.send_timeout_s)
+                await write_chunk(response, b"x" * 10_000, self.config.send_timeout_s)
         except (asyncio.CancelledError, ConnectionResetError):
             self.over.set()
             raise
@@ -100,7 +100,7 @@ class Server:
         kept = request.transport.get_extra_info("socket")
         options = {
             "on": kept.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-            "after_s": kept.getsockopt(socket.IPPROTO_TCP, PROBE_AFTER_OPTION),
+            "after_s": kept.getsockopt(socket.IPPROTO_TCP, KEEPALIVE_IDLE_OPTION),
             "interval_s": kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
             "count": kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
         }
@@ -151,7 +151,7 @@ class Client:
 @asynccontextmanager
 async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Server, Callable[..., Awaitable[Client]]]]:
     """(an application that listens; how to connect to it)."""
-    server, clients = Server(Config(home=Home(folder), port=0, **settings)), list[Client]()
+    server, clients = Server(ProxyConfig(home=Home(folder), port=0, **settings)), list[Client]()
 
     async def connect(receive_buffer_bytes: int = 0) -> Client:
         plug = socket.socket()
@@ -162,7 +162,7 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Server, 
         clients.append(Client(*await asyncio.open_connection(sock=plug, limit=4096)))
         return clients[-1]
 
-    async with listening(server.app(), server.config) as listener:
+    async with listen(server.app(), server.config) as listener:
         server.port, server.connections = listener.port, listener.connections
         try:
             yield server, connect
@@ -227,9 +227,9 @@ async def test_more_are_refused_than_can_be_told(tmp_path: Path, monkeypatch: py
 
 
 def test_connections_leave_descriptors_to_others() -> None:
-    assert room_for(2048, 8192) == 2048
-    assert room_for(2048, 256) == 64
-    assert room_for(10, 20) == 1
+    assert compute_connections_max(2048, 8192) == 2048
+    assert compute_connections_max(2048, 256) == 64
+    assert compute_connections_max(10, 20) == 1
 
 
 @on_loop
@@ -384,10 +384,10 @@ async def test_coming_and_going_leaves_nothing_behind(tmp_path: Path) -> None:
         client.reset() if number % 2 else client.writer.close()
 
     async with serving(tmp_path) as (server, connect):
-        before = open_descriptors()
+        before = count_open_descriptors()
         for number in range(200):
             await come_and_go(number)
-        await until(lambda: open_descriptors() <= before)
+        await until(lambda: count_open_descriptors() <= before)
         await until(lambda: not alive())
         assert server.connections.count == 0
 
@@ -456,6 +456,6 @@ async def test_a_fault_of_ours_is_told_in_openais_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quote", ["'", '"'])
 def test_what_a_parser_quotes_is_in_no_log(quote: str) -> None:
     message = f"Invalid method encountered:\n\n  b{quote}SECRET{quote}\n    ^"
-    assert connections.in_short(message) == "Invalid method encountered"
-    assert connections.in_short("Data after `Connection: close`") == "Data after `Connection: close`"
-    assert len(connections.in_short("x" * 1000)) == 120
+    assert connections.shorten_parser_message(message) == "Invalid method encountered"
+    assert connections.shorten_parser_message("Data after `Connection: close`") == "Data after `Connection: close`"
+    assert len(connections.shorten_parser_message("x" * 1000)) == 120

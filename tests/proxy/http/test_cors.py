@@ -7,8 +7,8 @@ import pytest
 
 from support.proxy.harness import Pair, on_loop, pair
 from warmline_common.storage.home import Home
-from warmline_proxy.config import Config, ConfigError
-from warmline_proxy.http.cors import cors_headers, is_strange, origins
+from warmline_proxy.config import ProxyConfig, ProxyConfigError
+from warmline_proxy.http.cors import build_cors_headers, is_untrusted_origin, parse_origins
 
 PAGE = "https://chat.example"
 ALLOW = "Access-Control-Allow-Origin"
@@ -35,7 +35,7 @@ ASKED = {
 )
 def test_who_may_read(allowed: str, origin: str, answer: dict[str, str]) -> None:
     asked = {"Origin": origin} if origin else {}
-    told = cors_headers(origins(allowed), "POST", "/v1/messages", asked)
+    told = build_cors_headers(parse_origins(allowed), "POST", "/v1/messages", asked)
     exposed = told.pop("Access-Control-Expose-Headers", "")
     assert told == answer
     assert ("X-Warmline-Cache" in exposed) == (ALLOW in answer)
@@ -65,28 +65,28 @@ def test_who_may_read(allowed: str, origin: str, answer: dict[str, str]) -> None
     ],
 )
 def test_pages_of_strangers_are_told_from_others(origin: str | None, strange: bool) -> None:
-    assert is_strange(origin, ["192.168.1.5:8026"], origins(PAGE)) == strange
-    assert not is_strange(origin, ["192.168.1.5:8026"], origins("*"))
+    assert is_untrusted_origin(origin, ["192.168.1.5:8026"], parse_origins(PAGE)) == strange
+    assert not is_untrusted_origin(origin, ["192.168.1.5:8026"], parse_origins("*"))
 
 
 def test_a_preflight_is_told_what_may_be_sent() -> None:
-    told = cors_headers(origins("*"), "OPTIONS", "/v1/chat/completions", ASKED)
+    told = build_cors_headers(parse_origins("*"), "OPTIONS", "/v1/chat/completions", ASKED)
     assert told["Access-Control-Allow-Headers"] == "authorization, content-type, Anthropic-Beta, x-stainless-lang"
     assert "POST" in told["Access-Control-Allow-Methods"] and told["Access-Control-Max-Age"] == "3600"
     near = {**ASKED, "Access-Control-Request-Private-Network": "true"}
     private = "Access-Control-Allow-Private-Network"
-    assert private not in told and cors_headers(origins("*"), "OPTIONS", "/v1", near)[private] == "true"
+    assert private not in told and build_cors_headers(parse_origins("*"), "OPTIONS", "/v1", near)[private] == "true"
 
 
 @pytest.mark.parametrize("path", ["/warmline/status", "/metrics", "/health", "/", "/v1x", "/x/v1/models"])
 def test_only_what_is_under_v1_is_for_pages(path: str) -> None:
-    assert cors_headers(origins("*"), "GET", path, {"Origin": PAGE}) == {}
+    assert build_cors_headers(parse_origins("*"), "GET", path, {"Origin": PAGE}) == {}
 
 
 @pytest.mark.parametrize("wrong", ["chat.example", "https://chat.example/", "https://*.example", "null", "*,//x"])
 def test_what_no_browser_sends_is_refused(tmp_path: Path, wrong: str) -> None:
-    with pytest.raises(ConfigError, match=r"--cors-origins .*expected origins such as https://app.example"):
-        Config(home=Home(tmp_path), cors_origins=wrong)
+    with pytest.raises(ProxyConfigError, match=r"--cors-origins .*expected origins such as https://app.example"):
+        ProxyConfig(home=Home(tmp_path), cors_origins=wrong)
 
 
 async def asked(proxy: Pair, method: str, path: str, **more: str) -> tuple[int, dict[str, str]]:

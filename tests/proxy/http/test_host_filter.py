@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from support.proxy.harness import on_loop, pair
-from warmline_common.process.loopback import host_name
+from warmline_common.process.loopback import parse_host
 from warmline_proxy.errors import ClientError
-from warmline_proxy.http.host_filter import ANY, Hosts, allowed_names, machine_names
+from warmline_proxy.http.host_filter import ANY_HOST, HostFilter, find_machine_names, parse_host_names
 
 HTTP_1_0, HTTP_1_1 = (1, 0), (1, 1)
-HOSTS = Hosts({"mac", "mac.local", "mac.tail1234.ts.net"})
+HOSTS = HostFilter({"mac", "mac.local", "mac.tail1234.ts.net"})
 
 ALLOWED = [
     "localhost", "LOCALHOST:8026", "localhost.", "localhost.:8026", "app.localhost", "host.docker.internal:8026",
@@ -28,7 +28,9 @@ MALFORMED = [
 ]  # fmt: skip
 
 
-def refusal(*hosts: str, target: str = "/v1/models", version: tuple[int, int] = HTTP_1_1, names: Hosts = HOSTS) -> int:
+def refusal(
+    *hosts: str, target: str = "/v1/models", version: tuple[int, int] = HTTP_1_1, names: HostFilter = HOSTS
+) -> int:
     """The status; 0 where there is none."""
     try:
         names.check(hosts, target, version)
@@ -66,27 +68,27 @@ def test_a_target_that_names_a_host_is_held_to_it(target: str, status: int) -> N
 
 
 def test_any_name_may_be_allowed() -> None:
-    names = Hosts(allowed_names(" *, x.example "))
+    names = HostFilter(parse_host_names(" *, x.example "))
     assert refusal("evil.example", names=names) == 0 and refusal("evil example", names=names) == 400
 
 
 def test_allowed_names_are_names() -> None:
-    assert allowed_names("") == frozenset()
-    assert allowed_names("Mac.Example., b ,") == {"mac.example", "b"}
-    assert allowed_names(f"{ANY},10.0.0.1") == {ANY, "10.0.0.1"}
+    assert parse_host_names("") == frozenset()
+    assert parse_host_names("Mac.Example., b ,") == {"mac.example", "b"}
+    assert parse_host_names(f"{ANY_HOST},10.0.0.1") == {ANY_HOST, "10.0.0.1"}
     for bad in ("https://x", "x:80", "a/b", "*.x", "a b", "x..y"):
         with pytest.raises(ValueError, match="expected names"):
-            allowed_names(bad)
+            parse_host_names(bad)
 
 
 def test_this_machine_has_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Studio.home.arpa")
     monkeypatch.setattr("socket.getfqdn", lambda: "studio.example.org")
     monkeypatch.setattr("sys.platform", "linux")
-    alone, reached = machine_names(with_domains=False), machine_names(with_domains=True)
+    alone, reached = find_machine_names(with_domains=False), find_machine_names(with_domains=True)
     assert alone == {"studio", "studio.local"}, "a network might name it as a stranger's page"
     assert reached - alone == {"studio.home.arpa", "studio.example.org"}
-    assert all(host_name(name) == name for name in reached)
+    assert all(parse_host(name) == name for name in reached)
 
 
 async def answered(url: str, head: str) -> int:
@@ -101,7 +103,7 @@ async def answered(url: str, head: str) -> int:
 @on_loop
 async def test_every_path_is_held_to_it_and_a_key_opens_no_other_name(tmp_path: Path) -> None:
     async with pair(tmp_path, client_key="sesame", allowed_hosts="mac.example") as proxy:
-        secret = proxy.home.secret()
+        secret = proxy.home.load_secret()
         for key in ("sesame", secret):
             for path in ("/health", "/ready", "/metrics", "/v1/models", "/warmline/status", "/admin", "/none"):
                 headers = f"Connection: close\nAuthorization: Bearer {key}"

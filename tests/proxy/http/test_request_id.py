@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from support.proxy.harness import Pair, on_loop, pair
-from warmline_common.logging import current_request
-from warmline_proxy.http.connections import last_answer, no_room
+from warmline_common.logging import current_request_id
+from warmline_proxy.http.connections import connections_full, encode_error_response
 
 NAMES = ("X-Warmline-Request", "X-Request-Id", "Request-Id")
 
@@ -56,7 +56,7 @@ async def test_a_clients_own_name_is_kept_where_it_can_be_one(tmp_path: Path) ->
 
 
 def test_whoever_finds_no_room_is_told_one_too() -> None:
-    head = last_answer(no_room()).partition(b"\r\n\r\n")[0].decode()
+    head = encode_error_response(connections_full()).partition(b"\r\n\r\n")[0].decode()
     assert len(id_in(dict(line.split(": ", 1) for line in head.splitlines()[1:]))) == 24
 
 
@@ -68,7 +68,7 @@ class Heard(logging.Handler):
         self.lines: list[tuple[str, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append((current_request(), record.getMessage()))
+        self.lines.append((current_request_id(), record.getMessage()))
 
 
 @pytest.fixture
@@ -90,4 +90,4 @@ async def test_lines_are_about_their_request_also_after_its_answer(tmp_path: Pat
     assert perf == {name: f"request={name}" for name in ("a", "b", "c.0", "c.1", "d")}
     assert refused.status == 400
     assert [about for about, line in heard.lines if line.startswith("refused POST /v1/chat/completions: 400")] == ["d"]
-    assert not current_request()
+    assert not current_request_id()

@@ -7,20 +7,20 @@ import pytest
 from support.index.indexes import ROOT, begin, commit, files_on_disk, matched, planned, save
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.home import Home
-from warmline_proxy.index.eviction import LOW_WATERMARK, Candidate, bytes_to_free, choose
-from warmline_proxy.index.index import Index, NoRoom
+from warmline_proxy.index.eviction import LOW_WATERMARK, EvictionCandidate, bytes_to_free, choose_evictions
+from warmline_proxy.index.index import DiskBudgetError, Index
 
 NOW = 1_000_000.0
 
 
 def segment(
     name: str, parent: str = "", size: int = 100, saves_s: float = 1.0, age_s: float = 0.0, kept: bool = False
-) -> Candidate:
-    return Candidate(name, parent, False, size, saves_s, NOW - age_s, kept)
+) -> EvictionCandidate:
+    return EvictionCandidate(name, parent, False, size, saves_s, NOW - age_s, kept)
 
 
-def state(name: str, parent: str, size: int = 100, saves_s: float = 1.0, kept: bool = False) -> Candidate:
-    return Candidate(name, parent, True, size, saves_s, NOW, kept)
+def state(name: str, parent: str, size: int = 100, saves_s: float = 1.0, kept: bool = False) -> EvictionCandidate:
+    return EvictionCandidate(name, parent, True, size, saves_s, NOW, kept)
 
 
 def test_two_watermarks() -> None:
@@ -30,9 +30,9 @@ def test_two_watermarks() -> None:
 
 def test_leaves_go_first_even_where_the_parent_is_worth_less() -> None:
     tree = [segment("a", saves_s=0.0, age_s=1e6), segment("b", "a"), segment("c", "b")]
-    assert choose(tree, 250, NOW).ids == ["c", "b", "a"]
-    assert choose(tree, 100, NOW).ids == ["c"]
-    assert choose(tree, 0, NOW).ids == []
+    assert choose_evictions(tree, 250, NOW).ids == ["c", "b", "a"]
+    assert choose_evictions(tree, 100, NOW).ids == ["c"]
+    assert choose_evictions(tree, 0, NOW).ids == []
 
 
 @pytest.mark.parametrize(
@@ -44,20 +44,20 @@ def test_leaves_go_first_even_where_the_parent_is_worth_less() -> None:
         (segment("cheap", age_s=0.0, saves_s=1.0), segment("dear", age_s=600.0, saves_s=20.0)),
     ],
 )
-def test_what_saves_least_for_its_bytes_and_age_goes_first(cheap: Candidate, dear: Candidate) -> None:
-    assert choose([dear, cheap], 1, NOW).ids == ["cheap"]
+def test_what_saves_least_for_its_bytes_and_age_goes_first(cheap: EvictionCandidate, dear: EvictionCandidate) -> None:
+    assert choose_evictions([dear, cheap], 1, NOW).ids == ["cheap"]
 
 
 def test_a_checkpoint_may_go_alone_and_goes_with_its_segment() -> None:
     tree = [segment("a"), state("s", "a", saves_s=0.1), state("t", "a", saves_s=50.0)]
-    assert choose(tree, 100, NOW).ids == ["s"]
-    everything = choose(tree, 10_000, NOW)
+    assert choose_evictions(tree, 100, NOW).ids == ["s"]
+    everything = choose_evictions(tree, 10_000, NOW)
     assert everything.ids == ["s", "t", "a"] and everything.bytes_freed == 300
 
 
 def test_what_is_kept_keeps_what_it_builds_on() -> None:
     tree = [segment("a"), segment("b", "a", kept=True), segment("c", "a"), segment("d"), state("s", "d", kept=True)]
-    assert choose(tree, 10_000, NOW).ids == ["c"]
+    assert choose_evictions(tree, 10_000, NOW).ids == ["c"]
 
 
 # --- on a real index ---
@@ -75,7 +75,7 @@ def test_the_budget_holds_before_each_save_is_written(home: Home) -> None:
         assert index.verify() == []
         assert matched(index, [59, *range(4000)]) == 4001
         assert matched(index, [0, *range(4000)]) == 0
-        assert index.match(ROOT, pack_tokens([0]), 1).why == "evicted after token 0"
+        assert index.match_prefix(ROOT, pack_tokens([0]), 1).end_reason == "evicted after token 0"
         assert 3 < index.totals().segments < 30
 
 
@@ -84,15 +84,15 @@ def test_leased_files_and_what_is_being_built_on_stay(home: Home) -> None:
         save(index, [1, *range(4000)], prefill_s=0.0)
         save(index, [2, *range(4000)], prefill_s=0.0)
         save(index, [3, *range(4000)], prefill_s=9.0)
-        leased = index.match(ROOT, pack_tokens([1]), 1).chain[0].id
+        leased = index.match_prefix(ROOT, pack_tokens([1]), 1).chain[0].id
         index.lease([leased])
         growing = begin(index, [2, *range(5000)])
         index.budget_bytes = 1
         index.make_room()
         assert [matched(index, [number, *range(4000)]) for number in (1, 2, 3)] == [4001, 4001, 0]
-        with pytest.raises(NoRoom):
+        with pytest.raises(DiskBudgetError):
             index.make_room(1)
-        with pytest.raises(NoRoom, match="don't fit"):
+        with pytest.raises(DiskBudgetError, match="don't fit"):
             begin(index, [4])
         assert growing is not None and commit(index, growing).why_not == ""
         index.release([leased])
@@ -118,7 +118,7 @@ def test_quarantined_files_are_the_first_to_go(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         save(index, [1, *range(4000)])
         save(index, [2, *range(4000)], prefill_s=0.0)
-        index.quarantine(index.match(ROOT, pack_tokens([1]), 1).chain[0].id, "checksum")
+        index.quarantine(index.match_prefix(ROOT, pack_tokens([1]), 1).chain[0].id, "checksum")
         assert index.totals().bytes_quarantined > 0
         index.budget_bytes = index.totals().bytes_used - 1
         assert len(index.make_room()) == 1
@@ -149,8 +149,8 @@ def test_what_is_used_stays(home: Home) -> None:
                 row.created = old
                 tables.update_segment(row)  # type: ignore[attr-defined]
 
-        index.change(age)
-        index.note_use([index.match(ROOT, pack_tokens([0]), 1).chain[0].id])
+        index.transact(age)
+        index.record_use([index.match_prefix(ROOT, pack_tokens([0]), 1).chain[0].id])
         index.flush()
         index.budget_bytes = int((index.totals().bytes_index + 90_000) / LOW_WATERMARK)  # room for one
         index.make_room()

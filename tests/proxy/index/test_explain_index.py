@@ -7,22 +7,22 @@ import pytest
 
 from support.index.indexes import LAYOUT, MODEL, ROOT, files_on_disk, matched, save, why, write_plan
 from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
-from warmline_proxy.explain.causes import cause_of
-from warmline_proxy.explain.diff import compare, stored
+from warmline_proxy.explain.causes import find_cause
+from warmline_proxy.explain.diff import compare_conversations, load_conversation
 from warmline_proxy.explain.explain import (
     LAST,
-    Since,
-    UnknownRequest,
+    RequestNotFoundError,
+    WarmSince,
+    add_texts,
     explain,
-    find,
-    find_with_since,
-    fingerprint_of,
-    with_texts,
+    find_fingerprint,
+    find_record,
+    find_record_with_since,
 )
 from warmline_proxy.index import lookup as index_walk
 from warmline_proxy.index.index import Index
 from warmline_proxy.retention.purge import purge
-from warmline_proxy.store.rows import AFTER_TOKENS, Parting, PurgeRequest, RequestRecord, SessionUpdate
+from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER, Divergence, PurgeRequest, RequestRecord, SessionUpdate
 from warmline_proxy.store.tables import Tables
 
 PROMPT = list(range(1000, 1200))
@@ -36,9 +36,9 @@ def record(request: str = "aaaa1111", **fields: object) -> RequestRecord:
     return RequestRecord(id=request, **{**values, **fields})  # type: ignore[arg-type]
 
 
-def parted(at: int = 40, **fields: object) -> Parting:
+def parted(at: int = 40, **fields: object) -> Divergence:
     values = {"begins": at - 8, "stored": pack_tokens([1] * 8 + [2]), "prompt": pack_tokens([1] * 8 + [3])}
-    return Parting(at=at, **{**values, **fields})  # type: ignore[arg-type]
+    return Divergence(at=at, **{**values, **fields})  # type: ignore[arg-type]
 
 
 def save_under(index: Index, root: bytes, ids: Iterable[int]) -> str:
@@ -52,14 +52,14 @@ def save_under(index: Index, root: bytes, ids: Iterable[int]) -> str:
 def test_a_match_tells_what_stands_where_a_prompt_differs(index: Index) -> None:
     save(index, PROMPT)
     save(index, [*PROMPT[:150], *range(50)])
-    match = index.match(ROOT, pack_tokens([*PROMPT[:150], 7, 7, 7]), 153)
-    assert (match.tokens, match.differs) == (150, True)
-    assert unpack_tokens(match.beside) == list(range(50))  # the youngest branch
-    row = index.segment(match.beside_in)
+    match = index.match_prefix(ROOT, pack_tokens([*PROMPT[:150], 7, 7, 7]), 153)
+    assert (match.tokens, match.is_divergent) == (150, True)
+    assert unpack_tokens(match.divergent_tokens) == list(range(50))  # the youngest branch
+    row = index.segment(match.divergent_segment)
     assert row is not None and row.start == 150
     assert unpack_tokens(index.tokens_from(row.parent, 140, 70))[:10] == PROMPT[140:150]
-    same = index.match(ROOT, pack_tokens([*PROMPT, 5]), 201)
-    assert (same.tokens, same.beside, same.beside_in) == (200, b"", "")
+    same = index.match_prefix(ROOT, pack_tokens([*PROMPT, 5]), 201)
+    assert (same.tokens, same.divergent_tokens, same.divergent_segment) == (200, b"", "")
 
 
 def test_a_difference_in_a_long_prompt_costs_a_read_more(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,20 +70,20 @@ def test_a_difference_in_a_long_prompt_costs_a_read_more(index: Index, monkeypat
     tokens = Tables.tokens
     monkeypatch.setattr(Tables, "tokens", lambda tables, row: reads.append(row) or tokens(tables, row))
     prompt = pack_tokens([*range(1700), 1, 2])
-    match = index.match(ROOT, prompt, 1702)
-    assert unpack_tokens(match.beside) == list(range(1700, 1700 + AFTER_TOKENS))
+    match = index.match_prefix(ROOT, prompt, 1702)
+    assert unpack_tokens(match.divergent_tokens) == list(range(1700, 1700 + DIVERGENCE_TOKENS_AFTER))
     count = len(reads)
-    monkeypatch.setattr(index_walk, "_beside", lambda *_: ("", b""))
+    monkeypatch.setattr(index_walk, "_read_diverging_tokens", lambda *_: ("", b""))
     reads.clear()
-    assert index.match(ROOT, prompt, 1702).beside == b""
+    assert index.match_prefix(ROOT, prompt, 1702).divergent_tokens == b""
     assert len(reads) == count - 1
 
 
 def test_what_was_evicted_is_said_to_be(index: Index) -> None:
     save(index, PROMPT)
-    index.free(files_on_disk(index.home))
+    index.free_bytes(files_on_disk(index.home))
     assert matched(index, PROMPT) == 0
-    assert cause_of(why(index, PROMPT), None) == "evicted"
+    assert find_cause(why(index, PROMPT), None) == "evicted"
 
 
 @pytest.mark.parametrize("tokens", [150, 37], ids=["blocks", "less than a block"])
@@ -99,7 +99,7 @@ def test_a_first_request_of_its_root_knows_of_other_ones(index: Index, root: byt
     assert (reply.now.session, reply.now.tokens) == (session, tokens)
     earlier = msgspec.structs.replace(asked, at=1.0)  # nothing was there then
     assert explain(index, earlier).verdict.cause == "first-request"
-    assert fingerprint_of(index, root) == FINGERPRINTS[root]
+    assert find_fingerprint(index, root) == FINGERPRINTS[root]
 
 
 def test_a_prompt_of_its_own_is_a_first_request(index: Index) -> None:
@@ -130,7 +130,7 @@ def test_a_parting_is_told_with_its_place_and_what_differs(index: Index) -> None
     leaf = index.sessions()[0].leaf
     seen = parted(message=2, message_last=2, role="user", messages=5, segment=leaf)
     asked = record(why_not_warmer="differs from what is stored at token 40", parting=seen, session=session)
-    reply = explain(index, with_texts(asked, ["fix a.py now", "fix b.py now"]))
+    reply = explain(index, add_texts(asked, ["fix a.py now", "fix b.py now"]))
     assert reply.verdict.cause == "message-edited" and reply.request.parting is None
     assert reply.where is not None and (reply.where.token, reply.where.message, reply.where.role) == (40, 2, "user")
     assert reply.known is not None and reply.known.differs == [(4, 5)] and reply.known.tokens == [1] * 8 + [2]
@@ -143,7 +143,7 @@ def test_who_was_refused_before_its_start_was_planned_is_not_called_warm(index: 
     refused = record("cccc0000", outcome="error", error="400: 'n' must be an integer")
     assert explain(index, refused).verdict.cause == "not-planned"
     missed = record("dddd0000", why_not_warmer="nothing stored")
-    assert find([refused, missed], LAST) is missed
+    assert find_record([refused, missed], LAST) is missed
     warm = record("eeee0000", source="resident", expected_ttft_s=0.1)
     shortest = record("ffff0000", expected_ttft_s=0.1)  # one token, which has to be computed
     assert {explain(index, each).verdict.cause for each in (warm, shortest)} == {"warm"}
@@ -153,24 +153,24 @@ def test_a_request_is_found_by_whatever_it_is_called(index: Index) -> None:
     warm = record("bbbb2222", why_not_warmer="")
     records = [warm, record("aaaa1111.1"), record("aaaa1111.0"), record("aaaa3333", why_not_warmer="nothing stored")]
     records[1].why_not_warmer = records[2].why_not_warmer = "stored up to token 7"
-    assert find(records, LAST).id == "aaaa3333"
-    assert find(records[:1], LAST).id == "bbbb2222"
+    assert find_record(records, LAST).id == "aaaa3333"
+    assert find_record(records[:1], LAST).id == "bbbb2222"
     assert (
-        find(records, "bbbb").id
-        == find(records, "chatcmpl-bbbb2222").id
-        == find(records, "resp_bbbb2").id
+        find_record(records, "bbbb").id
+        == find_record(records, "chatcmpl-bbbb2222").id
+        == find_record(records, "resp_bbbb2").id
         == "bbbb2222"
     )
-    assert find(records, "aaaa1111").id == "aaaa1111.0"
+    assert find_record(records, "aaaa1111").id == "aaaa1111.0"
     for asked, told in (
         ("aaaa", "may be any of"),
         ("bbb", "4 characters at least"),
         ("nobody", "the last ones are bbbb"),
     ):
-        with pytest.raises(UnknownRequest, match=told):
-            find(records, asked)
-    with pytest.raises(UnknownRequest, match="none was answered yet, or a purge"):
-        find([], LAST)
+        with pytest.raises(RequestNotFoundError, match=told):
+            find_record(records, asked)
+    with pytest.raises(RequestNotFoundError, match="none was answered yet, or a purge"):
+        find_record([], LAST)
 
 
 def test_it_says_how_many_were_warm_since_the_last_one_that_was_not() -> None:
@@ -179,16 +179,16 @@ def test_it_says_how_many_were_warm_since_the_last_one_that_was_not() -> None:
     refused = record("refused", outcome="error")
     warm = [record(f"warm.{number}", source="resident", cached_tokens=9, at=number) for number in (2, 1)]
     records = [refused, warm[0], followed, warm[1], missed]
-    assert find_with_since(records, LAST) == (missed, Since(warm=2, last="warm.2", at=2.0))
+    assert find_record_with_since(records, LAST) == (missed, WarmSince(warm=2, last="warm.2", at=2.0))
     for asked in ([refused, followed, missed], [missed], warm, [refused]):
-        assert find_with_since(asked, LAST)[1] is None
-    assert find_with_since(records, missed.id) == (missed, None), "it was named"
+        assert find_record_with_since(asked, LAST)[1] is None
+    assert find_record_with_since(records, missed.id) == (missed, None), "it was named"
 
 
 def test_any_purge_forgets_what_prompts_said(index: Index) -> None:
     gone = save(index, [*PROMPT, 1]).session
     for name, session in (("gone", gone), ("kept", "other")):
-        index.record(record(name, session=session, parting=parted(stored_text="SECRET")))
+        index.record_request(record(name, session=session, parting=parted(stored_text="SECRET")))
     purge(index, PurgeRequest(session=gone))
     assert [(each.id, each.parting) for each in index.requests()] == [("kept", None)]
     assert all(b"SECRET" not in path.read_bytes() for path in index.home.index.rglob("data.mdb"))
@@ -197,13 +197,15 @@ def test_any_purge_forgets_what_prompts_said(index: Index) -> None:
 def test_two_conversations_are_compared(index: Index) -> None:
     first = save(index, PROMPT).session
     second = save(index, [*PROMPT[:150], *range(50)]).session
-    a, b = stored(index, "session", first), stored(index, "session", second)
+    a, b = load_conversation(index, "session", first), load_conversation(index, "session", second)
     assert a is not None and b is not None
     seen = record(session=second, parting=parted(150, message=3, message_last=3, role="user"))
-    found = compare(a, b, [seen])
+    found = compare_conversations(a, b, [seen])
     assert (found.common, found.tokens_a, found.tokens_b, found.same_root) == (150, 200, 200, True)
     assert found.where is not None and (found.where.token, found.where.message) == (150, 3)
     assert found.side_b is not None and found.side_b.tokens == [*PROMPT[118:150], *range(50)]
-    beginning = stored(index, "segment", a.leaf)
-    assert beginning is not None and compare(a, beginning, []).where is None
-    assert stored(index, "session", "0" * 12) is None and stored(index, "segment", "0" * 32) is None
+    beginning = load_conversation(index, "segment", a.leaf)
+    assert beginning is not None and compare_conversations(a, beginning, []).where is None
+    assert (
+        load_conversation(index, "session", "0" * 12) is None and load_conversation(index, "segment", "0" * 32) is None
+    )

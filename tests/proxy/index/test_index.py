@@ -24,8 +24,8 @@ def file_exists(index: Index, file_id: str) -> bool:
 
 
 def test_nothing_stored(index: Index) -> None:
-    found = index.match(ROOT, pack_tokens(A), 100)
-    assert (found.tokens, found.chain, found.why) == (0, [], "nothing stored")
+    found = index.match_prefix(ROOT, pack_tokens(A), 100)
+    assert (found.tokens, found.chain, found.end_reason) == (0, [], "nothing stored")
     assert why(index, []) == "all of it"
 
 
@@ -47,7 +47,7 @@ def test_says_why_it_is_not_longer(index: Index) -> None:
     assert why(index, [7]) == "differs from what is stored at token 0"
     save(index, A[:300], may_replace=False)
     assert why(index, [*A[:200], 7]) == "differs from what is stored at token 200"
-    assert index.match(ROOT, pack_tokens(A), 120).why == "all of it"
+    assert index.match_prefix(ROOT, pack_tokens(A), 120).end_reason == "all of it"
 
 
 def test_a_branch_shares_what_comes_before(index: Index) -> None:
@@ -57,7 +57,7 @@ def test_a_branch_shares_what_comes_before(index: Index) -> None:
     assert plan.matched == 700
     assert [(spec.start, spec.end) for spec in plan.segments] == [(700, 750)]
     commit(index, plan)
-    found = index.match(ROOT, pack_tokens(branch), 740)
+    found = index.match_prefix(ROOT, pack_tokens(branch), 740)
     assert [(ref.start, ref.end, ref.upto) for ref in found.chain] == [(0, 1500, 700), (700, 750, 740)]
     assert matched(index, A) == 1500
     other = [*A[:720], 9]
@@ -68,7 +68,7 @@ def test_a_branch_shares_what_comes_before(index: Index) -> None:
 def test_long_saves_are_cut_and_chained(index: Index) -> None:
     ids = list(range(20_000))
     save(index, ids)
-    found = index.match(ROOT, pack_tokens(ids), 19_999)
+    found = index.match_prefix(ROOT, pack_tokens(ids), 19_999)
     assert [(ref.start, ref.end) for ref in found.chain] == [(0, 8192), (8192, 16384), (16384, 20000)]
     assert found.tokens == 19_999
 
@@ -77,18 +77,18 @@ def test_a_hash_that_lies_only_shortens_the_search(index: Index) -> None:
     """Blocks that point at another conversation, at nothing, or to another root's segment: equality still decides."""
     save(index, A[:640])
     save(index, [5, *A[:640]])
-    lie = index.match(ROOT, pack_tokens([5]), 1).chain[0].id
-    true = index.match(ROOT, pack_tokens(A), 1).chain[0].id
-    blocks = index.change(lambda tables: list(tables.items("blocks")))
+    lie = index.match_prefix(ROOT, pack_tokens([5]), 1).chain[0].id
+    true = index.match_prefix(ROOT, pack_tokens(A), 1).chain[0].id
+    blocks = index.transact(lambda tables: list(tables.items("blocks")))
     for target in (lie, "00" * 16):
-        index.change(
+        index.transact(
             lambda tables, target=target: [
                 tables.put("blocks", key, bytes.fromhex(target)) for key, value in blocks if value.hex() == true
             ]
         )
         assert matched(index, A) == 640
         assert {finding.what for finding in index.verify()} == {"block"}
-    index.change(lambda tables: [tables.put("blocks", key, value) for key, value in blocks])
+    index.transact(lambda tables: [tables.put("blocks", key, value) for key, value in blocks])
 
 
 def test_a_hash_that_lies_does_not_skip_what_differs(index: Index) -> None:
@@ -96,20 +96,20 @@ def test_a_hash_that_lies_does_not_skip_what_differs(index: Index) -> None:
     tail = list(range(200))
     save(index, A[:1500])
     save(index, [*A[:1500], *tail])
-    behind = index.match(ROOT, pack_tokens([*A[:1500], *tail]), 1700).chain[-1].id
+    behind = index.match_prefix(ROOT, pack_tokens([*A[:1500], *tail]), 1700).chain[-1].id
     text = [9, *A[1:1500], *tail]
     hashes = chain_hashes(ROOT, pack_tokens(text))
-    index.change(lambda tables: [tables.put("blocks", lie, bytes.fromhex(behind)) for lie in hashes])
+    index.transact(lambda tables: [tables.put("blocks", lie, bytes.fromhex(behind)) for lie in hashes])
     assert matched(index, text) == 0
-    index.change(lambda tables: [tables.delete("blocks", lie) for lie in hashes])
+    index.transact(lambda tables: [tables.delete("blocks", lie) for lie in hashes])
 
 
 def test_checkpoints_lie_on_the_path(index: Index) -> None:
     save(index, A[:2000], checkpoints=[500, 1000, 2000])
     branch = [*A[:700], *range(50)]
     save(index, branch, checkpoints=[750])
-    assert [ref.position for ref in index.match(ROOT, pack_tokens(branch), 750).checkpoints] == [500, 750]
-    assert [ref.position for ref in index.match(ROOT, pack_tokens(A), 1999).checkpoints] == [500, 1000]
+    assert [ref.position for ref in index.match_prefix(ROOT, pack_tokens(branch), 750).checkpoints] == [500, 750]
+    assert [ref.position for ref in index.match_prefix(ROOT, pack_tokens(A), 1999).checkpoints] == [500, 1000]
     assert [row.position for row in index.checkpoints()] and index.totals().checkpoints == 4
 
 
@@ -124,7 +124,7 @@ def test_only_what_is_new_is_planned(index: Index) -> None:
     assert not plan.segments
     assert [ref.position for ref in plan.checkpoints] == [1500]
     commit(index, plan)
-    assert [ref.position for ref in index.match(ROOT, pack_tokens(A), 2000).checkpoints] == [1000, 1500]
+    assert [ref.position for ref in index.match_prefix(ROOT, pack_tokens(A), 2000).checkpoints] == [1000, 1500]
     plan = planned(index, A[:2500])
     assert [(spec.start, spec.end) for spec in plan.segments] == [(2000, 2500)]
     index.abort_save(plan)
@@ -147,8 +147,8 @@ def test_nothing_is_found_before_it_is_committed(index: Index) -> None:
 def test_a_small_parent_is_swallowed(index: Index) -> None:
     save(index, A[:1500])
     save(index, A[:1700], checkpoints=[1600], turn_end=1650)
-    old = index.match(ROOT, pack_tokens(A), 1700).chain[-1].id
-    index.note_use([old])
+    old = index.match_prefix(ROOT, pack_tokens(A), 1700).chain[-1].id
+    index.record_use([old])
     index.flush()
     plan = planned(index, A[:1900])
     assert plan.replaces == old
@@ -156,7 +156,7 @@ def test_a_small_parent_is_swallowed(index: Index) -> None:
     assert matched(index, A) == 1700  # until it is committed, the old one serves
     committed = commit(index, plan, turn_end=1850)
     assert committed.removed == [old] and not file_exists(index, old)
-    found = index.match(ROOT, pack_tokens(A), 1900)
+    found = index.match_prefix(ROOT, pack_tokens(A), 1900)
     assert [(ref.start, ref.end) for ref in found.chain] == [(0, 1500), (1500, 1900)]
     assert [ref.position for ref in found.checkpoints] == [1600]
     assert index.usage(found.chain[-1].id).hits == 1
@@ -281,8 +281,8 @@ def test_a_conversation_keeps_its_id_while_it_grows(index: Index) -> None:
     assert (row.tokens, row.turn_end, row.requests, row.client) == (802, 700, 2, "s1")
     branch = save(index, [*A[:400], 8, 8], turn_end=402).session
     assert branch != first
-    assert index.note_session(ROOT, pack_tokens([*A[:500], 9, 9, *A[500:750]]), SessionUpdate(turn_end=740)) == first
-    assert index.note_session(ROOT, pack_tokens([77]), SessionUpdate(turn_end=1)) == ""
+    assert index.record_session(ROOT, pack_tokens([*A[:500], 9, 9, *A[500:750]]), SessionUpdate(turn_end=740)) == first
+    assert index.record_session(ROOT, pack_tokens([77]), SessionUpdate(turn_end=1)) == ""
 
 
 def test_clients_that_name_different_sessions_have_different_ones(index: Index) -> None:
@@ -307,7 +307,7 @@ def test_quarantine_takes_what_builds_on_it(index: Index) -> None:
     save(index, A[:1500], checkpoints=[1000])
     save(index, A[:3000], checkpoints=[2500])
     save(index, [4, *A[:100]])
-    bad = index.match(ROOT, pack_tokens(A), 1).chain[0].id
+    bad = index.match_prefix(ROOT, pack_tokens(A), 1).chain[0].id
     aside = index.quarantine(bad, "checksum")
     assert len(aside) == 4
     assert matched(index, A) == 0 and matched(index, [4, *A]) == 101
@@ -323,7 +323,7 @@ def test_quarantine_takes_what_builds_on_it(index: Index) -> None:
 
 def test_a_damaged_checkpoint_leaves_alone(index: Index) -> None:
     save(index, A[:1500], checkpoints=[1000, 1500])
-    bad = index.match(ROOT, pack_tokens(A), 1500).checkpoints[0].id
+    bad = index.match_prefix(ROOT, pack_tokens(A), 1500).checkpoints[0].id
     assert index.quarantine(bad, "truncated") == [bad]
     assert matched(index, A) == 1500
     plan = planned(index, A[:1500], checkpoints=[1000, 1500])

@@ -17,7 +17,14 @@ from support.index.indexes import LAYOUT, MODEL, ROOT, make_home, matched, save
 from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
-from warmline_proxy.index.index import Index, IndexFailure, IndexFull, IndexReader, NoIndex, WrongSchema
+from warmline_proxy.index.index import (
+    Index,
+    IndexFullError,
+    IndexMissingError,
+    IndexReader,
+    IndexSchemaError,
+    IndexStoreError,
+)
 from warmline_proxy.store.rows import RequestRecord
 
 A = list(range(1000, 4000))
@@ -31,7 +38,7 @@ def record(number: int) -> RequestRecord:
 
 def test_the_last_thousand_requests_are_kept(index: Index) -> None:
     for number in range(1100):
-        index.record(record(number))
+        index.record_request(record(number))
     index.flush()
     assert len(index.requests()) == 1000
     assert [row.id for row in index.requests(2)] == ["1099", "1098"]
@@ -41,9 +48,9 @@ def test_bookkeeping_is_written_at_the_end(home: Home) -> None:
     with Index(home, 1 << 30) as index:
         save(index, A[:10])
         used = index.segments()[0].id
-        index.note_use([used, "ab" * 16])  # one that is gone by now
-        index.note_use([used])
-        index.record(record(1))
+        index.record_use([used, "ab" * 16])  # one that is gone by now
+        index.record_use([used])
+        index.record_request(record(1))
     with IndexReader(home) as reader:
         assert reader.usage(used).hits == 2 and reader.usage(used).last_used > 0
         assert len(reader.requests()) == 1
@@ -109,14 +116,14 @@ def test_a_map_that_cannot_grow_refuses_the_save_and_serves_on(tmp_path: Path, m
     with Index(home, 1 << 30, map_bytes=1 << 18) as index:
         save(index, A[:1000])
         failing_in_lmdb(monkeypatch, "grow", OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
-        with pytest.raises(IndexFull, match=r"256 KiB and can't grow: .*memory"):
+        with pytest.raises(IndexFullError, match=r"256 KiB and can't grow: .*memory"):
             for number in range(100):
                 save(index, [number, *range(3000)])
         for number in range(2000):
-            index.record(record(number))  # more than fits: bookkeeping is lost, the writer lives on
+            index.record_request(record(number))  # more than fits: bookkeeping is lost, the writer lives on
         index.flush()
         assert matched(index, A) == 1000
-        assert index.match(ROOT, pack_tokens(A), 10).tokens == 10
+        assert index.match_prefix(ROOT, pack_tokens(A), 10).tokens == 10
         monkeypatch.undo()
         save(index, A[:2000])
         assert matched(index, A) == 2000
@@ -127,7 +134,7 @@ def test_a_map_grows_when_its_readers_are_out(tmp_path: Path) -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def read() -> None:
-        with index._env.reading() as tables:
+        with index._environment.read_transaction() as tables:
             inside.set()
             leave.wait(60)
             assert len(list(tables.segments())) == 1
@@ -139,7 +146,7 @@ def test_a_map_grows_when_its_readers_are_out(tmp_path: Path) -> None:
         inside.wait(60)
         writing = threading.Thread(target=lambda: [save(index, [number, *range(3000)]) for number in range(9)])
         writing.start()
-        assert index.match(ROOT, pack_tokens(A), 10).tokens == 10
+        assert index.match_prefix(ROOT, pack_tokens(A), 10).tokens == 10
         leave.set()
         reader.join()
         writing.join()
@@ -153,7 +160,7 @@ def test_a_commit_that_fails_changes_nothing_and_names_the_error(
     save(index, A[:1000])
     number = getattr(errno, code)
     failing_in_lmdb(monkeypatch, "commit", OSError(number, os.strerror(number)))
-    with pytest.raises(IndexFailure, match=re.escape(os.strerror(number))) as failed:
+    with pytest.raises(IndexStoreError, match=re.escape(os.strerror(number))) as failed:
         save(index, A[:2000])
     assert failed.value.code == code
     assert matched(index, A) == 1000
@@ -165,7 +172,7 @@ def test_a_commit_that_fails_changes_nothing_and_names_the_error(
 def test_an_index_that_could_not_finish_a_write_is_opened_again(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     save(index, A[:1000])
     failing_in_lmdb(monkeypatch, "commit", lmdb.PanicError("a write failed"), times=1)
-    with pytest.raises(IndexFailure):
+    with pytest.raises(IndexStoreError):
         save(index, A[:2000])
     save(index, A[:2000])
     assert matched(index, A) == 2000
@@ -189,12 +196,12 @@ def test_an_index_that_could_not_be_opened_again_is_once_that_works(
                 raise in_lmdb[asked]
             return act()
 
-        monkeypatch.setattr(disk, "in_lmdb", failing)
+        monkeypatch.setattr(disk, "run_lmdb", failing)
         for _ in range(2):
-            with pytest.raises(IndexFailure):
+            with pytest.raises(IndexStoreError):
                 for number in range(9):
                     save(index, [number, *range(3000)])
-            with pytest.raises(IndexFailure, match="could not be opened again"):
+            with pytest.raises(IndexStoreError, match="could not be opened again"):
                 index.totals()
         monkeypatch.undo()
         save(index, A[:2000])
@@ -209,25 +216,25 @@ def failing_in_lmdb(monkeypatch: pytest.MonkeyPatch, what: str, error: Exception
             raise error
         return act()
 
-    monkeypatch.setattr(disk, "in_lmdb", in_lmdb)
+    monkeypatch.setattr(disk, "run_lmdb", in_lmdb)
 
 
 def test_another_schema_is_refused(home: Home) -> None:
     with Index(home, 1 << 30) as index:
-        index.change(lambda tables: tables.put("meta", b"schema", b"99"))
-    with pytest.raises(WrongSchema, match="newer"):
+        index.transact(lambda tables: tables.put("meta", b"schema", b"99"))
+    with pytest.raises(IndexSchemaError, match="newer"):
         Index(home, 1 << 30)
-    with pytest.raises(WrongSchema, match="schema 99"):
+    with pytest.raises(IndexSchemaError, match="schema 99"):
         IndexReader(home)
 
 
 def test_no_index_is_said_clearly(home: Home) -> None:
-    with pytest.raises(NoIndex, match="no index"):
+    with pytest.raises(IndexMissingError, match="no index"):
         IndexReader(home)
 
 
 def test_tokens_are_kept_as_they_were(index: Index) -> None:
     index.begin_save(ROOT, MODEL, b"", checkpoints=[], layout=LAYOUT)
     save(index, [0, 2**32 - 1, 5])
-    stored = index.change(lambda tables: tables.tokens(index.segments()[0].id))
+    stored = index.transact(lambda tables: tables.tokens(index.segments()[0].id))
     assert unpack_tokens(stored) == [0, 2**32 - 1, 5]

@@ -148,17 +148,17 @@ class IndexMachine(RuleBasedStateMachine):
             self.is_stored(root, text, len(text))
 
     def text_of(self, row: SessionRow) -> Text:
-        return tuple(unpack_tokens(self.index.stored_tokens(row.leaf)))[: row.tokens]
+        return tuple(unpack_tokens(self.index.path_tokens(row.leaf)))[: row.tokens]
 
     def is_stored(self, root: bytes, text: Text, tokens: int) -> None:
-        assert self.index.match(root, pack_tokens(text), len(text)).tokens == tokens
+        assert self.index.match_prefix(root, pack_tokens(text), len(text)).tokens == tokens
 
     @precondition(lambda self: self.segments)
     @rule(which=st.integers(0, 99))
     def lease(self, which: int) -> None:
         self.leased.append(list(self.segments)[which % len(self.segments)])
         self.index.lease(self.leased[-1:])
-        self.index.note_use(self.leased[-1:])
+        self.index.record_use(self.leased[-1:])
 
     @precondition(lambda self: self.leased)
     @rule()
@@ -169,7 +169,7 @@ class IndexMachine(RuleBasedStateMachine):
     def repair(self) -> None:
         """At any moment, saves under way included: what is whole is left alone."""
         before = self.index.snapshot()
-        assert repair(self.index, deep=False, saving=True).did == []
+        assert repair(self.index, deep=False, is_saving=True).did == []
         assert self.index.snapshot() == before
 
     @rule()
@@ -203,7 +203,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         for root in ROOTS:
             for text in self.texts[-4:]:
-                found = self.index.match(root, pack_tokens(text), len(text))
+                found = self.index.match_prefix(root, pack_tokens(text), len(text))
                 assert found.tokens == self.expected(root, text)
                 assert [ref.position for ref in found.checkpoints] == sorted(
                     len(prefix)

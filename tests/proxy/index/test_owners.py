@@ -7,8 +7,17 @@ from support.index.indexes import LAYOUT, MODEL, write_plan
 from warmline_common.protocol.tokens import namespace, pack_tokens
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
-from warmline_proxy.auth.key_store import NoSuchKey
-from warmline_proxy.auth.owners import NO_KEY, REMOVED, SHARED, Holders, Whose, holders, models_of, whose
+from warmline_proxy.auth.key_store import KeyNotFoundError
+from warmline_proxy.auth.owners import (
+    NO_KEY_LABEL,
+    REMOVED_LABEL,
+    SHARED_LABEL,
+    KeyTenants,
+    OwnerLabels,
+    build_owner_labels,
+    find_fingerprints,
+    load_key_tenants,
+)
 from warmline_proxy.explain.explain import explain
 from warmline_proxy.index.index import Index
 from warmline_proxy.store.rows import RequestRecord, SessionUpdate
@@ -26,26 +35,34 @@ def stored_for(index: Index, tenant: str, model: str = MODEL) -> bytes:
     return root
 
 
-def seen(index: Index, client_key: str = "", share_cache: bool = False) -> Whose:
-    keys = holders(index.home, client_key=client_key, share_cache=share_cache)
-    return whose(keys, models_of(index.home, index.segments()))
+def seen(index: Index, client_key: str = "", share_cache: bool = False) -> OwnerLabels:
+    keys = load_key_tenants(index.home, client_key=client_key, share_cache=share_cache)
+    return build_owner_labels(keys, find_fingerprints(index.home, index.segments()))
 
 
 def test_a_new_key_of_the_same_name_is_somebody_else(index: Index) -> None:
     nobody = stored_for(index, "")
-    assert seen(index).word(nobody) == "", "where there was never a key nothing is said"
-    old = stored_for(index, keys_file.add(index.home, "default").tenant)
-    keys_file.remove(index.home, "default")
-    assert [seen(index).word(root) for root in (nobody, old)] == [NO_KEY, REMOVED]
-    new = stored_for(index, keys_file.add(index.home, "default").tenant)
-    elsewhere = stored_for(index, keys_file.add(index.home, "laptop").tenant, OTHER_MODEL)
+    assert seen(index).find_label(nobody) == "", "where there was never a key nothing is said"
+    old = stored_for(index, keys_file.add_key(index.home, "default").tenant)
+    keys_file.remove_key(index.home, "default")
+    assert [seen(index).find_label(root) for root in (nobody, old)] == [NO_KEY_LABEL, REMOVED_LABEL]
+    new = stored_for(index, keys_file.add_key(index.home, "default").tenant)
+    elsewhere = stored_for(index, keys_file.add_key(index.home, "laptop").tenant, OTHER_MODEL)
     roots = (nobody, old, new, elsewhere)
-    assert [seen(index).word(root) for root in roots] == [NO_KEY, REMOVED, "default", "laptop"]
-    assert [seen(index, share_cache=True).word(root) for root in roots] == [SHARED, REMOVED, "default", "laptop"]
-    keys_file.rotate(index.home, "default")
-    assert seen(index).word(new) == "default"
-    of_settings = stored_for(index, keys_file.tenant_of("wl-settings"))
-    assert seen(index).word(of_settings) == REMOVED and seen(index, "wl-settings").word(of_settings) == "environment"
+    assert [seen(index).find_label(root) for root in roots] == [NO_KEY_LABEL, REMOVED_LABEL, "default", "laptop"]
+    assert [seen(index, share_cache=True).find_label(root) for root in roots] == [
+        SHARED_LABEL,
+        REMOVED_LABEL,
+        "default",
+        "laptop",
+    ]
+    keys_file.rotate_key(index.home, "default")
+    assert seen(index).find_label(new) == "default"
+    of_settings = stored_for(index, keys_file.derive_tenant("wl-settings"))
+    assert (
+        seen(index).find_label(of_settings) == REMOVED_LABEL
+        and seen(index, "wl-settings").find_label(of_settings) == "environment"
+    )
 
 
 def test_a_file_is_asked_for_each_root_and_no_more(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,58 +70,62 @@ def test_a_file_is_asked_for_each_root_and_no_more(index: Index, monkeypatch: py
     asked: list[str] = []
     header_of = Home.segment_file
     monkeypatch.setattr(Home, "segment_file", lambda home, file_id: asked.append(file_id) or header_of(home, file_id))
-    known = models_of(index.home, [*index.segments()] * 3)
+    known = find_fingerprints(index.home, [*index.segments()] * 3)
     assert known == dict.fromkeys(roots, MODEL) and len(asked) == 2
-    assert models_of(index.home, index.segments(), known) == known and len(asked) == 2
+    assert find_fingerprints(index.home, index.segments(), known) == known and len(asked) == 2
 
 
 def test_it_can_be_told_without_its_files_where_others_name_the_model(index: Index) -> None:
-    tenant = keys_file.add(index.home, "laptop").tenant
+    tenant = keys_file.add_key(index.home, "laptop").tenant
     lost, kept = stored_for(index, tenant), stored_for(index, "")
     (row,) = [row for row in index.segments() if row.root == lost]
     content = index.home.segment_file(row.id).read_bytes()
     index.home.segment_file(row.id).write_bytes(b"")
-    assert [seen(index).word(root) for root in (lost, kept)] == ["laptop", NO_KEY]
+    assert [seen(index).find_label(root) for root in (lost, kept)] == ["laptop", NO_KEY_LABEL]
     (other,) = [row for row in index.segments() if row.root == kept]
     index.home.segment_file(row.id).write_bytes(index.home.segment_file(other.id).read_bytes())
-    assert seen(index).word(lost) == "laptop", "a file of another root says nothing of this one"
+    assert seen(index).find_label(lost) == "laptop", "a file of another root says nothing of this one"
     index.home.segment_file(row.id).write_bytes(content)
 
 
 def test_what_is_asked_for_by_a_word(index: Index) -> None:
     olds = [stored_for(index, tenant).hex() for tenant in ("gone", "gone too")]
-    keys_file.add(index.home, "laptop")
+    keys_file.add_key(index.home, "laptop")
     known = seen(index)
-    assert known.roots("laptop") == [namespace(MODEL, keys_file.read(index.home)[0].tenant).hex()], "stored or not"
-    assert sorted(known.roots(REMOVED)) == sorted(olds)
-    for said in (f"{REMOVED} {olds[0][:4]}", f"{REMOVED} ({olds[0][:8]})", f"{REMOVED} {olds[0]}"):
-        assert known.roots(said) == olds[:1]
-    for wrong in ("desktop", "", f"{REMOVED} 0000", olds[0]):
-        with pytest.raises(NoSuchKey, match=rf"no client key {wrong!r}; there are laptop, no key, a removed key"):
-            known.roots(wrong)
-    with pytest.raises(NoSuchKey, match="there is none"):
-        Whose().roots("laptop")
+    assert known.find_roots("laptop") == [namespace(MODEL, keys_file.read_keys(index.home)[0].tenant).hex()], (
+        "stored or not"
+    )
+    assert sorted(known.find_roots(REMOVED_LABEL)) == sorted(olds)
+    for said in (f"{REMOVED_LABEL} {olds[0][:4]}", f"{REMOVED_LABEL} ({olds[0][:8]})", f"{REMOVED_LABEL} {olds[0]}"):
+        assert known.find_roots(said) == olds[:1]
+    for wrong in ("desktop", "", f"{REMOVED_LABEL} 0000", olds[0]):
+        with pytest.raises(
+            KeyNotFoundError, match=rf"no client key {wrong!r}; there are laptop, no key, a removed key"
+        ):
+            known.find_roots(wrong)
+    with pytest.raises(KeyNotFoundError, match="there is none"):
+        OwnerLabels().find_roots("laptop")
 
 
 def test_a_key_may_be_called_as_what_is_shared_is() -> None:
-    known = whose(Holders(tenants={SHARED: "t"}, shares=True), {namespace(MODEL): MODEL})
-    assert known.roots(SHARED) == [namespace(MODEL, "t").hex()]
-    assert known.roots("shared by all keys") == [namespace(MODEL).hex()]
+    known = build_owner_labels(KeyTenants(tenants={SHARED_LABEL: "t"}, is_shared=True), {namespace(MODEL): MODEL})
+    assert known.find_roots(SHARED_LABEL) == [namespace(MODEL, "t").hex()]
+    assert known.find_roots("shared by all keys") == [namespace(MODEL).hex()]
 
 
 def test_a_record_says_that_its_key_is_no_more(index: Index) -> None:
-    old = stored_for(index, keys_file.add(index.home, "default").tenant)
-    keys_file.remove(index.home, "default")
-    new = stored_for(index, keys_file.add(index.home, "default").tenant)
+    old = stored_for(index, keys_file.add_key(index.home, "default").tenant)
+    keys_file.remove_key(index.home, "default")
+    new = stored_for(index, keys_file.add_key(index.home, "default").tenant)
     row = RequestRecord(id="r1", at=2e9, endpoint="chat", client_model="m", key="default", outcome="ok", source="cold")
-    shown = [seen(index).shown(msgspec.structs.replace(row, root=root)) for root in (old, new, b"")]
+    shown = [seen(index).format_key_name(msgspec.structs.replace(row, root=root)) for root in (old, new, b"")]
     assert shown == ["default (removed)", "default", "default"]
     session = next(each.id for each in index.sessions() if each.root == new)
     asked = msgspec.structs.replace(
         row, root=new, session=session, why_not_warmer="nothing stored", prompt_tokens=len(TALK)
     )
-    told = explain(index, asked, known=seen(index))
+    told = explain(index, asked, owner_labels=seen(index))
     assert (told.request.key, told.verdict.cause) == ("default", "removed-key")
     assert told.verdict.detail == f"{len(TALK)} of its tokens are stored for a key that was removed"
-    keys_file.add(index.home, "laptop")
+    keys_file.add_key(index.home, "laptop")
     assert explain(index, asked).verdict.detail.endswith("for another key, or for none")

@@ -10,10 +10,10 @@ from warmline_common.storage.home import Home
 from warmline_proxy.index import turns as index_turns
 from warmline_proxy.index.index import Index, IndexReader
 from warmline_proxy.index.recovery.repair import repair
-from warmline_proxy.pipeline.sampled_turns import Turns
+from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import PurgeRequest, TurnRow
-from warmline_proxy.store.tables import TABLES_ADDED, Tables, number
+from warmline_proxy.store.tables import TABLES_ADDED, Tables, encode_number
 
 OTHER = namespace("model-b")
 FINGERPRINT, TENANT = "f", "somebody"
@@ -29,7 +29,7 @@ def kept(index: Index, *calls: int, root: bytes = ROOT) -> list[list[str]]:
 
 def note(index: Index, *rows: TurnRow) -> None:
     for row in rows:
-        index.note_turn(row)
+        index.record_turn(row)
     index.flush()
 
 
@@ -50,7 +50,7 @@ def test_a_turn_told_again_is_written_in_its_place(index: Index) -> None:
 
 
 def rows(index: Index) -> list[TurnRow]:
-    return index.change(lambda tables: [row for _, row in index_turns.turns(tables)])
+    return index.transact(lambda tables: [row for _, row in index_turns.list_turns(tables)])
 
 
 @pytest.mark.parametrize(("limit", "value"), [("TURNS_MAX", 2), ("TURN_BYTES_MAX", 16)])
@@ -64,7 +64,7 @@ def test_the_oldest_go_first(index: Index, monkeypatch: pytest.MonkeyPatch, limi
 
 def test_turns_are_there_after_a_restart(home: Home) -> None:
     with Index(home, BUDGET) as index:
-        index.note_turn(turn(1))
+        index.record_turn(turn(1))
     with IndexReader(home) as reader:
         assert [row.tokens for row in reader.turns(ROOT, call_ids(1))] == [pack_tokens([1])]
 
@@ -112,23 +112,23 @@ def remove_a_call(tables: Tables) -> None:
 
 
 def lead_a_call_astray(tables: Tables) -> None:
-    tables.put("calls", index_turns.call_key(ROOT, call_ids(1)[0]), number(2))
+    tables.put("calls", index_turns.call_key(ROOT, call_ids(1)[0]), encode_number(2))
 
 
 def lose_a_turn(tables: Tables) -> None:
-    tables.delete("turns", number(1))
+    tables.delete("turns", encode_number(1))
 
 
 def double_a_turn(tables: Tables) -> None:
-    tables.put("turns", number(9), tables.get("turns", number(1)) or b"")
+    tables.put("turns", encode_number(9), tables.get("turns", encode_number(1)) or b"")
 
 
 @pytest.mark.parametrize("damage", [remove_a_call, lead_a_call_astray, lose_a_turn, double_a_turn])
 def test_damage_is_found_and_mended(index: Index, damage: object) -> None:
     note(index, turn(1, 2), turn(3))
-    index.change(damage)  # type: ignore[arg-type]
+    index.transact(damage)  # type: ignore[arg-type]
     assert "turn" in {finding.what for finding in index.verify()}
-    assert repair(index, deep=True, saving=False).did
+    assert repair(index, deep=True, is_saving=False).did
     assert index.verify() == [] and kept(index, 3) == [call_ids(3)]
     assert kept(index, 1) == ([] if damage is lose_a_turn else [call_ids(1, 2)])
 
@@ -164,33 +164,33 @@ def messages(*calls: int) -> list[dict[str, object]]:
 def test_a_turn_is_recalled_at_once_and_after_a_restart(home: Home) -> None:
     root = namespace(FINGERPRINT, TENANT)
     with Index(home, BUDGET) as index:
-        memory = Turns(index)
-        memory.remember(root, MODEL, sampled(1, 2))
-        assert memory.recall(root, messages(2, 1, 7)) == [sampled(1, 2)]
+        memory = SampledTurnCache(index)
+        memory.add(root, MODEL, sampled(1, 2))
+        assert memory.find(root, messages(2, 1, 7)) == [sampled(1, 2)]
     with Index(home, BUDGET) as index:
-        memory = Turns(index)
-        assert memory.recall(root, messages(1)) == [sampled(1, 2)]
-        assert memory.recall(namespace("another model", TENANT), messages(1)) == []
-        assert memory.recall(namespace(FINGERPRINT, "somebody else"), messages(1)) == []
+        memory = SampledTurnCache(index)
+        assert memory.find(root, messages(1)) == [sampled(1, 2)]
+        assert memory.find(namespace("another model", TENANT), messages(1)) == []
+        assert memory.find(namespace(FINGERPRINT, "somebody else"), messages(1)) == []
         purge(index, PurgeRequest(everything=True))
-        memory.forget()
-        assert memory.recall(root, messages(1)) == []
+        memory.clear()
+        assert memory.find(root, messages(1)) == []
 
 
 def test_what_is_too_long_or_oddly_named_is_not_remembered(index: Index) -> None:
-    memory, root = Turns(index), namespace(FINGERPRINT, TENANT)
-    memory.remember(root, MODEL, SampledTurn(calls=call_ids(1), tokens=bytes(2 << 20)))
-    memory.remember(root, MODEL, SampledTurn(calls=["functions.look:0"], tokens=b""))
-    memory.remember(root, MODEL, SampledTurn(calls=[], tokens=b""))
-    assert memory.recall(root, messages(1)) == [] and memory.recall(root, None) == []
+    memory, root = SampledTurnCache(index), namespace(FINGERPRINT, TENANT)
+    memory.add(root, MODEL, SampledTurn(calls=call_ids(1), tokens=bytes(2 << 20)))
+    memory.add(root, MODEL, SampledTurn(calls=["functions.look:0"], tokens=b""))
+    memory.add(root, MODEL, SampledTurn(calls=[], tokens=b""))
+    assert memory.find(root, messages(1)) == [] and memory.find(root, None) == []
 
 
 def test_memory_is_bounded_and_the_index_has_the_rest(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warmline_proxy.pipeline.sampled_turns.KEPT_MAX", 2)
-    memory, root = Turns(index), namespace(FINGERPRINT, TENANT)
+    memory, root = SampledTurnCache(index), namespace(FINGERPRINT, TENANT)
     for call in range(4):
-        memory.remember(root, MODEL, sampled(call))
-    assert memory.recall(root, messages(0, 1, 2, 3)) == [sampled(2), sampled(3)], "nothing is written yet"
+        memory.add(root, MODEL, sampled(call))
+    assert memory.find(root, messages(0, 1, 2, 3)) == [sampled(2), sampled(3)], "nothing is written yet"
     index.flush()
-    recalled = memory.recall(root, messages(0, 1, 2, 3))
+    recalled = memory.find(root, messages(0, 1, 2, 3))
     assert sorted(turn.calls for turn in recalled) == [call_ids(call) for call in range(4)]

@@ -8,9 +8,9 @@ import aiohttp
 import pytest
 
 from support.proxy.harness import Pair, on_loop, pair
-from warmline_proxy.errors import cancelled
+from warmline_proxy.errors import request_cancelled
 from warmline_proxy.http.connections import CONNECTIONS
-from warmline_proxy.routes.dispatch import LIVES, drain
+from warmline_proxy.routes.dispatch import REQUEST_REGISTRY, drain
 
 NAMED = {"X-Warmline-Request": "mine-1"}
 
@@ -247,8 +247,8 @@ async def test_a_client_that_leaves_as_its_request_is_deleted_gets_no_prefill(tm
         asking = asyncio.create_task(proxy.chat("A long question. " * 20))
         await proxy.backend.holding.wait()
         await proxy.status()  # by then the proxy has heard of the generation
-        (life,) = proxy.app[LIVES]
-        life.ring(cancelled("The request was cancelled by DELETE."))
+        (life,) = proxy.app[REQUEST_REGISTRY]
+        life.cancel(request_cancelled("The request was cancelled by DELETE."))
         proxy.app[CONNECTIONS].abort()  # in the same turn of the loop
         calls: Any = proxy.backend.calls
         while not calls["finish"] and not calls["cancel"]:

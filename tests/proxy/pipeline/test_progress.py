@@ -5,11 +5,11 @@ from typing import Any, cast
 
 from support.proxy.fake_backend import layout
 from support.proxy.harness import on_loop
-from warmline_proxy.pipeline.progress import Hearing
-from warmline_proxy.request.deadlines import Limits
-from warmline_proxy.request.request import Life
-from warmline_proxy.request_log import Trace
-from warmline_proxy.tasks import Background
+from warmline_proxy.pipeline.progress import ProgressListener
+from warmline_proxy.request.deadlines import RequestTimeouts
+from warmline_proxy.request.request import Request
+from warmline_proxy.request_log import RequestLog
+from warmline_proxy.tasks import BackgroundTasks
 
 
 class Saver:
@@ -18,33 +18,33 @@ class Saver:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    async def save_part(self, life: Life, until: int) -> bool:
+    async def save_prefix(self, life: Request, until: int) -> bool:
         self.asked.append(until)
         return False
 
 
 @on_loop
 async def test_a_part_that_could_not_be_saved_is_not_tried_again_at_every_chunk() -> None:
-    saver, background, nobody = Saver(), Background(), cast(Any, None)
-    life = Life(Trace("chat"), nobody, Limits())
-    hearing = Hearing(life, nobody, cast(Any, saver), nobody, background, 512)
-    hearing.started()
-    life.hearing = hearing
+    saver, background, nobody = Saver(), BackgroundTasks(), cast(Any, None)
+    life = Request(RequestLog("chat"), nobody, RequestTimeouts())
+    hearing = ProgressListener(life, nobody, cast(Any, saver), nobody, background, 512)
+    hearing.on_started()
+    life.listener = hearing
     for tokens in range(0, 2049, 64):
-        hearing.prefilled(tokens)
+        hearing.on_prefilled(tokens)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-    assert saver.asked == [512, 1024, 1536, 2048] and life.stored == 0
+    assert saver.asked == [512, 1024, 1536, 2048] and life.stored_tokens == 0
 
 
 @on_loop
 async def test_in_exact_mode_parts_end_on_the_grid() -> None:
-    saver, background, nobody = Saver(), Background(), cast(Any, None)
-    life = Life(Trace("chat"), nobody, Limits(), layout=layout(grid=64))
-    hearing = Hearing(life, nobody, cast(Any, saver), nobody, background, 100)
-    hearing.started()
+    saver, background, nobody = Saver(), BackgroundTasks(), cast(Any, None)
+    life = Request(RequestLog("chat"), nobody, RequestTimeouts(), layout=layout(grid=64))
+    hearing = ProgressListener(life, nobody, cast(Any, saver), nobody, background, 100)
+    hearing.on_started()
     for tokens in (64, 127, 128, 191, 300):
-        hearing.prefilled(tokens)
+        hearing.on_prefilled(tokens)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert saver.asked == [128, 256]

@@ -43,7 +43,7 @@ async def test_a_remembered_turn_belongs_to_its_conversation_and_goes_with_it(tm
         root = namespace("f" * 64, "")
         (row,) = await asyncio.to_thread(proxy.index.turns, root, [CALL_ID])
         assert record.session and row.session == record.session
-        owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+        owner = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
         purge = {"session": record.session}
         async with proxy.client.post(f"{proxy.url}/warmline/purge", json=purge, headers=owner) as response:
             assert response.status == 200

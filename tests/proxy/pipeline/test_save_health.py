@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from warmline_proxy.metrics import Metrics
-from warmline_proxy.pipeline.save_health import FILES, INDEX, Persistence
+from warmline_proxy.metrics import ProxyMetrics
+from warmline_proxy.pipeline.save_health import FILES, INDEX, SaveHealth
 
 
 class Clock:
@@ -22,55 +22,55 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
+def metrics() -> ProxyMetrics:
+    return ProxyMetrics()
 
 
 @pytest.fixture
-def persistence(metrics: Metrics, clock: Clock) -> Persistence:
-    return Persistence(metrics, retry_interval_s=5.0, clock=clock)
+def persistence(metrics: ProxyMetrics, clock: Clock) -> SaveHealth:
+    return SaveHealth(metrics, retry_interval_s=5.0, clock=clock)
 
 
 def test_a_failure_is_said_once_and_so_is_its_end(
-    persistence: Persistence, metrics: Metrics, clock: Clock, caplog: pytest.LogCaptureFixture
+    persistence: SaveHealth, metrics: ProxyMetrics, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert persistence.state == "ok"
     for _ in range(3):
-        persistence.failed(FILES, "ENOSPC", "writing failed")
+        persistence.record_failure(FILES, "ENOSPC", "writing failed")
     assert persistence.state == "segments/: No space left on device (ENOSPC)"
-    exposed, _ = metrics.exposition()
+    exposed, _ = metrics.render_exposition()
     assert b"warmline_persistent 0.0" in exposed
     assert b'warmline_save_failures_total{reason="ENOSPC"} 3.0' in exposed
     clock.now_s += 60
-    persistence.worked(FILES)
-    persistence.worked(FILES)
-    assert persistence.state == "ok" and b"warmline_persistent 1.0" in metrics.exposition()[0]
+    persistence.record_success(FILES)
+    persistence.record_success(FILES)
+    assert persistence.state == "ok" and b"warmline_persistent 1.0" in metrics.render_exposition()[0]
     assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.WARNING]
     assert "No space left on device" in caplog.messages[0] and "after 60 s" in caplog.messages[1]
 
 
-def test_another_reason_is_news(persistence: Persistence, caplog: pytest.LogCaptureFixture) -> None:
-    persistence.failed(FILES, "ENOSPC", "")
-    persistence.failed(FILES, "EIO", "")
+def test_another_reason_is_news(persistence: SaveHealth, caplog: pytest.LogCaptureFixture) -> None:
+    persistence.record_failure(FILES, "ENOSPC", "")
+    persistence.record_failure(FILES, "EIO", "")
     assert len(caplog.records) == 2 and "EIO" in persistence.state
 
 
-def test_all_parts_must_work(persistence: Persistence, caplog: pytest.LogCaptureFixture) -> None:
-    persistence.failed(FILES, "EROFS", "")
-    persistence.failed(INDEX, "index", "the map is full")
-    persistence.worked(FILES)
+def test_all_parts_must_work(persistence: SaveHealth, caplog: pytest.LogCaptureFixture) -> None:
+    persistence.record_failure(FILES, "EROFS", "")
+    persistence.record_failure(INDEX, "index", "the map is full")
+    persistence.record_success(FILES)
     assert persistence.state == "index/: index"
-    persistence.worked(INDEX)
+    persistence.record_success(INDEX)
     assert persistence.state == "ok" and len(caplog.records) == 3
 
 
-def test_while_it_fails_one_may_try_an_interval(persistence: Persistence, clock: Clock) -> None:
-    assert persistence.may_try() and persistence.may_try()
-    persistence.failed(FILES, "EIO", "")
-    assert not persistence.may_try()
+def test_while_it_fails_one_may_try_an_interval(persistence: SaveHealth, clock: Clock) -> None:
+    assert persistence.can_save() and persistence.can_save()
+    persistence.record_failure(FILES, "EIO", "")
+    assert not persistence.can_save()
     clock.now_s += 5.0
-    assert persistence.may_try() and not persistence.may_try()
-    persistence.failed(FILES, "EIO", "")
-    assert not persistence.may_try()
-    persistence.worked(FILES)
-    assert persistence.may_try()
+    assert persistence.can_save() and not persistence.can_save()
+    persistence.record_failure(FILES, "EIO", "")
+    assert not persistence.can_save()
+    persistence.record_success(FILES)
+    assert persistence.can_save()

@@ -6,11 +6,11 @@ import pytest
 
 from support.proxy.harness import on_loop
 from warmline_proxy.errors import ClientError
-from warmline_proxy.request.admission import Admission, Ticket
+from warmline_proxy.request.admission import AdmissionQueue, Ticket
 
 
-def admission(running: int, queue: int) -> Admission:
-    return Admission(running, queue, lambda: 7)
+def admission(running: int, queue: int) -> AdmissionQueue:
+    return AdmissionQueue(running, queue, lambda: 7)
 
 
 class Entering:
@@ -18,11 +18,11 @@ class Entering:
 
     order: list[str]
 
-    def __init__(self, gate: Admission, name: str, order: list[str]) -> None:
-        self.ticket = gate.ticket(name[0])
+    def __init__(self, gate: AdmissionQueue, name: str, order: list[str]) -> None:
+        self.ticket = gate.issue_ticket(name[0])
 
         async def enter() -> Ticket:
-            await self.ticket.turn()
+            await self.ticket.acquire()
             order.append(name)
             return self.ticket
 
@@ -41,7 +41,7 @@ async def test_one_caller_does_not_keep_the_others_out() -> None:
     await settle()
     other = Entering(gate, "b0", order)
     await settle()
-    assert order == ["a0", "a1"] and gate.running == 2 and gate.queued == 4
+    assert order == ["a0", "a1"] and gate.running_count == 2 and gate.queued_count == 4
     many[0].ticket.release()
     await settle()
     assert order == ["a0", "a1", "b0"], "the caller with fewer running comes first"
@@ -57,7 +57,7 @@ async def test_a_full_queue_refuses_with_the_time_to_come_back() -> None:
     Entering(gate, "a1", order)
     await settle()
     with pytest.raises(ClientError) as refused:
-        gate.ticket("a")
+        gate.issue_ticket("a")
     assert refused.value.status == 429 and refused.value.retry_after_s == 7
 
 
@@ -70,9 +70,9 @@ async def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
     await settle()
     with pytest.raises(ClientError):
         greedy[3].task.result()
-    assert gate.queued == 3
+    assert gate.queued_count == 3
     with pytest.raises(ClientError):  # one each and one more: nobody has to make way for that
-        await gate.ticket("b").turn()
+        await gate.issue_ticket("b").acquire()
 
 
 @on_loop
@@ -82,13 +82,13 @@ async def test_leaving_the_queue_frees_its_place() -> None:
     await settle()
     second.task.cancel()
     await settle()
-    assert gate.queued == 1
+    assert gate.queued_count == 1
     first.ticket.release()
     first.ticket.release()  # once is enough
     await settle()
-    assert order == ["a0", "a2"] and gate.running == 1
+    assert order == ["a0", "a2"] and gate.running_count == 1
     third.ticket.release()
-    assert gate.running == 0
+    assert gate.running_count == 0
 
 
 @on_loop
@@ -99,19 +99,19 @@ async def test_a_turn_that_comes_while_its_request_leaves_is_given_back() -> Non
     second.task.cancel()
     first.ticket.release()  # before the cancelled one could run
     await settle()
-    assert gate.running == 0 and gate.queued == 0
+    assert gate.running_count == 0 and gate.queued_count == 0
 
 
 @on_loop
 async def test_a_place_may_be_taken_again() -> None:
     gate = admission(1, 1)
-    ticket = gate.ticket("a")
-    await ticket.turn()
-    await ticket.turn()
-    assert gate.running == 1
+    ticket = gate.issue_ticket("a")
+    await ticket.acquire()
+    await ticket.acquire()
+    assert gate.running_count == 1
     ticket.release()
-    await ticket.turn()
-    assert gate.running == 1
+    await ticket.acquire()
+    assert gate.running_count == 1
 
 
 @on_loop
@@ -119,17 +119,17 @@ async def test_closed_is_closed() -> None:
     gate = admission(1, 1)
     gate.close("The proxy is being stopped.")
     with pytest.raises(ClientError) as refused:
-        gate.ticket("a")
+        gate.issue_ticket("a")
     assert refused.value.status == 503 and refused.value.retry_after_s
 
 
 @on_loop
 async def test_a_newcomer_is_not_hurt_by_who_leaves_in_the_same_moment() -> None:
-    gate = Admission(1, 3, lambda: 7)
-    await gate.ticket("a").turn()
-    waiting = [asyncio.create_task(gate.ticket("a").turn()) for _ in range(3)]
+    gate = AdmissionQueue(1, 3, lambda: 7)
+    await gate.issue_ticket("a").acquire()
+    waiting = [asyncio.create_task(gate.issue_ticket("a").acquire()) for _ in range(3)]
     await asyncio.sleep(0)
-    newcomer = asyncio.create_task(gate.ticket("b").turn())
+    newcomer = asyncio.create_task(gate.issue_ticket("b").acquire())
     waiting[-1].cancel()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -144,16 +144,16 @@ async def test_a_newcomer_is_not_hurt_by_who_leaves_in_the_same_moment() -> None
 @on_loop
 async def test_one_more_place_for_a_request_that_is_in_waits_its_turn_and_counts_for_nobody() -> None:
     gate = admission(1, 1)
-    first = gate.ticket("a")
-    await first.turn()
-    more = [first.another() for _ in range(3)]
-    waiting = [asyncio.create_task(each.turn()) for each in more]
+    first = gate.issue_ticket("a")
+    await first.acquire()
+    more = [first.issue_extra() for _ in range(3)]
+    waiting = [asyncio.create_task(each.acquire()) for each in more]
     await settle()
     other = Entering(gate, "b0", [])
     await settle()
-    assert gate.queued == 4, "none was refused, and the queue has room for another request"
+    assert gate.queued_count == 4, "none was refused, and the queue has room for another request"
     with pytest.raises(ClientError):
-        gate.ticket("c")
+        gate.issue_ticket("c")
     first.release()
     await settle()
     assert waiting[0].done() and not other.task.done()
@@ -164,16 +164,16 @@ async def test_one_more_place_for_a_request_that_is_in_waits_its_turn_and_counts
         ticket.release()
         await settle()
     await other.task
-    assert gate.running == 1 and gate.queued == 0
+    assert gate.running_count == 1 and gate.queued_count == 0
 
 
 @on_loop
 async def test_one_more_place_is_waited_for_where_nobody_may_queue() -> None:
     gate = admission(1, 0)
-    first = gate.ticket("a")
-    await first.turn()
-    waiting = asyncio.create_task((more := first.another()).turn())
+    first = gate.issue_ticket("a")
+    await first.acquire()
+    waiting = asyncio.create_task((more := first.issue_extra()).acquire())
     await settle()
     first.release()
     await waiting
-    assert more.runs
+    assert more.is_running

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from support.proxy.harness import on_loop, pair
-from warmline_common.protocol.sse import DONE, data_event
-from warmline_proxy.errors import ClientError, cancelled
-from warmline_proxy.request.deadlines import Alarm, Clock, Limits, overdue
+from warmline_common.protocol.sse import DONE, encode_event
+from warmline_proxy.errors import ClientError, request_cancelled
+from warmline_proxy.request.deadlines import CancelScope, Clock, RequestTimeouts, find_missed_deadline
 
 HEADERS = {
     "X-Warmline-Connect-Timeout": "1.5",
@@ -25,7 +25,7 @@ EVERYTHING = {"messages": [{"role": "user", "content": "Everything"}], "stream":
 def much(size: int) -> list[bytes]:
     """A stream of at least so many bytes."""
     piece = json.dumps({"choices": [{"index": 0, "delta": {"content": "x" * 100_000}}]}).encode()
-    return [data_event(piece)] * (size // 100_000) + [DONE]
+    return [encode_event(piece)] * (size // 100_000) + [DONE]
 
 
 def code(error: ClientError | None) -> str:
@@ -33,72 +33,72 @@ def code(error: ClientError | None) -> str:
 
 
 def test_headers_override_what_they_name() -> None:
-    limits = Limits(connect_s=60, queue_s=10, stall_s=20, total_s=30)
-    assert limits.overridden({}) == limits
-    assert limits.overridden({"X-Warmline-Total-Timeout": "5"}) == Limits(60, 10, 20, 5)
-    assert limits.overridden(HEADERS) == Limits(1.5, 2, 0, 300)
+    limits = RequestTimeouts(connect_s=60, queue_s=10, stall_s=20, total_s=30)
+    assert limits.override_by_headers({}) == limits
+    assert limits.override_by_headers({"X-Warmline-Total-Timeout": "5"}) == RequestTimeouts(60, 10, 20, 5)
+    assert limits.override_by_headers(HEADERS) == RequestTimeouts(1.5, 2, 0, 300)
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf", ""])
 def test_a_header_that_is_no_number_of_seconds_is_refused(text: str) -> None:
     with pytest.raises(ClientError) as refused:
-        Limits().overridden({"X-Warmline-Queue-Timeout": text})
+        RequestTimeouts().override_by_headers({"X-Warmline-Queue-Timeout": text})
     assert refused.value.status == 400 and "X-Warmline-Queue-Timeout" in str(refused.value)
 
 
 def test_total_counts_from_the_arrival() -> None:
-    clock = Clock(began=100.0)
-    assert overdue(Limits(total_s=5), clock, 105.0, 0.0, 1) is None
-    assert code(overdue(Limits(total_s=5), clock, 105.1, 0.0, 1)) == "deadline_exceeded"
-    assert overdue(Limits(), clock, 1e9, 0.0, 1) is None
+    clock = Clock(started_at=100.0)
+    assert find_missed_deadline(RequestTimeouts(total_s=5), clock, 105.0, 0.0, 1) is None
+    assert code(find_missed_deadline(RequestTimeouts(total_s=5), clock, 105.1, 0.0, 1)) == "deadline_exceeded"
+    assert find_missed_deadline(RequestTimeouts(), clock, 1e9, 0.0, 1) is None
 
 
 def test_queue_adds_up_all_waiting_and_nothing_else() -> None:
-    clock = Clock(began=0.0, waited_s=3.0, waiting_since=50.0)
-    assert overdue(Limits(queue_s=5), clock, 52.0, 0.0, 1) is None
-    assert code(overdue(Limits(queue_s=5), clock, 52.1, 0.0, 1)) == "queue_timeout"
+    clock = Clock(started_at=0.0, waited_s=3.0, waiting_since=50.0)
+    assert find_missed_deadline(RequestTimeouts(queue_s=5), clock, 52.0, 0.0, 1) is None
+    assert code(find_missed_deadline(RequestTimeouts(queue_s=5), clock, 52.1, 0.0, 1)) == "queue_timeout"
     clock.waiting_since = None
-    assert overdue(Limits(queue_s=5), clock, 1e9, 0.0, 1) is None
+    assert find_missed_deadline(RequestTimeouts(queue_s=5), clock, 1e9, 0.0, 1) is None
 
 
 def test_stalling_counts_from_the_last_progress() -> None:
-    clock = Clock(began=0.0, progressed_at=1000.0)
-    assert overdue(Limits(stall_s=10), clock, 1010.0, 0.0, 1) is None
-    assert code(overdue(Limits(stall_s=10), clock, 1010.1, 0.0, 1)) == "stalled"
+    clock = Clock(started_at=0.0, progressed_at=1000.0)
+    assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 1010.0, 0.0, 1) is None
+    assert code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 1010.1, 0.0, 1)) == "stalled"
 
 
 def test_stalling_stretches_with_the_slowest_step_and_with_those_that_take_turns() -> None:
-    clock = Clock(began=0.0, progressed_at=0.0)
-    assert overdue(Limits(stall_s=10), clock, 285.0, 57.0, 1) is None
-    assert code(overdue(Limits(stall_s=10), clock, 285.1, 57.0, 1)) == "stalled"
-    assert overdue(Limits(stall_s=10), clock, 855.0, 57.0, 3) is None
+    clock = Clock(started_at=0.0, progressed_at=0.0)
+    assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.0, 57.0, 1) is None
+    assert code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.1, 57.0, 1)) == "stalled"
+    assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 855.0, 57.0, 3) is None
 
 
 def test_a_clock_keeps_waiting_and_progress_apart() -> None:
     clock = Clock()
-    clock.waits()
+    clock.mark_waiting()
     assert clock.waiting_since is not None and clock.progressed_at is None
-    clock.progresses()
+    clock.mark_progress()
     assert clock.waiting_since is None and clock.progressed_at is not None
-    clock.rests()
+    clock.mark_idle()
     assert clock.waiting_since is None and clock.progressed_at is None
 
 
 @on_loop
 async def test_an_alarm_ends_what_is_inside_with_its_first_reason() -> None:
-    alarm = Alarm()
+    alarm = CancelScope()
     with pytest.raises(ClientError, match="one"):
         async with alarm:
-            alarm.ring(cancelled("one"))
-            alarm.ring(cancelled("two"))
+            alarm.cancel(request_cancelled("one"))
+            alarm.cancel(request_cancelled("two"))
             await asyncio.Event().wait()
-    alarm.ring(cancelled("late"))  # no harm
+    alarm.cancel(request_cancelled("late"))  # no harm
 
 
 @on_loop
 async def test_an_alarm_that_rang_before_ends_at_the_first_wait() -> None:
-    alarm = Alarm()
-    alarm.ring(cancelled("early"))
+    alarm = CancelScope()
+    alarm.cancel(request_cancelled("early"))
     with pytest.raises(ClientError, match="early"):
         async with alarm:
             await asyncio.Event().wait()
@@ -107,7 +107,7 @@ async def test_an_alarm_that_rang_before_ends_at_the_first_wait() -> None:
 @on_loop
 async def test_an_alarm_leaves_other_failures_alone() -> None:
     with pytest.raises(TimeoutError):
-        async with Alarm():
+        async with CancelScope():
             raise TimeoutError
 
 

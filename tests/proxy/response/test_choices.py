@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from warmline_proxy.errors import ClientError
-from warmline_proxy.response.choices import CHOICES_MAX, PROMPTS_MAX, Choice, Merger, split
+from warmline_proxy.response.choices import CHOICES_MAX, PROMPTS_MAX, ChoiceMerger, ChoiceRequest, split_choices
 
 INT64_MAX = (1 << 63) - 1
 
@@ -17,8 +17,8 @@ def fields_of(**body: Any) -> dict[str, Any]:
 
 
 def bodies(endpoint: str, **body: Any) -> list[tuple[int, int, dict[str, Any]]]:
-    choices = split(endpoint, fields_of(**body))
-    return [(each.prompt, each.number, json.loads(msgspec.json.encode(each.fields))) for each in choices]
+    choices = split_choices(endpoint, fields_of(**body))
+    return [(each.prompt_index, each.sample_index, json.loads(msgspec.json.encode(each.fields))) for each in choices]
 
 
 def test_n_gives_as_many_bodies_with_seeds_that_count_on() -> None:
@@ -74,7 +74,7 @@ def test_each_prompt_has_its_choices() -> None:
 def test_what_is_too_much(body: dict[str, Any], param: str, words: str) -> None:
     for endpoint in ("completion",) if "prompt" in body else ("chat", "completion"):
         with pytest.raises(ClientError) as refused:
-            split(endpoint, fields_of(**body))
+            split_choices(endpoint, fields_of(**body))
     error = json.loads(refused.value.body)["error"]
     assert refused.value.status == 400 and error["param"] == param and words in error["message"]
 
@@ -98,9 +98,9 @@ def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 
 
 def test_chunks_get_one_id_and_their_choices_index_and_usage_is_added_up() -> None:
-    choices = [Choice({}, 0, 0), Choice({}, 0, 1), Choice({}, 1, 0)]
-    merger = Merger("abc", choices)
-    said = merger.chunk(1, "abc.1", chunk("abc.1", {"index": 0, "delta": {"content": "x"}}, usage=None))
+    choices = [ChoiceRequest({}, 0, 0), ChoiceRequest({}, 0, 1), ChoiceRequest({}, 1, 0)]
+    merger = ChoiceMerger("abc", choices)
+    said = merger.merge_chunk(1, "abc.1", chunk("abc.1", {"index": 0, "delta": {"content": "x"}}, usage=None))
     assert plain(said) == {
         "id": "chatcmpl-abc",
         "created": 1,
@@ -108,11 +108,11 @@ def test_chunks_get_one_id_and_their_choices_index_and_usage_is_added_up() -> No
         "choices": [{"index": 1, "delta": {"content": "x"}}],
         "usage": None,
     }
-    later = plain(merger.chunk(2, "abc.2", chunk("abc.2", {"index": 0, "delta": {}})))
+    later = plain(merger.merge_chunk(2, "abc.2", chunk("abc.2", {"index": 0, "delta": {}})))
     assert (later["id"], later["created"], later["choices"][0]["index"]) == ("chatcmpl-abc", 1, 2)
-    assert merger.chunk(0, "abc.0", chunk("abc.0", usage=usage(10, 3, 4))) is None
-    assert merger.chunk(1, "abc.1", chunk("abc.1", usage=usage(10, 4, 9))) is None
-    assert merger.chunk(2, "abc.2", chunk("abc.2", usage=usage(20, 5, 0))) is None
-    told = plain(merger.usage())
+    assert merger.merge_chunk(0, "abc.0", chunk("abc.0", usage=usage(10, 3, 4))) is None
+    assert merger.merge_chunk(1, "abc.1", chunk("abc.1", usage=usage(10, 4, 9))) is None
+    assert merger.merge_chunk(2, "abc.2", chunk("abc.2", usage=usage(20, 5, 0))) is None
+    told = plain(merger.build_usage_chunk())
     assert told["choices"] == [] and told["id"] == "chatcmpl-abc"
     assert told["usage"] == {**usage(30, 12, 4), "completion_tokens_details": {"reasoning_tokens": 3}}

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from support.proxy.harness import Pair, on_loop, pair
-from warmline_proxy.routes.dispatch import LIVES
+from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
 
 QUESTION = "A long question. " * 20
 
@@ -178,7 +178,7 @@ async def test_only_as_many_as_have_a_place_are_under_way(tmp_path: Path) -> Non
         await proxy.backend.called("generate", 2)
         status = await proxy.status()
         assert (status["running"], status["queued"], status["lives"]) == (2, 0, 3), "the request itself is one"
-        assert proxy.app[LIVES].unanswered == 1
+        assert proxy.app[REQUEST_REGISTRY].unanswered_count == 1
         proxy.backend.let_go.set()
         assert (await asking).status == 200 and len(asked(proxy)) == 4
 

@@ -8,13 +8,13 @@ import pytest
 
 from support.proxy.fake_backend import SERVED, chunk, usage_chunk
 from support.proxy.harness import on_loop, pair
-from warmline_common.protocol.sse import EventParser
+from warmline_common.protocol.sse import SseParser
 
 CHAT = {"messages": []}
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
-    parsed = [event.data for event in EventParser().feed(body) if event.data and event.data != b"[DONE]"]
+    parsed = [event.data for event in SseParser().feed(body) if event.data and event.data != b"[DONE]"]
     return [json.loads(data) for data in parsed]
 
 

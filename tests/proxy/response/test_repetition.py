@@ -6,11 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmline_proxy.response.repetition import CYCLE_TOKENS_MAX, DIGITS_MAX, REPEATED_TOKENS_MAX, Guard, text_of
+from warmline_proxy.response.repetition import (
+    CYCLE_TOKENS_MAX,
+    DIGITS_MAX,
+    REPEATED_TOKENS_MAX,
+    RepetitionDetector,
+    chunk_text,
+)
 
 
 def tripped(*pieces: str) -> str:
-    guard = Guard()
+    guard = RepetitionDetector()
     for piece in pieces:
         guard.feed(piece)
     return guard.reason
@@ -59,7 +65,7 @@ def test_every_short_cycle_trips_it_whatever_came_before(cycled: list[str], befo
 
 @given(st.lists(st.text("0123456789", min_size=1, max_size=4)))
 def test_a_run_of_digits_is_as_long_as_its_digits_are(pieces: list[str]) -> None:
-    guard = Guard()
+    guard = RepetitionDetector()
     for piece in pieces:
         guard.feed(piece)
     digits = sum(map(len, pieces))
@@ -81,4 +87,4 @@ def test_a_run_of_digits_is_as_long_as_its_digits_are(pieces: list[str]) -> None
     ],
 )
 def test_what_a_chunk_says(chunk: bytes, text: str) -> None:
-    assert text_of(chunk) == text
+    assert chunk_text(chunk) == text

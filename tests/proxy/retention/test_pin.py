@@ -7,8 +7,8 @@ import pytest
 
 from support.index.indexes import make_home, matched, save
 from warmline_proxy.index.index import Index
-from warmline_proxy.retention.gc import collect
-from warmline_proxy.retention.pin import NotStored, TooMuchPinned, bytes_pinned_max, pin, weigh
+from warmline_proxy.retention.gc import collect_garbage
+from warmline_proxy.retention.pin import PinLimitError, UnknownSessionError, count_bytes, pin_limit_bytes, pin_session
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import GcRequest, PinRequest, PurgeRequest
 
@@ -36,12 +36,12 @@ def pinned(index: Index) -> set[tuple[int, int]]:
 
 
 def test_what_is_pinned_is_not_evicted(index: Index) -> None:
-    reply = pin(index, PinRequest(session=called(index, "second")))
+    reply = pin_session(index, PinRequest(session=called(index, "second")))
     assert (reply.pinned, len(reply.segments), pinned(index)) == (True, 2, {(0, 1502), (1500, 1502)})
     snapshot = index.snapshot()
-    assert reply.bytes_pinned == weigh(snapshot, set(reply.segments)) > 0
-    assert reply.bytes_pinned_max == bytes_pinned_max(BUDGET)
-    index.free(BUDGET)
+    assert reply.bytes_pinned == count_bytes(snapshot, set(reply.segments)) > 0
+    assert reply.bytes_pinned_max == pin_limit_bytes(BUDGET)
+    index.free_bytes(BUDGET)
     assert matched(index, [*A[:1500], 2, 2]) == 1502 and matched(index, [3] * 9) == 0
     assert len(index.checkpoints()) == 1, "nor is a state on it"
     assert index.verify() == []
@@ -49,45 +49,45 @@ def test_what_is_pinned_is_not_evicted(index: Index) -> None:
 
 def test_a_segment_stays_pinned_while_any_pinned_conversation_had_it(index: Index) -> None:
     for name in ("first", "second"):
-        pin(index, PinRequest(session=called(index, name)))
-    off = pin(index, PinRequest(session=called(index, "second"), off=True))
+        pin_session(index, PinRequest(session=called(index, name)))
+    off = pin_session(index, PinRequest(session=called(index, "second"), off=True))
     assert len(off.segments) == 1 and pinned(index) == {(0, 1502)}
-    off = pin(index, PinRequest(session=called(index, "first"), off=True))
+    off = pin_session(index, PinRequest(session=called(index, "first"), off=True))
     assert len(off.segments) == 1 and off.bytes_pinned == 0 and pinned(index) == set()
-    again = pin(index, PinRequest(session=called(index, "first"), off=True))
+    again = pin_session(index, PinRequest(session=called(index, "first"), off=True))
     assert again.segments == []
 
 
 def test_what_it_gains_is_pinned_when_it_is_pinned_again(index: Index) -> None:
     other = called(index, "other")
-    pin(index, PinRequest(session=other))
+    pin_session(index, PinRequest(session=other))
     save(index, [3] * 2100, turn_end=2000, client="other")
     assert called(index, "other") == other and pinned(index) == {(0, 2000)}
-    assert pin(index, PinRequest(session=other)).segments != [] and pinned(index) == {(0, 2000), (2000, 2100)}
+    assert pin_session(index, PinRequest(session=other)).segments != [] and pinned(index) == {(0, 2000), (2000, 2100)}
     assert {row.client for row in index.sessions() if row.pinned} == {"other"}
 
 
 def test_no_more_is_pinned_than_the_budget_has_room_for(index: Index) -> None:
     index.budget_bytes = 60_000
-    pin(index, PinRequest(session=called(index, "first")))
-    with pytest.raises(TooMuchPinned, match=r"would be pinned \(now [\d,]+\), and no more than 48,000 may be"):
-        pin(index, PinRequest(session=called(index, "other")))
+    pin_session(index, PinRequest(session=called(index, "first")))
+    with pytest.raises(PinLimitError, match=r"would be pinned \(now [\d,]+\), and no more than 48,000 may be"):
+        pin_session(index, PinRequest(session=called(index, "other")))
     assert pinned(index) == {(0, 1502)}
-    with pytest.raises(NotStored, match="feedfeed"):
-        pin(index, PinRequest(session="feedfeed"))
+    with pytest.raises(UnknownSessionError, match="feedfeed"):
+        pin_session(index, PinRequest(session="feedfeed"))
 
 
 def test_what_a_purged_conversation_had_pinned_may_be_evicted_again(index: Index) -> None:
     """The stem, which another one stands on, would stay for good: nobody is left to unpin it."""
-    pin(index, PinRequest(session=called(index, "first")))
+    pin_session(index, PinRequest(session=called(index, "first")))
     purge(index, PurgeRequest(session=called(index, "first")))
     assert pinned(index) == set() and matched(index, [*A[:1500], 2, 2]) == 1502
 
 
 def test_what_a_conversation_had_pinned_that_was_lost_is_let_go_of_by_gc(index: Index) -> None:
     second = called(index, "second")
-    pin(index, PinRequest(session=second))
-    index.quarantine(index.path(index.snapshot().sessions[second].leaf)[-1].id, "checksum")
+    pin_session(index, PinRequest(session=second))
+    index.quarantine(index.segment_path(index.snapshot().sessions[second].leaf)[-1].id, "checksum")
     assert second not in index.snapshot().sessions and pinned(index) == {(0, 1502)}
-    collect(index, GcRequest(), saving=True)
+    collect_garbage(index, GcRequest(), is_saving=True)
     assert pinned(index) == set()

@@ -8,9 +8,9 @@ import pytest
 from support.index.indexes import MODEL, ROOT, begin, commit, save, turn
 from warmline_common.protocol.tokens import namespace, pack_tokens
 from warmline_common.storage.home import Home
-from warmline_proxy.index.index import Index, IndexFailure
-from warmline_proxy.index.recovery.startup import Reconciled, reconcile
-from warmline_proxy.retention.purge import purge, remove_turns_of
+from warmline_proxy.index.index import Index, IndexStoreError
+from warmline_proxy.index.recovery.startup import ReconcileReport, reconcile
+from warmline_proxy.retention.purge import purge, remove_sampled_turns
 from warmline_proxy.store.rows import PurgeRequest, RequestRecord
 
 CANARY = list(range(77_000, 77_200))
@@ -45,8 +45,8 @@ def holding(home: Home, wanted: bytes) -> list[Path]:
 def test_no_byte_of_it_is_left(index: Index, talks: tuple[str, str], whole: bool) -> None:
     session, _ = talks
     tokens = pack_tokens(CANARY[-20:])
-    index.note_turn(turn(7, session=session, tokens=tokens))
-    index.record(record(1, session))
+    index.record_turn(turn(7, session=session, tokens=tokens))
+    index.record_request(record(1, session))
     index.flush()
     save(index, [*CANARY[:150], 1, 2, 3])  # a branch of it, then evicted: the slot that it left holds a token
     index.quarantine(index.sessions()[0].leaf, "checksum")
@@ -60,9 +60,9 @@ def test_no_byte_of_it_is_left(index: Index, talks: tuple[str, str], whole: bool
 
 def test_a_turn_that_was_noted_too_late_for_the_purge_goes_all_the_same(index: Index, talks: tuple[str, str]) -> None:
     late, other = turn(91, 92), turn(93)
-    index.note_turn(late)
-    index.note_turn(other)
-    remove_turns_of(index, [(late.root, late.calls[0])])
+    index.record_turn(late)
+    index.record_turn(other)
+    remove_sampled_turns(index, [(late.root, late.calls[0])])
     index.compact()
     assert index.turns(ROOT, [late.calls[0], other.calls[0]]) == [other]
 
@@ -71,17 +71,17 @@ def test_a_purge_that_was_killed_before_the_index_was_written_anew_is_ended_by_a
     index: Index, talks: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full() -> None:
-        raise IndexFailure("no space left")
+        raise IndexStoreError("no space left")
 
     monkeypatch.setattr(index, "compact", full)
-    with pytest.raises(IndexFailure, match="no space"):
+    with pytest.raises(IndexStoreError, match="no space"):
         purge(index, PurgeRequest(session=talks[0]))
     assert holding(index.home, pack_tokens(CANARY[-20:])) != []
     assert reconcile(index).purges_ended == 0, "serving goes on"
     monkeypatch.undo()
     assert reconcile(index).purges_ended == 1
     assert holding(index.home, pack_tokens(CANARY[-20:])) == []
-    assert reconcile(index) == Reconciled()
+    assert reconcile(index) == ReconcileReport()
 
 
 def test_what_was_set_aside_goes_with_a_conversation_of_its_model(index: Index, talks: tuple[str, str]) -> None:
@@ -99,7 +99,7 @@ def test_what_was_set_aside_goes_with_a_conversation_of_its_model(index: Index, 
 
 def test_records_of_a_model_go_whether_or_not_anything_was_stored(index: Index, talks: tuple[str, str]) -> None:
     for number, (session, root) in enumerate([(talks[0], ROOT), ("", ROOT), ("", b"another model's r"), ("", b"")]):
-        index.record(record(number, session, root))
+        index.record_request(record(number, session, root))
     purge(index, PurgeRequest(model=MODEL))
     assert [each.id for each in index.requests()] == ["r3", "r2"]
 
@@ -107,7 +107,7 @@ def test_records_of_a_model_go_whether_or_not_anything_was_stored(index: Index, 
 def test_records_grow_old_with_conversations(index: Index, talks: tuple[str, str]) -> None:
     _, kept = talks
     for number, (of, at) in enumerate([(kept, 1.0), ("", 1.0), ("gone before", 1.0), ("", 4e9)]):
-        index.record(record(number, of, at=at))
+        index.record_request(record(number, of, at=at))
     purge(index, PurgeRequest(older_than_s=3600.0))
     assert [each.id for each in index.requests()] == ["r3", "r0"], "a conversation that is used keeps its records"
 
@@ -115,7 +115,7 @@ def test_records_grow_old_with_conversations(index: Index, talks: tuple[str, str
 def test_what_was_sampled_and_belongs_to_none_yet_goes_too(index: Index, talks: tuple[str, str]) -> None:
     session, kept = talks
     for number, of in ((1, session), (2, ""), (3, kept)):
-        index.note_turn(turn(number, session=of))
+        index.record_turn(turn(number, session=of))
     purge(index, PurgeRequest(session=session))
     calls = [f"call_{number:024x}" for number in (1, 2, 3)]
     assert [row.session for row in index.turns(ROOT, calls)] == [kept]
@@ -136,12 +136,12 @@ def test_all_of_one_key_goes_and_nothing_of_another(index: Index, talks: tuple[s
         plan = begin(index, CANARY, root=root)
         assert plan is not None
         commit(index, plan, client="mine")
-        index.note_turn(turn(int(root == mine[0]), root=root))
-        index.record(record(1, root=root))
+        index.record_turn(turn(int(root == mine[0]), root=root))
+        index.record_request(record(1, root=root))
     assert begin(index, [*CANARY, 1], root=mine[0]) is not None
     theirs = turn(3)
-    index.note_turn(theirs)
-    index.record(record(2))
+    index.record_turn(theirs)
+    index.record_request(record(2))
     save(index, [9] * 40)
     index.quarantine(next(row.id for row in index.segments() if row.root == ROOT and row.end == 40), "checksum")
     reply = purge(index, PurgeRequest(roots=[root.hex() for root in mine]))

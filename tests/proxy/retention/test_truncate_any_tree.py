@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.index.archives import check_content, save
 from support.index.indexes import BUDGET, make_home
 from support.index.truncation import ROOT, forget_all, holding, purged, stored
-from warmline_common.protocol.tokens import common_prefix, pack_tokens, unpack_tokens
+from warmline_common.protocol.tokens import count_common_tokens, pack_tokens, unpack_tokens
 from warmline_proxy.index import save as index_save
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
@@ -59,13 +59,13 @@ def grow(index: Index, talks: Sequence[Talk]) -> None:
 
 
 def check_purge(index: Index, sessions: Sequence[SessionRow], which: int) -> None:
-    texts = {row.id: unpack_tokens(index.stored_tokens(row.leaf))[: row.tokens] for row in sessions}
+    texts = {row.id: unpack_tokens(index.path_tokens(row.leaf))[: row.tokens] for row in sessions}
     gone = texts[sessions[which].id]
     before = {row.id: states_of(index, texts[row.id]) for row in sessions}
     purged(index, sessions[which].id)
     left = [row.id for row in index.sessions()]
     assert {*left, sessions[which].id} == texts.keys()
-    said = max((common_prefix(pack_tokens(gone), pack_tokens(texts[each])) for each in left), default=0)
+    said = max((count_common_tokens(pack_tokens(gone), pack_tokens(texts[each])) for each in left), default=0)
     assert stored(index, gone) == said
     assert len(gone) < said + 2 or holding(index.home, gone[said : said + 2]) == holding(index.home, gone[-2:]) == []
     for each in left:
@@ -76,14 +76,14 @@ def check_purge(index: Index, sessions: Sequence[SessionRow], which: int) -> Non
 def check_regrown(index: Index) -> None:
     """All of it is found again from the files alone, whose parents are others than they name."""
     rows = index.sessions()
-    texts = [unpack_tokens(index.stored_tokens(row.leaf))[: row.tokens] for row in rows]
+    texts = [unpack_tokens(index.path_tokens(row.leaf))[: row.tokens] for row in rows]
     before = [states_of(index, text) for text in texts]
-    index.change(forget_all)
-    repair(index, deep=False, saving=False)
+    index.transact(forget_all)
+    repair(index, deep=False, is_saving=False)
     for text, states in zip(texts, before, strict=True):
         check_content(index, text, checkpoints=states)
     assert index.verify() == []
 
 
 def states_of(index: Index, ids: Sequence[int]) -> list[int]:
-    return [ref.position for ref in index.match(ROOT, pack_tokens(ids), len(ids)).checkpoints]
+    return [ref.position for ref in index.match_prefix(ROOT, pack_tokens(ids), len(ids)).checkpoints]

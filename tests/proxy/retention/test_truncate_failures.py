@@ -15,11 +15,11 @@ from support.index.truncation import DEEP, LONG, ROOT, SHORT, holding, segment, 
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage import disk
 from warmline_proxy.index import tree as index_tree
-from warmline_proxy.index.index import Index, IndexFailure
+from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.retention import truncate as index_cut
-from warmline_proxy.retention.gc import collect
-from warmline_proxy.retention.purge import prepare, purge
-from warmline_proxy.retention.truncate import CHANGED, ROUNDS_MAX, Cutter
+from warmline_proxy.retention.gc import collect_garbage
+from warmline_proxy.retention.purge import prepare_purge, purge
+from warmline_proxy.retention.truncate import CHANGED_REASON, ROUNDS_MAX, Truncator
 from warmline_proxy.store.rows import GcRequest, PurgeRequest
 
 # ---- what changes while a shorter file is being written
@@ -27,7 +27,7 @@ from warmline_proxy.store.rows import GcRequest, PurgeRequest
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, what: Callable[[], object], times: int = 1) -> None:
     """Do it whenever a shorter file was written, at most so often."""
-    left, written = [None] * times, index_cut._written
+    left, written = [None] * times, index_cut._write_shortened
 
     def and_then(*arguments: Any) -> Any:
         file = written(*arguments)
@@ -36,7 +36,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, what: Callable[[], object], times
             what()
         return file
 
-    monkeypatch.setattr(index_cut, "_written", and_then)
+    monkeypatch.setattr(index_cut, "_write_shortened", and_then)
 
 
 def test_a_child_that_is_saved_meanwhile_is_kept(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +74,9 @@ def test_it_is_said_where_it_changes_too_often(index: Index, monkeypatch: pytest
     branches = iter([[*LONG[:at], *range(at * 100, at * 100 + 20)] for at in range(50, 250, 20)])
     meanwhile(monkeypatch, lambda: save(index, next(branches)), times=2 * ROUNDS_MAX)
     reply = purge(index, PurgeRequest(session=session))
-    assert [cut.why_not for cut in reply.cuts] == [CHANGED] and index.session(session) is None
+    assert [cut.why_not for cut in reply.cuts] == [CHANGED_REASON] and index.session(session) is None
     assert reply.bytes_freed == 0
-    done = collect(index, GcRequest(), saving=True)
+    done = collect_garbage(index, GcRequest(), is_saving=True)
     assert [cut.why_not for cut in done.cuts] == [""] and holding(index.home, LONG[-2:]) == []
 
 
@@ -87,7 +87,7 @@ def test_a_save_that_stands_on_it_begins_anew(index: Index) -> None:
     plan = planned(index, [*LONG, 7, 7], may_replace=False)
     assert [cut.until for cut in purge(index, PurgeRequest(session=session)).cuts] == [30]
     assert commit(index, plan).why_not == "its parent is gone"
-    assert collect(index, GcRequest(), saving=True).cuts == []
+    assert collect_garbage(index, GcRequest(), is_saving=True).cuts == []
 
 
 def test_gc_leaves_what_a_save_stands_on(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_gc_leaves_what_a_save_stands_on(index: Index, monkeypatch: pytest.Monke
     assert [bool(cut.why_not) for cut in purge(index, PurgeRequest(session=session)).cuts] == [True]
     monkeypatch.undo()
     plan = planned(index, [*LONG, 7, 7], may_replace=False)
-    assert collect(index, GcRequest(), saving=True).cuts == []
+    assert collect_garbage(index, GcRequest(), is_saving=True).cuts == []
     assert commit(index, plan).why_not == ""
 
 
@@ -136,12 +136,12 @@ def test_where_it_stays_full_that_is_said_and_gc_does_it_later(index: Index, mon
     assert "No space left on device" in cut.why_not and cut.became == "" and cut.bytes_count > 0
     assert reply.sessions == [session] and index.session(session) is None
     assert stored(index, LONG) == 300 and list(index.home.root.rglob(".*.tmp")) == []
-    assert collect(index, GcRequest(), saving=False).cuts[0].why_not != ""
+    assert collect_garbage(index, GcRequest(), is_saving=False).cuts[0].why_not != ""
     monkeypatch.undo()
-    done = collect(index, GcRequest(), saving=False)
+    done = collect_garbage(index, GcRequest(), is_saving=False)
     assert [(each.until, each.why_not) for each in done.cuts] == [(280, "")]
     assert holding(index.home, LONG[280:282]) == [] and stored(index, LONG) == 280
-    assert index.session(whole) is not None and collect(index, GcRequest(), saving=False).cuts == []
+    assert index.session(whole) is not None and collect_garbage(index, GcRequest(), is_saving=False).cuts == []
 
 
 @pytest.mark.parametrize("damage", ["flipped", "gone", "another"])
@@ -155,7 +155,9 @@ def test_a_file_that_is_damaged_is_named_and_all_else_goes(index: Index, damage:
     elif damage == "gone":
         path.unlink()
     else:
-        path.write_bytes(index.home.segment_file(index.match(ROOT, pack_tokens(SHORT), 99).chain[1].id).read_bytes())
+        path.write_bytes(
+            index.home.segment_file(index.match_prefix(ROOT, pack_tokens(SHORT), 99).chain[1].id).read_bytes()
+        )
     told = purge(index, PurgeRequest(session=session, dry_run=True))
     reply = purge(index, PurgeRequest(session=session))
     assert told.cuts[0].bytes_count > 0 and "its file can't be used" in reply.cuts[0].why_not
@@ -170,13 +172,13 @@ def test_a_purge_that_fails_leaves_no_file_behind(index: Index, monkeypatch: pyt
     before = everything(index.home)
 
     def fails(*_: object) -> None:
-        raise IndexFailure("no")
+        raise IndexStoreError("no")
 
-    monkeypatch.setattr(index_cut, "replace", fails)
-    with pytest.raises(IndexFailure):
+    monkeypatch.setattr(index_cut, "replace_segment", fails)
+    with pytest.raises(IndexStoreError):
         purge(index, PurgeRequest(session=session))
     assert everything(index.home) == before and stored(index, LONG) == 300
-    monkeypatch.setattr(index_cut, "replace", index_tree.replace)
+    monkeypatch.setattr(index_cut, "replace_segment", index_tree.replace_segment)
     assert [cut.until for cut in purge(index, PurgeRequest(session=session)).cuts] == [30]
 
 
@@ -184,8 +186,8 @@ def test_two_purges_of_one_conversation_do_it_once(index: Index) -> None:
     session = save(index, LONG)
     save(index, SHORT)
     request = PurgeRequest(session=session)
-    with Cutter(index) as first:
-        prepare(index, request, first)
+    with Truncator(index) as first:
+        prepare_purge(index, request, first)
         assert [cut.why_not for cut in purge(index, request).cuts] == [""]
     assert purge(index, request).cuts == [] and index.totals().bytes_writing == 0
 

@@ -10,10 +10,10 @@ import pytest
 from support.index.indexes import files_on_disk, matched, save
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
-from warmline_proxy.index.index import Index, IndexFailure
-from warmline_proxy.retention.gc import collect
+from warmline_proxy.index.index import Index, IndexStoreError
+from warmline_proxy.retention.gc import collect_garbage
 from warmline_proxy.retention.purge import purge
-from warmline_proxy.store.reserve import SPARE_BYTES
+from warmline_proxy.store.reserve import RESERVE_BYTES
 from warmline_proxy.store.rows import GcRequest, PurgeRequest
 
 A = list(range(1000, 3000))
@@ -24,14 +24,14 @@ def full(home: Home, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From the call on no room is left but what is set aside; LMDB can't commit, and nothing is made anew."""
 
     def fill() -> None:
-        real = disk.in_lmdb
+        real = disk.run_lmdb
 
         def in_lmdb(what: str, act: Callable[[], Any]) -> Any:
-            if home.spare.exists():
+            if home.reserve.exists():
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(what, act)
 
-        monkeypatch.setattr(disk, "in_lmdb", in_lmdb)
+        monkeypatch.setattr(disk, "run_lmdb", in_lmdb)
 
     return fill
 
@@ -41,7 +41,7 @@ def full(home: Home, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     [
         lambda index: index.free(1),
         lambda index: purge(index, PurgeRequest(everything=True)),
-        lambda index: collect(index, GcRequest(to_bytes=0), saving=True),
+        lambda index: collect_garbage(index, GcRequest(to_bytes=0), is_saving=True),
     ],
     ids=["eviction", "purge", "gc"],
 )
@@ -50,23 +50,23 @@ def test_what_makes_room_takes_it_and_what_does_not_leaves_it(
 ) -> None:
     with Index(home, 1 << 30) as index:
         save(index, A)
-        index.keep_spare()
-        assert home.spare.stat().st_blocks * 512 >= SPARE_BYTES
+        index.allocate_reserve()
+        assert home.reserve.stat().st_blocks * 512 >= RESERVE_BYTES
         full()
-        with pytest.raises(IndexFailure, match="No space left"):
+        with pytest.raises(IndexStoreError, match="No space left"):
             save(index, [7, *A])
-        assert home.spare.exists() and matched(index, A) == len(A)
+        assert home.reserve.exists() and matched(index, A) == len(A)
         work(index)
         assert matched(index, A) == 0 and files_on_disk(home) == 0
-        index.renew_spare()
-        assert home.spare.exists()
+        index.renew_reserve()
+        assert home.reserve.exists()
 
 
 def test_what_was_half_made_is_made_whole(home: Home) -> None:
-    home.spare.write_bytes(bytes(1000))
+    home.reserve.write_bytes(bytes(1000))
     with Index(home, 1 << 30) as index:
-        index.keep_spare()
-    assert home.spare.stat().st_size == SPARE_BYTES and home.spare.stat().st_blocks * 512 >= SPARE_BYTES
+        index.allocate_reserve()
+    assert home.reserve.stat().st_size == RESERVE_BYTES and home.reserve.stat().st_blocks * 512 >= RESERVE_BYTES
 
 
 def test_without_it_nothing_is_changed_and_the_reason_told(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,11 +77,11 @@ def test_without_it_nothing_is_changed_and_the_reason_told(home: Home, monkeypat
         save(index, A)
         with monkeypatch.context() as planted:
             planted.setattr(disk, "allocate", fails)
-            index.keep_spare()
-            assert not home.spare.exists()
-            planted.setattr(disk, "in_lmdb", fails)
-            with pytest.raises(IndexFailure, match="No space left"):
-                index.free(1)
+            index.allocate_reserve()
+            assert not home.reserve.exists()
+            planted.setattr(disk, "run_lmdb", fails)
+            with pytest.raises(IndexStoreError, match="No space left"):
+                index.free_bytes(1)
         assert matched(index, A) == len(A)
-        index.renew_spare()
-        assert home.spare.exists()
+        index.renew_reserve()
+        assert home.reserve.exists()

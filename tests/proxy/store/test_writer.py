@@ -5,7 +5,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from warmline_proxy.store.writer import Writer
+from warmline_proxy.store.writer import WriterThread
 
 WAIT_S = 20
 
@@ -18,7 +18,7 @@ def test_a_tick_that_fails_is_logged_and_the_next_write_is_done(caplog: pytest.L
             ticked.set()
             raise ZeroDivisionError("planted")
 
-    writer = Writer(tick, 0.01)
+    writer = WriterThread(tick, 0.01)
     assert ticked.wait(WAIT_S)
     assert writer.submit(lambda: 1).result(WAIT_S) == 1
     writer.close()
@@ -26,7 +26,7 @@ def test_a_tick_that_fails_is_logged_and_the_next_write_is_done(caplog: pytest.L
 
 
 def test_what_is_written_fails_alone_and_can_be_called_off() -> None:
-    writer = Writer(lambda: None, 1000.0)
+    writer = WriterThread(lambda: None, 1000.0)
     go_on = threading.Event()
     first, second, third = (writer.submit(work) for work in (lambda: go_on.wait(WAIT_S), lambda: 2, lambda: 1 / 0))
     assert second.cancel()

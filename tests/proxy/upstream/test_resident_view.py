@@ -6,37 +6,37 @@ from support.proxy.fake_backend import layout
 from support.proxy.harness import on_loop, pair
 from warmline_common.protocol.messages import Resident
 from warmline_common.protocol.tokens import pack_tokens
-from warmline_proxy.upstream.backend_state import Knowledge
+from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream
-from warmline_proxy.upstream.resident_view import Held, Mirror
+from warmline_proxy.upstream.resident_view import ResidentEntry, ResidentView
 
 ROOT, OTHER = b"r" * 16, b"o" * 16
 
 
-def held(count: int, root: bytes = ROOT, positions: tuple[int, ...] = ()) -> Held:
-    return Held(root, pack_tokens(range(count)), positions)
+def held(count: int, root: bytes = ROOT, positions: tuple[int, ...] = ()) -> ResidentEntry:
+    return ResidentEntry(root, pack_tokens(range(count)), positions)
 
 
 def test_only_what_is_on_disk_may_be_given_up() -> None:
-    mirror = Mirror()
+    mirror = ResidentView()
     mirror.add("first", held(10))
     mirror.add("nowhere else", held(20))
     mirror.add("last", held(30))
     for name in ("last", "first", "gone meanwhile"):
         mirror.mark_durable(name)
-    assert mirror.durable() == ["first", "last"]
+    assert mirror.durable_ids() == ["first", "last"]
 
 
 def test_tokens_decide_and_never_another_namespace() -> None:
-    mirror = Mirror()
+    mirror = ResidentView()
     mirror.add("mine", held(10, positions=(4, 10)))
     mirror.add("theirs", held(30, OTHER))
     found = mirror.candidates(ROOT, pack_tokens([*range(8), 99]))
-    assert [(each.resident, each.common, each.positions) for each in found] == [("mine", 8, (4, 10))]
+    assert [(each.resident, each.common_tokens, each.positions) for each in found] == [("mine", 8, (4, 10))]
 
 
 def test_only_what_says_whose_it_is_is_adopted() -> None:
-    mirror, tokens = Mirror(), pack_tokens(range(10))
+    mirror, tokens = ResidentView(), pack_tokens(range(10))
     said, unsaid = (
         Resident(id=name, tokens=10, positions=[], bytes_held=1, last_used=0.0, ids=tokens, root=root)
         for name, root in (("said", OTHER), ("unsaid", b""))
@@ -48,11 +48,11 @@ def test_only_what_says_whose_it_is_is_adopted() -> None:
 
 
 def test_a_conversation_is_told_from_another_past_the_end_of_its_resident() -> None:
-    mirror = Mirror()
-    mirror.add("mine", Held(ROOT, pack_tokens(range(8)), turn_end=12, beyond=pack_tokens(range(8, 12))))
+    mirror = ResidentView()
+    mirror.add("mine", ResidentEntry(ROOT, pack_tokens(range(8)), turn_end=12, turn_tail=pack_tokens(range(8, 12))))
 
     def common(ids: list[int]) -> int:
-        return mirror.candidates(ROOT, pack_tokens(ids))[0].common
+        return mirror.candidates(ROOT, pack_tokens(ids))[0].common_tokens
 
     assert common([*range(20)]) == 12, "its own next turn"
     assert common([*range(10), 99]) == 10, "one that only begins as it does"
@@ -62,8 +62,8 @@ def test_a_conversation_is_told_from_another_past_the_end_of_its_resident() -> N
 @on_loop
 async def test_what_a_backend_says_while_it_loads_is_asked_again(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
-        upstream = Upstream(proxy.backend_url, proxy.home.secret())
-        knowledge = Knowledge(upstream)
+        upstream = Upstream(proxy.backend_url, proxy.home.load_secret())
+        knowledge = BackendState(upstream)
         proxy.backend.layout = None  # type: ignore[assignment]
         assert (await knowledge.status()).layout is None
         proxy.backend.layout = layout()

@@ -14,14 +14,21 @@ from aiohttp import web
 
 from support.proxy.audits import metric
 from support.proxy.harness import on_loop, pair, serve
-from warmline_common.protocol.messages import Pulse
+from warmline_common.protocol.messages import HealthReply
 from warmline_proxy.upstream import client as upstream
 from warmline_proxy.upstream.client import Upstream
-from warmline_proxy.upstream.watchdog import BACKEND, WARMING_STEPS, Standstill, Watchdog, command_of, limit_s
+from warmline_proxy.upstream.watchdog import (
+    BACKEND_COMMAND,
+    WARM_UP_STEPS,
+    StallTracker,
+    Watchdog,
+    read_command_line,
+    step_limit_s,
+)
 
 
-def pulse(step_age_s: float = 0.0, slowest_s: float = 0.0, steps: int = 1000) -> Pulse:
-    return Pulse(
+def pulse(step_age_s: float = 0.0, slowest_s: float = 0.0, steps: int = 1000) -> HealthReply:
+    return HealthReply(
         boot="b",
         pid=1,
         ready=True,
@@ -32,59 +39,59 @@ def pulse(step_age_s: float = 0.0, slowest_s: float = 0.0, steps: int = 1000) ->
     )
 
 
-def seen(pulse: Pulse | None, seconds: float, silent: bool = False) -> Standstill:
+def seen(pulse: HealthReply | None, seconds: float, silent: bool = False) -> StallTracker:
     """A backend that was looked at once a second, and all the time was in that step, or silent."""
-    standstill = Standstill()
+    standstill = StallTracker()
     if pulse:
-        standstill.heard(pulse, 1.0)
+        standstill.record_pulse(pulse, 1.0)
     for _ in range(int(seconds)):
         if silent or pulse is None:
-            standstill.unheard(1.0)
+            standstill.record_silence(1.0)
         else:
-            standstill.heard(pulse, 1.0)
+            standstill.record_pulse(pulse, 1.0)
     return standstill
 
 
 def test_a_step_may_take_the_limit_or_five_of_the_slowest() -> None:
-    assert limit_s(120, None) == 120
-    assert limit_s(120, pulse(slowest_s=10)) == 120
-    assert limit_s(120, pulse(slowest_s=57)) == 285
+    assert step_limit_s(120, None) == 120
+    assert step_limit_s(120, pulse(slowest_s=10)) == 120
+    assert step_limit_s(120, pulse(slowest_s=57)) == 285
     long_step = pulse(step_age_s=300, slowest_s=57)
-    assert seen(long_step, 285).why_hopeless(120, long_step) == ""
-    assert "300.0 s" in seen(long_step, 286).why_hopeless(120, long_step)
+    assert seen(long_step, 285).find_stall_reason(120, long_step) == ""
+    assert "300.0 s" in seen(long_step, 286).find_stall_reason(120, long_step)
 
 
 def test_the_first_steps_may_compile() -> None:
-    first = pulse(step_age_s=1e6, steps=WARMING_STEPS - 1)
-    assert seen(first, 599).why_hopeless(120, first) == ""
-    ninth = pulse(step_age_s=1e6, steps=WARMING_STEPS)
-    assert seen(ninth, 121).why_hopeless(120, ninth) != ""
+    first = pulse(step_age_s=1e6, steps=WARM_UP_STEPS - 1)
+    assert seen(first, 599).find_stall_reason(120, first) == ""
+    ninth = pulse(step_age_s=1e6, steps=WARM_UP_STEPS)
+    assert seen(ninth, 121).find_stall_reason(120, ninth) != ""
 
 
 def test_silence_counts_even_where_nothing_was_ever_heard() -> None:
-    assert seen(None, 10).why_hopeless(10, None) == ""
-    assert "not answered for 11.0 s" in seen(None, 11).why_hopeless(10, None)
-    assert "not answered" in seen(pulse(), 11, silent=True).why_hopeless(10, pulse())
+    assert seen(None, 10).find_stall_reason(10, None) == ""
+    assert "not answered for 11.0 s" in seen(None, 11).find_stall_reason(10, None)
+    assert "not answered" in seen(pulse(), 11, silent=True).find_stall_reason(10, pulse())
 
 
 def test_a_machine_that_slept_has_not_stood_still() -> None:
     asleep = pulse(step_age_s=3600)
-    standstill = Standstill()
-    standstill.heard(asleep, 1.0)
-    standstill.heard(asleep, 3600.0)
-    assert standstill.why_hopeless(120, asleep) == ""
+    standstill = StallTracker()
+    standstill.record_pulse(asleep, 1.0)
+    standstill.record_pulse(asleep, 3600.0)
+    assert standstill.find_stall_reason(120, asleep) == ""
 
 
 def test_whatever_moves_is_not_stuck() -> None:
     standstill = seen(pulse(step_age_s=100), 100)
-    assert standstill.heard(pulse(step_age_s=1, steps=1001), 1.0)
+    assert standstill.record_pulse(pulse(step_age_s=1, steps=1001), 1.0)
     assert standstill.stuck_s == 0.0
-    assert not standstill.heard(pulse(step_age_s=2, steps=1001), 1.0)
+    assert not standstill.record_pulse(pulse(step_age_s=2, steps=1001), 1.0)
     assert standstill.stuck_s == 1.0
 
 
 @asynccontextmanager
-async def process(name: str = BACKEND) -> AsyncIterator[asyncio.subprocess.Process]:
+async def process(name: str = BACKEND_COMMAND) -> AsyncIterator[asyncio.subprocess.Process]:
     """One that does nothing until it is killed, and is called as a backend is, unless `name` says otherwise."""
     code = "import signal; print(flush=True); signal.pause()"
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, name, stdout=asyncio.subprocess.PIPE)
@@ -147,7 +154,7 @@ async def test_a_request_waits_while_the_model_loads(tmp_path: Path) -> None:
 async def test_a_process_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     """Its pid may be in a file that a killed backend left."""
     async with process("somebody") as child, pair(tmp_path, wedge_timeout_s=0.2) as proxy:
-        assert "somebody" in command_of(child.pid)
+        assert "somebody" in read_command_line(child.pid)
         proxy.backend.pid, proxy.backend.step_age_s = child.pid, 1e6
         looks = proxy.backend.looks
         while proxy.backend.looks < looks + 20:
@@ -161,8 +168,8 @@ async def test_waiting_has_an_end_and_a_reason() -> None:
     watchdog = Watchdog(client, 10.0, Path("none"))
     watching = asyncio.create_task(watchdog.run())
     with pytest.raises(TimeoutError):
-        await watchdog.up(0.1)
-    assert "not reachable" in watchdog.why_down
+        await watchdog.wait_until_up(0.1)
+    assert "not reachable" in watchdog.down_reason
     watching.cancel()
     await client.close()
 
@@ -171,14 +178,14 @@ async def test_waiting_has_an_end_and_a_reason() -> None:
 async def test_connecting_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """X-Warmline-Connect-Timeout is one limit of one request, not of each of its three dispatches."""
     waits: list[float | None] = []
-    up = Watchdog.up
+    up = Watchdog.wait_until_up
 
     async def counted(self: Watchdog, timeout_s: float | None = None) -> None:
         if timeout_s:
             waits.append(timeout_s)
         await up(self, timeout_s)
 
-    monkeypatch.setattr(Watchdog, "up", counted)
+    monkeypatch.setattr(Watchdog, "wait_until_up", counted)
     async with pair(tmp_path) as proxy:
         await proxy.stop_backend()
         assert (await proxy.chat(headers={"X-Warmline-Connect-Timeout": "0.2"})).status == 503

@@ -13,7 +13,7 @@ import pytest
 from support.run.fake_managers import User
 from warmline_common.storage.file_lock import process_lock
 from warmline_run.services import systemd_units as units
-from warmline_run.services.service import settings_of
+from warmline_run.services.service import parse_arguments
 
 
 def test_install_boots_both_in_the_users_domain_and_again_boots_them_out_first(mac: User) -> None:
@@ -32,7 +32,10 @@ def test_install_boots_both_in_the_users_domain_and_again_boots_them_out_first(m
     mac.install("--wait-s", "0", "--disk-budget-gb", "3")
     out = [["bootout", f"{domain}/{labels[role]}"] for role in ("proxy", "backend")]
     assert mac.calls == [*boot, *out, *boot]
-    assert settings_of(plistlib.loads(Path(files["proxy"]).read_bytes())["ProgramArguments"])["disk_budget_gb"] == "3.0"
+    assert (
+        parse_arguments(plistlib.loads(Path(files["proxy"]).read_bytes())["ProgramArguments"])["disk_budget_gb"]
+        == "3.0"
+    )
     mac.run("uninstall")
     assert mac.calls == [*boot, *out, *boot, *out]
     assert not any(Path(file).exists() for file in files.values()) and (mac.home / "logs").is_dir()

@@ -11,10 +11,10 @@ import pytest
 from support.run.fake_managers import User
 from warmline_run.services import launchd_plists as plists
 from warmline_run.services import systemd_units as units
-from warmline_run.services.launchd import Launchd
-from warmline_run.services.manager import Installed
-from warmline_run.services.service import pair, settings_of
-from warmline_run.services.systemd import Systemd
+from warmline_run.services.launchd import LaunchdManager
+from warmline_run.services.manager import InstalledService
+from warmline_run.services.service import make_processes, parse_arguments
+from warmline_run.services.systemd import SystemdManager
 from warmline_run.settings.resolve import ConfigurationError, resolve
 from warmline_run.settings.schema import SETTINGS
 
@@ -47,8 +47,8 @@ def test_both_get_what_flags_and_variables_say_and_read_the_file_themselves(
     monkeypatch.chdir(tmp_path)
     flags = {"home": str(tmp_path), "model": "model", "lan": False, "kv_bits": "8"}
     variables = {"WARMLINE_REUSE": "exact", "HF_HOME": "/models", "HF_TOKEN": "hush", "MLX_METAL_JIT": "1", "X": "y"}
-    for agent in pair(resolve(flags, variables), variables):
-        given = settings_of(agent.arguments)
+    for agent in make_processes(resolve(flags, variables), variables):
+        given = parse_arguments(agent.arguments)
         assert given == {
             **{"home": str(tmp_path), "model": str(tmp_path / "model"), "lan": False, "kv_bits": "8"},
             **{"reuse": "exact", "log_files": True},
@@ -64,37 +64,39 @@ def test_every_setting_comes_back_from_the_command_line() -> None:
     flags: dict[str, object] = {
         name: others.get(name, not setting.default if isinstance(setting.default, bool) else setting.default)
         for name, setting in SETTINGS.items()
-        if setting.as_flag
+        if setting.has_flag
     }
     config = resolve({**flags, "home": "/nowhere"}, {})
-    (proxy, backend) = pair(config, {})
-    assert dict(resolve(settings_of(proxy.arguments), {})) == dict(config)
-    assert settings_of(backend.arguments) == settings_of(proxy.arguments)
+    (proxy, backend) = make_processes(config, {})
+    assert dict(resolve(parse_arguments(proxy.arguments), {})) == dict(config)
+    assert parse_arguments(backend.arguments) == parse_arguments(proxy.arguments)
 
 
 def test_what_an_agent_could_not_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="cachectl key add"):
-        pair(resolve({}, {"WARMLINE_CLIENT_KEY": "hush"}), {})
+        make_processes(resolve({}, {"WARMLINE_CLIENT_KEY": "hush"}), {})
     with pytest.raises(ConfigurationError, match="--name"):
-        pair(resolve({}, {}), {}, "Two words")
+        make_processes(resolve({}, {}), {}, "Two words")
     (tmp_path / "model").mkdir()
     (tmp_path / "warmline.toml").write_text('model = "model"')
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError, match="depends on the current folder"):
-        pair(resolve({"home": str(tmp_path)}, {}), {})
+        make_processes(resolve({"home": str(tmp_path)}, {}), {})
 
 
-@pytest.mark.parametrize("manager", [Launchd, Systemd])
-def test_a_file_is_read_back_as_it_was_meant(manager: type[Launchd] | type[Systemd], tmp_path: Path) -> None:
+@pytest.mark.parametrize("manager", [LaunchdManager, SystemdManager])
+def test_a_file_is_read_back_as_it_was_meant(
+    manager: type[LaunchdManager] | type[SystemdManager], tmp_path: Path
+) -> None:
     flags = {"home": str(tmp_path / ODD_HOME), "chat_template_args": ODD_ARGUMENTS, "served_name": ""}
-    agent = pair(resolve(flags, {}), {"MLX_X": 'a "b"\\ %c $d', "PATH": "/a b"}, "second")[0]
-    read = manager().parse(manager().content(agent))
-    assert read == Installed(agent.arguments, agent.environment, agent.exit_timeout_s)
+    agent = make_processes(resolve(flags, {}), {"MLX_X": 'a "b"\\ %c $d', "PATH": "/a b"}, "second")[0]
+    read = manager().parse_file(manager().render_file(agent))
+    assert read == InstalledService(agent.arguments, agent.environment, agent.exit_timeout_s)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"<plist/>", b"[Service]", plistlib.dumps({"Label": "x"}), b"a=b"])
 def test_what_is_no_file_of_ours_is_told(data: bytes) -> None:
-    for read in (plists.read, units.read):
+    for read in (plists.parse_plist, units.parse_unit):
         with pytest.raises(ValueError):
             read(data)
 

@@ -17,46 +17,46 @@ from warmline_run.cli import main as warmline
 from warmline_run.services import launchd as launchctl
 from warmline_run.services import logs, waiting
 from warmline_run.services import systemd as systemctl
-from warmline_run.services.launchd import Launchd
-from warmline_run.services.manager import ManagerFailed, State
+from warmline_run.services.launchd import LaunchdManager
+from warmline_run.services.manager import ServiceManagerError, ServiceState
 
 
 @pytest.mark.parametrize(
     ("printed", "state"),
     [
-        ("x = {\n\tstate = running\n\tpid = 7\n\tlast exit code = (never exited)\n}", State(True, 7)),
+        ("x = {\n\tstate = running\n\tpid = 7\n\tlast exit code = (never exited)\n}", ServiceState(True, 7)),
         (
             "x = {\n\tstate = not running\n\tlast exit code = 78: EX_CONFIG\n}",
-            State(True, None, "exit code 78: EX_CONFIG"),
+            ServiceState(True, None, "exit code 78: EX_CONFIG"),
         ),
-        ("x = {\n\tlast terminating signal = Killed: 9\n}", State(True, None, "killed by signal Killed: 9")),
-        ("x = {\n\tstate = spawn scheduled\n\tlast exit code = 0\n}", State(True)),
-        ("x = {\n\tstate = spawn scheduled\n\tlast terminating signal = Terminated: 15\n}", State(True)),
-        ("x = {\n\tstate = spawn scheduled\n\tlast exit code = 1\n}", State(True, None, "exit code 1")),
-        ("x = {\n\tendpoints = {\n\t\tpid = 8\n\t}\n\tlast exit code = (never exited)\n}", State(True)),
+        ("x = {\n\tlast terminating signal = Killed: 9\n}", ServiceState(True, None, "killed by signal Killed: 9")),
+        ("x = {\n\tstate = spawn scheduled\n\tlast exit code = 0\n}", ServiceState(True)),
+        ("x = {\n\tstate = spawn scheduled\n\tlast terminating signal = Terminated: 15\n}", ServiceState(True)),
+        ("x = {\n\tstate = spawn scheduled\n\tlast exit code = 1\n}", ServiceState(True, None, "exit code 1")),
+        ("x = {\n\tendpoints = {\n\t\tpid = 8\n\t}\n\tlast exit code = (never exited)\n}", ServiceState(True)),
     ],
 )
-def test_what_launchctl_prints_is_read(printed: str, state: State) -> None:
-    assert launchctl.state_in(printed) == state
+def test_what_launchctl_prints_is_read(printed: str, state: ServiceState) -> None:
+    assert launchctl.parse_state(printed) == state
 
 
 @pytest.mark.parametrize(
     ("shown", "state"),
     [
-        ("LoadState=loaded\nMainPID=7\nExecMainExitTimestampMonotonic=0", State(True, 7)),
-        ("LoadState=not-found\nMainPID=0\nExecMainExitTimestampMonotonic=0", State(False)),
+        ("LoadState=loaded\nMainPID=7\nExecMainExitTimestampMonotonic=0", ServiceState(True, 7)),
+        ("LoadState=not-found\nMainPID=0\nExecMainExitTimestampMonotonic=0", ServiceState(False)),
         (
             "LoadState=loaded\nMainPID=0\nExecMainCode=1\nExecMainStatus=2\nExecMainExitTimestampMonotonic=5",
-            State(True, None, "exit code 2"),
+            ServiceState(True, None, "exit code 2"),
         ),
         (
             "LoadState=loaded\nMainPID=0\nExecMainCode=2\nExecMainStatus=9\nExecMainExitTimestampMonotonic=5",
-            State(True, None, "killed by signal 9"),
+            ServiceState(True, None, "killed by signal 9"),
         ),
     ],
 )
-def test_what_systemctl_shows_is_read(shown: str, state: State) -> None:
-    assert systemctl.state_in(shown) == state
+def test_what_systemctl_shows_is_read(shown: str, state: ServiceState) -> None:
+    assert systemctl.parse_state(shown) == state
 
 
 @contextmanager
@@ -80,11 +80,11 @@ def answering(*answers: tuple[int, Any]) -> Iterator[Address]:
         server.shutdown()
 
 
-class Running(Launchd):
+class Running(LaunchdManager):
     """Agents of which all run."""
 
-    def state(self, which: object) -> State:
-        return State(True, 1)
+    def read_state(self, which: object) -> ServiceState:
+        return ServiceState(True, 1)
 
 
 def test_waiting_tells_each_reason_once_and_ends_when_requests_are_served(
@@ -94,36 +94,36 @@ def test_waiting_tells_each_reason_once_and_ends_when_requests_are_served(
     loading = (503, {"ready": False, "reason": "loading"})
     told: list[str] = []
     with answering(loading, loading, (503, []), (200, {"model": "tiny"})) as address:
-        assert waiting.until_ready(Running(), "", address, {}, 60, told.append) == ""
+        assert waiting.wait_until_ready(Running(), "", address, {}, 60, told.append) == ""
     assert told == ["waiting: loading", "waiting: the proxy answers 503"]
     with answering(loading) as address:
-        problem = waiting.until_ready(Running(), "", address, {}, 0, told.append)
+        problem = waiting.wait_until_ready(Running(), "", address, {}, 0, told.append)
         assert problem == "not ready after 0 s: loading; it goes on starting"
 
 
 def test_the_last_lines_reach_back_over_a_rotation(tmp_path: Path) -> None:
     log = tmp_path / "proxy.log"
-    assert logs.last_lines(log, 3) == []
+    assert logs.read_last_lines(log, 3) == []
     log.with_name("proxy.log.1").write_text("one\ntwo\nthree\n")
     log.write_text("four\n")
-    assert logs.last_lines(log, 3) == ["two", "three", "four"] and logs.last_lines(log, 1) == ["four"]
+    assert logs.read_last_lines(log, 3) == ["two", "three", "four"] and logs.read_last_lines(log, 1) == ["four"]
     shown: list[str] = []
     assert logs.show([tmp_path / "none", log], 1, shown.append) and shown == ["four\n"]
 
 
 def test_what_is_followed_goes_on_through_rotation_and_truncation(tmp_path: Path) -> None:
     log = tmp_path / "proxy.log"
-    followed = logs.Followed(log)
-    assert followed.more() == ""
+    followed = logs.LogFollower(log)
+    assert followed.read_added() == ""
     log.write_text("one\n")
-    assert followed.more() == "one\n"
+    assert followed.read_added() == "one\n"
     with log.open("a") as file:
         file.write("two\n")
     log.rename(tmp_path / "proxy.log.1")
     log.write_text("three\n")
-    assert followed.more() == "two\nthree\n"
+    assert followed.read_added() == "two\nthree\n"
     log.write_text("4\n")
-    assert followed.more() == "4\n"
+    assert followed.read_added() == "4\n"
     written: list[str] = []
     turns = iter([False, True])
 
@@ -149,9 +149,9 @@ def test_a_configuration_error_is_one_line_and_0_under_launchd(
 
     monkeypatch.setenv("WARMLINE_AGENT", keeper)
     starts = [
-        lambda: wire_kept.end(lambda: proxy(["--no-such-flag"])),
-        lambda: wire_kept.end(lambda: proxy(["--host", "0.0.0.0", "--home", str(tmp_path)])),
-        lambda: wire_kept.end(lambda: len(str(parse_config(["--home", "x", "--model", "y", "--temp", "z"])))),
+        lambda: wire_kept.run_main(lambda: proxy(["--no-such-flag"])),
+        lambda: wire_kept.run_main(lambda: proxy(["--host", "0.0.0.0", "--home", str(tmp_path)])),
+        lambda: wire_kept.run_main(lambda: len(str(parse_config(["--home", "x", "--model", "y", "--temp", "z"])))),
         warmline,
     ]
     monkeypatch.setattr("sys.argv", ["warmline", "backend", "--home", str(tmp_path), "--port", "http"])
@@ -166,20 +166,20 @@ def test_a_configuration_error_is_one_line_and_0_under_launchd(
 def test_other_ends_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WARMLINE_AGENT", "launchd")
     assert [wire_kept.exit_code(code) for code in (0, 1, 2, 3)] == [0, 1, 0, 3]
-    assert [kept.exit_code(code) for code in (0, 1, 2, 3)] == [0, 1, 0, 3]
-    assert wire_kept.code_of_held() == 1, "who holds the home may let go"
+    assert [kept.map_exit_code(code) for code in (0, 1, 2, 3)] == [0, 1, 0, 3]
+    assert wire_kept.locked_home_exit_code() == 1, "who holds the home may let go"
     monkeypatch.delenv("WARMLINE_AGENT")
-    assert wire_kept.code_of_held() == 2
-    assert kept.VARIABLE == wire_kept.KEEPER
+    assert wire_kept.locked_home_exit_code() == 2
+    assert kept.MANAGER_VARIABLE == wire_kept.AGENT_VARIABLE
 
 
 def test_the_file_with_what_a_kept_process_prints_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "OUTPUT_BYTES_MAX", 10)
     with (tmp_path / "proxy.stderr").open("ab", 0) as file:
         file.write(b"x" * 11)
-        kept.bound_output({}, file.fileno())
+        kept.truncate_output({}, file.fileno())
         assert file.seek(0, 2) == 11
-        kept.bound_output({"WARMLINE_AGENT": "launchd"}, file.fileno())
+        kept.truncate_output({"WARMLINE_AGENT": "launchd"}, file.fileno())
         file.write(b"new")
     assert (tmp_path / "proxy.stderr").read_bytes() == b"new"
 
@@ -188,5 +188,5 @@ def test_a_tool_that_says_nothing_is_told_by_its_exit_code(tmp_path: Path, monke
     (tmp_path / "launchctl").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "launchctl").chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ManagerFailed, match="launchctl print x: exit code 9"):
-        Launchd().tell("print", "x")
+    with pytest.raises(ServiceManagerError, match="launchctl print x: exit code 9"):
+        LaunchdManager().run_checked("print", "x")

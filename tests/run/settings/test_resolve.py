@@ -6,15 +6,17 @@ from pathlib import Path
 import pytest
 
 from warmline_backend.config import parse_config as parse_backend
-from warmline_proxy.config import parse as parse_proxy
+from warmline_proxy.config import parse_config as parse_proxy
 from warmline_proxy.explain.stabilize import RULES
 from warmline_run import openblas
 from warmline_run import processes as commands
-from warmline_run.settings.resolve import Config, ConfigurationError, misspelt, resolve
+from warmline_run.settings.resolve import ConfigurationError, ResolvedConfig, describe_misspelt_variables, resolve
 from warmline_run.settings.schema import SETTINGS, STABILIZE
 
 
-def configured(home: Path, toml: str = "", environment: dict[str, str] | None = None, **flags: object) -> Config:
+def configured(
+    home: Path, toml: str = "", environment: dict[str, str] | None = None, **flags: object
+) -> ResolvedConfig:
     (home / "warmline.toml").write_text(toml)
     return resolve({"home": str(home), **flags}, environment or {})
 
@@ -23,7 +25,7 @@ def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
     toml = "prefill_step_size = 100\nport = 9001\ndisk_budget_gb = 2"
     environment = {"WARMLINE_PREFILL_STEP_SIZE": "200", "WARMLINE_PORT": "9002"}
     config = configured(tmp_path, toml, environment, prefill_step_size="300")
-    origin = config.origin
+    origin = config.effective_settings
     assert (config["prefill_step_size"], origin["prefill_step_size"].source) == (300, "--prefill-step-size")
     assert (config["port"], origin["port"].source) == (9002, "WARMLINE_PORT")
     assert (config["disk_budget_gb"], origin["disk_budget_gb"].source) == (2.0, str(tmp_path / "warmline.toml"))
@@ -33,7 +35,7 @@ def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
 def test_the_home_decides_which_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "warmline.toml").write_text('reuse = "off"')
     config = resolve({}, {"WARMLINE_HOME": str(tmp_path)})
-    assert (config["home"], config.origin["home"].source) == (str(tmp_path), "WARMLINE_HOME")
+    assert (config["home"], config.effective_settings["home"].source) == (str(tmp_path), "WARMLINE_HOME")
     assert config["reuse"] == "off"
 
 
@@ -123,7 +125,7 @@ def test_the_two_ports_must_differ(tmp_path: Path) -> None:
 def test_the_client_key_reaches_the_proxy_by_its_environment_only(tmp_path: Path) -> None:
     config = configured(tmp_path, 'client_key = "from-file"')
     surroundings = {"WARMLINE_CLIENT_KEY": "stale", "PATH": "/bin"}
-    proxy, backend = commands.proxy(config, surroundings), commands.backend(config, "m", surroundings)
+    proxy, backend = commands.proxy_command(config, surroundings), commands.backend_command(config, "m", surroundings)
     assert proxy.environment["WARMLINE_CLIENT_KEY"] == "from-file"
     assert "WARMLINE_CLIENT_KEY" not in backend.environment
     assert not any("from-file" in argument for argument in proxy.arguments + backend.arguments)
@@ -131,7 +133,7 @@ def test_the_client_key_reaches_the_proxy_by_its_environment_only(tmp_path: Path
 
 def test_what_is_not_set_is_not_passed(tmp_path: Path) -> None:
     config = configured(tmp_path, "disk_budget_gb = 0", trust_remote_code=True, model="/m")
-    backend, proxy = commands.backend(config, "/m", {}).arguments, commands.proxy(config, {}).arguments
+    backend, proxy = commands.backend_command(config, "/m", {}).arguments, commands.proxy_command(config, {}).arguments
     assert "--trust-remote-code" in backend
     assert not {"--kv-bits", "--memory-budget-gb", "--max-tokens", "--adapter-path", "--served-name"} & set(backend)
     assert proxy[proxy.index("--disk-budget-gb") + 1] == "0.0"  # 0 means none, not the default
@@ -139,11 +141,11 @@ def test_what_is_not_set_is_not_passed(tmp_path: Path) -> None:
 
 def test_each_process_takes_the_flags_that_it_is_given(tmp_path: Path) -> None:
     config = configured(tmp_path, drain_timeout_s="7.5", on_disconnect="finish-prefill", send_timeout_s="1e3")
-    given = commands.proxy(config, {})
+    given = commands.proxy_command(config, {})
     proxy = parse_proxy(given.arguments[4:], {})
     for name in set(commands.PROXY_SETTINGS) - {"home", "disk_budget_gb"}:
         assert getattr(proxy, name) == config[name], name
-    backend = parse_backend(commands.backend(config, "m", {}).arguments[4:])
+    backend = parse_backend(commands.backend_command(config, "m", {}).arguments[4:])
     assert (backend.drain_timeout_s, backend.running_count_max) == (7.5, 16)
     assert given.drain_timeout_s == 7.5
 
@@ -154,9 +156,9 @@ def test_rules_are_names_in_a_list_and_reach_the_proxy(tmp_path: Path) -> None:
         configured(tmp_path, stabilize=" times, tool-order,times"),
         configured(tmp_path, 'stabilize = ["times", "tool-order"]'),
     ):
-        proxy = parse_proxy(commands.proxy(config, {}).arguments[4:], {})
+        proxy = parse_proxy(commands.proxy_command(config, {}).arguments[4:], {})
         assert proxy.stabilize_rules == ("times", "tool-order")
-    assert parse_proxy(commands.proxy(configured(tmp_path), {}).arguments[4:], {}).stabilize_rules == ()
+    assert parse_proxy(commands.proxy_command(configured(tmp_path), {}).arguments[4:], {}).stabilize_rules == ()
     for wrong in ('stabilize = "clocks"', "stabilize = 3", "stabilize = [1]"):
         with pytest.raises(ConfigurationError, match=r"stabilize .*expected some of times, dates, ids"):
             configured(tmp_path, wrong)
@@ -167,10 +169,13 @@ def test_origins_are_a_list_and_reach_the_proxy(tmp_path: Path) -> None:
         configured(tmp_path, cors_origins="http://localhost:3000, https://a.example"),
         configured(tmp_path, 'cors_origins = ["http://localhost:3000", "https://a.example"]'),
     ):
-        proxy = parse_proxy(commands.proxy(config, {}).arguments[4:], {})
+        proxy = parse_proxy(commands.proxy_command(config, {}).arguments[4:], {})
         assert proxy.allowed_origins == {"http://localhost:3000", "https://a.example"}
-    assert parse_proxy(commands.proxy(configured(tmp_path, cors_origins="*"), {}).arguments[4:], {}).cors_origins == "*"
-    assert parse_proxy(commands.proxy(configured(tmp_path), {}).arguments[4:], {}).allowed_origins == set()
+    assert (
+        parse_proxy(commands.proxy_command(configured(tmp_path, cors_origins="*"), {}).arguments[4:], {}).cors_origins
+        == "*"
+    )
+    assert parse_proxy(commands.proxy_command(configured(tmp_path), {}).arguments[4:], {}).allowed_origins == set()
     for wrong in ('cors_origins = "a.example"', "cors_origins = true", 'cors_origins = ["https://a.example/"]'):
         with pytest.raises(ConfigurationError, match=r"cors_origins .*expected origins such as https://app"):
             configured(tmp_path, wrong)
@@ -183,10 +188,10 @@ def test_template_arguments_are_json_or_a_table_and_reach_the_backend(tmp_path: 
     flag = configured(tmp_path, table, chat_template_args=given)
     variable = configured(tmp_path, table, {"WARMLINE_CHAT_TEMPLATE_ARGS": given})
     for config in (flag, variable):
-        assert parse_backend(commands.backend(config, "m", {}).arguments[4:]).template_args == expected
+        assert parse_backend(commands.backend_command(config, "m", {}).arguments[4:]).template_args == expected
     file = configured(tmp_path, table)
-    assert file.origin["chat_template_args"].source == str(tmp_path / "warmline.toml")
-    told = parse_backend(commands.backend(file, "m", {}).arguments[4:]).template_args
+    assert file.effective_settings["chat_template_args"].source == str(tmp_path / "warmline.toml")
+    told = parse_backend(commands.backend_command(file, "m", {}).arguments[4:]).template_args
     assert told == {"enable_thinking": False, "deep": {"n": 1.5, "tags": ["a"]}}
     assert configured(tmp_path, environment={"WARMLINE_CHAT_TEMPLATE_ARGS": ""})["chat_template_args"] == "{}"
 
@@ -194,11 +199,11 @@ def test_template_arguments_are_json_or_a_table_and_reach_the_backend(tmp_path: 
 def test_the_backend_hears_of_its_options_and_has_the_same_defaults(tmp_path: Path) -> None:
     options = {"prefill_step_size": "auto", "temp": "0.7", "top_p": "0.9", "gpu_keepalive": "2.5", "max_tokens": "9"}
     config = configured(tmp_path, trust_remote_code=True, **options)
-    backend = parse_backend(commands.backend(config, "m", {}).arguments[4:])
+    backend = parse_backend(commands.backend_command(config, "m", {}).arguments[4:])
     assert (backend.prefill_step_size, backend.temperature, backend.top_p) == (0, 0.7, 0.9)
     assert (backend.gpu_keepalive_s, backend.max_tokens, backend.trust_remote_code) == (2.5, 9, True)
     alone = parse_backend(["--home", str(tmp_path), "--model", "m", "--running-count-max", "16"])
-    assert parse_backend(commands.backend(configured(tmp_path), "m", {}).arguments[4:]) == replace(
+    assert parse_backend(commands.backend_command(configured(tmp_path), "m", {}).arguments[4:]) == replace(
         alone, port=8025, served_name="smollm2-135m-instruct"
     )
 
@@ -212,7 +217,7 @@ def test_both_tables_of_defaults_agree(tmp_path: Path) -> None:
 def test_a_misspelt_variable_is_told_with_the_nearest_right_one() -> None:
     environment = {"WARMLINE_PROT": "1", "WARMLINE_COLOUR": "red", "WARMLINE_PORT": "9", "PORT": "8", "WARMLINE_": ""}
     ours = {"WARMLINE_PARENT_PIPE": "5", "WARMLINE_CLIENT_KEY": "k", "WARMLINE_HOME": "/h"}
-    assert misspelt({**environment, **ours}) == [
+    assert describe_misspelt_variables({**environment, **ours}) == [
         "WARMLINE_ is no setting and has no effect",
         "WARMLINE_COLOUR is no setting and has no effect",
         "WARMLINE_PROT is no setting and has no effect; did you mean WARMLINE_PORT?",
@@ -220,11 +225,11 @@ def test_a_misspelt_variable_is_told_with_the_nearest_right_one() -> None:
 
 
 def test_the_backend_leaves_the_cores_to_others_between_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(openblas, "wanted", lambda: True)
-    monkeypatch.setattr(openblas, "find", lambda: Path("/x/libopenblas.so.0"))
+    monkeypatch.setattr(openblas, "is_openblas_needed", lambda: True)
+    monkeypatch.setattr(openblas, "find_library", lambda: Path("/x/libopenblas.so.0"))
     config = configured(tmp_path)
-    environment = commands.backend(config, "m", {"OPENBLAS_NUM_THREADS": "1"}).environment
+    environment = commands.backend_command(config, "m", {"OPENBLAS_NUM_THREADS": "1"}).environment
     assert environment["LD_PRELOAD"] == "/x/libopenblas.so.0"
     assert environment["OPENBLAS_THREAD_TIMEOUT"] == "20" and environment["OPENBLAS_NUM_THREADS"] == "1"
-    theirs = commands.backend(config, "m", {"OPENBLAS_THREAD_TIMEOUT": "4"}).environment
+    theirs = commands.backend_command(config, "m", {"OPENBLAS_THREAD_TIMEOUT": "4"}).environment
     assert theirs["OPENBLAS_THREAD_TIMEOUT"] == "4"

@@ -9,46 +9,67 @@ import pytest
 from warmline_proxy.audit.comparison import TOLERANCES
 from warmline_run.smoke import judge as judging
 from warmline_run.smoke.checks.tools import SCHEMA
-from warmline_run.smoke.judge import argument_flaw, collapsed, difference, disagreement, markup_in, tolerance_of
-from warmline_run.smoke.responses import Answer, Malformed, StreamFold, TokenChoice, error_of, read_answer
+from warmline_run.smoke.judge import (
+    find_argument_flaw,
+    find_disagreement,
+    find_markup,
+    infer_tolerance,
+    is_collapsed,
+    logprob_difference,
+)
+from warmline_run.smoke.responses import (
+    ChatCompletion,
+    MalformedAnswerError,
+    StreamFold,
+    TokenChoice,
+    format_error_body,
+    parse_completion,
+)
 from warmline_run.smoke.sse import EventReader
 from warmline_run.smoke.transcript import Transcript
 
 A, B = math.log(0.4), math.log(0.4) - 5e-4  # as near as float32 promises
 
 
-def answer(*tokens: tuple[str, dict[str, float]], finish: str = "length", text: str = "") -> Answer:
+def answer(*tokens: tuple[str, dict[str, float]], finish: str = "length", text: str = "") -> ChatCompletion:
     choices = tuple(TokenChoice(token, top[token], top) for token, top in tokens)
     said = text or " ".join(token for token, _ in tokens)
-    return Answer(text=said, reasoning="", calls=(), finish=finish, model="m", usage={}, tokens=choices)
+    return ChatCompletion(
+        text=said, reasoning="", tool_calls=(), finish_reason=finish, model="m", usage={}, tokens=choices
+    )
 
 
 def test_near_ties_agree_and_others_do_not() -> None:
     one, other = answer(("x", {"x": A, "y": B})), answer(("y", {"y": A, "x": B}))
-    assert disagreement(one, other) == ""
-    assert "token 1" in disagreement(one, other, tolerance=1e-4)
+    assert find_disagreement(one, other) == ""
+    assert "token 1" in find_disagreement(one, other, tolerance=1e-4)
     sure = answer(("y", {"y": A, "x": B - 1}))
-    assert disagreement(one, sure).startswith("they part at token 1") and disagreement(one, sure, tolerance=2) == ""
-    assert "nowhere near" in disagreement(answer(("x", {"x": A})), other)
-    assert disagreement(one, answer(("x", {"x": math.nan}), text="else")) == "the same tokens became different text"
+    assert (
+        find_disagreement(one, sure).startswith("they part at token 1")
+        and find_disagreement(one, sure, tolerance=2) == ""
+    )
+    assert "nowhere near" in find_disagreement(answer(("x", {"x": A})), other)
+    assert (
+        find_disagreement(one, answer(("x", {"x": math.nan}), text="else")) == "the same tokens became different text"
+    )
 
 
 def test_where_one_ends_the_other_must_have_nearly_ended() -> None:
     short = answer(("x", {"x": A}), finish="stop")
-    assert disagreement(short, answer(("x", {"x": A}), ("y", {"y": A, "<end>": B}))) == ""
-    assert "token 2" in disagreement(short, answer(("x", {"x": A}), ("y", {"y": A, "z": B - 1})))
+    assert find_disagreement(short, answer(("x", {"x": A}), ("y", {"y": A, "<end>": B}))) == ""
+    assert "token 2" in find_disagreement(short, answer(("x", {"x": A}), ("y", {"y": A, "z": B - 1})))
 
 
 def test_without_log_probabilities_texts_are_compared() -> None:
-    one, other = (Answer(text, "", (), "stop", "m", {}) for text in ("all is well", "all is bad"))
-    assert "character 7" in disagreement(one, other) and disagreement(one, one) == ""
+    one, other = (ChatCompletion(text, "", (), "stop", "m", {}) for text in ("all is well", "all is bad"))
+    assert "character 7" in find_disagreement(one, other) and find_disagreement(one, one) == ""
 
 
 @pytest.mark.parametrize(
     ("values", "tolerance"), [((-0.5, -1.25), 2.0), ((-0.5, -1.0009765625), 0.125), ((-0.1, -2.3), 1e-3), ((), 1e-3)]
 )
 def test_the_tolerance_is_the_one_of_their_type(values: tuple[float, ...], tolerance: float) -> None:
-    assert tolerance_of(TokenChoice("x", value, {"x": value}) for value in values) == tolerance
+    assert infer_tolerance(TokenChoice("x", value, {"x": value}) for value in values) == tolerance
 
 
 def test_the_tolerances_are_those_of_audits() -> None:
@@ -63,20 +84,20 @@ def test_the_tolerances_are_those_of_audits() -> None:
 
 def test_the_difference_is_that_of_what_both_chose() -> None:
     one = answer(("x", {"x": -0.5}), ("y", {"y": -1.0}))
-    assert difference(one, answer(("x", {"x": -0.75}), ("z", {"z": -9.0}))) == 0.25
+    assert logprob_difference(one, answer(("x", {"x": -0.75}), ("z", {"z": -9.0}))) == 0.25
 
 
 def test_a_collapse_is_one_beside_what_is_none() -> None:
     text = "The build fails since the index is missing; look at the journal first."
-    assert collapsed("!" * 60, text) and not collapsed("!" * 60, "?" * 60) and not collapsed(text, text)
-    assert not collapsed("!!!!", text), "too short to say"
+    assert is_collapsed("!" * 60, text) and not is_collapsed("!" * 60, "?" * 60) and not is_collapsed(text, text)
+    assert not is_collapsed("!!!!", text), "too short to say"
 
 
 @pytest.mark.parametrize(
     "text", ["a<|im_end|>", "<think>", "</tool_call>", "[TOOL_CALLS]", "<\uff5cUser\uff5c>", "</s>", "<start_of_turn>"]
 )
 def test_markers_are_found(text: str) -> None:
-    assert markup_in(f"Well, {text} yes") and not markup_in("if (a<b || c|d>e) [1] </p> List<String>")
+    assert find_markup(f"Well, {text} yes") and not find_markup("if (a<b || c|d>e) [1] </p> List<String>")
 
 
 @pytest.mark.parametrize(
@@ -92,9 +113,9 @@ def test_markers_are_found(text: str) -> None:
 )
 def test_arguments_follow_the_schema(arguments: dict[str, Any], flaw: str) -> None:
     right = {"path": "/etc/hostname", "count": 9, "numbered": True}
-    said = argument_flaw({**right, **arguments}, SCHEMA)
+    said = find_argument_flaw({**right, **arguments}, SCHEMA)
     assert (flaw and flaw in said) or said == flaw
-    assert argument_flaw([], SCHEMA) and "missing" in argument_flaw({"count": 1}, SCHEMA)
+    assert find_argument_flaw([], SCHEMA) and "missing" in find_argument_flaw({"count": 1}, SCHEMA)
 
 
 def test_events_are_read_in_whatever_pieces_they_come() -> None:
@@ -120,32 +141,32 @@ def test_a_stream_is_put_together() -> None:
     assert spoke == [False, True, True, True, True]
     fold.add(json.dumps({"choices": [{"delta": {}, "finish_reason": "tool_calls"}], "usage": None}))
     fold.add(json.dumps({"choices": [], "usage": {"prompt_tokens": 3}}))
-    assert not fold.answer().ended_cleanly
+    assert not fold.build().has_done_marker
     fold.add("[DONE]")
-    whole = fold.answer()
-    assert (whole.text, whole.reasoning, whole.finish, whole.prompt_tokens) == ("Yes", "Hm.", "tool_calls", 3)
-    assert whole.calls[0]["function"] == {"name": "f", "arguments": "{}"} and whole.ended_cleanly
+    whole = fold.build()
+    assert (whole.text, whole.reasoning, whole.finish_reason, whole.prompt_tokens) == ("Yes", "Hm.", "tool_calls", 3)
+    assert whole.tool_calls[0]["function"] == {"name": "f", "arguments": "{}"} and whole.has_done_marker
 
 
 @pytest.mark.parametrize("data", ['{"error": {"message": "gone"}}', "nothing", "[]", '{"choices": [7]}'])
 def test_what_is_no_stream_is_malformed(data: str) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedAnswerError):
         StreamFold().add(data)
 
 
 @pytest.mark.parametrize("data", [None, {}, {"choices": []}, {"choices": [{"message": {"content": 7}}]}])
 def test_what_is_no_answer_is_malformed(data: Any) -> None:
-    with pytest.raises(Malformed):
-        read_answer(data)
+    with pytest.raises(MalformedAnswerError):
+        parse_completion(data)
 
 
 def test_a_refusal_is_told_in_a_line() -> None:
-    assert error_of(b'{"error": {"message": "too\\nlong"}}') == "too long"
-    assert error_of(b'{"error": "no"}') == "no" and error_of(b"<html>") == "<html>"
+    assert format_error_body(b'{"error": {"message": "too\\nlong"}}') == "too long"
+    assert format_error_body(b'{"error": "no"}') == "no" and format_error_body(b"<html>") == "<html>"
 
 
 def test_a_transcript_is_its_seeds() -> None:
     one, other = Transcript("a", 3000), Transcript("b", 3000)
-    assert one.said(3) == Transcript("a", 3000).said(3) != other.said(3)
-    assert all(2500 < len(one.said(turn)) < 4000 for turn in range(1, 8))
-    assert len({one.said(turn) for turn in range(1, 8)}) == 7
+    assert one.render_turn(3) == Transcript("a", 3000).render_turn(3) != other.render_turn(3)
+    assert all(2500 < len(one.render_turn(turn)) < 4000 for turn in range(1, 8))
+    assert len({one.render_turn(turn) for turn in range(1, 8)}) == 7

@@ -37,21 +37,21 @@ from support.run.smoke_servers import (
 )
 from warmline_common.storage.file_lock import process_lock
 from warmline_run.settings.resolve import ConfigurationError, resolve
-from warmline_run.smoke.check import FAILED, NOT_RUN, PASSED, Outcome, Scale, Visit
-from warmline_run.smoke.client import Server
+from warmline_run.smoke.check import FAILED, NOT_RUN, PASSED, Outcome, Scale, Target
+from warmline_run.smoke.client import SmokeClient
 from warmline_run.smoke.command import (
     EXIT_FAILED,
     EXIT_PASSED,
     EXIT_UNREACHABLE,
-    Target,
-    Wanted,
-    base_url,
-    examine_visit,
-    target,
+    Endpoint,
+    RunOptions,
+    find_endpoint,
+    normalize_url,
+    run_checks_async,
 )
-from warmline_run.smoke.runner import GATES, chosen, run
+from warmline_run.smoke.runner import CHECKS, find_checks, run_checks
 
-NAMES = [gate.name for gate in GATES]
+NAMES = [gate.name for gate in CHECKS]
 SMALL = Scale(turns_count=6, turn_bytes=400, long_tokens=1500, quick_s=0.0)
 TIMEOUT_S = 20.0
 
@@ -65,9 +65,9 @@ def outcomes(
     grid_tokens: int = 0,
 ) -> dict[str, Outcome]:
     async def ask() -> dict[str, Outcome]:
-        async with served(server()) as url, Server(url, timeout_s=timeout_s, model="honest-model") as asked:
-            visit = Visit(asked, "seed", SMALL, grid_tokens=grid_tokens, home=home, may_restart=home is not None)
-            return {outcome.gate.name: outcome async for outcome in run(visit, chosen(names))}
+        async with served(server()) as url, SmokeClient(url, timeout_s=timeout_s, model="honest-model") as asked:
+            visit = Target(asked, "seed", SMALL, grid_tokens=grid_tokens, home=home, may_restart=home is not None)
+            return {outcome.check.name: outcome async for outcome in run_checks(visit, find_checks(names))}
 
     return asyncio.run(ask())
 
@@ -133,12 +133,12 @@ def test_settings_speak_of_their_own_server_alone(tmp_path: Path) -> None:
     lines = ["port = 9000", 'host = "0.0.0.0"', 'client_key = "hush"', "kv_bits = 8", 'reuse = "exact"']
     (tmp_path / "warmline.toml").write_text("\n".join(lines))
     config = resolve({"home": str(tmp_path)}, {})
-    own = Target("http://127.0.0.1:9000/v1", "hush", tmp_path, 2048, 0.4)
-    assert target(config, "", {}) == target(config, "http://127.0.0.1:9000/v1/", {}) == own
-    assert target(config, "http://other:9000/v1", {}) == Target("http://other:9000/v1", "", None)
-    assert target(config, "http://[::1]:9001/v1", {}) == Target("http://[::1]:9001/v1", "", tmp_path)
+    own = Endpoint("http://127.0.0.1:9000/v1", "hush", tmp_path, 2048, 0.4)
+    assert find_endpoint(config, "", {}) == find_endpoint(config, "http://127.0.0.1:9000/v1/", {}) == own
+    assert find_endpoint(config, "http://other:9000/v1", {}) == Endpoint("http://other:9000/v1", "", None)
+    assert find_endpoint(config, "http://[::1]:9001/v1", {}) == Endpoint("http://[::1]:9001/v1", "", tmp_path)
     variable = {"WARMLINE_CLIENT_KEY": "mine"}
-    assert target(config, "http://other/v1", variable).key == "mine"
+    assert find_endpoint(config, "http://other/v1", variable).key == "mine"
 
 
 def test_the_running_proxy_of_the_home_is_asked_unless_something_else_is_named(tmp_path: Path) -> None:
@@ -150,17 +150,19 @@ def test_the_running_proxy_of_the_home_is_asked_unless_something_else_is_named(t
     told.write_text(place)
     running, settings = "http://127.0.0.1:9000/v1", "http://127.0.0.1:8026/v1"
     with process_lock(tmp_path / "home.lock"):
-        assert target(config, "", {}) == target(config, running, {}) == Target(running, "hush", tmp_path)
-        assert target(config, settings, {}).url == settings
-        assert target(config, "http://other/v1", {}).url == "http://other/v1"
+        assert (
+            find_endpoint(config, "", {}) == find_endpoint(config, running, {}) == Endpoint(running, "hush", tmp_path)
+        )
+        assert find_endpoint(config, settings, {}).url == settings
+        assert find_endpoint(config, "http://other/v1", {}).url == "http://other/v1"
         variable = {"WARMLINE_PORT": "9001"}
-        assert target(resolve({"home": str(tmp_path)}, variable), "", variable).url == "http://127.0.0.1:9001/v1"
+        assert find_endpoint(resolve({"home": str(tmp_path)}, variable), "", variable).url == "http://127.0.0.1:9001/v1"
         for broken in (json.dumps({"pid": 1, "url": running}), "", "[]", '{"pid": 1}'):
             told.write_text(broken)
-            assert target(config, "", {}).url == settings
+            assert find_endpoint(config, "", {}).url == settings
     told.write_text(place)  # left by one that was killed: its pid, and its port, may be somebody else's by now
-    assert target(config, "", {}).url == settings
-    assert target(config, running, {}) == Target(running, "", tmp_path), "who listens there hears no key"
+    assert find_endpoint(config, "", {}).url == settings
+    assert find_endpoint(config, running, {}) == Endpoint(running, "", tmp_path), "who listens there hears no key"
 
 
 @pytest.mark.parametrize(
@@ -175,20 +177,20 @@ def test_the_running_proxy_of_the_home_is_asked_unless_something_else_is_named(t
     ],
 )
 def test_an_address_near_the_base_url_is_understood(given: str, meant: str) -> None:
-    assert base_url(given) == meant
+    assert normalize_url(given) == meant
 
 
 @pytest.mark.parametrize("wrong", ["h:8026/v1", "ftp://h/v1", "http://h:99999/v1", "http:///v1", "http://h/v1?a=b", ""])
 def test_what_is_no_address_is_refused_with_an_example(wrong: str) -> None:
     with pytest.raises(ConfigurationError, match=r"expected an address such as http://127\.0\.0\.1:8026/v1"):
-        base_url(wrong)
+        normalize_url(wrong)
 
 
 def test_a_url_that_leads_elsewhere_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     async def ask(model: str) -> int:
         async with served(HonestServer()) as url:
-            visit = Visit(Server(f"{url}/v2", "", TIMEOUT_S, model), "seed", SMALL)
-            return await examine_visit(visit, Wanted(chosen(["load"])))
+            visit = Target(SmokeClient(f"{url}/v2", "", TIMEOUT_S, model), "seed", SMALL)
+            return await run_checks_async(visit, RunOptions(find_checks(["load"])))
 
     assert asyncio.run(ask("")) == EXIT_UNREACHABLE
     shown = capsys.readouterr()
@@ -223,12 +225,12 @@ def test_restart_leaves_other_homes_alone(tmp_path: Path) -> None:
 def test_exit_codes(server: type[HonestServer], names: list[str], key: str, strict: bool, code: int) -> None:
     async def ask() -> int:
         async with served(server()) as url:
-            visit = Visit(Server(url, key, TIMEOUT_S), "seed", SMALL)
-            return await examine_visit(visit, Wanted(chosen(names), strict=strict))
+            visit = Target(SmokeClient(url, key, TIMEOUT_S), "seed", SMALL)
+            return await run_checks_async(visit, RunOptions(find_checks(names), strict=strict))
 
     assert asyncio.run(ask()) == code
 
 
 def test_gates_come_in_their_order_whatever_the_order_asked() -> None:
-    assert [gate.name for gate in chosen(["streaming", "load"])] == ["load", "streaming"]
+    assert [gate.name for gate in find_checks(["streaming", "load"])] == ["load", "streaming"]
     assert {outcome.result for outcome in outcomes(HonestServer, ["streaming", "load"]).values()} == {PASSED}

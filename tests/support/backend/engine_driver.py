@@ -5,13 +5,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from warmline_backend.generation.sequence import Ended, Event, Generation, Piece, Progress
+from warmline_backend.generation.sequence import (
+    EndedEvent,
+    GenerationEvent,
+    GenerationRequest,
+    PrefillProgress,
+    TokenEvent,
+)
 from warmline_backend.kv_cache.kv import KV
-from warmline_backend.kv_cache.segment_io import Loader, as_bytes, write_file
+from warmline_backend.kv_cache.segment_io import ChainLoader, expose_bytes, write_segment_file
 from warmline_backend.model.model import ServedModel
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
-from warmline_common.protocol.messages import CheckpointRef, SegmentRef, Settled
+from warmline_common.protocol.messages import CheckpointRef, GenerationResult, SegmentRef
 from warmline_common.protocol.tokens import pack_tokens, prefix_digests, unpack_tokens
 from warmline_common.storage.segment_file import FileMeta
 
@@ -23,23 +29,23 @@ TURNS_MAX = 5000
 class Heard:
     """All that one request's listener was told."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[GenerationEvent] = field(default_factory=list)
 
     @property
-    def settled(self) -> Settled:
+    def settled(self) -> GenerationResult:
         ended = self.events[-1]
-        assert isinstance(ended, Ended), self.events[-3:]
-        return ended.settled
+        assert isinstance(ended, EndedEvent), self.events[-3:]
+        return ended.result
 
     @property
     def over(self) -> bool:
-        return bool(self.events) and isinstance(self.events[-1], Ended)
+        return bool(self.events) and isinstance(self.events[-1], EndedEvent)
 
     @property
     def reused(self) -> int:
         ended = self.events[-1]
-        assert isinstance(ended, Ended), self.events[-3:]
-        return ended.reused
+        assert isinstance(ended, EndedEvent), self.events[-3:]
+        return ended.reused_tokens
 
     @property
     def generated(self) -> list[int]:
@@ -47,16 +53,16 @@ class Heard:
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Piece))
+        return "".join(event.text for event in self.events if isinstance(event, TokenEvent))
 
     @property
     def logprobs(self) -> list[float]:
-        return [event.logprobs.logprob for event in self.events if isinstance(event, Piece) and event.logprobs]
+        return [event.logprobs.logprob for event in self.events if isinstance(event, TokenEvent) and event.logprobs]
 
     @property
     def chunks(self) -> list[int]:
         """Where each ended; the word that the first one began is left out."""
-        return [event.done for event in self.events if isinstance(event, Progress) and event.done]
+        return [event.done for event in self.events if isinstance(event, PrefillProgress) and event.done]
 
 
 class Drive:
@@ -100,16 +106,16 @@ class Drive:
         self._count += 1
         name, heard = f"r{self._count}", Heard()
         wanted = GenerationParams(max_tokens=max_tokens, **{"ignore_eos": True, **params})
-        generation = Generation(
+        generation = GenerationRequest(
             name,
             prompt,
             wanted,
             heard.events.append,
-            resident=resident,
-            follow=follow,
-            reuse=reuse,
-            keep=keep,
-            kept=not background,
+            resident_id=resident,
+            leader_id=follow,
+            reuse_tokens=reuse,
+            copy_resident=keep,
+            leaves_resident=not background,
             background=background,
             root=root,
             checkpoints=checkpoints,
@@ -119,7 +125,7 @@ class Drive:
 
     def turn(self) -> None:
         """One whole turn."""
-        for _ in self.scheduler.turn():
+        for _ in self.scheduler.step():
             pass
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -132,7 +138,7 @@ class Drive:
     def saved(self, heard: Heard) -> str:
         """As if the proxy had saved what this request left.  Its resident."""
         settled = heard.settled
-        self.scheduler.saved(settled.resident, "", settled.prefilled_until)
+        self.scheduler.mark_saved(settled.resident, "", settled.prefilled_until)
         return settled.resident
 
     def run(self, prompt: list[int], max_tokens: int = 8, **options: object) -> Heard:
@@ -157,8 +163,8 @@ def save(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRef], list[
             start=start,
             end=end,
         )
-        tensors = as_bytes(kv.rows(start, end))
-        write_file(folder / f"{name}.safetensors", meta, tensors, pack_tokens(kv.tokens[start:end]))
+        tensors = expose_bytes(kv.slice_rows(start, end))
+        write_segment_file(folder / f"{name}.safetensors", meta, tensors, pack_tokens(kv.tokens[start:end]))
         chain.append(SegmentRef(id=name, start=start, end=end, upto=end))
         start = end
     checkpoints = []
@@ -174,13 +180,13 @@ def save(kv: KV, folder: Path, cuts: list[int]) -> tuple[list[SegmentRef], list[
             end=0,
             position=position,
         )
-        write_file(folder / f"{name}.safetensors", meta, as_bytes(state))
+        write_segment_file(folder / f"{name}.safetensors", meta, expose_bytes(state))
         checkpoints.append(CheckpointRef(id=name, position=position))
     return chain, checkpoints
 
 
-def loader(served: ServedModel, folder: Path, pool: ThreadPoolExecutor) -> Loader:
-    return Loader(
+def loader(served: ServedModel, folder: Path, pool: ThreadPoolExecutor) -> ChainLoader:
+    return ChainLoader(
         served.layout,
         served.row_names,
         FINGERPRINT,

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from support.backend.cold_runs import cold_logprobs
 from support.backend.engine_driver import Drive, Heard, cut_chain, loader, save
 from support.backend.families import FAMILIES, prompt_of, served
-from warmline_backend.generation.sequence import Event, Sequence
-from warmline_backend.kv_cache.kv import RowsGone
-from warmline_backend.kv_cache.residents import ResidentMismatch
+from warmline_backend.generation.sequence import GenerationEvent, Sequence
+from warmline_backend.kv_cache.kv import RowsUnavailableError
+from warmline_backend.kv_cache.residents import ResidentMismatchError
 from warmline_backend.scheduler.decode_batch import DecodeGroup
 from warmline_common.protocol.tokens import pack_tokens
 
@@ -38,7 +38,7 @@ def drive_of(family: str, root: Path, step: int = GRID) -> Drive:
     return Drive(served(family, root), step=step, exact=True)
 
 
-def noting(note: Callable[[list[Event], NDArray[np.float32]], object]) -> Callable[[DecodeGroup], Told]:
+def noting(note: Callable[[list[GenerationEvent], NDArray[np.float32]], object]) -> Callable[[DecodeGroup], Told]:
     """A step of a decode group that shows each of its sequences' rows."""
     step = DecodeGroup.step
 
@@ -56,9 +56,9 @@ class Recorder:
     """All log-probabilities that each request's tokens were chosen from."""
 
     def __init__(self) -> None:
-        self._told: list[tuple[list[Event], NDArray[np.float32]]] = []
+        self._told: list[tuple[list[GenerationEvent], NDArray[np.float32]]] = []
 
-    def note(self, events: list[Event], row: NDArray[np.float32]) -> None:
+    def note(self, events: list[GenerationEvent], row: NDArray[np.float32]) -> None:
         self._told.append((events, row))
 
     def of(self, heard: Heard) -> Rows:
@@ -108,7 +108,7 @@ def other_end(length: int, shared: int, seed: int = 9) -> list[int]:
 def test_a_cold_run_is_mlx_lms_own_in_chunks_on_the_grid(family: str, root: Path, recorder: Recorder) -> None:
     drive, prompt = drive_of(family, root), prompt_of(LENGTH)
     heard = drive.run(prompt, ANSWER)
-    caches = drive.served.layout.fresh() if family == "quantized" else None
+    caches = drive.served.layout.make_empty_cache() if family == "quantized" else None
     assert heard.chunks == [48, 96, 144, 192, 204]
     assert_same(recorder.of(heard), cold_logprobs(drive.served.model, prompt, GRID, ANSWER, caches).logprobs)
     assert_cold(recorder.of(heard), drive, root, prompt)
@@ -136,7 +136,7 @@ def test_residents_are_not_continued_off_the_grid(root: Path) -> None:
     drive = drive_of("llama", root)
     resident = drive.run(prompt_of(LENGTH), 4).settled.resident
     for position in (100, 191, 193):
-        with pytest.raises(ResidentMismatch, match=f"can't be continued at {position}"):
+        with pytest.raises(ResidentMismatchError, match=f"can't be continued at {position}"):
             drive.submit(prompt_of(LENGTH), resident=resident, reuse=position, keep=True)
     assert drive.run(prompt_of(LENGTH), 4, resident=resident, reuse=96).reused == 96
 
@@ -193,13 +193,13 @@ def test_a_branch_and_its_trunk(family: str, root: Path, recorder: Recorder) -> 
 def test_from_disk(family: str, root: Path, recorder: Recorder, tmp_path: Path) -> None:
     drive, fresh = drive_of(family, root), drive_of(family, root)
     resident = drive.run(prompt_of(LENGTH), ANSWER, checkpoints=(48, 96)).settled.resident
-    chain, checkpoints = save(drive.scheduler.kv_of(192, resident=resident), tmp_path, [64, 130, 192])
+    chain, checkpoints = save(drive.scheduler.find_kv(192, resident_id=resident), tmp_path, [64, 130, 192])
     for position in (48, 96, 192):
         prompt = other_end(LENGTH, position)
         at = next((each for each in checkpoints if each.position == position), None)
         tokens, links = pack_tokens(prompt[:position]), cut_chain(chain, position)
         read = loader(drive.served, tmp_path, POOL).load(tokens, links, at, lambda: False)
-        restored = fresh.scheduler.install("", read.build(drive.served.layout))
+        restored = fresh.scheduler.install_resident("", read.build(drive.served.layout))
         heard = fresh.run(prompt, ANSWER, resident=restored, reuse=position)
         assert heard.reused == position
         assert_cold(recorder.of(heard), drive, root, prompt)
@@ -212,7 +212,7 @@ def test_after_a_cancel_in_prefill(family: str, root: Path, recorder: Recorder) 
     for chunks, left in ((2, 96), (5, 192)):
         name, cut = drive.submit(prompt, ANSWER)
         while len(cut.chunks) < chunks:
-            next(drive.scheduler.turn())
+            next(drive.scheduler.step())
         settled = drive.scheduler.cancel(name)
         assert settled is not None and settled.prefilled_until == left
         again = drive.run(prompt, ANSWER, resident=settled.resident, reuse=left)
@@ -268,7 +268,7 @@ def test_following(family: str, root: Path, recorder: Recorder) -> None:
 def test_who_can_be_followed_only_off_the_grid_is_not(root: Path) -> None:
     drive = drive_of("llama", root)
     name, _ = drive.submit(prompt_of(LENGTH), 4)
-    with pytest.raises(ResidentMismatch, match="can't be copied at 0 tokens"):
+    with pytest.raises(ResidentMismatchError, match="can't be copied at 0 tokens"):
         drive.submit(other_end(230, 40), 4, follow=name, reuse=40)
 
 
@@ -278,7 +278,7 @@ def test_beside_others(family: str, others: int, root: Path, recorder: Recorder)
     drive, prompts = drive_of(family, root), [prompt_of(100, n + 2) for n in range(others)]
     beside = [drive.submit(prompt, 5_000) for prompt in prompts]
     drive.until(lambda: all(len(recorder.of(heard)) > 1 for _, heard in beside))
-    assert [len(group.sequences) for group in drive.scheduler._lineup.groups] == [1] * others
+    assert [len(group.sequences) for group in drive.scheduler._queues.groups] == [1] * others
     first = drive.run(prompt_of(LENGTH), ANSWER)
     again = drive.run(prompt_of(LENGTH), ANSWER, resident=first.settled.resident, reuse=192)
     for name, _ in beside:
@@ -306,15 +306,15 @@ def test_nothing_past_the_grid_is_saved(family: str, root: Path) -> None:
     drive = drive_of(family, root)
     name, running = drive.submit(prompt_of(LENGTH), 300)
     drive.until(lambda: running.chunks[-1:] == [144])
-    assert drive.scheduler.kv_of(144, running=name).length == 144
-    drive.until(lambda: drive.scheduler._lineup.find(name).kv.length > 240)  # type: ignore[union-attr]
-    kv = drive.scheduler.kv_of(192, running=name)
-    assert all(array.shape[2] == 192 for array in kv.rows(0, 192).values())
+    assert drive.scheduler.find_kv(144, running_id=name).length == 144
+    drive.until(lambda: drive.scheduler._queues.find(name).kv.length > 240)  # type: ignore[union-attr]
+    kv = drive.scheduler.find_kv(192, running_id=name)
+    assert all(array.shape[2] == 192 for array in kv.slice_rows(0, 192).values())
     for until in (193, 204, 240):
-        with pytest.raises(RowsGone, match=f"192 tokens can be saved, {until} were asked for"):
-            drive.scheduler.kv_of(until, running=name)
+        with pytest.raises(RowsUnavailableError, match=f"192 tokens can be saved, {until} were asked for"):
+            drive.scheduler.find_kv(until, running_id=name)
     assert all(end <= 192 for _, end, _ in kv.journal) and all(at <= 192 for at in kv.checkpoints)
-    drive.scheduler.saved("", name, 192)
+    drive.scheduler.mark_saved("", name, 192)
     drive.scheduler.cancel(name)
     assert drive.run(prompt_of(LENGTH), 4, resident=running.settled.resident, reuse=192).reused == 192
 
@@ -324,9 +324,9 @@ def test_a_long_answer_leaves_no_room_behind(family: str, root: Path, recorder: 
     """What is kept of it is a part: memory for the rest would push others out."""
     drive = drive_of(family, root)
     resident = drive.run(prompt_of(100), 200).settled.resident  # its room ends at 512
-    kv = drive.scheduler.residents.kv(resident)
-    assert kv is not None and kv.room == kv.length == 96
-    assert drive.scheduler.residents.bytes_held < 1.1 * drive.served.bytes_of(96) + drive.served.state_bytes
+    kv = drive.scheduler.residents.find_kv(resident)
+    assert kv is not None and kv.buffer_rows == kv.length == 96
+    assert drive.scheduler.residents.bytes_held < 1.1 * drive.served.kv_bytes(96) + drive.served.state_bytes
     again = drive.run(prompt_of(LENGTH), ANSWER, resident=resident, reuse=96)
     assert_cold(recorder.of(again), drive, root, prompt_of(LENGTH))
 
@@ -335,17 +335,17 @@ def test_a_long_answer_leaves_no_room_behind(family: str, root: Path, recorder: 
 def test_the_place_to_come_back_to_is_counted_and_given_up(family: str, root: Path) -> None:
     drive = drive_of(family, root)
     name, heard = drive.submit(prompt_of(LENGTH), 60)
-    drive.until(lambda: len(drive.scheduler._lineup.groups) == 1)
-    kv = drive.scheduler.kv_of(1, running=name)
-    kept = sum(array.nbytes for array in kv.window_kept[1].values())
+    drive.until(lambda: len(drive.scheduler._queues.groups) == 1)
+    kv = drive.scheduler.find_kv(1, running_id=name)
+    kept = sum(array.nbytes for array in kv.rollback_window[1].values())
     assert kept == drive.served.window_bytes > 0
-    with_it, kv.window_kept = drive.scheduler.running_bytes, (0, {})
+    with_it, kv.rollback_window = drive.scheduler.running_bytes, (0, {})
     assert with_it - drive.scheduler.running_bytes == kept
     drive.scheduler.cancel(name)
     assert heard.settled.resident == "", "without it there is no way back"
     left = drive.run(prompt_of(LENGTH), 60).settled.resident
-    resident = drive.scheduler.residents.kv(left)
-    assert resident is not None and resident.window_kept == (0, {})
+    resident = drive.scheduler.residents.find_kv(left)
+    assert resident is not None and resident.rollback_window == (0, {})
 
 
 # ---- that all this proves something

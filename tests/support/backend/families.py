@@ -9,7 +9,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from support import tiny_models
 from support.backend.cold_runs import Run, cold_logprobs
-from warmline_backend.model.model import ServedModel, load
+from warmline_backend.model.model import ServedModel, load_served_model
 
 # Where a warm run's logits may differ from a cold one's: rows computed while decoding, or in other chunks, round
 # differently.  Quantized rows turn a difference in the last bit into one of a step.  (On an NVIDIA GPU run these tests
@@ -25,7 +25,7 @@ def served(family: str, root: Path) -> ServedModel:
     architecture = "llama" if family == "quantized" else family
     folder = tiny_models.build(architecture, root / architecture)
     options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32} if family == "quantized" else {}
-    return load(str(folder), family, **options)
+    return load_served_model(str(folder), family, **options)
 
 
 def cold(model: ServedModel, family: str, prompt: list[int], max_tokens: int) -> Run:

@@ -10,8 +10,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from support.backend import tool_families
-from warmline_backend.structured_output.compiler import Grammars
-from warmline_backend.structured_output.matcher import Guide
+from warmline_backend.structured_output.compiler import GrammarCompiler
+from warmline_backend.structured_output.matcher import Matcher
 
 EOS = "<|im_end|>"
 PADDING = 9  # rows of logits that stand for no token
@@ -52,26 +52,26 @@ def family_tokenizer(name: str, folder: Path) -> TokenizerWrapper:
     return tokenizer_with(folder / name.replace(" ", "-"), MARKERS[name], name.partition(" ")[0])
 
 
-def grammars_of(tokenizer: TokenizerWrapper) -> Grammars:
-    return Grammars(tokenizer, len(tokenizer) + PADDING)
+def grammars_of(tokenizer: TokenizerWrapper) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, len(tokenizer) + PADDING)
 
 
-def walk(guide: Guide, seed: int, steps_max: int = 600) -> list[int]:
+def walk(guide: Matcher, seed: int, steps_max: int = 600) -> list[int]:
     """Tokens that the guide allows, drawn at random up to the end of the answer, which is left out."""
     draw, tokens = np.random.default_rng(seed), list[int]()
     for _ in range(steps_max):
-        token = int(draw.choice(np.flatnonzero(guide.allowed())))
+        token = int(draw.choice(np.flatnonzero(guide.compute_allowed())))
         guide.advance(token)
-        if guide.complete:
+        if guide.is_complete:
             return tokens
         tokens.append(token)
     raise AssertionError(f"no end after {steps_max} tokens")
 
 
-def takes(guide: Guide, tokens: Iterable[int]) -> bool:
+def takes(guide: Matcher, tokens: Iterable[int]) -> bool:
     """Whether the guide lets these tokens be sampled, one by one."""
     for token in tokens:
-        if guide.state not in ("free", "reasoning") and not guide.allowed()[token]:
+        if guide.state not in ("free", "reasoning") and not guide.compute_allowed()[token]:
             return False
         guide.advance(token)
     return True

@@ -14,23 +14,23 @@ from aiohttp import web
 
 from warmline_backend.config import parse_config
 from warmline_backend.engine.engine import Engine
-from warmline_backend.engine.inflight import Call
-from warmline_backend.generation.sequence import Ended, Event, Sequence
-from warmline_backend.model.model import load
+from warmline_backend.engine.inflight import InflightGeneration
+from warmline_backend.generation.sequence import EndedEvent, GenerationEvent, Sequence
+from warmline_backend.model.model import load_served_model
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.server.routes import make_app
 from warmline_backend.server.service import Service
 from warmline_common.protocol.messages import (
     HEADER_PROMPT,
     HEADER_REQUEST,
-    SETTLED_EVENT,
+    RESULT_EVENT,
+    GenerationResult,
     PromptReply,
     PromptRequest,
-    Settled,
     decode,
     encode,
 )
-from warmline_common.protocol.sse import EventParser
+from warmline_common.protocol.sse import SseParser
 from warmline_common.storage.home import Home
 
 WAIT_S = 20.0
@@ -48,7 +48,7 @@ class Live:
         self.service, self.engine, self.home, self.session, self.listening = service, engine, home, session, listening
 
     async def ask(self, work: Callable[[Scheduler], Any]) -> Any:
-        return await asyncio.wrap_future(self.engine.ask(work))
+        return await asyncio.wrap_future(self.engine.submit(work))
 
     def call(
         self, method: str, path: str, body: object = None, **headers: str
@@ -72,7 +72,7 @@ class Live:
         return self.call("POST", "/v1/chat/completions", **headers)
 
     def in_engine(self, request_id: str) -> Awaitable[bool]:
-        return self.ask(lambda scheduler: scheduler._lineup.find(request_id) is not None)
+        return self.ask(lambda scheduler: scheduler._queues.find(request_id) is not None)
 
 
 @asynccontextmanager
@@ -97,7 +97,7 @@ async def live(
             running_count_max=8,
             keeps_residents=True,
         )
-        return Scheduler(load(config.model, config.served_name), settings)
+        return Scheduler(load_served_model(config.model, config.served_name), settings)
 
     engine = Engine(lambda: make(build))
     service = Service(config, home, engine, "boot")
@@ -144,21 +144,21 @@ async def until(response: aiohttp.ClientResponse, word: bytes) -> bytes:
     raise AssertionError(f"the stream ended without {word!r}")
 
 
-async def settled(response: aiohttp.ClientResponse) -> Settled:
+async def settled(response: aiohttp.ClientResponse) -> GenerationResult:
     """Read a stream to its closing event."""
-    parser, found = EventParser(), None
+    parser, found = SseParser(), None
     async for data in response.content.iter_any():
         for event in parser.feed(data):
-            if event.name == SETTLED_EVENT.encode():
-                found = decode(event.data, Settled)
+            if event.name == RESULT_EVENT.encode():
+                found = decode(event.data, GenerationResult)
     assert found is not None, "the stream ended without saying how"
     return found
 
 
-async def heard(call: Call, kind: type[Event]) -> Event:
+async def heard(call: InflightGeneration, kind: type[GenerationEvent]) -> GenerationEvent:
     """The next event of this kind."""
     while not isinstance(event := await asyncio.wait_for(call.events.get(), WAIT_S), kind):
-        assert not isinstance(event, Ended), event
+        assert not isinstance(event, EndedEvent), event
     return event
 
 
@@ -167,7 +167,7 @@ class Hold:
 
     def __init__(self, engine: Engine) -> None:
         self._begun, self._go_on = threading.Event(), threading.Event()
-        self._held = engine.ask(lambda _: self._wait())
+        self._held = engine.submit(lambda _: self._wait())
 
     def _wait(self) -> None:
         self._begun.set()

@@ -6,9 +6,9 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from support.backend.tool_families import TOOLS
-from warmline_backend.output.events import Called, Part, Said, Thought
-from warmline_backend.output.expected import Expected
-from warmline_backend.output.parser import OutputStream
+from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
+from warmline_backend.output.expected import ExpectedOutput
+from warmline_backend.output.parser import OutputParser
 
 
 def ids(tokenizer: TokenizerWrapper, text: str) -> list[int]:
@@ -18,23 +18,23 @@ def ids(tokenizer: TokenizerWrapper, text: str) -> list[int]:
 def parts_of(
     tokenizer: TokenizerWrapper, text: str, *, natural: bool = True, tail: str = "", **fields: Any
 ) -> list[Part]:
-    expected = Expected(marked=True, tail=tail, tools=fields.pop("tools", TOOLS), **fields)
-    stream = OutputStream(tokenizer, expected=expected)
+    expected = ExpectedOutput(has_parts=True, tail=tail, tools=fields.pop("tools", TOOLS), **fields)
+    stream = OutputParser(tokenizer, expected=expected)
     parts: list[Part] = []
     for token in ids(tokenizer, text):
-        if stream.stopped:
+        if stream.is_stopped:
             return parts
         parts += stream.add(token)
-    return parts if stream.stopped else [*parts, *stream.finish(natural)]
+    return parts if stream.is_stopped else [*parts, *stream.finish(natural)]
 
 
 def content(parts: list[Part]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Said))
+    return "".join(part.text for part in parts if isinstance(part, Text))
 
 
 def reasoning(parts: list[Part]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Thought))
+    return "".join(part.text for part in parts if isinstance(part, Reasoning))
 
 
 def calls(parts: list[Part]) -> list[tuple[str, Any]]:
-    return [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, Called)]
+    return [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, ToolCall)]

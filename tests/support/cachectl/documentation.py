@@ -46,9 +46,9 @@ def documented(path: Path) -> Home:
         save(index, [*STEM, 2, *range(9000)], turn_end=6001, client="terminal-agent/task-18")
         save(index, [7] * 2500, client="opencode")
         save(index, [9] * 40)
-        index.quarantine(index.match(ROOT, pack_tokens([9]), 1).chain[0].id, "checksum")
+        index.quarantine(index.match_prefix(ROOT, pack_tokens([9]), 1).chain[0].id, "checksum")
         for number, why in enumerate(MISSES * 2):
-            index.record(_record(number, why))
+            index.record_request(_record(number, why))
     return home
 
 

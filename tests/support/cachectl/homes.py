@@ -25,9 +25,9 @@ def filled(path: Path) -> Home:
         save(index, [*A[:1500], 1, 1], checkpoints=[1000], turn_end=1501, client="first")
         save(index, [*A[:1500], 2, 2], turn_end=1501)
         save(index, [3, 3, 3])
-        index.quarantine(index.match(ROOT, pack_tokens([3]), 1).chain[0].id, "checksum")
+        index.quarantine(index.match_prefix(ROOT, pack_tokens([3]), 1).chain[0].id, "checksum")
         for number, source in enumerate(("cold", "restored")):
-            index.record(
+            index.record_request(
                 RequestRecord(
                     id=str(number),
                     at=float(number),

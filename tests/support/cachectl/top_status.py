@@ -74,5 +74,5 @@ def status(at: float, *rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
 def text_of(view: dict[str, Any], columns: int = 80) -> str:
     console = Console(width=columns, highlight=False)
     with console.capture() as capture:
-        console.print(top_view.screen(view, columns))
+        console.print(top_view.render_screen(view, columns))
     return capture.get()

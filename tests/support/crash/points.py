@@ -42,8 +42,8 @@ from warmline_common.storage import disk  # noqa: E402
 from warmline_common.storage.home import Home  # noqa: E402
 from warmline_common.storage.segment_file import read_header  # noqa: E402
 from warmline_proxy.index.index import Index  # noqa: E402
-from warmline_proxy.index.recovery.startup import Reconciled, reconcile  # noqa: E402
-from warmline_proxy.store.rows import SaveCommitted, SavePlan  # noqa: E402
+from warmline_proxy.index.recovery.startup import ReconcileReport, reconcile  # noqa: E402
+from warmline_proxy.store.rows import SavePlan, SaveResult  # noqa: E402
 
 PROBE = list(range(9000, 9200))
 
@@ -146,11 +146,11 @@ def look_after(home: Home, at_once: bool, before: dict[str, int], after: dict[st
         check_home(index)
         with small_world("after"):
             save(index, PROBE, [100])
-        assert index.match(ROOT, pack_tokens(PROBE), len(PROBE)).tokens == len(PROBE)
+        assert index.match_prefix(ROOT, pack_tokens(PROBE), len(PROBE)).tokens == len(PROBE)
         check_home(index)
     with Index(home, index.budget_bytes) as index:
         again = reconcile(index)
-        assert again == Reconciled(), f"a second start had something to do: {again}"
+        assert again == ReconcileReport(), f"a second start had something to do: {again}"
         assert stored(index) == found
 
 
@@ -167,7 +167,7 @@ def check_home(index: Index) -> None:
     assert len(generations) == 1, generations
     for ids in (*TEXTS.values(), PROBE):
         check_content(index, ids)
-    wanted = {link.id for row in snapshot.sessions.values() if row.pinned for link in snapshot.path(row.leaf)}
+    wanted = {link.id for row in snapshot.sessions.values() if row.pinned for link in snapshot.segment_path(row.leaf)}
     pinned = {row.id for row in snapshot.segments.values() if row.pinned}
     assert pinned == wanted, f"pinned without a conversation: {pinned - wanted}; and not: {wanted - pinned}"
 
@@ -176,7 +176,7 @@ def check_content(index: Index, ids: list[int]) -> None:
     """Rows and states are those of just these tokens."""
     tokens = pack_tokens(ids)
     values = contents(tokens)
-    match = index.match(ROOT, tokens, len(ids))
+    match = index.match_prefix(ROOT, tokens, len(ids))
     for link in match.chain:
         assert read_tensor(index.home.segment_file(link.id), ROWS, (link.upto - link.start)) == b"".join(
             values[link.start : link.upto]
@@ -206,7 +206,7 @@ def delete_too_soon() -> None:
     """The fault of a merge that deletes what it swallows before what it wrote is committed."""
     commit_save = Index.commit_save
 
-    def faulty(self: Index, plan: SavePlan, *arguments: Any, **options: Any) -> SaveCommitted:
+    def faulty(self: Index, plan: SavePlan, *arguments: Any, **options: Any) -> SaveResult:
         if plan.replaces:
             disk.delete(self.home.segment_file(plan.replaces))
         return commit_save(self, plan, *arguments, **options)

@@ -11,20 +11,20 @@ from unittest import mock
 
 import xxhash
 
-from warmline_backend.kv_cache.segment_io import Tensor, sweep_drafts, write_file
-from warmline_common.protocol.messages import Layout, SaveReply
+from warmline_backend.kv_cache.segment_io import RawTensor, delete_drafts, write_segment_file
+from warmline_common.protocol.messages import KvLayout, SaveReply
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import FileMeta
-from warmline_proxy.archive.exporter import Export
-from warmline_proxy.archive.importer import Known, import_archive
+from warmline_proxy.archive.exporter import Exporter
+from warmline_proxy.archive.importer import KnownModels, import_archive
 from warmline_proxy.archive.reader import read_archive
 from warmline_proxy.index import eviction
 from warmline_proxy.index import save as index_save
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.startup import reconcile
-from warmline_proxy.retention.gc import collect
-from warmline_proxy.retention.pin import pin
+from warmline_proxy.retention.gc import collect_garbage
+from warmline_proxy.retention.pin import pin_session
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import GcRequest, PinRequest, PurgeRequest, RequestRecord, SavePlan, SessionUpdate
 
@@ -33,7 +33,7 @@ ROOT = namespace(FINGERPRINT)
 ROWS, STATE = "0.kv.keys", "1.arrays.0"
 VALUE_BYTES = 8  # of a row, and of a state
 BUDGET = 1 << 30
-LAYOUT = Layout(
+LAYOUT = KvLayout(
     row_bytes=VALUE_BYTES,
     state_bytes=VALUE_BYTES,
     has_rows=True,
@@ -90,8 +90,8 @@ def live(home: Home, life: str, begins: Callable[[str, Index | None], object]) -
 def start(home: Home) -> Index:
     """The index as a start of both processes leaves it."""
     home.prepare()
-    home.secret()
-    sweep_drafts(home.segments)
+    home.load_secret()
+    delete_drafts(home.segments)
     index = Index(home, BUDGET)
     reconcile(index)
     return index
@@ -126,8 +126,8 @@ def merge(index: Index) -> None:
 
 
 def bookkeeping(index: Index) -> None:
-    index.note_use([row.id for row in index.segments()])
-    index.record(RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold"))
+    index.record_use([row.id for row in index.segments()])
+    index.record_request(RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold"))
     index.flush()
 
 
@@ -179,20 +179,20 @@ def two_saves(index: Index) -> None:
 
 
 def pin_of_a_conversation(index: Index) -> None:
-    pin(index, PinRequest(session=session_of(index, TALK)))
+    pin_session(index, PinRequest(session=session_of(index, TALK)))
 
 
 def gc_down_to_what_is_pinned(index: Index) -> None:
     """With something to delete; what goes was exported before."""
-    with Export(index, session_of(index, NEW)) as export:
-        ARCHIVE[:] = export.parts()
+    with Exporter(index, session_of(index, NEW)) as export:
+        ARCHIVE[:] = export.read_chunks()
     strays(index)
-    assert collect(index, GcRequest(to_bytes=0), saving=False).evicted
+    assert collect_garbage(index, GcRequest(to_bytes=0), is_saving=False).evicted
 
 
 def import_of_a_conversation(index: Index) -> None:
     archive = read_archive(BytesIO(b"".join(ARCHIVE)))
-    import_archive(index, archive, "", Known(fingerprints={FINGERPRINT}, what=""))
+    import_archive(index, archive, "", KnownModels(fingerprints={FINGERPRINT}, description=""))
 
 
 def purge_of_what_another_one_shares(index: Index) -> None:
@@ -256,12 +256,12 @@ def write_plan(home: Home, plan: SavePlan) -> SaveReply:
         meta = _meta(plan, "segment", spec.id, start=spec.start, end=spec.end, parent=spec.parent)
         rows = b"".join(values[spec.start : spec.end])
         tokens = plan.tokens[spec.start * TOKEN_BYTES : spec.end * TOKEN_BYTES]
-        tensor = Tensor("U8", (1, 1, spec.end - spec.start, VALUE_BYTES), memoryview(rows))
-        segments.append(write_file(home.segment_file(spec.id), meta, {ROWS: tensor}, tokens))
+        tensor = RawTensor("U8", (1, 1, spec.end - spec.start, VALUE_BYTES), memoryview(rows))
+        segments.append(write_segment_file(home.segment_file(spec.id), meta, {ROWS: tensor}, tokens))
     for ref in plan.checkpoints:
         meta = _meta(plan, "checkpoint", ref.id, position=ref.position)
-        tensor = Tensor("U8", (VALUE_BYTES,), memoryview(values[ref.position - 1]))
-        checkpoints.append(write_file(home.segment_file(ref.id), meta, {STATE: tensor}))
+        tensor = RawTensor("U8", (VALUE_BYTES,), memoryview(values[ref.position - 1]))
+        checkpoints.append(write_segment_file(home.segment_file(ref.id), meta, {STATE: tensor}))
     return SaveReply(boot="b", generation=0, segments=segments, checkpoints=checkpoints, seconds=0.0)
 
 
@@ -290,7 +290,7 @@ def contents(tokens: bytes) -> list[bytes]:
 
 
 def leaf(index: Index, ids: Sequence[int]) -> str:
-    return index.match(ROOT, pack_tokens(ids), len(ids)).chain[-1].id
+    return index.match_prefix(ROOT, pack_tokens(ids), len(ids)).chain[-1].id
 
 
 def session_of(index: Index, ids: Sequence[int]) -> str:
@@ -301,4 +301,4 @@ def session_of(index: Index, ids: Sequence[int]) -> str:
 
 def stored(index: Index) -> dict[str, int]:
     """Of each text how many tokens are stored."""
-    return {name: index.match(ROOT, pack_tokens(ids), len(ids)).tokens for name, ids in TEXTS.items()}
+    return {name: index.match_prefix(ROOT, pack_tokens(ids), len(ids)).tokens for name, ids in TEXTS.items()}

@@ -14,7 +14,17 @@ from pathlib import Path
 
 FOLDERS = ("backend", "proxy", "cachectl", "launchd")
 LOGGED = {"warning", "error", "critical", "exception", "log"}
-SAID = {"say", "_say", "tell", "_tell", "error_body", "_error", "Outcome", "Readiness", "close", "print"}
+SAID = {
+    "write_line",
+    "print_message",
+    "print_line",
+    "run_checked",
+    "_run_systemctl",
+    "_notify_end",
+    "error_body",
+    "_error",
+}
+SAID |= {"Outcome", "ProxyReadiness", "close", "print", "_add_finding", "_reject_file"}
 VALUE = "…"
 WORDS_MIN = 1  # of less, nothing could be found on a page
 DEPTH_MAX = 3  # of names and functions that are followed to a text

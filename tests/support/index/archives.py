@@ -12,17 +12,17 @@ from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, pack_tokens,
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import (
-    CHECKSUMS,
-    TOKENS,
+    CHECKSUMS_TENSOR,
+    TOKENS_TENSOR,
     FileMeta,
+    encode_header,
     file_checksum,
-    frame,
     header_checksum,
     read_header,
     tensor_checksum,
 )
-from warmline_proxy.archive.exporter import Export
-from warmline_proxy.archive.importer import Imported, Known, import_archive
+from warmline_proxy.archive.exporter import Exporter
+from warmline_proxy.archive.importer import ImportReply, KnownModels, import_archive
 from warmline_proxy.archive.reader import read_archive
 from warmline_proxy.index.index import Index
 from warmline_proxy.store.rows import SavePlan, SessionUpdate
@@ -30,7 +30,7 @@ from warmline_proxy.store.rows import SavePlan, SessionUpdate
 FINGERPRINT = "0123456789abcdef" * 4
 HEADS, WIDTH = 2, 3
 ROWS, STATE = "0.kv.keys", "1.arrays.0"
-KNOWN = Known(fingerprints={FINGERPRINT}, what="this one")
+KNOWN = KnownModels(fingerprints={FINGERPRINT}, description="this one")
 TALK = list(range(1000, 1300))
 STATES = [100, 200, 300]
 
@@ -64,7 +64,9 @@ def save(
     reply = SaveReply(boot="b", generation=0, segments=[], checkpoints=[], seconds=0.0)
     for spec in plan.segments:
         meta = _meta(plan, "segment", spec.id, spec.start, spec.end, parent=spec.parent)
-        mine = {TOKENS: ("U32", (spec.end - spec.start,), tokens[spec.start * TOKEN_BYTES : spec.end * TOKEN_BYTES])}
+        mine = {
+            TOKENS_TENSOR: ("U32", (spec.end - spec.start,), tokens[spec.start * TOKEN_BYTES : spec.end * TOKEN_BYTES])
+        }
         kv = {ROWS: ("U8", (1, HEADS, spec.end - spec.start, WIDTH), rows(tokens, spec.start, spec.end))}
         reply.segments.append(_write(index.home, meta, kv | mine))
     for ref in plan.checkpoints:
@@ -98,28 +100,30 @@ def write_file(path: Path, meta: FileMeta, tensors: dict[str, tuple[str, Sequenc
     shapes = {name: tensors[name][:2] for name in names}
     sums = [tensor_checksum(name, *meta.span, [tensors[name][2]]) for name in names]
     sums.append(header_checksum(meta, shapes))
-    head = frame(meta, shapes | {CHECKSUMS: ("U64", (len(sums),))})
+    head = encode_header(meta, shapes | {CHECKSUMS_TENSOR: ("U64", (len(sums),))})
     packed = b"".join(value.to_bytes(8, "little") for value in sums)
-    size = disk.write_whole(path, [head, *(tensors[name][2] for name in names), packed])
+    size = disk.write_durable(path, [head, *(tensors[name][2] for name in names), packed])
     return SavedFile(id=meta.id, bytes_written=size, checksum=file_checksum(sums))
 
 
 def archived(index: Index, session: str) -> bytes:
-    with Export(index, session) as export:
-        data = b"".join(export.parts())
+    with Exporter(index, session) as export:
+        data = b"".join(export.read_chunks())
         assert len(data) == export.bytes_count
     return data
 
 
-def imported(index: Index, data: bytes, tenant: str = "", known: Known = KNOWN, anyway: bool = False) -> Imported:
+def imported(
+    index: Index, data: bytes, tenant: str = "", known: KnownModels = KNOWN, anyway: bool = False
+) -> ImportReply:
     return import_archive(index, read_archive(io.BytesIO(data)), tenant, known, anyway=anyway)
 
 
 def check_content(index: Index, ids: Sequence[int], tenant: str = "", checkpoints: Sequence[int] = ()) -> None:
     """All of these tokens are stored, each with its own rows, and so are these states."""
     tokens = pack_tokens(ids)
-    match = index.match(namespace(FINGERPRINT, tenant), tokens, len(ids))
-    assert match.tokens == len(ids), match.why
+    match = index.match_prefix(namespace(FINGERPRINT, tenant), tokens, len(ids))
+    assert match.tokens == len(ids), match.end_reason
     for link in match.chain:
         stored = tensor(index.home.segment_file(link.id), ROWS)
         length = link.end - link.start

@@ -23,13 +23,13 @@ OTHER = namespace("model-b")
 
 def mend(index: Index) -> RepairReply:
     """It is whole then."""
-    reply = repair(index, deep=True, saving=False)
+    reply = repair(index, deep=True, is_saving=False)
     assert index.verify(deep=True) == []
     return reply
 
 
 def chain(index: Index, ids: list[int], root: bytes = ROOT) -> list[str]:
-    return [ref.id for ref in index.match(root, pack_tokens(ids), len(ids)).chain]
+    return [ref.id for ref in index.match_prefix(root, pack_tokens(ids), len(ids)).chain]
 
 
 def talk(index: Index) -> None:
@@ -45,16 +45,18 @@ def talk(index: Index) -> None:
         commit(index, plan, 299)
         save(index, [9] * 100)
         index.quarantine(chain(index, [9] * 100)[0], "checksum")
-        index.note_use(chain(index, A[:400]))
-        index.record(RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold"))
+        index.record_use(chain(index, A[:400]))
+        index.record_request(
+            RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold")
+        )
         for first in range(3):
-            index.note_turn(turn(2 * first, 2 * first + 1))
+            index.record_turn(turn(2 * first, 2 * first + 1))
         index.flush()
 
 
 def texts(index: Index) -> dict[str, tuple[bytes, list[int]]]:
     """Of each stored segment its root and all tokens up to its end."""
-    return {row.id: (row.root, unpack_tokens(index.stored_tokens(row.id))) for row in index.segments()}
+    return {row.id: (row.root, unpack_tokens(index.path_tokens(row.id))) for row in index.segments()}
 
 
 @contextmanager

@@ -7,13 +7,13 @@ from typing import Any
 from unittest import mock
 
 from support.index.segment_files import write_segment_file
-from warmline_common.protocol.messages import Layout, SavedFile, SaveReply
+from warmline_common.protocol.messages import KvLayout, SavedFile, SaveReply
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, pack_tokens, prefix_digest
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import FileMeta, file_checksum, read_checksums
 from warmline_proxy.index import save as index_save
 from warmline_proxy.index.index import Index
-from warmline_proxy.store.rows import SaveCommitted, SavePlan, SessionUpdate, TurnRow
+from warmline_proxy.store.rows import SavePlan, SaveResult, SessionUpdate, TurnRow
 
 ROOT = namespace("model-a")
 MODEL = "model-a"
@@ -21,7 +21,7 @@ BUDGET = 1 << 30
 ROW_BYTES = 16
 STATE_BYTES = 64
 PAGE_BYTES, HEADER_BYTES, FLAGS_AT, BRANCH, LEAF, OVERFLOW = 4096, 16, 10, 1, 2, 4  # of LMDB
-LAYOUT = Layout(
+LAYOUT = KvLayout(
     row_bytes=ROW_BYTES,
     state_bytes=STATE_BYTES,
     has_rows=True,
@@ -125,7 +125,7 @@ def _write(home: Home, meta: FileMeta, tokens: bytes | None, tensors: dict[str, 
     return SavedFile(id=meta.id, bytes_written=size, checksum=file_checksum(read_checksums(path)))
 
 
-def commit(index: Index, plan: SavePlan, turn_end: int = 0, client: str = "", prefill_s: float = 1.0) -> SaveCommitted:
+def commit(index: Index, plan: SavePlan, turn_end: int = 0, client: str = "", prefill_s: float = 1.0) -> SaveResult:
     reply = write_plan(index.home, plan)
     return index.commit_save(plan, reply, prefill_s=prefill_s, session=SessionUpdate(turn_end=turn_end, client=client))
 
@@ -138,17 +138,17 @@ def save(
     client: str = "",
     prefill_s: float = 1.0,
     may_replace: bool = True,
-) -> SaveCommitted:
+) -> SaveResult:
     plan = planned(index, ids, checkpoints, may_replace)
     return commit(index, plan, turn_end, client, prefill_s)
 
 
 def matched(index: Index, ids: Sequence[int], root: bytes = ROOT) -> int:
-    return index.match(root, pack_tokens(ids), len(ids)).tokens
+    return index.match_prefix(root, pack_tokens(ids), len(ids)).tokens
 
 
 def why(index: Index, ids: Sequence[int]) -> str:
-    return index.match(ROOT, pack_tokens(ids), len(ids)).why
+    return index.match_prefix(ROOT, pack_tokens(ids), len(ids)).end_reason
 
 
 def files_on_disk(home: Home) -> int:

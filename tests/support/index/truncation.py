@@ -20,12 +20,12 @@ DEEP = [*LONG[:130], *range(6000, 6050)]
 
 
 def stored(index: Index, ids: Sequence[int]) -> int:
-    return index.match(ROOT, pack_tokens(ids), len(ids)).tokens
+    return index.match_prefix(ROOT, pack_tokens(ids), len(ids)).tokens
 
 
 def segment(index: Index, ids: Sequence[int]) -> SegmentRow:
     """The one in which these tokens begin."""
-    row = index.segment(index.match(ROOT, pack_tokens(ids), len(ids)).chain[0].id)
+    row = index.segment(index.match_prefix(ROOT, pack_tokens(ids), len(ids)).chain[0].id)
     assert row is not None
     return row
 

@@ -88,7 +88,7 @@ class Reference:
             flags = ("--home", folder, *own, "--reuse", "off", "--prefill-step-size", str(step_tokens))
             with Running([WARMLINE, "backend", *flags]) as process:
                 process.wait_for("serving .* at http://", START_TIMEOUT_S)
-                yield Backend(f"http://127.0.0.1:{port}", Home(Path(folder)).secret())
+                yield Backend(f"http://127.0.0.1:{port}", Home(Path(folder)).load_secret())
 
 
 @dataclass(frozen=True)

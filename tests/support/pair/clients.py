@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from support.pair.pair import Pair, Reply
-from warmline_common.protocol.sse import ChunkFold, Event, EventParser
+from warmline_common.protocol.sse import ChunkAggregator, SseEvent, SseParser
 
 LIMIT_S = 60.0
 READ_BYTES = 65_536
@@ -90,11 +90,11 @@ class Asked:
         if body.get("stream"):
             body["stream_options"] = {"include_usage": True}
         self.messages, self.options = messages, {name: options[name] for name in options if name != "stream"}
-        self.response, self.events = Response(), list[Event]()
+        self.response, self.events = Response(), list[SseEvent]()
         self.failure = ""  # how the connection broke, if it did
         self.began = self.moved = time.monotonic()  # when the last byte came
         self._pause_s = read_pause_s
-        self._parser, self._fold, self._text = EventParser(), ChunkFold(), ""
+        self._parser, self._fold, self._text = SseParser(), ChunkAggregator(), ""
         self._changed, self._over = threading.Condition(), False
         self._leaving = ""
         self._socket = socket.create_connection(("127.0.0.1", pair.port), LIMIT_S)

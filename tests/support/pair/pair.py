@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 from support.processes import Running, free_port
 from warmline_cachectl.cli import app as cachectl
 from warmline_common.protocol.messages import (
+    BackendStatus,
     PromptReply,
     PromptRequest,
     Resident,
     ResidentsReply,
-    Status,
     decode,
     encode,
 )
@@ -157,9 +157,9 @@ class Pair:
 
     # ---- looking inside
 
-    def status(self) -> Status:
+    def status(self) -> BackendStatus:
         """The backend's."""
-        return decode(self.as_owner("GET", self.backend_url + "/kv/status").raw, Status)
+        return decode(self.as_owner("GET", self.backend_url + "/kv/status").raw, BackendStatus)
 
     def proxy_status(self) -> Any:
         return self.as_owner("GET", self.url + "/warmline/status").json
@@ -209,7 +209,7 @@ class Pair:
             self.as_owner("DELETE", f"{self.backend_url}/kv/residents/{resident.id}")
 
     def as_owner(self, method: str, url: str, data: bytes | None = None) -> Reply:
-        return ask(url, data, {"Authorization": f"Bearer {self.home.secret()}"}, method)
+        return ask(url, data, {"Authorization": f"Bearer {self.home.load_secret()}"}, method)
 
 
 def ask(url: str, data: bytes | None, headers: dict[str, str], method: str = "POST", timeout_s: float = 300) -> Reply:

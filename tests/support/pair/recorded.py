@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from support.pair.pair import Pair, Reply
-from warmline_common.protocol.sse import EventParser
+from warmline_common.protocol.sse import SseParser
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "requests"
 CLIENTS = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -47,7 +47,7 @@ def answer_of(reply: Reply) -> list[Any]:
     """The events of a stream, or the one answer."""
     if "event-stream" not in reply.headers["Content-Type"]:
         return [reply.json]
-    return [json.loads(event.data) for event in EventParser().feed(reply.raw) if event.data.startswith(b"{")]
+    return [json.loads(event.data) for event in SseParser().feed(reply.raw) if event.data.startswith(b"{")]
 
 
 def of_chat(chunks: list[Any]) -> Told:

@@ -16,34 +16,34 @@ from warmline_common.protocol.messages import (
     HEADER_RESIDENT,
     HEADER_REUSE,
     HEADER_ROOT,
-    SETTLED_EVENT,
+    RESULT_EVENT,
+    BackendStatus,
+    ClearCacheRequest,
     ErrorBody,
     ErrorReply,
+    EvictionOrder,
     FirstLogits,
-    ForgetRequest,
-    KeepOrder,
-    Layout,
+    GenerationResult,
+    HealthReply,
+    KvLayout,
+    PrefillRate,
     PromptReply,
     PromptRequest,
-    Pulse,
-    Rate,
     Reply,
     Resident,
     ResidentsReply,
-    RestoreRefused,
+    RestoreRefusal,
     RestoreReply,
     RestoreRequest,
     SampledTurn,
     SavedFile,
     SaveReply,
     SaveRequest,
-    Settled,
-    Status,
     Timings,
     decode,
     encode,
 )
-from warmline_common.protocol.sse import DONE, comment_event, data_event
+from warmline_common.protocol.sse import DONE, encode_comment, encode_event
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage.home import Home
 
@@ -66,7 +66,7 @@ def packed(text: bytes) -> bytes:
     return pack_tokens(list(text))
 
 
-def layout(**changes: Any) -> Layout:
+def layout(**changes: Any) -> KvLayout:
     facts: dict[str, Any] = {
         "row_bytes": 100,
         "state_bytes": 0,
@@ -76,7 +76,7 @@ def layout(**changes: Any) -> Layout:
         "persistent": True,
         "families": ["KVCache"],
     }
-    return Layout(**facts | changes)
+    return KvLayout(**facts | changes)
 
 
 class FakeBackend:
@@ -125,7 +125,7 @@ class FakeBackend:
         self.listing_allowed.set()
         self._prompts_by_id: dict[str, dict[str, Any]] = {}
         self._running: dict[str, asyncio.Event] = {}
-        self._settled: dict[str, asyncio.Future[Settled]] = {}
+        self._settled: dict[str, asyncio.Future[GenerationResult]] = {}
         self._noted = asyncio.Event()
         self._count = 0
 
@@ -170,7 +170,7 @@ class FakeBackend:
         self._count += 1
         return f"{kind}-{self._count}"
 
-    def _reply(self, message: Reply | Settled, status: int = 200) -> web.Response:
+    def _reply(self, message: Reply | GenerationResult, status: int = 200) -> web.Response:
         return web.Response(body=encode(message), status=status, content_type="application/json")
 
     def _error(self, status: int, message: str) -> web.Response:
@@ -184,7 +184,7 @@ class FakeBackend:
 
     async def _status(self, request: web.Request) -> web.Response:
         return self._reply(
-            Status(
+            BackendStatus(
                 **self._now,
                 ready=self.ready,
                 model=SERVED,
@@ -198,7 +198,7 @@ class FakeBackend:
                 residents=len(self.held),
                 running=len(self._running),
                 queued=0,
-                prefill_rates=[Rate(tokens=1000, tokens_per_s=self.prefill_tokens_s)],
+                prefill_rates=[PrefillRate(tokens=1000, tokens_per_s=self.prefill_tokens_s)],
                 decode_tokens_per_s=10.0,
                 restore_bytes_per_s=1e9,
                 save_bytes_per_s=1e9,
@@ -213,7 +213,7 @@ class FakeBackend:
         self.steps += self.moving
         return web.Response(
             body=encode(
-                Pulse(
+                HealthReply(
                     boot=self.boot,
                     pid=self.pid,
                     ready=self.ready,
@@ -266,7 +266,7 @@ class FakeBackend:
         if self.refuse_restores:
             link = asked.chain[-1]
             return self._reply(
-                RestoreRefused(
+                RestoreRefusal(
                     **self._now,
                     reason=self.refuse_restores.pop(0),
                     bad=link.id,
@@ -328,7 +328,7 @@ class FakeBackend:
 
     async def _forget(self, request: web.Request) -> web.Response:
         body = await request.read()
-        keep = decode(body, ForgetRequest).keep if body else []
+        keep = decode(body, ClearCacheRequest).keep if body else []
         self._note("forget", keep)
         kept = {*keep, *(self.left_by.get(each, "") for each in keep)}
         self.held = {resident: tokens for resident, tokens in self.held.items() if resident in kept}
@@ -341,7 +341,7 @@ class FakeBackend:
         return self._error(404, "no texts here")
 
     async def _order(self, request: web.Request) -> web.Response:
-        self._note("order", decode(await request.read(), KeepOrder).drop_first)
+        self._note("order", decode(await request.read(), EvictionOrder).drop_first)
         return web.json_response({})
 
     async def _drop(self, request: web.Request) -> web.Response:
@@ -388,15 +388,15 @@ class FakeBackend:
     async def _go_wrong(
         self, mishap: str, request: web.Request, response: web.StreamResponse, body: dict[str, Any]
     ) -> None:
-        await response.write(comment_event("started"))
+        await response.write(encode_comment("started"))
         if mishap == "cut after content":
-            await response.write(data_event(json.dumps(chunk(body, "Par")).encode()))
+            await response.write(encode_event(json.dumps(chunk(body, "Par")).encode()))
         if mishap.startswith("cut"):
             assert request.transport is not None
             request.transport.abort()
             return
         error = ErrorReply(error=ErrorBody(message="as scripted", type="server_error", code=mishap))
-        await response.write(data_event(encode(error)))
+        await response.write(encode_event(encode(error)))
 
     async def _stream(self, response: web.StreamResponse, body: dict[str, Any], headers: Any) -> None:
         request_id, reuse = headers[HEADER_REQUEST], int(headers.get(HEADER_REUSE, 0))
@@ -408,8 +408,8 @@ class FakeBackend:
             self.held.pop(headers.get(HEADER_RESIDENT, ""), None)
         prompt, generated = rendered(body)[0], b""
         if self.says_started:
-            await response.write(comment_event("started"))
-        await response.write(comment_event(f"prefill {reuse}/{len(prompt)}"))
+            await response.write(encode_comment("started"))
+        await response.write(encode_comment(f"prefill {reuse}/{len(prompt)}"))
         if background:
             await self.background_allowed.wait()
         if background and self.gives_up_background:
@@ -425,19 +425,19 @@ class FakeBackend:
             if cancelled.is_set():
                 break
             generated += text.encode()
-            await response.write(data_event(json.dumps(chunk(body, text)).encode()))
+            await response.write(encode_event(json.dumps(chunk(body, text)).encode()))
         settled = self._settle(request_id, prompt, generated, reuse, headers, cancelled.is_set())
         del self._running[request_id]
         self._settled[request_id].set_result(settled)
         if not cancelled.is_set():
-            await response.write(data_event(json.dumps(chunk(body, "", "stop")).encode()))
-            await response.write(data_event(json.dumps(usage_chunk(len(prompt), len(generated), reuse)).encode()))
+            await response.write(encode_event(json.dumps(chunk(body, "", "stop")).encode()))
+            await response.write(encode_event(json.dumps(usage_chunk(len(prompt), len(generated), reuse)).encode()))
             await response.write(DONE)
-        await response.write(data_event(encode(settled), SETTLED_EVENT))
+        await response.write(encode_event(encode(settled), RESULT_EVENT))
 
     def _settle(
         self, request_id: str, prompt: bytes, generated: bytes, reuse: int, headers: Any, cancelled: bool
-    ) -> Settled:
+    ) -> GenerationResult:
         resident = "" if (background := HEADER_BACKGROUND in headers) else self._id("resident")
         right = background and reuse <= self.right_until
         logprob = self.cold_logprobs.pop(0) if right and self.cold_logprobs else self.logprob
@@ -446,7 +446,7 @@ class FakeBackend:
             self.roots[resident] = bytes.fromhex(headers[HEADER_ROOT])
         at = [int(position) for position in headers.get(HEADER_CHECKPOINTS, "").split(",") if position]
         self.checkpoints[resident] = [*at, len(prompt + generated)] if self.layout.has_states else []
-        return Settled(
+        return GenerationResult(
             **self._now,
             request_id=request_id,
             finish="cancelled" if cancelled else "stop",

@@ -14,10 +14,10 @@ from aiohttp import web
 
 from support.proxy.fake_backend import FakeBackend
 from warmline_common.storage.home import Home
-from warmline_proxy.config import GB, Config
-from warmline_proxy.http.connections import listening
+from warmline_proxy.config import GB, ProxyConfig
+from warmline_proxy.http.connections import listen
 from warmline_proxy.index.index import Index
-from warmline_proxy.routes.dispatch import build
+from warmline_proxy.routes.dispatch import build_app
 from warmline_proxy.store.rows import RequestRecord
 
 P = ParamSpec("P")
@@ -56,7 +56,7 @@ class Pair:
         return response
 
     async def status(self) -> dict[str, Any]:
-        headers = {"Authorization": f"Bearer {self.home.secret()}"}
+        headers = {"Authorization": f"Bearer {self.home.load_secret()}"}
         async with self.client.get(f"{self.url}/warmline/status", headers=headers) as response:
             status: dict[str, Any] = await response.json()
             return status
@@ -83,10 +83,10 @@ async def pair(folder: Path, **settings: Any) -> AsyncIterator[Pair]:
     backend = FakeBackend(home)
     below, backend_port = await serve(backend.app())
     settings = {"disk_budget_bytes": GB, "port": 0, "audit_fraction": 0.0, **settings}  # no audits by chance
-    config = Config(home=home, backend_url=f"http://127.0.0.1:{backend_port}", **settings)
+    config = ProxyConfig(home=home, backend_url=f"http://127.0.0.1:{backend_port}", **settings)
     with Index(home, config.disk_budget_bytes) as index:
-        app = build(config, home.secret(), index)
-        async with listening(app, config) as above, aiohttp.ClientSession() as client:
+        app = build_app(config, home.load_secret(), index)
+        async with listen(app, config) as above, aiohttp.ClientSession() as client:
             yield Pair(
                 app,
                 backend,

@@ -6,7 +6,7 @@ from typing import Any
 
 from support.metrics_text import Scraped
 from support.proxy.harness import Pair
-from warmline_proxy.routes.dispatch import LIVES
+from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
 
 
 async def scrape(proxy: Pair, **headers: str) -> Scraped:
@@ -27,5 +27,5 @@ async def when(true: Callable[[], object]) -> None:
 
 async def ended(proxy: Pair) -> dict[tuple[str, ...], float]:
     """Once all is over."""
-    await when(lambda: not len(proxy.app[LIVES]))
+    await when(lambda: not len(proxy.app[REQUEST_REGISTRY]))
     return (await scrape(proxy)).by("warmline_cancels_total", "phase", "by")

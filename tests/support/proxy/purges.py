@@ -23,7 +23,7 @@ OTHER = [{"role": "user", "content": "something else " * 10}]
 
 
 async def purged(proxy: Pair, **what: Any) -> Any:
-    owner = {"Authorization": f"Bearer {proxy.home.secret()}"}
+    owner = {"Authorization": f"Bearer {proxy.home.load_secret()}"}
     async with proxy.client.post(f"{proxy.url}/warmline/purge", json=what, headers=owner) as response:
         assert response.status == 200, await response.text()
         return await response.json()

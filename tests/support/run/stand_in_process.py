@@ -9,7 +9,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import FrameType
 
-from warmline_common.process.parent_watch import end_with_parent
+from warmline_common.process.parent_watch import watch_parent
 
 
 class Ready(BaseHTTPRequestHandler):
@@ -36,7 +36,7 @@ def main(name: str, port: int, manner: str) -> None:
             sys.exit(0)
 
     signal.signal(signal.SIGTERM, stop)
-    end_with_parent(0.2 if manner == "stubborn" else 10.0)
+    watch_parent(0.2 if manner == "stubborn" else 10.0)
     server = HTTPServer(("127.0.0.1", port), Ready)
     say(
         f"{name} up {os.getpid()} key={os.environ.get('WARMLINE_CLIENT_KEY')} keeper={os.environ.get('WARMLINE_AGENT')}"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from support.pair.pair import Pair, ask
 from support.planted.faults import Planted
 from support.storm.log import Log
-from warmline_common.protocol.messages import Pulse, decode
+from warmline_common.protocol.messages import HealthReply, decode
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.5, 4.0
 RECOVERY_MAX_S = 60.0
@@ -95,7 +95,7 @@ class Fate:
 
     def _boot(self) -> str:
         with contextlib.suppress(*AWAY):
-            return decode(ask(f"{self._pair.backend_url}/health", None, {}, "GET", ANSWER_MAX_S).raw, Pulse).boot
+            return decode(ask(f"{self._pair.backend_url}/health", None, {}, "GET", ANSWER_MAX_S).raw, HealthReply).boot
         return ""
 
     def _pid(self, process: str) -> int:

@@ -26,7 +26,7 @@ from support.storm.clients import CROWD, PATIENCE_S, Client
 from support.storm.events import Fate
 from support.storm.log import Latency, Log, quantile
 from support.storm.prompts import LONG, Questions, ask_cold
-from warmline_common.protocol.messages import Vitals
+from warmline_common.protocol.messages import ProcessStats
 
 CACHECTL = str(Path(WARMLINE).with_name("cachectl"))
 FLAGS = (
@@ -44,7 +44,7 @@ IDLE_MAX_S = 60.0
 POLL_S = 0.1
 # What may be more than at the start: threads of pools that grow as needed (the backend's: one that writes, 4 that read,
 # 4 that restore, 2 that render, helpers), connections kept for the next request.
-SLACK = Vitals(tasks=0, threads=14, descriptors=4, bytes_unaccounted=1 << 20)
+SLACK = ProcessStats(tasks=0, threads=14, descriptors=4, bytes_unaccounted=1 << 20)
 
 
 @dataclass
@@ -118,7 +118,7 @@ def run(seconds: float, seed: int, home: Path, model: Path, long: Sequence[int] 
     return report
 
 
-def warm_up(pair: Pair, questions: Questions) -> dict[str, Vitals]:
+def warm_up(pair: Pair, questions: Questions) -> dict[str, ProcessStats]:
     """Have everything done once, in peace.  What the processes hold then is what they may hold."""
     calm = Log()
     blow_once(pair, questions, calm)
@@ -210,11 +210,11 @@ def is_idle(pair: Pair) -> bool:
     return backend.ready and not (held + backend.running + backend.queued)
 
 
-def vitals(pair: Pair) -> dict[str, Vitals]:
-    return {"proxy": Vitals(**pair.proxy_status()["vitals"]), "backend": pair.status().vitals}
+def vitals(pair: Pair) -> dict[str, ProcessStats]:
+    return {"proxy": ProcessStats(**pair.proxy_status()["vitals"]), "backend": pair.status().vitals}
 
 
-def look_for_leaks(pair: Pair, baseline: dict[str, Vitals], report: Report) -> None:
+def look_for_leaks(pair: Pair, baseline: dict[str, ProcessStats], report: Report) -> None:
     """Connections that were kept are given up after a while, so it waits until there is nothing left, or too long."""
     wait_until_idle(pair)
     limit = time.monotonic() + IDLE_MAX_S
@@ -225,7 +225,7 @@ def look_for_leaks(pair: Pair, baseline: dict[str, Vitals], report: Report) -> N
         time.sleep(POLL_S)
 
 
-def leaks(pair: Pair, baseline: dict[str, Vitals]) -> "Counter[str]":
+def leaks(pair: Pair, baseline: dict[str, ProcessStats]) -> "Counter[str]":
     found, proxy, backend = Counter[str](), pair.proxy_status(), pair.status()
     found["requests"] = proxy["lives"] + proxy["running"] + proxy["queued"] + backend.running + backend.queued
     for process, now in vitals(pair).items():

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from warmline_proxy.errors import ClientError, overflow, read_error, renamed
+from warmline_proxy.errors import ClientError, decode_error_body, parse_context_overflow, rename_error_param
 
-TYPES = {
+ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -17,7 +17,7 @@ TYPES = {
     529: "overloaded_error",
 }
 # What a backend's refusal calls a field, and what it was in the client's body.
-_FIELDS = {
+_FIELD_NAMES = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
     "response_format.json_schema": "output_config.format",
@@ -25,16 +25,16 @@ _FIELDS = {
 }
 
 
-def error_object(error: ClientError) -> bytes:
+def encode_error_envelope(error: ClientError) -> bytes:
     """Anthropic's error envelope as JSON."""
-    kind = TYPES.get(error.status, "invalid_request_error" if error.status < 499 else "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": _message(error)}})
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 499 else "api_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": _error_message(error)}})
 
 
-def _message(error: ClientError) -> str:
-    if numbers := overflow(error):
+def _error_message(error: ClientError) -> str:
+    if numbers := parse_context_overflow(error):
         return f"prompt is too long: {numbers[0]} tokens > {numbers[1]} maximum"  # by these words clients compact
-    read = read_error(error)
+    read = decode_error_body(error)
     if read.code in ("context_length_exceeded", "kv_memory_exceeded"):
         return f"prompt is too long: {read.message}"
-    return renamed(read, _FIELDS).message
+    return rename_error_param(read, _FIELD_NAMES).message

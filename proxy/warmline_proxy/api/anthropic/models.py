@@ -3,15 +3,15 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from warmline_common.protocol.messages import Status
+from warmline_common.protocol.messages import BackendStatus
 
 
-def model_list(status: Status) -> dict[str, Any]:
+def model_list(status: BackendStatus) -> dict[str, Any]:
     model = model_info(status, status.model)
     return {"data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]}
 
 
-def model_info(status: Status, name: str) -> dict[str, Any]:
+def model_info(status: BackendStatus, name: str) -> dict[str, Any]:
     """The one model that is served, under any name."""
     return {
         "type": "model",

@@ -6,20 +6,26 @@ from typing import Any
 import msgspec
 
 from warmline_common.protocol.messages import ErrorBody, ErrorReply
-from warmline_common.protocol.sse import data_event
-from warmline_proxy.api.base import PASSED_ON, Begun, Call, Chunk, Fields
-from warmline_proxy.api.chunks import hear
+from warmline_common.protocol.sse import encode_event
+from warmline_proxy.api.base import PASSTHROUGH_FIELDS, ApiCall, Chunk, Fields, ResponseStart
+from warmline_proxy.api.chunks import decode_chunk
 from warmline_proxy.api.responses.items import read_input
-from warmline_proxy.api.responses.response import Answering, Asked
-from warmline_proxy.api.responses.tools import Object, Toolbox, choose, read_tools
-from warmline_proxy.errors import ClientError, bad_request, read_error, renamed
-from warmline_proxy.http.body_fields import check_nesting, model_name, object_of, retry_count, session_hint
+from warmline_proxy.api.responses.response import ResponseEvents, ResponseOptions
+from warmline_proxy.api.responses.tools import JsonObject, Toolbox, read_tool_choice, read_tools
+from warmline_proxy.errors import ClientError, bad_request, decode_error_body, rename_error_param
+from warmline_proxy.http.body_fields import (
+    check_nesting,
+    find_session_hint,
+    parse_model_name,
+    parse_object,
+    parse_retry_count,
+)
 
-PASSED = PASSED_ON | {"stop", "thinking"}  # to the backend as they came
-LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
+RESPONSES_PASSTHROUGH_FIELDS = PASSTHROUGH_FIELDS | {"stop", "thinking"}  # to the backend as they came
+LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 SERVER_ERROR = "server_error"
 # What a backend's refusal calls a field, and what it was in the client's body.
-_FIELDS = {
+_FIELD_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format.json_schema": "text.format",
@@ -28,96 +34,98 @@ _FIELDS = {
 }
 
 
-class Responses:
+class ResponsesApi:
     """An apis.Api."""
 
     name = "responses"
     endpoint = "chat"
 
-    def read(self, body: bytes, headers: Mapping[str, str]) -> Call:
-        raw = object_of(body)
-        fields = _values(raw)
+    def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
+        raw = parse_object(body)
+        fields = _decode_values(raw)
         check_nesting(fields)
-        _refuse_stored(fields)
+        _reject_stored(fields)
         if not isinstance(stream := fields.get("stream", False), bool):
             raise bad_request("'stream' must be true or false.", param="stream")
         messages = read_input(fields.get("instructions"), fields.get("input"))
-        toolbox = read_tools(_all_tools(fields))
-        choice, toolbox = choose(fields.get("tool_choice"), toolbox)
-        return Call(
+        toolbox = read_tools(_collect_tools(fields))
+        choice, toolbox = read_tool_choice(fields.get("tool_choice"), toolbox)
+        return ApiCall(
             api=self,
-            fields={"messages": messages, **_tool_fields(fields, choice, toolbox), **_options(fields)},
-            client_model=model_name(fields.get("model")),
+            fields={"messages": messages, **_build_tool_fields(fields, choice, toolbox), **_build_options(fields)},
+            client_model=parse_model_name(fields.get("model")),
             stream=stream,
-            session_hint=session_hint(raw, headers),
-            retry_count=retry_count(headers),
-            asked=_asked(fields, toolbox),
+            session_hint=find_session_hint(raw, headers),
+            retry_count=parse_retry_count(headers),
+            api_options=_read_response_options(fields, toolbox),
         )
 
-    def encoder(self, call: Call, begun: Begun) -> "_Encoder":
-        model = begun.model if call.client_model is None else call.client_model
-        return _Encoder(Answering(call.asked, begun, model), call.stream)
+    def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> "_ResponsesEncoder":
+        model = response_start.model if call.client_model is None else call.client_model
+        return _ResponsesEncoder(ResponseEvents(call.api_options, response_start, model), call.stream)
 
-    def refusal(self, error: ClientError) -> bytes:
-        return msgspec.json.encode(ErrorReply(error=_said(error)))
+    def encode_error(self, error: ClientError) -> bytes:
+        return msgspec.json.encode(ErrorReply(error=_translate_error(error)))
 
-    def failure(self, error: ClientError) -> bytes:
+    def encode_stream_error(self, error: ClientError) -> bytes:
         """Told twice: OpenAI's SDK raises for `error`, others read the event's own fields."""
-        said = _said(error)
-        told = {"code": said.code or SERVER_ERROR, "message": said.message, "param": said.param}
-        return _sse([{"type": "error", "sequence_number": 0, **told, "error": {"type": said.type, **told}}])
+        body = _translate_error(error)
+        fields = {"code": body.code or SERVER_ERROR, "message": body.message, "param": body.param}
+        return _encode_events(
+            [{"type": "error", "sequence_number": 0, **fields, "error": {"type": body.type, **fields}}]
+        )
 
 
-class _Encoder:
+class _ResponsesEncoder:
     """An apis.Encoder."""
 
-    def __init__(self, answering: Answering, stream: bool) -> None:
-        self._answering, self._stream = answering, stream
+    def __init__(self, events: ResponseEvents, stream: bool) -> None:
+        self._events, self._stream = events, stream
 
-    def chunk(self, chunk: Chunk, raw: bytes) -> bytes:
-        return self._told(self._answering.chunk(hear(raw)))
+    def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
+        return self._emit(self._events.add_chunk(decode_chunk(raw)))
 
-    def done(self) -> bytes:
-        return self._told(self._answering.end())
+    def encode_done(self) -> bytes:
+        return self._emit(self._events.end())
 
-    def whole(self) -> bytes:
-        self._told(self._answering.end())
-        return msgspec.json.encode(self._answering.result())
+    def encode_json(self) -> bytes:
+        self._emit(self._events.end())
+        return msgspec.json.encode(self._events.build_final_response())
 
-    def failure(self, error: ClientError) -> bytes:
-        said = _said(error)
-        return _sse(self._answering.fail(said.code or SERVER_ERROR, said.message))
+    def encode_stream_error(self, error: ClientError) -> bytes:
+        body = _translate_error(error)
+        return _encode_events(self._events.fail(body.code or SERVER_ERROR, body.message))
 
-    def _told(self, events: Iterable[Object]) -> bytes:
-        return _sse(events) if self._stream else _unheard(events)
-
-
-def _said(error: ClientError) -> ErrorBody:
-    return renamed(read_error(error), _FIELDS)
+    def _emit(self, events: Iterable[JsonObject]) -> bytes:
+        return _encode_events(events) if self._stream else _drain_events(events)
 
 
-def _unheard(events: Iterable[Object]) -> bytes:
+def _translate_error(error: ClientError) -> ErrorBody:
+    return rename_error_param(decode_error_body(error), _FIELD_NAMES)
+
+
+def _drain_events(events: Iterable[JsonObject]) -> bytes:
     """What a stream would say, run through for what it leaves."""
     for _ in events:
         pass
     return b""
 
 
-def _sse(events: Iterable[Object]) -> bytes:
-    return b"".join(data_event(msgspec.json.encode(event), event["type"]) for event in events)
+def _encode_events(events: Iterable[JsonObject]) -> bytes:
+    return b"".join(encode_event(msgspec.json.encode(event), event["type"]) for event in events)
 
 
 # ---- reading
 
 
-def _values(raw: Mapping[str, msgspec.Raw]) -> Fields:
+def _decode_values(raw: Mapping[str, msgspec.Raw]) -> Fields:
     try:
         return {name: msgspec.json.decode(value) for name, value in raw.items()}
     except (msgspec.DecodeError, RecursionError) as error:
         raise bad_request(f"We could not parse the JSON body of your request: {error}") from None
 
 
-def _refuse_stored(fields: Fields) -> None:
+def _reject_stored(fields: Fields) -> None:
     for name in ("previous_response_id", "conversation"):
         if fields.get(name) is not None:
             raise bad_request(
@@ -134,7 +142,7 @@ def _refuse_stored(fields: Fields) -> None:
         raise bad_request(message, code="unsupported_parameter", param="background")
 
 
-def _all_tools(fields: Fields) -> object:
+def _collect_tools(fields: Fields) -> object:
     """Those of the request, and those that items have added on the way."""
     tools, items = fields.get("tools"), fields.get("input")
     added = [
@@ -146,29 +154,32 @@ def _all_tools(fields: Fields) -> object:
     return [*(tools or []), *added] if added and isinstance(tools, list | None) else tools
 
 
-def _tool_fields(fields: Fields, choice: Any, toolbox: Toolbox) -> Fields:
+def _build_tool_fields(fields: Fields, choice: Any, toolbox: Toolbox) -> Fields:
     if toolbox.tools:
-        told = {"tool_choice": choice, "parallel_tool_calls": fields.get("parallel_tool_calls")}
-        return {"tools": toolbox.chat, **{name: value for name, value in told.items() if value is not None}}
+        tool_options = {"tool_choice": choice, "parallel_tool_calls": fields.get("parallel_tool_calls")}
+        return {
+            "tools": toolbox.chat_tools,
+            **{name: value for name, value in tool_options.items() if value is not None},
+        }
     if choice in (None, "auto", "none"):
         return {}
     raise bad_request("'tool_choice' needs a tool that can be called here; 'tools' has none.", param="tool_choice")
 
 
-def _options(fields: Fields) -> Fields:
-    options = {name: value for name, value in fields.items() if name in PASSED}
+def _build_options(fields: Fields) -> Fields:
+    options = {name: value for name, value in fields.items() if name in RESPONSES_PASSTHROUGH_FIELDS}
     if "max_output_tokens" in fields:
         options["max_completion_tokens"] = fields["max_output_tokens"]
-    if (effort := _object(fields, "reasoning").get("effort")) is not None:
+    if (effort := _read_object(fields, "reasoning").get("effort")) is not None:
         options["reasoning_effort"] = effort
-    if form := _response_format(_object(fields, "text").get("format")):
+    if form := _convert_format(_read_object(fields, "text").get("format")):
         options["response_format"] = form
-    if LOGPROBS in _include(fields):
+    if LOGPROBS in _read_include(fields):
         options |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs", 0)}
     return options
 
 
-def _response_format(form: Any) -> Object | None:
+def _convert_format(form: Any) -> JsonObject | None:
     """Chat nests what Responses has flat."""
     if form is None:
         return None
@@ -183,14 +194,14 @@ def _response_format(form: Any) -> Object | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _include(fields: Fields) -> list[Any]:
+def _read_include(fields: Fields) -> list[Any]:
     include = fields.get("include", [])
     if not isinstance(include, list):
         raise bad_request("'include' must be a list of strings.", param="include")
     return include
 
 
-def _object(fields: Fields, name: str) -> Object:
+def _read_object(fields: Fields, name: str) -> JsonObject:
     value = fields.get(name, {})
     if not isinstance(value, dict):
         raise bad_request(f"'{name}' must be an object.", param=name)
@@ -200,20 +211,20 @@ def _object(fields: Fields, name: str) -> Object:
 # ---- what the answer says again
 
 
-def _asked(fields: Fields, toolbox: Toolbox) -> Asked:
-    reasoning = _object(fields, "reasoning")
+def _read_response_options(fields: Fields, toolbox: Toolbox) -> ResponseOptions:
+    reasoning = _read_object(fields, "reasoning")
     summary = reasoning.get("summary") or reasoning.get("generate_summary")
-    return Asked(
-        echo=_echo(fields),
+    return ResponseOptions(
+        echo=_build_echo(fields),
         toolbox=toolbox,
         summary=summary not in (None, "none"),
-        sealed=SEALED in _include(fields),
-        logprobs=LOGPROBS in _include(fields),
+        encrypted_reasoning=ENCRYPTED_REASONING in _read_include(fields),
+        logprobs=LOGPROBS in _read_include(fields),
     )
 
 
-def _echo(fields: Fields) -> Object:
-    reasoning, text = _object(fields, "reasoning"), _object(fields, "text")
+def _build_echo(fields: Fields) -> JsonObject:
+    reasoning, text = _read_object(fields, "reasoning"), _read_object(fields, "text")
     return {
         "instructions": fields.get("instructions"),
         "max_output_tokens": fields.get("max_output_tokens"),

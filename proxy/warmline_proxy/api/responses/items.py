@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from warmline_proxy.api.responses.tools import Object, arguments_of, told_name
+from warmline_proxy.api.responses.tools import JsonObject, encode_arguments, qualify_name
 from warmline_proxy.errors import ClientError, bad_request
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -18,12 +18,12 @@ TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "re
 IMAGE_OMITTED = "[an image, which this model can't see]"
 
 # What tools left behind that OpenAI's servers ran; they hold nothing that a model here was shown.
-SKIPPED = frozenset(
+SKIPPED_TYPES = frozenset(
     {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call"}
     | {"computer_call_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "mcp_call"}
 )
 
-_SEALED = "warmline.1."
+_REASONING_PREFIX = "warmline.1."
 _OWN_ID = re.compile(r"(?:rs|msg|fc|ctc)_(.+)_[0-9]+")
 
 
@@ -32,28 +32,28 @@ def item_id(prefix: str, answer_id: str, index: int) -> str:
     return f"{prefix}_{answer_id}_{index}"
 
 
-def seal(reasoning: str) -> str:
+def encode_reasoning(reasoning: str) -> str:
     """`encrypted_content`.  It hides nothing: its reader is who was told the same in plain words."""
-    return _SEALED + base64.b64encode(reasoning.encode()).decode()
+    return _REASONING_PREFIX + base64.b64encode(reasoning.encode()).decode()
 
 
-def unseal(text: object) -> str:
+def decode_reasoning(text: object) -> str:
     """ "" for what others have sealed."""
-    if not isinstance(text, str) or not text.startswith(_SEALED):
+    if not isinstance(text, str) or not text.startswith(_REASONING_PREFIX):
         return ""
     try:
-        return base64.b64decode(text.removeprefix(_SEALED), validate=True).decode()
+        return base64.b64decode(text.removeprefix(_REASONING_PREFIX), validate=True).decode()
     except (binascii.Error, ValueError):
         return ""
 
 
-def read_input(instructions: object, value: object) -> list[Object]:
+def read_input(instructions: object, value: object) -> list[JsonObject]:
     """`instructions` and `input` as messages.  Raises ClientError 400."""
-    reader = _Reader()
+    reader = _ItemReader()
     if instructions not in (None, ""):
         reader.add_instructions(instructions)
     if isinstance(value, str):
-        reader.say("user", value)
+        reader.add_message("user", value)
     elif isinstance(value, list):
         for place, item in enumerate(value):
             reader.add(item, f"input[{place}]")
@@ -62,28 +62,28 @@ def read_input(instructions: object, value: object) -> list[Object]:
     return reader.messages
 
 
-class _Reader:
+class _ItemReader:
     """Reads items in their order; assistants' items are put into the message that is open."""
 
     def __init__(self) -> None:
-        self.messages: list[Object] = []
-        self._open: Object | None = None  # the assistant's message that may go on
-        self._turn = ""  # the answer that it came from; "" where nobody knows
-        self._answered = False  # results of its calls have come
-        self._readers: dict[str, Callable[[Object, str], None]] = {
-            "message": self._message,
-            "reasoning": self._reasoning,
-            "function_call": self._call,
-            "custom_tool_call": self._call,
-            "function_call_output": self._output,
-            "custom_tool_call_output": self._output,
-            "agent_message": self._agent_message,
+        self.messages: list[JsonObject] = []
+        self._open_message: JsonObject | None = None  # the assistant's message that may go on
+        self._answer_id = ""  # the answer that it came from; "" where nobody knows
+        self._has_results = False  # results of its calls have come
+        self._readers: dict[str, Callable[[JsonObject, str], None]] = {
+            "message": self._read_message,
+            "reasoning": self._read_reasoning,
+            "function_call": self._read_tool_call,
+            "custom_tool_call": self._read_tool_call,
+            "function_call_output": self._read_tool_output,
+            "custom_tool_call_output": self._read_tool_output,
+            "agent_message": self._read_agent_message,
             "additional_tools": lambda item, where: None,  # read with the request's other tools
         }
 
     def add_instructions(self, instructions: object) -> None:
         if isinstance(instructions, str):
-            self.say("system", instructions)
+            self.add_message("system", instructions)
         elif isinstance(instructions, list):
             for place, item in enumerate(instructions):
                 self.add(item, f"instructions[{place}]")
@@ -94,116 +94,123 @@ class _Reader:
         if not isinstance(item, dict):
             raise bad_request(f"'{where}' must be an object.", param=where)
         kind = item.get("type") or "message"
-        if not isinstance(kind, str) or kind not in self._readers.keys() | SKIPPED:
-            raise _unreadable(kind, where)
-        if kind not in SKIPPED:
+        if not isinstance(kind, str) or kind not in self._readers.keys() | SKIPPED_TYPES:
+            raise _unsupported_item_error(kind, where)
+        if kind not in SKIPPED_TYPES:
             self._readers[kind](item, where)
 
-    def say(self, role: str, text: str) -> None:
-        self._open = None
+    def add_message(self, role: str, text: str) -> None:
+        self._open_message = None
         self.messages.append({"role": role, "content": text})
 
-    def _message(self, item: Object, where: str) -> None:
-        role, text = item.get("role"), _text(item.get("content"), f"{where}.content", image="")
+    def _read_message(self, item: JsonObject, where: str) -> None:
+        role, text = item.get("role"), _read_text(item.get("content"), f"{where}.content", image_placeholder="")
         if role not in ROLES:
             raise bad_request(f"'{where}.role' must be one of {', '.join(ROLES)}.", param=f"{where}.role")
         if role != "assistant":
-            return self.say(role, text)
-        message = self._assistant(item, after=("content", "tool_calls"))
+            return self.add_message(role, text)
+        message = self._join_assistant(item, after=("content", "tool_calls"))
         message["content"] = (message["content"] or "") + text
 
-    def _agent_message(self, item: Object, where: str) -> None:
+    def _read_agent_message(self, item: JsonObject, where: str) -> None:
         """What one of a client's agents tells another: Codex seals what a model here has written in plain words."""
         parts = item.get("content") or []
         if isinstance(parts, list):
-            parts = [_unsealed(part) for part in parts]
-        self.say("user", _text(parts, f"{where}.content", image=""))
+            parts = [_decode_part(part) for part in parts]
+        self.add_message("user", _read_text(parts, f"{where}.content", image_placeholder=""))
 
-    def _reasoning(self, item: Object, where: str) -> None:
-        text = _reasoning_of(item, where)
+    def _read_reasoning(self, item: JsonObject, where: str) -> None:
+        text = _extract_reasoning(item, where)
         if text:
-            message = self._assistant(item, after=("reasoning_content", "content", "tool_calls"))
+            message = self._join_assistant(item, after=("reasoning_content", "content", "tool_calls"))
             message["reasoning_content"] = message.get("reasoning_content", "") + text
 
-    def _call(self, item: Object, where: str) -> None:
+    def _read_tool_call(self, item: JsonObject, where: str) -> None:
         custom = item.get("type") == "custom_tool_call"
-        name, arguments = _string(item, "name", where), _string(item, "input" if custom else "arguments", where)
+        name, arguments = (
+            _read_string(item, "name", where),
+            _read_string(item, "input" if custom else "arguments", where),
+        )
         function = {
-            "name": told_name(item.get("namespace"), name),
-            "arguments": arguments_of(arguments) if custom else arguments,
+            "name": qualify_name(item.get("namespace"), name),
+            "arguments": encode_arguments(arguments) if custom else arguments,
         }
-        call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
-        self._assistant(item, after=()).setdefault("tool_calls", []).append(call)
+        call = {"id": _read_string(item, "call_id", where), "type": "function", "function": function}
+        self._join_assistant(item, after=()).setdefault("tool_calls", []).append(call)
 
-    def _output(self, item: Object, where: str) -> None:
-        text = _text(item.get("output"), f"{where}.output", image=IMAGE_OMITTED)
-        self.messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": text})
-        self._answered = True
+    def _read_tool_output(self, item: JsonObject, where: str) -> None:
+        text = _read_text(item.get("output"), f"{where}.output", image_placeholder=IMAGE_OMITTED)
+        self.messages.append({"role": "tool", "tool_call_id": _read_string(item, "call_id", where), "content": text})
+        self._has_results = True
 
-    def _assistant(self, item: Object, after: tuple[str, ...]) -> Object:
+    def _join_assistant(self, item: JsonObject, after: tuple[str, ...]) -> JsonObject:
         """The message that an item belongs to: the open one where both come from one answer.
 
         Where ids don't say so: unless calls of that have been answered, or it has what never precedes such an item.
         """
-        turn = _turn_of(item)
-        if self._open is not None:
-            if turn and self._turn:
-                joins = turn == self._turn
+        answer_id = _parse_answer_id(item)
+        if self._open_message is not None:
+            if answer_id and self._answer_id:
+                is_same_answer = answer_id == self._answer_id
             else:
-                joins = not self._answered and not any(self._open.get(key) for key in after)
-            if joins:
-                self._turn = self._turn or turn
-                return self._open
-        self._open, self._turn, self._answered = {"role": "assistant", "content": None}, turn, False
-        self.messages.append(self._open)
-        return self._open
+                is_same_answer = not self._has_results and not any(self._open_message.get(key) for key in after)
+            if is_same_answer:
+                self._answer_id = self._answer_id or answer_id
+                return self._open_message
+        self._open_message, self._answer_id, self._has_results = (
+            {"role": "assistant", "content": None},
+            answer_id,
+            False,
+        )
+        self.messages.append(self._open_message)
+        return self._open_message
 
 
-def _turn_of(item: Object) -> str:
+def _parse_answer_id(item: JsonObject) -> str:
     return match[1] if isinstance(name := item.get("id"), str) and (match := _OWN_ID.fullmatch(name)) else ""
 
 
-def _reasoning_of(item: Object, where: str) -> str:
+def _extract_reasoning(item: JsonObject, where: str) -> str:
     """In plain words where they are there, else out of what we have sealed, else what is left of it as a summary."""
     return (
-        _text(item.get("content") or [], f"{where}.content", image="")
-        or unseal(item.get("encrypted_content"))
-        or _text(item.get("summary") or [], f"{where}.summary", image="")
+        _read_text(item.get("content") or [], f"{where}.content", image_placeholder="")
+        or decode_reasoning(item.get("encrypted_content"))
+        or _read_text(item.get("summary") or [], f"{where}.summary", image_placeholder="")
     )
 
 
-def _text(content: object, where: str, image: str) -> str:
+def _read_text(content: object, where: str, image_placeholder: str) -> str:
     """Parts are joined as chat's are.  `image` stands for images; they are refused where it is empty."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise bad_request(f"'{where}' must be a string or a list of parts.", param=where)
-    return "".join(_part(part, f"{where}[{place}]", image) for place, part in enumerate(content))
+    return "".join(_read_part(part, f"{where}[{place}]", image_placeholder) for place, part in enumerate(content))
 
 
-def _part(part: Any, where: str, image: str) -> str:
+def _read_part(part: Any, where: str, image_placeholder: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in TEXT_PARTS:
-        return _string(part, "text", where)
+        return _read_string(part, "text", where)
     if kind == "refusal":
-        return _string(part, "refusal", where)
-    if kind == "input_image" and image:
-        return image
+        return _read_string(part, "refusal", where)
+    if kind == "input_image" and image_placeholder:
+        return image_placeholder
     raise bad_request(f"'{where}' is of type \"{str(kind)[:40]}\"; this model reads only text parts.", param=where)
 
 
-def _unsealed(part: Any) -> Any:
+def _decode_part(part: Any) -> Any:
     is_sealed = isinstance(part, dict) and part.get("type") == "encrypted_content"
     return {"type": "text", "text": part.get("encrypted_content")} if is_sealed else part
 
 
-def _string(item: Object, name: str, where: str) -> str:
+def _read_string(item: JsonObject, name: str, where: str) -> str:
     if isinstance(value := item.get(name), str):
         return value
     raise bad_request(f"'{where}.{name}' must be a string.", param=f"{where}.{name}")
 
 
-def _unreadable(kind: object, where: str) -> ClientError:
+def _unsupported_item_error(kind: object, where: str) -> ClientError:
     if kind == "item_reference":
         return bad_request(
             f"'{where}' refers to a stored item; nothing is stored here, send the item itself.", param=where

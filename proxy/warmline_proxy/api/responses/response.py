@@ -10,99 +10,99 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from warmline_proxy.api.base import Begun
-from warmline_proxy.api.chunks import Heard, HeardCall, HeardUsage
-from warmline_proxy.api.responses.items import item_id, seal
-from warmline_proxy.api.responses.tools import Object, Toolbox, input_of
+from warmline_proxy.api.base import ResponseStart
+from warmline_proxy.api.chunks import ChatChunk, ChunkToolCall, ChunkUsage
+from warmline_proxy.api.responses.items import encode_reasoning, item_id
+from warmline_proxy.api.responses.tools import JsonObject, Toolbox, decode_input
 
-Events = Iterator[Object]
+Events = Iterator[JsonObject]
 
-MESSAGE, REASONING, CALL, CUSTOM = "message", "reasoning", "function_call", "custom_tool_call"
-PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc", CUSTOM: "ctc"}
+MESSAGE, REASONING, FUNCTION_CALL, CUSTOM_CALL = "message", "reasoning", "function_call", "custom_tool_call"
+PREFIXES = {MESSAGE: "msg", REASONING: "rs", FUNCTION_CALL: "fc", CUSTOM_CALL: "ctc"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class ResponseOptions:
     """What the answer needs of its request."""
 
-    echo: Object  # fields that are said again
+    echo: JsonObject  # fields that are said again
     toolbox: Toolbox = field(default_factory=Toolbox)
     summary: bool = False  # reasoning is wanted as a summary, where clients look for it
-    sealed: bool = False  # reasoning is wanted in a form to send back
+    encrypted_reasoning: bool = False  # reasoning is wanted in a form to send back
     logprobs: bool = False
 
 
 @dataclass
-class _Item:
+class _OpenItem:
     """The item that is being written."""
 
     index: int
     kind: str
-    item: Object  # as in the answer; `_finish` completes it
+    item: JsonObject  # as in the answer; `_finish` completes it
     texts: list[str] = field(default_factory=list)  # its text, or its arguments
-    logprobs: list[Object] = field(default_factory=list)
-    call: int = -1  # chat's index of a call
+    logprobs: list[JsonObject] = field(default_factory=list)
+    call_index: int = -1  # chat's index of a call
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
 
 
-class Answering:
+class ResponseEvents:
     """One answer.  `chunk` for each of the backend's, then `end`; or `fail`.  Events carry their number."""
 
-    def __init__(self, asked: Asked, begun: Begun, model: str) -> None:
-        self._asked, self._begun = asked, begun
-        self._head: Object = {
-            "id": f"resp_{begun.request_id}",
+    def __init__(self, options: ResponseOptions, response_start: ResponseStart, model: str) -> None:
+        self._options, self._response_start = options, response_start
+        self._head: JsonObject = {
+            "id": f"resp_{response_start.request_id}",
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
         }
-        self._output: list[Object] = []
-        self._open: _Item | None = None
+        self._output: list[JsonObject] = []
+        self._item: _OpenItem | None = None
         self._finish_reason = ""
-        self._usage: HeardUsage | None = None
-        self._events = 0  # told so far
+        self._usage: ChunkUsage | None = None
+        self._event_count = 0  # told so far
 
     # ---- what comes
 
-    def chunk(self, heard: Heard) -> Events:
-        yield from self._begin()
-        self._usage = heard.usage or self._usage
-        for choice in heard.choices:
-            if thought := choice.delta.thought:
-                yield from self._reasoned(thought)
+    def add_chunk(self, chunk: ChatChunk) -> Events:
+        yield from self._emit_created()
+        self._usage = chunk.usage or self._usage
+        for choice in chunk.choices:
+            if thought := choice.delta.reasoning_text:
+                yield from self._emit_reasoning(thought)
             if text := choice.delta.content:
-                yield from self._said(text, (choice.logprobs or {}).get("content") or [])
+                yield from self._emit_text(text, (choice.logprobs or {}).get("content") or [])
             for call in choice.delta.tool_calls or ():
-                yield from self._called(call)
+                yield from self._emit_tool_call(call)
             if choice.finish_reason:
                 self._finish_reason = choice.finish_reason
-                yield from self._finish()
+                yield from self._finish_item()
 
     def end(self) -> Events:
         """Once all chunks are in."""
-        yield from self._begin()
-        yield from self._finish()
-        if not self._is_cut and not any(item["type"] != REASONING for item in self._output):
-            yield from self._add(MESSAGE)  # an answer without a word is one, too
-            yield from self._finish()
-        yield self._event(f"response.{self._status}", response=self.response(self._status))
+        yield from self._emit_created()
+        yield from self._finish_item()
+        if not self._is_truncated and not any(item["type"] != REASONING for item in self._output):
+            yield from self._add_item(MESSAGE)  # an answer without a word is one, too
+            yield from self._finish_item()
+        yield self._make_event(f"response.{self._status}", response=self.build_response(self._status))
 
     def fail(self, code: str, message: str) -> Events:
         """Nothing may follow."""
-        yield from self._begin()
-        failed = {**self.response("failed"), "error": {"code": code, "message": message}}
-        yield self._event("response.failed", response=failed)
+        yield from self._emit_created()
+        failed = {**self.build_response("failed"), "error": {"code": code, "message": message}}
+        yield self._make_event("response.failed", response=failed)
 
-    def result(self) -> Object:
+    def build_final_response(self) -> JsonObject:
         """The whole answer, after `end`."""
-        return self.response(self._status)
+        return self.build_response(self._status)
 
-    def response(self, status: str) -> Object:
+    def build_response(self, status: str) -> JsonObject:
         """The answer as it stands; an item that is being written is not in it."""
-        over = status in ("completed", "incomplete")
+        is_over = status in ("completed", "incomplete")
         return {
             **self._head,
             "status": status,
@@ -110,155 +110,159 @@ class Answering:
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            **self._asked.echo,
+            **self._options.echo,
             "output": list(self._output),
-            "usage": self._told_usage() if over else None,
+            "usage": self._build_usage() if is_over else None,
         }
 
     @property
-    def _is_cut(self) -> bool:
+    def _is_truncated(self) -> bool:
         return self._finish_reason == "length"
 
     @property
     def _status(self) -> str:
-        return "incomplete" if self._is_cut else "completed"
+        return "incomplete" if self._is_truncated else "completed"
 
     # ---- items
 
-    def _begin(self) -> Events:
-        if not self._events:
+    def _emit_created(self) -> Events:
+        if not self._event_count:
             for name in ("created", "in_progress"):
-                yield self._event(f"response.{name}", response=self.response("in_progress"))
+                yield self._make_event(f"response.{name}", response=self.build_response("in_progress"))
 
-    def _reasoned(self, text: str) -> Events:
-        if self._open is None or self._open.kind != REASONING:
-            yield from self._finish()
-            yield from self._add(REASONING)
-        yield self._written(text, self._reasoning_part("text.delta"), delta=text)
+    def _emit_reasoning(self, text: str) -> Events:
+        if self._item is None or self._item.kind != REASONING:
+            yield from self._finish_item()
+            yield from self._add_item(REASONING)
+        yield self._append_text(text, self._reasoning_event_name("text.delta"), delta=text)
 
-    def _said(self, text: str, logprobs: list[Object]) -> Events:
-        if self._open is None or self._open.kind != MESSAGE:
-            yield from self._finish()
-            yield from self._add(MESSAGE)
-        assert self._open is not None
-        told = logprobs if self._asked.logprobs else []
-        self._open.logprobs += told
-        yield self._written(text, "output_text.delta", content_index=0, delta=text, logprobs=told)
+    def _emit_text(self, text: str, logprobs: list[JsonObject]) -> Events:
+        if self._item is None or self._item.kind != MESSAGE:
+            yield from self._finish_item()
+            yield from self._add_item(MESSAGE)
+        assert self._item is not None
+        shown_logprobs = logprobs if self._options.logprobs else []
+        self._item.logprobs += shown_logprobs
+        yield self._append_text(text, "output_text.delta", content_index=0, delta=text, logprobs=shown_logprobs)
 
-    def _called(self, call: HeardCall) -> Events:
-        if self._open is None or self._open.call != call.index:
-            yield from self._finish()
-            yield from self._add_call(call)
-        assert self._open is not None
+    def _emit_tool_call(self, call: ChunkToolCall) -> Events:
+        if self._item is None or self._item.call_index != call.index:
+            yield from self._finish_item()
+            yield from self._add_tool_call(call)
+        assert self._item is not None
         if arguments := call.function.arguments:
-            if self._open.kind == CUSTOM:  # its input can be told from the arguments only once they are whole
-                self._open.texts.append(arguments)
+            if self._item.kind == CUSTOM_CALL:  # its input can be told from the arguments only once they are whole
+                self._item.texts.append(arguments)
             else:
-                yield self._written(arguments, "function_call_arguments.delta", delta=arguments)
+                yield self._append_text(arguments, "function_call_arguments.delta", delta=arguments)
 
-    def _add(self, kind: str) -> Events:
-        item: Object = {"type": kind, "status": "in_progress"}
+    def _add_item(self, kind: str) -> Events:
+        item: JsonObject = {"type": kind, "status": "in_progress"}
         if kind == MESSAGE:
             item |= {"role": "assistant", "content": []}
         else:
-            item |= {"summary": []} if self._asked.summary else {"summary": [], "content": []}
-        yield self._opened(kind, item)
+            item |= {"summary": []} if self._options.summary else {"summary": [], "content": []}
+        yield self._open_item(kind, item)
         if kind == MESSAGE:
-            yield self._of_item("content_part.added", content_index=0, part=self._message_part())
+            yield self._item_event("content_part.added", content_index=0, part=self._message_part())
         else:
-            yield self._of_item(self._reasoning_part("part.added"), part=self._reasoning_text(""))
+            yield self._item_event(self._reasoning_event_name("part.added"), part=self._reasoning_text(""))
 
-    def _add_call(self, call: HeardCall) -> Events:
-        tool = self._asked.toolbox.called(call.function.name or "")
-        kind = CUSTOM if tool.kind == "custom" else CALL
+    def _add_tool_call(self, call: ChunkToolCall) -> Events:
+        tool = self._options.toolbox.resolve(call.function.name or "")
+        kind = CUSTOM_CALL if tool.kind == "custom" else FUNCTION_CALL
         item = {"type": kind, "status": "in_progress", "call_id": call.id or "", "name": tool.name}
         if tool.namespace:
             item["namespace"] = tool.namespace
-        yield self._opened(kind, {**item, "input" if kind == CUSTOM else "arguments": ""})
-        assert self._open is not None
-        self._open.call = call.index
+        yield self._open_item(kind, {**item, "input" if kind == CUSTOM_CALL else "arguments": ""})
+        assert self._item is not None
+        self._item.call_index = call.index
 
-    def _opened(self, kind: str, item: Object) -> Object:
+    def _open_item(self, kind: str, item: JsonObject) -> JsonObject:
         index = len(self._output)
-        item = {"id": item_id(PREFIXES[kind], self._begun.request_id, index), **item}
-        self._open = _Item(index, kind, item)
-        return self._event("response.output_item.added", output_index=index, item=item)
+        item = {"id": item_id(PREFIXES[kind], self._response_start.request_id, index), **item}
+        self._item = _OpenItem(index, kind, item)
+        return self._make_event("response.output_item.added", output_index=index, item=item)
 
-    def _finish(self) -> Events:
+    def _finish_item(self) -> Events:
         """Complete the item that is open, if one is."""
-        if self._open is None:
+        if self._item is None:
             return
-        yield from {MESSAGE: self._end_message, REASONING: self._end_reasoning}.get(self._open.kind, self._end_call)()
-        done, self._open = self._open, None
-        done.item["status"] = "completed" if done.call >= 0 else self._status  # calls are told only when they are whole
+        yield from {MESSAGE: self._finish_message, REASONING: self._finish_reasoning}.get(
+            self._item.kind, self._finish_tool_call
+        )()
+        done, self._item = self._item, None
+        done.item["status"] = (
+            "completed" if done.call_index >= 0 else self._status
+        )  # calls are told only when they are whole
         self._output.append(done.item)
-        yield self._event("response.output_item.done", output_index=done.index, item=done.item)
+        yield self._make_event("response.output_item.done", output_index=done.index, item=done.item)
 
-    def _end_message(self) -> Events:
-        assert self._open is not None
+    def _finish_message(self) -> Events:
+        assert self._item is not None
         part = self._message_part()
-        told = {"text": part["text"], "logprobs": part["logprobs"]}
-        yield self._of_item("output_text.done", content_index=0, **told)
-        yield self._of_item("content_part.done", content_index=0, part=part)
-        self._open.item = {**self._open.item, "content": [part]}
+        fields = {"text": part["text"], "logprobs": part["logprobs"]}
+        yield self._item_event("output_text.done", content_index=0, **fields)
+        yield self._item_event("content_part.done", content_index=0, part=part)
+        self._item.item = {**self._item.item, "content": [part]}
 
-    def _end_reasoning(self) -> Events:
-        assert self._open is not None
-        text = self._open.text
-        yield self._of_item(self._reasoning_part("text.done"), text=text)
-        yield self._of_item(self._reasoning_part("part.done"), part=self._reasoning_text(text))
-        parts = {"summary" if self._asked.summary else "content": [self._reasoning_text(text)]}
-        sealed = {"encrypted_content": seal(text)} if self._asked.sealed else {}
-        self._open.item = {**self._open.item, **parts, **sealed}
+    def _finish_reasoning(self) -> Events:
+        assert self._item is not None
+        text = self._item.text
+        yield self._item_event(self._reasoning_event_name("text.done"), text=text)
+        yield self._item_event(self._reasoning_event_name("part.done"), part=self._reasoning_text(text))
+        parts = {"summary" if self._options.summary else "content": [self._reasoning_text(text)]}
+        encrypted = {"encrypted_content": encode_reasoning(text)} if self._options.encrypted_reasoning else {}
+        self._item.item = {**self._item.item, **parts, **encrypted}
 
-    def _end_call(self) -> Events:
-        assert self._open is not None
-        text = self._open.text
-        if self._open.kind == CUSTOM:
-            text = input_of(text)
-            yield self._of_item("custom_tool_call_input.delta", delta=text)
-            yield self._of_item("custom_tool_call_input.done", input=text)
-            self._open.item = {**self._open.item, "input": text}
+    def _finish_tool_call(self) -> Events:
+        assert self._item is not None
+        text = self._item.text
+        if self._item.kind == CUSTOM_CALL:
+            text = decode_input(text)
+            yield self._item_event("custom_tool_call_input.delta", delta=text)
+            yield self._item_event("custom_tool_call_input.done", input=text)
+            self._item.item = {**self._item.item, "input": text}
         else:
-            yield self._of_item("function_call_arguments.done", arguments=text)
-            self._open.item = {**self._open.item, "arguments": text}
+            yield self._item_event("function_call_arguments.done", arguments=text)
+            self._item.item = {**self._item.item, "arguments": text}
 
     # ---- parts
 
-    def _message_part(self) -> Object:
-        assert self._open is not None
-        part: Object = {"type": "output_text", "annotations": [], "text": self._open.text}
-        return {**part, "logprobs": list(self._open.logprobs)}
+    def _message_part(self) -> JsonObject:
+        assert self._item is not None
+        part: JsonObject = {"type": "output_text", "annotations": [], "text": self._item.text}
+        return {**part, "logprobs": list(self._item.logprobs)}
 
-    def _reasoning_text(self, text: str) -> Object:
-        return {"type": "summary_text" if self._asked.summary else "reasoning_text", "text": text}
+    def _reasoning_text(self, text: str) -> JsonObject:
+        return {"type": "summary_text" if self._options.summary else "reasoning_text", "text": text}
 
-    def _reasoning_part(self, what: str) -> str:
+    def _reasoning_event_name(self, what: str) -> str:
         """The event's name: "part.added", "text.delta", "text.done" or "part.done"."""
-        if self._asked.summary:
+        if self._options.summary:
             return f"reasoning_summary_{what}"
         return f"reasoning_{what}" if what.startswith("text") else f"content_{what}"
 
     # ---- events
 
-    def _written(self, text: str, name: str, **fields: Any) -> Object:
-        assert self._open is not None
-        self._open.texts.append(text)
-        return self._of_item(name, **fields)
+    def _append_text(self, text: str, name: str, **fields: Any) -> JsonObject:
+        assert self._item is not None
+        self._item.texts.append(text)
+        return self._item_event(name, **fields)
 
-    def _of_item(self, name: str, **fields: Any) -> Object:
-        assert self._open is not None
-        if self._open.kind == REASONING:
-            fields["summary_index" if self._asked.summary else "content_index"] = 0
-        place = {"item_id": self._open.item["id"], "output_index": self._open.index}
-        return self._event(f"response.{name}", **place, **fields)
+    def _item_event(self, name: str, **fields: Any) -> JsonObject:
+        assert self._item is not None
+        if self._item.kind == REASONING:
+            fields["summary_index" if self._options.summary else "content_index"] = 0
+        place = {"item_id": self._item.item["id"], "output_index": self._item.index}
+        return self._make_event(f"response.{name}", **place, **fields)
 
-    def _event(self, name: str, **fields: Any) -> Object:
-        self._events += 1
-        return {"type": name, "sequence_number": self._events - 1, **fields}
+    def _make_event(self, name: str, **fields: Any) -> JsonObject:
+        self._event_count += 1
+        return {"type": name, "sequence_number": self._event_count - 1, **fields}
 
-    def _told_usage(self) -> Object:
-        usage = self._usage or HeardUsage(prompt_tokens=self._begun.prompt_tokens)
+    def _build_usage(self) -> JsonObject:
+        usage = self._usage or ChunkUsage(prompt_tokens=self._response_start.prompt_tokens)
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

@@ -18,12 +18,12 @@ ROOT_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Surveyed:
+class FileInspection:
     """A segment or checkpoint file; `reason` (a word of SegmentFileError) and `detail` say why it can't be used."""
 
     id: str
     bytes_on_disk: int = 0
-    written: float = 0.0  # Unix seconds
+    written_at: float = 0.0  # Unix seconds
     meta: FileMeta | None = None  # None where there is a reason
     tokens: bytes = b""  # packed, of a segment
     checksum: str = ""  # as in SavedFile
@@ -35,18 +35,18 @@ class Surveyed:
         return bytes.fromhex(self.meta.root) if self.meta else b""
 
 
-def survey(home: Home, file_id: str, *, deep: bool) -> Surveyed:
+def inspect_file(home: Home, file_id: str, *, deep: bool) -> FileInspection:
     """Its header and tokens, their checksums compared; `deep` compares all the others too.  Never raises."""
     path = home.segment_file(file_id)
     try:
-        return _survey(path, file_id, deep)
+        return _inspect(path, file_id, deep)
     except SegmentFileError as error:
-        return Surveyed(file_id, _size(path), reason=error.reason, detail=error.detail)
+        return FileInspection(file_id, _size(path), reason=error.reason, detail=error.detail)
     except OSError as error:
-        return Surveyed(file_id, _size(path), reason="io", detail=str(error))
+        return FileInspection(file_id, _size(path), reason="io", detail=str(error))
 
 
-def _survey(path: Path, file_id: str, deep: bool) -> Surveyed:
+def _inspect(path: Path, file_id: str, deep: bool) -> FileInspection:
     header, checksums = read_header(path), read_checksums(path)
     header.verify(checksums)
     if deep:
@@ -56,10 +56,10 @@ def _survey(path: Path, file_id: str, deep: bool) -> Surveyed:
         raise SegmentFileError("foreign", f"is {meta.kind} {meta.id}")
     if not _is_root(meta.root):
         raise SegmentFileError("foreign", "does not say whose it is")
-    return Surveyed(
+    return FileInspection(
         file_id,
         bytes_on_disk=header.file_bytes,
-        written=path.stat().st_mtime,
+        written_at=path.stat().st_mtime,
         meta=meta,
         tokens=read_tokens(path) if meta.kind == "segment" else b"",
         checksum=file_checksum(checksums),

@@ -4,28 +4,28 @@ from pathlib import Path
 
 from warmline_common.storage import disk
 from warmline_proxy.index.index import Index
-from warmline_proxy.index.save import abort
+from warmline_proxy.index.save import abort_save
 from warmline_proxy.store import files as index_files
 from warmline_proxy.store.tables import Tables
 
 
-def clear(index: Index) -> None:
+def delete_leftovers(index: Index) -> None:
     """While no proxy runs: the saves that one was at go, and what any process has left.  Raises IndexFailure, OSError.
 
     Nobody could tell of a file that is none of the tree whose conversation it has.
     """
-    index.change(lambda tables: [abort(tables, plan) for plan in tables.saves()], frees=True)
+    index.transact(lambda tables: [abort_save(tables, plan) for plan in tables.save_plans()], frees_space=True)
     index.sweep()
-    delete(index)
+    delete_orphans(index)
 
 
-def delete(index: Index, before: float = float("inf")) -> list[tuple[str, int]]:
+def delete_orphans(index: Index, before: float = float("inf")) -> list[tuple[str, int]]:
     """Those last written before then: their ids ("" for a draft) and bytes.  Raises IndexFailure, OSError.
 
     What is saved meanwhile stands in the index before its file is there; so the files are listed first.
     """
-    listed = [*index_files.stored(index.home), *index_files.aside(index.home)]
-    claimed = index.change(_claimed, frees=True)
+    listed = [*index_files.list_stored(index.home), *index_files.list_quarantined(index.home)]
+    claimed = index.transact(_list_claimed, frees_space=True)
     deleted: list[tuple[str, int]] = []
     for file_id, path in listed:
         size = None if file_id in claimed else _size_if_older(path, before)
@@ -35,10 +35,10 @@ def delete(index: Index, before: float = float("inf")) -> list[tuple[str, int]]:
     return deleted
 
 
-def _claimed(tables: Tables) -> set[str]:
+def _list_claimed(tables: Tables) -> set[str]:
     """The ids of all files that are stored, set aside, being written, or about to be deleted."""
     keys = (key for table in ("segments", "checkpoints", "quarantine", "doomed") for key, _ in tables.items(table))
-    return {key.hex() for key in keys} | {file_id for plan in tables.saves() for file_id in plan.file_ids}
+    return {key.hex() for key in keys} | {file_id for plan in tables.save_plans() for file_id in plan.file_ids}
 
 
 def _size_if_older(path: Path, before: float) -> int | None:

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from warmline_proxy.store.row_checks import flaw
+from warmline_proxy.store.row_checks import find_flaw
 from warmline_proxy.store.tables import DECODERS, SUMS_KEY, TABLES, Sums, Tables
 
 NO_SUMS = msgspec.msgpack.encode(Sums())
 
 
-class Draft(Tables):
+class DraftTables(Tables):
     """Takes what `Tables` puts.  Nothing that looks for a prefix is fast."""
 
     def __init__(self) -> None:
@@ -32,21 +32,21 @@ class Draft(Tables):
     def count(self, table: str) -> int:
         return len(self._entries[table])
 
-    def take_over(self, tables: Tables) -> dict[str, int]:
+    def apply_to(self, tables: Tables) -> dict[str, int]:
         """Make `tables` say what this one says; how many entries of each table said otherwise."""
-        self.add()
-        self.store_sums()
-        changed = {table: self._take_over(tables, table) for table in TABLES if table != "meta"}
+        self.add_to_sums()
+        self.write_sums()
+        changed = {table: self._apply_table(tables, table) for table in TABLES if table != "meta"}
         sums = self._entries["meta"][SUMS_KEY]
         if (tables.get("meta", SUMS_KEY) or NO_SUMS) != sums:
             tables.put("meta", SUMS_KEY, sums)
             changed["sums"] = 1
         return {table: count for table, count in changed.items() if count}
 
-    def _take_over(self, tables: Tables, table: str) -> int:
+    def _apply_table(self, tables: Tables, table: str) -> int:
         wanted, found = self._entries[table], dict(tables.items(table))
         superfluous = found.keys() - wanted.keys()
-        different = {key for key, value in wanted.items() if not _same(table, key, value, found.get(key))}
+        different = {key for key, value in wanted.items() if not _is_same_entry(table, key, value, found.get(key))}
         for key in superfluous:
             tables.delete(table, key)
         for key in different:
@@ -54,8 +54,12 @@ class Draft(Tables):
         return len(superfluous) + len(different)
 
 
-def _same(table: str, key: bytes, wanted: bytes, found: bytes | None) -> bool:
+def _is_same_entry(table: str, key: bytes, expected: bytes, found: bytes | None) -> bool:
     """Also where an older version wrote the row, which had fewer fields."""
-    if found is None or wanted == found:
+    if found is None or expected == found:
         return found is not None
-    return table in DECODERS and not flaw(table, key, found) and bool(DECODERS[table](found) == DECODERS[table](wanted))
+    return (
+        table in DECODERS
+        and not find_flaw(table, key, found)
+        and bool(DECODERS[table](found) == DECODERS[table](expected))
+    )

@@ -7,17 +7,17 @@ from pathlib import Path
 import msgspec
 
 from warmline_common.storage import disk
-from warmline_proxy.index.index import Index, IndexFailure
+from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.index.recovery.repair import repair
-from warmline_proxy.index.save import abort
-from warmline_proxy.index.tree import drop, quarantine
+from warmline_proxy.index.save import abort_save
+from warmline_proxy.index.tree import delete_subtree, quarantine_subtree
 from warmline_proxy.store import files as index_files
 from warmline_proxy.store.tables import Tables
 
 log = logging.getLogger(__name__)
 
 
-class Reconciled(msgspec.Struct, kw_only=True):
+class ReconcileReport(msgspec.Struct, kw_only=True):
     """How much was put right; all 0 after a clean end."""
 
     mended: int = 0  # what a repair did, where the index was damaged
@@ -36,61 +36,61 @@ class Reconciled(msgspec.Struct, kw_only=True):
         return ", ".join(done).replace("_", " ") or "in order"
 
 
-def reconcile(index: Index) -> Reconciled:
-    home, counts = index.home, Reconciled()
-    if index.is_damaged() and (did := repair(index, deep=False, saving=False).did):
+def reconcile(index: Index) -> ReconcileReport:
+    home, counts = index.home, ReconcileReport()
+    if index.is_damaged() and (did := repair(index, deep=False, is_saving=False).did):
         counts.mended, stored = len(did), index.totals()
         log.warning("the index was mended: it has %d segments now, %d tokens", stored.segments, stored.tokens)
-    saves = index.change(lambda tables: [abort(tables, plan) for plan in tables.saves()], frees=True)
+    saves = index.transact(lambda tables: [abort_save(tables, plan) for plan in tables.save_plans()], frees_space=True)
     counts.saves_rolled_back = len(saves)
-    files = list(index_files.stored(home))
+    files = list(index_files.list_stored(home))
     sizes = {file_id: path.stat().st_size for file_id, path in files if file_id}
-    index.change(lambda tables: _drop_rows(tables, sizes, counts), frees=True)
-    index_files.set_aside(home, [row.id for row in index.quarantined()])
-    index.weigh_quarantined()
+    index.transact(lambda tables: _delete_stale_rows(tables, sizes, counts), frees_space=True)
+    index_files.move_to_quarantine(home, [row.id for row in index.quarantined()])
+    index.update_quarantine_sizes()
     counts.files_doomed = index.sweep()
-    _delete_strays(index, files, counts)
+    _delete_orphans(index, files, counts)
     counts.modes_set = len(index_files.make_private(home))
     counts.evicted = len(index.make_room())
-    counts.purges_ended = _end_purge(index)
+    counts.purges_ended = _finish_purge(index)
     return counts
 
 
-def _end_purge(index: Index) -> int:
+def _finish_purge(index: Index) -> int:
     """Where the disk has no room for that, the next start, purge or gc does it."""
     try:
-        return int(index.erase_traces())
-    except IndexFailure as error:
+        return int(index.erase_purged_data())
+    except IndexStoreError as error:
         log.warning("the index still has traces of what was purged: %s; free space, then run cachectl gc", error)
         return 0
 
 
-def _drop_rows(tables: Tables, sizes: dict[str, int], counts: Reconciled) -> None:
+def _delete_stale_rows(tables: Tables, sizes: dict[str, int], counts: ReconcileReport) -> None:
     for row in tables.files():
-        if not tables.holds(row.id):
+        if not tables.has_file(row.id):
             continue  # it went with what it built on
         size = sizes.get(row.id)
         if size is None:
-            counts.rows_without_file += len(drop(tables, row.id, "missing"))
+            counts.rows_without_file += len(delete_subtree(tables, row.id, "missing"))
         elif size != row.bytes_on_disk:
             reason = "truncated" if size < row.bytes_on_disk else "foreign"
-            counts.rows_of_other_size += len(quarantine(tables, row.id, reason, time.time()))
+            counts.rows_of_other_size += len(quarantine_subtree(tables, row.id, reason, time.time()))
 
 
-def _delete_strays(index: Index, files: list[tuple[str, Path]], counts: Reconciled) -> None:
+def _delete_orphans(index: Index, files: list[tuple[str, Path]], counts: ReconcileReport) -> None:
     snapshot = index.snapshot()
     known = snapshot.segments.keys() | snapshot.checkpoints.keys()
     for file_id, path in files:
         if not file_id:
-            counts.files_temporary += _delete(path)
+            counts.files_temporary += _delete_path(path)
         elif file_id not in known:
-            counts.files_without_row += _delete(path)
-    for file_id, path in list(index_files.aside(index.home)):
+            counts.files_without_row += _delete_path(path)
+    for file_id, path in list(index_files.list_quarantined(index.home)):
         if file_id not in snapshot.quarantined:
-            counts.files_without_row += _delete(path)
+            counts.files_without_row += _delete_path(path)
 
 
-def _delete(path: Path) -> int:
+def _delete_path(path: Path) -> int:
     """1 where it is not set aside, or deleted, already."""
     was_there = path.exists()
     disk.delete(path)

@@ -7,112 +7,114 @@ from pathlib import Path
 
 import msgspec
 
-from warmline_common.protocol.tokens import TOKEN_BYTES, Prefix
-from warmline_common.storage.file_lock import holder_of
+from warmline_common.protocol.tokens import TOKEN_BYTES, PrefixHash
+from warmline_common.storage.file_lock import find_lock_holder
 from warmline_common.storage.home import Home
-from warmline_proxy.index.recovery.file_headers import Surveyed, survey
-from warmline_proxy.index.turns import keys_of, turns
+from warmline_proxy.index.recovery.file_headers import FileInspection, inspect_file
+from warmline_proxy.index.turns import call_keys, list_turns
 from warmline_proxy.store import files as index_files
-from warmline_proxy.store.row_checks import flaws
-from warmline_proxy.store.rows import CheckpointRow, Finding, SegmentRow, SessionRow
-from warmline_proxy.store.tables import Sums, Tables, first_token, hook, slot
+from warmline_proxy.store.row_checks import find_flaws
+from warmline_proxy.store.rows import CheckpointRow, IndexFinding, SegmentRow, SessionRow
+from warmline_proxy.store.tables import Sums, Tables, encode_child_key, encode_parent_key, token_at
 
 COMPACTION_S_MAX = 600.0
 FILE_FINDINGS = {"file", "place", "missing", "truncated", "checksum", "foreign", "tokens", "io"}
 
 
 @dataclass(frozen=True)
-class Listing:
+class DiskListing:
     """What lies on the disk.  Made before the snapshot: what is saved later is then no orphan."""
 
     stored: list[tuple[str, Path]]  # (id, path) of the files in their places
-    aside: list[tuple[str, Path]]
+    quarantined: list[tuple[str, Path]]
     index: list[Path]  # generations of the index and their drafts
 
     @classmethod
-    def of(cls, home: Home) -> "Listing":
-        return cls(list(index_files.stored(home)), list(index_files.aside(home)), list(home.index.iterdir()))
+    def from_home(cls, home: Home) -> "DiskListing":
+        return cls(
+            list(index_files.list_stored(home)), list(index_files.list_quarantined(home)), list(home.index.iterdir())
+        )
 
 
 def verify(
-    tables: Tables, home: Home, listing: Listing, deep: bool, progress: Callable[[int], object]
-) -> list[Finding]:
+    tables: Tables, home: Home, listing: DiskListing, deep: bool, progress: Callable[[int], object]
+) -> list[IndexFinding]:
     """Where an entry can't be read, what could be said of the others means little: only that is told then.
 
     `progress` hears each file's bytes once it was looked at.
     """
-    if unreadable := list(flaws(tables)):
+    if unreadable := list(find_flaws(tables)):
         return unreadable
-    tree = _Tree.of(tables)
+    tree = _StoredTree.from_tables(tables)
     return [
-        *_segments(tables, tree),
-        *_children(tables, tree),
-        *_blocks(tables, tree),
-        *_checkpoints(tables, tree),
-        *_sessions(tables, tree),
-        *_bookkeeping(tables, tree),
-        *_turns(tables),
-        *_standings(tables),
-        *_sums(tables),
-        *_files(tables, tree, home, deep, progress),
-        *_quarantine(tables, home),
-        *_orphans(tables, home, listing),
-        *_modes(home),
+        *_check_segments(tables, tree),
+        *_check_children(tables, tree),
+        *_check_blocks(tables, tree),
+        *_check_checkpoints(tables, tree),
+        *_check_sessions(tables, tree),
+        *_check_usage(tables, tree),
+        *_check_turns(tables),
+        *_check_file_states(tables),
+        *_check_sums(tables),
+        *_check_files(tables, tree, home, deep, progress),
+        *_check_quarantine(tables, home),
+        *_check_orphans(tables, home, listing),
+        *_check_permissions(home),
     ]
 
 
-def still_stored(tables: Tables, findings: Iterable[Finding]) -> list[Finding]:
+def filter_stored(tables: Tables, findings: Iterable[IndexFinding]) -> list[IndexFinding]:
     """Without those about files that were evicted, or purged from quarantine, while they were looked at."""
 
-    def stands(finding: Finding) -> bool:
+    def is_stored(finding: IndexFinding) -> bool:
         if finding.what in FILE_FINDINGS:
-            return tables.holds(finding.id)
+            return tables.has_file(finding.id)
         return finding.what != "quarantine" or tables.is_quarantined(finding.id)
 
-    return [finding for finding in findings if stands(finding)]
+    return [finding for finding in findings if is_stored(finding)]
 
 
 @dataclass(frozen=True)
-class _Tree:
+class _StoredTree:
     """The segments, and of each whose path to the root is whole all tokens before it."""
 
     segments: dict[str, SegmentRow]
-    before: dict[str, Prefix]
+    prefixes: dict[str, PrefixHash]
 
     @classmethod
-    def of(cls, tables: Tables) -> "_Tree":
+    def from_tables(cls, tables: Tables) -> "_StoredTree":
         segments = {row.id: row for row in tables.segments()}
         tree = cls(segments, {})
         for row in sorted(segments.values(), key=lambda row: row.start):  # parents start before their children
             if not row.parent and row.start == 0:
-                tree.before[row.id] = Prefix(row.root)
-            elif row.parent in tree.before and _fits(row, segments[row.parent]):
-                tree.before[row.id] = tree.until(tables, row.parent, row.start)
+                tree.prefixes[row.id] = PrefixHash(row.root)
+            elif row.parent in tree.prefixes and _is_child_of(row, segments[row.parent]):
+                tree.prefixes[row.id] = tree.prefix_at(tables, row.parent, row.start)
         return tree
 
-    def until(self, tables: Tables, segment_id: str, position: int) -> Prefix:
+    def prefix_at(self, tables: Tables, segment_id: str, position: int) -> PrefixHash:
         """All tokens of this segment's path before `position`, which lies in it."""
         row = self.segments[segment_id]
-        return self.before[segment_id].then(tables.tokens(segment_id)[: (position - row.start) * TOKEN_BYTES])
+        return self.prefixes[segment_id].extend(tables.tokens(segment_id)[: (position - row.start) * TOKEN_BYTES])
 
     def is_on_path(self, ancestor: str, segment_id: str) -> bool:
-        while segment_id in self.before and segment_id != ancestor:
+        while segment_id in self.prefixes and segment_id != ancestor:
             segment_id = self.segments[segment_id].parent
         return segment_id == ancestor
 
 
-def _fits(row: SegmentRow, parent: SegmentRow) -> bool:
+def _is_child_of(row: SegmentRow, parent: SegmentRow) -> bool:
     return parent.root == row.root and parent.start < row.start <= parent.end
 
 
-def _finding(what: str, file_id: str, detail: str) -> Finding:
-    return Finding(what=what, id=file_id, detail=detail)
+def _finding(what: str, file_id: str, detail: str) -> IndexFinding:
+    return IndexFinding(what=what, id=file_id, detail=detail)
 
 
 # --- the tree ---
 
 
-def _segments(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+def _check_segments(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]:
     for row in tree.segments.values():
         tokens = tables.tokens(row.id)
         if len(tokens) != (row.end - row.start) * TOKEN_BYTES:
@@ -120,24 +122,26 @@ def _segments(tables: Tables, tree: _Tree) -> Iterator[Finding]:
             continue
         if tables.child(row.root, row.parent, row.start, tokens[:TOKEN_BYTES]) != row.id:
             yield _finding("tree", row.id, "its parent does not name it")
-        yield from _parent(tables, row, tree.segments.get(row.parent))
+        yield from _check_parent(tables, row, tree.segments.get(row.parent))
 
 
-def _parent(tables: Tables, row: SegmentRow, parent: SegmentRow | None) -> Iterator[Finding]:
+def _check_parent(tables: Tables, row: SegmentRow, parent: SegmentRow | None) -> Iterator[IndexFinding]:
     if not row.parent:
         if row.start != 0:
             yield _finding("tree", row.id, f"starts at {row.start} without a parent")
     elif parent is None:
         yield _finding("tree", row.id, f"its parent {row.parent} is not stored")
-    elif not _fits(row, parent):
+    elif not _is_child_of(row, parent):
         yield _finding("tree", row.id, f"starts at {row.start}, its parent has [{parent.start}, {parent.end})")
-    elif first_token(tables.tokens(parent.id), row.start - parent.start) == tables.tokens(row.id)[:TOKEN_BYTES]:
+    elif token_at(tables.tokens(parent.id), row.start - parent.start) == tables.tokens(row.id)[:TOKEN_BYTES]:
         yield _finding("tree", row.id, f"begins like the rest of its parent at {row.start}")
 
 
-def _children(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+def _check_children(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]:
     """Everything that hangs on a segment hangs on one that is stored."""
-    slots = {slot(r.root, r.parent, r.start, tables.tokens(r.id)[:TOKEN_BYTES]) for r in tree.segments.values()}
+    slots = {
+        encode_child_key(r.root, r.parent, r.start, tables.tokens(r.id)[:TOKEN_BYTES]) for r in tree.segments.values()
+    }
     for key, value in tables.items("children"):
         if key not in slots:
             yield _finding("tree", value.hex(), "named as a child, but not stored")
@@ -145,7 +149,7 @@ def _children(tables: Tables, tree: _Tree) -> Iterator[Finding]:
         for key, _ in tables.items(table):
             if key.hex() not in tree.segments:
                 yield _finding("tree", key.hex(), f"{table} without a row")
-    hooks = {hook(b"", segment_id) for segment_id in tree.segments}
+    hooks = {encode_parent_key(b"", segment_id) for segment_id in tree.segments}
     for key, value in tables.items("gone"):
         if key in slots:
             yield _finding("tree", "", f"said to be gone ({value.decode()}), but stored")
@@ -153,12 +157,12 @@ def _children(tables: Tables, tree: _Tree) -> Iterator[Finding]:
             yield _finding("tree", key[1:17].hex(), "what is gone after it is noted, but it is not stored")
 
 
-def _blocks(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+def _check_blocks(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]:
     expected: dict[bytes, str] = {}
     for row in tree.segments.values():
         mine = tables.hashes(row.id)
-        before = tree.before.get(row.id)
-        if before is None or mine != before.with_hashes(tables.tokens(row.id))[1]:
+        before = tree.prefixes.get(row.id)
+        if before is None or mine != before.extend_with_hashes(tables.tokens(row.id))[1]:
             yield _finding("block", row.id, "its chain hashes are not those of its tokens")
         expected |= dict.fromkeys(mine, row.id)
     actual = {key: value.hex() for key, value in tables.items("blocks")}
@@ -168,7 +172,7 @@ def _blocks(tables: Tables, tree: _Tree) -> Iterator[Finding]:
             yield _finding("block", actual.get(key, ""), f"block {key.hex()} belongs to {owner}")
 
 
-def _checkpoints(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+def _check_checkpoints(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]:
     rows = tables.checkpoints()
     for row in rows:
         segment = tree.segments.get(row.segment)
@@ -183,13 +187,13 @@ def _checkpoints(tables: Tables, tree: _Tree) -> Iterator[Finding]:
 # --- conversations ---
 
 
-def _sessions(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+def _check_sessions(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]:
     wanted = set()
     for row in tables.sessions():
         leaf = tree.segments.get(row.leaf)
         if leaf is None or leaf.root != row.root or not leaf.start < row.tokens <= leaf.end:
             yield _finding("session", row.id, f"ends at {row.tokens}, outside its segment {row.leaf}")
-        elif detail := _turn(tables, tree, row):
+        elif detail := _find_turn_end_error(tables, tree, row):
             yield _finding("session", row.id, detail)
         wanted |= {(anchor, row.id) for anchor in {row.leaf, row.turn_segment} - {""}}
     anchors = {(key[:16].hex(), key[16:].decode(errors="replace")) for key, _ in tables.items("anchors")}
@@ -199,18 +203,18 @@ def _sessions(tables: Tables, tree: _Tree) -> Iterator[Finding]:
         yield _finding("session", session, f"is anchored in {anchor} for no reason")
 
 
-def _turn(tables: Tables, tree: _Tree, row: SessionRow) -> str:
+def _find_turn_end_error(tables: Tables, tree: _StoredTree, row: SessionRow) -> str:
     """What is wrong with where its last turn ends; "" where nothing is."""
     if not row.turn_segment:
         return f"its turn ends at {row.turn_end}, in no segment" if row.turn_end <= row.tokens else ""
     segment = tree.segments.get(row.turn_segment)
     if segment is None or not segment.start < row.turn_end <= min(segment.end, row.tokens):
         return f"its turn ends at {row.turn_end}, outside segment {row.turn_segment}"
-    if row.turn_segment not in tree.before:
+    if row.turn_segment not in tree.prefixes:
         return ""  # the tree is broken there, which is told of its segments
     if not tree.is_on_path(row.turn_segment, row.leaf):
         return f"its turn ends in {row.turn_segment}, which is not on its path"
-    if tree.until(tables, row.turn_segment, row.turn_end).tokens_digest != row.turn_digest:
+    if tree.prefix_at(tables, row.turn_segment, row.turn_end).tokens_digest != row.turn_digest:
         return f"its first {row.turn_end} tokens are others"
     return ""
 
@@ -218,18 +222,18 @@ def _turn(tables: Tables, tree: _Tree, row: SessionRow) -> str:
 # --- bookkeeping ---
 
 
-def _bookkeeping(tables: Tables, tree: _Tree) -> Iterator[Finding]:
+def _check_usage(tables: Tables, tree: _StoredTree) -> Iterator[IndexFinding]:
     stored = tree.segments.keys() | {row.id for row in tables.checkpoints()}
     for key, _ in tables.items("usage"):
         if key.hex() not in stored:
             yield _finding("usage", key.hex(), "counted, but not stored")
 
 
-def _turns(tables: Tables) -> Iterator[Finding]:
+def _check_turns(tables: Tables) -> Iterator[IndexFinding]:
     """Each is found under its calls, and nothing else is."""
     wanted: dict[bytes, bytes] = {}
-    for key, row in turns(tables):
-        for call, call_id in zip(keys_of(row), row.calls, strict=True):
+    for key, row in list_turns(tables):
+        for call, call_id in zip(call_keys(row), row.calls, strict=True):
             if wanted.setdefault(call, key) != key:
                 yield _finding("turn", call_id, "is in two turns")
     found = dict(tables.items("calls"))
@@ -238,14 +242,14 @@ def _turns(tables: Tables) -> Iterator[Finding]:
             yield _finding("turn", f"call_{call[16:].hex()}", "is not found under its turn")
 
 
-def _standings(tables: Tables) -> Iterator[Finding]:
+def _check_file_states(tables: Tables) -> Iterator[IndexFinding]:
     """A file is stored, or being written, or set aside, or about to be deleted; one of these."""
     seen: dict[str, str] = {}
     standings = {
         "stored": [row.id for row in tables.files()],
-        "being written": [file_id for plan in tables.saves() for file_id in plan.file_ids],
+        "being written": [file_id for plan in tables.save_plans() for file_id in plan.file_ids],
         "quarantined": [row.id for row in tables.quarantined()],
-        "about to be deleted": list(tables.doomed()),
+        "about to be deleted": list(tables.pending_deletions()),
     }
     for standing, ids in standings.items():
         for file_id in ids:
@@ -254,9 +258,9 @@ def _standings(tables: Tables) -> Iterator[Finding]:
             seen[file_id] = standing
 
 
-def _sums(tables: Tables) -> Iterator[Finding]:
+def _check_sums(tables: Tables) -> Iterator[IndexFinding]:
     segments, checkpoints, quarantined = list(tables.segments()), tables.checkpoints(), tables.quarantined()
-    sampled = [row for _, row in turns(tables)]
+    sampled = [row for _, row in list_turns(tables)]
     counted = Sums(
         segments=len(segments),
         checkpoints=len(checkpoints),
@@ -266,8 +270,8 @@ def _sums(tables: Tables) -> Iterator[Finding]:
         bytes_segments=sum(row.bytes_on_disk for row in segments),
         bytes_checkpoints=sum(row.bytes_on_disk for row in checkpoints),
         bytes_quarantined=sum(row.bytes_on_disk for row in quarantined),
-        bytes_writing=sum(plan.bytes_expected for plan in tables.saves()),
-        bytes_doomed=sum(tables.doomed().values()),
+        bytes_writing=sum(plan.bytes_expected for plan in tables.save_plans()),
+        bytes_doomed=sum(tables.pending_deletions().values()),
         turns=len(sampled),
         bytes_turns=sum(len(row.tokens) for row in sampled),
     )
@@ -280,19 +284,21 @@ def _sums(tables: Tables) -> Iterator[Finding]:
 # --- files ---
 
 
-def _files(tables: Tables, tree: _Tree, home: Home, deep: bool, progress: Callable[[int], object]) -> Iterator[Finding]:
+def _check_files(
+    tables: Tables, tree: _StoredTree, home: Home, deep: bool, progress: Callable[[int], object]
+) -> Iterator[IndexFinding]:
     for row in tables.files():
-        file = survey(home, row.id, deep=deep)
+        file = inspect_file(home, row.id, deep=deep)
         if file.reason:
             yield _finding(file.reason, row.id, file.detail)
-        elif detail := _against_row(tables, row, file):
+        elif detail := _find_row_mismatch(tables, row, file):
             yield _finding("file", row.id, detail)
-        elif detail := _place(tables, tree, row, file):
+        elif detail := _find_place_mismatch(tables, tree, row, file):
             yield _finding("place", row.id, detail)
         progress(row.bytes_on_disk)
 
 
-def _against_row(tables: Tables, row: SegmentRow | CheckpointRow, file: Surveyed) -> str:
+def _find_row_mismatch(tables: Tables, row: SegmentRow | CheckpointRow, file: FileInspection) -> str:
     """What the file says otherwise than the row; "" where they agree.
 
     Its parent may be another one by now, which holds the same tokens: `_place` looks at these.
@@ -314,40 +320,42 @@ def _against_row(tables: Tables, row: SegmentRow | CheckpointRow, file: Surveyed
     return ""
 
 
-def _place(tables: Tables, tree: _Tree, row: SegmentRow | CheckpointRow, file: Surveyed) -> str:
+def _find_place_mismatch(
+    tables: Tables, tree: _StoredTree, row: SegmentRow | CheckpointRow, file: FileInspection
+) -> str:
     """Whether what the file holds was computed after the tokens that the index has before it."""
     assert file.meta is not None
     segment_id = row.id if isinstance(row, SegmentRow) else row.segment
-    if segment_id not in tree.before:
+    if segment_id not in tree.prefixes:
         return ""  # the tree is broken there, which is told of its segments
     position = row.start if isinstance(row, SegmentRow) else row.position
     if file.root != tree.segments[segment_id].root:
         return "belongs to another model or tenant"
-    if file.meta.prefix != tree.until(tables, segment_id, position).digest:
+    if file.meta.prefix != tree.prefix_at(tables, segment_id, position).digest:
         return "was computed after other tokens than the index has before it"
     return ""
 
 
-def _quarantine(tables: Tables, home: Home) -> Iterator[Finding]:
+def _check_quarantine(tables: Tables, home: Home) -> Iterator[IndexFinding]:
     for row in tables.quarantined():
-        size = index_files.size_aside(home, row.id)
+        size = index_files.read_quarantined_size(home, row.id)
         if size is None:
             yield _finding("quarantine", row.id, "its file is gone")
         elif size != row.bytes_on_disk:
             yield _finding("quarantine", row.id, f"has {size} bytes, the index says {row.bytes_on_disk}")
 
 
-def _orphans(tables: Tables, home: Home, listing: Listing) -> Iterator[Finding]:
+def _check_orphans(tables: Tables, home: Home, listing: DiskListing) -> Iterator[IndexFinding]:
     """Files that nobody accounts for; those being written, or about to be deleted, are accounted for."""
-    plans = tables.saves()
-    known = {file_id for plan in plans for file_id in plan.file_ids} | tables.doomed().keys()
+    plans = tables.save_plans()
+    known = {file_id for plan in plans for file_id in plan.file_ids} | tables.pending_deletions().keys()
     known |= {row.id for row in tables.files()}
     quarantined = {row.id for row in tables.quarantined()}
     orphans = [
         # A quarantined file may still be on its way.  A temporary file is right only while something is being written.
         *((i, path) for i, path in listing.stored if not (i in known | quarantined if i else plans)),
-        *((i, path) for i, path in listing.aside if i not in quarantined | known),
-        *(("", path) for path in index_files.superseded(listing.index) if not _may_be_compacting(home, path)),
+        *((i, path) for i, path in listing.quarantined if i not in quarantined | known),
+        *(("", path) for path in index_files.find_superseded(listing.index) if not _may_be_compacting(home, path)),
     ]
     for file_id, path in orphans:
         if path.exists():
@@ -360,10 +368,10 @@ def _may_be_compacting(home: Home, path: Path) -> bool:
         age_s = time.time() - path.stat().st_mtime
     except FileNotFoundError:
         return True
-    return age_s < COMPACTION_S_MAX and bool(holder_of(home.lock))
+    return age_s < COMPACTION_S_MAX and bool(find_lock_holder(home.lock))
 
 
-def _modes(home: Home) -> Iterator[Finding]:
+def _check_permissions(home: Home) -> Iterator[IndexFinding]:
     """KV is as private as the transcript."""
-    for path, mode in index_files.too_open(home):
+    for path, mode in index_files.find_non_private(home):
         yield _finding("mode", "", f"{path.relative_to(home.root)} is {mode:o}, open to others than its owner")

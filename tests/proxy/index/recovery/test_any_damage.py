@@ -39,19 +39,19 @@ def test_after_any_damage_repair_leaves_a_clean_index_that_tells_the_truth(
             getattr(vandal, damage)()
         with IndexReader(template) as truth:
             known, states = texts(truth), {row.id: row.position for row in truth.checkpoints()}
-            state_texts = {row.id: truth.stored_tokens(row.segment)[: 4 * row.position] for row in truth.checkpoints()}
+            state_texts = {row.id: truth.path_tokens(row.segment)[: 4 * row.position] for row in truth.checkpoints()}
         with Index(home, BUDGET) as index:
             if index.is_damaged():
                 reconcile(index)
             mend(index)
-            assert repair(index, deep=True, saving=False).did == []
+            assert repair(index, deep=True, is_saving=False).did == []
             for segment, (root, text) in texts(index).items():
                 assert known[segment] == (root, text)
-                found = index.match(root, pack_tokens(text), len(text))
+                found = index.match_prefix(root, pack_tokens(text), len(text))
                 assert found.tokens == len(text) and found.chain[-1].id == segment
             for row in index.checkpoints():
                 assert row.position == states[row.id]
-                assert index.stored_tokens(row.segment)[: 4 * row.position] == state_texts[row.id]
+                assert index.path_tokens(row.segment)[: 4 * row.position] == state_texts[row.id]
             save(index, [*A[:390], 1, 2, 3], checkpoints=[391])
             assert matched(index, [*A[:390], 1, 2, 3]) == 393
             assert index.verify(deep=True) == []

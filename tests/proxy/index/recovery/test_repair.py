@@ -29,7 +29,7 @@ from support.index.segment_files import rewrite
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
 from warmline_common.storage.segment_file import file_checksum, read_checksums, read_header
-from warmline_proxy.index.index import Index, IndexFailure, IndexReader
+from warmline_proxy.index.index import Index, IndexReader, IndexStoreError
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.index.recovery.startup import reconcile
 from warmline_proxy.retention.purge import purge
@@ -45,7 +45,7 @@ def test_what_is_whole_is_left_as_it_is(index: Index) -> None:
     running = planned(index, [3] * 50)
     write_plan(index.home, running)
     before = index.snapshot()
-    assert repair(index, deep=True, saving=True).did == []
+    assert repair(index, deep=True, is_saving=True).did == []
     assert index.snapshot() == before
     assert commit(index, running).tokens_saved == 50
 
@@ -67,7 +67,7 @@ def test_repairs_beside_all_else_change_nothing(index: Index) -> None:
     thread.start()
     repairs = 0
     while not over.is_set() or not repairs:
-        assert [each for each in repair(index, deep=False, saving=True).did if each.what != "deleted"] == []
+        assert [each for each in repair(index, deep=False, is_saving=True).did if each.what != "deleted"] == []
         repairs += 1
     thread.join()
     assert matched(index, [24, *A[:200]]) == 201 and matched(index, [1, *A[:200]]) == 0
@@ -150,11 +150,11 @@ def test_an_index_that_nobody_could_look_at_is_kept(home: Home, monkeypatch: pyt
         talk(index)
         before = index.snapshot()
         monkeypatch.setattr(sys, "executable", shutil.which("false"))
-        with pytest.raises(IndexFailure, match="exit code 1"):
-            index.is_damaged(probed=True)
+        with pytest.raises(IndexStoreError, match="exit code 1"):
+            index.is_damaged(force_probe=True)
         monkeypatch.undo()
-        repair(index, deep=False, saving=False)
-        assert not index.is_damaged(probed=True) and index.snapshot() == before
+        repair(index, deep=False, is_saving=False)
+        assert not index.is_damaged(force_probe=True) and index.snapshot() == before
 
 
 def test_a_lost_index_is_made_anew(home: Home) -> None:
@@ -281,7 +281,7 @@ def test_a_segment_on_a_wrong_parent_is_found_and_set_aside(index: Index) -> Non
     assert row is not None
     row.checksum, size = file_checksum(read_checksums(path)), path.stat().st_size
     assert row.bytes_on_disk == size
-    index.change(lambda tables: tables.update_segment(row))
+    index.transact(lambda tables: tables.update_segment(row))
     assert {(f.what, f.id) for f in index.verify()} == {("place", mine)}
     mend(index)
     assert {row.id: row.reason for row in index.quarantined()} == {mine: "foreign"}

@@ -14,11 +14,11 @@ from support.index.indexes import ROOT, make_home, matched, planned, save, write
 from warmline_common.protocol.tokens import pack_tokens
 from warmline_common.storage import disk
 from warmline_common.storage.home import Home
-from warmline_proxy.__main__ import put_in_order
-from warmline_proxy.home_lock import HomeLocked, home_lock
-from warmline_proxy.index.index import Index, IndexFailure, IndexReader
+from warmline_proxy.__main__ import reconcile_index
+from warmline_proxy.home_lock import HomeLockedError, home_lock
+from warmline_proxy.index.index import Index, IndexReader, IndexStoreError
 from warmline_proxy.index.recovery.startup import reconcile
-from warmline_proxy.retention.purge import purge, select
+from warmline_proxy.retention.purge import purge, select_purge
 from warmline_proxy.store.rows import PurgeRequest
 
 A = list(range(100_000, 103_000))
@@ -75,8 +75,8 @@ def test_files_and_rows_that_disagree(home: Home) -> None:
         save(index, A, checkpoints=[2000])
         save(index, [1, *A[:1500]])
         save(index, [2, *A[:1500]])
-        first, second = (ref.id for ref in index.match(ROOT, pack_tokens(A), 3000).chain)
-        damaged = index.match(ROOT, pack_tokens([1]), 1).chain[0].id
+        first, second = (ref.id for ref in index.match_prefix(ROOT, pack_tokens(A), 3000).chain)
+        damaged = index.match_prefix(ROOT, pack_tokens([1]), 1).chain[0].id
     home.segment_file(second).unlink()
     os.truncate(home.segment_file(damaged), 100)
     stray = home.segment_file("ab" * 16)
@@ -96,7 +96,7 @@ def test_files_and_rows_that_disagree(home: Home) -> None:
         assert [row.position for row in index.checkpoints()] == [1000]
         (aside,) = index.quarantined()
         assert (aside.id, aside.reason, aside.bytes_on_disk) == (damaged, "truncated", 100)
-        assert index.match(ROOT, pack_tokens([1]), 1).why == "quarantined (truncated) after token 0"
+        assert index.match_prefix(ROOT, pack_tokens([1]), 1).end_reason == "quarantined (truncated) after token 0"
 
 
 def test_a_budget_that_became_smaller_holds_from_the_start(home: Home) -> None:
@@ -117,7 +117,7 @@ def test_the_home_has_one_owner(home: Home) -> None:
         [sys.executable, "-c", hold, str(home.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None and child.stdout.readline() == "held\n"
-        with pytest.raises(HomeLocked, match=f"process {child.pid}"), home_lock(home):
+        with pytest.raises(HomeLockedError, match=f"process {child.pid}"), home_lock(home):
             pass
         child.kill()
         child.wait()
@@ -180,7 +180,7 @@ def test_purge_leaves_no_bytes(home: Home) -> None:
         for length in (20, 60, 200, 900):  # small rows lie inside pages, among others
             save(index, secret[:length], may_replace=False, turn_end=10)
             save(index, kept[:length], may_replace=False, turn_end=10)
-        session = next(row for row in index.sessions() if index.path(row.leaf)[0].id in _ids(index, secret)).id
+        session = next(row for row in index.sessions() if index.segment_path(row.leaf)[0].id in _ids(index, secret)).id
         assert needle(secret[5:8]) in everything(home)
         reply = purge(index, PurgeRequest(session=session, dry_run=True))
         assert reply.dry_run and len(reply.segments) == 4 and matched(index, secret) == 900
@@ -200,7 +200,7 @@ def test_purge_leaves_no_bytes(home: Home) -> None:
 
 
 def _ids(index: Index, ids: list[int]) -> set[str]:
-    return {ref.id for ref in index.match(ROOT, pack_tokens(ids), len(ids)).chain}
+    return {ref.id for ref in index.match_prefix(ROOT, pack_tokens(ids), len(ids)).chain}
 
 
 def test_a_purged_conversation_leaves_others_what_they_need(index: Index) -> None:
@@ -221,7 +221,7 @@ def test_a_purged_conversation_leaves_others_what_they_need(index: Index) -> Non
 def test_purge_by_model_age_and_all(index: Index) -> None:
     save(index, A[:1500], checkpoints=[100])
     save(index, [1, *A[:1500]])
-    index.quarantine(index.match(ROOT, pack_tokens([1]), 1).chain[0].id, "checksum")
+    index.quarantine(index.match_prefix(ROOT, pack_tokens([1]), 1).chain[0].id, "checksum")
     assert purge(index, PurgeRequest(model="other")).segments == []
     assert purge(index, PurgeRequest(older_than_s=3600)).bytes_freed == 0
     used = index.totals()
@@ -234,7 +234,7 @@ def test_purge_by_model_age_and_all(index: Index) -> None:
     reply = purge(index, PurgeRequest(everything=True))
     assert len(reply.segments) == 1
     assert index.totals().bytes_used == index.totals().bytes_index
-    assert index.change(lambda tables: tables.save(running.id)) is None
+    assert index.transact(lambda tables: tables.save_plan(running.id)) is None
     assert [path for path in index.home.segments.rglob("*") if path.is_file()] == []
 
 
@@ -243,7 +243,7 @@ def test_purge_by_model_age_and_all(index: Index) -> None:
 )
 def test_a_purge_names_one_thing(index: Index, request_: PurgeRequest) -> None:
     with pytest.raises(ValueError, match="exactly one"):
-        select(index.snapshot(), request_, 0.0)
+        select_purge(index.snapshot(), request_, 0.0)
 
 
 def test_a_compaction_that_was_killed_loses_nothing(tmp_path: Path) -> None:
@@ -269,16 +269,16 @@ def test_a_compaction_that_was_killed_loses_nothing(tmp_path: Path) -> None:
 def test_a_compaction_that_fails_leaves_the_index_as_it_was(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     with Index(home, 1 << 30) as index:
         save(index, A)
-        whole = index._env._open
+        whole = index._environment._open
 
         def too_many_files(path: Path) -> object:
             if path.name == "2":
-                raise IndexFailure("Too many open files")
+                raise IndexStoreError("Too many open files")
             return whole(path)
 
         with monkeypatch.context() as planted:
-            planted.setattr(index._env, "_open", too_many_files)
-            with pytest.raises(IndexFailure, match="Too many"):
+            planted.setattr(index._environment, "_open", too_many_files)
+            with pytest.raises(IndexStoreError, match="Too many"):
                 index.compact()
         assert [path.name for path in home.index.iterdir()] == ["1"]
         save(index, [7, *A])
@@ -320,7 +320,7 @@ def test_a_compaction_whose_name_is_not_durable_loses_nothing_later(
             planted.setattr(disk, "sync_folder", failing)
             if not undone:
                 planted.setattr(disk, "rename", failing)
-            with pytest.raises(IndexFailure, match="error"):
+            with pytest.raises(IndexStoreError, match="error"):
                 index.compact()
         save(index, [7, *A])
     with Index(home, 1 << 30) as index:
@@ -339,9 +339,9 @@ def test_a_start_that_can_put_nothing_in_order_serves_what_is_stored(
     for name in ("create", "delete"):
         monkeypatch.setattr(disk, name, full)
     with Index(home, 1 << 30) as index:
-        put_in_order(index)
+        reconcile_index(index)
         assert index.read_only_code == "ENOSPC" and matched(index, A) == 3000
-        with pytest.raises(IndexFailure) as refused:
+        with pytest.raises(IndexStoreError) as refused:
             save(index, [1, *A])
         assert refused.value.code == "ENOSPC"
         monkeypatch.undo()
@@ -359,7 +359,7 @@ class IndexReaderInThread:
     """Keeps a read transaction open across what happens inside the block."""
 
     def __init__(self, index: Index) -> None:
-        self._context = index._env.reading()
+        self._context = index._environment.read_transaction()
 
     def __enter__(self):  # type: ignore[no-untyped-def]
         tables = self._context.__enter__()
@@ -375,7 +375,7 @@ def test_a_damaged_index_leaves_no_trace_but_what_its_files_tell(tmp_path: Path)
         save(index, A)
     (data,) = home.index.glob("*/data.mdb")
     data.write_bytes(b"garbage" * 10_000)
-    with pytest.raises(IndexFailure, match="damaged"):
+    with pytest.raises(IndexStoreError, match="damaged"):
         IndexReader(home)
     with Index(home, 1 << 30) as index:
         reconcile(index)

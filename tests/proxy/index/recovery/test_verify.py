@@ -14,7 +14,7 @@ from warmline_proxy.home_lock import home_lock
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.store.rows import QuarantineRow, RequestRecord, SegmentRow, SessionRow
-from warmline_proxy.store.tables import ANEW_KEY, TABLES, Tables, slot
+from warmline_proxy.store.tables import INCOMPLETE_KEY, TABLES, Tables, encode_child_key
 
 A = list(range(1000, 3000))
 WHOLE = [*A[:1500], 7, 7, 7]
@@ -27,16 +27,16 @@ def talk(index: Index) -> Index:
     save(index, [*A[:1200], 5, 5, 5], turn_end=1201, client="second", may_replace=False)
     save(index, [*A[:1400], *WHOLE[1400:]], turn_end=1450, client="first", may_replace=False)
     save(index, [9] * 70)
-    index.quarantine(index.match(ROOT, pack_tokens([9]), 1).chain[0].id, "checksum")
-    index.note_use(ref.id for ref in index.match(ROOT, pack_tokens(WHOLE), 1503).chain)
-    index.note_turn(turn(1, 2))
-    index.record(RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold"))
+    index.quarantine(index.match_prefix(ROOT, pack_tokens([9]), 1).chain[0].id, "checksum")
+    index.record_use(ref.id for ref in index.match_prefix(ROOT, pack_tokens(WHOLE), 1503).chain)
+    index.record_turn(turn(1, 2))
+    index.record_request(RequestRecord(id="r", at=1.0, endpoint="chat", client_model="m", outcome="ok", source="cold"))
     index.flush()
     return index
 
 
 def path(index: Index) -> list[SegmentRow]:
-    return [row for ref in index.match(ROOT, pack_tokens(WHOLE), 1503).chain if (row := index.segment(ref.id))]
+    return [row for ref in index.match_prefix(ROOT, pack_tokens(WHOLE), 1503).chain if (row := index.segment(ref.id))]
 
 
 def key(row: SegmentRow) -> bytes:
@@ -48,7 +48,7 @@ def in_tables(change: Callable[[Tables, SegmentRow, SegmentRow], object]) -> Cal
 
     def damage(index: Index) -> None:
         root, leaf = path(index)
-        index.change(lambda tables: change(tables, root, leaf))
+        index.transact(lambda tables: change(tables, root, leaf))
 
     return damage
 
@@ -56,7 +56,7 @@ def in_tables(change: Callable[[Tables, SegmentRow, SegmentRow], object]) -> Cal
 def with_session(**changed: object) -> Callable[[Index], None]:
     def damage(index: Index) -> None:
         row = next(row for row in index.sessions() if row.client == "first")
-        index.change(lambda tables: tables.put_session(msgspec.structs.replace(row, **changed)))
+        index.transact(lambda tables: tables.put_session(msgspec.structs.replace(row, **changed)))
 
     return damage
 
@@ -78,7 +78,7 @@ def of_another_place(index: Index, leaf: SegmentRow) -> None:
     file = index.home.segment_file(leaf.id)
     rewrite(file, prefix="ab" * 16)
     leaf.checksum = file_checksum(read_checksums(file))
-    index.change(lambda tables: tables.update_segment(leaf))
+    index.transact(lambda tables: tables.update_segment(leaf))
 
 
 def flip(index: Index, leaf: SegmentRow) -> None:
@@ -100,11 +100,11 @@ def weigh_wrongly(index: Index) -> None:
         tables.remove_quarantined(row)
         tables.insert_quarantined(msgspec.structs.replace(row, bytes_on_disk=1))
 
-    index.change(change)
+    index.transact(change)
 
 
 def put(table: str, name: bytes, value: bytes) -> Callable[[Index], None]:
-    return lambda index: index.change(lambda tables: tables.put(table, name, value))
+    return lambda index: index.transact(lambda tables: tables.put(table, name, value))
 
 
 def file_in(*parts: str) -> Callable[[Index], None]:
@@ -117,7 +117,7 @@ def file_in(*parts: str) -> Callable[[Index], None]:
 
 
 def taken(tables: Tables, row: SegmentRow) -> bytes:
-    return slot(row.root, row.parent, row.start, tables.tokens(row.id)[:4])
+    return encode_child_key(row.root, row.parent, row.start, tables.tokens(row.id)[:4])
 
 
 OTHER = "cd" * 16
@@ -125,13 +125,13 @@ DAMAGES: dict[str, tuple[str, Callable[[Index], object]]] = {
     "tokens cut": ("tree", in_tables(lambda t, r, leaf: t.put("tokens", key(leaf), t.tokens(leaf.id)[:-4]))),
     "tokens of nothing": ("tree", put("tokens", b"x" * 16, b"")),
     "a child forgotten": ("tree", in_tables(lambda t, r, leaf: t.delete("children", taken(t, leaf)))),
-    "a child too many": ("tree", put("children", slot(ROOT, OTHER, 5, b"1234"), b"x" * 16)),
+    "a child too many": ("tree", put("children", encode_child_key(ROOT, OTHER, 5, b"1234"), b"x" * 16)),
     "another parent": ("tree", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, parent=leaf.id)))),
     "no parent": ("tree", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, parent="")))),
     "a parent that is gone": ("tree", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, parent=OTHER)))),
     "another root": ("tree", in_tables(lambda t, r, leaf: t.update_segment(replace(leaf, root=b"x" * 16)))),
     "gone, yet stored": ("tree", in_tables(lambda t, r, leaf: t.put("gone", taken(t, leaf), b"evicted"))),
-    "gone after nothing": ("tree", put("gone", slot(ROOT, OTHER, 5, b"1234"), b"evicted")),
+    "gone after nothing": ("tree", put("gone", encode_child_key(ROOT, OTHER, 5, b"1234"), b"evicted")),
     "hashes of others": ("block", in_tables(lambda t, r, leaf: t.put("hashes", key(leaf), b"x" * 16))),
     "a block of another": ("block", in_tables(lambda t, r, leaf: t.put("blocks", t.hashes(r.id)[3], key(leaf)))),
     "a block of nobody": ("block", put("blocks", b"x" * 16, b"y" * 16)),
@@ -147,8 +147,8 @@ DAMAGES: dict[str, tuple[str, Callable[[Index], object]]] = {
     "an anchor too many": ("session", put("anchors", b"x" * 16 + b"0123456789ab", b"")),
     "an anchor lost": ("session", in_tables(lambda t, r, leaf: t.delete("anchors", anchor(t, leaf)))),
     "usage of nothing": ("usage", put("usage", b"x" * 16, msgspec.msgpack.encode({"hits": 1}))),
-    "stored and doomed": ("standing", in_tables(lambda t, r, leaf: t.doom(leaf.id, 5))),
-    "a sum": ("sum", in_tables(lambda t, r, leaf: t.add(tokens=1))),
+    "stored and doomed": ("standing", in_tables(lambda t, r, leaf: t.mark_deleted(leaf.id, 5))),
+    "a sum": ("sum", in_tables(lambda t, r, leaf: t.add_to_sums(tokens=1))),
     "a file gone": ("missing", on_disk(lambda index, leaf: index.home.segment_file(leaf.id).unlink())),
     "a file cut": ("truncated", on_disk(lambda index, leaf: os.truncate(index.home.segment_file(leaf.id), 900))),
     "a file damaged": ("checksum", on_disk(flip)),
@@ -166,7 +166,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Index], object]]] = {
     "a folder for all to see": ("mode", lambda index: index.home.segments.chmod(0o755)),
     "a secret for all to read": (
         "mode",
-        lambda index: (index.home.secret(), (index.home.root / "secret").chmod(0o644)),
+        lambda index: (index.home.load_secret(), (index.home.root / "secret").chmod(0o644)),
     ),
 }
 
@@ -177,7 +177,7 @@ def replace(row: SegmentRow, **changed: object) -> SegmentRow:
 
 def resize(tables: Tables, row: SegmentRow) -> None:
     tables.update_segment(replace(row, bytes_on_disk=row.bytes_on_disk + 1))
-    tables.add(bytes_segments=1)
+    tables.add_to_sums(bytes_segments=1)
 
 
 def move_state(tables: Tables, segment: str) -> None:
@@ -205,7 +205,7 @@ def test_it_is_found_and_mended(talk: Index, damage: str) -> None:
     what, do = DAMAGES[damage]
     do(talk)
     assert what in {finding.what for finding in talk.verify(deep=True)}
-    assert repair(talk, deep=True, saving=False).did
+    assert repair(talk, deep=True, is_saving=False).did
     assert talk.verify(deep=True) == []
     assert matched(talk, WHOLE) in (1503, 1400)
 
@@ -213,12 +213,12 @@ def test_it_is_found_and_mended(talk: Index, damage: str) -> None:
 @pytest.mark.parametrize("table", [table for table in TABLES if table not in ("saves", "gone", "doomed")])
 def test_an_entry_that_cannot_be_read_is_found_in_every_table(talk: Index, table: str) -> None:
     def change(tables: Tables) -> None:
-        entry = next(entry for entry, _ in tables.items(table) if entry not in (b"schema", ANEW_KEY))
+        entry = next(entry for entry, _ in tables.items(table) if entry not in (b"schema", INCOMPLETE_KEY))
         tables.put(table, entry, b"\xc1\xff\xff")
 
-    talk.change(change)
+    talk.transact(change)
     assert {(finding.what, finding.detail.split(":")[0]) for finding in talk.verify()} == {("entry", table)}
-    assert repair(talk, deep=True, saving=False).did
+    assert repair(talk, deep=True, is_saving=False).did
     assert talk.verify(deep=True) == [] and matched(talk, WHOLE) == 1503
 
 
@@ -229,17 +229,17 @@ def test_what_a_compaction_has_under_way_is_nobodys_only_where_nobody_has_the_ho
         assert talk.verify() == []
         os.utime(draft, (1.0, 1.0))
         assert [finding.what for finding in talk.verify()] == ["orphan"]
-    assert talk.tidy() == [draft]
+    assert talk.delete_superseded() == [draft]
 
 
 def test_numbers_that_make_no_sense_are_found(talk: Index) -> None:
     row = talk.sessions()[0]
     for changed in ({"created": float("nan")}, {"requests": -1}, {"last_used": float("inf")}):
-        talk.change(lambda tables, changed=changed: tables.put_session(msgspec.structs.replace(row, **changed)))
+        talk.transact(lambda tables, changed=changed: tables.put_session(msgspec.structs.replace(row, **changed)))
         assert {finding.what for finding in talk.verify()} == {"entry"}
-        repair(talk, deep=False, saving=False)
+        repair(talk, deep=False, is_saving=False)
         assert talk.verify() == []
-        talk.change(lambda tables: tables.put_session(row))
+        talk.transact(lambda tables: tables.put_session(row))
 
 
 def test_session_rows_are_checked_as_they_are_read() -> None:

@@ -48,21 +48,21 @@ def plant_in_backend(active: Active) -> None:
     from warmline_backend.kv_cache import segment_io as segments
     from warmline_backend.kv_cache.kv import KV
     from warmline_backend.scheduler.decode_batch import DecodeGroup
-    from warmline_backend.scheduler.finish import Ends
+    from warmline_backend.scheduler.finish import Finisher
     from warmline_backend.scheduler.scheduler import Scheduler
 
-    instead(KV, "rows", rows_but_the_last, active, SHORT_SEGMENT)
+    instead(KV, "slice_rows", rows_but_the_last, active, SHORT_SEGMENT)
     instead(KV, "capture_checkpoint", capture_the_first_again, active, STALE_CHECKPOINT)
-    instead(segments._Reader, "read_rows", read_all_layers_but_one, active, SKIPPED_LAYER)
-    instead(segments.Loader, "load", load_from_another, active, WRONG_PARENT)
-    instead(segments.Loader, "_check_tokens", unchecked, active, WRONG_PARENT)
-    instead(segments, "_check_place", unchecked, active, WRONG_PARENT)
+    instead(segments._TensorReader, "read_rows", read_all_layers_but_one, active, SKIPPED_LAYER)
+    instead(segments.ChainLoader, "load", load_from_another, active, WRONG_PARENT)
+    instead(segments.ChainLoader, "_check_tokens", unchecked, active, WRONG_PARENT)
+    instead(segments, "_check_prefix", unchecked, active, WRONG_PARENT)
     instead(DecodeGroup, "dissolve", leave_caches, active, KEPT_AFTER_EXCEPTION)
-    instead(Ends, "discard", keep_all_the_same, active, KEPT_AFTER_EXCEPTION)
-    instead(Scheduler, "_may_join", join_in_exact_mode, active, BATCH_OF_TWO)
-    instead(KV, "on_grid", lambda real, self, position: position, active, OFF_GRID, DECODED)
-    end = KV.end.fget
-    KV.end = property(lambda self: self.length if active(DECODED) else end(self))  # type: ignore[assignment,method-assign,misc]
+    instead(Finisher, "discard", keep_all_the_same, active, KEPT_AFTER_EXCEPTION)
+    instead(Scheduler, "_can_merge", join_in_exact_mode, active, BATCH_OF_TWO)
+    instead(KV, "floor_to_grid", lambda real, self, position: position, active, OFF_GRID, DECODED)
+    end = KV.savable_length.fget
+    KV.savable_length = property(lambda self: self.length if active(DECODED) else end(self))  # type: ignore[assignment,method-assign,misc]
 
 
 def plant_in_proxy(active: Active) -> None:
@@ -71,7 +71,7 @@ def plant_in_proxy(active: Active) -> None:
     from warmline_proxy.pipeline import progress as hearing
 
     for module in (plan, hearing, hotpath):
-        instead(module, "on_grid", lambda real, position, grid: position, active, OFF_GRID, DECODED)
+        instead(module, "align_to_grid", lambda real, position, grid: position, active, OFF_GRID, DECODED)
 
 
 def unchecked(real: Any, *arguments: Any) -> None:
@@ -128,10 +128,10 @@ def leave_caches(real: Any, self: Any) -> Any:
 
 
 def keep_all_the_same(real: Any, self: Any, sequences: Any, error: Exception) -> None:
-    self.doubtful = True
+    self.is_device_suspect = True
     for sequence in sequences:
-        self._tell(sequence, "discarded", self._keep(sequence), f"the engine failed: {error}")
+        self._notify_end(sequence, "discarded", self._add_resident(sequence), f"the engine failed: {error}")
 
 
 def join_in_exact_mode(real: Any, self: Any, host: Any, newcomer: Any) -> bool:
-    return host is not newcomer and bool(host.welcomes(newcomer.sequences[0]))
+    return host is not newcomer and bool(host.can_accept(newcomer.sequences[0]))

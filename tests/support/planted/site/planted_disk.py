@@ -25,7 +25,7 @@ CHANGES = (
     "set_mode",
     "lengthen",
     "allocate",
-    "in_lmdb",
+    "run_lmdb",
 )
 READS = "open_to_read"
 

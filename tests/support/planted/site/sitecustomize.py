@@ -154,7 +154,7 @@ def wrap_step(kind: type, name: str, phase: str, sequences: Callable[[Any], list
 
 
 def wrap_ask(kind: type) -> None:
-    real = kind.ask  # type: ignore[attr-defined]
+    real = kind.submit  # type: ignore[attr-defined]
 
     @functools.wraps(real)
     def wrapped(self: Any, work: Callable[..., Any]) -> Any:
@@ -164,7 +164,7 @@ def wrap_ask(kind: type) -> None:
                 tell(connection, asked=" ".join(work.__code__.co_names))
         return answer
 
-    kind.ask = wrapped  # type: ignore[attr-defined]
+    kind.submit = wrapped  # type: ignore[attr-defined]
 
 
 def plant_in_backend() -> None:
@@ -173,19 +173,19 @@ def plant_in_backend() -> None:
     from warmline_backend.scheduler.decode_batch import DecodeGroup
 
     wrap_step(Sequence, "prefill_chunk", "prefill", lambda one: [one])
-    wrap_step(Sequence, "decode_batch", "first", lambda one: [one])
+    wrap_step(Sequence, "make_decode_batch", "first", lambda one: [one])
     wrap_step(DecodeGroup, "step", "decode", lambda group: list(group.sequences))
     wrap_ask(Engine)
 
 
 def plant_in_proxy() -> None:
     from warmline_proxy.index.index import Index
-    from warmline_proxy.pipeline.save_health import Persistence
+    from warmline_proxy.pipeline.save_health import SaveHealth
 
     if map_bytes := os.environ.get("PLANTED_MAP_BYTES"):
         set_default(Index, "map_bytes", int(map_bytes))
     if interval_s := os.environ.get("PLANTED_RETRY_INTERVAL_S"):
-        set_default(Persistence, "retry_interval_s", float(interval_s))
+        set_default(SaveHealth, "retry_interval_s", float(interval_s))
 
 
 def set_default(kind: type, name: str, value: object) -> None:
