@@ -112,7 +112,7 @@ async def _serve(config: BackendConfig, home: Home, secret: str) -> int:
                 disk.delete(path)
         if busy := _list_other_threads(at_rest):  # in a step, or at a disk, that may never answer
             log.warning("%s: still at work; the process ends without waiting", ", ".join(busy))
-        _exit_now(kept.exit_code(code))
+        _exit_now(kept.map_exit_code(code))
 
 
 def _exit_now(code: int) -> NoReturn:

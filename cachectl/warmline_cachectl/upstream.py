@@ -3,7 +3,7 @@
 import json
 from http.client import HTTPConnection, HTTPException
 
-from warmline_cachectl import configured
+from warmline_common.settings.resolve import read_setting
 from warmline_common.storage.file_lock import find_lock_holder
 from warmline_common.storage.home import Home
 
@@ -38,4 +38,4 @@ def _read_port(home: Home, pid: str) -> int:
             return int(told["port"])
     except (OSError, ValueError, KeyError, TypeError):
         pass  # it could not write it down
-    return int(configured.read_setting(home, "backend_port", BACKEND_PORT))
+    return int(read_setting(home.root, "backend_port"))

@@ -8,8 +8,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from warmline_run.settings.resolve import ResolvedConfig
-from warmline_run.settings.schema import SETTINGS, is_loopback
+from warmline_common.process.loopback import is_loopback
+from warmline_common.settings.resolve import ResolvedConfig
+from warmline_common.settings.table import SETTINGS
 
 ANY_ADDRESS = "0.0.0.0"
 PROBE_HOSTS = {ANY_ADDRESS: "127.0.0.1", "::": "::1"}  # a wildcard address is no address to connect to

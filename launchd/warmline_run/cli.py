@@ -11,7 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from warmline_run import exit as kept
+from warmline_common.process import exit_codes
+from warmline_common.process.exit_codes import EXIT_CONFIGURATION
+from warmline_common.settings.resolve import ConfigurationError, EffectiveSetting, ResolvedConfig, resolve
+from warmline_common.settings.table import SETTINGS
 from warmline_run import openblas, ports
 from warmline_run import probe as asking
 from warmline_run import processes as commands
@@ -21,14 +24,6 @@ from warmline_run.address import make_address
 from warmline_run.services.cli import make_app
 from warmline_run.services.manager import ServiceManager
 from warmline_run.settings.cli_options import with_settings
-from warmline_run.settings.resolve import (
-    EXIT_CONFIGURATION,
-    ConfigurationError,
-    EffectiveSetting,
-    ResolvedConfig,
-    resolve,
-)
-from warmline_run.settings.schema import SETTINGS
 
 app = typer.Typer(
     help="A caching proxy in front of an MLX model: what was prefilled once is never prefilled again.",
@@ -230,11 +225,11 @@ app.add_typer(
 
 def main() -> None:
     """`app`, in a process that launchd or systemd may keep."""
-    kept.truncate_output()
+    exit_codes.truncate_output()
     try:
         app()
     except SystemExit as ended:
-        sys.exit(kept.map_exit_code(ended.code) if isinstance(ended.code, int) else ended.code)
+        sys.exit(exit_codes.map_exit_code(ended.code) if isinstance(ended.code, int) else ended.code)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from warmline_common.settings.resolve import ResolvedConfig
+from warmline_common.settings.table import SETTINGS
 from warmline_run.address import make_address
-from warmline_run.settings.resolve import ResolvedConfig
-from warmline_run.settings.schema import SETTINGS
 
 PORT_SETTINGS = ("port", "backend_port")
 LOCKS = ("home.lock", "run/backend.lock")

@@ -5,75 +5,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from warmline_common.process.exit_codes import EXIT_CONFIGURATION
+from warmline_common.settings.resolve import ResolvedConfig
+from warmline_common.settings.table import DEMO_MODEL, SETTINGS, format_flags
 from warmline_run import openblas
-from warmline_run.settings.resolve import EXIT_CONFIGURATION, ResolvedConfig
-from warmline_run.settings.schema import DEMO_MODEL, SETTINGS
 
 DEMO_NAME = "smollm2-135m-instruct"
 CLIENT_KEY = SETTINGS["client_key"].variable
-
-BACKEND_SETTINGS = (
-    "home",
-    "reuse",
-    "prefill_step_size",
-    "memory_budget_gb",
-    "kv_bits",
-    "kv_group_size",
-    "max_tokens",
-    "temp",
-    "top_p",
-    "chat_template_args",
-    "adapter_path",
-    "trust_remote_code",
-    "gpu_keepalive",
-    "running_count_max",
-    "drain_timeout_s",
-    "log_level",
-    "log_format",
-    "log_files",
-)
-PROXY_SETTINGS = (
-    "home",
-    "host",
-    "port",
-    "reuse",
-    "audit_fraction",
-    "audit_tolerance",
-    "garbage_guard",
-    "disk_budget_gb",
-    "queue_count_max",
-    "running_count_max",
-    "connections_max",
-    "connect_timeout_s",
-    "queue_timeout_s",
-    "stall_timeout_s",
-    "total_timeout_s",
-    "wedge_timeout_s",
-    "receive_timeout_s",
-    "send_timeout_s",
-    "heartbeat_after_s",
-    "on_disconnect",
-    "partial_save_tokens",
-    "stabilize",
-    "cors_origins",
-    "lan",
-    "allowed_hosts",
-    "share_cache",
-    "admin_needs_key",
-    "drain_timeout_s",
-    "log_level",
-    "log_format",
-    "log_files",
-)
-DOCTOR_SETTINGS = (
-    "prefill_step_size",
-    "memory_budget_gb",
-    "kv_bits",
-    "kv_group_size",
-    "chat_template_args",
-    "adapter_path",
-    "trust_remote_code",
-)
 
 
 @dataclass(frozen=True)
@@ -100,7 +38,7 @@ def backend_command(config: ResolvedConfig, model: str, environment: Mapping[str
         *(("--served-name", served) if served else ()),
         *("--host", "127.0.0.1"),
         *("--port", str(config["backend_port"])),
-        *_format_flags(config, BACKEND_SETTINGS),
+        *format_flags("backend", config.__getitem__),
     ]
     own = {name: value for name, value in environment.items() if name != CLIENT_KEY}
     preload, _ = openblas.choose_preload(own.get("LD_PRELOAD", ""))
@@ -114,7 +52,7 @@ def proxy_command(config: ResolvedConfig, environment: Mapping[str, str]) -> Com
     arguments = [
         *module_arguments("warmline_proxy"),
         *("--backend-url", f"http://127.0.0.1:{config['backend_port']}"),
-        *_format_flags(config, PROXY_SETTINGS),
+        *format_flags("proxy", config.__getitem__),
     ]
     own = {name: value for name, value in environment.items() if name != CLIENT_KEY}
     if config["client_key"]:
@@ -130,23 +68,11 @@ def doctor_command(
         *module_arguments("warmline_backend.doctor"),
         *("--called", str(config["model"])),
         *(("--home", str(config["home"])) if config.effective_settings["home"].source == SETTINGS["home"].flag else ()),
-        *_format_flags(config, DOCTOR_SETTINGS),
+        *format_flags("doctor", config.__getitem__),
         *options,
         *("--", model),
     ]
     return Command("doctor", arguments, environment, 0.0)
-
-
-def _format_flags(config: ResolvedConfig, names: Iterable[str]) -> list[str]:
-    """A text that is "" and a switch that is off have no flag."""
-    flags: list[str] = []
-    for name in names:
-        value, setting = config[name], SETTINGS[name]
-        if value is True:
-            flags.append(setting.flag)
-        elif value is not False and value != "" and not (setting.omit_zero and value == 0):
-            flags += [setting.flag, str(value)]
-    return flags
 
 
 def prepare_model(config: ResolvedConfig) -> str:

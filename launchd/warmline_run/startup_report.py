@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from warmline_common.process.loopback import is_loopback
+from warmline_common.settings.resolve import ResolvedConfig
 from warmline_run import probe as asking
 from warmline_run.address import Address, make_address
-from warmline_run.settings.resolve import ResolvedConfig
-from warmline_run.settings.schema import is_loopback
 
 DISK_USAGE_NAMES = (
     "segments",

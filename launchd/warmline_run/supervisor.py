@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from warmline_run import exit as kept
+from warmline_common.process import exit_codes
+from warmline_common.process.exit_codes import EXIT_CONFIGURATION
 from warmline_run import probe as asking
 from warmline_run.address import Address
 from warmline_run.processes import Command
-from warmline_run.settings.resolve import EXIT_CONFIGURATION
 
 PARENT_PIPE = "WARMLINE_PARENT_PIPE"  # warmline_common.process.parent_watch reads it in the children
 RESTART_DELAY_FIRST_S = 1.0
@@ -136,7 +136,7 @@ class _ChildSupervisor:
                 delay_s = RESTART_DELAY_FIRST_S
             print_message(f"the {self._command.name} {_describe_exit(code)}; starting it again in {delay_s:g} s")
             environment.setdefault(
-                kept.MANAGER_VARIABLE, kept.SERVE
+                exit_codes.AGENT_VARIABLE, exit_codes.SERVE
             )  # a cachectl may have the home now, and let go of it
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, RESTART_DELAY_MAX_S)

@@ -9,8 +9,8 @@ from typer.main import get_command
 from support.docs.commands import DOCUMENTS, ROOT
 from support.docs.spans import missing, paths, problem_with, spans, targets, variables
 from warmline_cachectl.cli import app as cachectl
+from warmline_common.settings.table import SETTINGS
 from warmline_run.cli import app as warmline
-from warmline_run.settings.schema import SETTINGS
 
 PROGRAMS = {"cachectl": get_command(cachectl), "warmline": get_command(warmline)}
 TEXTS = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}

@@ -14,10 +14,10 @@ from warmline_backend.doctor import report
 from warmline_backend.doctor.examine import Examination, examine_model
 from warmline_backend.doctor.findings import FindingLevel, format_bytes
 from warmline_backend.doctor.sample_prompt import DoctorSettings
+from warmline_common.settings.resolve import resolve
+from warmline_common.settings.table import SETTINGS
 from warmline_run.cli import app
 from warmline_run.services.service import parse_arguments
-from warmline_run.settings.resolve import resolve
-from warmline_run.settings.schema import SETTINGS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "glm-5.2.md").read_text()
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from warmline_common.settings.table import SETTINGS
 from warmline_run.settings.reference import BEGIN, END, replace_table
-from warmline_run.settings.schema import SETTINGS
 from warmline_run.smoke.runner import CHECKS
 
 ROOT = Path(__file__).parents[2]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from warmline_common.settings.resolve import resolve
 from warmline_run import address
 from warmline_run.address import Address, make_address
-from warmline_run.settings.resolve import resolve
 
 
 @pytest.fixture(autouse=True)

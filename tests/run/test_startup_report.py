@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from warmline_common.settings.resolve import ResolvedConfig, resolve
 from warmline_run import ports
 from warmline_run import probe as asking
 from warmline_run import startup_report as summary
 from warmline_run.address import Address, make_address
-from warmline_run.settings.resolve import ResolvedConfig, resolve
 
 STATUS: dict[str, Any] = {
     "persistence": "ok",

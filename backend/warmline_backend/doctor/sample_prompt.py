@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from warmline_backend.config import STEP_AUTO
+from warmline_common.settings.parsers import STEP_AUTO, Value
 
 PREFILL_STEP_SIZE = 2048  # the setting's default; also what "auto" is taken for
 
@@ -16,7 +16,7 @@ class DoctorSettings:
     prefill_tokens_s: float = 0.0  # how fast the machine is, for times; 0: not known
     disk_gb_s: float = 0.0
     memory_budget_gb: float = 0.0
-    prefill_step_size: str = str(PREFILL_STEP_SIZE)  # a number, or "auto"
+    prefill_step_size: Value = PREFILL_STEP_SIZE  # a number, or "auto"
     kv_bits: int = 0
     kv_group_size: int = 64
     chat_template_args: str = "{}"

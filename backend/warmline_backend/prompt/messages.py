@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from warmline_backend.config import RESERVED_TEMPLATE_ARGS
 from warmline_backend.prompt.template_compat import ConversationItem, OriginalMessage, find_reasoning, fit_conversation
 from warmline_backend.prompt.template_traits import REASONING_FIELDS, Message, TemplateTraits
 from warmline_backend.request.params import BadRequestError, Fields, format_json_type, format_value
@@ -17,13 +18,6 @@ from warmline_backend.request.reasoning_effort import make_template_arguments, p
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # What SDKs send back of an answer, and no template reads; reasoning goes on under the names that the template knows.
 _IGNORED_FIELDS = frozenset({"annotations", "audio", "function_call", "refusal", *REASONING_FIELDS})
-
-# What the renderer itself passes to a template; nobody may replace the template or the conversation.
-RESERVED_KWARGS = frozenset(
-    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "messages"}
-    | {"max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors"}
-    | {"sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation"}
-)
 
 
 class ChatConversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,6 +218,6 @@ def _parse_template_kwargs(body: dict[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(kwargs, dict):
         raise BadRequestError("'chat_template_kwargs' must be an object", "chat_template_kwargs")
-    if reserved := sorted(RESERVED_KWARGS & kwargs.keys()):
+    if reserved := sorted(RESERVED_TEMPLATE_ARGS & kwargs.keys()):
         raise BadRequestError(f"'chat_template_kwargs' may not set {', '.join(reserved)}", "chat_template_kwargs")
     return kwargs

@@ -1,16 +1,19 @@
-"""Ending under who keeps a process running: `warmline serve`, or launchd or systemd, who each start again what fails.
+"""Exit codes of a process under its manager: `warmline serve`, launchd or systemd, which start again what fails.
 
-`warmline launchd` and `warmline service` name the keeper in ``WARMLINE_AGENT``; `warmline serve` does so in what it
-starts again: at its own start it rather ends than waits for a home that another pair holds.
+`warmline launchd` and `warmline service` name the manager in ``WARMLINE_AGENT``; `warmline serve` does so in what it
+starts again: at its own start it ends rather than wait for a home that another pair holds.
 """
 
 import os
+import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 AGENT_VARIABLE = "WARMLINE_AGENT"
 LAUNCHD = "launchd"
+SERVE = "serve"
+OUTPUT_BYTES_MAX = 1_000_000
 EXIT_FAILURE = 1
 EXIT_CONFIGURATION = 2  # starting again would not help
 
@@ -21,14 +24,25 @@ def run_main(main: Callable[[], int]) -> NoReturn:
         code: int | str | None = main()
     except SystemExit as ended:
         code = ended.code
-    sys.exit(exit_code(code) if isinstance(code, int) else code)
+    sys.exit(map_exit_code(code) if isinstance(code, int) else code)
 
 
-def exit_code(code: int) -> int:
-    """launchd starts again what ends with anything but 0; systemd and serve know what 2 means."""
-    return 0 if code == EXIT_CONFIGURATION and os.environ.get(AGENT_VARIABLE) == LAUNCHD else code
+def map_exit_code(code: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Exit code for the manager: launchd starts again whatever ends with anything but 0, a configuration error too.
+
+    systemd and `warmline serve` are told to leave code 2 alone.
+    """
+    return 0 if code == EXIT_CONFIGURATION and environment.get(AGENT_VARIABLE) == LAUNCHD else code
 
 
 def locked_home_exit_code() -> int:
     """For a home that another process holds: it may let go, and who keeps us for good tries again then."""
     return EXIT_FAILURE if os.environ.get(AGENT_VARIABLE) else EXIT_CONFIGURATION
+
+
+def truncate_output(environment: Mapping[str, str] = os.environ, descriptor: int = 2) -> None:
+    """Empty the file that a manager has stderr written to, where it has grown large: nothing else rotates it."""
+    if environment.get(AGENT_VARIABLE):
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode) and found.st_size > OUTPUT_BYTES_MAX:
+            os.ftruncate(descriptor, 0)  # all writers append

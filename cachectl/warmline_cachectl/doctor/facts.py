@@ -16,6 +16,7 @@ from typing import Any
 
 from warmline_cachectl import client, configured
 from warmline_common.process.loopback import is_loopback
+from warmline_common.settings.resolve import read_setting
 from warmline_common.storage.file_lock import find_lock_holder, is_process_alive
 from warmline_common.storage.home import Home
 from warmline_proxy.auth import key_store as keys_file
@@ -123,17 +124,17 @@ def gather(home: Home) -> Facts:
 
 def _read_settings(home: Home, status: Mapping[str, Any] | None = None) -> SettingsFacts:
     bound = str((status or {}).get("host", ""))  # what a running proxy listens on, `lan` included
-    host = bound or configured.read_setting(home, "host", "127.0.0.1")
-    lan = configured.read_setting(home, "lan", False)
+    host = bound or read_setting(home.root, "host")
+    lan = read_setting(home.root, "lan")
     return SettingsFacts(
         host=host,
-        port=configured.read_setting(home, "port", 8026),
-        backend_port=configured.read_setting(home, "backend_port", 8025),
-        reuse=configured.read_setting(home, "reuse", "fast"),
+        port=read_setting(home.root, "port"),
+        backend_port=read_setting(home.root, "backend_port"),
+        reuse=read_setting(home.root, "reuse"),
         lan=lan,
-        allowed_hosts=configured.read_setting(home, "allowed_hosts", ""),
-        stabilize=configured.read_setting(home, "stabilize", ""),
-        key_in_settings=bool(configured.read_setting(home, "client_key", "")),
+        allowed_hosts=read_setting(home.root, "allowed_hosts"),
+        stabilize=read_setting(home.root, "stabilize"),
+        key_in_settings=bool(read_setting(home.root, "client_key")),
         disk_budget_bytes=configured.read_disk_budget_bytes(home),
         on_loopback=is_loopback(host) and (bool(bound) or not lan),
     )

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig, resolve
+from warmline_common.settings.table import SETTINGS
 from warmline_run import ports
 from warmline_run import startup_report as summary
 from warmline_run.address import make_address
@@ -12,8 +14,6 @@ from warmline_run.services import service as agents
 from warmline_run.services import waiting
 from warmline_run.services.manager import InstalledService, ServiceManager
 from warmline_run.services.service import ROLES, ServiceId, ServiceProcess
-from warmline_run.settings.resolve import ConfigurationError, ResolvedConfig, resolve
-from warmline_run.settings.schema import SETTINGS
 
 EXIT_NOT_READY = 1  # or not installed
 EXIT_MANAGER_FAILED = 3

@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from warmline_common.process.exit_codes import EXIT_CONFIGURATION
+from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
 from warmline_run import supervisor as supervise
 from warmline_run.services import actions as verbs
 from warmline_run.services import logs
@@ -20,7 +22,6 @@ from warmline_run.services.actions import EXIT_MANAGER_FAILED, EXIT_NOT_READY, S
 from warmline_run.services.manager import ServiceManager, ServiceManagerError
 from warmline_run.services.service import ROLES, check_name
 from warmline_run.settings.cli_options import with_settings
-from warmline_run.settings.resolve import EXIT_CONFIGURATION, ConfigurationError, ResolvedConfig
 
 WAIT_S = 1800.0  # the weights of the largest models take minutes to read, and at the first start to digest
 

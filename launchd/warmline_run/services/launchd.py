@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import ClassVar
 
-from warmline_run.exit import LAUNCHD
+from warmline_common.process.exit_codes import LAUNCHD
 from warmline_run.services import launchd_plists as plists
 from warmline_run.services.manager import (
     CommandResult,

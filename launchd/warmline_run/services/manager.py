@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from warmline_run.exit import MANAGER_VARIABLE
+from warmline_common.process.exit_codes import AGENT_VARIABLE
 from warmline_run.services.service import ServiceId, ServiceProcess
 
 COMMAND_TIMEOUT_S = 60.0
@@ -104,7 +104,7 @@ class ServiceManager(ABC):
 
     def with_manager_variable(self, process: ServiceProcess) -> ServiceProcess:
         """An agent whose process knows who keeps it."""
-        return replace(process, environment={**process.environment, MANAGER_VARIABLE: self.name})
+        return replace(process, environment={**process.environment, AGENT_VARIABLE: self.name})
 
     def write_file(self, process: ServiceProcess, path: Path) -> None:
         """Whole or not at all; readable by its owner alone.  Raises OSError."""

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from warmline_common.settings.parsers import Value
+from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
+from warmline_common.settings.table import DEMO_MODEL, SETTINGS
 from warmline_run import processes as commands
-from warmline_run.settings.resolve import ConfigurationError, ResolvedConfig
-from warmline_run.settings.schema import DEMO_MODEL, SETTINGS, Value
 
 ROLES = ("proxy", "backend")  # in the order of stopping; started in the other
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from warmline_common.settings.resolve import ConfigurationError
 from warmline_run import probe as asking
 from warmline_run.address import make_address
 from warmline_run.probe import ProxyReadiness
@@ -14,7 +15,6 @@ from warmline_run.services import service as agents
 from warmline_run.services.actions import ServicePair
 from warmline_run.services.logs import read_last_lines
 from warmline_run.services.service import ServiceId
-from warmline_run.settings.resolve import ConfigurationError
 
 UNREADABLE = "the installed file is not as this version writes it: install again"
 

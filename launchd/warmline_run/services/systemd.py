@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 from typing import ClassVar
 
+from warmline_common.settings.resolve import ConfigurationError
 from warmline_run.services import systemd_units as units
 from warmline_run.services.manager import COMMAND_TIMEOUT_S, InstalledService, ServiceManager, ServiceState
 from warmline_run.services.service import ServiceId, ServiceProcess
-from warmline_run.settings.resolve import ConfigurationError
 
 PROPERTIES = "LoadState,ActiveState,SubState,MainPID,ExecMainCode,ExecMainStatus,ExecMainExitTimestampMonotonic"
 EXITED = "1"  # ExecMainCode is waitid's si_code

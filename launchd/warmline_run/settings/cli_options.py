@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from warmline_common.process.exit_codes import EXIT_CONFIGURATION
+from warmline_common.settings.resolve import ConfigurationError, describe_misspelt_variables, resolve
+from warmline_common.settings.table import SETTINGS, Setting
 from warmline_run import supervisor as supervise
 from warmline_run.settings.reference import strip_backticks
-from warmline_run.settings.resolve import EXIT_CONFIGURATION, ConfigurationError, describe_misspelt_variables, resolve
-from warmline_run.settings.schema import SETTINGS, Setting
 
 
 def with_settings(function: Callable[..., None]) -> Callable[..., None]:

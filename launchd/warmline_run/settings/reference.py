@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from warmline_run.settings.schema import SETTINGS, Setting
+from warmline_common.settings.table import SETTINGS, Setting
 
 BEGIN, END = "<!-- made by `make reference` -->", "<!-- end of what is made -->"
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from warmline_common.process.loopback import is_loopback
+from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig
+from warmline_common.settings.table import SETTINGS
 from warmline_run import ports
 from warmline_run.address import Address
-from warmline_run.settings.resolve import ConfigurationError, ResolvedConfig
-from warmline_run.settings.schema import SETTINGS, is_loopback
 from warmline_run.smoke import report
 from warmline_run.smoke import runner as running
 from warmline_run.smoke.check import Check, Outcome, Scale, Target

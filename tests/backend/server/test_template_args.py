@@ -14,14 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from support.backend.engine_driver import Drive
 from support.backend.families import served
 from support.backend.small_tokenizers import CHATML, byte_level
-from warmline_backend.config import BackendConfigError, parse_config
+from warmline_backend.config import RESERVED_TEMPLATE_ARGS, BackendConfigError, parse_config
 from warmline_backend.engine.engine import Engine
-from warmline_backend.prompt.messages import RESERVED_KWARGS
 from warmline_backend.prompt.renderer import TemplateRenderer
 from warmline_backend.request.params import BadRequestError
 from warmline_backend.server.service import Service
+from warmline_common.settings.table import SETTINGS
 from warmline_common.storage.home import Home
-from warmline_run.settings.schema import SETTINGS
 
 USER = {"role": "user", "content": "hello"}
 ANSWER = {"role": "assistant", "content": "hi"}
@@ -159,7 +158,7 @@ def test_what_rendering_itself_is_told_is_reserved() -> None:
     """Whatever transformers calls it in the version that is here."""
     parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     own = {name for name, parameter in parameters.items() if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
-    assert own - {"self"} <= RESERVED_KWARGS
+    assert own - {"self"} <= RESERVED_TEMPLATE_ARGS
 
 
 @pytest.mark.parametrize("given", ["{", "[]", "7", "enable_thinking=false", '{"a": NaN}', '{"a": -Infinity}'])

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from support.run.fake_managers import User
+from warmline_common.settings.resolve import ConfigurationError, resolve
+from warmline_common.settings.table import SETTINGS
 from warmline_run.services import launchd_plists as plists
 from warmline_run.services import systemd_units as units
 from warmline_run.services.launchd import LaunchdManager
 from warmline_run.services.manager import InstalledService
 from warmline_run.services.service import make_processes, parse_arguments
 from warmline_run.services.systemd import SystemdManager
-from warmline_run.settings.resolve import ConfigurationError, resolve
-from warmline_run.settings.schema import SETTINGS
 
 ODD_HOME = 'a home\\ of "odd" $HOME %h names'
 ODD_ARGUMENTS = '{"system": "50% of $HOME\\n"}'

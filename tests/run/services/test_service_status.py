@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from warmline_common.process import exit_codes as wire_kept
-from warmline_run import exit as kept
+from warmline_common.process import exit_codes
 from warmline_run.address import Address
 from warmline_run.cli import main as warmline
 from warmline_run.services import launchd as launchctl
@@ -149,9 +148,9 @@ def test_a_configuration_error_is_one_line_and_0_under_launchd(
 
     monkeypatch.setenv("WARMLINE_AGENT", keeper)
     starts = [
-        lambda: wire_kept.run_main(lambda: proxy(["--no-such-flag"])),
-        lambda: wire_kept.run_main(lambda: proxy(["--host", "0.0.0.0", "--home", str(tmp_path)])),
-        lambda: wire_kept.run_main(lambda: len(str(parse_config(["--home", "x", "--model", "y", "--temp", "z"])))),
+        lambda: exit_codes.run_main(lambda: proxy(["--no-such-flag"])),
+        lambda: exit_codes.run_main(lambda: proxy(["--host", "0.0.0.0", "--home", str(tmp_path)])),
+        lambda: exit_codes.run_main(lambda: len(str(parse_config(["--home", "x", "--model", "y", "--temp", "z"])))),
         warmline,
     ]
     monkeypatch.setattr("sys.argv", ["warmline", "backend", "--home", str(tmp_path), "--port", "http"])
@@ -165,21 +164,19 @@ def test_a_configuration_error_is_one_line_and_0_under_launchd(
 
 def test_other_ends_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WARMLINE_AGENT", "launchd")
-    assert [wire_kept.exit_code(code) for code in (0, 1, 2, 3)] == [0, 1, 0, 3]
-    assert [kept.map_exit_code(code) for code in (0, 1, 2, 3)] == [0, 1, 0, 3]
-    assert wire_kept.locked_home_exit_code() == 1, "who holds the home may let go"
+    assert [exit_codes.map_exit_code(code) for code in (0, 1, 2, 3)] == [0, 1, 0, 3]
+    assert exit_codes.locked_home_exit_code() == 1, "who holds the home may let go"
     monkeypatch.delenv("WARMLINE_AGENT")
-    assert wire_kept.locked_home_exit_code() == 2
-    assert kept.MANAGER_VARIABLE == wire_kept.AGENT_VARIABLE
+    assert exit_codes.locked_home_exit_code() == 2
 
 
 def test_the_file_with_what_a_kept_process_prints_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "OUTPUT_BYTES_MAX", 10)
+    monkeypatch.setattr(exit_codes, "OUTPUT_BYTES_MAX", 10)
     with (tmp_path / "proxy.stderr").open("ab", 0) as file:
         file.write(b"x" * 11)
-        kept.truncate_output({}, file.fileno())
+        exit_codes.truncate_output({}, file.fileno())
         assert file.seek(0, 2) == 11
-        kept.truncate_output({"WARMLINE_AGENT": "launchd"}, file.fileno())
+        exit_codes.truncate_output({"WARMLINE_AGENT": "launchd"}, file.fileno())
         file.write(b"new")
     assert (tmp_path / "proxy.stderr").read_bytes() == b"new"
 

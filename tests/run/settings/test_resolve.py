@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from warmline_backend.config import parse_config as parse_backend
+from warmline_common.settings.parsers import STABILIZE_RULES
+from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig, describe_misspelt_variables, resolve
+from warmline_common.settings.table import SETTINGS
 from warmline_proxy.config import parse_config as parse_proxy
 from warmline_proxy.explain.stabilize import RULES
 from warmline_run import openblas
 from warmline_run import processes as commands
-from warmline_run.settings.resolve import ConfigurationError, ResolvedConfig, describe_misspelt_variables, resolve
-from warmline_run.settings.schema import SETTINGS, STABILIZE
 
 
 def configured(
@@ -151,7 +152,7 @@ def test_each_process_takes_the_flags_that_it_is_given(tmp_path: Path) -> None:
 
 
 def test_rules_are_names_in_a_list_and_reach_the_proxy(tmp_path: Path) -> None:
-    assert STABILIZE == RULES
+    assert STABILIZE_RULES == RULES
     for config in (
         configured(tmp_path, stabilize=" times, tool-order,times"),
         configured(tmp_path, 'stabilize = ["times", "tool-order"]'),

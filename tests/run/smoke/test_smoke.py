@@ -35,8 +35,8 @@ from support.run.smoke_servers import (
     RotsWithLength,
     served,
 )
+from warmline_common.settings.resolve import ConfigurationError, resolve
 from warmline_common.storage.file_lock import process_lock
-from warmline_run.settings.resolve import ConfigurationError, resolve
 from warmline_run.smoke.check import FAILED, NOT_RUN, PASSED, Outcome, Scale, Target
 from warmline_run.smoke.client import SmokeClient
 from warmline_run.smoke.command import (

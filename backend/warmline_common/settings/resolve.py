@@ -1,13 +1,16 @@
 """Which value a setting has, and who said so: built-in default < HOME/warmline.toml < WARMLINE_* < flag."""
 
 import difflib
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warmline_run.settings.schema import SETTINGS, Setting, Value, is_loopback
+from warmline_common.process.loopback import is_loopback
+from warmline_common.settings.parsers import Value
+from warmline_common.settings.table import SETTINGS, Setting
 
 FILE_NAME = "warmline.toml"
 KEYS_FILE = "keys.json"
@@ -17,9 +20,6 @@ INTERNAL_VARIABLES = ("WARMLINE_PARENT_PIPE", "WARMLINE_AGENT")  # ours, but no 
 
 class ConfigurationError(Exception):
     """One line for the user; the process ends with `EXIT_CONFIGURATION`."""
-
-
-EXIT_CONFIGURATION = 2
 
 
 @dataclass(frozen=True)
@@ -132,3 +132,21 @@ def _check_config(config: ResolvedConfig) -> None:
         )
     if config["port"] == config["backend_port"]:
         raise ConfigurationError(f"port and backend_port are both {config['port']}; they must differ")
+
+
+def read_setting(home: Path, name: str, environment: Mapping[str, str] = os.environ) -> Any:
+    """A setting's value from its variable or HOME/warmline.toml, its default where neither can be used."""
+    setting = SETTINGS[name]
+    raw = environment.get(setting.variable) or _read_table(home / FILE_NAME).get(name, setting.default)
+    try:
+        return setting.parse(raw)
+    except ValueError:
+        return setting.default
+
+
+def _read_table(file: Path) -> dict[str, Any]:
+    """Empty where the file can't be read: the processes that need it report what is wrong with it."""
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}

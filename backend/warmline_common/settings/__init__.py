@@ -1,0 +1,1 @@
+"""Settings of all processes in one table, and how a value is chosen and parsed; above process/; any thread."""

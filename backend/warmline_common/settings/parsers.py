@@ -1,0 +1,186 @@
+"""Parsers of settings: text, or a value of TOML, to a checked value.
+
+Pure; each raises ValueError, which says what was expected.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from warmline_common.process.loopback import is_ip_address
+
+Value = str | int | float | bool
+
+STABILIZE_RULES = ("times", "dates", "ids", "billing", "tool-order")
+STEP_AUTO = "auto"
+STEP_TOKENS_MAX = 65536
+TEMPLATE_ARGS_BYTES_MAX = 65536  # an argument of a command may have twice as many
+TEMPLATE_ARGS_EXAMPLE = '{"enable_thinking": false}'
+HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@*\s]+")
+
+
+def parse_text(raw: object) -> str:
+    if not isinstance(raw, str) or "\0" in raw:  # no command can be given that
+        raise ValueError("expected text")
+    return raw
+
+
+def parse_key(raw: object) -> str:
+    """One that a client can send in a header, and that arrives there as it is."""
+    key = parse_text(raw)
+    if key != key.strip() or not key.isprintable():
+        raise ValueError("expected printable characters, and no spaces at the ends: no client could send that")
+    return key
+
+
+def parse_path(raw: object) -> str:
+    return str(Path(parse_text(raw)).expanduser()) if raw else ""
+
+
+def parse_home(raw: object) -> str:
+    if not raw:
+        raise ValueError("expected a directory")
+    return str(Path(parse_text(raw)).expanduser().absolute())
+
+
+def parse_model(raw: object) -> str:
+    """A folder or a repository's name; ~ is expanded only where it leads, since the name may be no path at all."""
+    name = parse_text(raw).strip()
+    if not name:
+        raise ValueError("expected a folder, a repository's name, or demo")
+    return str(Path(name).expanduser()) if name.startswith("~") else name
+
+
+def make_integer_parser(low: int, high: int) -> Callable[[object], int]:
+    def parse(raw: object) -> int:
+        problem = f"expected a whole number from {low} to {high}"
+        if isinstance(raw, bool) or not isinstance(raw, int | str):
+            raise ValueError(problem)
+        try:
+            number = int(raw)
+        except ValueError:
+            raise ValueError(problem) from None
+        if not low <= number <= high:
+            raise ValueError(problem)
+        return number
+
+    return parse
+
+
+def make_amount_parser(unit: str, low: float, below: float) -> Callable[[object], float]:
+    return _make_number_parser(f"expected a number of {unit}, {low:g} or more", lambda number: low <= number < below)
+
+
+def _make_number_parser(problem: str, fits: Callable[[float], bool]) -> Callable[[object], float]:
+    def parse(raw: object) -> float:
+        if isinstance(raw, bool) or not isinstance(raw, int | float | str):
+            raise ValueError(problem)
+        try:
+            number = float(raw)
+        except (ValueError, OverflowError):  # TOML's integers may be of any size
+            raise ValueError(problem) from None
+        if not fits(number):  # also refuses nan
+            raise ValueError(problem)
+        return number
+
+    return parse
+
+
+def make_choice_parser(*allowed: Value) -> Callable[[object], Value]:
+    def parse(raw: object) -> Value:
+        for choice in allowed:
+            if str(raw) == str(choice):
+                return choice
+        raise ValueError("expected " + ", ".join(map(str, allowed[:-1])) + f" or {allowed[-1]}")
+
+    return parse
+
+
+def parse_bool(raw: object) -> bool:
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    answer = raw if isinstance(raw, bool) else words.get(str(raw).lower())
+    if answer is None:
+        raise ValueError("expected true or false")
+    return answer
+
+
+def parse_step_size(raw: object) -> Value:
+    """Tokens, or `STEP_AUTO`: the backend measures what is best here."""
+    if raw == STEP_AUTO:
+        return STEP_AUTO
+    try:
+        return make_integer_parser(1, STEP_TOKENS_MAX)(raw)
+    except ValueError as error:
+        raise ValueError(f"{error}, or {STEP_AUTO}") from None
+
+
+def parse_rules(raw: object) -> str:
+    """Names out of `STABILIZE`; "" for none."""
+    return _parse_names(
+        raw, f"expected some of {', '.join(STABILIZE_RULES)}, separated by commas", STABILIZE_RULES.__contains__
+    )
+
+
+def parse_origins(raw: object) -> str:
+    """What browsers send as a page's Origin, or "*" for any; "" for none."""
+    problem = "expected origins such as https://app.example or http://localhost:3000, separated by commas, or *"
+    return _parse_names(raw, problem, lambda name: name == "*" or bool(ORIGIN.fullmatch(name.lower())))
+
+
+def parse_hosts(raw: object) -> str:
+    """Host names or addresses without a port, or "*"; "" for none."""
+    problem = "expected host names such as studio.example, separated by commas, or *"
+    return _parse_names(raw, problem, lambda name: name == "*" or _is_host(name.lower())).lower()
+
+
+def split_names(text: str) -> frozenset[str]:
+    """Names of a list that `_parse_names` wrote, in lower case, without the dot that ends a full domain name."""
+    return frozenset(name.lower().removesuffix(".") for name in text.split(",") if name)
+
+
+def _is_host(name: str) -> bool:
+    return bool(HOST_NAME.fullmatch(name.removesuffix("."))) or is_ip_address(name)
+
+
+def _parse_names(raw: object, problem: str, fits: Callable[[str], bool]) -> str:
+    """Separated by commas in text, or a TOML array."""
+    given = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise ValueError(problem)
+    names = [name.strip() for name in given if name.strip()]
+    if not all(map(fits, names)):
+        raise ValueError(problem)
+    return ",".join(dict.fromkeys(names))
+
+
+def parse_json_object(raw: object) -> str:
+    """An object as JSON text: from JSON text, or from a TOML table.  "{}" for an empty text."""
+    try:
+        given = json.loads(raw or "{}", parse_constant=_refuse_constant) if isinstance(raw, str) else raw
+        if isinstance(given, dict):
+            written = json.dumps(given, allow_nan=False, ensure_ascii=False)
+            if len(written.encode()) > TEMPLATE_ARGS_BYTES_MAX:
+                raise ValueError(f"longer than {TEMPLATE_ARGS_BYTES_MAX} bytes")
+            return written
+    except (ValueError, TypeError, RecursionError) as error:  # TypeError: TOML also has dates
+        raise ValueError(f"expected a JSON object such as {TEMPLATE_ARGS_EXAMPLE} ({error})") from None
+    raise ValueError(f"expected a JSON object such as {TEMPLATE_ARGS_EXAMPLE}")
+
+
+def _refuse_constant(constant: str) -> object:
+    raise ValueError(f"{constant} is no JSON")
+
+
+parse_share = _make_number_parser("expected a share, from 0 to 1", lambda number: 0 <= number <= 1)
+parse_temperature = _make_number_parser("expected a number, 0 or more", lambda number: 0 <= number < float("inf"))
+parse_port = make_integer_parser(1, 65535)
+parse_gigabytes = make_amount_parser("gigabytes", 0, 1e6)
+parse_seconds = make_amount_parser("seconds", 0, 1e9)
+parse_positive_seconds = make_amount_parser("seconds", 0.001, 1e9)  # where none would be no limit, but no service
+
+
+def strip_backticks(help_text: str) -> str:
+    """A help line for a terminal."""
+    return re.sub(r"`([^`]*)`", r"\1", help_text)

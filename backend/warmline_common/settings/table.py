@@ -1,0 +1,196 @@
+"""Settings table: name, default, parser, help and the processes that take each setting.
+
+A setting `prefill_step_size` is the flag ``--prefill-step-size``, the variable ``WARMLINE_PREFILL_STEP_SIZE`` and the
+key ``prefill_step_size`` of ``HOME/warmline.toml``.  Flags, variables, `warmline config`, docs/settings.md and the
+configuration of each process are made from this table: a new setting is one entry here, and a field where it is used.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from warmline_common.settings.parsers import (
+    Value,
+    make_amount_parser,
+    make_choice_parser,
+    make_integer_parser,
+    parse_bool,
+    parse_gigabytes,
+    parse_home,
+    parse_hosts,
+    parse_json_object,
+    parse_key,
+    parse_model,
+    parse_origins,
+    parse_path,
+    parse_port,
+    parse_positive_seconds,
+    parse_rules,
+    parse_seconds,
+    parse_share,
+    parse_step_size,
+    parse_temperature,
+    parse_text,
+)
+
+DEMO_MODEL = "demo"
+
+PROXY, BACKEND, DOCTOR = ("proxy",), ("backend",), ("doctor",)
+PROXY_BACKEND, BACKEND_DOCTOR = PROXY + BACKEND, BACKEND + DOCTOR
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table.
+
+    `parse` takes text of a flag or variable, or a value of TOML, and returns the value, or raises ValueError with what
+    is expected.  `help` is a line of Markdown, for the reference and, without its backticks, for --help.
+    """
+
+    name: str
+    default: Value
+    parse: Callable[[object], Value]
+    metavar: str
+    processes: tuple[str, ...]  # that get it as a flag
+    help: str
+    in_toml: bool = True
+    has_flag: bool = True
+    secret: bool = False
+    unset_label: str = "none"  # shown for a default of ""
+    omit_zero: bool = False  # 0 leaves the choice to the process, which then isn't given the flag
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def off_flag(self) -> str:
+        """Flag that turns a switch off."""
+        return "--no-" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "WARMLINE_" + self.name.upper()
+
+    @property
+    def is_switch(self) -> bool:
+        return isinstance(self.default, bool)
+
+
+# fmt: off
+_ROWS = (
+    Setting("home", str(Path.home() / ".warmline"), parse_home, "DIR", PROXY_BACKEND,
+            "where everything is kept: index, segments, models, logs, `warmline.toml` (which can't set this "
+            "one)", in_toml=False),
+    Setting("model", DEMO_MODEL, parse_model, "MODEL", (),
+            "a folder or repository that mlx-lm loads; `demo`: SmolLM2-135M, out of a package"),
+    Setting("served_name", "", parse_text, "NAME", (),
+            "the name that `/v1/models` shows", unset_label="the model's own"),
+    Setting("host", "127.0.0.1", parse_text, "HOST", PROXY,
+            "where clients connect; other than loopback needs a client key"),
+    Setting("lan", False, parse_bool, "", PROXY,
+            "let other machines connect: bind all interfaces, with a client key that is made where there is none"),
+    Setting("allowed_hosts", "", parse_hosts, "NAMES", PROXY,
+            "further names that clients reach this machine by, separated by commas, or `*` for any name"),
+    Setting("share_cache", False, parse_bool, "", PROXY,
+            "let the holders of all client keys reuse what any of them has had computed"),
+    Setting("admin_needs_key", False, parse_bool, "", PROXY,
+            "ask for the admin key on this machine, too, for `/admin` and `/warmline`: others have accounts "
+            "here, or a reverse proxy runs here (on loopback, `allowed_hosts` does the same)"),
+    Setting("port", 8026, parse_port, "PORT", PROXY, "the port for clients"),
+    Setting("backend_port", 8025, parse_port, "PORT", (), "the backend's port, on loopback only"),
+    Setting("client_key", "", parse_key, "KEY", (),
+            "a key for clients, beside those of `cachectl key`; never a flag, since command lines are "
+            "visible to all", has_flag=False, secret=True),
+    Setting("cors_origins", "", parse_origins, "ORIGINS", PROXY,
+            "origins of web pages that may use `/v1` from a browser, separated by commas, or `*` for any page"),
+    Setting("reuse", "fast", make_choice_parser("fast", "exact", "off"), "MODE", PROXY_BACKEND,
+            "`fast` reuses all that is kept, `exact` only what gives a cold run's very bits, `off` nothing"),
+    Setting("audit_fraction", 0.01, parse_share, "SHARE", PROXY,
+            "share of the warm requests that are computed again, cold, when the engine is idle; 0: none"),
+    Setting("audit_tolerance", 0.0, make_amount_parser("nats", 0, 1e6), "NATS", PROXY,
+            "how far log-probabilities may differ from a cold run's, in nats; 0: as the KV's type allows"),
+    Setting("garbage_guard", "observe", make_choice_parser("off", "observe"), "WHAT", PROXY,
+            "`observe` has a warm answer that collapses into repetition audited before all others; `off`"),
+    Setting("prefill_step_size", 2048, parse_step_size, "TOKENS", BACKEND_DOCTOR,
+            "tokens that prefill computes at a time; `auto`: measured at the first start with a model, and remembered"),
+    Setting("memory_budget_gb", 0.0, parse_gigabytes, "GB", BACKEND_DOCTOR,
+            "memory for conversations; 0: as the machine allows", omit_zero=True),
+    Setting("disk_budget_gb", 50.0, parse_gigabytes, "GB", PROXY, "disk for conversations, index included"),
+    Setting("kv_bits", 0, make_choice_parser(0, 4, 8), "BITS", BACKEND_DOCTOR,
+            "quantize the KV cache to 4 or 8 bits; 0: keep it as computed", omit_zero=True),
+    Setting("kv_group_size", 64, make_choice_parser(32, 64, 128), "N", BACKEND_DOCTOR,
+            "values quantized together: 32, 64 or 128"),
+    Setting("max_tokens", 0, make_integer_parser(0, 10000000), "TOKENS", BACKEND,
+            "answer length where a request sets none; 0: no limit", omit_zero=True),
+    Setting("temp", 0.0, parse_temperature, "T", BACKEND,
+            "temperature where a request sets none; 0: the likeliest token"),
+    Setting("top_p", 1.0, parse_share, "SHARE", BACKEND, "nucleus sampling where a request sets none; 1: off"),
+    Setting("chat_template_args", "{}", parse_json_object, "JSON", BACKEND_DOCTOR,
+            "a JSON object (in the file also a table) of arguments for the chat template, such as "
+            "`{\"enable_thinking\": false}`; a request's `chat_template_kwargs` go first, key by key"),
+    Setting("adapter_path", "", parse_path, "DIR", BACKEND_DOCTOR, "a LoRA adapter for the model"),
+    Setting("trust_remote_code", False, parse_bool, "", BACKEND_DOCTOR, "let code that comes with a model run"),
+    Setting("gpu_keepalive", 0.0, parse_seconds, "S", BACKEND,
+            "seconds of idleness after which the engine computes a token, again and again, so that the GPU "
+            "stays awake; 0: never"),
+    Setting("queue_count_max", 64, make_integer_parser(0, 100000), "N", PROXY,
+            "requests that may wait; more are answered 429"),
+    Setting("running_count_max", 16, make_integer_parser(1, 10000), "N", PROXY_BACKEND, "requests computed at once"),
+    Setting("connections_max", 2048, make_integer_parser(1, 1000000), "N", PROXY,
+            "connections that clients may have open; beyond, idle ones are closed, then newcomers get 503"),
+    Setting("connect_timeout_s", 60.0, parse_seconds, "S", PROXY,
+            "how long a request waits for a backend that starts, or is started again; 0: no limit"),
+    Setting("queue_timeout_s", 0.0, parse_seconds, "S", PROXY, "how long a request may wait for its turn; 0: no limit"),
+    Setting("stall_timeout_s", 300.0, parse_seconds, "S", PROXY,
+            "how long a request may make no progress at all, not a chunk, not a token; 0: no limit"),
+    Setting("total_timeout_s", 0.0, parse_seconds, "S", PROXY, "how long a request may take in all; 0: no limit"),
+    Setting("wedge_timeout_s", 120.0, parse_positive_seconds, "S", PROXY,
+            "how long the engine may be busy with one step before the backend is started again"),
+    Setting("receive_timeout_s", 60.0, parse_positive_seconds, "S", PROXY,
+            "for the whole head of a request, and for each next piece of its body"),
+    Setting("send_timeout_s", 300.0, parse_positive_seconds, "S", PROXY,
+            "for a client to take the next piece of its answer"),
+    Setting("heartbeat_after_s", 0.0, parse_seconds, "S", PROXY,
+            "when a client that waits for JSON gets a first sign of life; 0: never"),
+    Setting("on_disconnect", "stop", make_choice_parser("stop", "finish-prefill"), "WHAT", PROXY,
+            "for a client that leaves: `stop`, or `finish-prefill` when nobody else needs the engine"),
+    Setting("partial_save_tokens", 8192, make_integer_parser(0, 10000000), "TOKENS", PROXY,
+            "a running prefill is saved every so many tokens; 0: only at its end"),
+    Setting("stabilize", "", parse_rules, "RULES", PROXY,
+            "replace what changes at the top of prompts and means nothing: some of `times`, `dates`, `ids`, "
+            "`billing`, `tool-order`"),
+    Setting("drain_timeout_s", 30.0, parse_seconds, "S", PROXY_BACKEND,
+            "what running requests get to finish when Warmline is stopped"),
+    Setting("log_level", "info", make_choice_parser("debug", "info", "warning", "error"), "LEVEL", PROXY_BACKEND,
+            "`debug`, `info`, `warning` or `error`"),
+    Setting("log_format", "text", make_choice_parser("text", "json"), "FORMAT", PROXY_BACKEND,
+            "`text`: lines for people; `json`: an object a line"),
+    Setting("log_files", False, parse_bool, "", PROXY_BACKEND,
+            "log to `HOME/logs`, in files that are rotated, and not to stderr"),
+)
+# fmt: on
+
+SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _ROWS}
+
+
+def get_default(name: str) -> Any:
+    return SETTINGS[name].default
+
+
+def list_settings(process: str) -> list[Setting]:
+    """Settings that a process takes as flags, in the table's order."""
+    return [setting for setting in _ROWS if process in setting.processes]
+
+
+def format_flags(process: str, values: Callable[[str], Value]) -> list[str]:
+    """Command line of a process: its settings as flags.  An empty text and a switch that is off have no flag."""
+    flags: list[str] = []
+    for setting in list_settings(process):
+        value = values(setting.name)
+        if value is True:
+            flags.append(setting.flag)
+        elif value is not False and value != "" and not (setting.omit_zero and value == 0):
+            flags += [setting.flag, str(value)]
+    return flags
