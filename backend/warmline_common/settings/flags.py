@@ -8,6 +8,7 @@ from warmline_common.process.console import write_line
 from warmline_common.settings.parsers import Value, strip_backticks
 from warmline_common.settings.table import SETTINGS, list_settings
 
+SHOWN_CHARS_MAX = 200  # of a value that is refused
 Parsers = Mapping[str, Callable[[object], Value]]
 
 
@@ -49,4 +50,4 @@ def check_setting(name: str, raw: object, parsers: Parsers | None = None) -> Any
         return (parsers or {}).get(name, setting.parse)(raw)
     except ValueError as error:
         label = setting.flag if setting.has_flag else setting.variable
-        raise SettingError(f"{label}{'' if setting.secret else f' {raw}'}: {error}") from None
+        raise SettingError(f"{label}{'' if setting.secret else f' {str(raw)[:SHOWN_CHARS_MAX]}'}: {error}") from None

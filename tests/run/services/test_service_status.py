@@ -143,14 +143,14 @@ def test_what_is_followed_goes_on_through_rotation_and_truncation(tmp_path: Path
 def test_a_configuration_error_is_one_line_and_0_under_launchd(
     keeper: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from warmline_backend.config import parse_config
+    from warmline_backend.__main__ import main as backend
     from warmline_proxy.__main__ import main as proxy
 
     monkeypatch.setenv("WARMLINE_AGENT", keeper)
     starts = [
         lambda: exit_codes.run_main(lambda: proxy(["--no-such-flag"])),
         lambda: exit_codes.run_main(lambda: proxy(["--host", "0.0.0.0", "--home", str(tmp_path)])),
-        lambda: exit_codes.run_main(lambda: len(str(parse_config(["--home", "x", "--model", "y", "--temp", "z"])))),
+        lambda: exit_codes.run_main(lambda: backend(["--home", "x", "--model", "y", "--temp", "z"])),
         warmline,
     ]
     monkeypatch.setattr("sys.argv", ["warmline", "backend", "--home", str(tmp_path), "--port", "http"])
