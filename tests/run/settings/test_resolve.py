@@ -8,7 +8,7 @@ import pytest
 from warmline_backend.config import parse_config as parse_backend
 from warmline_common.settings.parsers import STABILIZE_RULES
 from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig, describe_misspelt_variables, resolve
-from warmline_common.settings.table import SETTINGS
+from warmline_common.settings.table import SETTINGS, list_settings
 from warmline_proxy.config import parse_config as parse_proxy
 from warmline_proxy.explain.stabilize import RULES
 from warmline_run import openblas
@@ -140,12 +140,12 @@ def test_what_is_not_set_is_not_passed(tmp_path: Path) -> None:
     assert proxy[proxy.index("--disk-budget-gb") + 1] == "0.0"  # 0 means none, not the default
 
 
-def test_each_process_takes_the_flags_that_it_is_given(tmp_path: Path) -> None:
+def test_every_setting_reaches_its_processes(tmp_path: Path) -> None:
     config = configured(tmp_path, drain_timeout_s="7.5", on_disconnect="finish-prefill", send_timeout_s="1e3")
     given = commands.proxy_command(config, {})
     proxy = parse_proxy(given.arguments[4:], {})
-    for name in set(commands.PROXY_SETTINGS) - {"home", "disk_budget_gb"}:
-        assert getattr(proxy, name) == config[name], name
+    for setting in list_settings("proxy"):
+        assert setting.name == "home" or getattr(proxy, setting.name) == config[setting.name], setting.name
     backend = parse_backend(commands.backend_command(config, "m", {}).arguments[4:])
     assert (backend.drain_timeout_s, backend.running_count_max) == (7.5, 16)
     assert given.drain_timeout_s == 7.5
