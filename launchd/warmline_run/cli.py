@@ -123,22 +123,22 @@ def gates(
     seed: Annotated[str, typer.Option(help="at the top of each prompt; default: a new one")] = "",
 ) -> None:
     """Check a running server, from a first token to a long transcript.  The key comes from WARMLINE_CLIENT_KEY."""
-    from warmline_run.smoke import command  # here, since no other command needs what these import
+    from warmline_run.smoke import runner  # here, since no other command needs these imports
     from warmline_run.smoke.check import Scale
 
     if names:
-        print(command.list_checks())
+        print(runner.list_checks())
         return
     try:
-        target = command.find_endpoint(resolve({"home": home}, os.environ), url, os.environ)
+        endpoint = runner.find_endpoint(resolve({"home": home}, os.environ), url, os.environ)
         scale = Scale(turns_count=turns, turn_bytes=int(turn_kb * 1000), long_tokens=long_tokens)
-        visit = command.make_target(target, scale, model=model, tolerance=tolerance, timeout_s=timeout_s, seed=seed)
-        visit.may_restart = restart
-        wanted = command.RunOptions(command.select_checks(only or []), as_json, strict)
+        target = runner.make_target(endpoint, scale, model=model, tolerance=tolerance, timeout_s=timeout_s, seed=seed)
+        target.may_restart = restart
+        options = runner.RunOptions(runner.select_checks(only or []), as_json, strict)
     except ConfigurationError as error:
         supervise.print_message(str(error))
         raise typer.Exit(EXIT_CONFIGURATION) from None
-    raise typer.Exit(command.run_checks(visit, wanted))
+    raise typer.Exit(runner.run_checks(target, options))
 
 
 @app.command("config")

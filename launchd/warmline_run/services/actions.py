@@ -1,6 +1,7 @@
 """install, uninstall, restart: what they do, step by step, whoever keeps the agents.  Exit codes: see `EXIT_...`."""
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +9,61 @@ from pathlib import Path
 from warmline_common.settings.resolve import ConfigurationError, ResolvedConfig, resolve
 from warmline_common.settings.table import SETTINGS
 from warmline_run import ports
+from warmline_run import probe as asking
 from warmline_run import startup_report as summary
-from warmline_run.address import make_address
+from warmline_run.address import Address, make_address
 from warmline_run.services import service as agents
-from warmline_run.services import waiting
-from warmline_run.services.manager import InstalledService, ServiceManager
+from warmline_run.services.logs import read_last_lines
+from warmline_run.services.manager import InstalledService, ServiceManager, ServiceState
 from warmline_run.services.service import ROLES, ServiceId, ServiceProcess
+
+POLL_S = 0.25
+FAILED_POLLS_MIN = 2  # in a row, of an agent without a process: one may lie between two processes
+LAST_LINES = 10
+CANNOT_EXECUTE_EXIT = "exit code 78"
+
+
+def wait_until_ready(
+    manager: ServiceManager,
+    name: str,
+    address: Address,
+    outputs: Mapping[str, Path],
+    timeout_s: float,
+    print_line: Callable[[str], None],
+) -> str:
+    """What is wrong, in a line or more; "" where requests are served.  Blocks.
+
+    `outputs`: by role, where what ends a start is written; `tell` hears what is waited for.
+    """
+    until = time.monotonic() + timeout_s
+    told, sightings = "", 0
+    while True:
+        states = {role: manager.read_state(ServiceId(role, name)) for role in ROLES}
+        failed = next((role for role, state in states.items() if state.has_failed), "")
+        sightings = sightings + 1 if failed else 0
+        if failed and sightings >= FAILED_POLLS_MIN:
+            return describe_failure(failed, states[failed], outputs[failed])
+        found = asking.read_readiness(address)
+        if found.is_ready and not failed:
+            return ""
+        if time.monotonic() >= until:
+            return f"not ready after {timeout_s:g} s: {found.reason}; it goes on starting"
+        if found.reason != told:
+            print_line(f"waiting: {found.reason}")
+            told = found.reason
+        time.sleep(POLL_S)
+
+
+def describe_failure(role: str, state: ServiceState, output: Path) -> str:
+    lines = read_last_lines(output, LAST_LINES)
+    hint = (
+        "; this Python is gone or can't be executed: install again"
+        if state.last_exit.startswith(CANNOT_EXECUTE_EXIT)
+        else ""
+    )
+    said = "".join(f"\n  {line}" for line in lines) if lines else f" ({output} has no more)"
+    return f"the {role} does not run, {state.last_exit}{hint}:{said}"
+
 
 EXIT_NOT_READY = 1  # or not installed
 EXIT_MANAGER_FAILED = 3
@@ -132,7 +182,7 @@ def wait(pair: ServicePair, config: ResolvedConfig, wait_s: float) -> int:
         return 0
     address, home = make_address(config), Path(str(config["home"]))
     outputs = {role: agents.output_file(home, role) for role in ROLES}
-    if problem := waiting.wait_until_ready(pair.manager, pair.name, address, outputs, wait_s, pair.print_line):
+    if problem := wait_until_ready(pair.manager, pair.name, address, outputs, wait_s, pair.print_line):
         pair.print_line(problem)
         pair.print_line(f"`{pair.format_command('logs')}` shows more")
         return EXIT_NOT_READY

@@ -1,12 +1,13 @@
 """launchd, through launchctl, in the domain of the user who is logged in (gui/UID)."""
 
 import os
+import plistlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from warmline_common.process.exit_codes import LAUNCHD
-from warmline_run.services import launchd_plists as plists
 from warmline_run.services.manager import (
     CommandResult,
     InstalledService,
@@ -16,6 +17,48 @@ from warmline_run.services.manager import (
     wait_until,
 )
 from warmline_run.services.service import ServiceId, ServiceProcess
+
+THROTTLE_S = 30  # launchd's shortest time between two starts: a model takes long to load in vain
+DESCRIPTORS = 8192  # macOS gives 256
+UMASK = 0o077
+
+
+def render_plist(label: str, process: ServiceProcess) -> bytes:
+    output = str(process.output)
+    return plistlib.dumps(
+        {
+            "Label": label,
+            "ProgramArguments": process.arguments,
+            "EnvironmentVariables": process.environment,
+            "WorkingDirectory": str(process.home),
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},  # so that a stop, or a configuration error, is the end
+            "ThrottleInterval": THROTTLE_S,
+            "ExitTimeOut": process.exit_timeout_s,
+            "ProcessType": "Interactive",  # or macOS slows processor and disk down
+            "SoftResourceLimits": {"NumberOfFiles": DESCRIPTORS},
+            "StandardOutPath": output,
+            "StandardErrorPath": output,
+            "Umask": UMASK,
+        },
+        sort_keys=False,
+    )
+
+
+def parse_plist(data: bytes) -> InstalledService:
+    """Raises ValueError for what is no plist of an agent."""
+    try:
+        plist: Mapping[str, Any] = plistlib.loads(data)
+        return InstalledService(
+            arguments=[str(word) for word in plist["ProgramArguments"]],
+            environment={str(name): str(value) for name, value in plist["EnvironmentVariables"].items()},
+            exit_timeout_s=int(plist["ExitTimeOut"]),
+        )
+    except (plistlib.InvalidFileException, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"no plist of ours: {error!r}") from None
+    except Exception as error:  # noqa: BLE001  expat's own, which plistlib lets through
+        raise ValueError(f"no plist: {error}") from None
+
 
 NOT_LOADED = (3, 113)  # bootout's and print's exit codes for what is not there
 BUSY = (5, 36, 37)  # what bootstrap ends with while the predecessor is still being removed
@@ -44,10 +87,10 @@ class LaunchdManager(ServiceManager):
         return Path.home() / "Library" / "LaunchAgents" / f"{self.label(service_id)}.plist"
 
     def render_file(self, process: ServiceProcess) -> bytes:
-        return plists.render_plist(self.label(process.service_id), process)
+        return render_plist(self.label(process.service_id), process)
 
     def parse_file(self, data: bytes) -> InstalledService:
-        return plists.parse_plist(data)
+        return parse_plist(data)
 
     def read_state(self, service_id: ServiceId) -> ServiceState:
         done = self.run_tool("print", self._service_target(service_id))

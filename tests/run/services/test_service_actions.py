@@ -12,7 +12,7 @@ import pytest
 
 from support.run.fake_managers import User
 from warmline_common.storage.file_lock import process_lock
-from warmline_run.services import systemd_units as units
+from warmline_run.services import systemd as units
 from warmline_run.services.service import parse_arguments
 
 

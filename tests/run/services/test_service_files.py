@@ -11,8 +11,8 @@ import pytest
 from support.run.fake_managers import User
 from warmline_common.settings.resolve import ConfigurationError, resolve
 from warmline_common.settings.table import SETTINGS
-from warmline_run.services import launchd_plists as plists
-from warmline_run.services import systemd_units as units
+from warmline_run.services import launchd as plists
+from warmline_run.services import systemd as units
 from warmline_run.services.launchd import LaunchdManager
 from warmline_run.services.manager import InstalledService
 from warmline_run.services.service import make_processes, parse_arguments

@@ -209,12 +209,6 @@ def test_the_backend_hears_of_its_options_and_has_the_same_defaults(tmp_path: Pa
     )
 
 
-def test_both_tables_of_defaults_agree(tmp_path: Path) -> None:
-    alone = parse_proxy(["--home", str(tmp_path)], {})
-    for name in set(commands.PROXY_SETTINGS) - {"home", "disk_budget_gb"}:
-        assert getattr(alone, name) == SETTINGS[name].default, name
-
-
 def test_a_misspelt_variable_is_told_with_the_nearest_right_one() -> None:
     environment = {"WARMLINE_PROT": "1", "WARMLINE_COLOUR": "red", "WARMLINE_PORT": "9", "PORT": "8", "WARMLINE_": ""}
     ours = {"WARMLINE_PARENT_PIPE": "5", "WARMLINE_CLIENT_KEY": "k", "WARMLINE_HOME": "/h"}

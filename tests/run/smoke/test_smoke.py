@@ -39,17 +39,19 @@ from warmline_common.settings.resolve import ConfigurationError, resolve
 from warmline_common.storage.file_lock import process_lock
 from warmline_run.smoke.check import FAILED, NOT_RUN, PASSED, Outcome, Scale, Target
 from warmline_run.smoke.client import SmokeClient
-from warmline_run.smoke.command import (
+from warmline_run.smoke.runner import (
+    CHECKS,
     EXIT_FAILED,
     EXIT_PASSED,
     EXIT_UNREACHABLE,
     Endpoint,
     RunOptions,
+    find_checks,
     find_endpoint,
+    iterate_outcomes,
     normalize_url,
     run_checks_async,
 )
-from warmline_run.smoke.runner import CHECKS, find_checks, run_checks
 
 NAMES = [gate.name for gate in CHECKS]
 SMALL = Scale(turns_count=6, turn_bytes=400, long_tokens=1500, quick_s=0.0)
@@ -67,7 +69,7 @@ def outcomes(
     async def ask() -> dict[str, Outcome]:
         async with served(server()) as url, SmokeClient(url, timeout_s=timeout_s, model="honest-model") as asked:
             visit = Target(asked, "seed", SMALL, grid_tokens=grid_tokens, home=home, may_restart=home is not None)
-            return {outcome.check.name: outcome async for outcome in run_checks(visit, find_checks(names))}
+            return {outcome.check.name: outcome async for outcome in iterate_outcomes(visit, find_checks(names))}
 
     return asyncio.run(ask())
 

@@ -9,9 +9,8 @@ from warmline_run.smoke.checks.basic import WITH_LOGPROBS, check_forced_value
 from warmline_run.smoke.client import NoAnswerError
 from warmline_run.smoke.judge import find_disagreement
 from warmline_run.smoke.responses import ChatCompletion, MalformedAnswerError, Message, StreamFold
-from warmline_run.smoke.sizing import compute_long_bytes, measure_text
 from warmline_run.smoke.sse import SmokeEvent
-from warmline_run.smoke.transcript import Transcript
+from warmline_run.smoke.transcript import Transcript, compute_long_bytes, measure_text
 
 T = TypeVar("T")
 

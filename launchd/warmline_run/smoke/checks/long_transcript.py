@@ -7,8 +7,7 @@ from warmline_run.smoke.check import CheckFailedError, Target, format_excerpt
 from warmline_run.smoke.checks.basic import WITH_LOGPROBS
 from warmline_run.smoke.judge import find_disagreement, is_collapsed, logprob_difference
 from warmline_run.smoke.responses import ChatCompletion, Message
-from warmline_run.smoke.sizing import compute_turn_bytes, measure_text
-from warmline_run.smoke.transcript import Transcript
+from warmline_run.smoke.transcript import Transcript, compute_turn_bytes, measure_text
 
 COLD_FIELDS = {"cache_prompt": False}
 COMPARED_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the turns

@@ -11,8 +11,7 @@ from typing import Any
 from warmline_run.smoke.check import CheckFailedError, CheckNotRunError, Target
 from warmline_run.smoke.checks.basic import WITH_LOGPROBS
 from warmline_run.smoke.checks.long_transcript import TranscriptTurn, compare_with_cold
-from warmline_run.smoke.sizing import compute_long_bytes, measure_text
-from warmline_run.smoke.transcript import Transcript
+from warmline_run.smoke.transcript import Transcript, compute_long_bytes, measure_text
 
 POLL_S = 0.1
 PS_TIMEOUT_S = 10.0
