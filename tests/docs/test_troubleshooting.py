@@ -30,6 +30,7 @@ class Family:
 
 
 BACKEND, PROXY, RUN = "backend/warmline_backend", "proxy/warmline_proxy", "launchd/warmline_run"
+COMMON = "backend/warmline_common"
 REFUSALS = (
     "BadChainError",
     "ResidentMismatchError",
@@ -60,13 +61,16 @@ FAMILIES = (
         "what a repair did",
         "The index, and cachectl verify",
     ),
-    Family(f"{RUN}/settings/schema.py", ("ValueError",), "what was expected, behind the setting's name", "Settings"),
+    Family(
+        f"{COMMON}/settings/parsers.py", ("ValueError",), "what was expected, behind the setting's name", "Settings"
+    ),
     Family(f"{BACKEND}/*", PARTS_OF_400, "a part of a message that has an entry", "What is wrong with a request"),
     Family(f"{BACKEND}/model/architectures/*_config.py", ("ValueError",), "what of config.json can't be", "The model"),
     Family(f"{BACKEND}/*", REFUSALS, "told to the proxy, which plans again"),
+    Family(f"{BACKEND}/output/*", (), "caught: the call is passed on as text"),
     Family(f"{BACKEND}/tool_parsers/*", (), "caught: the call is passed on as text"),
     Family(f"{PROXY}/*", ("ConnectionResetError",), "ends the handling of a client that is gone"),
-    Family(f"{RUN}/services/*_*.py", ("ValueError",), "caught: `status` says that the file is not ours"),
+    Family(f"{RUN}/services/*d.py", ("ValueError",), "caught: `status` says that the file is not ours"),
     Family(f"{RUN}/settings/reference.py", (), "told to who changes the settings' table"),
 )
 

@@ -14,7 +14,7 @@ from warmline_common.process import exit_codes
 from warmline_run.address import Address
 from warmline_run.cli import main as warmline
 from warmline_run.services import launchd as launchctl
-from warmline_run.services import logs, waiting
+from warmline_run.services import actions, logs
 from warmline_run.services import systemd as systemctl
 from warmline_run.services.launchd import LaunchdManager
 from warmline_run.services.manager import ServiceManagerError, ServiceState
@@ -89,14 +89,14 @@ class Running(LaunchdManager):
 def test_waiting_tells_each_reason_once_and_ends_when_requests_are_served(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(waiting, "POLL_S", 0)
+    monkeypatch.setattr(actions, "POLL_S", 0)
     loading = (503, {"ready": False, "reason": "loading"})
     told: list[str] = []
     with answering(loading, loading, (503, []), (200, {"model": "tiny"})) as address:
-        assert waiting.wait_until_ready(Running(), "", address, {}, 60, told.append) == ""
+        assert actions.wait_until_ready(Running(), "", address, {}, 60, told.append) == ""
     assert told == ["waiting: loading", "waiting: the proxy answers 503"]
     with answering(loading) as address:
-        problem = waiting.wait_until_ready(Running(), "", address, {}, 0, told.append)
+        problem = actions.wait_until_ready(Running(), "", address, {}, 0, told.append)
         assert problem == "not ready after 0 s: loading; it goes on starting"
 
 

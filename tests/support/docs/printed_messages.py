@@ -21,7 +21,8 @@ SAID = {
     "run_checked",
     "_run_systemctl",
     "_notify_end",
-    "error_body",
+    "finish_sequence",
+    "encode_error_body",
     "_error",
 }
 SAID |= {"Outcome", "ProxyReadiness", "close", "print", "_add_finding", "_reject_file"}
