@@ -1,1 +1,1 @@
-"""What proxy and backend say to each other: messages, chain hashes, stream framing.  No mlx, no HTTP library."""
+"""Shared base of all processes: settings, logging, storage, protocol, process.  Lowest layer; no mlx, no HTTP library."""

@@ -1,7 +1,7 @@
-"""A process's log: lines for people or JSON, on stderr or in files that are rotated, each with the request it is about.
+"""Log of a process: text or JSON lines, on stderr or in rotated files, each with the request that it is about.
 
-Nothing of a prompt, an answer, a header or a key may get there.  Whoever logs an error logs its text without the
-client's values (`masking`); what exceptions of other libraries say is masked here, for they quote what they like.
+No prompt, answer, header or key may get into a log.  Callers log an error's text without the client's values
+(`redaction`); texts of other libraries' exceptions are redacted here, since they quote their input.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ _request_id: ContextVar[str] = ContextVar("request", default="")
 
 
 def current_request_id() -> str:
-    """The id of the request that this task works for; "" for none."""
+    """Id of the request that this task works for; "" for none."""
     return _request_id.get()
 
 
 @contextmanager
 def request_context(request_id: str) -> Iterator[None]:
-    """Lines that are logged in here, and in tasks that are begun in here, are about this request."""
+    """Context in which log lines, and those of tasks begun in it, carry this request's id."""
     token = _request_id.set(request_id)
     try:
         yield
@@ -61,7 +61,7 @@ def request_context(request_id: str) -> Iterator[None]:
 
 
 def set_request_id(request_id: str) -> None:
-    """The same from here on to the task's end, or to the end of the `about` that this is in."""
+    """Set the request's id for log lines until the task, or the enclosing `request_context`, ends."""
     _request_id.set(request_id)
 
 
@@ -69,10 +69,10 @@ def set_request_id(request_id: str) -> None:
 
 
 def start_logging(process: str, level: str, format: str, files: bool, home: Home) -> None:
-    """Once, at a process's start; where logging is set up already nothing happens.
+    """Set up logging, once, at a process's start; a second call does nothing.
 
     `process` is "proxy" or "backend", `level` any case, `format` "text" or "json"; with `files` the log is
-    HOME/logs/{process}.log, and only what ends the process is on stderr, too.
+    HOME/logs/{process}.log, and only the error that ends the process is on stderr, too.
     """
     root = logging.getLogger()
     if root.handlers:
@@ -99,7 +99,7 @@ def start_logging(process: str, level: str, format: str, files: bool, home: Home
 
 
 def _set_levels(level: str) -> None:
-    """What other libraries have to say of each byte that they move is of no use to anybody."""
+    """Silence libraries that log each byte they move."""
     logging.getLogger().setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level]))
     for name in OWN_PACKAGES:
         logging.getLogger(name).setLevel(level)
@@ -118,7 +118,7 @@ def _find_request_id(record: logging.LogRecord) -> str:
 
 
 class TextFormatter(_Formatter):
-    """Lines for people.  Where a line does not name its request, that stands at its end."""
+    """Formatter of text lines.  A line that does not name its request ends with its id."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line, request_id = (
@@ -129,7 +129,9 @@ class TextFormatter(_Formatter):
 
 
 class JsonFormatter(_Formatter):
-    """An object a line.  `extra={"fields": {...}}` adds keys; with `event` among them the line is its fields."""
+    """Formatter of one JSON object a line.  `extra={"fields": {...}}` adds keys; with `event` among them the line is
+    its fields.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -154,7 +156,7 @@ class JsonFormatter(_Formatter):
 
 
 def format_rfc3339(at: float) -> str:
-    """Unix seconds as UTC, to the millisecond."""
+    """Unix seconds as UTC time, to the millisecond."""
     milliseconds = int(at * 1000)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(milliseconds // 1000))}.{milliseconds % 1000:03d}Z"
 
@@ -163,7 +165,7 @@ def format_rfc3339(at: float) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """As Python writes it, but for what exceptions say: that is masked, or left out."""
+    """Traceback as Python writes it, with the exceptions' texts redacted or left out."""
     told: list[str] = []
     for each, link in reversed(_collect_causes(error)):
         told.append("Traceback (most recent call last):\n")
@@ -174,7 +176,7 @@ def format_traceback(error: BaseException) -> str:
 
 
 def _collect_causes(error: BaseException) -> list[tuple[BaseException, str]]:
-    """It and what it came from, each with what leads to the one before."""
+    """Exception and its causes, each with the phrase that leads to the one before."""
     chain: list[tuple[BaseException, str]] = [(error, "")]
     while len(chain) < CAUSES_MAX:
         last = chain[-1][0]
@@ -188,7 +190,7 @@ def _collect_causes(error: BaseException) -> list[tuple[BaseException, str]]:
 
 
 def redact_error(error: BaseException) -> str:
-    """What an exception says, as far as anybody may read it; "" where that may be a text that was sent."""
+    """Text of an exception that may be logged; "" where the text may quote a client."""
     module, words = type(error).__module__.partition(".")[0], str(error)[:MESSAGE_CHARS_MAX]
     if isinstance(error, OSError):  # it names files, and those are ours
         return words
@@ -200,17 +202,17 @@ def redact_error(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """The same, or what it is."""
+    """Text of an exception that may be logged, else its class name."""
     return redact_error(error) or type(error).__qualname__
 
 
 def log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An event loop's exception handler; asyncio's own writes down the values that exceptions have."""
+    """Exception handler of an event loop; asyncio's own logs the values that exceptions have."""
     log.error("%s", context.get("message", "the event loop failed"), exc_info=context.get("exception"))
 
 
 def _install_exception_hooks() -> None:
-    """What nobody has caught goes into the log."""
+    """Log uncaught exceptions of the main thread, other threads and destructors."""
 
     def ends(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
@@ -230,10 +232,9 @@ def _install_exception_hooks() -> None:
 
 
 def _enable_fault_handler(path: Path | None) -> None:
-    """Where a native library ends the process, its threads' frames go to stderr.
+    """Write the frames of all threads to stderr, or to `path`, where a native library ends the process.
 
-    Or into a file of their own, which the next start tells of: nothing can be put into a log, and rotated, at such a
-    moment.
+    A log can't be written or rotated at such a moment; the next start logs what the file has.
     """
     if path is None:
         with suppress(OSError, ValueError, AttributeError):  # stderr is closed, or no file
@@ -264,10 +265,11 @@ def _open_private(path: str, flags: int) -> int:
 
 
 class LogFileHandler(RotatingFileHandler):
-    """A file of its owner's alone, FILE_BYTES_MAX long at most; FILES_KEPT older ones are NAME.1 and so on.
+    """Handler of a rotated log file with mode 0600, FILE_BYTES_MAX long at most; BACKUP_COUNT older ones are NAME.1 and
+    so on.
 
-    A line that the disk does not take goes to `otherwise`, and so does, once, why; the next one is tried again.  Not by
-    way of `disk`: a log is no part of what a home keeps, and what happens to it must not count as that.
+    A line that the disk does not take goes to `fallback`, with the reason once; the next line is tried again.  `disk`
+    is bypassed: a log is no part of what a home stores, and its failures must not count as such.
     """
 
     def __init__(
@@ -282,7 +284,7 @@ class LogFileHandler(RotatingFileHandler):
         self._has_failed = self._has_warned = False
 
     def _open(self) -> io.TextIOWrapper:
-        """Nothing is kept back: what a buffer could not be rid of would come twice, or in pieces."""
+        """Open without a buffer: buffered bytes that could not be written would come twice, or in pieces."""
         disk.make_folders(self._path.parent)
         file = io.FileIO(self.baseFilename, "ab", opener=_open_private)
         return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", write_through=True)
@@ -293,7 +295,7 @@ class LogFileHandler(RotatingFileHandler):
         self._has_warned = self._has_warned and self._has_failed
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called where a line could not be written."""
+        """Handle a line that could not be written."""
         self._has_failed, error = True, sys.exc_info()[1]
         if not isinstance(error, OSError):
             return  # the line itself is at fault

@@ -10,7 +10,7 @@ CannotDo       the reason is for people
 import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from typing import TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -18,13 +18,13 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
 
-from warmline_cachectl import configured
-from warmline_cachectl.upstream import purge_backend
+from warmline_common.process.arguments import GB
 from warmline_common.protocol.messages import ErrorReply, decode, encode, parse_error_message
+from warmline_common.settings.resolve import read_setting
 from warmline_common.storage.file_lock import find_lock_holder
 from warmline_common.storage.home import Home
 from warmline_proxy.auth.key_store import KeyNotFoundError, KeyStoreError
-from warmline_proxy.auth.owners import OwnerLabels, find_fingerprints
+from warmline_proxy.auth.owners import KeyTenants, OwnerLabels, find_fingerprints, load_key_tenants
 from warmline_proxy.auth.owners import build_owner_labels as whose_by_keys
 from warmline_proxy.home_lock import HomeLockedError, home_lock
 from warmline_proxy.index.index import Index, IndexMissingError, IndexReader, IndexStoreError
@@ -49,6 +49,52 @@ from warmline_proxy.store.rows import (
     ReplayRequest,
     SegmentRow,
 )
+
+
+def read_disk_budget_bytes(home: Home) -> int:
+    return int(read_setting(home.root, "disk_budget_gb") * GB)
+
+
+def read_key_tenants(home: Home) -> KeyTenants:
+    """The client keys in the home, and the one that the settings name.  Raises UnreadableKeysError."""
+    return load_key_tenants(
+        home, client_key=read_setting(home.root, "client_key"), share_cache=read_setting(home.root, "share_cache")
+    )
+
+
+TIMEOUT_S = 30.0
+BACKEND_PORT = 8025  # as in the table of settings
+
+
+def purge_backend(home: Home) -> str:
+    """Have it forget all conversations; why that could not be, "" where it has or where none runs."""
+    if not (pid := find_lock_holder(home.backend_lock)):
+        return ""
+    port = _read_port(home, pid)
+    headers = {"Authorization": f"Bearer {home.load_secret()}"}
+    connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", "/kv/forget", headers=headers)
+        if (status := connection.getresponse().status) == 200:
+            return ""
+        why = f"answered {status}"
+    except (OSError, HTTPException) as error:
+        why = f"can't be reached on port {port}: {error}"
+    finally:
+        connection.close()
+    return f"the backend, process {pid}, {why}; what it holds in memory may be stored again: restart it"
+
+
+def _read_port(home: Home, pid: str) -> int:
+    """Where that process says that it listens: a flag may have told it so.  Else as in the settings."""
+    try:
+        told = json.loads((home.run / "backend.json").read_text())
+        if str(told["pid"]) == pid:
+            return int(told["port"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # it could not write it down
+    return int(read_setting(home.root, "backend_port"))
+
 
 REPAIR_TIMEOUT_S = 24 * 3600.0  # every byte that is stored is read
 CHANGE_TIMEOUT_S = 600.0  # the proxy answers when the files are gone and the index is compacted
@@ -113,7 +159,7 @@ def read_owner_labels_if_readable(home: Home, snapshot: IndexSnapshot) -> OwnerL
 
 def _read_owner_labels_locally(home: Home, rows: Iterable[SegmentRow]) -> OwnerLabels:
     try:
-        return whose_by_keys(configured.read_key_tenants(home), find_fingerprints(home, rows))
+        return whose_by_keys(read_key_tenants(home), find_fingerprints(home, rows))
     except KeyStoreError as error:
         raise OperationRefusedError(str(error)) from error
 
@@ -210,7 +256,7 @@ def change_index(
 def run_locked(home: Home, work: Callable[[Index], T]) -> T:
     """What `here` does, under the lock that a proxy would hold.  Raises Refused."""
     try:
-        with home_lock(home, LOCK_WAIT_S), Index(home, configured.read_disk_budget_bytes(home)) as index:
+        with home_lock(home, LOCK_WAIT_S), Index(home, read_disk_budget_bytes(home)) as index:
             return work(index)
     except (HomeLockedError, IndexStoreError, UnknownSessionError, PinLimitError) as error:
         raise OperationRefusedError(str(error)) from error

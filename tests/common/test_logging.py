@@ -160,7 +160,7 @@ def rotated(log: logging.Logger, path: Path, otherwise: io.StringIO, **limits: i
 
 def test_files_are_rotated_and_private(log: logging.Logger, heard: io.StringIO, tmp_path: Path) -> None:
     path = tmp_path / "logs" / "proxy.log"
-    rotated(log, path, heard, bytes_max=100, files_kept=2)
+    rotated(log, path, heard, bytes_max=100, backup_count=2)
     for number in range(20):
         log.info("line %02d %s", number, "-" * 32)
     names = sorted(file.name for file in path.parent.iterdir())
@@ -203,7 +203,7 @@ START = """
 import sys, threading
 from pathlib import Path
 from warmline_common.storage.home import Home
-from warmline_common.process.console import say
+from warmline_common.process.console import write_line
 from warmline_common.logging import start_logging
 start_logging("proxy", "info", sys.argv[2], sys.argv[3] == "files", Home(Path(sys.argv[1])))
 """
@@ -217,7 +217,7 @@ def run(home: Path, script: str, format: str = "text", files: str = "files") -> 
 
 def test_what_ends_a_process_is_on_stderr_and_in_the_file(tmp_path: Path) -> None:
     script = """
-say("proxy: the last words")
+write_line("proxy: the last words")
 thread = threading.Thread(target=lambda: {}["once upon"], name="worker")
 thread.start()
 thread.join()
@@ -233,7 +233,7 @@ raise ValueError("a time")
 
 
 def test_json_on_stderr_is_json_in_all_its_lines(tmp_path: Path) -> None:
-    done = run(tmp_path, 'say("the last words")\nraise ValueError("a time")', "json", "no files")
+    done = run(tmp_path, 'write_line("the last words")\nraise ValueError("a time")', "json", "no files")
     said, ended = map(json.loads, done.stderr.splitlines())
     assert said["message"] == "the last words" and ended["traceback"].endswith("ValueError")
     assert not (tmp_path / "logs").exists()

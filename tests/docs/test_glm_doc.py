@@ -13,7 +13,7 @@ from support import glm_5_2
 from warmline_backend.doctor import report
 from warmline_backend.doctor.examine import Examination, examine_model
 from warmline_backend.doctor.findings import FindingLevel, format_bytes
-from warmline_backend.doctor.sample_prompt import DoctorSettings
+from warmline_backend.doctor.settings import DoctorSettings
 from warmline_common.settings.resolve import resolve
 from warmline_common.settings.table import SETTINGS
 from warmline_run.cli import app

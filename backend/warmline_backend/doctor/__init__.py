@@ -1,5 +1,5 @@
-"""`warmline doctor`: whether a model's folder can be served on a machine, and how, without loading its weights.
+"""Checks of `warmline doctor`: a model's folder, whether a machine can serve it and how, without loading its weights.
 
-Checks are functions that return findings; `examination` runs them in order, `report` shows what they found.  Weights
-are never evaluated: file headers, names, shapes and types say all that is asked here.
+Checks return findings; `examine` runs them in order and `report` prints them.  Weights are never evaluated: file
+headers, names, shapes and types say all that is asked here.  May import every layer below server/; main thread.
 """

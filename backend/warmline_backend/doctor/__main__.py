@@ -1,6 +1,6 @@
-"""`python -m warmline_backend.doctor MODEL`.
+"""Command `python -m warmline_backend.doctor MODEL`.
 
-Exit codes: 0 fine, perhaps with warnings; 1 something is wrong; 2 usage.
+Exit codes: 0 success, warnings included; 1 a check failed; 2 usage.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from warmline_backend.config import describe_reserved_args
 from warmline_backend.doctor.findings import FindingLevel
-from warmline_backend.doctor.sample_prompt import DoctorSettings
+from warmline_backend.doctor.settings import DoctorSettings
 from warmline_common.process.arguments import finite, gigabytes
 from warmline_common.settings.flags import FlagParser, SettingError
 

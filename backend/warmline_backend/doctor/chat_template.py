@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template: what agents send must be rendered, and read back."""
+"""Checks of the tokenizer and the chat template: conversations of agents must render, and parse back."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,7 +78,7 @@ def _check_tokens(tokenizer: TokenizerWrapper, rows: int, findings: Findings) ->
 
 
 class _TemplateChecker:
-    """Renders as requests are rendered, and remembers what was found."""
+    """Renderer of sample conversations as requests are rendered, with the findings about them."""
 
     def __init__(self, tokenizer: TokenizerWrapper, rows: int, template_args: Mapping[str, Any]) -> None:
         self.findings = Findings("template")
@@ -87,14 +87,14 @@ class _TemplateChecker:
         self.traits = self._renderer.traits
 
     def render_tokens(self, *messages: Message, **body: Any) -> list[int]:
-        """Raises BadRequest where the template refuses."""
+        """Token ids of a conversation.  Raises BadRequestError where the template refuses it."""
         return self._renderer.render("chat", {"messages": list(messages), **body}).tokens
 
     def render_text(self, *messages: Message, **body: Any) -> str:
         return str(self._tokenizer.decode(self.render_tokens(*messages, **body)))
 
     def check_rendered(self, what: str, needle: str, *messages: Message, **body: Any) -> bool:
-        """Whether the rendered conversation has `needle`; a warning where it doesn't."""
+        """True where the rendered conversation has `needle`; adds a warning otherwise."""
         try:
             if needle in self.render_text(*messages, **body):
                 return True
@@ -197,7 +197,7 @@ def _check_reasoning(template: _TemplateChecker, tokenizer: TokenizerWrapper) ->
 
 
 def _check_next_turn(template: _TemplateChecker) -> None:
-    """The second turn must begin with the first one, or nothing of it can be reused."""
+    """Check that the second turn begins with the first: nothing of it can be reused otherwise."""
     try:
         first = template.render_tokens(SYSTEM_MESSAGE, USER_MESSAGE, add_generation_prompt=False)
         second = template.render_tokens(SYSTEM_MESSAGE, USER_MESSAGE, ASSISTANT_MESSAGE, USER_MESSAGE)

@@ -1,4 +1,4 @@
-"""Whether config.json contradicts itself, or the names of the tensors that are there."""
+"""Checks of config.json against itself and against the names of the tensors."""
 
 import re
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ CONFIG_REMEDY = "take config.json and weights from the same repository, or find 
 
 
 def find_custom_code(config: dict[str, Any]) -> str:
-    """The file in the model's folder that builds it; "" where an architecture known here does."""
+    """File in the model's folder that builds the model; "" where mlx-lm or this package has the architecture."""
     return str(config.get("model_file") or "")
 
 
 def check_config(config: dict[str, Any], tensor_names: Iterable[str] | None) -> Findings:
-    """`config` as `loading.read_config` gives it; `tensor_names` None where not all of them are known."""
+    """Findings about `config`, as `loader.read_config` returns it; `tensor_names` is None where not all are known."""
     findings = Findings("config")
     if find_custom_code(config):
         findings.warn(
@@ -36,7 +36,7 @@ def check_config(config: dict[str, Any], tensor_names: Iterable[str] | None) -> 
 
 
 def _read_model_args(config: dict[str, Any], findings: Findings) -> Any:
-    """What the architecture reads of config.json; None where it can't."""
+    """Arguments that the architecture reads from config.json; None where it can't."""
     kind = config["model_type"]
     try:
         _, args_class = find_model_classes(config)
@@ -66,7 +66,7 @@ def _describe_config(config: dict[str, Any]) -> str:
 
 
 def _check_indexers(arguments: Any, names: set[str], findings: Findings) -> None:
-    """Layers that select tokens must have what they select with, and those that share a selection must not."""
+    """Check that layers which select tokens have an indexer, and that layers which share a selection have none."""
     types: list[str] | None = getattr(arguments, "indexer_types", None)
     if not types:
         return
@@ -91,7 +91,7 @@ def _check_indexers(arguments: Any, names: set[str], findings: Findings) -> None
 
 
 def _format_layer_numbers(layers: list[int]) -> str:
-    """ "0-2, 6": as parameters are listed."""
+    """Layer numbers as ranges: "0-2, 6"."""
     (line,) = format_by_kind(f"layers.{layer}.indexer" for layer in layers)
     return line[line.index("(") + 1 : -1]
 

@@ -1,25 +1,46 @@
-"""All checks in their order: each needs what those before it found to be right."""
+"""Sequence of all checks: each needs what the checks before it found to be right."""
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warmline_backend.doctor import activations as work
-from warmline_backend.doctor import chat_template as template
-from warmline_backend.doctor import locations as places
-from warmline_backend.doctor import machines, memory
+from warmline_backend.doctor import chat_template, estimates, files, memory
 from warmline_backend.doctor.config import check_config, find_custom_code
+from warmline_backend.doctor.estimates import CacheSummary, check_cache
 from warmline_backend.doctor.files import CONFIG_NAME, check_files
 from warmline_backend.doctor.findings import DoctorFinding, FindingLevel, Findings, find_worst_level
-from warmline_backend.doctor.kv_cache import CacheSummary, check_cache
-from warmline_backend.doctor.sample_prompt import DoctorSettings
-from warmline_backend.doctor.serving import format_serve_command
+from warmline_backend.doctor.settings import DoctorSettings
 from warmline_backend.doctor.weights import LazyModel, check_weights
 from warmline_backend.model.loader import ModelError, read_config
 from warmline_backend.model.model import find_context_tokens_max
 from warmline_common.process.arguments import GB
+
+
+def format_serve_command(settings: DoctorSettings, *, has_custom_code: bool, budget_needed_gb: float) -> str:
+    """Shell command that serves the model with the given settings and what the model needs besides."""
+    usual = DoctorSettings(settings.model)
+    budget = budget_needed_gb or settings.memory_budget_gb
+    options: list[tuple[str, object, bool]] = [  # with whether to say it
+        ("--model", settings.called or settings.model, True),
+        ("--home", settings.home, bool(settings.home)),
+        ("--memory-budget-gb", f"{budget:g}", budget > 0),
+        ("--prefill-step-size", settings.prefill_step_size, settings.prefill_step_size != usual.prefill_step_size),
+        ("--kv-bits", settings.kv_bits, settings.kv_bits > 0),
+        ("--kv-group-size", settings.kv_group_size, settings.kv_bits > 0),
+        ("--chat-template-args", settings.chat_template_args, settings.chat_template_args != usual.chat_template_args),
+        ("--adapter-path", settings.adapter_path, bool(settings.adapter_path)),
+    ]
+    words = ["warmline", "serve"]
+    for flag, value, said in options:
+        if said:
+            words += [flag, str(value)]
+    if has_custom_code or settings.trust_remote_code:
+        words.append("--trust-remote-code")
+    return shlex.join(words)
+
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 AREAS = ("files", "config", "parameters", "cache", "memory", "tokenizer", "template")  # as they are shown
@@ -28,7 +49,7 @@ DAMAGED = "download what is named here again; if that changes nothing, this is a
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found.  Parts are None where what comes before them is wrong."""
+    """Results of all checks.  Parts are None where an earlier check failed."""
 
     settings: DoctorSettings
     folder: Path | None
@@ -43,7 +64,7 @@ class Examination:
 
     @property
     def serve_command(self) -> str:
-        """The command that serves the model; "" where something is wrong."""
+        """Command that serves the model; "" where a check failed."""
         if self.verdict is FindingLevel.FAIL or self.weights is None:
             return ""
         wanted = self.plan.budget_needed_gb if self.plan else 0.0
@@ -53,7 +74,9 @@ class Examination:
 
 
 def examine_model(settings: DoctorSettings) -> Examination:
-    """Reads file headers, config and tokenizer; no weight.  What a check does not expect is a finding, too."""
+    """Run all checks on a model: file headers, config and tokenizer, no weights.  An unexpected error is a finding,
+    too.
+    """
     looked = _Examiner(settings)
     try:
         looked.run()
@@ -67,7 +90,7 @@ def examine_model(settings: DoctorSettings) -> Examination:
 
 
 class _Examiner:
-    """What has been looked at so far; `where` says what is being looked at, and whose area that is."""
+    """State of a run of checks; `area` names the check under way."""
 
     def __init__(self, settings: DoctorSettings) -> None:
         self.question = settings
@@ -79,7 +102,7 @@ class _Examiner:
         self.plan: memory.MemoryPlan | None = None
 
     def run(self) -> None:
-        findings, self.folder = places.find_model(self.question.model)
+        findings, self.folder = files.find_model(self.question.model)
         self.found += findings
         if self.folder is None:
             return
@@ -90,7 +113,7 @@ class _Examiner:
                 self._check_weights(self.folder)
 
     def _check_files(self, folder: Path) -> dict[str, Any]:
-        """The config; empty where it is not known."""
+        """Config of the folder; empty where it is not known."""
         self.current_check = (str(folder), "files")
         files = check_files(folder)
         self.found += files.findings
@@ -111,14 +134,14 @@ class _Examiner:
 
     def _check_tokenizer(self, folder: Path, config: dict[str, Any]) -> None:
         self.current_check = (f"{folder / 'tokenizer.json'}, or tokenizer_config.json,", "tokenizer")
-        findings, tokenizer = template.check_tokenizer(
+        findings, tokenizer = chat_template.check_tokenizer(
             folder, config, trust_remote_code=self.question.trust_remote_code
         )
         self.found += findings
         if tokenizer is None:
             return
         self.current_check = (f"the chat template in {folder}", "template")
-        self.found += template.check_template(tokenizer, config, json.loads(self.question.chat_template_args))
+        self.found += chat_template.check_template(tokenizer, config, json.loads(self.question.chat_template_args))
 
     def _check_weights(self, folder: Path) -> None:
         self.current_check = (f"the model in {folder}", "parameters")
@@ -137,7 +160,7 @@ class _Examiner:
 
     def _check_memory(self, needs: memory.MemoryNeeds) -> Findings:
         settings = self.question
-        machine = machines.estimate_mac(settings.memory_gb) if settings.memory_gb else machines.detect_machine()
+        machine = memory.estimate_mac(settings.memory_gb) if settings.memory_gb else memory.detect_machine()
         speeds = memory.MachineSpeeds(settings.prefill_tokens_s, settings.disk_gb_s * GB)
         self.plan = memory.plan_memory(needs, machine, int(settings.memory_budget_gb * GB), speeds)
         return memory.check_memory(needs, self.plan)
@@ -146,7 +169,7 @@ class _Examiner:
         return any(finding.level is FindingLevel.FAIL and finding.area in areas for finding in self.found)
 
     def _can_build(self, config: Mapping[str, Any]) -> bool:
-        """Whether the model can be built; not by code that comes with it, unless that is trusted."""
+        """True where the model can be built; code that comes with a model counts only where it is trusted."""
         if not find_custom_code(dict(config)) or self.question.trust_remote_code:
             return True
         unseen = Findings("parameters")
@@ -174,17 +197,19 @@ def _estimate_needs(weights: LazyModel, cache: CacheSummary, settings: DoctorSet
 
 
 def _estimate_step_bytes(weights: LazyModel, cache: CacheSummary, step: int, context: int) -> Callable[[int], int]:
-    """What a step takes, by the graphs of two: what lies between and beyond them is on a line, nearly."""
+    """Memory of a prefill step by depth, interpolated between the graphs of two depths."""
     deepest = min(memory.LENGTHS[-1], context or memory.LENGTHS[-1])
     shallow, deep = min(memory.LENGTHS[0], deepest // 2), deepest
     step = min(step, context or step)
-    work.zero_weights(weights.model)
+    estimates.zero_weights(weights.model)
     heads = _count_heads(weights.config)
-    low, high = (work.estimate_step_bytes(weights.model, cache.layout, heads, depth, step) for depth in (shallow, deep))
+    low, high = (
+        estimates.estimate_step_bytes(weights.model, cache.layout, heads, depth, step) for depth in (shallow, deep)
+    )
     return lambda tokens: max(low, low + (high - low) * (tokens - shallow) // max(1, deep - shallow))
 
 
 def _count_heads(config: Mapping[str, Any]) -> int:
-    """Of the layer that has most; 1 where the config doesn't say."""
+    """Heads of the layer that has most; 1 where the config doesn't say."""
     said = (config.get("text_config") or config).get("num_attention_heads")
     return max([count for count in (said if isinstance(said, list) else [said]) if isinstance(count, int)], default=1)

@@ -1,15 +1,169 @@
-"""Whether a model's files are all there and whole.  No mlx: a broken file must not reach it."""
+"""Checks of a model's files: all present and whole.  No mlx: a broken file must not reach it."""
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.constants import HF_HUB_CACHE
+
 from warmline_backend.doctor.findings import Findings, format_bytes, format_first
-from warmline_backend.doctor.shards import DOWNLOAD_REMEDY, Shard, ShardError, read_shard
+from warmline_backend.model.model import can_be_repository
+
+LENGTH_BYTES = 8
+HEADER_BYTES_MAX = 100_000_000  # as the safetensors library has it
+POINTER_BYTES_MAX = 1024
+INT64_MAX = (1 << 63) - 1
+LFS_POINTER = b"version https://git-lfs"
+DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2}
+DTYPE_BYTES |= {"BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8}
+
+DOWNLOAD_REMEDY = "download this file again"
+
+
+class ShardError(Exception):
+    """A file that is not whole; `todo` is the remedy."""
+
+    def __init__(self, what: str, todo: str = DOWNLOAD_REMEDY) -> None:
+        super().__init__(what)
+        self.todo = todo
+
+
+@dataclass(frozen=True)
+class ShardTensor:
+    dtype: str
+    shape: tuple[int, ...]
+    bytes_count: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    tensors: dict[str, ShardTensor]
+    trailing_bytes: int  # of the file, after the last tensor
+
+    @property
+    def bytes_count(self) -> int:
+        """Bytes of the tensors alone."""
+        return sum(tensor.bytes_count for tensor in self.tensors.values())
+
+
+def read_shard(path: Path) -> Shard:
+    """Header of a safetensors file, however large the file is.  Raises ShardError."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise ShardError("is no file", "remove it, and download the file of this name")
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            start = file.read(LENGTH_BYTES + POINTER_BYTES_MAX)
+            _check_start(start, size)
+            length = int.from_bytes(start[:LENGTH_BYTES], "little")
+            if length > size - LENGTH_BYTES:
+                raise ShardError(f"its header says {length:,} bytes, the file has only {size:,}: truncated, or not one")
+            if length > HEADER_BYTES_MAX:
+                raise ShardError(f"its header says {length:,} bytes, more than a safetensors file's may have")
+            file.seek(LENGTH_BYTES)
+            header = file.read(length)
+    except FileNotFoundError:
+        raise ShardError("a link to a file that is not there") from None
+    except OSError as error:
+        raise ShardError(
+            f"can't be read: {error.strerror or error}", "mend the file's permissions or its disk"
+        ) from None
+    tensors, end = _parse_tensors(header)
+    if (beyond := size - LENGTH_BYTES - length - end) < 0:
+        raise ShardError(f"truncated: {-beyond:,} of {end + length + LENGTH_BYTES:,} bytes are missing at its end")
+    return Shard(path.name, tensors, beyond)
+
+
+def _check_start(start: bytes, size: int) -> None:
+    if not size:
+        raise ShardError("is empty")
+    if start.startswith(LFS_POINTER):
+        raise ShardError("is a Git LFS pointer, not the file itself", "run `git lfs pull` in the folder")
+    if size < LENGTH_BYTES:
+        raise ShardError(f"truncated: it has {size} bytes")
+
+
+def _parse_tensors(header: bytes) -> tuple[dict[str, ShardTensor], int]:
+    """(tensors by name, end offset of their bytes) of a header."""
+    try:
+        entries: Any = json.loads(header.decode())
+    except (ValueError, RecursionError):
+        raise ShardError("its header is no JSON: damaged, or no safetensors file") from None
+    if not isinstance(entries, dict):
+        raise ShardError("its header is no JSON object: damaged, or no safetensors file")
+    entries.pop("__metadata__", None)
+    tensors, places = {}, []
+    for name, entry in entries.items():
+        if not _is_tensor_entry(entry):
+            raise ShardError(f"its header's entry for {name} is damaged")
+        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        width = DTYPE_BYTES.get(dtype)
+        if start > end or (width and math.prod(shape) * width != end - start):
+            raise ShardError(f"its header contradicts itself: {name} is {dtype} {list(shape)} in {end - start:,} bytes")
+        tensors[name] = ShardTensor(dtype, shape, end - start)
+        places.append((start, end, name))
+    places.sort()
+    for (_, end, name), (start, _, other) in pairwise(places):
+        if start < end:
+            raise ShardError(f"its header contradicts itself: {name} and {other} share bytes")
+    return tensors, max((end for _, end, _ in places), default=0)
+
+
+def _is_tensor_entry(entry: object) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    return all(type(number) is int and 0 <= number <= INT64_MAX for number in (*shape, *offsets))
+
+
+LOCATION_REMEDY = "give a model's folder, or a repository's name, owner/model"
+
+
+def find_model(model: str) -> tuple[Findings, Path | None]:
+    """(findings, folder) of a path or a repository's name; the folder is None where a finding says why there is none."""
+    findings = Findings("files")
+    try:
+        local = Path(model).expanduser()
+        is_folder, is_there = bool(model) and local.is_dir(), bool(model) and local.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user's home, a name that is too long ...
+        findings.fail(f"{model}: no folder can be called so: {error}", LOCATION_REMEDY)
+        return findings, None
+    if is_folder:
+        return findings, local
+    if is_there:
+        findings.fail(f"{model} is a file", "give the folder that it lies in")
+        return findings, None
+    if not can_be_repository(model):
+        findings.fail(f"{model}: there is no such folder", LOCATION_REMEDY)
+        return findings, None
+    return findings, _find_snapshot(model, findings)
+
+
+def _find_snapshot(repository: str, findings: Findings) -> Path | None:
+    """Snapshot of a repository's main branch in the hub's cache."""
+    cache = Path(HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    try:
+        commit = (cache / "refs" / "main").read_text().strip()
+    except OSError:
+        commit = ""
+    folder = cache / "snapshots" / commit
+    if commit and folder.is_dir():
+        return folder
+    findings.fail(
+        f"{repository} is neither a folder here nor in the hub's cache ({cache})",
+        f"download it first: hf download {repository}",
+    )
+    return None
+
 
 CONFIG_NAME, INDEX_NAME, SINGLE_FILE_NAME = "config.json", "model.safetensors.index.json", "model.safetensors"
 WEIGHTS_GLOB = "model*.safetensors"  # what mlx-lm reads
@@ -84,7 +238,7 @@ def _read_config(folder: Path, findings: Findings) -> dict[str, Any]:
 
 
 def _check_incomplete_downloads(folder: Path, findings: Findings) -> None:
-    """What a download that was interrupted leaves, in the folder, in its .cache, or in the hub's cache."""
+    """Check for leftovers of an interrupted download in the folder, in its .cache, or in the hub's cache."""
     places = [folder, folder / ".cache" / "huggingface" / "download"]
     if folder.parent.name == "snapshots":
         places.append(folder.parent.parent / "blobs")
@@ -119,7 +273,7 @@ def _shard(path: Path, findings: Findings) -> Shard | None:
 
 
 def _read_index(folder: Path, findings: Findings) -> dict[str, Any] | None:
-    """The index, with a weight_map of names to names; None where there is none that can be used."""
+    """Index of shards, with a weight_map of names to names; None where there is no usable one."""
     if not (folder / INDEX_NAME).is_file():
         return None
     index = _read_json_object(folder / INDEX_NAME, findings)
@@ -177,7 +331,7 @@ def _check_tensor_files(weight_map: dict[str, str], shards: list[Shard], finding
 
 
 def _check_numbering(names: list[str], findings: Findings) -> None:
-    """Without an index the names alone say how many files there should be."""
+    """Check the number of files by their names, where there is no index."""
     parts = [match for name in names if (match := SHARD_NAME_PATTERN.fullmatch(name))]
     series = Counter((match[1], match[3]) for match in parts)
     if len(series) > 1:

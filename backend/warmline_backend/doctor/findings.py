@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Findings of checks: level, area, text and remedy."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class DoctorFinding:
 
 
 class Findings(list[DoctorFinding]):
-    """The findings of one area, in the order in which they were made."""
+    """Findings of one area, in the order in which they were made."""
 
     def __init__(self, area: str, findings: Iterable[DoctorFinding] = ()) -> None:
         super().__init__(findings)
@@ -35,7 +35,7 @@ class Findings(list[DoctorFinding]):
         self._add(FindingLevel.WARN, what, todo)
 
     def fail(self, what: str, todo: str = "") -> None:
-        """Without `todo` where `what` says it already."""
+        """Add a failure; without `todo` where `what` includes the remedy."""
         self._add(FindingLevel.FAIL, what, todo)
 
     def _add(self, level: FindingLevel, what: str, todo: str) -> None:
@@ -48,13 +48,13 @@ def find_worst_level(findings: Iterable[DoctorFinding]) -> FindingLevel:
 
 
 def escape_text(text: str) -> str:
-    """Fit for a terminal: names in a broken file may be anything, as long as they like, and move the cursor."""
+    """Text that is safe on a terminal: names in a broken file may be long and may move the cursor."""
     cut = text if len(text) <= TEXT_CHARS_MAX else text[:TEXT_CHARS_MAX] + " ..."
     return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in cut)
 
 
 def format_first(names: Iterable[str], count_max: int = 5) -> str:
-    """The first names of a list that may be long."""
+    """First names of a list that may be long, with the number of the others."""
     listed = list(names)
     more = len(listed) - count_max
     return ", ".join(listed[:count_max]) + (f" and {more} more" if more > 0 else "")

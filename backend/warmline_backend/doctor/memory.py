@@ -1,15 +1,57 @@
-"""What conversations of some lengths take, in memory and on disk, and which of them a machine can hold.  Pure."""
+"""Memory and disk of conversations of some lengths, and the lengths that a machine can hold.  Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import mlx.core as mx
+
 from warmline_backend.doctor.findings import Findings, format_bytes
-from warmline_backend.doctor.machines import MachineMemory, format_raise_limit
 from warmline_backend.kv_cache.segment_io import round_up_to_buffer
-from warmline_backend.model.model import MEMORY_SHARE
+from warmline_backend.model.model import MEMORY_SHARE, get_device_name, get_machine_bytes
 from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
 from warmline_common.process.arguments import GB
 from warmline_common.protocol.tokens import TOKEN_BYTES
+
+GIB, MIB = 1 << 30, 1 << 20
+# What macOS lets the GPU wire while `iogpu.wired_limit_mb` is 0: two thirds of a small Mac, three quarters of a larger
+# one.  The newest releases were seen to give more (107.5 of 128 GiB), none to give less.
+SMALL_MAC_GIB = 36
+SMALL_MAC_SHARE, MAC_SHARE = 2 / 3, 3 / 4
+SYSTEM_BYTES = 16 * GIB  # left to macOS where the limit is raised
+
+
+@dataclass(frozen=True)
+class MachineMemory:
+    usable_bytes: int
+    description: str  # for people: what machine, and why so much
+    raised_bytes: int = 0  # what a Mac's GPU may have once its limit is raised; 0: no such thing here
+
+
+def detect_machine() -> MachineMemory:
+    info, usable = mx.device_info(), get_machine_bytes()
+    name = get_device_name()
+    if info.get("max_recommended_working_set_size"):
+        return MachineMemory(
+            usable, f"{name}: macOS lets the GPU use {format_bytes(usable)}", int(info["memory_size"]) - SYSTEM_BYTES
+        )
+    if info.get("total_memory"):
+        return MachineMemory(usable, f"{name}: {format_bytes(usable)} of GPU memory")
+    return MachineMemory(usable, f"{name}, without a GPU: {format_bytes(usable)} of memory")
+
+
+def estimate_mac(size_gb: float) -> MachineMemory:
+    """Memory of a Mac as it is sold: its gigabytes are of 2**30 bytes."""
+    share = SMALL_MAC_SHARE if size_gb <= SMALL_MAC_GIB else MAC_SHARE
+    usable = int(size_gb * GIB * share)
+    part = "two thirds" if share == SMALL_MAC_SHARE else "three quarters"
+    how = f"a Mac of {size_gb:g} GB: macOS lets its GPU use {part} unless told otherwise, {format_bytes(usable)}"
+    return MachineMemory(usable, how, int(size_gb * GIB) - SYSTEM_BYTES)
+
+
+def format_raise_limit(bytes_needed: int) -> str:
+    """Command that raises a Mac's limit of GPU memory."""
+    return f"sudo sysctl iogpu.wired_limit_mb={-(-bytes_needed // MIB)} (until the next start of the Mac)"
+
 
 LENGTHS = (8_192, 32_768, 131_072, 200_000)
 UNBOUNDED_TOKENS = 10_000_000  # where a model doesn't say how long its context is
@@ -17,7 +59,7 @@ UNBOUNDED_TOKENS = 10_000_000  # where a model doesn't say how long its context 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """What a model takes; `step_bytes` says what a prefill step works with on top of so many tokens."""
+    """Memory that a model takes; `step_bytes` estimates a prefill step on top of a number of tokens."""
 
     weight_bytes: int
     row_bytes: int
@@ -26,11 +68,11 @@ class MemoryNeeds:
     step_bytes: Callable[[int], int]
 
     def kv_bytes(self, tokens: int) -> int:
-        """As admission counts a prompt and the beginning of its answer.  A restore takes no more."""
+        """KV bytes as admission counts a prompt and the beginning of its answer.  A restore takes no more."""
         return round_up_to_buffer(tokens + ANSWER_TOKENS_RESERVED) * self.row_bytes + self.state_bytes
 
     def disk_bytes(self, tokens: int) -> int:
-        """A conversation's segments and one checkpoint."""
+        """Bytes of a conversation's segments and one checkpoint."""
         return tokens * (self.row_bytes + TOKEN_BYTES) + self.state_bytes
 
     def total_bytes(self, tokens: int) -> int:
@@ -39,7 +81,7 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class LengthEstimate:
-    """What one conversation of so many tokens takes."""
+    """Memory, disk and times of one conversation of `tokens` tokens."""
 
     tokens: int
     kv_bytes: int
@@ -62,7 +104,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class MachineSpeeds:
-    """Of a machine, as it is known to be; 0: not known."""
+    """Known speeds of a machine; 0: not known."""
 
     prefill_tokens_s: float = 0.0
     disk_bytes_s: float = 0.0

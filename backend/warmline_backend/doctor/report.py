@@ -1,4 +1,4 @@
-"""An examination for people, and for programs."""
+"""Reports of an examination: a table for people, JSON for programs."""
 
 import os
 from dataclasses import asdict
@@ -22,7 +22,7 @@ PIPED_WIDTH = 120  # where no terminal says how wide it is
 
 
 def convert_to_json(examination: Examination) -> dict[str, Any]:
-    """Plain values; counts are bytes or tokens, as their names say."""
+    """Examination as plain values; counts are bytes or tokens, as their names say."""
     weights, cache, plan = examination.weights, examination.cache, examination.plan
     return {
         "model": escape_text(examination.settings.model),

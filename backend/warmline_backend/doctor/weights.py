@@ -1,4 +1,4 @@
-"""The weights against the model that config.json describes: names, shapes, types.  Nothing is evaluated."""
+"""Checks of the weights against the model that config.json describes: names, shapes, types.  Nothing is evaluated."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ KINDS_MAX = 12  # listed each
 
 @dataclass(frozen=True)
 class LazyModel:
-    """The model with its weights as lazy arrays, and the config as mlx-lm completes it."""
+    """Model with its weights as lazy arrays, and the config as mlx-lm completes it."""
 
     model: nn.Module
     config: dict[str, Any]
@@ -99,7 +99,7 @@ def _format_dtypes(dtypes: dict[str, int]) -> str:
 
 
 def _describe_quantization(model: nn.Module) -> str:
-    """Modules by how they are quantized, the most frequent way first."""
+    """Quantizations of the modules, the most frequent first."""
     ways: Counter[str] = Counter()
     for _, module in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
         if hasattr(module, "bits") and hasattr(module, "group_size"):

@@ -1,4 +1,4 @@
-"""What the flags of both processes have in common."""
+"""Types of command-line arguments that both processes use."""
 
 import math
 
@@ -7,7 +7,7 @@ GIGABYTES_MAX = 1e9
 
 
 def finite(text: str) -> float:
-    """argparse's type for an amount; raises ValueError for what is none."""
+    """argparse type for a finite number.  Raises ValueError."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(text)
@@ -15,7 +15,7 @@ def finite(text: str) -> float:
 
 
 def gigabytes(text: str) -> float:
-    """The same for an amount of memory or disk, which is counted in bytes."""
+    """argparse type for an amount of memory or disk in GB.  Raises ValueError."""
     value = finite(text)
     if abs(value) >= GIGABYTES_MAX:
         raise ValueError(text)

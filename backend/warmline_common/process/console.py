@@ -1,4 +1,4 @@
-"""What a process says to people, besides what it logs."""
+"""Console output of a process, besides its log."""
 
 import sys
 from collections.abc import Callable
@@ -19,6 +19,6 @@ def write_line(line: str) -> None:
 
 
 def copy_to_log(log: Callable[[str], None], *, log_only: bool) -> None:
-    """From now on what is said is logged too: nobody may look at stderr.  `alone`: the log is there, and no text."""
+    """Copy printed lines to the log from now on: stderr may have no reader.  `log_only`: print nothing."""
     global _log, _log_only
     _log, _log_only = log, log_only

@@ -19,7 +19,7 @@ EXIT_CONFIGURATION = 2  # starting again would not help
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
-    """Run a process's `main`, and exit as its keeper understands it; what argparse ends included."""
+    """Run a process's `main` and exit with the code that its manager expects, after argparse's exits too."""
     try:
         code: int | str | None = main()
     except SystemExit as ended:
@@ -36,7 +36,7 @@ def map_exit_code(code: int, environment: Mapping[str, str] = os.environ) -> int
 
 
 def locked_home_exit_code() -> int:
-    """For a home that another process holds: it may let go, and who keeps us for good tries again then."""
+    """Exit code for a home that another process holds: a manager tries again later."""
     return EXIT_FAILURE if os.environ.get(AGENT_VARIABLE) else EXIT_CONFIGURATION
 
 

@@ -1,4 +1,4 @@
-"""How many descriptors this process may have open: a connection is one, and a non-login macOS shell allows 256."""
+"""Limit of open descriptors of this process: a connection is one, and a non-login macOS shell allows 256."""
 
 import resource
 from pathlib import Path
@@ -7,9 +7,9 @@ UNLIMITED = 1 << 62  # what "no limit" reads as, where a number is wanted
 
 
 def raise_descriptor_limit(requested: int) -> int:
-    """Raise the soft limit to `wanted`, or as far as the system allows; never lower it.
+    """Raise the soft limit to `requested`, or as far as the system allows; never lower it.
 
-    Returns the soft limit in force: below `wanted` where the hard limit, or the kernel's own, is.
+    Returns the soft limit in force: below `requested` where the hard limit, or the kernel's own, is.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -25,7 +25,7 @@ def raise_descriptor_limit(requested: int) -> int:
 
 
 def count_open_descriptors() -> int:
-    """How many this process has open now."""
+    """Number of descriptors that this process has open now."""
     folder = Path("/proc/self/fd")
     held = list((folder if folder.exists() else Path("/dev/fd")).iterdir())
     return len(held) - 1  # the folder's own

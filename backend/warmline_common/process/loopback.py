@@ -1,6 +1,6 @@
-"""Whether a request comes from this machine, and to a name that means this machine.  Pure.
+"""Predicates on addresses and host names: loopback, this machine.  Pure.
 
-A page in a browser here can point its own domain at 127.0.0.1 (DNS rebinding), but its Host then says that domain.
+A page in a browser can point its own domain at 127.0.0.1 (DNS rebinding), but its Host header then names that domain.
 """
 
 import ipaddress
@@ -12,7 +12,10 @@ _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.~-]+)?)\]|([A-Za-z0-9._-]+))(?:
 
 
 def is_local(peer: str, hosts: Sequence[str], extra_names: Collection[str] = ()) -> bool:
-    """`peer`: the other end's address; `hosts`: all Host headers; `also`: further names that mean this machine."""
+    """True for a request from this machine to a name of this machine.
+
+    `peer`: address of the other end; `hosts`: all Host headers; `extra_names`: further names of this machine.
+    """
     if not _is_loopback_peer(peer) or len(hosts) != 1:
         return False
     name = parse_host(hosts[0])
@@ -20,7 +23,7 @@ def is_local(peer: str, hosts: Sequence[str], extra_names: Collection[str] = ())
 
 
 def parse_host(host: str) -> str:
-    """The name or address in a Host header: in lower case, without port, brackets and last dot; "" where it is none."""
+    """Name or address of a Host header in lower case, without port, brackets and last dot; "" where it is none."""
     found = _HOST.fullmatch(host)
     if found is None:
         return ""
@@ -36,12 +39,12 @@ def is_ip_address(name: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether binding `host` stays on this machine."""
+    """True where a socket bound to `host` accepts connections from this machine alone."""
     return host == "localhost" or (is_ip_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def is_loopback_name(name: str) -> bool:
-    """Names and addresses that mean this machine to whoever uses them."""
+    """True for names and addresses that mean the client's own machine."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     return is_ip_address(name) and ipaddress.ip_address(name).is_loopback

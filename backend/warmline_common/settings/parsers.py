@@ -28,7 +28,7 @@ def parse_text(raw: object) -> str:
 
 
 def parse_key(raw: object) -> str:
-    """One that a client can send in a header, and that arrives there as it is."""
+    """Key that a client can send unchanged in a header."""
     key = parse_text(raw)
     if key != key.strip() or not key.isprintable():
         raise ValueError("expected printable characters, and no spaces at the ends: no client could send that")
@@ -46,7 +46,7 @@ def parse_home(raw: object) -> str:
 
 
 def parse_model(raw: object) -> str:
-    """A folder or a repository's name; ~ is expanded only where it leads, since the name may be no path at all."""
+    """Folder or repository's name; ~ is expanded only at the beginning, since the name may be no path."""
     name = parse_text(raw).strip()
     if not name:
         raise ValueError("expected a folder, a repository's name, or demo")
@@ -107,7 +107,7 @@ def parse_bool(raw: object) -> bool:
 
 
 def parse_step_size(raw: object) -> Value:
-    """Tokens, or `STEP_AUTO`: the backend measures what is best here."""
+    """Number of tokens, or `STEP_AUTO`: the backend measures the best one."""
     if raw == STEP_AUTO:
         return STEP_AUTO
     try:
@@ -124,7 +124,7 @@ def parse_rules(raw: object) -> str:
 
 
 def parse_origins(raw: object) -> str:
-    """What browsers send as a page's Origin, or "*" for any; "" for none."""
+    """Origins as browsers send them, or "*" for any; "" for none."""
     problem = "expected origins such as https://app.example or http://localhost:3000, separated by commas, or *"
     return _parse_names(raw, problem, lambda name: name == "*" or bool(ORIGIN.fullmatch(name.lower())))
 
@@ -145,7 +145,7 @@ def _is_host(name: str) -> bool:
 
 
 def _parse_names(raw: object, problem: str, fits: Callable[[str], bool]) -> str:
-    """Separated by commas in text, or a TOML array."""
+    """Names separated by commas, or a TOML array, as text separated by commas without repeats."""
     given = raw.split(",") if isinstance(raw, str) else raw
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise ValueError(problem)
@@ -156,7 +156,7 @@ def _parse_names(raw: object, problem: str, fits: Callable[[str], bool]) -> str:
 
 
 def parse_json_object(raw: object) -> str:
-    """An object as JSON text: from JSON text, or from a TOML table.  "{}" for an empty text."""
+    """JSON text of an object, from JSON text or a TOML table.  "{}" for an empty text."""
     try:
         given = json.loads(raw or "{}", parse_constant=_refuse_constant) if isinstance(raw, str) else raw
         if isinstance(given, dict):
@@ -182,5 +182,5 @@ parse_positive_seconds = make_amount_parser("seconds", 0.001, 1e9)  # where none
 
 
 def strip_backticks(help_text: str) -> str:
-    """A help line for a terminal."""
+    """Help line without Markdown, for a terminal."""
     return re.sub(r"`([^`]*)`", r"\1", help_text)

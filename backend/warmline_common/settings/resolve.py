@@ -1,4 +1,4 @@
-"""Which value a setting has, and who said so: built-in default < HOME/warmline.toml < WARMLINE_* < flag."""
+"""Resolution of settings and their sources: built-in default < HOME/warmline.toml < WARMLINE_* < flag."""
 
 import difflib
 import os
@@ -24,14 +24,14 @@ class ConfigurationError(Exception):
 
 @dataclass(frozen=True)
 class EffectiveSetting:
-    """A setting's value in force and its source: "default", the TOML file's path, a variable's name or a flag."""
+    """Value of a setting in force and its source: "default", the TOML file's path, a variable's name or a flag."""
 
     value: Value
     source: str
 
 
 class ResolvedConfig(Mapping[str, Value]):
-    """The values in force by setting name; `origin` has each with its source.  Immutable."""
+    """Values in force by setting name; `effective_settings` has each with its source.  Immutable."""
 
     def __init__(self, effective: Mapping[str, EffectiveSetting]) -> None:
         self.effective_settings = dict(effective)
@@ -63,7 +63,7 @@ def resolve(flags: Mapping[str, object], environment: Mapping[str, str]) -> Reso
 
 
 def describe_misspelt_variables(environment: Mapping[str, str]) -> list[str]:
-    """A line for each variable that looks like a setting and is none.  Not an error: it may be somebody else's."""
+    """Lines about variables that look like a setting and are none.  Not an error: other programs may own them."""
     known = {setting.variable.removeprefix(PREFIX): setting.variable for setting in SETTINGS.values()}
     lines = []
     for name in sorted(environment):
@@ -135,7 +135,7 @@ def _check_config(config: ResolvedConfig) -> None:
 
 
 def read_setting(home: Path, name: str, environment: Mapping[str, str] = os.environ) -> Any:
-    """A setting's value from its variable or HOME/warmline.toml, its default where neither can be used."""
+    """Value of a setting from its variable or HOME/warmline.toml; its default where neither can be used."""
     setting = SETTINGS[name]
     raw = environment.get(setting.variable) or _read_table(home / FILE_NAME).get(name, setting.default)
     try:
@@ -145,7 +145,7 @@ def read_setting(home: Path, name: str, environment: Mapping[str, str] = os.envi
 
 
 def _read_table(file: Path) -> dict[str, Any]:
-    """Empty where the file can't be read: the processes that need it report what is wrong with it."""
+    """Table of the TOML file; empty where it can't be read: the processes that need it report the reason."""
     try:
         return tomllib.loads(file.read_text())
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Every durable change to a home, one function each: nobody else calls the system for one.
+"""Durable changes to a home, one function each: the only place that calls the system for them.
 
-So that tests can stop a process before, in and after each of them, and make each of them fail as disks do.  Call them
-through the module (``disk.rename(...)``), not by names of their own: that is where tests step in.  All raise OSError.
+Tests stop a process before, in and after each step, and make each fail as disks do.  Callers use the module
+(``disk.rename(...)``), not imported names: tests replace its attributes.  All raise OSError.
 """
 
 import errno
@@ -23,7 +23,7 @@ DRAFT_SUFFIX = ".tmp"
 
 
 def create(path: Path) -> FileIO:
-    """A new file, readable by its owner alone, open for writing.  Raises FileExistsError."""
+    """Create a file with mode 0600, open for writing.  Raises FileExistsError."""
     return FileIO(path, "xb", opener=_open_private)
 
 
@@ -32,19 +32,19 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def write(file: FileIO, data: bytes | memoryview) -> None:
-    """All of it."""
+    """Write all of `data`."""
     view = memoryview(data).cast("B") if len(data) else memoryview(b"")
     while view.nbytes:
         view = view[file.write(view) :]
 
 
 def sync(file: FileIO) -> None:
-    """What was written survives a power cut from here on."""
+    """Make the file's bytes durable."""
     _sync_descriptor(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """And so do the names in this folder."""
+    """Make the names in this folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         _sync_descriptor(descriptor)
@@ -53,8 +53,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def _sync_descriptor(descriptor: int) -> None:
-    """On macOS plain fsync leaves all in the drive's own cache, in any order; some of its file systems, such as those
-    of network disks, know nothing better.
+    """Flush a descriptor through the drive's cache.
+
+    On macOS plain fsync leaves data in the drive's cache, in any order; some of its file systems, such as those of
+    network disks, offer nothing better.
     """
     if (full := getattr(fcntl, "F_FULLFSYNC", None)) is not None:
         with _ignore_unsupported():
@@ -64,27 +66,27 @@ def _sync_descriptor(descriptor: int) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Takes the place of what has the new name."""
+    """Rename a file, replacing one of the new name."""
     old.replace(new)
 
 
 def link(old: Path, new: Path) -> None:
-    """A second name.  Raises FileExistsError where the new one is taken."""
+    """Add a second name.  Raises FileExistsError where the new name is taken."""
     new.hardlink_to(old)
 
 
 def delete(path: Path) -> None:
-    """Nothing happens where it is gone."""
+    """Delete a file; does nothing where it is gone."""
     path.unlink(missing_ok=True)
 
 
 def delete_folder(folder: Path) -> None:
-    """An empty one."""
+    """Delete an empty folder."""
     folder.rmdir()
 
 
 def make_folder(folder: Path) -> None:
-    """Open to its owner alone; its parent is there.  Nothing happens where it is there already."""
+    """Create a folder with mode 0700 in an existing one; does nothing where it exists."""
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -93,15 +95,15 @@ def set_mode(path: Path, mode: int) -> None:
 
 
 def lengthen(path: Path, bytes_count: int) -> None:
-    """With zeros."""
+    """Append zeros up to a size."""
     os.truncate(path, bytes_count)
 
 
 def allocate(path: Path, bytes_count: int) -> None:
-    """So much of a file has blocks on the disk, zeros where there were none; made where it is not there.
+    """Give a file's first bytes blocks on the disk, zeros where there were none; creates the file.
 
-    For what is mapped: a page without a block, written to where the disk is full, ends the process.  Where the system
-    can't do that (macOS), zeros are added at the end, and holes in what a file has already stay.
+    For mapped files: a page without a block, written to on a full disk, ends the process.  Where the system can't
+    allocate (macOS), zeros are appended, and existing holes stay.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -124,7 +126,7 @@ def _ignore_unsupported() -> Iterator[None]:
 
 
 def run_lmdb(what: str, act: Callable[[], T]) -> T:
-    """What LMDB changes on the disk by itself: `what` is "open", "commit" or "grow"."""
+    """Run a change that LMDB makes on the disk by itself: `what` is "open", "commit" or "grow"."""
     return act()
 
 
@@ -132,7 +134,7 @@ def run_lmdb(what: str, act: Callable[[], T]) -> T:
 
 
 def open_to_read(path: Path) -> FileIO:
-    """Without a buffer."""
+    """Open a file for reading without a buffer."""
     return FileIO(path, "rb")
 
 
@@ -140,7 +142,7 @@ def open_to_read(path: Path) -> FileIO:
 
 
 def make_folders(folder: Path) -> None:
-    """With its parents; durable."""
+    """Create a folder and its parents, durably."""
     missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
     for path in reversed(missing):
         make_folder(path)
@@ -148,7 +150,9 @@ def make_folders(folder: Path) -> None:
 
 
 def write_durable(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
-    """A new file that is complete and durable before it has its name; its size.  Where it fails, nothing is left."""
+    """Write a new file that is complete and durable before it has its name; returns its size.  A failure leaves
+    nothing.
+    """
     make_folders(path.parent)
     draft = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{DRAFT_SUFFIX}")
     try:
@@ -167,7 +171,7 @@ def write_durable(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a small file at once, readable by its owner alone.  Not durable: what it says can be told again."""
+    """Replace a small file of mode 0600 at once.  Not durable: its content can be written again."""
     draft = path.with_name(f".{path.name}{DRAFT_SUFFIX}")
     delete(draft)
     with create(draft) as file:
@@ -176,7 +180,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def delete_tree(folder: Path) -> None:
-    """What it holds first; nothing happens where it is gone."""
+    """Delete a folder with its content, the content first; does nothing where it is gone."""
     if not folder.is_dir():
         return
     for path in list(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""One owner at a time of what several processes could want."""
+"""Exclusive locks between processes, by flock."""
 
 import errno
 import fcntl
@@ -13,7 +13,7 @@ READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class LockedError(Exception):
-    """Another process holds it; `holder` is its pid, as text, or "?"."""
+    """Another process holds the lock; `holder` is its pid as text, or "?"."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(f"in use by process {holder}")
@@ -22,9 +22,9 @@ class LockedError(Exception):
 
 @contextmanager
 def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock file, and write our pid in it.  Raises Locked after `wait_s`.
+    """Hold the lock file, with this process's pid in it.  Raises LockedError after `wait_s`.
 
-    The kernel frees it when the holder dies, however it does.
+    The kernel releases the lock when its holder ends, however it ends.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -44,7 +44,7 @@ def process_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
 
 
 def find_lock_holder(path: Path) -> str:
-    """The pid that holds the lock file, as text; "" where nobody does, or where that can't be told.  Writes nothing."""
+    """Pid of the lock file's holder as text; "" where there is none, or where it is unknown.  Writes nothing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # never held, or not ours to read
@@ -61,7 +61,7 @@ def find_lock_holder(path: Path) -> str:
 
 
 def is_process_alive(pid: int) -> bool:
-    """Whether a process has this number."""
+    """True where a process has this pid."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -73,7 +73,7 @@ def is_process_alive(pid: int) -> bool:
 
 @contextmanager
 def _read_only_lock(path: Path, wait_s: float) -> Iterator[None]:
-    """Where no file can be written: the one that is there, if any, can be locked all the same."""
+    """Lock an existing file of a read-only home, if there is one."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # nobody ever held it, and nobody can write what it guards

@@ -1,4 +1,4 @@
-"""Where everything lives: one home directory, private to its owner (directories 0700, files 0600)."""
+"""Paths of the home directory, private to its owner (directories 0700, files 0600)."""
 
 import secrets
 from contextlib import suppress
@@ -9,13 +9,13 @@ from warmline_common.storage import disk
 
 
 def describe_unusable_home(home: "Home", error: OSError) -> str:
-    """What to say where `prepare` or `secret` failed."""
+    """Message for a home that `prepare` or `load_secret` failed on."""
     return f"the home {home.root} is not complete and can't be made so: {error}; make it writable or use another --home"
 
 
 @dataclass(frozen=True)
 class Home:
-    """The paths under one home directory.  `prepare` makes them and `secret` its file; the rest touches no disk."""
+    """Paths under one home directory.  `prepare` creates them and `load_secret` its file; the rest touches no disk."""
 
     root: Path
 
@@ -41,7 +41,7 @@ class Home:
 
     @property
     def reserve(self) -> Path:
-        """Room that is set aside for a full disk: a file of zeros."""
+        """Reserved space for a full disk: a file of zeros."""
         return self.root / "spare"
 
     @property
@@ -50,39 +50,41 @@ class Home:
 
     @property
     def keys(self) -> Path:
-        """Clients' keys and the admin key."""
+        """File of clients' keys and the admin key."""
         return self.root / "keys.json"
 
     @property
     def keys_lock(self) -> Path:
-        """Held by whoever changes them."""
+        """Lock of the file of keys, held while it is changed."""
         return self.run / "keys.lock"
 
     @property
     def settings_tenant(self) -> Path:
-        """Whose cache the settings' own key has, as the proxy last found them: others may not know these."""
+        """File with the tenant of the settings' own key, as the proxy last found it: other processes may not know the
+        key.
+        """
         return self.run / "settings-tenant"
 
     @property
     def backend_lock(self) -> Path:
-        """Held by the backend: two would write and sweep each other's files."""
+        """Lock held by the backend: two would write and sweep each other's files."""
         return self.run / "backend.lock"
 
     def segment_file(self, segment_id: str) -> Path:
-        """The file of a segment or checkpoint; 256 folders keep each one short."""
+        """File of a segment or checkpoint; 256 folders keep each one short."""
         return self.segments / segment_id[:2] / f"{segment_id}.safetensors"
 
     def pid_file(self, process: str) -> Path:
-        """`process` is "proxy" or "backend"."""
+        """File with a process's pid; `process` is "proxy" or "backend"."""
         return self.run / f"{process}.pid"
 
     def prepare(self) -> None:
-        """Make the directories.  Raises OSError where the place can't be written."""
+        """Create the directories.  Raises OSError where the home can't be written."""
         for path in (self.root, self.index, self.segments, self.models, self.logs, self.run):
             disk.make_folders(path)
 
     def load_secret(self) -> str:
-        """What proxy and backend prove themselves with; made by whoever asks first.  Raises OSError."""
+        """Shared secret of proxy and backend, created by the first caller.  Raises OSError."""
         path = self.root / "secret"
         if not path.exists():
             self._create_secret(path)
@@ -93,7 +95,7 @@ class Home:
         return secret
 
     def _create_secret(self, path: Path) -> None:
-        """Written aside and linked: the other process never reads half a secret."""
+        """Write the secret to a draft and link it: the other process never reads half a secret."""
         draft = self.root / f".secret.{secrets.token_hex(8)}{disk.DRAFT_SUFFIX}"
         with disk.create(draft) as file:
             disk.write(file, secrets.token_hex(32).encode())

@@ -1,7 +1,7 @@
-"""Keeps a home private: what is open to others (from a copy, a restore, or a careless umask) becomes its owner's alone.
+"""Permissions of a home: files open to other users (after a copy, a restore or a lax umask) become private again.
 
-Only what Warmline itself keeps in a home is touched.  The home's own folder is, too, unless it holds other things:
-somebody may have named a folder that is not for us alone.
+Only what Warmline keeps in a home is changed.  The home's own folder is changed too, unless it holds other things:
+the owner may have named a shared folder.
 """
 
 import os
@@ -20,14 +20,14 @@ CONFIG_FILE = "warmline.toml"
 
 @dataclass
 class PermissionReport:
-    """What was done.  Paths of a few, for people."""
+    """Changed permissions, with the paths of a few."""
 
     count: int = 0
     first_path: str = ""
     open_paths: list[str] = field(default_factory=list)  # that could not be, or are not ours to be
 
     def __str__(self) -> str:
-        """One line; "" where all was well."""
+        """One line; "" where nothing was changed."""
         some = "1 file or folder was" if self.count == 1 else f"{self.count} files and folders were"
         done = f"{some} open to others, such as {self.first_path}: private now"
         left = f"open to others, and left so: {', '.join(self.open_paths[:3])}"
@@ -35,12 +35,12 @@ class PermissionReport:
 
 
 def set_private_umask() -> None:
-    """From now on, whatever this process makes, by libraries too, is its owner's alone.  At a start, once."""
+    """Set the umask so that all new files of this process, libraries' too, are private.  Once, at a start."""
     os.umask(OTHERS_MASK)
 
 
 def tighten_permissions(home: Home) -> PermissionReport:
-    """Folders to 0700 and files to 0600, where they allow others more; links are not followed."""
+    """Set folders to 0700 and files to 0600, where they allow others more; links are not followed."""
     done = PermissionReport()
     for path in _iter_home_paths(home):
         try:
@@ -83,7 +83,7 @@ def _home_files(home: Home) -> tuple[Path, ...]:
 
 
 def _is_dedicated_home(home: Home) -> bool:
-    """Whether the home's folder holds nothing but what Warmline keeps there."""
+    """True where the home's folder holds nothing but Warmline's files."""
     ours, entries = (*_home_folders(home), *_home_files(home)), list(home.root.iterdir()) if home.root.is_dir() else []
     return all(path in ours or path.name.endswith(disk.DRAFT_SUFFIX) for path in entries)
 

@@ -1,7 +1,7 @@
-"""A segment or checkpoint file made of another one: all of its rows or some, under another id, in another namespace.
+"""Copies of segment or checkpoint files: all rows or some, under another id, in another namespace.
 
-Bytes are copied, never computed with: no mlx.  What is read is compared with its checksums on the way, so that a copy
-is as good as its source, or is not made.
+Bytes are copied, never computed with: no mlx.  They are compared with their checksums on the way, so that a copy is
+as sound as its source, or is not made.
 """
 
 import math
@@ -32,7 +32,7 @@ ROWS_AXIS = 2  # of a segment's tensors: (1, heads, rows, width)
 
 
 class SegmentCopy:
-    """The file that `meta` names, with the rows of [meta.start, meta.end), out of an open one that holds them.
+    """File that `meta` names, with the rows of [meta.start, meta.end) of an open source file.
 
     Raises SegmentFileError; a checkpoint is copied whole.
     """
@@ -57,17 +57,17 @@ class SegmentCopy:
 
     @property
     def bytes_count(self) -> int:
-        """Of all `parts` together."""
+        """Bytes of all chunks together."""
         tensors = sum(math.prod(shape) * DTYPE_BYTES[dtype] for dtype, shape in self._shapes.values())
         return len(self._encoded_header) + tensors + 8 * (len(self._shapes) + 1)
 
     @property
     def tensor_count(self) -> int:
-        """Without tokens and checksums."""
+        """Number of tensors without tokens and checksums."""
         return len(self._header.select_kv_tensors())
 
     def read_chunks(self) -> Iterator[bytes]:
-        """The copy's bytes in order.  Only once all were taken is what came before known to be sound."""
+        """Bytes of the copy in order.  They are verified only once all were taken."""
         yield self._encoded_header
         checksums: list[int] = []
         for name in self._shapes:
@@ -77,7 +77,7 @@ class SegmentCopy:
         yield b"".join(value.to_bytes(8, "little") for value in checksums)
 
     def _copy_tensor(self, name: str) -> Generator[bytes, None, int]:
-        """One tensor's wanted bytes; returns their checksum."""
+        """Selected bytes of one tensor; returns their checksum."""
         place, old = self._header.tensors[name], tensor_hasher(name, *self._header.meta.span)
         new = tensor_hasher(name, *self.meta.span)
         self._source.seek(place.offset)
@@ -101,7 +101,7 @@ class SegmentCopy:
 
 
 class _RowRange:
-    """Rows [first, end) of all `rows`, in each of a segment's tensors (pure)."""
+    """Rows [first, end) of all `rows`, in each of a segment's tensors.  Pure."""
 
     def __init__(self, first: int, end: int, rows: int) -> None:
         self._first, self._end, self._rows = first, end, rows
@@ -111,7 +111,7 @@ class _RowRange:
         return (self._first, self._end) == (0, self._rows)
 
     def slice_shape(self, name: str, tensor: TensorInfo) -> tuple[str, Sequence[int]]:
-        """(dtype, shape) of what is left of a tensor."""
+        """(dtype, shape) of the selected rows of a tensor."""
         if self._is_whole:
             return tensor.dtype, tensor.shape
         count = self._end - self._first
@@ -124,7 +124,7 @@ class _RowRange:
         return tensor.dtype, (*tensor.shape[:ROWS_AXIS], count, *tensor.shape[ROWS_AXIS + 1 :])
 
     def iter_byte_spans(self, name: str, tensor: TensorInfo) -> Iterator[tuple[bool, int]]:
-        """(wanted, bytes) of a tensor's stretches in their order."""
+        """(selected, bytes) of a tensor's spans in order."""
         if self._is_whole:
             yield True, tensor.bytes_count
             return
@@ -137,9 +137,9 @@ class _RowRange:
 
 
 def write_copy(path: Path, make_copy: Callable[[], SegmentCopy]) -> SavedFile:
-    """The file of what `make` gives, complete and durable.  Blocks; raises SegmentFileError, OSError.
+    """Write the copy that `make_copy` returns, complete and durable.  Blocks; raises SegmentFileError, OSError.
 
-    Made and written anew where its draft is gone: a backend that starts meanwhile sweeps drafts, once.
+    Written again where its draft is gone: a backend that starts meanwhile sweeps drafts, once.
     """
     try:
         return _write(path, make_copy())

@@ -1,14 +1,15 @@
-"""The frame of a segment or checkpoint file: a safetensors header, a place in a conversation, a checksum a tensor.
+"""Format of a segment or checkpoint file: a safetensors header, a place in a conversation, a checksum a tensor.
 
-Read with the standard library and xxhash alone, so that whoever owns the index can check what the backend wrote.
+Read with the standard library and xxhash alone, so that the index's owner can check what the backend wrote.
 
     __metadata__["warmline"]  a JSON `FileMeta`
     "tokens"                  U8 or U32: the u32le ids of [start, end); segments only
-    "checksums"               U64: `tensor_checksum` of every other tensor ("tokens" too), in the order of their names,
+    "checksums"               U64: `tensor_checksum` of every other tensor ("tokens" too), in the order of
+                              their names,
                               and last `header_checksum`
     layer.component.field     everything else
 
-Errors: SegmentFileError, whose `reason` is a word of RestoreRefused.reason.
+Errors: SegmentFileError, whose `reason` is a word of RestoreRefusal.reason.
 """
 
 import math
@@ -40,7 +41,7 @@ _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # th
 
 
 class SegmentFileError(Exception):
-    """A file that must not be served.  `reason`: "missing", "truncated", "checksum", "foreign", "tokens" or "io"."""
+    """File that must not be served.  `reason`: "missing", "truncated", "checksum", "foreign", "tokens" or "io"."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -49,9 +50,9 @@ class SegmentFileError(Exception):
 
 
 class FileMeta(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What a file says it is: a segment with the rows of [start, end), or a checkpoint at `position`.
+    """Identity of a file: a segment with the rows of [start, end), or a checkpoint at `position`.
 
-    `prefix` proves its place: it names all tokens that come before, as rows and states are true only after these.
+    `prefix` proves its place: a digest of all tokens before it, since rows and states are valid only after these.
     `parent` is the segment that it was written on; another one, with the same tokens, may have taken its place since.
     """
 
@@ -69,7 +70,7 @@ class FileMeta(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 
     @property
     def span(self) -> tuple[int, int]:
-        """(start, end) as every tensor's checksum has it."""
+        """(start, end) that every tensor's checksum includes."""
         return (self.start, self.end) if self.kind == "segment" else (self.position, self.position)
 
     def to_json(self) -> str:
@@ -78,7 +79,7 @@ class FileMeta(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor's bytes lie: `offset` counts from the file's first byte."""
+    """Location of a tensor's bytes: `offset` counts from the file's first byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -93,11 +94,11 @@ class SegmentHeader:
     file_bytes: int
 
     def select_kv_tensors(self) -> dict[str, TensorInfo]:
-        """The tensors that are KV."""
+        """Tensors that are KV."""
         return {name: place for name, place in self.tensors.items() if name not in (TOKENS_TENSOR, CHECKSUMS_TENSOR)}
 
     def list_checksummed_names(self) -> list[str]:
-        """The names that the checksums but the last stand for, in their order."""
+        """Names of the tensors in the order of their checksums; the header's checksum comes last."""
         return sorted(name for name in self.tensors if name != CHECKSUMS_TENSOR)
 
     def verify(self, checksums: Sequence[int]) -> None:
@@ -114,7 +115,7 @@ class _Tensor(msgspec.Struct):
 
 
 def tensor_checksum(name: str, start: int, end: int, chunks: Iterable[bytes | bytearray | memoryview]) -> int:
-    """xxh3_64 of a tensor's name, place and bytes; `parts` are its raw bytes in order, cut anywhere."""
+    """xxh3_64 of a tensor's name, place and bytes; `chunks` are its raw bytes in order, cut anywhere."""
     hasher = tensor_hasher(name, start, end)
     for part in chunks:
         hasher.update(part)
@@ -122,12 +123,12 @@ def tensor_checksum(name: str, start: int, end: int, chunks: Iterable[bytes | by
 
 
 def tensor_hasher(name: str, start: int, end: int) -> xxhash.xxh3_64:
-    """To be fed a tensor's bytes: its `intdigest` is `tensor_checksum`."""
+    """Hasher to be fed a tensor's bytes: its `intdigest` is `tensor_checksum`."""
     return xxhash.xxh3_64(name.encode() + start.to_bytes(8, "little") + end.to_bytes(8, "little"))
 
 
 def header_checksum(meta: FileMeta, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> int:
-    """xxh3_64 of what the file says of itself: its place, and each tensor's dtype and shape, however it is written."""
+    """xxh3_64 of the file's own description: its place, and each tensor's dtype and shape, however it is written."""
     tensors = (
         f"\0{name} {shapes[name][0]} {list(shapes[name][1])}" for name in sorted(shapes) if name != CHECKSUMS_TENSOR
     )
@@ -140,7 +141,7 @@ def file_checksum(checksums: Iterable[int]) -> str:
 
 
 def encode_header(meta: FileMeta, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
-    """The bytes before the tensors: what a file begins with whose tensors (dtype and shape) follow in this order."""
+    """Bytes before the tensors of a file whose tensors (dtype and shape) follow in this order."""
     fields: dict[str, object] = {"__metadata__": {METADATA_KEY: meta.to_json()}}
     offset = 0
     for name, (dtype, shape) in shapes.items():
@@ -153,19 +154,19 @@ def encode_header(meta: FileMeta, shapes: Mapping[str, tuple[str, Sequence[int]]
 
 
 def read_header(path: Path) -> SegmentHeader:
-    """The header alone; checks that the frame is whole and the file as long as it says, but no content."""
+    """Header of a file; checks that the frame is whole and the file as long as it says, but no content."""
     with _open_file(path) as file:
         return read_header_from(file)
 
 
 def read_checksums(path: Path) -> list[int]:
-    """One a tensor, in the order of `SegmentHeader.checksummed`, and the header's; not compared with anything."""
+    """Checksums of the tensors in the order of `SegmentHeader.list_checksummed_names`, and the header's; not verified."""
     with _open_file(path) as file:
         return read_checksums_from(file, read_header_from(file))
 
 
 def read_tokens(path: Path) -> bytes:
-    """The packed ids of a segment, their checksum verified."""
+    """Packed ids of a segment, their checksum verified."""
     with _open_file(path) as file:
         return read_tokens_from(file, read_header_from(file))
 
@@ -180,13 +181,13 @@ def verify_file(path: Path) -> None:
 
 
 def read_tokens_from(file: BinaryIO, header: SegmentHeader) -> bytes:
-    """As `read_tokens`."""
+    """As `read_tokens`, from an open file."""
     _verify_tensors(file, header, [TOKENS_TENSOR])
     return b"".join(iter_tensor_bytes(file, header.tensors[TOKENS_TENSOR]))
 
 
 def verify_open_file(file: BinaryIO, header: SegmentHeader) -> None:
-    """As `verify_file`."""
+    """As `verify_file`, on an open file."""
     _verify_tensors(file, header, header.list_checksummed_names())
 
 
@@ -202,7 +203,7 @@ def _open_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_header_from(file: BinaryIO) -> SegmentHeader:
-    """As `read_header`; the file ends where it can be read no further."""
+    """As `read_header`, from an open file; the file ends where it can be read no further."""
     file_bytes = file.seek(0, 2)
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
@@ -281,7 +282,7 @@ def _verify_tensors(file: BinaryIO, header: SegmentHeader, names: list[str]) -> 
 
 
 def read_checksums_from(file: BinaryIO, header: SegmentHeader) -> list[int]:
-    """As `read_checksums`."""
+    """As `read_checksums`, from an open file."""
     values = array("Q", b"".join(iter_tensor_bytes(file, header.tensors[CHECKSUMS_TENSOR])))
     if byteorder == "big":
         values.byteswap()
@@ -289,7 +290,7 @@ def read_checksums_from(file: BinaryIO, header: SegmentHeader) -> list[int]:
 
 
 def iter_tensor_bytes(file: BinaryIO, tensor: TensorInfo) -> Iterator[bytes]:
-    """A tensor's bytes, a few MB at a time.  Raises SegmentFileError where the file ends before."""
+    """Bytes of a tensor, a few MB at a time.  Raises SegmentFileError where the file ends before."""
     file.seek(tensor.offset)
     left = tensor.bytes_count
     while left:

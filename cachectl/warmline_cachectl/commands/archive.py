@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from warmline_cachectl import client, configured
+from warmline_cachectl import client
 from warmline_cachectl.completion import complete_session_ids
 from warmline_cachectl.options import (
     CHANGE_GROUP,
@@ -219,7 +219,7 @@ def _import_locally(index: Index, request: ImportRequest, quiet: bool) -> Import
     """As a proxy would after its start: what an earlier one left undone is put in order first."""
     home, done = index.home, 0
     reconcile(index)
-    tenant = configured.read_key_tenants(home).find_tenant(request.key)
+    tenant = client.read_key_tenants(home).find_tenant(request.key)
     with (
         open_archive(Path(request.path)) as archive,
         show_progress("importing", 2 * archive.bytes_count, quiet) as advance,

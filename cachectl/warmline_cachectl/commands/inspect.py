@@ -21,8 +21,8 @@ from warmline_cachectl.options import (
 from warmline_cachectl.views import tables
 from warmline_cachectl.views import tree as tree_view
 from warmline_cachectl.views import values as views
-from warmline_cachectl.views.forest import Forest
 from warmline_cachectl.views.output import show
+from warmline_cachectl.views.tree import Forest
 
 SessionArgument = Annotated[
     str,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from warmline_cachectl import client, configured
+from warmline_cachectl import client
 from warmline_common.process.loopback import is_loopback
 from warmline_common.settings.resolve import read_setting
 from warmline_common.storage.file_lock import find_lock_holder, is_process_alive
@@ -135,7 +135,7 @@ def _read_settings(home: Home, status: Mapping[str, Any] | None = None) -> Setti
         allowed_hosts=read_setting(home.root, "allowed_hosts"),
         stabilize=read_setting(home.root, "stabilize"),
         key_in_settings=bool(read_setting(home.root, "client_key")),
-        disk_budget_bytes=configured.read_disk_budget_bytes(home),
+        disk_budget_bytes=client.read_disk_budget_bytes(home),
         on_loopback=is_loopback(host) and (bool(bound) or not lan),
     )
 

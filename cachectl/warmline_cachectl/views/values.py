@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from warmline_cachectl.views.forest import Forest
+from warmline_cachectl.views.tree import Forest
 from warmline_proxy.retention.pin import count_bytes
 from warmline_proxy.store.rows import IndexSnapshot, RequestRecord, SegmentRow, SessionRow, Totals
 

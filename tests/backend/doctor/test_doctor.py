@@ -13,12 +13,11 @@ from rich.console import Console
 
 from support import tiny_models
 from warmline_backend.doctor import __main__ as command
-from warmline_backend.doctor import locations as places
-from warmline_backend.doctor import report
+from warmline_backend.doctor import files, report
 from warmline_backend.doctor.examine import Examination, examine_model
+from warmline_backend.doctor.files import LENGTH_BYTES, read_shard
 from warmline_backend.doctor.findings import FindingLevel
-from warmline_backend.doctor.sample_prompt import DoctorSettings
-from warmline_backend.doctor.shards import LENGTH_BYTES, read_shard
+from warmline_backend.doctor.settings import DoctorSettings
 
 HUGE_BYTES = 100 * 10**9
 WEIGHTS = "model.safetensors"
@@ -101,7 +100,7 @@ def test_no_folder_and_a_file(tmp_path: Path) -> None:
 def test_a_repository_is_looked_for_in_the_hub_s_cache(
     tiny_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(files, "HF_HUB_CACHE", str(tmp_path))
     assert "hf download owner/tiny" in said(examine_model(DoctorSettings("owner/tiny")), FindingLevel.FAIL)
     repository = tmp_path / "models--owner--tiny"
     shutil.copytree(tiny_folder("llama", tools=True), repository / "snapshots" / "abc")

@@ -7,10 +7,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from support import tiny_models
-from warmline_backend.doctor import activations as work
+from warmline_backend.doctor import estimates
 from warmline_backend.doctor.findings import FindingLevel
-from warmline_backend.doctor.machines import GIB, MachineMemory, estimate_mac
-from warmline_backend.doctor.memory import MemoryNeeds, check_memory, plan_memory
+from warmline_backend.doctor.memory import GIB, MachineMemory, MemoryNeeds, check_memory, estimate_mac, plan_memory
 from warmline_backend.kv_cache.codecs import CacheLayout
 from warmline_backend.model.loader import load_lazy_model
 from warmline_common.process.arguments import GB
@@ -85,8 +84,8 @@ def test_a_step_takes_about_what_is_estimated(family: str, tmp_path: Path, caplo
     model(tokens, cache=layers)
     mx.eval([layer.state for layer in layers])
     taken = mx.get_peak_memory() - before
-    work.zero_weights(model)
-    estimated = work.estimate_step_bytes(model, layout, heads, depth, step)
+    estimates.zero_weights(model)
+    estimated = estimates.estimate_step_bytes(model, layout, heads, depth, step)
     assert 0.5 * taken < estimated < 2 * taken
     assert caplog.messages == []  # it could be read
 
@@ -94,8 +93,10 @@ def test_a_step_takes_about_what_is_estimated(family: str, tmp_path: Path, caplo
 def test_a_model_without_attention_has_no_scores(tmp_path: Path) -> None:
     folder = tiny_models.build("mamba2", tmp_path / "mamba2")
     model, _ = load_lazy_model(folder, trust_remote_code=False)
-    work.zero_weights(model)
+    estimates.zero_weights(model)
     assert (
-        work.estimate_step_bytes(model, CacheLayout.from_factory(lambda: list(make_prompt_cache(model))), 1, 4096, 2048)
+        estimates.estimate_step_bytes(
+            model, CacheLayout.from_factory(lambda: list(make_prompt_cache(model))), 1, 4096, 2048
+        )
         == 0
     )

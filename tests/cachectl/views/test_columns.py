@@ -2,7 +2,7 @@
 
 from warmline_cachectl.views import tree as tree_view
 from warmline_cachectl.views.columns import Column, fit_table, printable
-from warmline_cachectl.views.forest import Forest
+from warmline_cachectl.views.tree import Forest
 from warmline_proxy.store.rows import FileUsage, IndexSnapshot, SegmentRow
 
 COLUMNS = [Column("id", kind="id"), Column("size"), Column("hits", 2), Column("name", 1, "text")]

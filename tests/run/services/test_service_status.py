@@ -13,8 +13,8 @@ import pytest
 from warmline_common.process import exit_codes
 from warmline_run.address import Address
 from warmline_run.cli import main as warmline
-from warmline_run.services import launchd as launchctl
 from warmline_run.services import actions, logs
+from warmline_run.services import launchd as launchctl
 from warmline_run.services import systemd as systemctl
 from warmline_run.services.launchd import LaunchdManager
 from warmline_run.services.manager import ServiceManagerError, ServiceState

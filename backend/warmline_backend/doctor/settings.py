@@ -1,4 +1,4 @@
-"""What is asked: which model, served how, on what machine."""
+"""Settings of an examination: model, serving options and machine."""
 
 from dataclasses import dataclass
 

@@ -1,17 +1,81 @@
-"""What a prefill step works with on top of weights and KV, read off its computation graph without computing it."""
+"""Estimates from a model's lazy graph: its KV by layer, bytes a row, persistence, and the memory of a prefill step."""
 
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import CacheList
 
+from warmline_backend.doctor.findings import Findings, format_bytes
+from warmline_backend.doctor.settings import DoctorSettings
 from warmline_backend.kv_cache.codecs import ROWS, CacheLayout, CodecKind, flatten, rebuild
+from warmline_backend.model.loader import ModelError
+from warmline_backend.model.model import KvSizes, make_cache_factory, measure_kv, run_probe
+
+
+@dataclass(frozen=True)
+class CacheSummary:
+    layout: CacheLayout
+    weight: KvSizes
+    layers: str  # such as "21 x CacheList(KVCache, KVCache), 57 x CacheList(KVCache)"
+
+
+def check_cache(model: nn.Module, settings: DoctorSettings) -> tuple[Findings, CacheSummary | None]:
+    findings = Findings("cache")
+    layout = _read_layout(model, settings, findings)
+    try:
+        weight = measure_kv(layout, run_probe(model, layout)[1])
+    except Exception as error:  # noqa: BLE001  whatever a model that does not fit its own weights raises
+        todo = "take config.json and weights from the same repository"
+        if settings.kv_bits:
+            todo = "leave --kv-bits out, or choose a --kv-group-size that divides the width of the heads"
+        findings.fail(f"the model can't compute a token: {type(error).__name__}: {error}", todo)
+        return findings, None
+    layers = _format_layers(layout.template)
+    kept = f"{format_bytes(weight.row_bytes)} of KV a token" if weight.row_bytes else "no KV that grows"
+    states = f", {format_bytes(weight.state_bytes)} of state a conversation" if weight.state_bytes else ""
+    findings.ok(f"{kept}{states}: {layers}")
+    if layout.problem:
+        findings.warn(
+            f"conversations can't be kept on disk: {layout.problem}",
+            "nothing: it is served all the same, and starts cold after a restart",
+        )
+    else:
+        findings.ok(_describe_persistence(layout))
+    return findings, CacheSummary(layout, weight, layers)
+
+
+def _read_layout(model: nn.Module, settings: DoctorSettings, findings: Findings) -> CacheLayout:
+    try:
+        return CacheLayout.from_factory(make_cache_factory(model, settings.kv_bits, settings.kv_group_size))
+    except ModelError as problem:
+        findings.fail(str(problem))
+        return CacheLayout.from_factory(make_cache_factory(model, 0, settings.kv_group_size))
+
+
+def _format_layers(layers: Iterable[Any]) -> str:
+    counts = Counter(_format_layer(layer) for layer in layers)
+    return ", ".join(f"{count} x {kind}" for kind, count in counts.items())
+
+
+def _format_layer(layer: Any) -> str:
+    name = type(layer).__name__
+    return f"{name}({', '.join(map(_format_layer, layer.caches))})" if isinstance(layer, CacheList) else name
+
+
+def _describe_persistence(layout: CacheLayout) -> str:
+    if layout.has_states:
+        return "kept on disk; a conversation can be taken up at its checkpoints"
+    if layout.window:
+        return f"kept on disk; can be taken up at any token, with the last {layout.window:,} of its windows"
+    return "kept on disk; a conversation can be taken up at any token"
+
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +93,16 @@ _IN_PLACE_OPERATIONS = frozenset(
 
 
 def zero_weights(model: nn.Module) -> None:
-    """Give the model zeros, lazy and without memory, for weights: all that a graph's shapes depend on."""
+    """Replace the model's weights by lazy zeros without memory: a graph's shapes depend on nothing else."""
     model.update(tree_map(lambda array: mx.zeros(array.shape, array.dtype), model.parameters()))
 
 
 def estimate_step_bytes(model: nn.Module, layout: CacheLayout, heads: int, depth: int, step: int) -> int:
     """Bytes that a chunk of `step` tokens takes while it is computed on top of `depth` tokens.
 
-    The model must be hollow; nothing is evaluated.  Operations are taken in their order, arrays are freed after their
-    last use.  Where the graph can't be read it is what one layer's attention with so many `heads` takes: recurrent
-    layers are loops over tokens, or kernels that mlx can't export.
+    The model must be hollow; nothing is evaluated.  Operations are taken in their order, and arrays are freed after
+    their last use.  Where the graph can't be read, the estimate is one layer's attention with `heads` heads:
+    recurrent layers are loops over tokens, or kernels that mlx can't export.
     """
     if not layout.has_states:
         try:
@@ -51,7 +115,7 @@ def estimate_step_bytes(model: nn.Module, layout: CacheLayout, heads: int, depth
 
 
 def _run_chunk(model: nn.Module, layout: CacheLayout, depth: int, tokens: mx.array) -> list[mx.array]:
-    """What a chunk leaves in the cache: prefill evaluates this, and no logits."""
+    """Arrays that a chunk leaves in the cache: prefill evaluates these, and no logits."""
     layers = layout.make_empty_cache()
     if depth and not layout.problem:
         before = max(1, min(layout.window, tokens.shape[1]))  # enough for shapes, and to fill rotating layers
@@ -63,7 +127,7 @@ def _run_chunk(model: nn.Module, layout: CacheLayout, depth: int, tokens: mx.arr
 
 
 def _deepen_cache(layout: CacheLayout, layers: list[Any], depth: int) -> list[Any]:
-    """The same cache with `depth` rows in every leaf that keeps all of them."""
+    """Copy of the cache with `depth` rows in every leaf that keeps all rows."""
     deep = []
     for leaf, (_, held) in zip(layout.leaves, flatten(layers), strict=True):
         if leaf.codec.kind is not CodecKind.ROWS:
@@ -76,7 +140,7 @@ def _deepen_cache(layout: CacheLayout, layers: list[Any], depth: int) -> list[An
 
 
 def _sample_keys(model: nn.Module, layout: CacheLayout) -> list[mx.array]:
-    """One row of each leaf that keeps keys of all tokens, lazily."""
+    """One lazy row of each leaf that keeps the keys of all tokens."""
     layers = layout.make_empty_cache()
     model(mx.zeros((1, 1), mx.int32), cache=layers)
     leaves = zip(layout.leaves, flatten(layers), strict=False)  # none where the cache has no codecs
@@ -84,7 +148,7 @@ def _sample_keys(model: nn.Module, layout: CacheLayout) -> list[mx.array]:
 
 
 def _estimate_attention_bytes(row: mx.array, heads: int, depth: int, step: int) -> int:
-    """By this device's own kernel: some write all scores down, some don't."""
+    """Bytes of attention by this device's own kernel: some kernels write all scores, some don't."""
     _, kv_heads, _, width = row.shape
     keys = mx.zeros((1, kv_heads, depth + step, width), row.dtype)
 
@@ -107,14 +171,14 @@ class _Graph:
     operations: list[tuple[str, list[str], list[tuple[str, int]]]] = field(default_factory=list)
 
     def record_event(self, event: Mapping[str, Any]) -> None:
-        """An event of mlx's export: of the operations, their names, their inputs' names, their outputs' sizes."""
+        """Record an event of mlx's export: operations, their names, their inputs' names and their outputs' sizes."""
         if event["type"] == "primitive":
             inputs = [name for name, *_ in event["inputs"]]
             outputs = [(name, math.prod(shape) * dtype.size) for name, shape, dtype in event["outputs"]]
             self.operations.append((event["name"], inputs, outputs))
 
     def peak_bytes(self) -> int:
-        """The most that is held at once, if each array's memory is freed after its last use."""
+        """Most bytes held at once, if each array's memory is freed after its last use."""
         uses: Counter[str] = Counter()  # by the array that owns the memory
         owner: dict[str, str] = {}
         for name, inputs, outputs in self.operations:
@@ -143,7 +207,7 @@ class _Graph:
     def _release_inputs(
         self, inputs: list[str], uses: Counter[str], owner: dict[str, str], sizes: dict[str, int]
     ) -> int:
-        """Count a use of each input; the bytes that nobody needs afterwards."""
+        """Count a use of each input; return the bytes of inputs without further uses."""
         freed = 0
         for input_name in inputs:
             held_by = owner[input_name]
