@@ -116,8 +116,8 @@ def test_its_own_resident_goes_before_one_that_would_be_copied(mine_first: bool)
     residents = [mine, others] if mine_first else [others, mine]
     plan = plan_request(PromptShape(300), residents, stored(0), layout(grid=100), COSTS)
     assert (plan.resident, plan.reuse, plan.copy_resident) == ("mine", 200, False)
-    longer = replace(mine, tokens=280, common=220, turn_end=210, durable=True)
-    plan = plan_request(PromptShape(300), [replace(others, common=220), longer], stored(0), layout(grid=100), COSTS)
+    longer = replace(mine, tokens=280, common_tokens=220, turn_end=210, durable=True)
+    plan = plan_request(PromptShape(300), [replace(others, common_tokens=220), longer], stored(0), layout(grid=100), COSTS)
     assert (plan.resident, plan.copy_resident) == ("mine", False)
 
 
@@ -128,12 +128,12 @@ LEADER = RunningRequest("leader", common_tokens=300, tokens=300, prefilled=100, 
     ("running", "source", "reuse"),
     [
         ([LEADER], "shared", 299),
-        ([replace(LEADER, common=250)], "shared", 250),
-        ([replace(LEADER, common=63)], "cold", 0),
+        ([replace(LEADER, common_tokens=250)], "shared", 250),
+        ([replace(LEADER, common_tokens=63)], "cold", 0),
         ([replace(LEADER, prefilled=0)], "shared", 299),
         ([replace(LEADER, prefilled=0, started=False)], "shared", 299),
         ([replace(LEADER, tokens=9000, started=False)], "cold", 0),
-        ([replace(LEADER, common=100), replace(LEADER, request_id="further", common=200)], "shared", 200),
+        ([replace(LEADER, common_tokens=100), replace(LEADER, request_id="further", common_tokens=200)], "shared", 200),
         ([], "cold", 0),
     ],
     ids=[
@@ -287,9 +287,9 @@ def test_a_resident_that_ends_before_its_turn_does_is_taken_over_by_its_own_conv
     ("leader", "source", "reuse"),
     [
         (LEADER, "shared", 256),
-        (replace(LEADER, common=127), "shared", 64),
-        (replace(LEADER, common=128, tokens=128), "shared", 64),
-        (replace(LEADER, common=63), "cold", 0),
+        (replace(LEADER, common_tokens=127), "shared", 64),
+        (replace(LEADER, common_tokens=128, tokens=128), "shared", 64),
+        (replace(LEADER, common_tokens=63), "cold", 0),
     ],
     ids=["the same prompt", "a part of it", "its last token comes after its last place", "less than the grid"],
 )

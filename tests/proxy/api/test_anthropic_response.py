@@ -55,7 +55,7 @@ def encoder_of(stream: bool, max_tokens: int = 50, model: str | None = "theirs")
 
 def events_of(chunks: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
     encoder = encoder_of(True, **options)
-    sent = b"".join([_heard(encoder, chunk) for chunk in chunks] + [encoder.done()])
+    sent = b"".join([_heard(encoder, chunk) for chunk in chunks] + [encoder.encode_done()])
     parsed = list(SseParser().feed(sent))
     events = [json.loads(event.data) for event in parsed]
     assert [event.name.decode() for event in parsed] == [event["type"] for event in events]
@@ -64,13 +64,13 @@ def events_of(chunks: list[dict[str, Any]], **options: Any) -> list[dict[str, An
 
 def _heard(encoder: Any, chunk: dict[str, Any]) -> bytes:
     raw = json.dumps(chunk).encode()
-    return bytes(encoder.chunk(msgspec.json.decode(raw, type=Chunk), raw))
+    return bytes(encoder.encode_chunk(msgspec.json.decode(raw, type=Chunk), raw))
 
 
 def whole_of(chunks: list[dict[str, Any]], **options: Any) -> Any:
     encoder = encoder_of(False, **options)
     assert all(_heard(encoder, chunk) == b"" for chunk in chunks)
-    return json.loads(encoder.whole())
+    return json.loads(encoder.encode_json())
 
 
 def accumulated(events: list[dict[str, Any]]) -> types.Message:
@@ -215,7 +215,7 @@ def test_without_a_model_of_their_own_it_is_ours() -> None:
 
 def test_a_stream_that_fails() -> None:
     error = bad_gateway("The backend ended its answer early.")
-    sent = [MessagesApi().encode_stream_error(error), encoder_of(True).failure(error)]
+    sent = [MessagesApi().encode_stream_error(error), encoder_of(True).encode_stream_error(error)]
     events = [event for each in sent for event in SseParser().feed(each)]
     assert [event.name for event in events] == [b"error", b"error"]
     told = {"type": "error", "error": {"type": "api_error", "message": "The backend ended its answer early."}}
@@ -224,7 +224,7 @@ def test_a_stream_that_fails() -> None:
 
 def test_a_chunk_that_is_none() -> None:
     with pytest.raises(ClientError, match="502: The backend sent an unreadable chunk"):
-        encoder_of(True).chunk({}, b'{"choices": 5}')
+        encoder_of(True).encode_chunk({}, b'{"choices": 5}')
 
 
 OVERFLOW = (

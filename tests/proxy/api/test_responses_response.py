@@ -50,11 +50,11 @@ class Told:
     def __init__(self, said: list[dict[str, Any]], **fields: Any) -> None:
         body = {"model": "m", "input": "Hi.", "tools": TOOLS, **fields}
         stream, whole = (self._encoder({**body, "stream": stream}) for stream in (True, False))
-        sent = b"".join(stream.chunk({}, encode(chunk)) for chunk in said) + stream.done()
+        sent = b"".join(stream.encode_chunk({}, encode(chunk)) for chunk in said) + stream.encode_done()
         self.raw = list(SseParser().feed(sent))
         self.events = [json.loads(event.data) for event in self.raw]
-        assert not any(whole.chunk({}, encode(chunk)) for chunk in said)
-        self.whole = json.loads(whole.whole())
+        assert not any(whole.encode_chunk({}, encode(chunk)) for chunk in said)
+        self.whole = json.loads(whole.encode_json())
 
     @staticmethod
     def _encoder(body: dict[str, Any]) -> Any:

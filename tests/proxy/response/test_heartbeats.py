@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from support.proxy.harness import on_loop, pair
-from warmline_proxy.pipeline import deadline_monitor as overseer
+from warmline_proxy.pipeline import deadline_monitor
 
 BODY = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
@@ -47,7 +47,7 @@ async def test_json_without_heartbeats_fails_with_a_status(tmp_path: Path) -> No
 async def test_a_stream_in_the_queue_hears_that_the_engine_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overseer, "BEAT_INTERVAL_S", 0.1)
+    monkeypatch.setattr(deadline_monitor, "HEARTBEAT_INTERVAL_S", 0.1)
     async with pair(tmp_path, running_count_max=1, wedge_timeout_s=1) as proxy:
         proxy.backend.hold_after = 1
         first = asyncio.create_task(proxy.chat("The first"))
@@ -62,7 +62,7 @@ async def test_a_stream_in_the_queue_hears_that_the_engine_works(
 
 @on_loop
 async def test_a_heartbeat_stops_with_the_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overseer, "BEAT_INTERVAL_S", 0.1)
+    monkeypatch.setattr(deadline_monitor, "HEARTBEAT_INTERVAL_S", 0.1)
     async with pair(tmp_path, heartbeat_after_s=0.1, stall_timeout_s=1.0) as proxy:
         proxy.backend.hold_after = 0
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=BODY) as answer:
