@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from support.proxy.fake_backend import layout
 from support.proxy.harness import on_loop
-from warmline_proxy.pipeline.progress import ProgressListener
+from warmline_proxy.pipeline.generator import ProgressListener
 from warmline_proxy.request.deadlines import RequestTimeouts
 from warmline_proxy.request.request import Request
 from warmline_proxy.request_log import RequestLog
