@@ -21,7 +21,7 @@ from warmline_proxy.admin.routes import ADMIN_PATH_PREFIX, AdminRouter
 from warmline_proxy.admin.scrape import MetricsRoutes
 from warmline_proxy.admin.status import StatusRoutes
 from warmline_proxy.api.base import Api
-from warmline_proxy.api.openai_models import MODELS_PATH, build_models_reply, is_models_path
+from warmline_proxy.api.openai import MODELS_PATH, build_models_reply, is_models_path
 from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, MESSAGES, RESPONSES, RESPONSES_PATH, find_api
 from warmline_proxy.audit.auditor import Auditor
 from warmline_proxy.audit.bisect import Bisector
