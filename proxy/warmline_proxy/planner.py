@@ -240,7 +240,7 @@ def _start_from_resident(residents: Sequence[ResidentCandidate], limit: int, gri
 
 
 def _needs_copy(candidate: ResidentCandidate, reuse: int) -> bool:
-    """Whether the resident is another conversation's, or rows past `reuse` are not on disk yet."""
+    """True if the resident is another conversation's, or rows past `reuse` are not on disk yet."""
     return candidate.common_tokens < candidate.turn_end or (reuse < candidate.tokens and not candidate.durable)
 
 
@@ -320,7 +320,7 @@ def _explain_start(
 
 
 def has_fixed_positions(layout: KvLayout | None) -> bool:
-    """Whether rows can be continued only from checkpoints or window starts, not from any position."""
+    """True if rows can be continued only from checkpoints or window starts, not from any position."""
     return layout is not None and (layout.has_states or layout.has_windows)
 
 

@@ -119,7 +119,7 @@ class Completion:
                 await request.generation.wait_ended(LAST_EVENT_TIMEOUT_S)
 
     def _can_finish_prefill(self, request: Request) -> bool:
-        """Whether the client left by itself during prefill, and that is to be finished."""
+        """True if the client left by itself during prefill, and that is to be finished."""
         has_left = request.log.outcome == CANCELLED and request.cancel_scope.reason is None
         return self._finish_prefill and has_left and request.generation is not None and not request.log.ttft_s
 

@@ -56,7 +56,7 @@ class SaveHealth:
             return "; ".join(f"{part}: {why}" for part, why in self._failures.items()) or OK
 
     def can_save(self) -> bool:
-        """Whether to save now; while saving fails, True once in an interval."""
+        """True if saving works; while it fails, once in an interval."""
         with self._lock:
             if not self._failures:
                 return True

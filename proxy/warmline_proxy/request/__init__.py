@@ -1,1 +1,1 @@
-"""State of one request, its limits and its place in the queue.  May import response, api and below.  Event loop thread."""
+"""State of one request, its limits and its queue.  May import response, api and below.  Event loop thread."""

@@ -116,7 +116,7 @@ class Request:
 
     @property
     def is_cacheable(self) -> bool:
-        """Whether what is computed may be stored, and reused by others."""
+        """True if computed rows may be stored, and reused by others."""
         return not (self.suspect or self.purged)
 
     def cancel(self, reason: ClientError) -> None:
@@ -165,7 +165,7 @@ class Request:
         return self.stored_tokens if self.log.plan and not self.log.plan.leader_id else 0
 
     def is_retried_by(self, other: "Request") -> bool:
-        """Whether the other is the same client's next try: same session and body, and a higher retry count."""
+        """True if the other is the same client's next try: same session and body, and a higher retry count."""
         if not (self.call and other.call):
             return False
         return (

@@ -232,7 +232,7 @@ class _Relay:
 
 
 def _has_content(data: bytes) -> bool:
-    """Whether a chunk carries text, or ends an empty one."""
+    """True if a chunk carries text, or ends an empty one."""
     for choice in _decode_json(data, dict[str, Any]).get("choices") or ():
         delta = choice.get("delta") or {}
         if choice.get("text") or choice.get("finish_reason") or any(delta[key] for key in delta if key != "role"):

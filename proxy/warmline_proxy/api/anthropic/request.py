@@ -275,7 +275,7 @@ def _read_plain_document(source: Any) -> str | None:
 
 
 def _is_continuation(message: ChatMessage) -> bool:
-    """Whether an assistant's message is a partial answer to continue."""
+    """True if an assistant's message is a partial answer to continue."""
     return bool(message["content"]) and "tool_calls" not in message
 
 
