@@ -37,7 +37,7 @@ OTHER = "other"
 ERROR_CODES_MAX = 64  # that errors are told apart by; the backend's are among them
 _ERROR_CODE_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 
-PHASE_BY_STAGE = {"prefilling": "prefill", "answering": "decode"}  # as the field calls what Life.stage says
+PHASE_BY_STAGE = {"prefilling": "prefill", "answering": "decode"}  # as the field calls what RequestStatus says
 # Who ends a request, by the code of what its client is told.
 CANCEL_SOURCE_BY_CODE = {
     "deadline_exceeded": "total_timeout",

@@ -1,11 +1,12 @@
-"""Where a request should start: a resident, a restorable chain, or cold.  Pure; the caller acts.
+"""Plan of a request's start: from a resident, a restorable chain, a running request, or cold.  Pure; the caller acts.
 
-Contract: `decide` never reuses the whole prompt (at least one token is left to compute), never a position where the
-model's caches can't go on or, in exact mode, one off the grid, and always says why the start is not warmer.
+Contract: `plan_request` never reuses the whole prompt (at least one token is left to compute), never ends at a
+position that the model's caches can't continue from or, in exact mode, off the grid, and always says why the start is
+not warmer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from warmline_common.protocol.messages import CheckpointRef, KvLayout, MessageEnd, PrefillRate, SegmentRef
@@ -13,41 +14,41 @@ from warmline_common.protocol.tokens import BLOCK_TOKENS
 from warmline_proxy.store.rows import PrefixMatch
 
 CHECKPOINT_STRIDE_TOKENS = 2_048
-CHECKPOINT_STRIDES_MAX = 8  # in a prompt; a longer one gets a longer stride, since a state may weigh 100 MB
+CHECKPOINT_STRIDES_MAX = 8  # in a prompt; longer ones get a longer stride, since a state may take 100 MB
 _STRIDED_TOKENS_MAX = CHECKPOINT_STRIDE_TOKENS * CHECKPOINT_STRIDES_MAX
-CHECKPOINT_GAP_TOKENS_MIN = 512  # a stride's checkpoint this close to a boundary's is not worth a split chunk
-# Assumed until the backend has measured; restoring wins clearly, as it does on every machine we know.
+CHECKPOINT_GAP_TOKENS_MIN = 512  # closer to a boundary a stride's checkpoint is not worth a split chunk
+# Assumed until the backend has measured; restoring wins clearly, as on every machine known.
 PREFILL_TOKENS_PER_S_ASSUMED = 500.0
 RESTORE_BYTES_PER_S_ASSUMED = 500e6
 RESTORE_OVERHEAD_S = 0.01  # opening files and one more call
 
 RESIDENT, RESTORED, SHARED, COLD = "resident", "restored", "shared", "cold"
 SHARED_TOKENS_MIN = BLOCK_TOKENS  # less is not worth waiting for another request
-TOOLS_ROLE = "tools"  # the role of what stands before all messages
+TOOLS_ROLE = "tools"  # role of the prompt before all messages
 NOTE_TOKENS = 32  # a message's header and what opens its reasoning are shorter
-LEADER_LENGTH_RATIO_MAX = 1.25  # times one's own prompt: nobody waits for a much longer one that has not begun
+LEADER_LENGTH_RATIO_MAX = 1.25  # of leader to follower, where the leader has not started
 
 
 @dataclass(frozen=True)
 class ResidentCandidate:
-    """A resident whose conversation shares its first `common` tokens with the prompt.
+    """A resident whose conversation shares its first `common_tokens` tokens with the prompt.
 
-    A prompt that repeats it up to `turn_end`, where the last message of its own prompt ends, goes on with the same
-    conversation, however its answer was rendered, and may take it over; any other branches off a living one.  Both may
-    lie past the `tokens` that have rows.
+    A prompt that repeats the resident up to `turn_end`, the end of its own prompt's last message, continues the
+    conversation, however the answer was rendered, and may take the resident over; any other prompt branches off.
+    Both `common_tokens` and `turn_end` may lie past the `tokens` that have rows.
     """
 
     resident: str
     tokens: int
     common_tokens: int
-    positions: Sequence[int] = ()  # where it can be continued, ascending; empty means anywhere
+    positions: Sequence[int] = ()  # from which it can be continued, ascending; empty: any
     turn_end: int = 0
     durable: bool = False  # all of it is on disk
 
 
 @dataclass(frozen=True)
 class RunningRequest:
-    """A request at the backend that shares its first `common` tokens with the prompt, and has computed `prefilled`."""
+    """A request at the backend that shares its first `common_tokens` tokens with the prompt."""
 
     request_id: str
     common_tokens: int
@@ -58,7 +59,7 @@ class RunningRequest:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the backend measured (Status); empty and zero where it has not yet."""
+    """Rates measured by the backend; empty and zero before that."""
 
     prefill: Sequence[PrefillRate] = ()
     restore_bytes_per_s: float = 0.0
@@ -69,7 +70,7 @@ UNMEASURED = Costs()
 
 @dataclass(frozen=True)
 class PromptShape:
-    """What of a PromptReply a plan depends on."""
+    """Part of a PromptReply that a plan depends on."""
 
     tokens: int
     boundaries: Sequence[int] = ()
@@ -79,26 +80,26 @@ class PromptShape:
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """`reuse` tokens of `resident`, or of what restoring `chain` (and `checkpoint`) gives, or of what the request
-    `follow` is computing, or nothing.
+    """Start with `reuse` tokens of `resident`, of `chain` (and `checkpoint`) restored, of the running request
+    `leader_id`, or cold.
     """
 
     source: str
     reuse: int
-    why_not_warmer: str
+    why_not_warmer: str = ""
     resident: str = ""
     leader_id: str = ""
-    copy_resident: bool = False  # the resident is another conversation's too: copy it
+    copy_resident: bool = False  # the resident is another conversation's, too
     chain: tuple[SegmentRef, ...] = ()
     checkpoint: CheckpointRef | None = None
-    checkpoint_positions: tuple[int, ...] = ()  # where to keep recurrent state while prefilling
-    expected_ttft_s: float = 0.0  # to the first token, as estimated, without waiting for a turn; 0.0: nobody has
-    diverges_at: int | None = None  # the token from which on the prompt differs from all that is known
-    diverges_from: str = ""  # the resident that it differs from there; "" where it is what is stored
+    checkpoint_positions: tuple[int, ...] = ()  # at which prefill saves recurrent state
+    expected_ttft_s: float = 0.0  # estimated, without waiting in a queue; 0.0: not estimated
+    diverges_at: int | None = None  # token from which on the prompt differs from all known prefixes
+    diverges_from: str = ""  # the resident that differs there; "" for a stored prefix
 
     @property
     def file_ids(self) -> list[str]:
-        """The ids of what is on disk of it."""
+        """Ids of the files to restore."""
         return [link.id for link in self.chain] + ([self.checkpoint.id] if self.checkpoint else [])
 
 
@@ -112,27 +113,26 @@ def plan_request(
     running: Sequence[RunningRequest] = (),
     checkpoint_gap_max: int = 0,
 ) -> RequestPlan:
-    """The start with the shortest estimated time to the first token; on a tie the one that computes and touches less.
+    """The start with the shortest estimated time to the first token; on a tie the one that reuses more.
 
-    Where that leaves something to compute that a running request is computing anyway, it is followed.
+    A running request that computes more of the prompt, and sooner, is followed.
     """
     limit, grid = prompt.tokens - 1, _grid_step(layout)
-    starts = [_start_cold(), _start_from_resident(residents, limit, grid), _start_from_disk(match, limit, layout)]
-    estimates = [(_estimate_ttft_s(start, prompt.tokens, layout, costs), start) for start in starts if start]
+    options = [
+        RequestPlan(COLD, 0),
+        _start_from_resident(residents, limit, grid),
+        _start_from_disk(match, limit, layout),
+    ]
+    starts = [start for start in options if start]
+    estimates = [(_estimate_ttft_s(start, prompt.tokens, layout, costs), start) for start in starts]
     seconds, start = min(estimates, key=lambda pair: (pair[0], -pair[1].reuse))
     if leader := _choose_leader(running, start.reuse, limit, grid, costs):
-        start = _StartOption(SHARED, _shareable_tokens(leader, limit, grid), leader_id=leader.request_id)
+        start = RequestPlan(SHARED, _shareable_tokens(leader, limit, grid), leader_id=leader.request_id)
         seconds = estimate_prefill_s(min(leader.prefilled, start.reuse), prompt.tokens, costs.prefill)
     known_prefix = _find_known_prefix(start, prompt, residents, match)
-    return RequestPlan(
-        source=start.source,
-        reuse=start.reuse,
+    return replace(
+        start,
         why_not_warmer=_explain_start(start, starts, prompt, known_prefix, layout),
-        resident=start.resident,
-        leader_id=start.leader_id,
-        copy_resident=start.copy_resident,
-        chain=start.chain,
-        checkpoint=start.checkpoint,
         checkpoint_positions=_plan_checkpoints(prompt, start.reuse, layout, checkpoint_gap_max),
         expected_ttft_s=seconds,
         diverges_at=known_prefix.end if known_prefix.diverges else None,
@@ -143,26 +143,23 @@ def plan_request(
 def plan_cold(
     prompt: PromptShape, layout: KvLayout | None, reason: str, checkpoint_gap_max: int = 0, *, costs: Costs = UNMEASURED
 ) -> RequestPlan:
-    """Compute everything, whatever is stored."""
+    """Plan that computes the whole prompt."""
     return RequestPlan(
-        source=COLD,
-        reuse=0,
-        why_not_warmer=reason,
+        COLD,
+        0,
+        reason,
         checkpoint_positions=_plan_checkpoints(prompt, 0, layout, checkpoint_gap_max),
         expected_ttft_s=estimate_prefill_s(0, prompt.tokens, costs.prefill),
     )
 
 
 def plan_restore(tokens: int, match: PrefixMatch, layout: KvLayout | None) -> RequestPlan | None:
-    """Start from what is on disk, however long that takes; None where nothing there is of use."""
-    start = _start_from_disk(match, tokens - 1, layout)
-    if start is None:
-        return None
-    return RequestPlan(RESTORED, start.reuse, "", chain=start.chain, checkpoint=start.checkpoint)
+    """Plan that restores stored rows, however long that takes; None where none can be used."""
+    return _start_from_disk(match, tokens - 1, layout)
 
 
 def plan_restores(match: PrefixMatch, layout: KvLayout | None) -> list[RequestPlan]:
-    """Starts from what is on disk, ascending: at each place where a file ends, or the last one before that."""
+    """Plans that restore, ascending: up to each file's end, or the last usable position before that."""
     ends = {link.upto for link in match.chain} | {each.position for each in match.checkpoints}
     plans = (plan_restore(end + 1, match, layout) for end in sorted(ends))
     return list({plan.reuse: plan for plan in plans if plan}.values())
@@ -178,18 +175,15 @@ def _grid_step(layout: KvLayout | None) -> int:
 
 
 def _shareable_tokens(leader: RunningRequest, limit: int, grid: int) -> int:
-    """How much of what it computes can be shared; on a grid, its last token comes after the last place of a copy."""
-    return (
-        align_to_grid(min(leader.common_tokens, limit, leader.tokens - 1), grid)
-        if grid
-        else min(leader.common_tokens, limit)
-    )
+    """Tokens that a follower can copy; on a grid, the copy ends before the leader's last token."""
+    shared = min(leader.common_tokens, limit)
+    return align_to_grid(min(shared, leader.tokens - 1), grid) if grid else shared
 
 
 def _choose_leader(
     running: Sequence[RunningRequest], reuse: int, limit: int, grid: int, costs: Costs
 ) -> RunningRequest | None:
-    """Whom to follow: who has, or will have, computed more than a start at `reuse` has, and sooner than we could."""
+    """Running request that will have computed more than `reuse` tokens, and sooner than this request could."""
 
     def reach(each: RunningRequest) -> int:
         return _shareable_tokens(each, limit, grid)
@@ -210,14 +204,12 @@ def _plan_checkpoints(prompt: PromptShape, reuse: int, layout: KvLayout | None, 
 
 
 def choose_checkpoint_positions(prompt: PromptShape, start: int, gap_max: int = 0, grid: int = 0) -> tuple[int, ...]:
-    """End of system and tools, the last boundary before the generation prompt, and a stride in between.
+    """Positions at the end of system and tools, at the last boundary before the generation prompt, and strides between.
 
-    With a `gap_max`, strides are no longer than that: a prefill that is saved on its way needs them.  With a `grid`,
-    all lie on it, and its last position in the prompt is one of them.
+    With a `gap_max` strides are no longer than that, for prefixes saved during prefill.  With a `grid` all positions
+    lie on it, and its last position in the prompt is one of them.
     """
-    boundaries = {
-        position for position in (*prompt.boundaries[:1], prompt.turn_end) if start < position < prompt.tokens
-    }
+    boundaries = {at for at in (*prompt.boundaries[:1], prompt.turn_end) if start < at < prompt.tokens}
     stride = _checkpoint_stride(prompt.tokens - start, gap_max, grid)
     stops = sorted({start, *boundaries, prompt.turn_end or prompt.tokens - 1})
     positions = set(boundaries)
@@ -235,76 +227,47 @@ def _checkpoint_stride(tokens: int, gap_max: int, grid: int) -> int:
     return max(grid, align_to_grid(stride, grid))
 
 
-@dataclass(frozen=True)
-class _StartOption:
-    source: str
-    reuse: int
-    resident: str = ""
-    leader_id: str = ""
-    copy_resident: bool = False
-    chain: tuple[SegmentRef, ...] = ()
-    checkpoint: CheckpointRef | None = None
-
-
-def _start_cold() -> _StartOption:
-    return _StartOption(COLD, 0)
-
-
-def _start_from_resident(residents: Sequence[ResidentCandidate], limit: int, grid: int) -> _StartOption | None:
-    """Of those that reach as far, one that need not be copied: what is left behind piles up.  Of these the shortest,
-    since least of it is given up.
+def _start_from_resident(residents: Sequence[ResidentCandidate], limit: int, grid: int) -> RequestPlan | None:
+    """Start from the resident that reaches furthest; among equals one that need not be copied, since copies pile up,
+    and the shortest of these, since least of its rows are dropped.
     """
-    starts = []
-    for each in residents:
-        reuse = find_usable_position(each, limit, grid)
-        copy_resident = _needs_copy(each, reuse)
-        starts.append(
-            (
-                reuse,
-                not copy_resident,
-                -each.tokens,
-                _StartOption(RESIDENT, reuse, resident=each.resident, copy_resident=copy_resident),
-            )
-        )
-    best = max(starts, key=lambda entry: entry[:3], default=None)
-    return best[3] if best and best[0] > 0 else None
+    usable = [(find_usable_position(each, limit, grid), each) for each in residents]
+    ranked = [(reuse, not _needs_copy(each, reuse), -each.tokens, each) for reuse, each in usable if reuse > 0]
+    if not ranked:
+        return None
+    reuse, is_owned, _, best = max(ranked, key=lambda entry: entry[:3])
+    return RequestPlan(RESIDENT, reuse, resident=best.resident, copy_resident=not is_owned)
 
 
 def _needs_copy(candidate: ResidentCandidate, reuse: int) -> bool:
-    """It is another conversation's, or what would be given up of it exists nowhere else yet."""
+    """True if the resident is another conversation's, or rows past `reuse` are not on disk yet."""
     return candidate.common_tokens < candidate.turn_end or (reuse < candidate.tokens and not candidate.durable)
 
 
 def find_usable_position(candidate: ResidentCandidate, limit: int, grid: int = 0) -> int:
-    """The deepest token count from which this resident can go on with the prompt; 0 where there is none."""
+    """Last position from which this resident can continue with the prompt; 0 where there is none."""
     reach = align_to_grid(min(candidate.common_tokens, candidate.tokens, limit), grid)
     if not candidate.positions:
         return reach
-    usable = (
-        position for position in candidate.positions if position <= reach and position == align_to_grid(position, grid)
-    )
-    return max(usable, default=0)
+    return max((at for at in candidate.positions if at <= reach and at == align_to_grid(at, grid)), default=0)
 
 
-def _start_from_disk(match: PrefixMatch, limit: int, layout: KvLayout | None) -> _StartOption | None:
+def _start_from_disk(match: PrefixMatch, limit: int, layout: KvLayout | None) -> RequestPlan | None:
     if not layout or not layout.persistent:
         return None
     position, checkpoint = align_to_grid(min(match.tokens, limit), layout.grid), None
     if layout.has_states:
-        usable = [
-            each
-            for each in match.checkpoints
-            if each.position <= position and each.position == align_to_grid(each.position, layout.grid)
-        ]
+        reachable = (each for each in match.checkpoints if each.position <= position)
+        usable = (each for each in reachable if each.position == align_to_grid(each.position, layout.grid))
         checkpoint = max(usable, key=lambda each: each.position, default=None)
         position = checkpoint.position if checkpoint else 0
     if position <= 0:
         return None
-    return _StartOption(RESTORED, position, chain=truncate_chain(match.chain, position), checkpoint=checkpoint)
+    return RequestPlan(RESTORED, position, chain=truncate_chain(match.chain, position), checkpoint=checkpoint)
 
 
 def truncate_chain(chain: Sequence[SegmentRef], position: int) -> tuple[SegmentRef, ...]:
-    """The part of a chain that gives exactly the rows [0, position)."""
+    """Part of a chain with exactly the rows [0, position)."""
     return tuple(
         SegmentRef(id=link.id, start=link.start, end=link.end, upto=min(link.upto, position))
         for link in chain
@@ -312,7 +275,7 @@ def truncate_chain(chain: Sequence[SegmentRef], position: int) -> tuple[SegmentR
     )
 
 
-def _estimate_ttft_s(start: _StartOption, tokens: int, layout: KvLayout | None, costs: Costs) -> float:
+def _estimate_ttft_s(start: RequestPlan, tokens: int, layout: KvLayout | None, costs: Costs) -> float:
     computing = estimate_prefill_s(start.reuse, tokens, costs.prefill)
     if start.source != RESTORED or not layout:
         return computing
@@ -321,7 +284,7 @@ def _estimate_ttft_s(start: _StartOption, tokens: int, layout: KvLayout | None, 
 
 
 def estimate_prefill_s(start: int, end: int, rates: Sequence[PrefillRate]) -> float:
-    """Time to compute [start, end), each stretch at the rate measured nearest above its context length."""
+    """Seconds to compute tokens [start, end), each stretch at the rate measured nearest above its context length."""
     usable = sorted((rate for rate in rates if rate.tokens_per_s > 0), key=lambda rate: rate.tokens)
     seconds, at = 0.0, start
     for rate in usable[:-1]:
@@ -333,8 +296,8 @@ def estimate_prefill_s(start: int, end: int, rates: Sequence[PrefillRate]) -> fl
 
 
 def _explain_start(
-    start: _StartOption,
-    options: Sequence[_StartOption | None],
+    start: RequestPlan,
+    options: Sequence[RequestPlan],
     prompt: PromptShape,
     known_prefix: "_KnownPrefix",
     layout: KvLayout | None,
@@ -344,20 +307,20 @@ def _explain_start(
         return ""
     if start.leader_id:
         return f"another request computes the first {start.reuse} tokens"
-    slower_reuse = max((other.reuse for other in options if other), default=0)
+    slower_reuse = max(other.reuse for other in options)
     if slower_reuse > start.reuse:
         return f"restoring {slower_reuse} tokens would take longer"
     if layout and not layout.persistent and start.source == COLD:
         return f"not persistent: {layout.why_not}" if layout.why_not else "not persistent"
     if grid and align_to_grid(limit, grid) <= start.reuse:
         return _explain_grid(grid)
-    if _has_fixed_positions(layout) and start.reuse < align_to_grid(known_prefix.end, grid):
+    if has_fixed_positions(layout) and start.reuse < align_to_grid(known_prefix.end, grid):
         return f"{known_prefix.reason}; no checkpoint after token {start.reuse}"
     return f"{known_prefix.reason}; {_explain_grid(grid)}" if grid else known_prefix.reason
 
 
-def _has_fixed_positions(layout: KvLayout | None) -> bool:
-    """And not just anywhere."""
+def has_fixed_positions(layout: KvLayout | None) -> bool:
+    """True if rows can be continued only from checkpoints or window starts, not from any position."""
     return layout is not None and (layout.has_states or layout.has_windows)
 
 
@@ -367,7 +330,7 @@ def _explain_grid(grid: int) -> str:
 
 @dataclass(frozen=True)
 class _KnownPrefix:
-    """How many of the prompt's tokens were computed before, as far as is known, and why no more."""
+    """Prefix of the prompt that was computed before, as far as is known, and why it ends."""
 
     end: int
     reason: str
@@ -376,16 +339,14 @@ class _KnownPrefix:
 
 
 def _find_known_prefix(
-    start: _StartOption, prompt: PromptShape, residents: Sequence[ResidentCandidate], match: PrefixMatch
+    start: RequestPlan, prompt: PromptShape, residents: Sequence[ResidentCandidate], match: PrefixMatch
 ) -> _KnownPrefix:
-    """What reaches furthest; of the same, what differs there, then what is in memory where the start is, the youngest
-    first.
+    """Longest known prefix; among equals a divergent one, then one where the start is: in memory, the youngest first,
+    or on disk.
     """
-    stored_prefix, resident_prefixes = (
-        _find_stored_prefix(match, prompt),
-        [_find_resident_prefix(each, prompt) for each in reversed(residents)],
-    )
-    prefixes = [*resident_prefixes, stored_prefix] if start.source == RESIDENT else [stored_prefix, *resident_prefixes]
+    stored = _find_stored_prefix(match, prompt)
+    resident = [_find_resident_prefix(each, prompt) for each in reversed(residents)]
+    prefixes = [*resident, stored] if start.source == RESIDENT else [stored, *resident]
     return max(prefixes, key=lambda each: (each.end, each.diverges))
 
 
@@ -406,7 +367,7 @@ def _find_resident_prefix(candidate: ResidentCandidate, prompt: PromptShape) -> 
 
 @dataclass(frozen=True)
 class TokenLocation:
-    """Where a token lies: in one of messages `first` to `last`, or in the tools, or after all; or nobody knows."""
+    """Place of a token: in one of messages `first` to `last`, in the tools, after all messages, or unknown."""
 
     first_message: int = 0
     last_message: int = 0
@@ -416,22 +377,19 @@ class TokenLocation:
 
     @property
     def description(self) -> str:
-        """For people: ", in message 4 (assistant): ..."; "" where nobody knows."""
+        """Text such as ", in message 4 (assistant): ..."; "" where unknown."""
         if self.is_after_last_message:
             return ", after the last message"
         if self.role == TOOLS_ROLE:
             return ", in the tools"
         if self.first_message < self.last_message:
             return f", in messages {self.first_message} to {self.last_message}"
-        return (
-            f", in message {self.last_message} ({self.role})" + (f": {self.note}" if self.note else "")
-            if self.last_message
-            else ""
-        )
+        note = f": {self.note}" if self.note else ""
+        return f", in message {self.last_message} ({self.role}){note}" if self.last_message else ""
 
 
 def locate_token(messages: Sequence[MessageEnd], position: int) -> TokenLocation:
-    """Where token `at` lies."""
+    """Place of the token at `position`."""
     after = next((index for index, message in enumerate(messages) if message.end > position), None)
     if after is None:
         return TokenLocation(is_after_last_message=bool(messages))
@@ -441,7 +399,5 @@ def locate_token(messages: Sequence[MessageEnd], position: int) -> TokenLocation
         return TokenLocation(role=TOOLS_ROLE)
     if first < last.number:
         return TokenLocation(first, last.number)
-    note = (
-        last.note if position - start < NOTE_TOKENS else ""
-    )  # reasoning comes first: what differs later is something else
+    note = last.note if position - start < NOTE_TOKENS else ""  # of the reasoning, which comes first in a message
     return TokenLocation(last.number, last.number, last.role, note)

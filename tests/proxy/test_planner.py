@@ -82,7 +82,7 @@ def test_plan(case: Case) -> None:
     assert (plan.checkpoint.position if plan.checkpoint else plan.reuse) == plan.reuse
 
 
-def test_the_shortest_of_equal_residents_is_continued() -> None:
+def test_shortest_of_equal_residents_is_chosen() -> None:
     residents = [ResidentCandidate("long", 900, 200), ResidentCandidate("exact", 200, 200)]
     assert plan_request(PromptShape(300), residents, stored(0), layout(), COSTS).resident == "exact"
 
@@ -92,14 +92,14 @@ def test_the_shortest_of_equal_residents_is_continued() -> None:
     [(250, False), (200, False), (180, False), (179, True), (20, True)],
     ids=["all of it", "into its answer", "all of its prompt's messages", "less than these", "a system prompt"],
 )
-def test_only_the_same_conversation_takes_a_resident_over(common: int, keep: bool) -> None:
+def test_only_same_conversation_takes_resident_over(common: int, keep: bool) -> None:
     """A turn that repeats all messages of the last one goes on with it; what shares less is another's."""
     resident = ResidentCandidate("r", 250, common, turn_end=180, durable=True)
     plan = plan_request(PromptShape(300), [resident], stored(0), layout(), COSTS)
     assert (plan.resident, plan.reuse, plan.copy_resident) == ("r", common, keep)
 
 
-def test_a_tail_that_exists_nowhere_else_yet_is_not_given_up() -> None:
+def test_unsaved_tail_is_copied() -> None:
     fresh = ResidentCandidate("r", 250, 200, turn_end=180)
     assert plan_request(PromptShape(300), [fresh], stored(0), layout(), COSTS).copy_resident
     whole = ResidentCandidate("r", 250, 250, turn_end=180)
@@ -107,7 +107,7 @@ def test_a_tail_that_exists_nowhere_else_yet_is_not_given_up() -> None:
 
 
 @pytest.mark.parametrize("mine_first", [True, False])
-def test_its_own_resident_goes_before_one_that_would_be_copied(mine_first: bool) -> None:
+def test_own_resident_goes_before_copied_one(mine_first: bool) -> None:
     """In exact mode all that share a system prompt may end at one place; what is not taken over stays, and piles up."""
     mine, others = (
         ResidentCandidate("mine", 200, 260, turn_end=260),
@@ -116,8 +116,8 @@ def test_its_own_resident_goes_before_one_that_would_be_copied(mine_first: bool)
     residents = [mine, others] if mine_first else [others, mine]
     plan = plan_request(PromptShape(300), residents, stored(0), layout(grid=100), COSTS)
     assert (plan.resident, plan.reuse, plan.copy_resident) == ("mine", 200, False)
-    longer = replace(mine, tokens=280, common=220, turn_end=210, durable=True)
-    plan = plan_request(PromptShape(300), [replace(others, common=220), longer], stored(0), layout(grid=100), COSTS)
+    longer = replace(mine, tokens=280, common_tokens=220, turn_end=210, durable=True)
+    plan = plan_request(PromptShape(300), [replace(others, common_tokens=220), longer], stored(0), layout(grid=100), COSTS)
     assert (plan.resident, plan.copy_resident) == ("mine", False)
 
 
@@ -128,12 +128,12 @@ LEADER = RunningRequest("leader", common_tokens=300, tokens=300, prefilled=100, 
     ("running", "source", "reuse"),
     [
         ([LEADER], "shared", 299),
-        ([replace(LEADER, common=250)], "shared", 250),
-        ([replace(LEADER, common=63)], "cold", 0),
+        ([replace(LEADER, common_tokens=250)], "shared", 250),
+        ([replace(LEADER, common_tokens=63)], "cold", 0),
         ([replace(LEADER, prefilled=0)], "shared", 299),
         ([replace(LEADER, prefilled=0, started=False)], "shared", 299),
         ([replace(LEADER, tokens=9000, started=False)], "cold", 0),
-        ([replace(LEADER, common=100), replace(LEADER, request_id="further", common=200)], "shared", 200),
+        ([replace(LEADER, common_tokens=100), replace(LEADER, request_id="further", common_tokens=200)], "shared", 200),
         ([], "cold", 0),
     ],
     ids=[
@@ -147,13 +147,13 @@ LEADER = RunningRequest("leader", common_tokens=300, tokens=300, prefilled=100, 
         "nobody",
     ],
 )
-def test_what_another_request_computes_is_shared(running: list[RunningRequest], source: str, reuse: int) -> None:
+def test_running_prefill_is_shared(running: list[RunningRequest], source: str, reuse: int) -> None:
     plan = plan_request(PromptShape(300), [], stored(0), layout(), COSTS, running=running)
     assert (plan.source, plan.reuse) == (source, reuse)
     assert plan.leader_id == (running[-1].request_id if source == "shared" else "")
 
 
-def test_nobody_is_followed_for_what_is_there_already() -> None:
+def test_no_leader_for_known_prefix() -> None:
     resident = ResidentCandidate("r", 290, 290)
     assert plan_request(PromptShape(300), [resident], stored(0), layout(), COSTS, running=[LEADER]).source == "resident"
     behind = replace(LEADER, prefilled=0)
@@ -165,11 +165,11 @@ def test_nobody_is_followed_for_what_is_there_already() -> None:
     )
 
 
-def test_restores_and_prefills_are_timed_without_measurements() -> None:
+def test_plan_without_measured_rates() -> None:
     assert plan_request(PromptShape(300), [], stored(200), layout(), Costs()).source == "restored"
 
 
-def test_prefill_gets_slower_with_length() -> None:
+def test_prefill_estimate_uses_rates_by_length() -> None:
     rates = [PrefillRate(tokens=100, tokens_per_s=100.0), PrefillRate(tokens=1000, tokens_per_s=10.0)]
     assert estimate_prefill_s(0, 100, rates) == pytest.approx(1.0)
     assert estimate_prefill_s(50, 150, rates) == pytest.approx(0.5 + 5.0)
@@ -189,12 +189,12 @@ def test_prefill_gets_slower_with_length() -> None:
         (PromptShape(1), 0, ()),
     ],
 )
-def test_checkpoints(prompt: PromptShape, start: int, positions: tuple[int, ...]) -> None:
+def test_checkpoint_positions(prompt: PromptShape, start: int, positions: tuple[int, ...]) -> None:
     assert choose_checkpoint_positions(prompt, start) == positions
     assert plan_cold(prompt, layout(), "").checkpoint_positions == ()
 
 
-def test_checkpoints_are_where_a_prefill_is_saved_on_its_way() -> None:
+def test_checkpoint_gap_is_limited() -> None:
     prompt = PromptShape(40_000, (100,), 0)
     assert choose_checkpoint_positions(prompt, 0, 4096) == (100, *range(4096, 40_000 - 512, 4096))
     assert choose_checkpoint_positions(prompt, 0, 8192) == choose_checkpoint_positions(prompt, 0)
@@ -218,7 +218,7 @@ TOOLS, LAST = MessageEnd(end=40, number=0, role="tools"), MessageEnd(end=290, nu
         (290, ", after the last message"),
     ],
 )
-def test_a_difference_is_told_in_terms_of_messages(at: int, where: str) -> None:
+def test_divergence_is_located_in_messages(at: int, where: str) -> None:
     prompt = PromptShape(300, messages=(TOOLS, SYSTEM, QUESTION, ANSWER, LAST))
     here = stored(at, why=f"differs from what is stored at token {at}")
     here.is_divergent = True
@@ -229,7 +229,7 @@ def test_a_difference_is_told_in_terms_of_messages(at: int, where: str) -> None:
     assert plan.why_not_warmer == f"differs from what is in memory at token {at}{where}"
 
 
-def test_of_two_reasons_the_one_that_reaches_further_is_told() -> None:
+def test_reason_of_longest_prefix_is_given() -> None:
     prompt, stopped = PromptShape(300, messages=(QUESTION,)), stored(200, why="stored up to token 200")
     plan = plan_request(prompt, [ResidentCandidate("r", 90, 60)], stopped, layout(), COSTS)
     assert plan.why_not_warmer == "stored up to token 200"
@@ -275,7 +275,7 @@ def test_exact_plan(case: Case) -> None:
 @pytest.mark.parametrize(
     ("common", "keep"), [(150, False), (140, False), (139, True)], ids=["all of it", "its turn", "less than its turn"]
 )
-def test_a_resident_that_ends_before_its_turn_does_is_taken_over_by_its_own_conversation_alone(
+def test_resident_shorter_than_its_turn_is_taken_over_by_own_conversation(
     common: int, keep: bool
 ) -> None:
     resident = ResidentCandidate("r", 128, common, turn_end=140, durable=True)
@@ -287,13 +287,13 @@ def test_a_resident_that_ends_before_its_turn_does_is_taken_over_by_its_own_conv
     ("leader", "source", "reuse"),
     [
         (LEADER, "shared", 256),
-        (replace(LEADER, common=127), "shared", 64),
-        (replace(LEADER, common=128, tokens=128), "shared", 64),
-        (replace(LEADER, common=63), "cold", 0),
+        (replace(LEADER, common_tokens=127), "shared", 64),
+        (replace(LEADER, common_tokens=128, tokens=128), "shared", 64),
+        (replace(LEADER, common_tokens=63), "cold", 0),
     ],
     ids=["the same prompt", "a part of it", "its last token comes after its last place", "less than the grid"],
 )
-def test_in_exact_mode_a_leader_is_left_on_the_grid(leader: RunningRequest, source: str, reuse: int) -> None:
+def test_leader_is_copied_on_grid(leader: RunningRequest, source: str, reuse: int) -> None:
     plan = plan_request(PromptShape(300), [], stored(0), EXACT, COSTS, running=[leader])
     assert (plan.source, plan.reuse) == (source, reuse)
 
@@ -311,11 +311,11 @@ def test_in_exact_mode_a_leader_is_left_on_the_grid(leader: RunningRequest, sour
         (PromptShape(5000), 0, (2048, 4096, 4992)),
     ],
 )
-def test_checkpoints_on_the_grid(prompt: PromptShape, start: int, positions: tuple[int, ...]) -> None:
+def test_checkpoint_positions_on_grid(prompt: PromptShape, start: int, positions: tuple[int, ...]) -> None:
     assert choose_checkpoint_positions(prompt, start, grid=GRID) == positions
 
 
-def test_strides_are_as_long_as_the_grid_allows() -> None:
+def test_checkpoint_strides_on_grid() -> None:
     prompt = PromptShape(20_000, (), 0)
     assert choose_checkpoint_positions(prompt, 0, grid=4096) == (4096, 8192, 12_288, 16_384)
     assert choose_checkpoint_positions(prompt, 0, gap_max=8192, grid=1000) == (*range(4000, 20_000, 4000), 19_000)
@@ -358,7 +358,7 @@ def prompts(draw: st.DrawFn) -> PromptShape:
     has_states=st.booleans(),
     grid=st.sampled_from([0, 16, 64, 512]),
 )
-def test_whatever_is_there_a_start_is_one_that_the_model_can_go_on_from(
+def test_any_plan_is_continuable(
     prompt: PromptShape,
     residents: list[ResidentCandidate],
     match: PrefixMatch,

@@ -150,7 +150,7 @@ def build_live_request(request: Request) -> LiveRequest:
         endpoint=request_log.endpoint,
         client_model=request_log.client_model,
         client_session=request_log.session_hint,
-        phase=_request_phase(request),
+        phase=request.status,
         source=request_log.plan.source if request_log.plan else "",
         age_s=request_log.elapsed_s(),
         queue_s=request_log.queue_s,
@@ -162,9 +162,3 @@ def build_live_request(request: Request) -> LiveRequest:
         spoken=request.content_chunks,
         choices=len(request.branches),
     )
-
-
-def _request_phase(request: Request) -> str:
-    if request.response_done.is_set():
-        return "settling" if request.released.is_set() else "ending"
-    return request.stage

@@ -1,4 +1,4 @@
-"""What an API is to the rest of the proxy: a reader of bodies and a writer of answers.  No I/O; event loop thread."""
+"""Interface of an API: a reader of bodies and an encoder of responses.  No I/O; event loop thread."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,11 +8,10 @@ import msgspec
 
 from warmline_proxy.errors import ClientError
 
-Fields = dict[str, Any]  # JSON values; what we don't look into stays msgspec.Raw, the bytes that came
+Fields = dict[str, Any]  # JSON values; those not looked into stay msgspec.Raw, byte for byte
 Chunk = dict[str, msgspec.Raw]
 
-# Chat's parameters that APIs with a body of their own have under the same names, and ours beyond theirs.  What is wrong
-# with them is the backend's to say.
+# Chat parameters that other APIs have under the same names, and ours.  The backend refuses invalid values.
 PASSTHROUGH_FIELDS = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "repetition_context_size"}
     | {"presence_penalty", "frequency_penalty", "logit_bias", "ignore_eos", "chat_template_kwargs", "cache_prompt"}
@@ -22,31 +21,31 @@ PASSTHROUGH_FIELDS = frozenset(
 
 @dataclass(frozen=True)
 class ApiCall:
-    """One generation as the client asked for it."""
+    """A call for generation, as read from the client's body."""
 
     api: "Api"
     fields: Fields  # in the internal form, OpenAI's body of the api's `endpoint`, without nulls
     client_model: str | None  # as sent; None where absent
     stream: bool
-    session_hint: str  # what the client calls the conversation; never proof of anything
-    retry_count: int = 0  # the client's own count of this request's tries
+    session_hint: str  # the client's name of the conversation; unauthenticated
+    retry_count: int = 0  # the client's count of this request's tries
     include_usage: bool = False  # in a stream of OpenAI's
-    api_options: Any = None  # what the api itself wants to remember of the body, for its answer
+    api_options: Any = None  # the api's own, for its encoder
 
     @property
     def can_reuse(self) -> bool:
-        """False where the client wants it computed cold, by llama.cpp's `cache_prompt`."""
+        """False where llama.cpp's `cache_prompt` asks for a cold start."""
         value = self.fields.get("cache_prompt")
         return bytes(value) != b"false" if isinstance(value, msgspec.Raw) else value is not False
 
     def build_prompt_body(self, served_model: str) -> Fields:
-        """For POST /kv/prompts, where what is wrong with it is found."""
+        """Body for POST /kv/prompts, where the backend validates it."""
         return {**self.fields, "model": served_model}
 
 
 @dataclass(frozen=True)
 class ResponseStart:
-    """What is known of an answer before its first chunk."""
+    """Facts of a response known before its first chunk."""
 
     request_id: str
     model: str  # the served model's name
@@ -55,36 +54,36 @@ class ResponseStart:
 
 
 class ResponseEncoder(Protocol):
-    """One answer on its way to its client.  Gets each chunk of the backend's stream once, in order, whether its client
-    wants a stream or one JSON; both must say the same.
+    """Encoder of one response.  Gets each chunk of the backend's stream once, in order, for a stream as for a JSON
+    response; both must have the same content.
     """
 
     def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
-        """What a stream says now, as server-sent events; b"" for nothing.  `raw` is the event as it came."""
+        """Server-sent events for a chunk; b"" for none.  `raw`: the chunk as it came."""
 
     def encode_done(self) -> bytes:
-        """The clean end of a stream."""
+        """End of a complete stream."""
 
     def encode_json(self) -> bytes:
-        """The answer as one JSON, once all chunks are in."""
+        """JSON response, after the last chunk."""
 
     def encode_stream_error(self, error: ClientError) -> bytes:
-        """As the api's, for a stream in which this answer has begun."""
+        """Events that end a failed stream whose response has begun."""
 
 
 class Api(Protocol):
-    """One API.  Has no state of its own."""
+    """One API, without state."""
 
     name: str  # in records and PERF lines
     endpoint: str  # of the internal form: "chat" or "completion"
 
     def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
-        """Raises ClientError 400, in any API's words: `refusal` puts it into this one's."""
+        """Raises ClientError 400, which `encode_error` puts into this API's form."""
 
     def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> ResponseEncoder: ...
 
     def encode_error(self, error: ClientError) -> bytes:
-        """An error's JSON body."""
+        """JSON body of an error."""
 
     def encode_stream_error(self, error: ClientError) -> bytes:
-        """The server-sent events that end a stream that failed after its headers, but before its answer began."""
+        """Events that end a stream that failed after its headers, but before its response began."""

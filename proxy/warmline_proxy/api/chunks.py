@@ -1,11 +1,17 @@
-"""The backend's chunks as typed values: for APIs that write their answers anew.  Unknown fields are ignored."""
+"""The backend's chunks as typed values, and the encoder of APIs with events of their own.  Pure."""
 
-from typing import Any
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import msgspec
 
 from warmline_common.protocol.messages import decode
-from warmline_proxy.errors import bad_gateway
+from warmline_common.protocol.sse import encode_event
+from warmline_proxy.api.base import Chunk
+from warmline_proxy.errors import ClientError, bad_gateway
+
+Event = dict[str, Any]  # with a `type`
 
 
 class ChunkFunction(msgspec.Struct, frozen=True):
@@ -14,7 +20,7 @@ class ChunkFunction(msgspec.Struct, frozen=True):
 
 
 class ChunkToolCall(msgspec.Struct, frozen=True):
-    """A tool call, or more of its arguments: then without id and name."""
+    """A tool call, or, without id and name, more of its arguments."""
 
     index: int = 0
     id: str | None = None
@@ -36,7 +42,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     delta: ChunkDelta = ChunkDelta()
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None  # "stop", "length" or "tool_calls"
-    stop_reason: str | int | None = None  # the stop word that ended it, where one did
+    stop_reason: str | int | None = None  # the stop sequence that was met, if one was
 
 
 class _PromptDetails(msgspec.Struct, frozen=True):
@@ -59,20 +65,65 @@ class ChunkUsage(msgspec.Struct, frozen=True):
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """None where the backend doesn't count them."""
+        """None where the backend does not count them."""
         return self.completion_tokens_details.reasoning_tokens if self.completion_tokens_details else None
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
-    """One chunk of a chat."""
+    """One chunk of a chat completion."""
 
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None
 
 
 def decode_chunk(raw: bytes) -> ChatChunk:
-    """Raises ClientError 502 for what is no chunk."""
+    """Raises ClientError 502 where `raw` is no chunk."""
     try:
         return decode(raw, ChatChunk)
     except msgspec.DecodeError as error:
         raise bad_gateway(f"The backend sent an unreadable chunk: {error}") from error
+
+
+class EventSource(Protocol):
+    """Events of one answer, as an API names them, from the backend's chunks."""
+
+    def add_chunk(self, chunk: ChatChunk) -> Iterable[Event]: ...
+
+    def end(self) -> Iterable[Event]: ...
+
+    def fail(self, error: ClientError) -> Iterable[Event]:
+        """Last events of a stream whose answer has begun."""
+
+    def build_result(self) -> dict[str, Any]:
+        """The whole answer, after `end`."""
+
+
+class EventEncoder:
+    """ResponseEncoder of an API whose streams are typed events and whose JSON is their result."""
+
+    def __init__(self, events: EventSource, stream: bool) -> None:
+        self._events, self._stream = events, stream
+
+    def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
+        return self._emit(self._events.add_chunk(decode_chunk(raw)))
+
+    def encode_done(self) -> bytes:
+        return self._emit(self._events.end())
+
+    def encode_json(self) -> bytes:
+        self._emit(self._events.end())
+        return msgspec.json.encode(self._events.build_result())
+
+    def encode_stream_error(self, error: ClientError) -> bytes:
+        return encode_events(self._events.fail(error))
+
+    def _emit(self, events: Iterable[Event]) -> bytes:
+        if self._stream:
+            return encode_events(events)
+        deque(events, maxlen=0)  # run for their effect on the result
+        return b""
+
+
+def encode_events(events: Iterable[Event]) -> bytes:
+    """Server-sent events, named by their `type`."""
+    return b"".join(encode_event(msgspec.json.encode(event), event["type"]) for event in events)

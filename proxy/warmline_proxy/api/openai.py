@@ -1,11 +1,14 @@
-"""OpenAI's chat and completions: the internal form itself.  Values that we don't need stay the bytes that came."""
+"""OpenAI's chat and completions, the internal form itself, and the list of models.
+
+Values that are not read stay the bytes that came.  Pure.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from warmline_common.protocol.messages import decode
+from warmline_common.protocol.messages import BackendStatus, decode
 from warmline_common.protocol.sse import DONE, ChunkAggregator, encode_event
 from warmline_proxy.api.base import ApiCall, Chunk, ResponseStart
 from warmline_proxy.errors import ClientError
@@ -17,15 +20,17 @@ from warmline_proxy.http.body_fields import (
     parse_retry_count,
 )
 
+MODELS_PATH = "/v1/models"
+
 
 class OpenAIApi:
-    """An apis.Api."""
+    """Api of /v1/chat/completions and /v1/completions."""
 
     def __init__(self, endpoint: str) -> None:
         self.name = self.endpoint = endpoint
 
     def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
-        """Wrong types of what only the backend needs are for the backend to refuse."""
+        """Raises ClientError 400; wrong types of fields that only the backend needs are refused by the backend."""
         fields = parse_object(body)
         options = decode_optional_field(fields, "stream_options", dict) or {}
         return ApiCall(
@@ -50,22 +55,22 @@ class OpenAIApi:
 
 class _OpenAIEncoder:
     def __init__(self, call: ApiCall) -> None:
-        self._call, self._fold = call, None if call.stream else ChunkAggregator()
+        self._call, self._aggregator = call, None if call.stream else ChunkAggregator()
 
     def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
-        if self._fold is not None:
-            self._fold.add(decode(raw, dict[str, Any]))
+        if self._aggregator is not None:
+            self._aggregator.add(decode(raw, dict[str, Any]))
             return b""
         if not self._call.include_usage and _is_usage_only(chunk):
             return b""
-        return encode_event(self._rewrite(chunk).replace(b"\n", b"\ndata: "))  # newlines between JSON's tokens, if any
+        return encode_event(self._rewrite(chunk).replace(b"\n", b"\ndata: "))  # JSON may be written over several lines
 
     def encode_done(self) -> bytes:
         return DONE
 
     def encode_json(self) -> bytes:
-        assert self._fold is not None
-        completion = self._fold.result()
+        assert self._aggregator is not None
+        completion = self._aggregator.result()
         if self._call.client_model is not None:
             completion["model"] = self._call.client_model
         return msgspec.json.encode(completion)
@@ -74,7 +79,7 @@ class _OpenAIEncoder:
         return encode_event(error.body)
 
     def _rewrite(self, chunk: Chunk) -> bytes:
-        """The chunk under the client's model name; all other values are the bytes that came."""
+        """The chunk with the client's model name; all other values are the bytes that came."""
         if self._call.client_model is not None and "model" in chunk:
             chunk["model"] = msgspec.Raw(msgspec.json.encode(self._call.client_model))
         if not self._call.include_usage:
@@ -84,3 +89,21 @@ class _OpenAIEncoder:
 
 def _is_usage_only(chunk: Chunk) -> bool:
     return "usage" in chunk and bytes(chunk.get("choices", b"[]")) == b"[]"
+
+
+def is_models_path(path: str) -> bool:
+    return path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")
+
+
+def build_models_reply(path: str, status: BackendStatus) -> dict[str, Any]:
+    """List of the served model; for a path with a model's name, slashes included, its entry: any name is served."""
+    if name := path.removeprefix(MODELS_PATH).strip("/"):
+        return _model_entry(name, status)
+    return {"object": "list", "data": [_model_entry(status.model, status)]}
+
+
+def _model_entry(name: str, status: BackendStatus) -> dict[str, Any]:
+    """Entry under `name`; `root` is the served model, `max_model_len`, as in vLLM, is left out without a limit."""
+    limit = {"max_model_len": status.context_tokens_max} if status.context_tokens_max else {}
+    about = {"object": "model", "created": status.model_created, "owned_by": "warmline", "root": status.model}
+    return {"id": name, **about, **limit}

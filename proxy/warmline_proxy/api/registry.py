@@ -1,7 +1,7 @@
-"""The APIs that clients speak.
+"""APIs of clients, by path.
 
-Each reads its own bodies into one internal form, OpenAI's chat (or completion) body, and writes the backend's chunks as
-its own events; what lies between knows of one form alone, so all share the cache.
+Each reads its bodies into one internal form, OpenAI's chat (or completion) body, and encodes the backend's chunks as
+its own events; the rest of the proxy knows only the internal form, so all APIs share the cache.
 """
 
 from warmline_proxy.api.anthropic.adapter import MessagesApi
@@ -27,5 +27,5 @@ APIS: dict[str, Api] = {
 
 
 def find_api(path: str) -> Api:
-    """The API that a path belongs to, so that a refusal, too, is in words that its client knows; chat where none is."""
+    """API of a path, in whose form errors are encoded; chat for unknown paths."""
     return MESSAGES if path.startswith(f"{MESSAGES_PATH}/") else APIS.get(path, CHAT)

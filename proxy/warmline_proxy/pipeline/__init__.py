@@ -1,0 +1,1 @@
+"""Life of a request in eight steps (DESIGN.md).  May import explain, request and below.  Event loop thread."""

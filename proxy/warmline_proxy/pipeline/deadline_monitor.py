@@ -1,4 +1,4 @@
-"""Looks after all requests ten times a second: rings the alarm of whoever is overdue, keeps waiting clients patient."""
+"""Monitor of all requests, ten times a second: cancels overdue ones, sends heartbeats to waiting clients."""
 
 import asyncio
 import logging
@@ -14,11 +14,11 @@ from warmline_proxy.upstream.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-HEARTBEAT_INTERVAL_S = 15.0  # between signs of life to one client
+HEARTBEAT_INTERVAL_S = 15.0  # to one client
 
 
 class DeadlineMonitor:
-    """Reads the lives, and tells them; owned by the event loop.  `run` is its one task."""
+    """Owned by the event loop.  `run` is its one task."""
 
     def __init__(
         self, requests: Iterable[Request], watchdog: Watchdog, background: BackgroundTasks, heartbeat_after_s: float
@@ -31,33 +31,33 @@ class DeadlineMonitor:
             await asyncio.sleep(TICK_S)
             try:
                 self._tick(time.monotonic())
-            except Exception:  # one request's trouble must not leave the others without a watch
+            except Exception:  # one request's failure must not end the monitor
                 log.exception("looking after the requests failed")
 
     def _tick(self, now: float) -> None:
-        unfinished = [life for life in self._requests if life.release_task is None and not life.response.is_closed]
-        running = sum(life.is_computing for life in self._requests)
-        for life in unfinished:
-            if error := self._find_violation(life, now, running):
-                life.cancel(error)
-            elif self._is_heartbeat_due(life, now):
-                self._background.spawn(life.response.send_heartbeat(), f"heartbeat {life.log.id}")
+        unfinished = [
+            request for request in self._requests if request.release_task is None and not request.response.is_closed
+        ]
+        running = sum(request.is_computing for request in self._requests)
+        for request in unfinished:
+            if error := self._find_violation(request, now, running):
+                request.cancel(error)
+            elif self._is_heartbeat_due(request, now):
+                self._background.spawn(request.response.send_heartbeat(), f"heartbeat {request.log.id}")
 
     def _find_violation(self, request: Request, now: float, running: int) -> ClientError | None:
         if request.generation and request.generation.backlog_bytes > BACKLOG_BYTES_MAX:
-            return gateway_timeout(
-                f"its client left {BACKLOG_BYTES_MAX >> 20} MiB of the answer unread", "client_too_slow"
-            )
+            reason = f"its client left {BACKLOG_BYTES_MAX >> 20} MiB of the answer unread"
+            return gateway_timeout(reason, "client_too_slow")
         return find_missed_deadline(request.timeouts, request.clock, now, self._watchdog.slowest_recent_step_s, running)
 
     def _is_heartbeat_due(self, request: Request, now: float) -> bool:
-        """Only while there is progress: of its own, or, while it waits for its turn, of the engine."""
+        """Due only while there is progress: of the request, or of the engine while the request waits."""
         if request.call is None or not (request.call.stream or self._heartbeat_after_s):
             return False
         interval_s = HEARTBEAT_INTERVAL_S
         if not request.call.stream:
-            interval_s = (
-                min(interval_s, self._heartbeat_after_s) if request.response.has_started else self._heartbeat_after_s
-            )
+            after_s = self._heartbeat_after_s
+            interval_s = min(interval_s, after_s) if request.response.has_started else after_s
         progressed_at = request.clock.progressed_at or self._watchdog.last_step_at
         return now - request.response.last_write_at >= interval_s and progressed_at > request.response.last_write_at

@@ -1,4 +1,4 @@
-"""A call's prompt, as the backend renders it: to be answered from, or to be counted."""
+"""Step 3: rendering of a call into its prompt's token ids, by the backend.  Event loop thread."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,51 +7,65 @@ from warmline_common.protocol.messages import PromptReply, PromptRequest
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace
 from warmline_proxy.api.base import ApiCall
 from warmline_proxy.config import ProxyConfig
-from warmline_proxy.errors import parse_context_overflow, translate_upstream_error
+from warmline_proxy.errors import parse_context_overflow, service_unavailable, translate_upstream_error
 from warmline_proxy.explain.stabilize import stabilize_fields
 from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
+from warmline_proxy.request.request import Request, RequestStatus
 from warmline_proxy.request_log import new_request_id
 from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream, UpstreamStatusError
 
 
 class RemoteRenderer:
-    """Takes no place in the queue and leaves nothing behind.  Event loop thread."""
+    """Renders without a ticket; the backend keeps nothing of a prompt that is only counted."""
 
     def __init__(
         self, config: ProxyConfig, upstream: Upstream, backend_state: BackendState, sampled_turns: SampledTurnCache
     ) -> None:
-        self._rules, self._upstream, self._backend_state, self._sampled_turns = (
-            config.stabilize_rules,
-            upstream,
-            backend_state,
-            sampled_turns,
-        )
+        self._config, self._upstream, self._backend_state = config, upstream, backend_state
+        self._sampled_turns = sampled_turns
 
     def stabilize(self, call: ApiCall) -> tuple[ApiCall, Counter[str]]:
-        """By the rules that somebody asked for, and how often each had to act."""
-        if not self._rules:
+        """The call with the configured rules applied, and how often each rule changed it."""
+        if not self._config.stabilize_rules:
             return call, Counter()
-        fields, counts = stabilize_fields(call.fields, self._rules)
+        fields, counts = stabilize_fields(call.fields, self._config.stabilize_rules)
         return replace(call, fields=fields), counts
 
-    async def render(self, call: ApiCall, tenant: str, request_id: str, timeout_s: float | None = None) -> PromptReply:
-        """With what is remembered of this tenant's calls.  Raises UpstreamError: Refused for what is wrong with it."""
+    async def render_request(self, request: Request) -> None:
+        """Render into the request, with model, layout and root.  Raises UpstreamError; ClientError 503 where the
+        backend does not run in exact mode and the proxy does.
+        """
+        assert request.call is not None
+        request.prompt = await self.render_call(request, request.call)
+        request.advance(RequestStatus.WAITING)
+        await self._backend_state.sync_residents(request.prompt)
         status = await self._backend_state.status()
-        body = call.build_prompt_body(status.model)
-        turns = self._sampled_turns.find(namespace(status.fingerprint, tenant), body.get("messages"))
-        request = PromptRequest(request_id=request_id, endpoint=call.api.endpoint, body=body, turns=turns)
-        return await self._upstream.render_prompt(request, timeout_s)
+        request.model, request.layout = status.model, status.layout
+        if self._config.reuse == "exact" and status.layout and not status.layout.grid:
+            message = "The proxy runs with reuse = exact and its backend does not: start both with the same."
+            raise service_unavailable(message, "mode_mismatch")
+        request.root = request.log.root = namespace(request.prompt.fingerprint, request.client.tenant)
+        request.log.prompt_tokens = request.prompt_shape().tokens
+
+    async def render_call(self, request: Request, call: ApiCall) -> PromptReply:
+        """Render a call of this request, which may be one of several.  Raises UpstreamError."""
+        return await self._render(call, request.client.tenant, request.log.id, request.timeouts.stall_s or None)
 
     async def count_tokens(self, call: ApiCall, tenant: str) -> int:
-        """The tokens of the very prompt that it would be answered from; one that is too long has a length, too.
-
-        Raises UpstreamError.
-        """
+        """Length of the prompt in tokens, also where it is too long to be answered.  Raises UpstreamError."""
         call, _ = self.stabilize(call)
         try:
-            return len((await self.render(call, tenant, new_request_id())).tokens) // TOKEN_BYTES
+            return len((await self._render(call, tenant, new_request_id())).tokens) // TOKEN_BYTES
         except UpstreamStatusError as error:
             if numbers := parse_context_overflow(translate_upstream_error(error)):
                 return numbers[0]
             raise
+
+    async def _render(self, call: ApiCall, tenant: str, request_id: str, timeout_s: float | None = None) -> PromptReply:
+        """Render with the tenant's sampled turns.  Raises UpstreamStatusError for an invalid body."""
+        status = await self._backend_state.status()
+        body = call.build_prompt_body(status.model)
+        turns = self._sampled_turns.find(namespace(status.fingerprint, tenant), body.get("messages"))
+        prompt_request = PromptRequest(request_id=request_id, endpoint=call.api.endpoint, body=body, turns=turns)
+        return await self._upstream.render_prompt(prompt_request, timeout_s)

@@ -1,13 +1,12 @@
-"""What the model sampled when it called tools, by call id: sent along with the prompt when its client repeats the call.
+"""Sampled turns by tool-call id: a turn's tokens are sent with the prompt in which its client repeats the call.
 
-In memory at once, for a tool may answer within a millisecond; in the index a second later.  Event loop thread.
+In memory at once, since a tool may answer within a millisecond; in the index a second later.  Event loop thread.
 """
 
 import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -19,24 +18,24 @@ from warmline_proxy.store.rows import TurnRow
 
 log = logging.getLogger(__name__)
 
-CALL_IDS_MAX = 4096  # of one request; those in its latest messages count
-TURN_TOKEN_BYTES_MAX = 1 << 20  # a longer turn is not remembered
+CALL_IDS_MAX = 4096  # looked up in one request, the latest
+TURN_TOKEN_BYTES_MAX = 1 << 20  # longer turns are not recorded
 TURNS_MAX = 8192  # turns in memory
 TURNS_BYTES_MAX = 32 << 20
 _CALL_ID = re.compile(CALL_ID.pattern.encode())
 
 
 class SampledTurnCache:
-    """Of all tenants; each is found under its own namespace alone."""
+    """Turns of all tenants, each under its own namespace."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
         self._turns: OrderedDict[tuple[bytes, str], SampledTurn] = OrderedDict()  # by namespace and first call
-        self._first_call_ids: dict[tuple[bytes, str], str] = {}  # each call's turn, by its first call
+        self._first_call_ids: dict[tuple[bytes, str], str] = {}  # of each call's turn
         self._token_bytes = 0
 
     def add(self, root: bytes, model: str, turn: SampledTurn, session: str = "") -> None:
-        """`root`: the namespace of model and tenant.  Told again once it is known to which conversation it belongs."""
+        """Record a turn under a namespace; again with its `session`, once that is known."""
         if not turn.calls or len(turn.tokens) > TURN_TOKEN_BYTES_MAX or not all(map(CALL_ID.fullmatch, turn.calls)):
             return
         self._insert(root, turn)
@@ -44,8 +43,9 @@ class SampledTurnCache:
         self._index.record_turn(row)
 
     def find(self, root: bytes, messages: Any) -> list[SampledTurn]:
-        """The turns whose calls are in these messages (JSON as it came, or its value), as far as they are known."""
-        call_ids = list(dict.fromkeys(id_.decode() for id_ in _CALL_ID.findall(_encode_json(messages))))[-CALL_IDS_MAX:]
+        """Known turns whose calls are in these messages (raw JSON, or its value)."""
+        encoded = b"" if messages is None else msgspec.json.encode(messages)
+        call_ids = list(dict.fromkeys(id_.decode() for id_ in _CALL_ID.findall(encoded)))[-CALL_IDS_MAX:]
         found: dict[str, SampledTurn] = {}
         missing = []
         for call_id in call_ids:
@@ -59,16 +59,16 @@ class SampledTurnCache:
         return list(found.values())
 
     def clear(self) -> None:
-        """What is in memory; the index keeps what it has."""
+        """Drop the turns in memory, not those in the index."""
         self._turns.clear()
         self._first_call_ids.clear()
         self._token_bytes = 0
 
-    def _load_turns(self, root: bytes, call_ids: Iterable[str]) -> list[SampledTurn]:
-        if not (wanted := list(call_ids)):
+    def _load_turns(self, root: bytes, call_ids: list[str]) -> list[SampledTurn]:
+        if not call_ids:
             return []
         try:
-            return [SampledTurn(calls=row.calls, tokens=row.tokens) for row in self._index.turns(root, wanted)]
+            return [SampledTurn(calls=row.calls, tokens=row.tokens) for row in self._index.turns(root, call_ids)]
         except IndexStoreError as error:
             log.warning("sampled turns can't be read, so calls are rendered anew: %s", error)
             return []
@@ -88,7 +88,3 @@ class SampledTurnCache:
         self._token_bytes -= len(turn.tokens)
         for call_id in turn.calls:
             self._first_call_ids.pop((key[0], call_id), None)
-
-
-def _encode_json(messages: Any) -> bytes:
-    return b"" if messages is None else msgspec.json.encode(messages)

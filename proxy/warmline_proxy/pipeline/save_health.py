@@ -1,6 +1,6 @@
-"""Whether what is computed can be saved, and who hears of it: the log once, /health and the metrics at any time.
+"""Health of saving: logged at each change, read by /health and the metrics.
 
-While saving fails it is tried again, but not by every request.  Serving goes on meanwhile.
+While saving fails it is retried once in an interval, not by every request.  Serving goes on meanwhile.
 """
 
 import errno
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 RETRY_INTERVAL_S = 5.0
 OK = "ok"
 
-FILES, INDEX, RECORDS = "segments/", "index/", "request records"  # what may fail by itself
+FILES, INDEX, RECORDS = "segments/", "index/", "request records"  # parts that fail by themselves
 
 
 class SaveHealth:
-    """Told by who saves, of each part, whether it worked.  Any thread."""
+    """Failures by part, recorded by those who save.  Any thread."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SaveHealth:
         self._retry_at = 0.0
 
     def watch_index(self, index: Index) -> None:
-        """Hear of what the index writes by itself, and how it is now."""
+        """Record the state of the index, and results of its own flushes."""
         index.on_flush = self._on_records_written
         if index.read_only:
             self.record_failure(INDEX, index.read_only_code, index.read_only)
@@ -51,12 +51,12 @@ class SaveHealth:
 
     @property
     def state(self) -> str:
-        """ "ok", or why what is computed can't be saved."""
+        """ "ok", or the failing parts with their reasons."""
         with self._lock:
             return "; ".join(f"{part}: {why}" for part, why in self._failures.items()) or OK
 
     def can_save(self) -> bool:
-        """Whether to save now.  While that fails: yes once in an interval, to whoever asks first."""
+        """True if saving works; while it fails, once in an interval."""
         with self._lock:
             if not self._failures:
                 return True
@@ -66,7 +66,7 @@ class SaveHealth:
             return True
 
     def record_failure(self, part: str, code: str, detail: str) -> None:
-        """`code`: the system's name of the error, or a word of ours; `detail`: for people."""
+        """`code`: the system's name of the error, or a word of ours; `detail`: for the log."""
         self._metrics.save_failures.labels(reason=code).inc()
         why = f"{os.strerror(getattr(errno, code))} ({code})" if hasattr(errno, code) else code
         with self._lock:

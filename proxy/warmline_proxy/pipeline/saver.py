@@ -1,10 +1,14 @@
-"""The end of a request's life, in the background: save the new tail, record what happened.  Never fails a request."""
+"""Steps 7 and 8 in the background: save a request's new tail, record the request.  Never fails a request.
+
+Event loop thread; the index is written on worker threads, one save at a time.
+"""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 import msgspec
@@ -36,16 +40,16 @@ from warmline_proxy.upstream.resident_view import ResidentEntry
 log = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 60.0
-SAVE_BYTES_PER_S_MIN = 2e6  # what the slowest disk that is of use writes
+SAVE_BYTES_PER_S_MIN = 2e6  # of the slowest usable disk
 CANCEL_TIMEOUT_S = 10.0
-RETRY_INTERVAL_S = 1.0  # how soon what could not be saved is thought of; how often it is tried, Persistence says
+RETRY_INTERVAL_S = 1.0  # between looks for failed saves; SaveHealth limits the tries
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Saver:
-    """Saves one tail at a time, in the order in which requests ended."""
+    """Saves one tail at a time, in the order of the requests' ends."""
 
     def __init__(
         self,
@@ -58,75 +62,68 @@ class Saver:
         divergence_recorder: DivergenceRecorder,
         reuse: bool,
     ) -> None:
-        self._index = index
-        self._upstream = upstream
-        self._backend_state = backend_state
-        self._metrics = metrics
-        self._save_health = save_health
-        self._sampled_turns = sampled_turns
-        self._divergence_recorder = divergence_recorder
-        self._reuse = reuse
+        self._index, self._upstream, self._backend_state = index, upstream, backend_state
+        self._metrics, self._save_health, self._reuse = metrics, save_health, reuse
+        self._sampled_turns, self._divergence_recorder = sampled_turns, divergence_recorder
         self._save_lock = asyncio.Lock()
-        self._saves_to_abort: list[SavePlan] = []  # given up, and still in an index that could not be written then
-        self._has_unsaved = False  # something in memory could not be saved
+        self._saves_to_abort: list[SavePlan] = []  # failed, and not removed yet from an index that could not be written
+        self._has_unsaved = False  # some resident could not be saved
         self._has_freed_disk = False
 
     async def save_request(self, request: Request) -> None:
-        """Returns when it is recorded; before that its tail is durable, or isn't going to be."""
+        """Save the tail, then record the request; sets `request.saved` in between."""
         try:
             await self._save_request(request)
-            request.saved.set()  # who waits for what is saved is not to wait for what texts say
+            request.saved.set()  # before the analysis, which other requests need not wait for
             await self._divergence_recorder.wait_for_analysis(request)
         finally:
             self._record_request(request)
 
     async def _save_request(self, request: Request) -> None:
-        settled = request.log.generation_result
+        result = request.log.generation_result
         try:
-            if settled and settled.resident:
+            if result and result.resident:
                 async with self._save_lock:
                     can_save = self._reuse and request.is_cacheable
-                    await (self._save_tail(request, settled) if can_save else self._drop_resident(settled))
-            if settled:
-                await self._refresh_backend_state(settled)
+                    await (self._save_tail(request, result) if can_save else self._drop_resident(result))
+            if result:
+                await self._refresh_backend_state(result)
         except _SaveError:
-            pass  # it is saved once that works again
+            pass  # recorded by SaveHealth; saved once that works again
         except (UpstreamError, IndexStoreError, OSError) as error:
             log.warning("what request %s has computed could not be saved: %s", request.log.id, error)
 
-    async def _refresh_backend_state(self, settled: GenerationResult) -> None:
-        """What the request pushed out is no longer in memory, and the rates may have been measured anew."""
-        await self._backend_state.sync_residents(settled)
+    async def _refresh_backend_state(self, result: GenerationResult) -> None:
+        """Learn which residents the request has evicted, and the rates measured since."""
+        await self._backend_state.sync_residents(result)
         await self._backend_state.refresh_rates()
 
-    async def _drop_resident(self, settled: GenerationResult) -> None:
-        self._backend_state.resident_view.exclude(settled.resident)
-        await self._upstream.delete_resident(settled.resident)
+    async def _drop_resident(self, result: GenerationResult) -> None:
+        self._backend_state.resident_view.exclude(result.resident)
+        await self._upstream.delete_resident(result.resident)
 
     async def save_prefix(self, request: Request, until: int) -> bool:
-        """Save the first `until` tokens of a request that is still being computed; whether they are on disk now.
+        """Save the first `until` tokens of a running request; True once they are on disk.
 
-        What fails is saved at its end.
+        After a failure they are saved at the request's end.
         """
-        if not (
-            request.is_cacheable and self._reuse and request.prompt and request.layout and request.layout.persistent
-        ):
+        layout, prompt = request.layout, request.prompt
+        if not (request.is_cacheable and self._reuse and prompt and layout and layout.persistent):
             return False
-        if request.log.prompt_tokens * request.layout.row_bytes > self._index.budget_bytes:
-            return False  # all of it never fits, and a part is not worth what it would push out
+        if request.log.prompt_tokens * layout.row_bytes > self._index.budget_bytes:
+            return False  # the whole prompt never fits, and a part is not worth the evictions
+        positions = request.log.plan.checkpoint_positions if request.log.plan else ()
         unsaved = _PendingSave(
             source=SaveRequest(request_id="", running=request.log.id),
-            held=ResidentEntry(request.root, request.prompt.tokens[: until * TOKEN_BYTES]),
-            checkpoints=[
-                at for at in (request.log.plan.checkpoint_positions if request.log.plan else ()) if at <= until
-            ],
+            entry=ResidentEntry(request.root, prompt.tokens[: until * TOKEN_BYTES]),
+            checkpoints=[at for at in positions if at <= until],
             model=request.model,
-            layout=request.layout,
-            session=SessionUpdate(turn_end=request.prompt.turn_end, client=request.log.session_hint, requests=0),
+            layout=layout,
+            session=SessionUpdate(turn_end=prompt.turn_end, client=request.log.session_hint, requests=0),
         )
         try:
             async with self._save_lock:
-                if not request.is_cacheable:  # it was purged while this waited
+                if not request.is_cacheable:  # purged while this waited
                     return False
                 is_complete = (await self._save(unsaved)).is_complete
         except _SaveError:
@@ -135,32 +132,31 @@ class Saver:
             log.warning("request %s: its first %d tokens could not be saved yet: %s", request.log.id, until, error)
             return False
         if is_complete:
-            log.info(
-                "request %s: %d of %d tokens are computed and saved", request.log.id, until, request.log.prompt_tokens
-            )
+            total = request.log.prompt_tokens
+            log.info("request %s: %d of %d tokens are computed and saved", request.log.id, until, total)
         return is_complete
 
     async def run_between_saves(self, work: Callable[[], T]) -> T:
-        """Do something to the index on a thread, while nothing is being saved."""
+        """Run `work` on a thread while nothing is being saved."""
         async with self.pause():
             return await _run_in_thread(work)
 
     @asynccontextmanager
     async def pause(self) -> AsyncIterator[None]:
-        """Nothing is being saved meanwhile."""
+        """Scope in which nothing is saved."""
         async with self._save_lock:
             yield
 
     async def save_residents(self) -> None:
-        """Save what is in memory and not known to be on disk: what an earlier proxy left, or a save that failed."""
+        """Save residents not known to be on disk: an earlier proxy's, or of a save that failed."""
         unsaved = self._backend_state.resident_view.non_durable_entries()
         if not self._reuse or not unsaved:
             return
         try:
             status = await self._backend_state.status()
-            for resident, held in unsaved:
+            for resident, entry in unsaved:
                 if status.layout and status.layout.persistent:
-                    await self._save_resident(_pending_resident_save(resident, held, status.model, status.layout))
+                    await self._save_resident(_pending_resident_save(resident, entry, status.model, status.layout))
         except _SaveError:
             pass
         except (UpstreamError, IndexStoreError, OSError) as error:
@@ -169,37 +165,37 @@ class Saver:
     async def _save_resident(self, unsaved: "_PendingSave") -> None:
         try:
             async with self._save_lock:
-                if self._backend_state.resident_view.get(
-                    unsaved.source.resident
-                ):  # else it was purged, or dropped, meanwhile
+                if self._backend_state.resident_view.get(unsaved.source.resident):  # else purged or evicted meanwhile
                     await self._save(unsaved)
         except DiskBudgetError as error:  # the next one may be smaller
             log.info("%s could not be saved: %s", unsaved.source.resident, error)
 
-    async def _save_tail(self, request: Request, settled: GenerationResult) -> None:
+    async def _save_tail(self, request: Request, result: GenerationResult) -> None:
         request_log, layout = request.log, request.layout
         if not request.prompt or not layout or not layout.persistent:
             return
         unsaved = _PendingSave(
-            source=SaveRequest(request_id="", resident=settled.resident),
-            held=resident_after_generation(request, settled),
-            checkpoints=settled.checkpoints,
+            source=SaveRequest(request_id="", resident=result.resident),
+            entry=resident_after_generation(request, result),
+            checkpoints=result.checkpoints,
             model=request.model,
             layout=layout,
             session=SessionUpdate(
                 turn_end=request.prompt.turn_end,
                 client=request_log.session_hint,
-                hit=bool(request_log.plan and request_log.plan.reuse >= BLOCK_TOKENS),  # fewer begin alike by chance
+                hit=bool(
+                    request_log.plan and request_log.plan.reuse >= BLOCK_TOKENS
+                ),  # shorter prefixes match by chance
             ),
         )
         saved = await self._save(unsaved)
         request_log.session, request_log.saved_tokens = saved.session, saved.tokens
-        if settled.turn and saved.session:
-            self._sampled_turns.add(request.root, request.model, settled.turn, saved.session)
-            await _run_in_thread(self._index.flush)  # without it the next turn could not use all that was saved
+        if result.turn and saved.session:
+            self._sampled_turns.add(request.root, request.model, result.turn, saved.session)
+            await _run_in_thread(self._index.flush)  # else the next turn could not use all of the saved rows
 
     async def run(self) -> None:
-        """Save what could not be saved, as soon as that works again.  Never returns."""
+        """Retry failed saves as soon as saving works again.  Never returns."""
         while True:
             await asyncio.sleep(RETRY_INTERVAL_S)
             if self._index.read_only and self._save_health.can_save():
@@ -209,7 +205,7 @@ class Saver:
                 await self.save_residents()
 
     async def _reopen_index(self) -> None:
-        """The home could not be written to, or put in order, at the start; perhaps it can be now."""
+        """Reopen an index whose home could not be written to, or reconciled, at the start."""
         try:
             async with self._save_lock:
                 if not await _run_in_thread(self._index.reopen):
@@ -224,12 +220,10 @@ class Saver:
             self._has_unsaved = True
 
     async def _save(self, unsaved: "_PendingSave") -> "_SaveResult":
-        """However it ends, the resident is no longer leased then.  Raises NoRoom, or _SavingFails where saving does, or
-        did just now.
-        """
+        """Save, and end the resident's lease in any case.  Raises DiskBudgetError, or _SaveError where saving fails."""
         try:
             return await self._try_save(unsaved)
-        except UpstreamGoneError:  # what is gone is this tail alone
+        except UpstreamGoneError:  # only this tail is lost
             log.info("%s was gone before it was saved", unsaved.source.resident or unsaved.source.running)
             await self._release_unsaved(unsaved)
             return _SaveResult()
@@ -238,7 +232,7 @@ class Saver:
             raise
 
     async def _try_save(self, unsaved: "_PendingSave") -> "_SaveResult":
-        """What says that the disk fails is noted, and raises _SavingFails."""
+        """Save unless that has just failed.  Disk failures are recorded in SaveHealth.  Raises _SaveError for them."""
         try:
             if self._save_health.can_save():
                 return await self._save_now(unsaved)
@@ -251,23 +245,23 @@ class Saver:
         except IndexStoreError as error:
             self._save_health.record_failure(INDEX, error.code or "index", str(error))
             if error.code in NO_SPACE_CODES:
-                with suppress(IndexStoreError):  # it is so full that not even that can be written
+                with suppress(IndexStoreError):  # so full that not even evictions can be written
                     await self._free_disk(RESERVE_BYTES)  # for the next try
         self._has_unsaved = True
         raise _SaveError
 
     async def _release_unsaved(self, unsaved: "_PendingSave") -> None:
-        """Memory is not held for what won't be written: others may be waiting for it."""
+        """Let the backend evict a resident that won't be saved: other requests may be waiting for its memory."""
         if resident := unsaved.source.resident:
             await self._upstream.order_residents([*self._backend_state.resident_view.durable_ids(), resident])
 
     async def _save_now(self, unsaved: "_PendingSave") -> "_SaveResult":
-        """The index plans, the backend writes, one transaction makes it count."""
-        resident, held = unsaved.source.resident, unsaved.held
+        """The index plans, the backend writes files, one transaction commits them."""
+        resident, entry = unsaved.source.resident, unsaved.entry
         save = await self._begin_save(unsaved)
         if save is None:
-            await self._mark_durable(resident, leased=True)  # rows that are saved would have ended its lease
-            session = await _run_in_thread(self._index.record_session, held.root, held.tokens, unsaved.session)
+            await self._mark_durable(resident, leased=True)  # no save of rows has ended its lease
+            session = await _run_in_thread(self._index.record_session, entry.root, entry.tokens, unsaved.session)
             self._save_health.record_success(INDEX)
             return _SaveResult(session, 0, is_complete=True)
         committed = None
@@ -275,15 +269,14 @@ class Saver:
             reply = await self._write_files(save, unsaved.source)
             self._save_health.record_success(FILES)
             self._has_freed_disk = False
-            cost_s = await self._prefill_cost_s(save.matched, len(held))
-            committed = await _run_in_thread(
-                self._index.commit_save, save, reply, prefill_s=cost_s, session=unsaved.session
-            )
+            cost_s = await self._prefill_cost_s(save.matched, len(entry))
+            commit = partial(self._index.commit_save, prefill_s=cost_s, session=unsaved.session)
+            committed = await _run_in_thread(commit, save, reply)
             self._save_health.record_success(INDEX)
             written = sum(file.bytes_written for file in (*reply.segments, *reply.checkpoints))
             self._metrics.record_save(committed.tokens_saved, written)
         finally:
-            if committed is None:  # whatever went wrong, also where the proxy is shutting down
+            if committed is None:  # after any failure, also a cancel at a shutdown
                 self._saves_to_abort.append(save)
                 await self._abort_saves()
         if committed.why_not:
@@ -293,13 +286,13 @@ class Saver:
         return _SaveResult(committed.session, committed.tokens_saved, is_complete=not committed.why_not)
 
     async def _prefill_cost_s(self, start: int, end: int) -> float:
-        """What it took to compute tokens [start, end), by what the backend has just been measured to do."""
+        """Prefill time of tokens [start, end), by the latest measured rates."""
         with suppress(UpstreamError):
             await self._backend_state.refresh_rates()
         return estimate_prefill_s(start, end, self._backend_state.costs().prefill)
 
     async def _mark_durable(self, resident: str, *, leased: bool = False) -> None:
-        """What is on disk can be given up; said to the backend once its memory fills, or while it holds a lease."""
+        """Mark a resident as evictable; the backend is notified once its memory fills, or where it holds a lease."""
         if not resident:
             return
         self._backend_state.resident_view.mark_durable(resident)
@@ -307,7 +300,7 @@ class Saver:
             await self._upstream.order_residents(self._backend_state.resident_view.durable_ids())
 
     async def _abort_saves(self) -> None:
-        """Also what could not be aborted before."""
+        """Abort failed saves, earlier ones too."""
         while self._saves_to_abort:
             await _run_in_thread(self._index.abort_save, self._saves_to_abort[-1])
             self._saves_to_abort.pop()
@@ -316,37 +309,32 @@ class Saver:
         await self._abort_saves()
         return await _run_in_thread(
             self._index.begin_save,
-            unsaved.held.root,
+            unsaved.entry.root,
             unsaved.model,
-            unsaved.held.tokens,
+            unsaved.entry.tokens,
             checkpoints=unsaved.checkpoints,
             layout=unsaved.layout,
-            may_replace=not unsaved.layout.has_windows,  # rotating layers no longer have their parent's rows
+            may_replace=not unsaved.layout.has_windows,  # rotating layers have lost their parent's rows
         )
 
     async def _write_files(self, save: SavePlan, source: SaveRequest) -> SaveReply:
-        """Has the backend write the files.  Raises Gone where the rows are, or the resident is."""
-        request = msgspec.structs.replace(
-            source,
-            request_id=f"save-{save.id}",
-            segments=save.segments,
-            checkpoints=save.checkpoints,
-            root=save.root,
-        )
+        """Have the backend write the files.  Raises UpstreamGoneError where rows or resident are gone."""
+        files = {"segments": save.segments, "checkpoints": save.checkpoints}
+        save_request = msgspec.structs.replace(source, request_id=f"save-{save.id}", root=save.root, **files)
         timeout_s = SAVE_TIMEOUT_S + save.bytes_expected / SAVE_BYTES_PER_S_MIN
         try:
             try:
-                return await self._upstream.save(request, timeout_s)
+                return await self._upstream.save(save_request, timeout_s)
             except InsufficientStorageError as error:
                 if error.code not in NO_SPACE_CODES or not await self._free_disk(save.bytes_expected):
                     raise
-                return await self._upstream.save(request, timeout_s)
-        except UpstreamTimeoutError:  # a disk that hangs: others want to save, too, and it may be better by then
-            await self._upstream.cancel(request.request_id, CANCEL_TIMEOUT_S)
+                return await self._upstream.save(save_request, timeout_s)
+        except UpstreamTimeoutError:  # the disk hangs: other saves are waiting, and this one is retried
+            await self._upstream.cancel(save_request.request_id, CANCEL_TIMEOUT_S)
             raise
 
     async def _free_disk(self, bytes_wanted: int) -> bool:
-        """Others fill the disk, or the budget is larger than it: evict, but in vain only once."""
+        """Evict files where the disk is full though the budget is not; only once until a save succeeds."""
         if self._has_freed_disk:
             return False
         self._has_freed_disk = True  # until a save works
@@ -366,34 +354,34 @@ class Saver:
 
 
 class _SaveError(Exception):
-    """The disk does not take what is to be saved; told already."""
+    """The disk fails; recorded in SaveHealth."""
 
 
 @dataclass(frozen=True)
 class _SaveResult:
     session: str = ""
     tokens: int = 0
-    is_complete: bool = False  # all that was wished for is on disk
+    is_complete: bool = False  # all requested tokens are on disk
 
 
 @dataclass(frozen=True)
 class _PendingSave:
-    """Something of which a part may not be on disk: in a resident, or in a request that is being computed."""
+    """Tokens to save, of a resident or of a running request."""
 
-    source: SaveRequest  # which of the two
-    held: ResidentEntry
+    source: SaveRequest  # the resident or the running request
+    entry: ResidentEntry
     checkpoints: Sequence[int]
     model: str
     layout: KvLayout
     session: SessionUpdate
 
 
-def _pending_resident_save(resident: str, held: ResidentEntry, model: str, layout: KvLayout) -> _PendingSave:
+def _pending_resident_save(resident: str, entry: ResidentEntry, model: str, layout: KvLayout) -> _PendingSave:
     source = SaveRequest(request_id="", resident=resident)
-    session = SessionUpdate(turn_end=held.turn_end, requests=0)
-    return _PendingSave(source, held, held.positions, model, layout, session)
+    session = SessionUpdate(turn_end=entry.turn_end, requests=0)
+    return _PendingSave(source, entry, entry.positions, model, layout, session)
 
 
 async def _run_in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Writing the index waits for the disk, so never on the loop; and what began there must end there."""
+    """Run a call that waits for the disk off the loop.  A cancel does not interrupt it."""
     return await asyncio.shield(asyncio.to_thread(call, *args, **kwargs))

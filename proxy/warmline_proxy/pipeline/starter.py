@@ -1,4 +1,4 @@
-"""Steps 4 and 5 of a request's life: plan where it starts, and restore what the plan needs."""
+"""Steps 4 and 5: plan where a request starts, and restore the segments that the plan needs.  Event loop thread."""
 
 import asyncio
 import logging
@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from warmline_common.protocol.messages import RestoreRequest
+from warmline_proxy.config import ProxyConfig
 from warmline_proxy.explain.divergence import DivergenceRecorder
+from warmline_proxy.explain.prompt_head import PromptHeadCache, extract_head
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.metrics import ProxyMetrics
-from warmline_proxy.planner import RESTORED, RequestPlan, RunningRequest, plan_cold, plan_request
-from warmline_proxy.request.request import Request, resident_after_restore
+from warmline_proxy.planner import COLD, RESTORED, RequestPlan, RunningRequest, plan_cold, plan_request
+from warmline_proxy.request.request import Request, RequestStatus, resident_after_restore
 from warmline_proxy.store.rows import PrefixMatch
 from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import (
@@ -28,8 +30,8 @@ from warmline_proxy.upstream.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-UNREADABLE_MAX = 3  # times that a file can't be read before it is set aside: the fault may be the disk's, and pass
-UNREADABLE_FILES_MAX = 1000  # that are counted
+UNREADABLE_MAX = 3  # failed reads of a file before its quarantine: the fault may be the disk's, and pass
+UNREADABLE_FILES_MAX = 1000  # counted at once
 RESTORES_MAX = 8  # each that fails takes a damaged file out of the index
 RESTORE_STALLS_MAX = 3  # times the stall limit: it may wait for memory, but a prefill would wait no longer
 EMPTY_MATCH = PrefixMatch(tokens=0, chain=[], checkpoints=[], end_reason="nothing stored")
@@ -49,34 +51,44 @@ class Starter:
 
     def __init__(
         self,
+        config: ProxyConfig,
         upstream: Upstream,
         index: Index,
         backend_state: BackendState,
         watchdog: Watchdog,
         metrics: ProxyMetrics,
+        prompt_heads: PromptHeadCache,
         divergence_recorder: DivergenceRecorder,
-        checkpoint_gap_max: int,
     ) -> None:
-        self._upstream = upstream
-        self._index = index
-        self._backend_state = backend_state
-        self._watchdog = watchdog
-        self._metrics = metrics
-        self._divergence_recorder = divergence_recorder
-        self._checkpoint_gap_max = checkpoint_gap_max
-        self._read_failures: Counter[str] = Counter()
+        self._config, self._upstream, self._index, self._backend_state = config, upstream, index, backend_state
+        self._watchdog, self._metrics = watchdog, metrics
+        self._prompt_heads, self._divergence_recorder = prompt_heads, divergence_recorder
+        self._read_failures: Counter[str] = Counter()  # by file id
 
     def count_reusable_tokens(self, request: Request) -> int:
-        """How many tokens a start would reuse by now."""
+        """Tokens that a start would reuse by now."""
         return self._decide(request, (), EMPTY_MATCH if request.prompt is None else self._match(request)).reuse
 
-    def plan_cold(self, request: Request, why: str) -> RequestPlan:
-        self._divergence_recorder.clear(request)
-        costs = self._backend_state.costs()
-        return plan_cold(request.prompt_shape(), request.layout, why, self._checkpoint_gap_max, costs=costs)
+    async def start(self, request: Request, running: Sequence[RunningRequest], why_cold: str) -> RequestPlan:
+        """Plan into the request's log, its resident restored; `why_cold`: reason to reuse nothing.
 
-    async def start(self, request: Request, running: Sequence[RunningRequest]) -> RequestPlan:
-        """A plan whose resident, where it has one, was there a moment ago.  Raises Unreachable, Broken."""
+        A plan's resident was in memory a moment ago.  Raises UpstreamUnreachableError, UpstreamConnectionError.
+        """
+        plan = self._plan_cold(request, why_cold) if why_cold else await self._start_warm(request, running)
+        request.log.plan = plan = self._add_cause(request, plan)
+        log.debug("%s", format_plan(plan, request.log.prompt_tokens))
+        return plan
+
+    def _plan_cold(self, request: Request, why: str) -> RequestPlan:
+        assert request.prompt is not None
+        self._divergence_recorder.clear(request)
+        if not request.prompt.tokens_max:  # nothing is computed
+            return RequestPlan(COLD, 0, why)
+        costs, gap_max = self._backend_state.costs(), self._config.partial_save_tokens
+        plan = plan_cold(request.prompt_shape(), request.layout, why, gap_max, costs=costs)
+        return replace(plan, checkpoint_positions=()) if self._config.reuse == "off" else plan
+
+    async def _start_warm(self, request: Request, running: Sequence[RunningRequest]) -> RequestPlan:
         misses: list[str] = []
         for _ in range(RESTORES_MAX):
             plan = self._plan(request, misses, running)
@@ -93,22 +105,29 @@ class Starter:
                 break
         return self._plan(request, misses, running, stored=False)
 
+    def _add_cause(self, request: Request, plan: RequestPlan) -> RequestPlan:
+        """The plan with the client's change that explains it, where the prompt differs in its head."""
+        assert request.call is not None and request.prompt is not None
+        if plan.diverges_at is None or plan.diverges_at >= next(iter(request.prompt.boundaries), 0):
+            return plan
+        cause = self._prompt_heads.explain_change(request.root, extract_head(request.call.fields))
+        return replace(plan, why_not_warmer=f"{plan.why_not_warmer}: {cause}") if cause else plan
+
     def _record_use(self, plan: RequestPlan) -> None:
-        """What is used is kept, also where it was in memory: its chain is what a restart would need."""
+        """Keep the files of a plan from eviction, of a resident's too: a restart would need them."""
         if plan.file_ids:
             self._index.record_use(plan.file_ids)
 
     async def _restore_with_timeout(self, request: Request, plan: RequestPlan) -> _RestoreResult:
-        """As `_restore`, but given up where neither it nor the engine moves, and in any case after a while.
+        """As `_restore`, but ended where neither restore nor engine makes progress, and in any case after a while.
 
-        Cancelled, it leaves the restore to `life.restoring`, for whoever ends the request to end it too.
+        Cancelled, it leaves `request.restore_task` running, for Completion to end.
         """
+        request.advance(RequestStatus.RESTORING)
         restore_task = request.restore_task = asyncio.create_task(
             self._restore(request, plan, request.purged), name=f"restore {request.log.id}"
         )
-        restore_task.add_done_callback(
-            lambda ended: ended.cancelled() or ended.exception()
-        )  # where nobody is left to ask
+        restore_task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # retrieved in any case
         stall_s, began = request.timeouts.stall_s or None, time.monotonic()
         while not (await asyncio.wait({restore_task}, timeout=stall_s))[0]:
             now = time.monotonic()
@@ -134,7 +153,7 @@ class Starter:
             request.layout,
             self._backend_state.costs(),
             running=running,
-            checkpoint_gap_max=self._checkpoint_gap_max,
+            checkpoint_gap_max=self._config.partial_save_tokens,
         )
 
     def _match(self, request: Request) -> PrefixMatch:
@@ -152,11 +171,11 @@ class Starter:
         return msgspec.structs.replace(match, why=f"what is stored after token {trusted} is suspect")
 
     async def _restore(self, request: Request, plan: RequestPlan, purged: bool) -> _RestoreResult:
-        """`purged`: what it went on from was, before this was planned, which is none of that."""
-        held = resident_after_restore(request, plan.reuse)
+        """`purged`: the request's mark when this was planned; a purge since then invalidates the restore."""
+        entry = resident_after_restore(request, plan.reuse)
         restore_request = RestoreRequest(
             request_id=request.log.id,
-            tokens=held.tokens,
+            tokens=entry.tokens,
             chain=list(plan.chain),
             checkpoint=plan.checkpoint,
             root=request.root,
@@ -165,7 +184,7 @@ class Starter:
         self._index.lease(plan.file_ids)
         try:
             reply = await self._upstream.restore(restore_request)
-            if request.suspect or request.purged != purged:  # what it was about to start from was so in the meantime
+            if request.suspect or request.purged != purged:  # marked while the restore ran
                 why_not = "what was restored " + ("is suspect" if request.suspect else "was purged")
                 request.suspect = False
                 self._backend_state.resident_view.exclude(reply.resident)
@@ -173,23 +192,20 @@ class Starter:
                 return _RestoreResult(why_not=why_not, plan_again=True)
         except RestoreFailedError as error:
             return await self._quarantine_file(error, plan.file_ids)
-        except (
-            UpstreamUnreachableError,
-            UpstreamConnectionError,
-        ):  # the backend is lost, and the request is dispatched again
+        except (UpstreamUnreachableError, UpstreamConnectionError):  # the backend is lost: dispatched again
             raise
         except UpstreamError as error:
-            level = logging.INFO if request.release_task else logging.WARNING  # else it was given up
+            level = logging.INFO if request.release_task else logging.WARNING  # INFO: its request was cancelled
             log.log(level, "request %s: restoring %d tokens failed: %s", request.log.id, plan.reuse, error)
             return _RestoreResult(why_not=f"restore failed: {error}")
         finally:
             self._index.release(plan.file_ids)
             request.log.restore_s += request.log.elapsed_s() - began_s
-        self._backend_state.resident_view.add(reply.resident, held)
+        self._backend_state.resident_view.add(reply.resident, entry)
         return _RestoreResult(resident=reply.resident)
 
     async def _quarantine_file(self, error: RestoreFailedError, files: list[str]) -> _RestoreResult:
-        """Quarantine the file at fault, so that no later request meets it; one that can't be read, not at once."""
+        """Quarantine the file at fault; an unreadable one only after UNREADABLE_MAX reads."""
         reply = error.reply
         why_not = f"{reply.reason} in {reply.bad[:8] or 'the chain'}: {reply.detail}"
         log.warning("a restore was refused: %s", why_not)
@@ -204,8 +220,18 @@ class Starter:
         return _RestoreResult(why_not=why_not, plan_again=True)
 
     def _has_exhausted_reads(self, file_id: str) -> bool:
-        """Whether it could not be read often enough by now."""
+        """Count a failed read; True at UNREADABLE_MAX."""
         if len(self._read_failures) >= UNREADABLE_FILES_MAX:
             self._read_failures.clear()
         self._read_failures[file_id] += 1
         return self._read_failures[file_id] >= UNREADABLE_MAX
+
+
+def format_plan(plan: RequestPlan, prompt_tokens: int) -> str:
+    """A plan in numbers, for the log."""
+    how = f"follows {plan.leader_id or 'nobody'}"
+    if plan.resident:
+        how = f"resident {plan.resident}{' kept' * plan.copy_resident}"
+    positions = ", ".join(map(str, plan.checkpoint_positions)) or "no position"
+    files = f"{len(plan.chain)} segments, checkpoints at {positions}"
+    return f"planned: {plan.source} {plan.reuse} of {prompt_tokens} tokens, {how}, {files}; {plan.why_not_warmer}"

@@ -1,4 +1,4 @@
-"""How many may be in at once, and who is next.  All state belongs to the event loop."""
+"""Admission of requests: tickets for a bounded, fair queue.  Owned by the event loop."""
 
 import asyncio
 from collections import Counter
@@ -7,31 +7,30 @@ from collections.abc import Callable, Mapping
 from warmline_proxy.auth.principals import Client, extract_client_key, hash_key
 from warmline_proxy.errors import ClientError, service_unavailable, too_many_requests
 
-CLOSED_RETRY_AFTER_S = 5  # by then another proxy may listen
+CLOSED_RETRY_AFTER_S = 5  # by then another proxy may be up
 
 
 def identify_caller(client: Client, headers: Mapping[str, str], remote: str | None) -> str:
-    """Whom a request counts for: the key's holder; without keys the key that it shows all the same, or its machine.
+    """Caller for fair admission: the key's tenant, else the key that was sent all the same, else the remote address.
 
-    A digest: such keys are kept nowhere.
+    A digest, since such keys must not be stored.
     """
-    return hash_key(
-        f"key {client.key_tenant}" if client.key_tenant else extract_client_key(headers) or f"at {remote}"
-    ).hex()[:16]
+    identity = f"key {client.key_tenant}" if client.key_tenant else extract_client_key(headers) or f"at {remote}"
+    return hash_key(identity).hex()[:16]
 
 
 class Ticket:
-    """One request's place: in the queue, then at the backend.  `turn` and `release` may be called again and again."""
+    """A request's place in the queue, then at the backend.  `acquire` and `release` are idempotent."""
 
     def __init__(self, admission: "AdmissionQueue", caller: str, extra: bool = False) -> None:
         self.caller = caller
-        self.extra = extra  # one more place for a request that was let in: its waiting counts for nobody
+        self.extra = extra  # for an admitted request: its waiting counts against no limit
         self.is_running = False
         self.waiter: asyncio.Future[None] | None = None
         self._admission = admission
 
     async def acquire(self) -> None:
-        """Wait for it.  Raises ClientError 429 where the queue is full, now or later: see Admission."""
+        """Wait for the place.  Raises ClientError 429 where the queue is full, or another caller displaces it."""
         if not self.is_running:
             await self._admission._enqueue(self)
 
@@ -40,15 +39,15 @@ class Ticket:
             self._admission._release(self)
 
     def issue_extra(self) -> "Ticket":
-        """One more place for the same request.  It waits for its turn as all do, but is never refused."""
+        """Another ticket for the same request: it waits as all do, but is never refused."""
         return Ticket(self._admission, self.caller, extra=True)
 
 
 class AdmissionQueue:
     """At most `running_count_max` requests at the backend and `queue_count_max` waiting; fair between callers.
 
-    A free place goes to the caller with the fewest running requests, among its own and among equals to the one that
-    waited longest.  In a full queue, a caller with fewer waiting than another takes the place of that one's last.
+    A free place goes to the caller with the fewest running requests, and to the longest wait among equals.  In a full
+    queue a caller with fewer waiting requests displaces the last one of the caller with the most.
     """
 
     def __init__(self, running_count_max: int, queue_count_max: int, retry_after_s: Callable[[], int]) -> None:
@@ -60,7 +59,7 @@ class AdmissionQueue:
         self.closed_reason = ""
 
     def close(self, reason: str) -> None:
-        """Let nobody in any more."""
+        """Refuse new requests."""
         self.closed_reason = reason
 
     @property
@@ -72,7 +71,7 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def issue_ticket(self, caller: str) -> Ticket:
-        """Raises ClientError: 429 where a new request of this caller would find no place, 503 once closed."""
+        """Raises ClientError: 429 where the queue has no place for this caller, 503 once closed."""
         if self.closed_reason:
             raise service_unavailable(self.closed_reason, "shutting_down", CLOSED_RETRY_AFTER_S)
         if self._is_full and self._find_displaced(caller) is None:
@@ -84,7 +83,7 @@ class AdmissionQueue:
             if (other := self._find_displaced(ticket.caller)) is None or other.waiter is None:
                 raise self._queue_full_error()
             self._waiting.remove(other)
-            if not other.waiter.done():  # else it leaves in this moment
+            if not other.waiter.done():  # else it is just leaving
                 other.waiter.set_exception(self._queue_full_error())
         ticket.waiter = asyncio.get_running_loop().create_future()
         self._waiting.append(ticket)
@@ -92,7 +91,7 @@ class AdmissionQueue:
         try:
             await ticket.waiter
         except BaseException:
-            if ticket.is_running:  # its turn came in the moment in which it was given up
+            if ticket.is_running:  # admitted and cancelled at once
                 self._release(ticket)
             elif ticket in self._waiting:
                 self._waiting.remove(ticket)
@@ -103,7 +102,7 @@ class AdmissionQueue:
     def _release(self, ticket: Ticket) -> None:
         ticket.is_running = False
         self._running[ticket.caller] -= 1
-        self._running += Counter()  # forgets those that have none
+        self._running += Counter()  # drops zeros
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
@@ -124,7 +123,7 @@ class AdmissionQueue:
         return [ticket for ticket in self._waiting if not ticket.extra]
 
     def _find_displaced(self, caller: str) -> Ticket | None:
-        """The last of the caller with the most waiting, where that is more than this one would have."""
+        """Last ticket of the caller with the most waiting, where that is more than this caller would have."""
         tickets = self._waiting_requests
         waiting = Counter(ticket.caller for ticket in tickets)
         busiest, most = max(waiting.items(), key=lambda item: item[1], default=("", 0))

@@ -1,7 +1,7 @@
-"""How long a request may wait and stand still, and the alarm that ends it.
+"""Deadlines of a request, and the scope that cancels it.
 
-A request that makes progress is slow, not stuck: only `total` ends it, and that is off unless somebody asks for it.
-Limits in seconds; 0 is none.
+A request that makes progress is slow, not stuck: only `total_s` ends it, which is off by default.  Limits are in
+seconds; 0 is none.  Event loop thread.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from warmline_common.protocol.messages import (
 from warmline_proxy.errors import ClientError, bad_request, gateway_timeout, service_unavailable
 from warmline_proxy.upstream.watchdog import SLOWEST_STEP_FACTOR
 
-BACKLOG_BYTES_MAX = 8 << 20  # of an answer that its client doesn't take
+BACKLOG_BYTES_MAX = 8 << 20  # of an answer that its client does not read
 _HEADERS = {
     "connect_s": HEADER_CONNECT_TIMEOUT,
     "queue_s": HEADER_QUEUE_TIMEOUT,
@@ -31,13 +31,13 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class RequestTimeouts:
-    connect_s: float = 60.0  # for a backend that starts, or is started again
-    queue_s: float = 0.0  # for its turn, here and at the backend
+    connect_s: float = 60.0  # for a backend that starts or restarts
+    queue_s: float = 0.0  # in the queues of proxy and backend
     stall_s: float = 0.0  # without a chunk or a token
     total_s: float = 0.0
 
     def override_by_headers(self, headers: Mapping[str, str]) -> "RequestTimeouts":
-        """With what a request's own headers say.  Raises ClientError 400."""
+        """These timeouts with those of a request's headers.  Raises ClientError 400."""
         given = {
             name: _parse_seconds(header, headers[header]) for name, header in _HEADERS.items() if header in headers
         }
@@ -50,37 +50,36 @@ def _parse_seconds(header: str, text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1e9:  # also refuses nan
-        raise bad_request(
-            f"The header {header} must be a number of seconds below 1e9 (0: no limit), not {quote_text(text[:80])}."
-        )
+        shown = quote_text(text[:80])
+        raise bad_request(f"The header {header} must be a number of seconds below 1e9 (0: no limit), not {shown}.")
     return value
 
 
 @dataclass
 class Clock:
-    """What of a request's time was waiting, and when it last made progress.  Times are time.monotonic()."""
+    """Waiting time and last progress of a request.  Times are time.monotonic()."""
 
     started_at: float = field(default_factory=time.monotonic)
     waited_s: float = 0.0
     waiting_since: float | None = None
-    progressed_at: float | None = None  # None while the engine does not work on it
-    connecting_s: float = 0.0  # of its time, waiting for the backend to be there
+    progressed_at: float | None = None  # None while the engine does not work on the request
+    connecting_s: float = 0.0  # waiting for the backend to be up
 
     def total_waited_s(self, now: float) -> float:
         return self.waited_s + (now - self.waiting_since if self.waiting_since is not None else 0.0)
 
     def mark_waiting(self) -> None:
-        """It stands in a queue from now on."""
+        """The request is in a queue from now on."""
         self.mark_idle()
         self.waiting_since = time.monotonic()
 
     def mark_idle(self) -> None:
-        """Neither in a queue nor computed: in between."""
+        """The request is neither in a queue nor computed."""
         self.waited_s = self.total_waited_s(time.monotonic())
         self.waiting_since = self.progressed_at = None
 
     def mark_progress(self) -> None:
-        """A chunk, a token, or the turn itself has come."""
+        """A chunk or a token has come, or the engine has started."""
         self.mark_idle()
         self.progressed_at = time.monotonic()
 
@@ -88,17 +87,16 @@ class Clock:
 def find_missed_deadline(
     timeouts: RequestTimeouts, clock: Clock, now: float, slowest_step_s: float, running: int
 ) -> ClientError | None:
-    """Which limit is passed, in words for the client.
+    """Error for the limit that is passed; None where none is.
 
-    A request shares the engine with `running` others, so it may stand still for as many of the slowest steps.
+    The engine takes turns between `running` requests, so each may pause for as many of the slowest steps.
     """
     total_s = now - clock.started_at
     if timeouts.total_s and total_s > timeouts.total_s:
         return gateway_timeout(f"not done within its total time of {timeouts.total_s:g} s", "deadline_exceeded")
     if timeouts.queue_s and clock.waiting_since is not None and clock.total_waited_s(now) > timeouts.queue_s:
-        return service_unavailable(
-            f"The request waited for its turn for more than {timeouts.queue_s:g} s.", "queue_timeout"
-        )
+        message = f"The request waited for its turn for more than {timeouts.queue_s:g} s."
+        return service_unavailable(message, "queue_timeout")
     if timeouts.stall_s and clock.progressed_at is not None:
         limit = max(timeouts.stall_s, SLOWEST_STEP_FACTOR * slowest_step_s * max(1, running))
         if now - clock.progressed_at > limit:
@@ -107,10 +105,10 @@ def find_missed_deadline(
 
 
 class CancelScope:
-    """Ends one request from outside its task: on a deadline, on a DELETE, at a shutdown.
+    """Cancels one request from outside its task: on a deadline, on a DELETE, at a shutdown.
 
-    `async with alarm:` around the request's work raises the ClientError that `ring` was given.  `check` does so where
-    the work was ended and something on the way made another error of it.
+    `async with scope:` around the request's work raises the ClientError given to `cancel`.  `raise_if_cancelled` is
+    for retries, where code on the way has turned the cancel into another error.
     """
 
     def __init__(self) -> None:
@@ -119,7 +117,7 @@ class CancelScope:
         self._is_entered = False
 
     def cancel(self, reason: ClientError) -> None:
-        """The first reason counts; no harm where the request is over."""
+        """Cancel; the first reason counts, and after the end of the scope nothing happens."""
         self.reason = self.reason or reason
         if self._is_entered and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())

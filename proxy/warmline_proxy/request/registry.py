@@ -1,29 +1,34 @@
-"""All requests on their way.  Owned by the event loop."""
+"""Registry of all requests on their way.  Owned by the event loop."""
 
+import asyncio
 import math
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
+from warmline_common.protocol.tokens import BLOCK_TOKENS
 from warmline_proxy.auth.principals import Client
-from warmline_proxy.errors import bad_request
-from warmline_proxy.planner import RunningRequest, estimate_prefill_s
+from warmline_proxy.errors import bad_request, request_cancelled
+from warmline_proxy.planner import RunningRequest, align_to_grid, estimate_prefill_s
 from warmline_proxy.request.request import Request
+from warmline_proxy.tasks import wait_for_events
 from warmline_proxy.upstream.backend_state import BackendState
 
 RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1, 60  # OpenAI's SDK obeys up to two minutes
 DECODE_TOKENS_PER_S_ASSUMED = 20.0
 ANSWER_TOKENS_ASSUMED = 256.0
 SMOOTHING = 0.2  # weight of the newest answer
+WAIT_SHARED_TOKENS_MIN = BLOCK_TOKENS  # fewer are not worth waiting for another request
+SAVE_WAIT_S = 10.0
 
 
 class RequestRegistry:
-    """From a request's first byte to its tail's last byte on disk."""
+    """Requests from their first byte until their tail is on disk."""
 
     def __init__(self, backend_state: BackendState) -> None:
         self._requests: dict[str, Request] = {}
         self._backend_state = backend_state
-        self._answer_tokens = ANSWER_TOKENS_ASSUMED  # a mean
+        self._answer_tokens = ANSWER_TOKENS_ASSUMED  # a moving mean
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._requests.values()))
@@ -32,10 +37,10 @@ class RequestRegistry:
         return len(self._requests)
 
     def add(self, request: Request) -> Request:
-        """Raises ClientError 409 where its client gave it a name that another one has.
+        """Raises ClientError 409 where the client has given the same name to another request on its way.
 
-        One that its client has left, and now tries again, may still be ending under that name: the next try gets a
-        longer one.  So does one whose name another client has chosen, too: nobody is told of others' requests.
+        The name gets a suffix where that request is ending already, for the client's next try, and where another
+        client has chosen the name, since clients learn nothing of each other's requests.
         """
         name = request.log.id
         if (other := self.find(name, request.client)) and other.release_task is None:
@@ -47,42 +52,70 @@ class RequestRegistry:
 
     def discard(self, request: Request) -> None:
         self._requests.pop(request.log.id, None)
-        if (settled := request.log.generation_result) and settled.finish in ("stop", "length"):
-            self._answer_tokens += SMOOTHING * (settled.timings.decoded - self._answer_tokens)
+        if (result := request.log.generation_result) and result.finish in ("stop", "length"):
+            self._answer_tokens += SMOOTHING * (result.timings.decoded - self._answer_tokens)
 
     def find(self, name: str, client: Client) -> Request | None:
-        """Of this client's: by its id, or the one that was given; of several tries under one name, the one wanted."""
-        own = (life for life in self if life.client == client)
-        matches = [life for life in own if name and name in (life.log.id, life.log.client_request_id)]
-        return next((life for life in matches if life.release_task is None), next(iter(matches), None))
+        """This client's request of that id or given name; of several tries under one name, one that is not ending."""
+        own = (request for request in self if request.client == client)
+        matches = [request for request in own if name and name in (request.log.id, request.log.client_request_id)]
+        return next((request for request in matches if request.release_task is None), next(iter(matches), None))
 
     @property
     def unanswered_count(self) -> int:
-        """Requests whose clients still wait.  Several choices of one are one."""
-        branch_ids = {part.log.id for life in self for part in life.branches}
-        return sum(not life.response_done.is_set() and life.log.id not in branch_ids for life in self)
+        """Requests whose clients still wait; the choices of a request count as one."""
+        branch_ids = {branch.log.id for request in self for branch in request.branches}
+        return sum(not request.response_done.is_set() and request.log.id not in branch_ids for request in self)
 
     @property
     def saving_count(self) -> int:
         """Requests that are computed, but not yet on disk."""
-        return sum(life.is_saving for life in self)
+        return sum(request.is_saving for request in self)
 
     def find_followable(self, request: Request, refused_ids: Collection[str] = ()) -> list[RunningRequest]:
-        """What the backend is computing that this request could share; without the `refused`, by their ids."""
+        """Running requests whose prefill this one could share, without those of the `refused_ids`."""
         others = (each for each in self if each is not request and each.log.id not in refused_ids)
         return [each.as_running(request) for each in others if each.is_computing and not each.suspect]
 
+    async def cancel_superseded(self, request: Request) -> None:
+        """Cancel the client's earlier try, whose connection is not known to be dead yet, and wait for its release.
+
+        Several candidates may be several samples of one prompt: none is cancelled then.
+        """
+        earlier = [each for each in self if each.release_task is None and each.is_retried_by(request)]
+        if len(earlier) == 1:
+            message = "The client has sent this request again; this try is given up."
+            earlier[0].cancel(request_cancelled(message, cancel_source="superseded"))
+            await earlier[0].released.wait()
+
+    async def wait_for_releases(self, request: Request) -> None:
+        """Wait for cancelled requests with the same prefix: a step later their rows can be continued from."""
+        releasing = (
+            each for each in self if each.is_releasing and request.count_shared_tokens(each) >= WAIT_SHARED_TOKENS_MIN
+        )
+        await asyncio.gather(*[each.released.wait() for each in releasing])
+
+    async def wait_for_saves(self, request: Request, count_reusable_tokens: Callable[[Request], int]) -> None:
+        """Wait for saves in progress that would give more than can be reused now, for SAVE_WAIT_S at most.
+
+        A resident that can't go on at the shared position can be restored there once it is saved.
+        """
+        others = (each for each in self if each is not request and each.log.generation_result)
+        if saving := {other: request.count_shared_tokens(other) for other in others}:
+            tokens_min = count_reusable_tokens(request) + WAIT_SHARED_TOKENS_MIN
+            grid = request.layout.grid if request.layout else 0
+            events = [other.saved for other, shared in saving.items() if align_to_grid(shared, grid) >= tokens_min]
+            await wait_for_events(events, SAVE_WAIT_S)
+
     def estimate_retry_after_s(self) -> int:
-        """When the first of the running requests may be done, by the measured rates."""
-        running = (life for life in self if life.ticket and life.ticket.is_running)
-        left_s = min((self._estimate_seconds_left(life) for life in running), default=0.0)
+        """Seconds until the first of the running requests may be done, by the measured rates."""
+        running = (request for request in self if request.ticket and request.ticket.is_running)
+        left_s = min((self._estimate_seconds_left(request) for request in running), default=0.0)
         return min(max(math.ceil(left_s), RETRY_AFTER_MIN_S), RETRY_AFTER_MAX_S)
 
     def _estimate_seconds_left(self, request: Request) -> float:
-        rate = self._backend_state.decode_tokens_per_s or DECODE_TOKENS_PER_S_ASSUMED
-        answer_s = self._answer_tokens / rate
+        answer_s = self._answer_tokens / (self._backend_state.decode_tokens_per_s or DECODE_TOKENS_PER_S_ASSUMED)
         if request.log.ttft_s:
             return max(0.0, answer_s - (time.monotonic() - request.log.arrived_monotonic - request.log.ttft_s))
-        return answer_s + estimate_prefill_s(
-            request.prefilled_tokens, request.log.prompt_tokens, self._backend_state.costs().prefill
-        )
+        rates = self._backend_state.costs().prefill
+        return answer_s + estimate_prefill_s(request.prefilled_tokens, request.log.prompt_tokens, rates)

@@ -1,14 +1,15 @@
-"""One request between its arrival and its last byte on disk."""
+"""State of one request, from its arrival until its tail is on disk.  Event loop thread."""
 
 import asyncio
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from warmline_common.protocol.messages import GenerationResult, KvLayout, PromptReply
 from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
 from warmline_proxy.api.base import ApiCall
 from warmline_proxy.auth.principals import ANONYMOUS, Client
 from warmline_proxy.errors import ClientError
-from warmline_proxy.planner import PromptShape, RunningRequest
+from warmline_proxy.planner import PromptShape, RunningRequest, has_fixed_positions
 from warmline_proxy.request.admission import Ticket
 from warmline_proxy.request.deadlines import CancelScope, Clock, RequestTimeouts
 from warmline_proxy.request_log import RequestLog
@@ -16,22 +17,39 @@ from warmline_proxy.response.relay import ResponseSink
 from warmline_proxy.upstream.generation_stream import GenerationListener, GenerationStream
 from warmline_proxy.upstream.resident_view import ResidentEntry
 
-STAGES = ("arriving", "waiting", "restoring", "prefilling", "answering")
+
+class RequestStatus(StrEnum):
+    """Stages of a request in their order; the values are `phase` in GET /warmline/status."""
+
+    ARRIVING = "arriving"
+    WAITING = "waiting"  # in the proxy's queue, or in the engine's
+    RESTORING = "restoring"
+    PREFILLING = "prefilling"
+    ANSWERING = "answering"  # the first token is out
+    ENDING = "ending"  # the response is over, the engine may still be at work
+    SAVING = "settling"
+
+    @property
+    def order(self) -> int:
+        return _STATUS_ORDER[self]
+
+
+_STATUS_ORDER = {status: number for number, status in enumerate(RequestStatus)}
 
 
 @dataclass(eq=False)
 class Request:
-    """Filled in step by step by the hot path; owned by the event loop."""
+    """State of one request, filled in step by step by the pipeline; owned by the event loop."""
 
     log: RequestLog
     response: ResponseSink
     timeouts: RequestTimeouts
     clock: Clock = field(default_factory=Clock)
     cancel_scope: CancelScope = field(default_factory=CancelScope)
-    client: Client = ANONYMOUS  # whose it is
-    caller: str = ""  # whom it counts for
-    ticket: Ticket | None = None  # its place; a request of several choices has given it to the first of them
-    branches: list["Request"] = field(default_factory=list)  # its choices that have begun, where it has several
+    client: Client = ANONYMOUS
+    caller: str = ""  # admission is fair between callers
+    ticket: Ticket | None = None  # a request of several choices has handed it to its first branch
+    branches: list["Request"] = field(default_factory=list)  # one a choice, where several were asked for
     call: ApiCall | None = None
     model: str = ""  # the served model's name
     layout: KvLayout | None = None
@@ -39,57 +57,72 @@ class Request:
     root: bytes = b""  # namespace of fingerprint and tenant
     restore_task: asyncio.Task[object] | None = None
     sent: bool = False  # a generation was asked for: the backend may hold something
-    started: bool = False  # the engine has begun with it
+    started: bool = False  # the engine has begun with the generation
     prefilled_tokens: int = 0  # prompt tokens that have rows
-    stored_tokens: int = 0  # of these, what needs no saving while it runs: reused, or saved on the way
-    content_chunks: int = 0  # pieces of its answer so far, about one a token
+    stored_tokens: int = 0  # of these, reused or saved already: need no saving while the request runs
+    content_chunks: int = 0  # pieces of the answer so far, about one a token
     generation: GenerationStream | None = None
     listener: GenerationListener | None = None  # of the generation
-    divergence_tokens: bytes = b""  # packed tokens of the resident that its prompt differs from, from there on
-    divergence_task: asyncio.Task[None] | None = None  # into its trace's parting
-    suspect: bool = False  # it may have started from what was found wrong since: nothing of it is kept
-    purged: bool = False  # what it goes on from was purged while it ran: nothing of it is kept, on any try
+    divergence_tokens: bytes = b""  # packed tokens of the resident that the prompt differs from, from there on
+    divergence_task: asyncio.Task[None] | None = None  # analyzes the divergence for the log
+    suspect: bool = False  # may have started from rows found wrong since: nothing computed is saved
+    purged: bool = False  # the reused conversation was purged meanwhile: nothing computed is saved, on any try
     response_done: asyncio.Event = field(default_factory=asyncio.Event)  # the client has its answer, or has left
-    release_task: asyncio.Task[None] | None = None  # has the engine let go; nothing more is wanted of it
-    is_detached: bool = False  # its client has left, its prefill goes on to be ready for the next try
+    release_task: asyncio.Task[None] | None = None  # makes the engine release the request
+    is_detached: bool = False  # the client has left, the prefill goes on for its next try
     released: asyncio.Event = field(default_factory=asyncio.Event)  # the engine works on it no more, or never did
     saved: asyncio.Event = field(default_factory=asyncio.Event)  # on disk, or not going to be
+    _status: RequestStatus = field(default=RequestStatus.ARRIVING, init=False)
+
+    @property
+    def status(self) -> RequestStatus:
+        """Present stage; with several choices that of the furthest, until the response is over."""
+        if self.branches and not self.response_done.is_set():
+            furthest = max((branch.status for branch in self.branches), key=lambda status: status.order)
+            return min(furthest, RequestStatus.ANSWERING, key=lambda status: status.order)
+        return self._status
+
+    def advance(self, status: RequestStatus) -> None:
+        """Enter a stage.  Once the response is over only SAVING follows, when the engine has released the request."""
+        if not self.response_done.is_set():
+            self._status = status
+        else:
+            self._status = RequestStatus.SAVING if self.released.is_set() else RequestStatus.ENDING
+
+    def record_first_token(self) -> None:
+        self.log.record_first_token()
+        self.advance(RequestStatus.ANSWERING)
+
+    def mark_response_done(self) -> None:
+        self.response_done.set()
+        self.advance(RequestStatus.ENDING)
+
+    def mark_released(self) -> None:
+        """The engine no longer works on the request."""
+        self.released.set()
+        self.advance(self._status)
 
     def reset(self) -> None:
-        """Before a try: whatever an earlier one made is gone."""
-        self.sent = self.started = False
+        """Prepare for another dispatch: what an earlier one left is dropped."""
+        self.sent = self.started = self.suspect = False
         self.prefilled_tokens = self.stored_tokens = self.content_chunks = 0
         self.generation = self.listener = self.restore_task = None
         self.released = asyncio.Event() if self.released.is_set() else self.released
-        self.suspect = False
         self.log.generation_result = self.log.divergence = None
         self.divergence_tokens, self.divergence_task = b"", None
-        self.log.collapse = ""
-        self.log.ttft_s = 0.0
+        self.log.collapse, self.log.ttft_s = "", 0.0
         self.clock.mark_idle()
+        self.advance(RequestStatus.WAITING if self.prompt else RequestStatus.ARRIVING)
 
     @property
     def is_cacheable(self) -> bool:
-        """Whether what it computes may be used by others, and stored."""
+        """True if computed rows may be stored, and reused by others."""
         return not (self.suspect or self.purged)
 
     def cancel(self, reason: ClientError) -> None:
-        """End it from outside, unless its answer is complete."""
+        """End the request from outside, unless its answer is complete."""
         if not self.response.is_closed:
             self.cancel_scope.cancel(reason)
-
-    @property
-    def stage(self) -> str:
-        """How far it has come, before its end: one of STAGES."""
-        if self.branches:  # as far as the furthest of its choices
-            return max((part.stage for part in self.branches), key=STAGES.index)
-        if self.log.ttft_s:
-            return "answering"
-        if self.generation is not None:
-            return "prefilling" if self.started else "waiting"
-        if self.restore_task is not None:
-            return "restoring"
-        return "waiting" if self.prompt is not None else "arriving"
 
     @property
     def is_saving(self) -> bool:
@@ -98,30 +131,26 @@ class Request:
 
     @property
     def is_releasing(self) -> bool:
-        """The client is gone, the engine may still be at work; what it has computed is not yet a resident."""
+        """The client has left, the engine may still be at work: the computed rows are not yet a resident."""
         return self.release_task is not None and not self.is_detached and not self.released.is_set()
 
     @property
     def is_computing(self) -> bool:
-        """At the backend, and wanted there: what it computes can be shared."""
-        is_at_backend = (
-            self.generation is not None and not self.generation.is_over and self.log.generation_result is None
-        )
-        return is_at_backend and (self.is_detached or self.release_task is None)
+        """At the backend and not being ended: other requests can share the prefill."""
+        if self.generation is None or self.generation.is_over or self.log.generation_result is not None:
+            return False
+        return self.is_detached or self.release_task is None
 
     def count_shared_tokens(self, other: "Request") -> int:
-        """How many leading tokens of this prompt the other request has computed, or is to compute."""
+        """Leading tokens of this prompt that the other request has computed, or will."""
         if self.prompt is None or other.prompt is None or self.root != other.root:
             return 0
-        other_tokens = (
-            other.prompt.tokens
-            if (settled := other.log.generation_result) is None
-            else resident_after_generation(other, settled).tokens
-        )
+        result = other.log.generation_result
+        other_tokens = resident_after_generation(other, result).tokens if result else other.prompt.tokens
         return count_common_tokens(self.prompt.tokens, other_tokens)
 
     def as_running(self, other: "Request") -> RunningRequest:
-        """This request as one that the other could follow."""
+        """This request as a leader that the other could follow."""
         return RunningRequest(
             request_id=self.log.id,
             common_tokens=other.count_shared_tokens(self),
@@ -132,11 +161,11 @@ class Request:
 
     @property
     def _initial_tokens(self) -> int:
-        """What it had when it was sent; a follower has nothing before its leader has come so far."""
+        """Reused tokens at the dispatch; a follower has none before its leader has come so far."""
         return self.stored_tokens if self.log.plan and not self.log.plan.leader_id else 0
 
     def is_retried_by(self, other: "Request") -> bool:
-        """The other is the same client's next try: what it says is its session, and its count, leave no doubt."""
+        """True if the other is the same client's next try: same session and body, and a higher retry count."""
         if not (self.call and other.call):
             return False
         return (
@@ -153,21 +182,17 @@ class Request:
 
 
 def resident_after_restore(request: Request, position: int) -> ResidentEntry:
-    """What a restore to `position` gives."""
+    """Resident that a restore to `position` gives."""
     assert request.prompt is not None
-    positions = () if _is_restorable_anywhere(request.layout) else (position,)
+    positions = (position,) if request.layout is None or has_fixed_positions(request.layout) else ()
     return ResidentEntry(request.root, request.prompt.tokens[: position * TOKEN_BYTES], positions)
 
 
-def resident_after_generation(request: Request, settled: GenerationResult) -> ResidentEntry:
-    """What a generation leaves: `(prompt + generated)[:prefilled_until]`."""
+def resident_after_generation(request: Request, result: GenerationResult) -> ResidentEntry:
+    """Resident that a generation leaves: `(prompt + generated)[:prefilled_until]`."""
     assert request.prompt is not None
-    tokens = (request.prompt.tokens + settled.generated)[: settled.prefilled_until * TOKEN_BYTES]
+    tokens = (request.prompt.tokens + result.generated)[: result.prefilled_until * TOKEN_BYTES]
     turn_end = request.prompt.turn_end
     beyond = request.prompt.tokens[len(tokens) : turn_end * TOKEN_BYTES]
     head = next(iter(request.prompt.boundaries), 0)
-    return ResidentEntry(request.root, tokens, settled.positions, turn_end=turn_end, turn_tail=beyond, head_end=head)
-
-
-def _is_restorable_anywhere(layout: KvLayout | None) -> bool:
-    return layout is not None and not layout.has_states and not layout.has_windows
+    return ResidentEntry(request.root, tokens, result.positions, turn_end=turn_end, turn_tail=beyond, head_end=head)

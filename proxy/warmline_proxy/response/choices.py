@@ -1,7 +1,7 @@
-"""A call for several choices as one for each, and their streams as one (pure).
+"""Split of a call for several choices into one call each, and merge of their streams (pure).
 
-What says so are fields of the internal form, OpenAI's: `n`, and in completions a list of prompts.  Choice `i` of a
-prompt has the seed `seed + i`; indices count on from prompt to prompt, as OpenAI's do.
+Choices come from the fields `n` and, in completions, a list of prompts.  Choice `i` of a prompt has the seed
+`seed + i`; indices count on from prompt to prompt, as OpenAI's do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,16 +26,13 @@ _EMPTY_CHOICES = b"[]"
 class ChoiceRequest:
     """One generation of a call."""
 
-    fields: Fields  # of a body that asks for this choice alone
-    prompt_index: int  # which of the body's prompts it answers, from 0
+    fields: Fields  # of a call for this choice alone
+    prompt_index: int  # among the body's prompts, from 0
     sample_index: int  # among those of its prompt, from 0
 
 
 def split_choices(endpoint: str, fields: Fields) -> list[ChoiceRequest]:
-    """The choices that a body asks for, in their order.  Raises ClientError 400.
-
-    What else may be wrong with prompts and seeds is found where each is rendered: by the backend.
-    """
+    """Choices of a body, in order.  Raises ClientError 400; invalid prompts and seeds are refused by the backend."""
     count = _read_count(fields)
     prompts = _split_prompts(fields) if endpoint == "completion" else []
     if count == 1 and len(prompts) < 2:
@@ -59,13 +56,13 @@ def _read_count(fields: Fields) -> int:
 
 
 def _split_prompts(fields: Fields) -> list[Fields]:
-    """What of a body changes from prompt to prompt; nothing where it has one prompt, be it a list of token ids."""
+    """Fields that differ from prompt to prompt; [] for a single prompt, which may be a list of token ids."""
     raw = fields.get("prompt")
     if not isinstance(raw, msgspec.Raw) or bytes(raw)[1:].lstrip()[:1] not in (b'"', b"["):
         return []
     try:
         prompts = decode(raw, list[msgspec.Raw])
-    except msgspec.DecodeError:  # no list, then: a string, or what the backend refuses
+    except msgspec.DecodeError:  # one string, or refused by the backend
         return []
     if len(prompts) > PROMPTS_MAX:
         raise bad_request(f"'prompt' has {len(prompts)} prompts; at most {PROMPTS_MAX} are answered.", param="prompt")
@@ -84,18 +81,18 @@ def _omit_fields(fields: Fields, *names: str) -> Fields:
 
 
 class ChoiceMerger:
-    """Makes one answer's chunks of those of its choices; of each, chunks come in order."""
+    """Merges the chunks of several choices into one response's; each choice's chunks come in order."""
 
     def __init__(self, request_id: str, choices: Sequence[ChoiceRequest]) -> None:
         self._request_id, self._choices = request_id, choices
-        self._common_fields: dict[str, msgspec.Raw] = {}  # what all chunks have in common
+        self._common_fields: dict[str, msgspec.Raw] = {}  # `id` and `created`
         self._usage: dict[str, Any] = {}
         self._last_usage_chunk: Chunk = {}
 
     def merge_chunk(self, index: int, branch_id: str, chunk: Chunk) -> Chunk | None:
-        """A chunk of the choice `index` as one of the whole answer's; None where it only tells of usage.
+        """A chunk of choice `index` as one of the whole response's; None for a chunk of usage alone.
 
-        `part_id`: the request id that the choice was computed under, which its chunks' ids end in.
+        `branch_id`: request id of the branch, with which its chunks' ids end.
         """
         self._common_fields = self._common_fields or self._read_common_fields(chunk, branch_id)
         if "usage" in chunk and bytes(chunk.get("choices", _EMPTY_CHOICES)) == _EMPTY_CHOICES:
@@ -107,7 +104,7 @@ class ChoiceMerger:
         return {**chunk, **self._common_fields, "choices": _encode_raw(indexed)}
 
     def build_usage_chunk(self) -> Chunk:
-        """The chunk that tells of all choices' usage, once they are done: a prompt counts once."""
+        """Usage of all choices, once they are done; a prompt counts once."""
         total = self._usage.get("prompt_tokens", 0) + self._usage.get("completion_tokens", 0)
         usage = {**self._usage, "total_tokens": total}
         return {**self._last_usage_chunk, **self._common_fields, "usage": _encode_raw(usage)}
@@ -124,7 +121,7 @@ class ChoiceMerger:
 
 
 def _sum_usage(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Of all numbers, at any depth; else the later value."""
+    """Sum of all numbers, at any depth; of other values the later one."""
     total = dict(one)
     for name, value in other.items():
         if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""One answer made of several: each choice is computed as a request of its own, and speaks through the same answer.
+"""One response of several choices: each is computed as a request of its own and written into the same response.
 
-The first choice of a prompt leads; the others begin once the backend has begun with it, and so can share its prefill.
-Only a few are under way at once, each in a place of its own.  None that holds a place waits for another, so all come to
-their end.  One that fails ends all.
+The first choice of a prompt is dispatched first; the others follow once the backend has started it, and share its
+prefill.  Concurrency is limited; no choice that holds a ticket waits for another, so there is no deadlock.  A choice
+that fails ends all.  Event loop thread.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ from warmline_proxy.errors import ClientError, request_cancelled
 from warmline_proxy.response.choices import ChoiceMerger, ChoiceRequest
 from warmline_proxy.response.relay import ResponseWriter
 
-CONCURRENT_BRANCHES_MAX = 16  # choices of one request under way at once
+CONCURRENT_BRANCHES_MAX = 16  # of one request
 
 
 class Branch:
-    """A relay.Sink for one choice: its chunks go into the whole answer, its end and its failure to the chorus."""
+    """ResponseSink of one choice: chunks go into the whole response, its end and failure to the Fanout."""
 
     def __init__(self, fanout: "Fanout", index: int, choice: ChoiceRequest, call: ApiCall) -> None:
         self.call: ApiCall | None = replace(call, fields=choice.fields, session_hint="", retry_count=0)
         self.encoder: ResponseEncoder | None = None
         self.has_content = self.is_closed = False
-        self.last_write_at = math.inf  # the whole answer keeps their client patient
+        self.last_write_at = math.inf  # heartbeats are sent by the whole response
         self.index, self.choice = index, choice
-        self.started_event = asyncio.Event()  # the backend has begun with it, once
-        self.cancel: Callable[[ClientError], None] | None = None  # ends it, once it is under way
+        self.started_event = asyncio.Event()  # the backend has started it, once
+        self.cancel: Callable[[ClientError], None] | None = None  # cancels its request, once there is one
         self._fanout = fanout
 
     @property
@@ -46,7 +46,7 @@ class Branch:
         await self._fanout.response.write(data)
 
     async def send_heartbeat(self) -> None:
-        """The whole answer does that."""
+        """Do nothing: the whole response sends heartbeats."""
 
     async def end(self, data: bytes = b"") -> None:
         if data:
@@ -65,7 +65,7 @@ class Branch:
 
 
 class Fanout:
-    """Belongs to one request; owned by the event loop."""
+    """The choices of one request, and their common response."""
 
     def __init__(
         self,
@@ -75,26 +75,24 @@ class Fanout:
         request_id: str,
         concurrency: int,
     ) -> None:
-        """`together`: how many choices may be under way at once."""
+        """`concurrency`: choices computed at once, CONCURRENT_BRANCHES_MAX at most."""
         self.response = response
         self.branches = [Branch(self, index, choice, call) for index, choice in enumerate(choices)]
         self._call, self._request_id = call, request_id
         self._merger = ChoiceMerger(request_id, choices)
-        self._pending_chunks: list[list[Chunk]] = [
-            [] for _ in choices
-        ]  # of a JSON answer: of each choice's present try
+        self._pending_chunks: list[list[Chunk]] = [[] for _ in choices]  # of a JSON response, by choice
         self._slots = asyncio.Semaphore(min(concurrency, CONCURRENT_BRANCHES_MAX))
 
     async def run(
         self, compute: Callable[[Branch], Awaitable[None]], get_cancel_reason: Callable[[], ClientError | None]
     ) -> None:
-        """Have all parts computed, and end the answer.  `why_ended`: whether somebody has ended it from outside.
+        """Compute all branches, then end the response.  `get_cancel_reason`: of the whole request.
 
-        Raises what the first part raised that failed, once all have ended; ClientError or UpstreamError is for the
-        answer to tell.
+        Raises the first branch's failure, once all have ended; ClientError and UpstreamError are not written yet.
         """
         tasks = [
-            asyncio.create_task(self._run_branch(part, compute), name=f"choice {part.index}") for part in self.branches
+            asyncio.create_task(self._run_branch(branch, compute), name=f"choice {branch.index}")
+            for branch in self.branches
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -117,18 +115,18 @@ class Fanout:
             await compute(branch)
 
     async def _cancel_branches(self, tasks: Sequence["asyncio.Task[None]"], reason: ClientError | None) -> None:
-        """End what still runs: for a reason, or because the client has left."""
-        for task, part in zip(tasks, self.branches, strict=True):
-            if part.cancel and reason:
-                part.cancel(reason)
+        """End the branches that still run; `reason`: None where the client has left."""
+        for task, branch in zip(tasks, self.branches, strict=True):
+            if branch.cancel and reason:
+                branch.cancel(reason)
             else:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # ---- the one answer
+    # ---- the common response
 
     def open_encoder(self, index: int, response_start: ResponseStart) -> ResponseEncoder:
-        """One part's; what it said in an earlier try is forgotten."""
+        """Encoder of one branch; chunks of an earlier dispatch are dropped."""
         if self.response.encoder is None:
             self.response.open_encoder(replace(response_start, request_id=self._request_id))
         self._pending_chunks[index].clear()
@@ -144,7 +142,7 @@ class Fanout:
         return self._encode(merged_chunk)
 
     def flush_branch(self, index: int) -> None:
-        """Of a JSON answer: this choice is complete, and not tried again."""
+        """Encode the pending chunks of a choice that is complete, in a JSON response."""
         for chunk in self._pending_chunks[index]:
             self._encode(chunk)
         self._pending_chunks[index].clear()
@@ -163,7 +161,7 @@ class Fanout:
 
 
 class BranchEncoder:
-    """An apis.Encoder that gives a part's chunks to the chorus; the end is the chorus's to say."""
+    """ResponseEncoder that passes a branch's chunks to the Fanout, which writes the end."""
 
     def __init__(self, fanout: Fanout, index: int, branch_id: str) -> None:
         self._fanout, self._index, self._branch_id = fanout, index, branch_id

@@ -1,13 +1,14 @@
-"""From the backend's events to the client's answer: streamed event by event, or one JSON, in the words of its API.
+"""Relay of the backend's events to the client: streamed event by event, or as one JSON, encoded by the client's API.
 
-An error before the first byte is a proper HTTP status.  After content, or after a sign of life, it is an `error` event
-without `[DONE]`, or an aborted connection; never a clean end.
+An error before the first byte is an HTTP status.  After content or a heartbeat it is an `error` event without
+`[DONE]`, or an aborted connection; never a clean end.  Event loop thread.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -29,14 +30,14 @@ STREAM_HEADERS = {
 }
 JSON_HEADERS = {"Content-Type": "application/json; charset=utf-8"}
 TRUNCATED_MESSAGE = "The backend ended its answer early."
-ERROR_SEND_TIMEOUT_S = 5.0  # for an error to a client that may not be reading
+ERROR_SEND_TIMEOUT_S = 5.0  # for the error of a client that may not be reading
 
 
 class ResponseSink(Protocol):
-    """Where one generation's answer goes: to its client, or into an answer of several choices (`chorus`)."""
+    """Destination of one generation: the client (ResponseWriter), or a response of several choices (Branch)."""
 
     call: ApiCall | None
-    has_content: bool  # content was given to it
+    has_content: bool  # content was written
     is_closed: bool
     last_write_at: float
 
@@ -44,7 +45,7 @@ class ResponseSink(Protocol):
     def has_started(self) -> bool: ...
 
     def open_encoder(self, response_start: ResponseStart) -> ResponseEncoder:
-        """Content may come: what is to encode it.  Again at each try, none of which has spoken."""
+        """Encoder for the content; a new one at each dispatch, before which no content was written."""
 
     async def write(self, data: bytes) -> None: ...
 
@@ -60,9 +61,9 @@ class ResponseSink(Protocol):
 
 
 class ResponseWriter:
-    """The client's side of one request: nothing sent, signs of life sent (`begun`), or content sent (`spoken`).
+    """The client's side of one request: nothing sent, heartbeats sent (`has_started`), or content (`has_content`).
 
-    `response` is what the handler is to return, once it has ended or failed.
+    `http_response` is the handler's result, once the response has ended or failed.
     """
 
     def __init__(
@@ -73,13 +74,13 @@ class ResponseWriter:
         send_timeout_s: float,
         on_error: Callable[[ClientError], object],
     ) -> None:
-        """`refused` hears of the error that the client is told."""
+        """`on_error`: called with the error that is written to the client."""
         self._api, self._on_error = api, on_error
-        self.call: ApiCall | None = None  # before that is known, nothing is sent
-        self.encoder: ResponseEncoder | None = None  # once content may come
+        self.call: ApiCall | None = None  # nothing is sent before it is known
+        self.encoder: ResponseEncoder | None = None  # from the first dispatch on
         self.has_content = False
         self.is_closed = False  # nothing more may be written
-        self.last_write_at = time.monotonic()  # when the client last got a byte, or came
+        self.last_write_at = time.monotonic()  # of the last byte, or of the arrival
         self._http_request, self._headers, self._send_timeout_s = http_request, headers, send_timeout_s
         self._stream_response: web.StreamResponse | None = None
         self.http_response: web.StreamResponse | None = None
@@ -108,14 +109,14 @@ class ResponseWriter:
             await write_chunk(self._stream_response, data, self._send_timeout_s)
 
     async def send_heartbeat(self) -> None:
-        """A sign of life that means nothing: clients that wait for bytes wait on."""
+        """Send a comment or white space, so that the client does not time out."""
         if self.call is None or self._is_heartbeat_stopped or self._send_lock.locked():
             return
-        with suppress(ConnectionResetError):  # the request's own task hears of it too
+        with suppress(ConnectionResetError):  # also raised in the request's own task
             await self.write(encode_comment("working") if self.call.stream else b" ")
 
     async def end(self, data: bytes = b"") -> None:
-        """The rest, and the end of it.  Raises ConnectionResetError."""
+        """Write the rest, and end the response.  Raises ConnectionResetError."""
         await self._stop_heartbeats()
         if data:
             await self.write(data)
@@ -128,7 +129,7 @@ class ResponseWriter:
             raise ConnectionResetError("the client did not take the end of its answer") from None
 
     async def send_json(self, body: bytes) -> None:
-        """A JSON answer, all at once where nothing was sent yet."""
+        """Send a JSON response, with a Content-Length where nothing was sent yet."""
         await self._stop_heartbeats()
         if self.has_started:
             return await self.end(body)
@@ -136,7 +137,9 @@ class ResponseWriter:
         self.http_response = web.Response(body=body, content_type="application/json", headers=dict(self._headers()))
 
     async def fail(self, error: ClientError) -> None:
-        """Raises ConnectionResetError once the connection is aborted: half an answer must not look whole."""
+        """Write an error.  Raises ConnectionResetError where the connection is aborted instead, so that half an answer
+        does not look whole.
+        """
         self._on_error(error)
         await self._stop_heartbeats()
         if not self.has_started and not self.is_closed:
@@ -151,83 +154,85 @@ class ResponseWriter:
         raise ConnectionResetError(f"aborted: {error}")
 
     def close(self) -> None:
-        """Whatever happens from now on, the client hears nothing of it."""
+        """Write nothing more."""
         self._is_heartbeat_stopped = self.is_closed = True
 
     async def _stop_heartbeats(self) -> None:
-        async with self._send_lock:  # one may be on its way
+        async with self._send_lock:  # one may be in progress
             self._is_heartbeat_stopped = True
 
 
 async def relay_response(
-    sink: ResponseSink, generation: GenerationStream, response_start: ResponseStart, request_log: RequestLog
+    sink: ResponseSink,
+    generation: GenerationStream,
+    response_start: ResponseStart,
+    request_log: RequestLog,
+    on_first_token: Callable[[], None],
 ) -> None:
     """Raises ClientError or UpstreamError where no content was sent; ConnectionResetError where the client has left."""
     assert sink.call is not None
-    encoder = sink.open_encoder(response_start)
-    if sink.call.stream:
-        await _relay_stream(sink, generation, encoder, request_log)
-    else:
-        await _relay_json(sink, generation, encoder, request_log)
+    relay = _Relay(sink, generation, sink.open_encoder(response_start), request_log, on_first_token)
+    await (relay.run_stream() if sink.call.stream else relay.run_json())
 
 
-async def _relay_stream(
-    sink: ResponseSink, generation: GenerationStream, encoder: ResponseEncoder, request_log: RequestLog
-) -> None:
-    try:
+@dataclass(frozen=True)
+class _Relay:
+    """One generation's way to its sink."""
+
+    sink: ResponseSink
+    generation: GenerationStream
+    encoder: ResponseEncoder
+    request_log: RequestLog
+    on_first_token: Callable[[], None]
+
+    async def run_stream(self) -> None:
+        try:
+            is_complete = False
+            async for event in self.generation.events():
+                if out := self._encode_event(event):
+                    self.sink.has_content = self.sink.has_content or not event.comment
+                    await self.sink.write(out)
+                is_complete = is_complete or event.data == b"[DONE]"
+            if not is_complete:
+                raise bad_gateway(TRUNCATED_MESSAGE)
+        except (ClientError, UpstreamError) as error:
+            if not self.sink.has_content:
+                raise
+            self.request_log.record_failure(error)
+            await self.sink.fail(translate_upstream_error(error))
+        else:
+            await self.sink.end()
+
+    async def run_json(self) -> None:
         is_complete = False
-        async for event in generation.events():
-            if out := _encode_event(event, encoder, request_log):
-                sink.has_content = sink.has_content or not event.comment
-                await sink.write(out)
-            is_complete = is_complete or event.data == b"[DONE]"
+        async for event in self.generation.events():
+            if event.data == b"[DONE]":
+                is_complete = True
+            elif event.data:
+                self._encode_chunk(event.data)
         if not is_complete:
             raise bad_gateway(TRUNCATED_MESSAGE)
-    except (ClientError, UpstreamError) as error:
-        if not sink.has_content:
-            raise
-        request_log.record_failure(error)
-        await sink.fail(translate_upstream_error(error))
-    else:
-        await sink.end()
+        await self.sink.send_json(self.encoder.encode_json())
 
-
-async def _relay_json(
-    sink: ResponseSink, generation: GenerationStream, encoder: ResponseEncoder, request_log: RequestLog
-) -> None:
-    is_complete = False
-    async for event in generation.events():
+    def _encode_event(self, event: SseEvent) -> bytes:
+        """Bytes for the client; b"" for none.  Raises ClientError for the backend's error event."""
+        if event.comment:
+            return event.raw if event.comment.startswith(PREFILL) else b""
         if event.data == b"[DONE]":
-            is_complete = True
-        elif event.data:
-            encoder.encode_chunk(_parse_chunk(event, request_log), event.data)
-    if not is_complete:
-        raise bad_gateway(TRUNCATED_MESSAGE)
-    await sink.send_json(encoder.encode_json())
+            return self.encoder.encode_done()
+        return self._encode_chunk(event.data) if event.data else event.raw
 
-
-def _encode_event(event: SseEvent, encoder: ResponseEncoder, request_log: RequestLog) -> bytes:
-    """What of an event the client gets: b"" for nothing.  Raises ClientError for the backend's error event."""
-    if event.comment:
-        return event.raw if event.comment.startswith(PREFILL) else b""
-    if event.data == b"[DONE]":
-        return encoder.encode_done()
-    if not event.data:
-        return event.raw
-    return encoder.encode_chunk(_parse_chunk(event, request_log), event.data)
-
-
-def _parse_chunk(event: SseEvent, request_log: RequestLog) -> Chunk:
-    chunk: Chunk = _decode_json(event.data, Chunk)
-    if "error" in chunk:
-        raise _parse_stream_error(event.data)
-    if not request_log.ttft_s and _has_content(event.data):
-        request_log.record_first_token()
-    return chunk
+    def _encode_chunk(self, data: bytes) -> bytes:
+        chunk: Chunk = _decode_json(data, Chunk)
+        if "error" in chunk:
+            raise _parse_stream_error(data)
+        if not self.request_log.ttft_s and _has_content(data):
+            self.on_first_token()
+        return self.encoder.encode_chunk(chunk, data)
 
 
 def _has_content(data: bytes) -> bool:
-    """Whether a chunk carries text, or ends a text that was empty."""
+    """True if a chunk carries text, or ends an empty one."""
     for choice in _decode_json(data, dict[str, Any]).get("choices") or ():
         delta = choice.get("delta") or {}
         if choice.get("text") or choice.get("finish_reason") or any(delta[key] for key in delta if key != "role"):
@@ -243,10 +248,10 @@ def _decode_json(data: bytes, kind: Any) -> Any:
 
 
 def _parse_stream_error(payload: bytes) -> ClientError | UpstreamError:
-    """The backend's own words, under the status that suits them, or what to do about them."""
+    """The backend's error with its HTTP status, or an UpstreamError that is dispatched again."""
     error = _decode_json(payload, dict[str, Any])["error"]
     kind, code = (error.get("type"), error.get("code")) if isinstance(error, dict) else ("", "")
-    if code in ("discarded", "cancelled"):  # whoever is told of a cancel did not ask for it: the backend is stopping
+    if code in ("discarded", "cancelled"):  # cancelled by others than the proxy: the backend is stopping
         return StepFailedError(str(error.get("message")) if code == "discarded" else "the backend was stopped")
     if code == "leaderless":
         return LeaderLostError(str(error.get("message")))

@@ -1,8 +1,7 @@
-"""Notices an answer that collapses: what a broken cache makes of a model, though a model can do it by itself too.
+"""Detector of answers that collapse into repetition, as after a broken cache, though a model can do so by itself.
 
-Pure.  A piece is what one chunk of the backend's stream says, which is a token, or a token and what was held back
-before it.  Feeding one takes the same few comparisons however long the answer is.  That an answer trips the guard
-accuses nobody: it is a reason to compute the first token again, cold, and compare (`audit`).
+Pure.  A piece is the text of one chunk, about a token.  Feeding one costs a constant number of comparisons.  A
+detection is no proof: it triggers an audit, which computes the first token again, cold, and compares.
 """
 
 from collections import deque
@@ -11,24 +10,24 @@ import msgspec
 
 from warmline_common.protocol.messages import decode
 
-# Where the guard trips.  Sixty-four tokens are a ruler, or a matrix of zeros, wider than people write them, and a
-# sixtieth of what a collapsed answer runs on for.  docs/correctness.md says how often ordinary text gets there.
+# 64 tokens are a longer ruler or row of zeros than people write, and a sixtieth of a collapsed answer's length.
+# docs/correctness.md has the rate of detections in ordinary text.
 REPEATED_TOKENS_MAX = 64
 CYCLE_TOKENS_MAX = 8
 DIGITS_MAX = 256
 
 
 class RepetitionDetector:
-    """One answer's.  `reason` is "" until it trips, and says what was seen from then on."""
+    """Detector for one answer.  `reason` is "" until a detection, and describes that from then on."""
 
     def __init__(self) -> None:
         self.reason = ""
         self._recent_pieces: deque[str] = deque(maxlen=CYCLE_TOKENS_MAX)
-        self._repeats = [0] * (CYCLE_TOKENS_MAX + 1)  # by period: how many pieces in a row were that long before, too
+        self._repeats = [0] * (CYCLE_TOKENS_MAX + 1)  # by period: pieces in a row that equal the one a period before
         self._digits = 0
 
     def feed(self, piece: str) -> None:
-        """The next piece of the answer; empty ones are no pieces."""
+        """Add the answer's next piece; empty ones are ignored."""
         if self.reason or not piece:
             return
         self._count_digits(piece)
@@ -67,7 +66,7 @@ class _Chunk(msgspec.Struct):
 
 
 def chunk_text(chunk: bytes) -> str:
-    """What one chunk of an OpenAI stream says; "" where it says nothing, or can't be read."""
+    """Text of one chunk of an OpenAI stream; "" without text, or where the chunk can't be decoded."""
     try:
         choices = decode(chunk, _Chunk).choices
     except msgspec.DecodeError:

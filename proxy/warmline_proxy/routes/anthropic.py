@@ -2,9 +2,8 @@
 
 from aiohttp import web
 
-from warmline_proxy.api.anthropic.adapter import MessagesApi
-from warmline_proxy.api.anthropic.models import model_info, model_list
-from warmline_proxy.api.openai_models import MODELS_PATH, is_models_path
+from warmline_proxy.api.anthropic.adapter import MessagesApi, build_model_info, build_model_list
+from warmline_proxy.api.openai import MODELS_PATH, is_models_path
 from warmline_proxy.auth.principals import Client
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.errors import method_not_allowed
@@ -35,7 +34,7 @@ class AnthropicRoutes:
         """`path`: of all models, or of one; any name is served.  Raises UpstreamError."""
         status = await self._backend_state.status()
         name = path.removeprefix(MODELS_PATH).strip("/")
-        return json_response(model_info(status, name) if name else model_list(status))
+        return json_response(build_model_info(status, name) if name else build_model_list(status))
 
 
 def is_models_request(request: web.Request, path: str) -> bool:

@@ -21,7 +21,7 @@ from warmline_proxy.admin.routes import ADMIN_PATH_PREFIX, AdminRouter
 from warmline_proxy.admin.scrape import MetricsRoutes
 from warmline_proxy.admin.status import StatusRoutes
 from warmline_proxy.api.base import Api
-from warmline_proxy.api.openai_models import MODELS_PATH, build_models_reply, is_models_path
+from warmline_proxy.api.openai import MODELS_PATH, build_models_reply, is_models_path
 from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, MESSAGES, RESPONSES, RESPONSES_PATH, find_api
 from warmline_proxy.audit.auditor import Auditor
 from warmline_proxy.audit.bisect import Bisector
@@ -44,7 +44,8 @@ from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.metrics import METRICS, ProxyMetrics
 from warmline_proxy.pipeline.completion import Completion
 from warmline_proxy.pipeline.deadline_monitor import DeadlineMonitor
-from warmline_proxy.pipeline.pipeline import Pipeline
+from warmline_proxy.pipeline.generator import Generator
+from warmline_proxy.pipeline.pipeline import Pipeline, PipelineSteps
 from warmline_proxy.pipeline.rendering import RemoteRenderer
 from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
 from warmline_proxy.pipeline.save_health import SaveHealth
@@ -255,29 +256,22 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
         rng=random.Random(),
     )
     completion = Completion(
-        registry, upstream, watchdog, saver, auditor, background_tasks, config.on_disconnect == "finish-prefill"
+        registry,
+        upstream,
+        watchdog,
+        saver,
+        auditor.consider_request,
+        background_tasks,
+        config.on_disconnect == "finish-prefill",
     )
     deadline_monitor = DeadlineMonitor(registry, watchdog, background_tasks, config.heartbeat_after_s)
     prompt_heads = PromptHeadCache()
-    pipeline = Pipeline(
-        config=config,
-        registry=registry,
-        upstream=upstream,
-        watchdog=watchdog,
-        backend_state=backend_state,
-        renderer=renderer,
-        admission=admission,
-        starter=Starter(
-            upstream, index, backend_state, watchdog, metrics, divergence_recorder, config.partial_save_tokens
-        ),
-        divergence_recorder=divergence_recorder,
-        saver=saver,
-        sampled_turns=sampled_turns,
-        completion=completion,
-        background=background_tasks,
-        metrics=metrics,
-        prompt_heads=prompt_heads,
+    starter = Starter(config, upstream, index, backend_state, watchdog, metrics, prompt_heads, divergence_recorder)
+    generator = Generator(
+        config, upstream, backend_state, saver, sampled_turns, prompt_heads, divergence_recorder, background_tasks
     )
+    steps = PipelineSteps(admission, renderer, starter, generator, completion)
+    pipeline = Pipeline(config, registry, watchdog, metrics, steps)
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[request_id_middleware, error_middleware])
     app.on_response_prepare.append(set_request_id_headers)
     app.on_response_prepare.append(build_cors_handler(config.allowed_origins))

@@ -77,7 +77,7 @@ async def test_a_client_that_leaves(tmp_path: Path, after: int, phase: str) -> N
 async def is_at(proxy: Pair, phase: str) -> bool:
     await asyncio.sleep(0)
     (life,) = proxy.app[REQUEST_REGISTRY]
-    return life.stage == {"prefill": "prefilling", "decode": "answering"}[phase]
+    return life.status == {"prefill": "prefilling", "decode": "answering"}[phase]
 
 
 @on_loop
@@ -166,7 +166,7 @@ async def test_several_choices_end_each_for_itself(tmp_path: Path) -> None:
         proxy.backend.hold_after = 1
         asking = asyncio.create_task(proxy.chat(headers=NAMED, n=2))
         await proxy.backend.called("generate", 2)
-        await when(lambda: [life.stage for life in proxy.app[REQUEST_REGISTRY]].count("answering") == 3)
+        await when(lambda: [life.status for life in proxy.app[REQUEST_REGISTRY]].count("answering") == 3)
         told = [(each["phase"], each["choices"]) for each in (await proxy.status())["live"]]
         assert told == [("answering", 2), ("answering", 0), ("answering", 0)]
         await delete(proxy)

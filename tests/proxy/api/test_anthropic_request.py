@@ -49,11 +49,11 @@ def refusal(**fields: Any) -> str:
     return str(error["error"]["message"])
 
 
-def test_the_simplest_body() -> None:
+def test_simplest_body() -> None:
     assert chat() == {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 
 
-def test_what_the_call_knows() -> None:
+def test_call_has_model_stream_and_retry_count() -> None:
     call = read({"X-Stainless-Retry-Count": "2"}, stream=True)
     assert (call.client_model, call.stream, call.retry_count, call.session_hint) == ("m", True, 2, "")
     assert (call.api.name, call.api.endpoint) == ("messages", "chat")
@@ -68,7 +68,7 @@ def test_what_the_call_knows() -> None:
         ('{"session_id": 5}', '{"session_id": 5}'),
     ],
 )
-def test_a_session_is_found_in_the_user_id(user_id: str, hint: str) -> None:
+def test_user_id_gives_session_hint(user_id: str, hint: str) -> None:
     assert read(metadata={"user_id": user_id}).session_hint == hint
     assert read({"X-Claude-Code-Session-Id": "other"}, metadata={"user_id": user_id}).session_hint == "other"
 
@@ -76,16 +76,16 @@ def test_a_session_is_found_in_the_user_id(user_id: str, hint: str) -> None:
 @pytest.mark.parametrize(
     "system", ["Be brief.", [text("Be brief.")], [text("Be brief.", **CACHED)], [text(""), text("Be brief.")]]
 )
-def test_a_system_text_is_the_first_message(system: Any) -> None:
+def test_system_text_becomes_first_message(system: Any) -> None:
     assert chat(system=system)["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
 @pytest.mark.parametrize("system", ["", [], None])
-def test_an_empty_system_text_is_none(system: Any) -> None:
+def test_empty_system_text_gives_no_message(system: Any) -> None:
     assert [message["role"] for message in chat(system=system)["messages"]] == ["user"]
 
 
-def test_several_blocks_stay_parts_and_do_not_run_together() -> None:
+def test_system_blocks_stay_parts_on_separate_lines() -> None:
     system = [text("x-header: 1;"), text("You are brief."), text("\nAnd kind.\n"), text("Always.")]
     said = chat(system=system)["messages"][0]
     assert [part["text"] for part in said["content"]] == [
@@ -96,7 +96,7 @@ def test_several_blocks_stay_parts_and_do_not_run_together() -> None:
     ]
 
 
-def test_instructions_in_the_midst_stay_where_they_are() -> None:
+def test_system_messages_stay_in_place() -> None:
     sent = [
         {"role": "user", "content": "a"},
         {"role": "system", "content": [text("b")]},
@@ -105,7 +105,7 @@ def test_instructions_in_the_midst_stay_where_they_are() -> None:
     assert messages(*sent) == [dict(message, content=words) for message, words in zip(sent, "abc", strict=True)]
 
 
-def test_a_turn_with_tools() -> None:
+def test_turn_with_thinking_tools_and_results() -> None:
     told = messages(
         {"role": "user", "content": "look"},
         {
@@ -140,13 +140,13 @@ def test_a_turn_with_tools() -> None:
     assert told[4] == {"role": "user", "content": "And now?"}
 
 
-def test_blocks_of_a_user_keep_their_order() -> None:
+def test_user_blocks_keep_their_order() -> None:
     result = {"type": "tool_result", "tool_use_id": "t"}
     told = messages({"role": "user", "content": [text("a"), result, text("b"), text(" c")]})
     assert [(message["role"], joined(message)) for message in told] == [("user", "a"), ("tool", ""), ("user", "b c")]
 
 
-def test_no_words_beside_a_tools_answer_are_no_message() -> None:
+def test_empty_text_beside_tool_result_is_dropped() -> None:
     result = {"type": "tool_result", "tool_use_id": "t", "content": "a"}
     told = messages({"role": "user", "content": [text(""), result, text("")]})
     assert [message["role"] for message in told] == ["tool"]
@@ -162,12 +162,12 @@ def test_no_words_beside_a_tools_answer_are_no_message() -> None:
         ([text("a"), text("b")], "Error: a\nb"),
     ],
 )
-def test_a_failed_tool_says_so(content: Any, read_as: str) -> None:
+def test_failed_tool_result_gets_error_prefix(content: Any, read_as: str) -> None:
     block = {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": True}
     assert joined(messages({"role": "user", "content": [block]})[0]) == read_as
 
 
-def test_what_a_tool_brought_and_nobody_can_read_is_told_of() -> None:
+def test_unreadable_tool_results_become_placeholders() -> None:
     """An agent that once looked at a picture must be able to go on."""
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
     brought = {"type": "tool_result", "tool_use_id": "t", "content": [text("a.png"), IMAGE, pdf]}
@@ -175,7 +175,7 @@ def test_what_a_tool_brought_and_nobody_can_read_is_told_of() -> None:
     assert told == "a.png\n[an image, which this model can't see]\n[a document, which this model can't read]"
 
 
-def test_text_that_is_called_otherwise() -> None:
+def test_documents_search_results_and_references_are_text() -> None:
     blocks = [
         {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a log"}, "title": "t"},
         {"type": "search_result", "source": "s", "title": "t", "content": [text("a hit")]},
@@ -185,14 +185,14 @@ def test_text_that_is_called_otherwise() -> None:
     assert [joined(message) for message in told] == ["a log\na hit", "look"]
 
 
-def test_what_moves_between_turns_changes_nothing() -> None:
+def test_cache_control_and_block_form_change_nothing() -> None:
     """Clients move cache_control to the last block, and turn block arrays into strings."""
     first = messages({"role": "user", "content": [text("hi", **CACHED)]}, system=[text("s", **CACHED)])
     later = messages({"role": "user", "content": "hi"}, system="s", cache_control={"type": "ephemeral"})
     assert first == later
 
 
-def test_an_answer_that_was_begun_is_gone_on_with() -> None:
+def test_partial_answer_is_continued() -> None:
     begun = {"role": "assistant", "content": "The answer is ("}
     fields = chat(messages=[{"role": "user", "content": "a or b?"}, begun])
     assert fields["messages"][-1] == begun
@@ -206,12 +206,12 @@ def test_an_answer_that_was_begun_is_gone_on_with() -> None:
         [text("a"), {"type": "tool_use", "id": "t", "name": "n"}],
     ],
 )
-def test_an_answer_without_words_or_with_calls_is_not(content: Any) -> None:
+def test_answer_without_text_or_with_calls_is_not_continued(content: Any) -> None:
     fields = chat(messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": content}])
     assert "continue_final_message" not in fields
 
 
-def test_parameters() -> None:
+def test_parameters_are_converted() -> None:
     given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 7, "chat_template_kwargs": {"a": None}}
     fields = chat(
         **given, stop_sequences=["\n\n", "", "END"], stream=True, service_tier="auto", betas=["x"], top_n=None
@@ -240,12 +240,12 @@ def test_null_is_absent() -> None:
         ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
     ],
 )
-def test_thinking(given: dict[str, Any], becomes: dict[str, Any]) -> None:
+def test_thinking_and_effort_are_converted(given: dict[str, Any], becomes: dict[str, Any]) -> None:
     assert chat(**given) == {**chat(), **becomes}
 
 
 @pytest.mark.parametrize("where", ["output_config", "output_format"])
-def test_structured_output(where: str) -> None:
+def test_output_format_becomes_response_format(where: str) -> None:
     form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "null"}}}}
     fields = chat(**{where: {"format": form} if where == "output_config" else form})
     assert fields["response_format"]["type"] == "json_schema"
@@ -262,7 +262,7 @@ def test_structured_output(where: str) -> None:
         ({"type": "auto", "disable_parallel_tool_use": True}, {"tool_choice": "auto", "parallel_tool_calls": False}),
     ],
 )
-def test_tools_and_their_choice(choice: dict[str, Any], becomes: dict[str, Any]) -> None:
+def test_tools_and_tool_choice_are_converted(choice: dict[str, Any], becomes: dict[str, Any]) -> None:
     tools = [
         {**LOOK, **CACHED, "eager_input_streaming": True},
         {**LOOK, "name": "see", "type": "custom", "strict": True},
@@ -272,7 +272,7 @@ def test_tools_and_their_choice(choice: dict[str, Any], becomes: dict[str, Any])
     assert chat(tools=tools, tool_choice=choice) == {**chat(), **expected}
 
 
-def test_tools_that_run_at_anthropic_are_left_out() -> None:
+def test_server_tools_are_left_out() -> None:
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
     assert chat(tools=[search, LOOK]) == chat(tools=[LOOK])
     assert chat(tools=[search], tool_choice={"type": "auto"}) == chat()
@@ -331,24 +331,24 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"stream": "yes"}, "stream: Expected `bool | null`, got `str`"),
     ],
 )
-def test_refusals(fields: dict[str, Any], says: str) -> None:
+def test_invalid_bodies_return_400(fields: dict[str, Any], says: str) -> None:
     assert says in refusal(**fields)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b'{"messages": "\\ud800"}', b"\xff", b"[" * 100_000])
-def test_what_is_no_json_object(body: bytes) -> None:
+def test_malformed_json_returns_400(body: bytes) -> None:
     with pytest.raises(ClientError) as caught:
         MessagesApi().read_call(body, {})
     assert caught.value.status == 400
 
 
-def test_what_nests_too_deeply_to_be_written_again_is_refused() -> None:
+def test_too_deep_nesting_returns_400() -> None:
     schema: dict[str, Any] = {}
     for _ in range(900):
         schema = {"a": schema}
     assert "nests too deeply" in refusal(tools=[{"name": "t", "input_schema": schema}])
 
 
-def test_a_count_needs_no_limit() -> None:
+def test_count_body_needs_no_max_tokens() -> None:
     body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
     assert MessagesApi().read_count_call(body, {}).fields == {"messages": [{"role": "user", "content": "hi"}]}

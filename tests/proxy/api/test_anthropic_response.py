@@ -55,7 +55,7 @@ def encoder_of(stream: bool, max_tokens: int = 50, model: str | None = "theirs")
 
 def events_of(chunks: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
     encoder = encoder_of(True, **options)
-    sent = b"".join([_heard(encoder, chunk) for chunk in chunks] + [encoder.done()])
+    sent = b"".join([_heard(encoder, chunk) for chunk in chunks] + [encoder.encode_done()])
     parsed = list(SseParser().feed(sent))
     events = [json.loads(event.data) for event in parsed]
     assert [event.name.decode() for event in parsed] == [event["type"] for event in events]
@@ -64,13 +64,13 @@ def events_of(chunks: list[dict[str, Any]], **options: Any) -> list[dict[str, An
 
 def _heard(encoder: Any, chunk: dict[str, Any]) -> bytes:
     raw = json.dumps(chunk).encode()
-    return bytes(encoder.chunk(msgspec.json.decode(raw, type=Chunk), raw))
+    return bytes(encoder.encode_chunk(msgspec.json.decode(raw, type=Chunk), raw))
 
 
 def whole_of(chunks: list[dict[str, Any]], **options: Any) -> Any:
     encoder = encoder_of(False, **options)
     assert all(_heard(encoder, chunk) == b"" for chunk in chunks)
-    return json.loads(encoder.whole())
+    return json.loads(encoder.encode_json())
 
 
 def accumulated(events: list[dict[str, Any]]) -> types.Message:
@@ -104,7 +104,7 @@ ALL = [
 ]
 
 
-def test_thinking_text_and_calls() -> None:
+def test_message_has_thinking_text_and_tool_calls() -> None:
     assert both(ALL) == {
         "id": "msg_0123456789abcdef01234567",
         "type": "message",
@@ -129,7 +129,7 @@ def test_thinking_text_and_calls() -> None:
     }
 
 
-def test_the_order_of_a_stream() -> None:
+def test_stream_events_are_in_order() -> None:
     events = events_of(ALL)
     assert events[0]["message"]["usage"]["cache_read_input_tokens"] == 16  # as planned, before it is known
     shown = [(event["type"], event.get("index"), event.get("delta", {}).get("type")) for event in events]
@@ -155,7 +155,7 @@ def test_the_order_of_a_stream() -> None:
     ]
 
 
-def test_each_word_is_told_at_once() -> None:
+def test_each_chunk_is_encoded_at_once() -> None:
     encoder = encoder_of(True)
     assert _heard(encoder, said(role="assistant", content="")).startswith(b"event: message_start\n")
     assert b'"text":"Par"' in _heard(encoder, said(content="Par"))
@@ -171,37 +171,37 @@ def test_each_word_is_told_at_once() -> None:
         ("tool_calls", None, ("tool_use", None)),
     ],
 )
-def test_why_it_stopped(finish: str, word: str | None, told: tuple[str, str | None]) -> None:
+def test_stop_reasons_are_converted(finish: str, word: str | None, told: tuple[str, str | None]) -> None:
     message = both([said(content="x"), said(finish, word), used(20, 1, 0)])
     assert (message["stop_reason"], message["stop_sequence"]) == told
 
 
-def test_text_after_a_call_and_thinking_after_text_are_blocks_of_their_own() -> None:
+def test_alternating_content_opens_new_blocks() -> None:
     chunks = [said(content="a"), *called(0, "look", "{}"), said(content="b"), said(reasoning_content="c"), said("stop")]
     assert [block["type"] for block in both(chunks)["content"]] == ["text", "tool_use", "text", "thinking"]
 
 
-def test_arguments_in_parts() -> None:
+def test_tool_arguments_in_parts_are_joined() -> None:
     chunks = [*called(0, "look", '{"a"', ": [1,", " null]}"), *called(1, "look", ""), said("tool_calls")]
     assert [block["input"] for block in both(chunks)["content"]] == [{"a": [1, None]}, {}]
 
 
 @pytest.mark.parametrize(("arguments", "told"), [("[1]", [1]), ('"ls"', "ls"), ('{"a": ', '{"a": ')])
-def test_arguments_that_are_no_object_become_one(arguments: str, told: Any) -> None:
+def test_non_object_arguments_are_wrapped(arguments: str, told: Any) -> None:
     assert both([*called(0, "look", arguments), said("tool_calls")])["content"][0]["input"] == {"arguments": told}
 
 
-def test_an_answer_without_words() -> None:
+def test_empty_answer_has_no_content() -> None:
     message = both([said(role="assistant", content=""), said("stop"), used(20, 0, 0)])
     assert (message["content"], message["stop_reason"]) == ([], "end_turn")
 
 
-def test_an_answer_without_a_chunk_is_a_message_still() -> None:
+def test_answer_without_chunks_is_a_message() -> None:
     message = both([])
     assert (message["role"], message["content"], message["usage"]["input_tokens"]) == ("assistant", [], 4)
 
 
-def test_a_prompt_that_is_only_to_be_read() -> None:
+def test_zero_max_tokens_gives_empty_content() -> None:
     """max_tokens: 0 fills the cache."""
     message = both(
         [said(role="assistant", content=""), said(content="x"), said("length"), used(20, 1, 0)], max_tokens=0
@@ -209,22 +209,22 @@ def test_a_prompt_that_is_only_to_be_read() -> None:
     assert (message["content"], message["stop_reason"], message["usage"]["output_tokens"]) == ([], "max_tokens", 0)
 
 
-def test_without_a_model_of_their_own_it_is_ours() -> None:
+def test_missing_model_gives_served_name() -> None:
     assert both([said("stop")], model=None)["model"] == "served"
 
 
-def test_a_stream_that_fails() -> None:
+def test_stream_error_is_an_error_event() -> None:
     error = bad_gateway("The backend ended its answer early.")
-    sent = [MessagesApi().encode_stream_error(error), encoder_of(True).failure(error)]
+    sent = [MessagesApi().encode_stream_error(error), encoder_of(True).encode_stream_error(error)]
     events = [event for each in sent for event in SseParser().feed(each)]
     assert [event.name for event in events] == [b"error", b"error"]
     told = {"type": "error", "error": {"type": "api_error", "message": "The backend ended its answer early."}}
     assert [json.loads(event.data) for event in events] == [told, told]
 
 
-def test_a_chunk_that_is_none() -> None:
+def test_unreadable_chunk_returns_502() -> None:
     with pytest.raises(ClientError, match="502: The backend sent an unreadable chunk"):
-        encoder_of(True).chunk({}, b'{"choices": 5}')
+        encoder_of(True).encode_chunk({}, b'{"choices": 5}')
 
 
 OVERFLOW = (
@@ -259,7 +259,7 @@ OVERFLOW = (
         (bad_request("9 MB", code="kv_memory_exceeded"), "invalid_request_error", "prompt is too long: 9 MB"),
     ],
 )
-def test_errors(error: ClientError, kind: str, message: str) -> None:
+def test_errors_have_anthropic_envelope(error: ClientError, kind: str, message: str) -> None:
     assert json.loads(MessagesApi().encode_error(error)) == {
         "type": "error",
         "error": {"type": kind, "message": message},

@@ -34,7 +34,7 @@ async def error_of(response: aiohttp.ClientResponse) -> tuple[int, str]:
 
 @pytest.mark.parametrize("path", [f"{PATH}?beta=true", f"{PATH}/"])
 @on_loop
-async def test_a_message_is_recorded_and_warm_on_its_next_turn(tmp_path: Path, path: str) -> None:
+async def test_message_is_recorded_and_next_turn_is_warm(tmp_path: Path, path: str) -> None:
     async with pair(tmp_path) as proxy:
         first = await (await post(proxy, path, body())).json()
         assert first["content"] == [{"type": "text", "text": "Paris."}] and first["stop_reason"] == "end_turn"
@@ -52,7 +52,7 @@ async def test_a_message_is_recorded_and_warm_on_its_next_turn(tmp_path: Path, p
 
 
 @on_loop
-async def test_a_count_takes_no_place(tmp_path: Path) -> None:
+async def test_count_tokens_needs_no_ticket(tmp_path: Path) -> None:
     async with pair(tmp_path, running_count_max=1, queue_count_max=0) as proxy:
         proxy.backend.hold_after = 1
         running = asyncio.create_task(proxy.chat())
@@ -66,7 +66,7 @@ async def test_a_count_takes_no_place(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_count_is_of_the_prompt_that_would_be_answered(tmp_path: Path) -> None:
+async def test_count_tokens_equals_usage_of_stabilized_prompt(tmp_path: Path) -> None:
     async with pair(tmp_path, stabilize="times") as proxy:
         sent = body(system="It is 14:22.")
         counted = (await (await post(proxy, COUNT, sent)).json())["input_tokens"]
@@ -78,7 +78,7 @@ async def test_a_count_is_of_the_prompt_that_would_be_answered(tmp_path: Path) -
 
 
 @on_loop
-async def test_the_model_that_any_name_means(tmp_path: Path) -> None:
+async def test_models_are_listed_under_any_name(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.client.headers["anthropic-version"] = "2023-06-01"
         async with proxy.client.get(f"{proxy.url}/v1/models?limit=1000") as response:
@@ -91,7 +91,7 @@ async def test_the_model_that_any_name_means(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_keys_and_methods(tmp_path: Path) -> None:
+async def test_wrong_keys_and_methods_are_refused(tmp_path: Path) -> None:
     async with pair(tmp_path, client_key="sesame") as proxy:
         assert await error_of(await post(proxy, PATH, body())) == (401, "authentication_error")
         assert await error_of(await post(proxy, COUNT, body(), **{"x-api-key": "other"})) == (
@@ -106,7 +106,7 @@ async def test_keys_and_methods(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_refusals(tmp_path: Path) -> None:
+async def test_refusals_have_anthropic_error_types(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         assert await error_of(await post(proxy, PATH, {})) == (400, "invalid_request_error")
         assert await error_of(await post(proxy, COUNT, {"messages": []})) == (400, "invalid_request_error")
@@ -117,7 +117,7 @@ async def test_refusals(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_stream_that_breaks_ends_in_an_error(tmp_path: Path) -> None:
+async def test_broken_stream_ends_with_error_event(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["cut after content"]
         response = await post(proxy, PATH, body(stream=True))
@@ -128,7 +128,7 @@ async def test_a_stream_that_breaks_ends_in_an_error(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_backend_that_speaks_nonsense(tmp_path: Path) -> None:
+async def test_invalid_chunk_returns_502(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         nonsense = {**chunk({"messages": []}, "x"), "choices": [{"delta": {"content": 5}}]}
         proxy.backend.raw = [encode_event(json.dumps(nonsense).encode()), b"data: [DONE]\n\n"]
@@ -136,7 +136,7 @@ async def test_a_backend_that_speaks_nonsense(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_it_is_ended_by_the_id_of_its_answer(tmp_path: Path) -> None:
+async def test_delete_by_message_id_cancels(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         async with proxy.client.post(proxy.url + PATH, json=body(stream=True)) as response:

@@ -56,7 +56,7 @@ def chat_call(name: str, arguments: str = "{}", call_id: str = "call_1") -> dict
 # ---- items
 
 
-def test_a_string_is_a_users_message_and_instructions_come_first() -> None:
+def test_string_input_is_user_message_after_instructions() -> None:
     assert messages("Hi.", instructions="") == messages("Hi.", instructions=[]) == messages("Hi.")
     assert messages("Hi.", instructions="Be brief.") == [
         {"role": "system", "content": "Be brief."},
@@ -64,7 +64,7 @@ def test_a_string_is_a_users_message_and_instructions_come_first() -> None:
     ]
 
 
-def test_messages_are_the_same_however_they_are_written() -> None:
+def test_message_forms_give_same_messages() -> None:
     plain = [{"role": role, "content": f"I am {role}."} for role in ("system", "developer", "user", "assistant")]
     parts = [said(each["role"], each["content"], "output_text") for each in plain]
     halves = [
@@ -74,7 +74,7 @@ def test_messages_are_the_same_however_they_are_written() -> None:
     assert messages(plain) == messages(parts) == messages(halves) == plain
 
 
-def test_what_one_answer_gave_is_one_message() -> None:
+def test_items_of_one_answer_join_into_one_message() -> None:
     turn = [thought("Hm."), said("assistant", "Looking.", "output_text"), call("a"), call("b", '{"x": 1}', "call_2")]
     assert messages([said("user", "Go."), *turn, output("1"), output("2", "call_2"), said("user", "And?")]) == [
         {"role": "user", "content": "Go."},
@@ -90,7 +90,7 @@ def test_what_one_answer_gave_is_one_message() -> None:
     ]
 
 
-def test_items_of_two_answers_are_two_messages() -> None:
+def test_items_of_two_answers_stay_two_messages() -> None:
     first, second = [thought("A."), call("a")], [thought("B."), call("b", call_id="call_2")]
     told = messages([*first, output("1"), *second, output("2", "call_2")])
     assert [message["role"] for message in told] == ["assistant", "tool", "assistant", "tool"]
@@ -103,7 +103,7 @@ def test_items_of_two_answers_are_two_messages() -> None:
     ]
 
 
-def test_ids_say_which_items_belong_together() -> None:
+def test_item_ids_decide_which_items_join() -> None:
     interleaved = [
         call("a", id="fc_abc_0"),
         output("1"),
@@ -120,7 +120,7 @@ def test_ids_say_which_items_belong_together() -> None:
     assert messages(twice) == [{"role": "assistant", "content": "One.Two."}]
 
 
-def test_reasoning_comes_back_in_whichever_form_it_is_sent() -> None:
+def test_reasoning_is_read_in_every_form() -> None:
     forms: list[dict[str, Any]] = [
         thought("Hm, ü \u2028."),
         thought("Hm, ü \u2028.", encrypted_content="of others"),
@@ -135,25 +135,25 @@ def test_reasoning_comes_back_in_whichever_form_it_is_sent() -> None:
 
 
 @pytest.mark.parametrize("text", [None, 5, "", "gAAAA", "warmline.1.", "warmline.1.?", "warmline.1.gIA="])
-def test_what_others_have_sealed_is_nothing(text: object) -> None:
+def test_foreign_encrypted_content_is_ignored(text: object) -> None:
     assert decode_reasoning(text) == ""
 
 
-def test_outputs_may_have_parts_and_images_in_them_are_named() -> None:
+def test_tool_output_images_become_placeholders() -> None:
     parts = [{"type": "input_text", "text": "See: "}, {"type": "input_image", "image_url": "data:..."}]
     assert messages([call("a"), output(parts)])[1]["content"] == f"See: {IMAGE_OMITTED}"
     error = refused([{"role": "user", "content": parts}])
     assert error.param == "input[0].content[1]" and "only text" in error.message
 
 
-def test_what_agents_tell_each_other_is_read() -> None:
+def test_agent_messages_are_read() -> None:
     content = [{"type": "input_text", "text": "Sender: /root\n"}, {"type": "encrypted_content"}]
     content[1]["encrypted_content"] = "say hello"
     item = {"type": "agent_message", "author": "/root", "recipient": "/root/child", "content": content}
     assert messages([item]) == [{"role": "user", "content": "Sender: /root\nsay hello"}]
 
 
-def test_items_of_tools_that_ran_elsewhere_are_skipped() -> None:
+def test_server_tool_items_are_skipped() -> None:
     items = [said("user", "Go."), {"type": "web_search_call", "id": "ws_1", "status": "completed"}, said("user", "On.")]
     assert [message["content"] for message in messages(items)] == ["Go.", "On."]
 
@@ -179,7 +179,7 @@ def test_items_of_tools_that_ran_elsewhere_are_skipped() -> None:
         ([{"type": "reasoning", "summary": "x", "content": 5}], "input[0].content", "a list of parts"),
     ],
 )
-def test_items_that_can_not_be_read_are_named(value: object, param: str, word: str) -> None:
+def test_invalid_items_return_400_with_param(value: object, param: str, word: str) -> None:
     error = refused(value)
     assert error.param == param and word in error.message
 
@@ -197,7 +197,7 @@ def test_functions_are_nested_as_in_chat() -> None:
     assert list(fields["tools"][0]["function"]) == ["name", "description", "parameters"]
 
 
-def test_a_custom_tool_is_a_function_of_one_string() -> None:
+def test_custom_tool_becomes_function_of_one_string() -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
     call_ = read(tools=[PATCH, {**PATCH, "name": "strict_patch", "format": grammar}])
     plain, strict = (tool["function"] for tool in call_.fields["tools"])
@@ -214,13 +214,13 @@ def test_a_custom_tool_is_a_function_of_one_string() -> None:
     ]
 
 
-def test_a_namespace_is_part_of_its_functions_names() -> None:
+def test_namespace_prefixes_function_names() -> None:
     fields = read([call("spawn", namespace="agents")], tools=[AGENTS]).fields
     assert fields["tools"][0]["function"]["name"] == "agents__spawn"
     assert fields["messages"][0]["tool_calls"] == [chat_call("agents__spawn")]
 
 
-def test_tools_may_be_added_on_the_way() -> None:
+def test_additional_tools_items_add_tools() -> None:
     added = {"type": "additional_tools", "role": "developer", "tools": [PATCH]}
     fields = read([said("user", "Go."), added, said("user", "On.")], tools=[LOOK]).fields
     assert [tool["function"]["name"] for tool in fields["tools"]] == ["look", "patch"]
@@ -243,14 +243,14 @@ def test_tools_may_be_added_on_the_way() -> None:
         ),
     ],
 )
-def test_tool_choice(choice: object, chosen: object, names: list[str]) -> None:
+def test_tool_choice_is_converted(choice: object, chosen: object, names: list[str]) -> None:
     fields = read(tools=[LOOK, PATCH, AGENTS, SERVERS], tool_choice=choice).fields
     expected = {"type": "function", "function": {"name": chosen}} if isinstance(choice, dict) else chosen
     assert fields.get("tool_choice") == (chosen if chosen == "required" else expected)
     assert [tool["function"]["name"] for tool in fields["tools"]] == names
 
 
-def test_without_a_tool_that_can_be_called_no_choice_is_left() -> None:
+def test_tool_choice_without_callable_tools_is_dropped() -> None:
     assert read(tools=[LOOK], parallel_tool_calls=False).fields["parallel_tool_calls"] is False
     fields = read(tools=[SERVERS], tool_choice="auto", parallel_tool_calls=True).fields
     assert not {"tools", "tool_choice", "parallel_tool_calls"} & fields.keys()
@@ -273,14 +273,14 @@ def test_without_a_tool_that_can_be_called_no_choice_is_left() -> None:
         ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "tools": [PATCH]}}, "tool_choice.tools"),
     ],
 )
-def test_tools_that_can_not_be_read_are_named(fields: dict[str, Any], param: str) -> None:
+def test_invalid_tools_return_400_with_param(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields).param == param
 
 
 # ---- the rest
 
 
-def test_options_take_chats_names() -> None:
+def test_options_are_converted_to_chat() -> None:
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True, "description": None}
     fields = read(
         max_output_tokens=7,
@@ -325,12 +325,12 @@ def test_null_is_absent() -> None:
     assert read(text={"format": None}, reasoning={"effort": None}).fields == call_.fields
 
 
-def test_json_objects_and_plain_text() -> None:
+def test_text_formats_are_converted() -> None:
     assert read(text={"format": {"type": "json_object"}}).fields["response_format"] == {"type": "json_object"}
     assert "response_format" not in read(text={"format": {"type": "text"}}).fields
 
 
-def test_who_asks_is_known_by_header_or_key() -> None:
+def test_session_hint_and_retry_count_are_read() -> None:
     assert read(prompt_cache_key="k").session_hint == "k"
     assert read(headers={"Session-Id": "s"}, prompt_cache_key="k").session_hint == "s"
     assert read(headers={"X-Stainless-Retry-Count": "2"}).retry_count == 2
@@ -354,7 +354,7 @@ def test_who_asks_is_known_by_header_or_key() -> None:
         ({"include": "all"}, "include", "a list"),
     ],
 )
-def test_fields_that_can_not_be_served_are_named(fields: dict[str, Any], param: str, word: str) -> None:
+def test_unsupported_fields_return_400_with_param(fields: dict[str, Any], param: str, word: str) -> None:
     error = refused(**fields)
     assert error.param == param and word in error.message
 
@@ -367,7 +367,7 @@ def written_below(frames: int, value: object) -> bytes:
     return written_below(frames - 1, value) if frames else msgspec.json.encode({"body": {"request": value}})
 
 
-def test_what_is_taken_can_be_written_from_a_deeper_stack() -> None:
+def test_accepted_nesting_can_be_encoded_from_deeper_stack() -> None:
     """Into the prompt's request, and into events."""
     taken = []
     for levels in range(700, 1000, 3):
@@ -382,7 +382,7 @@ def test_what_is_taken_can_be_written_from_a_deeper_stack() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": "\\ud800"}', b'{"input": ' + b"[" * 100_000])
-def test_bodies_that_are_no_object_are_refused(body: bytes) -> None:
+def test_malformed_json_returns_400(body: bytes) -> None:
     with pytest.raises(ClientError) as failure:
         ResponsesApi().read_call(body, {})
     assert failure.value.status == 400

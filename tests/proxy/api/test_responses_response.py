@@ -50,11 +50,11 @@ class Told:
     def __init__(self, said: list[dict[str, Any]], **fields: Any) -> None:
         body = {"model": "m", "input": "Hi.", "tools": TOOLS, **fields}
         stream, whole = (self._encoder({**body, "stream": stream}) for stream in (True, False))
-        sent = b"".join(stream.chunk({}, encode(chunk)) for chunk in said) + stream.done()
+        sent = b"".join(stream.encode_chunk({}, encode(chunk)) for chunk in said) + stream.encode_done()
         self.raw = list(SseParser().feed(sent))
         self.events = [json.loads(event.data) for event in self.raw]
-        assert not any(whole.chunk({}, encode(chunk)) for chunk in said)
-        self.whole = json.loads(whole.whole())
+        assert not any(whole.encode_chunk({}, encode(chunk)) for chunk in said)
+        self.whole = json.loads(whole.encode_json())
 
     @staticmethod
     def _encoder(body: dict[str, Any]) -> Any:
@@ -91,7 +91,7 @@ def check(told: Told) -> None:
         EVENTS.validate_python(event, strict=True)
 
 
-def test_text() -> None:
+def test_text_response_and_events() -> None:
     told = Told(chunks(delta(content="Par"), delta(content="is.")))
     check(told)
     assert told.names[2:] == [
@@ -123,7 +123,7 @@ def test_text() -> None:
     }
 
 
-def test_reasoning_text_and_calls_in_their_order() -> None:
+def test_output_items_are_in_order() -> None:
     said = chunks(
         delta(reasoning_content="Hm", reasoning="Hm"),
         delta(reasoning="."),
@@ -148,7 +148,7 @@ def test_reasoning_text_and_calls_in_their_order() -> None:
     assert told.whole["status"] == "completed"
 
 
-def test_a_call_may_come_in_parts() -> None:
+def test_tool_arguments_in_parts_are_joined() -> None:
     said = chunks(
         called(0, "look", "", "call_1"), called(0, None, '{"a":'), called(0, None, " 1}"), finish="tool_calls"
     )
@@ -162,7 +162,7 @@ def test_a_call_may_come_in_parts() -> None:
     ("arguments", "text"),
     [('{"input": "a\\n\\"b\\""}', 'a\n"b"'), ('{"patch": "x"}', '{"patch": "x"}'), ("*** Begin", "*** Begin")],
 )
-def test_a_custom_tool_gets_its_text(arguments: str, text: str) -> None:
+def test_custom_tool_call_has_plain_input(arguments: str, text: str) -> None:
     half = len(arguments) // 2
     said = chunks(
         called(0, "patch", arguments[:half], "call_1"), called(0, None, arguments[half:]), finish="tool_calls"
@@ -175,7 +175,7 @@ def test_a_custom_tool_gets_its_text(arguments: str, text: str) -> None:
     assert told.events[-3] | {"input": text} == told.events[-3] and told.names[-3] == "custom_tool_call_input.done"
 
 
-def test_reasoning_as_a_summary_and_sealed() -> None:
+def test_reasoning_as_summary_and_encrypted_content() -> None:
     said = chunks(delta(reasoning_content="Hm."), delta(content="Yes."))
     told = Told(said, reasoning={"summary": "auto"}, include=["reasoning.encrypted_content"])
     check(told)
@@ -194,7 +194,7 @@ def test_reasoning_as_a_summary_and_sealed() -> None:
 
 
 @pytest.mark.parametrize("part", [delta(content="Par"), delta(reasoning_content="Hm")])
-def test_an_answer_that_was_cut_is_incomplete(part: dict[str, Any]) -> None:
+def test_length_finish_is_incomplete(part: dict[str, Any]) -> None:
     told = Told(chunks(part, finish="length"))
     check(told)
     assert told.names[-1] == "incomplete" and told.whole["status"] == "incomplete"
@@ -202,20 +202,20 @@ def test_an_answer_that_was_cut_is_incomplete(part: dict[str, Any]) -> None:
     assert [item["status"] for item in told.whole["output"]] == ["incomplete"]
 
 
-def test_calls_are_whole_where_the_answer_was_cut() -> None:
+def test_tool_calls_are_completed_in_incomplete_response() -> None:
     told = Told(chunks(called(0, "look", "{}", "call_1"), finish="length"))
     check(told)
     assert told.whole["status"] == "incomplete" and told.whole["output"][0]["status"] == "completed"
 
 
 @pytest.mark.parametrize("parts", [(), (delta(reasoning_content="Hm."),)])
-def test_an_answer_without_a_word_has_an_empty_message(parts: tuple[dict[str, Any], ...]) -> None:
+def test_empty_answer_has_empty_message(parts: tuple[dict[str, Any], ...]) -> None:
     told = Told(chunks(*parts))
     check(told)
     assert told.whole["output"][-1]["content"][0]["text"] == ""
 
 
-def test_logprobs_where_they_are_asked_for() -> None:
+def test_logprobs_only_when_included() -> None:
     chunk = delta(content="Hi")
     chunk["choices"][0]["logprobs"] = {"content": [ENTRY], "refusal": None}
     told = Told(chunks(chunk), include=["message.output_text.logprobs"])
@@ -224,7 +224,7 @@ def test_logprobs_where_they_are_asked_for() -> None:
     assert Told(chunks(chunk)).whole["output"][0]["content"][0]["logprobs"] == []
 
 
-def test_what_was_asked_is_said_again() -> None:
+def test_request_fields_are_echoed() -> None:
     asked: dict[str, Any] = {
         "instructions": "Be brief.",
         "max_output_tokens": 7,
@@ -245,12 +245,12 @@ def test_what_was_asked_is_said_again() -> None:
     assert told.whole["store"] is False and told.whole["truncation"] == "disabled" and told.whole["error"] is None
 
 
-def test_without_usage_the_prompt_still_counts() -> None:
+def test_missing_usage_counts_prompt_tokens() -> None:
     told = Told(chunks(delta(content="Hi"))[:-1])
     assert told.whole["usage"]["input_tokens"] == told.whole["usage"]["total_tokens"] == 9
 
 
-def test_a_failure_ends_an_answer_that_had_begun() -> None:
+def test_failure_after_content_is_response_failed() -> None:
     api = ResponsesApi()
     encoder = api.create_encoder(api.read_call(b'{"model": "m", "input": "Hi.", "stream": true}', {}), BEGUN)
     sent = encoder.encode_chunk({}, encode(delta(content="Par"))) + encoder.encode_stream_error(
@@ -273,13 +273,13 @@ def test_a_failure_ends_an_answer_that_had_begun() -> None:
         ("top_p", "top_p"),
     ],
 )
-def test_a_refusal_names_the_field_that_was_sent(theirs: str, ours: str) -> None:
+def test_refusal_names_client_field(theirs: str, ours: str) -> None:
     refusal = json.loads(ResponsesApi().encode_error(bad_request(f"'{theirs}' must be another", param=theirs)))["error"]
     assert (refusal["message"], refusal["param"]) == (f"'{ours}' must be another", ours)
     assert refusal["type"] == "invalid_request_error"
 
 
-def test_a_failure_before_an_answer_is_an_error_event() -> None:
+def test_failure_before_response_is_error_event() -> None:
     (event,) = SseParser().feed(
         ResponsesApi().encode_stream_error(bad_request("Too long.", code="context_length_exceeded"))
     )
@@ -288,7 +288,7 @@ def test_a_failure_before_an_answer_is_an_error_event() -> None:
     assert told["code"] == told["error"]["code"] == "context_length_exceeded" and told["message"] == "Too long."
 
 
-def test_a_failure_before_the_first_chunk_is_still_a_responses_failure() -> None:
+def test_failure_before_first_chunk_is_response_failed() -> None:
     api = ResponsesApi()
     encoder = api.create_encoder(api.read_call(b'{"input": "Hi.", "stream": true}', {}), BEGUN)
     events = [

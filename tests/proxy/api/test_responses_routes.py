@@ -24,7 +24,7 @@ async def events_of(response: aiohttp.ClientResponse) -> list[Any]:
 
 
 @on_loop
-async def test_responses_are_recorded_like_any_request(tmp_path: Path) -> None:
+async def test_response_is_recorded_and_shares_cache_with_chat(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         answer = await (await ask(proxy)).json()
         assert answer["output"][0]["content"][0]["text"] == "Paris." and answer["usage"]["output_tokens"] == 6
@@ -35,7 +35,7 @@ async def test_responses_are_recorded_like_any_request(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_stream_that_breaks_off_ends_with_its_failure(tmp_path: Path) -> None:
+async def test_broken_stream_ends_with_response_failed(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["cut after content"]
         events = await events_of(await ask(proxy, stream=True))
@@ -45,7 +45,7 @@ async def test_a_stream_that_breaks_off_ends_with_its_failure(tmp_path: Path) ->
 
 
 @on_loop
-async def test_a_response_that_was_lost_before_its_first_word_is_computed_again(tmp_path: Path) -> None:
+async def test_lost_response_without_content_is_dispatched_again(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["cut"]
         events = await events_of(await ask(proxy, stream=True))
@@ -54,7 +54,7 @@ async def test_a_response_that_was_lost_before_its_first_word_is_computed_again(
 
 @pytest.mark.parametrize(("method", "rest"), [("DELETE", ""), ("POST", "/cancel")])
 @on_loop
-async def test_a_response_on_its_way_can_be_cancelled(method: str, rest: str, tmp_path: Path) -> None:
+async def test_cancel_running_response(method: str, rest: str, tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         asked = asyncio.create_task(ask(proxy, stream=True, headers={"X-Warmline-Request": "r-1"}))
@@ -78,7 +78,7 @@ async def test_a_response_on_its_way_can_be_cancelled(method: str, rest: str, tm
     ],
 )
 @on_loop
-async def test_what_is_not_there_is_a_404(method: str, rest: str, word: str, tmp_path: Path) -> None:
+async def test_unknown_responses_return_404(method: str, rest: str, word: str, tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         answer = await proxy.client.request(method, f"{proxy.url}{PATH}/{rest}")
         error = (await answer.json())["error"]
@@ -87,7 +87,7 @@ async def test_what_is_not_there_is_a_404(method: str, rest: str, word: str, tmp
 
 
 @on_loop
-async def test_input_tokens_take_no_place(tmp_path: Path) -> None:
+async def test_input_tokens_needs_no_ticket(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         counted = await proxy.client.post(f"{proxy.url}{PATH}/input_tokens", json={"input": "Hi."})
         assert await counted.json() == {
@@ -98,7 +98,7 @@ async def test_input_tokens_take_no_place(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_compression_that_is_not_known_is_told(tmp_path: Path) -> None:
+async def test_unknown_content_encoding_returns_415(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         data, headers = b"(\xb5/\xfd", {"Content-Encoding": "zstd"}
         answer = await proxy.client.post(proxy.url + PATH, data=data, headers=headers)

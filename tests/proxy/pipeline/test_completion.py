@@ -23,7 +23,7 @@ async def delete(proxy: Pair, name: str) -> aiohttp.ClientResponse:
 
 @pytest.mark.parametrize("name", ["mine-1", "chatcmpl-mine-1"])
 @on_loop
-async def test_delete_answers_when_the_engine_has_let_go(tmp_path: Path, name: str) -> None:
+async def test_delete_returns_after_engine_release(tmp_path: Path, name: str) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         asking = asyncio.create_task(proxy.chat(headers=NAMED))
@@ -37,7 +37,7 @@ async def test_delete_answers_when_the_engine_has_let_go(tmp_path: Path, name: s
 
 
 @on_loop
-async def test_no_name_is_nobodys(tmp_path: Path) -> None:
+async def test_cancel_empty_id_returns_404(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         asking = asyncio.create_task(proxy.chat())
@@ -50,7 +50,7 @@ async def test_no_name_is_nobodys(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_delete_in_a_stream_is_an_error_event(tmp_path: Path) -> None:
+async def test_delete_ends_stream_with_error_event(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         asking = asyncio.create_task(proxy.chat(headers=NAMED, stream=True))
@@ -61,7 +61,7 @@ async def test_delete_in_a_stream_is_an_error_event(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_delete_in_the_queue(tmp_path: Path) -> None:
+async def test_delete_removes_queued_request(tmp_path: Path) -> None:
     async with pair(tmp_path, running_count_max=1) as proxy:
         proxy.backend.hold_after = 1
         first = asyncio.create_task(proxy.chat("The first"))
@@ -77,7 +77,7 @@ async def test_delete_in_the_queue(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_delete_in_a_restore_gives_it_up(tmp_path: Path) -> None:
+async def test_delete_cancels_restore(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         question = "A long question. " * 20
         await proxy.chat(question)
@@ -92,7 +92,7 @@ async def test_delete_in_a_restore_gives_it_up(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_name_is_taken_once(tmp_path: Path) -> None:
+async def test_duplicate_request_name_returns_409(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         asking = asyncio.create_task(proxy.chat(headers=NAMED))
@@ -104,7 +104,7 @@ async def test_a_name_is_taken_once(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_name_is_free_for_the_next_try_of_a_client_that_left(tmp_path: Path) -> None:
+async def test_request_name_is_reusable_after_disconnect(tmp_path: Path) -> None:
     """Though the engine may still be in the chunk of the first one."""
     async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
         proxy.backend.hold_after = 0
@@ -121,7 +121,7 @@ async def test_a_name_is_free_for_the_next_try_of_a_client_that_left(tmp_path: P
 
 
 @on_loop
-async def test_a_drain_lets_requests_finish_and_refuses_new_ones(tmp_path: Path) -> None:
+async def test_drain_finishes_running_and_refuses_new_requests(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         running = asyncio.create_task(proxy.chat())
@@ -139,7 +139,7 @@ async def test_a_drain_lets_requests_finish_and_refuses_new_ones(tmp_path: Path)
 
 
 @on_loop
-async def test_a_drain_ends_what_takes_longer(tmp_path: Path) -> None:
+async def test_drain_cancels_requests_after_timeout(tmp_path: Path) -> None:
     async with pair(tmp_path, drain_timeout_s=0.1) as proxy:
         proxy.backend.hold_after = 1
         running = asyncio.create_task(proxy.chat())
@@ -151,7 +151,7 @@ async def test_a_drain_ends_what_takes_longer(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_prefill_goes_on_for_a_client_that_left(tmp_path: Path) -> None:
+async def test_finish_prefill_after_disconnect(tmp_path: Path) -> None:
     async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
         proxy.backend.hold_after = 0
         asking = asyncio.create_task(proxy.chat("A long question. " * 20))
@@ -167,7 +167,7 @@ async def test_a_prefill_goes_on_for_a_client_that_left(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_who_left_while_decoding_is_cancelled_all_the_same(tmp_path: Path) -> None:
+async def test_disconnect_while_decoding_cancels(tmp_path: Path) -> None:
     async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
         proxy.backend.hold_after = 1
         body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
@@ -180,7 +180,7 @@ async def test_who_left_while_decoding_is_cancelled_all_the_same(tmp_path: Path)
 
 
 @on_loop
-async def test_a_drain_tells_all_at_once(tmp_path: Path) -> None:
+async def test_drain_cancels_all_requests_concurrently(tmp_path: Path) -> None:
     """Whoever's cancel takes long does not keep the others from hearing."""
     async with pair(tmp_path, on_disconnect="finish-prefill", drain_timeout_s=0.1) as proxy:
         proxy.backend.hold_after = 0
@@ -200,7 +200,7 @@ async def test_a_drain_tells_all_at_once(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_prefill_of_a_second_dispatch_is_finished_too(tmp_path: Path) -> None:
+async def test_finish_prefill_of_second_dispatch(tmp_path: Path) -> None:
     """Tokens of a try that was lost are no content that its client has seen."""
     async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
         proxy.backend.mishaps, proxy.backend.hold_after = ["cut after content"], 0
@@ -215,7 +215,7 @@ async def test_a_prefill_of_a_second_dispatch_is_finished_too(tmp_path: Path) ->
 
 
 @on_loop
-async def test_who_is_sent_again_keeps_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_second_dispatch_keeps_ticket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was let in once: a newcomer that comes in between must not have it sent away."""
     async with pair(tmp_path, running_count_max=1, queue_count_max=0) as proxy:
         settle, failures = proxy.backend._settle, ["once"]
@@ -241,7 +241,7 @@ async def test_who_is_sent_again_keeps_its_place(tmp_path: Path, monkeypatch: py
 
 
 @on_loop
-async def test_a_client_that_leaves_as_its_request_is_deleted_gets_no_prefill(tmp_path: Path) -> None:
+async def test_delete_with_disconnect_does_not_finish_prefill(tmp_path: Path) -> None:
     async with pair(tmp_path, on_disconnect="finish-prefill") as proxy:
         proxy.backend.hold_after = 0
         asking = asyncio.create_task(proxy.chat("A long question. " * 20))

@@ -18,7 +18,7 @@ async def text_of(proxy: Pair, **fields: object) -> str:
 
 @pytest.mark.parametrize("mishap", ["cut", "discarded", "leaderless", "cancelled"])
 @on_loop
-async def test_who_heard_nothing_is_served_again(tmp_path: Path, mishap: str) -> None:
+async def test_lost_backend_before_content_dispatches_again(tmp_path: Path, mishap: str) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = [mishap]
         assert await text_of(proxy) == "Paris."
@@ -28,14 +28,14 @@ async def test_who_heard_nothing_is_served_again(tmp_path: Path, mishap: str) ->
 
 
 @on_loop
-async def test_json_in_the_midst_of_decoding_has_heard_nothing_either(tmp_path: Path) -> None:
+async def test_lost_backend_in_json_response_dispatches_again(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["cut after content"]
         assert await text_of(proxy) == "Paris."
 
 
 @on_loop
-async def test_a_stream_that_has_spoken_ends_with_an_error(tmp_path: Path) -> None:
+async def test_lost_backend_after_content_ends_stream_with_error(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["cut after content"]
         text = await (await proxy.chat(stream=True)).text()
@@ -48,7 +48,7 @@ async def test_a_stream_that_has_spoken_ends_with_an_error(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("mishap", "status"), [("cut", 502), ("discarded", 502)])
 @on_loop
-async def test_dispatching_again_has_an_end(tmp_path: Path, mishap: str, status: int) -> None:
+async def test_dispatches_are_limited(tmp_path: Path, mishap: str, status: int) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = [mishap] * 10
         answer = await proxy.chat()
@@ -59,7 +59,7 @@ async def test_dispatching_again_has_an_end(tmp_path: Path, mishap: str, status:
 
 
 @on_loop
-async def test_following_has_no_end_of_three(tmp_path: Path) -> None:
+async def test_lost_leaders_do_not_count_as_dispatches(tmp_path: Path) -> None:
     """Each leader that left has computed something: planning again is no failure."""
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["leaderless"] * 10
@@ -67,7 +67,7 @@ async def test_following_has_no_end_of_three(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_the_same_prompt_at_once_follows_the_first(tmp_path: Path) -> None:
+async def test_concurrent_same_prompt_follows_leader(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 0
         question = "A long question. " * 20
@@ -84,7 +84,7 @@ async def test_the_same_prompt_at_once_follows_the_first(tmp_path: Path) -> None
 
 
 @on_loop
-async def test_who_can_not_be_followed_is_not_asked_again(tmp_path: Path) -> None:
+async def test_refused_leader_is_not_followed_again(tmp_path: Path) -> None:
     """A rotating layer that has passed the place will not come back to it."""
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 0
@@ -102,7 +102,7 @@ async def test_who_can_not_be_followed_is_not_asked_again(tmp_path: Path) -> Non
 
 
 @on_loop
-async def test_a_clients_next_try_takes_the_place_of_the_one_it_gave_up(tmp_path: Path) -> None:
+async def test_retry_cancels_superseded_request(tmp_path: Path) -> None:
     """Its connection may look alive for a while: a laptop that went to sleep closes nothing."""
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
@@ -118,7 +118,7 @@ async def test_a_clients_next_try_takes_the_place_of_the_one_it_gave_up(tmp_path
 
 @pytest.mark.parametrize("session", [{}, {"X-Session-ID": "another"}])
 @on_loop
-async def test_somebody_elses_retry_takes_no_place(tmp_path: Path, session: dict[str, str]) -> None:
+async def test_retry_of_other_session_cancels_nothing(tmp_path: Path, session: dict[str, str]) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         first = asyncio.create_task(proxy.chat(headers={"X-Session-ID": "one", "X-Stainless-Retry-Count": "0"}))
@@ -130,7 +130,7 @@ async def test_somebody_elses_retry_takes_no_place(tmp_path: Path, session: dict
 
 
 @on_loop
-async def test_a_clients_next_try_ends_the_one_before_where_all_places_are_taken(tmp_path: Path) -> None:
+async def test_retry_cancels_superseded_request_in_full_queue(tmp_path: Path) -> None:
     """By that one, for example."""
     async with pair(tmp_path, running_count_max=1) as proxy:
         proxy.backend.hold_after = 1
@@ -144,7 +144,7 @@ async def test_a_clients_next_try_ends_the_one_before_where_all_places_are_taken
 
 
 @on_loop
-async def test_a_retry_ends_one_try_and_not_its_siblings(tmp_path: Path) -> None:
+async def test_retry_of_one_sample_keeps_its_siblings(tmp_path: Path) -> None:
     """Several samples of one prompt at once, one of which failed and is asked for again."""
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
@@ -161,13 +161,13 @@ async def test_a_retry_ends_one_try_and_not_its_siblings(tmp_path: Path) -> None
 
 
 @on_loop
-async def test_a_count_of_retries_that_no_int_holds(tmp_path: Path) -> None:
+async def test_huge_retry_count_is_accepted(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         assert (await proxy.chat(headers={"X-Stainless-Retry-Count": "9" * 5000})).status == 200
 
 
 @on_loop
-async def test_a_name_of_the_clients_own_may_look_like_an_answers_id(tmp_path: Path) -> None:
+async def test_cancel_request_named_like_response_id(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         asking = asyncio.create_task(proxy.chat(headers={"X-Warmline-Request": "cmpl-mine"}))

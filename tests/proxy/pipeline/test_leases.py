@@ -18,7 +18,7 @@ async def told_free(proxy: Pair) -> set[Any]:
 
 @pytest.mark.parametrize("status", [410, 500, 507])
 @on_loop
-async def test_after_a_save_that_failed(tmp_path: Path, status: int) -> None:
+async def test_lease_ends_after_failed_save(tmp_path: Path, status: int) -> None:
     """410: the rows are gone, which a resident of rotating layers outlives."""
     async with pair(tmp_path) as proxy:
         proxy.backend.saves_fail = [status]
@@ -28,7 +28,7 @@ async def test_after_a_save_that_failed(tmp_path: Path, status: int) -> None:
 
 
 @on_loop
-async def test_after_one_that_the_index_could_not_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lease_ends_after_failed_index_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "as scripted")
 
@@ -39,14 +39,14 @@ async def test_after_one_that_the_index_could_not_plan(tmp_path: Path, monkeypat
 
 
 @on_loop
-async def test_after_one_that_would_not_fit(tmp_path: Path) -> None:
+async def test_lease_ends_after_exceeded_budget(tmp_path: Path) -> None:
     async with pair(tmp_path, disk_budget_bytes=100) as proxy:
         await proxy.chat()
         assert await told_free(proxy) == set(proxy.backend.held) and not proxy.backend.calls["save"]
 
 
 @on_loop
-async def test_where_all_of_it_was_stored_before(tmp_path: Path) -> None:
+async def test_lease_ends_where_all_rows_are_stored(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat()
         assert not await told_free(proxy), "a save of its rows ends a lease by itself"
@@ -57,7 +57,7 @@ async def test_where_all_of_it_was_stored_before(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_after_a_save_of_states_alone(tmp_path: Path) -> None:
+async def test_lease_ends_after_save_of_checkpoints_alone(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         backend = proxy.backend
         backend.layout = layout(has_states=True, state_bytes=10)

@@ -23,7 +23,7 @@ def second_turn(text: str = TEXT) -> dict[str, Any]:
 
 
 @on_loop
-async def test_a_next_turn_goes_on_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_next_turn_starts_from_resident(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with pair(tmp_path) as proxy:
         await proxy.chat(TEXT)
@@ -39,7 +39,7 @@ async def test_a_next_turn_goes_on_in_memory(tmp_path: Path, caplog: pytest.LogC
 
 
 @on_loop
-async def test_after_both_restarted_it_is_restored_from_disk(tmp_path: Path) -> None:
+async def test_next_turn_is_restored_after_restart(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat(TEXT)
         await proxy.settled()
@@ -56,7 +56,7 @@ async def test_after_both_restarted_it_is_restored_from_disk(tmp_path: Path) -> 
 
 
 @on_loop
-async def test_what_the_budget_can_not_hold_is_not_kept_in_memory_for_a_save(tmp_path: Path) -> None:
+async def test_unsavable_resident_is_evictable(tmp_path: Path) -> None:
     """Others may be waiting for that memory."""
     async with pair(tmp_path, disk_budget_bytes=200_000) as proxy:
         await proxy.chat("word " * 800)
@@ -67,7 +67,7 @@ async def test_what_the_budget_can_not_hold_is_not_kept_in_memory_for_a_save(tmp
 
 
 @on_loop
-async def test_what_the_budget_can_not_hold_keeps_nothing_else_from_being_saved(tmp_path: Path) -> None:
+async def test_unsavable_resident_does_not_block_other_saves(tmp_path: Path) -> None:
     async with pair(tmp_path, disk_budget_bytes=200_000) as proxy:
         root = namespace("f" * 64)
         proxy.backend.roots |= {"large": root, "small": root}
@@ -79,7 +79,7 @@ async def test_what_the_budget_can_not_hold_keeps_nothing_else_from_being_saved(
 
 
 @on_loop
-async def test_exact_mode_is_refused_where_the_backend_is_in_another(tmp_path: Path) -> None:
+async def test_reuse_mode_mismatch_returns_503(tmp_path: Path) -> None:
     """Each process is told its mode: under launchd one of them may have been started with another."""
     async with pair(tmp_path, reuse="exact") as proxy:
         response = await proxy.chat(TEXT)
@@ -89,7 +89,7 @@ async def test_exact_mode_is_refused_where_the_backend_is_in_another(tmp_path: P
 
 
 @on_loop
-async def test_in_exact_mode_all_that_is_asked_for_lies_on_the_grid(tmp_path: Path) -> None:
+async def test_exact_mode_reuse_and_checkpoints_are_on_grid(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.layout = layout(grid=64, has_states=True, state_bytes=10)
         await proxy.chat(TEXT)
@@ -104,7 +104,7 @@ async def test_in_exact_mode_all_that_is_asked_for_lies_on_the_grid(tmp_path: Pa
 
 
 @on_loop
-async def test_where_nothing_is_reused_no_state_is_kept(tmp_path: Path) -> None:
+async def test_reuse_off_sends_no_checkpoints(tmp_path: Path) -> None:
     async with pair(tmp_path, reuse="off") as proxy:
         proxy.backend.layout = layout(has_states=True, state_bytes=10)
         await proxy.chat(TEXT)
@@ -112,7 +112,7 @@ async def test_where_nothing_is_reused_no_state_is_kept(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_new_proxy_learns_what_is_in_memory(tmp_path: Path) -> None:
+async def test_new_proxy_adopts_residents(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         prompt = f"<user>{TEXT}\n".encode()
         proxy.backend.roots["old"] = namespace("f" * 64)
@@ -122,7 +122,7 @@ async def test_a_new_proxy_learns_what_is_in_memory(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_damaged_segment_is_set_aside_and_the_answer_is_right(tmp_path: Path) -> None:
+async def test_damaged_segment_is_quarantined_and_start_is_cold(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat(TEXT)
         await proxy.settled()
@@ -139,7 +139,7 @@ async def test_a_damaged_segment_is_set_aside_and_the_answer_is_right(tmp_path: 
 
 
 @on_loop
-async def test_a_resident_that_is_gone_is_planned_again(tmp_path: Path) -> None:
+async def test_missing_resident_is_planned_again(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat(TEXT)
         await proxy.settled()
@@ -153,7 +153,7 @@ async def test_a_resident_that_is_gone_is_planned_again(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_states_are_kept_where_the_plan_says(tmp_path: Path) -> None:
+async def test_checkpoints_are_saved_at_planned_positions(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.layout = layout(has_states=True, state_bytes=64)
         messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": TEXT}]
@@ -169,7 +169,7 @@ async def test_states_are_kept_where_the_plan_says(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_with_reuse_off_nothing_is_kept(tmp_path: Path) -> None:
+async def test_reuse_off_saves_nothing(tmp_path: Path) -> None:
     async with pair(tmp_path, reuse="off") as proxy:
         for _ in range(2):
             assert (await proxy.chat(TEXT)).headers["X-Warmline-Cache"] == "cold 0"
@@ -180,7 +180,7 @@ async def test_with_reuse_off_nothing_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @on_loop
-async def test_who_leaves_is_cancelled_and_what_was_computed_is_kept(tmp_path: Path, stream: bool) -> None:
+async def test_disconnect_cancels_and_saves_prefill(tmp_path: Path, stream: bool) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         asking = asyncio.ensure_future(proxy.chat(TEXT, stream=stream))
@@ -198,7 +198,7 @@ async def test_who_leaves_is_cancelled_and_what_was_computed_is_kept(tmp_path: P
 
 
 @on_loop
-async def test_a_full_queue_is_told_at_once(tmp_path: Path) -> None:
+async def test_full_queue_returns_429(tmp_path: Path) -> None:
     async with pair(tmp_path, running_count_max=1, queue_count_max=1) as proxy:
         proxy.backend.hold_after = 0
         first = asyncio.ensure_future(proxy.chat())
@@ -220,7 +220,7 @@ REFUSED_BY_THE_BACKEND = b'{"stop": [5], "messages": []}'
 
 @pytest.mark.parametrize("body", [*NO_REQUESTS, REFUSED_BY_THE_BACKEND])
 @on_loop
-async def test_a_bad_body_is_a_400_and_the_next_request_works(tmp_path: Path, body: bytes) -> None:
+async def test_bad_bodies_return_400(tmp_path: Path, body: bytes) -> None:
     async with pair(tmp_path) as proxy:
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", data=body) as response:
             assert response.status == 400
@@ -230,7 +230,7 @@ async def test_a_bad_body_is_a_400_and_the_next_request_works(tmp_path: Path, bo
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/", "/v1/chat/completions?beta=true"])
 @on_loop
-async def test_bodies_come_chunked_and_compressed_on_odd_paths(tmp_path: Path, path: str) -> None:
+async def test_chunked_and_compressed_bodies_are_read(tmp_path: Path, path: str) -> None:
     async with pair(tmp_path) as proxy:
         body = json.dumps({"messages": [{"role": "user", "content": TEXT}]}).encode()
 
@@ -248,7 +248,7 @@ async def test_bodies_come_chunked_and_compressed_on_odd_paths(tmp_path: Path, p
 
 
 @on_loop
-async def test_a_backend_that_is_gone_is_a_503(tmp_path: Path) -> None:
+async def test_backend_down_returns_503(tmp_path: Path) -> None:
     async with pair(tmp_path, connect_timeout_s=0.1) as proxy:
         assert (await proxy.client.get(f"{proxy.url}/ready")).status == 200
         await proxy.stop_backend()
@@ -261,7 +261,7 @@ async def test_a_backend_that_is_gone_is_a_503(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_backend_that_restarts_is_waited_for(tmp_path: Path) -> None:
+async def test_restarting_backend_is_waited_for(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat(TEXT)
         await proxy.settled()
@@ -276,7 +276,7 @@ async def test_a_backend_that_restarts_is_waited_for(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_save_holds_nobody_up(tmp_path: Path) -> None:
+async def test_saves_do_not_block_requests(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.saving_allowed.clear()
         for _ in range(2):
@@ -288,7 +288,7 @@ async def test_a_save_holds_nobody_up(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_what_fails_behind_an_answer_is_not_counted_for_ever(
+async def test_failed_save_leaves_registry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pair(tmp_path) as proxy:
@@ -300,7 +300,7 @@ async def test_what_fails_behind_an_answer_is_not_counted_for_ever(
 
 
 @on_loop
-async def test_many_that_notice_a_restart_ask_once(tmp_path: Path) -> None:
+async def test_concurrent_requests_list_residents_once_after_restart(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat(TEXT)
         await proxy.settled()
@@ -312,7 +312,7 @@ async def test_many_that_notice_a_restart_ask_once(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_proxy_that_stops_cancels_and_keeps_what_runs(tmp_path: Path) -> None:
+async def test_stop_cancels_and_saves_running_requests(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         asking = asyncio.ensure_future(proxy.chat(TEXT))
@@ -331,7 +331,7 @@ async def test_a_proxy_that_stops_cancels_and_keeps_what_runs(tmp_path: Path) ->
     [(b"100-continue", b"200"), (b"100-Continue", b"200"), (b"\xed\xa0", b"417")],
 )
 @on_loop
-async def test_a_client_may_expect_to_be_told_to_go_on(tmp_path: Path, expected: bytes, status: bytes) -> None:
+async def test_expect_100_continue(tmp_path: Path, expected: bytes, status: bytes) -> None:
     async with pair(tmp_path) as proxy:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
         body = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -353,7 +353,7 @@ async def test_a_client_may_expect_to_be_told_to_go_on(tmp_path: Path, expected:
 
 @pytest.mark.parametrize("path", ["purge", "pin", "replay", "import", "texts"])
 @on_loop
-async def test_an_owners_body_that_is_no_text_is_a_400(tmp_path: Path, path: str) -> None:
+async def test_bad_admin_bodies_return_400(tmp_path: Path, path: str) -> None:
     async with pair(tmp_path) as proxy:
         for body in (b'{"path": "\xff", "segment": "\xff", "session": "\xff"}', b'{"x": ' + b"[" * 100_000):
             url, headers = f"{proxy.url}/warmline/{path}", {"X-Warmline-Admin": "1"}

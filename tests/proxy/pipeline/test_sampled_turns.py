@@ -25,7 +25,7 @@ async def told(proxy: Pair) -> Any:
 
 
 @on_loop
-async def test_a_tool_that_answers_at_once_finds_its_call_remembered(tmp_path: Path) -> None:
+async def test_turn_is_found_before_its_save(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.turn = TURN
         proxy.backend.saving_allowed.clear()
@@ -35,7 +35,7 @@ async def test_a_tool_that_answers_at_once_finds_its_call_remembered(tmp_path: P
 
 
 @on_loop
-async def test_a_remembered_turn_belongs_to_its_conversation_and_goes_with_it(tmp_path: Path) -> None:
+async def test_turn_has_session_and_is_purged_with_it(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.turn = TURN
         await proxy.chat(messages=[ASKED])

@@ -31,7 +31,7 @@ def persistence(metrics: ProxyMetrics, clock: Clock) -> SaveHealth:
     return SaveHealth(metrics, retry_interval_s=5.0, clock=clock)
 
 
-def test_a_failure_is_said_once_and_so_is_its_end(
+def test_failure_and_recovery_are_logged_once(
     persistence: SaveHealth, metrics: ProxyMetrics, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert persistence.state == "ok"
@@ -49,13 +49,13 @@ def test_a_failure_is_said_once_and_so_is_its_end(
     assert "No space left on device" in caplog.messages[0] and "after 60 s" in caplog.messages[1]
 
 
-def test_another_reason_is_news(persistence: SaveHealth, caplog: pytest.LogCaptureFixture) -> None:
+def test_new_reason_is_logged(persistence: SaveHealth, caplog: pytest.LogCaptureFixture) -> None:
     persistence.record_failure(FILES, "ENOSPC", "")
     persistence.record_failure(FILES, "EIO", "")
     assert len(caplog.records) == 2 and "EIO" in persistence.state
 
 
-def test_all_parts_must_work(persistence: SaveHealth, caplog: pytest.LogCaptureFixture) -> None:
+def test_health_is_ok_after_all_parts_recover(persistence: SaveHealth, caplog: pytest.LogCaptureFixture) -> None:
     persistence.record_failure(FILES, "EROFS", "")
     persistence.record_failure(INDEX, "index", "the map is full")
     persistence.record_success(FILES)
@@ -64,7 +64,7 @@ def test_all_parts_must_work(persistence: SaveHealth, caplog: pytest.LogCaptureF
     assert persistence.state == "ok" and len(caplog.records) == 3
 
 
-def test_while_it_fails_one_may_try_an_interval(persistence: SaveHealth, clock: Clock) -> None:
+def test_one_retry_in_an_interval(persistence: SaveHealth, clock: Clock) -> None:
     assert persistence.can_save() and persistence.can_save()
     persistence.record_failure(FILES, "EIO", "")
     assert not persistence.can_save()

@@ -35,7 +35,7 @@ async def settle() -> None:
 
 
 @on_loop
-async def test_one_caller_does_not_keep_the_others_out() -> None:
+async def test_places_are_fair_between_callers() -> None:
     gate, order = admission(2, 10), list[str]()
     many = [Entering(gate, f"a{n}", order) for n in range(5)]
     await settle()
@@ -51,7 +51,7 @@ async def test_one_caller_does_not_keep_the_others_out() -> None:
 
 
 @on_loop
-async def test_a_full_queue_refuses_with_the_time_to_come_back() -> None:
+async def test_full_queue_raises_429_with_retry_after() -> None:
     gate, order = admission(1, 1), list[str]()
     Entering(gate, "a0", order)
     Entering(gate, "a1", order)
@@ -62,7 +62,7 @@ async def test_a_full_queue_refuses_with_the_time_to_come_back() -> None:
 
 
 @on_loop
-async def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
+async def test_full_queue_displaces_busiest_caller() -> None:
     gate, order = admission(1, 3), list[str]()
     greedy = [Entering(gate, f"a{n}", order) for n in range(4)]
     await settle()
@@ -76,7 +76,7 @@ async def test_a_full_queue_makes_room_for_who_has_less_in_it() -> None:
 
 
 @on_loop
-async def test_leaving_the_queue_frees_its_place() -> None:
+async def test_cancelled_wait_leaves_queue() -> None:
     gate, order = admission(1, 2), list[str]()
     first, second, third = (Entering(gate, f"a{n}", order) for n in range(3))
     await settle()
@@ -92,7 +92,7 @@ async def test_leaving_the_queue_frees_its_place() -> None:
 
 
 @on_loop
-async def test_a_turn_that_comes_while_its_request_leaves_is_given_back() -> None:
+async def test_ticket_granted_to_cancelled_wait_is_released() -> None:
     gate, order = admission(1, 2), list[str]()
     first, second = Entering(gate, "a0", order), Entering(gate, "a1", order)
     await settle()
@@ -103,7 +103,7 @@ async def test_a_turn_that_comes_while_its_request_leaves_is_given_back() -> Non
 
 
 @on_loop
-async def test_a_place_may_be_taken_again() -> None:
+async def test_acquire_is_idempotent_and_repeatable() -> None:
     gate = admission(1, 1)
     ticket = gate.issue_ticket("a")
     await ticket.acquire()
@@ -115,7 +115,7 @@ async def test_a_place_may_be_taken_again() -> None:
 
 
 @on_loop
-async def test_closed_is_closed() -> None:
+async def test_closed_queue_raises_503() -> None:
     gate = admission(1, 1)
     gate.close("The proxy is being stopped.")
     with pytest.raises(ClientError) as refused:
@@ -124,7 +124,7 @@ async def test_closed_is_closed() -> None:
 
 
 @on_loop
-async def test_a_newcomer_is_not_hurt_by_who_leaves_in_the_same_moment() -> None:
+async def test_displacing_a_leaving_ticket_works() -> None:
     gate = AdmissionQueue(1, 3, lambda: 7)
     await gate.issue_ticket("a").acquire()
     waiting = [asyncio.create_task(gate.issue_ticket("a").acquire()) for _ in range(3)]
@@ -142,7 +142,7 @@ async def test_a_newcomer_is_not_hurt_by_who_leaves_in_the_same_moment() -> None
 
 
 @on_loop
-async def test_one_more_place_for_a_request_that_is_in_waits_its_turn_and_counts_for_nobody() -> None:
+async def test_extra_ticket_waits_and_counts_against_no_limit() -> None:
     gate = admission(1, 1)
     first = gate.issue_ticket("a")
     await first.acquire()
@@ -168,7 +168,7 @@ async def test_one_more_place_for_a_request_that_is_in_waits_its_turn_and_counts
 
 
 @on_loop
-async def test_one_more_place_is_waited_for_where_nobody_may_queue() -> None:
+async def test_extra_ticket_waits_without_queue() -> None:
     gate = admission(1, 0)
     first = gate.issue_ticket("a")
     await first.acquire()

@@ -32,7 +32,7 @@ def code(error: ClientError | None) -> str:
     return "" if error is None else error.body.decode().split('"code":"')[1].split('"')[0]
 
 
-def test_headers_override_what_they_name() -> None:
+def test_headers_override_timeouts() -> None:
     limits = RequestTimeouts(connect_s=60, queue_s=10, stall_s=20, total_s=30)
     assert limits.override_by_headers({}) == limits
     assert limits.override_by_headers({"X-Warmline-Total-Timeout": "5"}) == RequestTimeouts(60, 10, 20, 5)
@@ -40,20 +40,20 @@ def test_headers_override_what_they_name() -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf", ""])
-def test_a_header_that_is_no_number_of_seconds_is_refused(text: str) -> None:
+def test_invalid_timeout_header_returns_400(text: str) -> None:
     with pytest.raises(ClientError) as refused:
         RequestTimeouts().override_by_headers({"X-Warmline-Queue-Timeout": text})
     assert refused.value.status == 400 and "X-Warmline-Queue-Timeout" in str(refused.value)
 
 
-def test_total_counts_from_the_arrival() -> None:
+def test_total_deadline_counts_from_arrival() -> None:
     clock = Clock(started_at=100.0)
     assert find_missed_deadline(RequestTimeouts(total_s=5), clock, 105.0, 0.0, 1) is None
     assert code(find_missed_deadline(RequestTimeouts(total_s=5), clock, 105.1, 0.0, 1)) == "deadline_exceeded"
     assert find_missed_deadline(RequestTimeouts(), clock, 1e9, 0.0, 1) is None
 
 
-def test_queue_adds_up_all_waiting_and_nothing_else() -> None:
+def test_queue_deadline_sums_waiting_time() -> None:
     clock = Clock(started_at=0.0, waited_s=3.0, waiting_since=50.0)
     assert find_missed_deadline(RequestTimeouts(queue_s=5), clock, 52.0, 0.0, 1) is None
     assert code(find_missed_deadline(RequestTimeouts(queue_s=5), clock, 52.1, 0.0, 1)) == "queue_timeout"
@@ -61,20 +61,20 @@ def test_queue_adds_up_all_waiting_and_nothing_else() -> None:
     assert find_missed_deadline(RequestTimeouts(queue_s=5), clock, 1e9, 0.0, 1) is None
 
 
-def test_stalling_counts_from_the_last_progress() -> None:
+def test_stall_deadline_counts_from_last_progress() -> None:
     clock = Clock(started_at=0.0, progressed_at=1000.0)
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 1010.0, 0.0, 1) is None
     assert code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 1010.1, 0.0, 1)) == "stalled"
 
 
-def test_stalling_stretches_with_the_slowest_step_and_with_those_that_take_turns() -> None:
+def test_stall_deadline_scales_with_slowest_step_and_running() -> None:
     clock = Clock(started_at=0.0, progressed_at=0.0)
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.0, 57.0, 1) is None
     assert code(find_missed_deadline(RequestTimeouts(stall_s=10), clock, 285.1, 57.0, 1)) == "stalled"
     assert find_missed_deadline(RequestTimeouts(stall_s=10), clock, 855.0, 57.0, 3) is None
 
 
-def test_a_clock_keeps_waiting_and_progress_apart() -> None:
+def test_clock_separates_waiting_and_progress() -> None:
     clock = Clock()
     clock.mark_waiting()
     assert clock.waiting_since is not None and clock.progressed_at is None
@@ -85,7 +85,7 @@ def test_a_clock_keeps_waiting_and_progress_apart() -> None:
 
 
 @on_loop
-async def test_an_alarm_ends_what_is_inside_with_its_first_reason() -> None:
+async def test_cancel_scope_raises_first_reason() -> None:
     alarm = CancelScope()
     with pytest.raises(ClientError, match="one"):
         async with alarm:
@@ -96,7 +96,7 @@ async def test_an_alarm_ends_what_is_inside_with_its_first_reason() -> None:
 
 
 @on_loop
-async def test_an_alarm_that_rang_before_ends_at_the_first_wait() -> None:
+async def test_cancel_before_entry_raises_at_first_wait() -> None:
     alarm = CancelScope()
     alarm.cancel(request_cancelled("early"))
     with pytest.raises(ClientError, match="early"):
@@ -105,14 +105,14 @@ async def test_an_alarm_that_rang_before_ends_at_the_first_wait() -> None:
 
 
 @on_loop
-async def test_an_alarm_leaves_other_failures_alone() -> None:
+async def test_cancel_scope_passes_other_errors() -> None:
     with pytest.raises(TimeoutError):
         async with CancelScope():
             raise TimeoutError
 
 
 @on_loop
-async def test_a_request_past_its_total_is_ended_and_the_engine_lets_go(tmp_path: Path) -> None:
+async def test_total_deadline_returns_504_and_cancels(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 0
         answer = await proxy.chat(headers={"X-Warmline-Total-Timeout": "0.2"})
@@ -123,7 +123,7 @@ async def test_a_request_past_its_total_is_ended_and_the_engine_lets_go(tmp_path
 
 
 @on_loop
-async def test_a_stalled_stream_ends_with_an_error_and_without_done(tmp_path: Path) -> None:
+async def test_stalled_stream_ends_with_error_event(tmp_path: Path) -> None:
     async with pair(tmp_path, stall_timeout_s=0.2) as proxy:
         proxy.backend.hold_after = 1
         answer = await proxy.chat(stream=True)
@@ -134,7 +134,7 @@ async def test_a_stalled_stream_ends_with_an_error_and_without_done(tmp_path: Pa
 
 
 @on_loop
-async def test_who_waits_too_long_for_its_turn_is_told_to_come_back(tmp_path: Path) -> None:
+async def test_queue_timeout_returns_503_with_retry_after(tmp_path: Path) -> None:
     async with pair(tmp_path, running_count_max=1, queue_timeout_s=0.2) as proxy:
         proxy.backend.hold_after = 1
         first = asyncio.create_task(proxy.chat())
@@ -147,7 +147,7 @@ async def test_who_waits_too_long_for_its_turn_is_told_to_come_back(tmp_path: Pa
 
 
 @on_loop
-async def test_a_client_that_reads_nothing_does_not_hold_a_place(tmp_path: Path) -> None:
+async def test_unread_response_releases_ticket(tmp_path: Path) -> None:
     async with pair(tmp_path, running_count_max=1) as proxy:
         proxy.backend.raw = much(4_000_000)
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=EVERYTHING) as stuck:
@@ -160,7 +160,7 @@ async def test_a_client_that_reads_nothing_does_not_hold_a_place(tmp_path: Path)
 
 
 @on_loop
-async def test_a_backlog_has_a_bound(tmp_path: Path) -> None:
+async def test_unread_backlog_is_limited(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.raw = much(20_000_000)
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=EVERYTHING):

@@ -21,7 +21,7 @@ def bodies(endpoint: str, **body: Any) -> list[tuple[int, int, dict[str, Any]]]:
     return [(each.prompt_index, each.sample_index, json.loads(msgspec.json.encode(each.fields))) for each in choices]
 
 
-def test_n_gives_as_many_bodies_with_seeds_that_count_on() -> None:
+def test_n_gives_choices_with_consecutive_seeds() -> None:
     assert bodies("chat", messages=[], n=3, seed=7) == [
         (0, 0, {"messages": [], "seed": 7}),
         (0, 1, {"messages": [], "seed": 8}),
@@ -46,11 +46,11 @@ def test_n_gives_as_many_bodies_with_seeds_that_count_on() -> None:
         (5, [5]),
     ],
 )
-def test_prompts(prompt: Any, prompts: list[Any]) -> None:
+def test_prompts_are_split(prompt: Any, prompts: list[Any]) -> None:
     assert [body["prompt"] for _, _, body in bodies("completion", prompt=prompt)] == prompts
 
 
-def test_each_prompt_has_its_choices() -> None:
+def test_each_prompt_has_n_choices() -> None:
     got = bodies("completion", prompt=["a", "b"], n=2, best_of=2, seed=1)
     assert [(prompt, number, body["prompt"], body["seed"]) for prompt, number, body in got] == [
         (0, 0, "a", 1),
@@ -71,7 +71,7 @@ def test_each_prompt_has_its_choices() -> None:
         ({"prompt": ["a"] * (PROMPTS_MAX + 1)}, "prompt", f"at most {PROMPTS_MAX}"),
     ],
 )
-def test_what_is_too_much(body: dict[str, Any], param: str, words: str) -> None:
+def test_invalid_n_best_of_and_prompts_return_400(body: dict[str, Any], param: str, words: str) -> None:
     for endpoint in ("completion",) if "prompt" in body else ("chat", "completion"):
         with pytest.raises(ClientError) as refused:
             split_choices(endpoint, fields_of(**body))
@@ -97,7 +97,7 @@ def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     }
 
 
-def test_chunks_get_one_id_and_their_choices_index_and_usage_is_added_up() -> None:
+def test_merged_chunks_have_one_id_indices_and_total_usage() -> None:
     choices = [ChoiceRequest({}, 0, 0), ChoiceRequest({}, 0, 1), ChoiceRequest({}, 1, 0)]
     merger = ChoiceMerger("abc", choices)
     said = merger.merge_chunk(1, "abc.1", chunk("abc.1", {"index": 0, "delta": {"content": "x"}}, usage=None))

@@ -39,7 +39,7 @@ def asked(proxy: Pair) -> list[str]:
 
 
 @on_loop
-async def test_choices_in_one_json_with_a_record_each(tmp_path: Path) -> None:
+async def test_json_response_has_choices_with_a_record_each(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         response = await proxy.chat(QUESTION, n=3, seed=5, headers={"X-Warmline-Request": "mine"})
         answer = await response.json()
@@ -64,7 +64,7 @@ async def test_choices_in_one_json_with_a_record_each(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_choices_in_one_stream(tmp_path: Path) -> None:
+async def test_stream_has_all_choices(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         options = {"include_usage": True}
         response = await proxy.chat(QUESTION, n=2, stream=True, stream_options=options)
@@ -79,7 +79,7 @@ async def test_choices_in_one_stream(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_prompts_in_one_request(tmp_path: Path) -> None:
+async def test_completion_of_several_prompts(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         answer = await (await complete(proxy, prompt=["one", "three", list(b"ids")], n=2)).json()
         assert [each["index"] for each in answer["choices"]] == list(range(6))
@@ -93,7 +93,7 @@ async def test_prompts_in_one_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @on_loop
-async def test_a_choice_that_heard_nothing_is_computed_again_alone(tmp_path: Path, stream: bool) -> None:
+async def test_lost_choice_without_content_is_dispatched_again(tmp_path: Path, stream: bool) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["", "discarded"]
         response = await proxy.chat(QUESTION, n=2, stream=stream)
@@ -106,7 +106,7 @@ async def test_a_choice_that_heard_nothing_is_computed_again_alone(tmp_path: Pat
 
 
 @on_loop
-async def test_what_was_cut_off_is_not_said_twice(tmp_path: Path) -> None:
+async def test_lost_choice_in_json_is_not_repeated(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.mishaps = ["", "cut after content"]
         answer = await (await proxy.chat(QUESTION, n=2)).json()
@@ -114,7 +114,7 @@ async def test_what_was_cut_off_is_not_said_twice(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_one_that_fails_ends_all(tmp_path: Path) -> None:
+async def test_failed_choice_cancels_all(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 0
         proxy.backend.mishaps = ["", "invalid"]
@@ -125,7 +125,7 @@ async def test_one_that_fails_ends_all(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_one_that_fails_after_another_has_spoken_ends_the_stream_with_an_error(tmp_path: Path) -> None:
+async def test_failed_choice_after_content_ends_stream_with_error(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         proxy.backend.mishaps = ["", "invalid"]
@@ -136,7 +136,7 @@ async def test_one_that_fails_after_another_has_spoken_ends_the_stream_with_an_e
 
 @pytest.mark.parametrize("how", ["DELETE", "DELETE its answer's id", "leaving", "a deadline"])
 @on_loop
-async def test_all_end_together(tmp_path: Path, how: str) -> None:
+async def test_cancel_and_deadline_end_all_choices(tmp_path: Path, how: str) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         headers = {"X-Warmline-Request": "mine"}
@@ -159,7 +159,7 @@ async def test_all_end_together(tmp_path: Path, how: str) -> None:
 
 
 @on_loop
-async def test_few_places_are_enough(tmp_path: Path) -> None:
+async def test_choices_complete_with_few_tickets(tmp_path: Path) -> None:
     """One after the other where there is one place, beside requests of others, and without a queue."""
     async with pair(tmp_path, running_count_max=1, queue_count_max=0) as proxy:
         answer = await (await complete(proxy, prompt=["a", "b"], n=3)).json()
@@ -171,7 +171,7 @@ async def test_few_places_are_enough(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_only_as_many_as_have_a_place_are_under_way(tmp_path: Path) -> None:
+async def test_running_choices_are_limited_by_tickets(tmp_path: Path) -> None:
     async with pair(tmp_path, running_count_max=2, queue_count_max=1) as proxy:
         proxy.backend.hold_after = 1
         asking = asyncio.create_task(proxy.chat(QUESTION, n=4))
@@ -184,7 +184,7 @@ async def test_only_as_many_as_have_a_place_are_under_way(tmp_path: Path) -> Non
 
 
 @on_loop
-async def test_a_next_try_ends_the_earlier_one(tmp_path: Path) -> None:
+async def test_retry_cancels_superseded_choices(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.hold_after = 1
         headers = {"X-Session-ID": "s"}
@@ -197,7 +197,7 @@ async def test_a_next_try_ends_the_earlier_one(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_no_reuse_where_the_client_wants_none(tmp_path: Path) -> None:
+async def test_cache_prompt_false_starts_cold(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         await proxy.chat(QUESTION)
         cold = await proxy.chat(QUESTION, cache_prompt=False)

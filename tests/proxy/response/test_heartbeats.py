@@ -8,13 +8,13 @@ import aiohttp
 import pytest
 
 from support.proxy.harness import on_loop, pair
-from warmline_proxy.pipeline import deadline_monitor as overseer
+from warmline_proxy.pipeline import deadline_monitor
 
 BODY = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
 
 @on_loop
-async def test_json_is_kept_alive_with_whitespace(tmp_path: Path) -> None:
+async def test_json_heartbeat_is_whitespace(tmp_path: Path) -> None:
     async with pair(tmp_path, heartbeat_after_s=0.1) as proxy:
         proxy.backend.hold_after = 0
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=BODY) as answer:
@@ -26,7 +26,7 @@ async def test_json_is_kept_alive_with_whitespace(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_json_that_fails_after_a_heartbeat_is_cut_off(tmp_path: Path) -> None:
+async def test_json_failure_after_heartbeat_aborts_connection(tmp_path: Path) -> None:
     async with pair(tmp_path, heartbeat_after_s=0.1, total_timeout_s=0.5) as proxy:
         proxy.backend.hold_after = 0
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=BODY) as answer:
@@ -37,17 +37,17 @@ async def test_json_that_fails_after_a_heartbeat_is_cut_off(tmp_path: Path) -> N
 
 
 @on_loop
-async def test_json_without_heartbeats_fails_with_a_status(tmp_path: Path) -> None:
+async def test_json_failure_without_heartbeat_has_status(tmp_path: Path) -> None:
     async with pair(tmp_path, total_timeout_s=0.5) as proxy:
         proxy.backend.hold_after = 0
         assert (await proxy.chat()).status == 504
 
 
 @on_loop
-async def test_a_stream_in_the_queue_hears_that_the_engine_works(
+async def test_queued_stream_gets_heartbeat_comments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overseer, "BEAT_INTERVAL_S", 0.1)
+    monkeypatch.setattr(deadline_monitor, "HEARTBEAT_INTERVAL_S", 0.1)
     async with pair(tmp_path, running_count_max=1, wedge_timeout_s=1) as proxy:
         proxy.backend.hold_after = 1
         first = asyncio.create_task(proxy.chat("The first"))
@@ -61,8 +61,8 @@ async def test_a_stream_in_the_queue_hears_that_the_engine_works(
 
 
 @on_loop
-async def test_a_heartbeat_stops_with_the_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overseer, "BEAT_INTERVAL_S", 0.1)
+async def test_heartbeats_stop_without_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline_monitor, "HEARTBEAT_INTERVAL_S", 0.1)
     async with pair(tmp_path, heartbeat_after_s=0.1, stall_timeout_s=1.0) as proxy:
         proxy.backend.hold_after = 0
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=BODY) as answer:

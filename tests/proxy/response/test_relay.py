@@ -24,7 +24,7 @@ def whole(*chunks: dict[str, Any]) -> bytes:
 
 @pytest.mark.parametrize("name", ["openai/glm-5.2", "gpt-4o", SERVED, 'odd "name" \u2028 é'])
 @on_loop
-async def test_any_model_name_comes_back_as_sent(tmp_path: Path, name: str) -> None:
+async def test_response_has_client_model_name(tmp_path: Path, name: str) -> None:
     async with pair(tmp_path) as proxy:
         folded = await (await proxy.chat(model=name)).json()
         assert folded["model"] == name
@@ -35,7 +35,7 @@ async def test_any_model_name_comes_back_as_sent(tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("model", [{"model": None}, {}], ids=["null", "absent"])
 @on_loop
-async def test_without_a_model_the_served_name_comes_back(tmp_path: Path, model: dict[str, None]) -> None:
+async def test_response_without_model_has_served_name(tmp_path: Path, model: dict[str, None]) -> None:
     async with pair(tmp_path) as proxy:
         body = {"messages": [{"role": "user", "content": "hi"}], **model}
         async with proxy.client.post(f"{proxy.url}/v1/chat/completions", json=body) as response:
@@ -53,7 +53,7 @@ async def test_unknown_fields_pass_and_nulls_are_absent(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_an_answer_that_was_not_streamed_is_whole(tmp_path: Path) -> None:
+async def test_json_response_is_complete(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         response = await proxy.chat()
         answer = await response.json()
@@ -67,7 +67,7 @@ async def test_an_answer_that_was_not_streamed_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asked", [True, False])
 @on_loop
-async def test_usage_is_told_where_it_was_asked_for(tmp_path: Path, asked: bool) -> None:
+async def test_stream_has_usage_only_when_asked(tmp_path: Path, asked: bool) -> None:
     async with pair(tmp_path) as proxy:
         options = {"stream_options": {"include_usage": True}} if asked else {}
         body = await (await proxy.chat(stream=True, **options)).read()
@@ -79,7 +79,7 @@ async def test_usage_is_told_where_it_was_asked_for(tmp_path: Path, asked: bool)
 
 
 @on_loop
-async def test_hard_bytes_arrive_as_they_were_sent(tmp_path: Path) -> None:
+async def test_special_bytes_arrive_unchanged(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         text = 'line\u2028sep\u0085next "model": "x" data: [DONE]\r\n\n\\ \U0001f600'
         stream = whole(chunk(CHAT, text), chunk(CHAT, "", "stop"), usage_chunk(1, 1, 0))
@@ -92,7 +92,7 @@ async def test_hard_bytes_arrive_as_they_were_sent(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_data_over_several_lines_is_one_event(tmp_path: Path) -> None:
+async def test_multi_line_data_is_one_event(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         lines = json.dumps(chunk(CHAT, "hi", "stop"), indent=1).encode().split(b"\n")
         event = b"".join(b"data: " + line + b"\n" for line in lines) + b"\n"
@@ -106,7 +106,7 @@ ERROR = {"error": {"message": "out of memory", "type": "server_error", "param": 
 
 @pytest.mark.parametrize("stream", [True, False])
 @on_loop
-async def test_an_error_before_anything_is_an_http_status(tmp_path: Path, stream: bool) -> None:
+async def test_error_before_content_is_http_status(tmp_path: Path, stream: bool) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.raw = [whole(ERROR)]
         response = await proxy.chat(stream=stream)
@@ -116,7 +116,7 @@ async def test_an_error_before_anything_is_an_http_status(tmp_path: Path, stream
 
 
 @on_loop
-async def test_an_error_after_content_is_an_event_and_no_clean_end(tmp_path: Path) -> None:
+async def test_error_after_content_is_event_without_done(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.raw = [whole(chunk(CHAT, "Par"), ERROR)]
         response = await proxy.chat(stream=True)
@@ -128,7 +128,7 @@ async def test_an_error_after_content_is_an_event_and_no_clean_end(tmp_path: Pat
 
 
 @on_loop
-async def test_a_backend_that_dies_in_the_midst_is_an_error(tmp_path: Path) -> None:
+async def test_truncated_backend_stream_is_error(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.raw = [whole(chunk(CHAT, "Par"))]
         body = await (await proxy.chat(stream=True)).read()
@@ -139,7 +139,7 @@ async def test_a_backend_that_dies_in_the_midst_is_an_error(tmp_path: Path) -> N
 
 
 @on_loop
-async def test_completions_are_folded_too(tmp_path: Path) -> None:
+async def test_completions_are_aggregated(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         body = {"model": "m", "prompt": "The capital"}
         async with proxy.client.post(f"{proxy.url}/v1/completions", json=body) as response:

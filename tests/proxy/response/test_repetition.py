@@ -33,7 +33,7 @@ def tripped(*pieces: str) -> str:
         (["x1", *[str(n * n % 10) + str(n % 9) for n in range(200)]], "a run of 257 digits"),
     ],
 )
-def test_what_trips_it(pieces: list[str], reason: str) -> None:
+def test_repetition_is_detected(pieces: list[str], reason: str) -> None:
     assert tripped(*pieces) == reason
 
 
@@ -49,22 +49,22 @@ def test_what_trips_it(pieces: list[str], reason: str) -> None:
         ["", *[""] * 1000],
     ],
 )
-def test_what_does_not(pieces: list[str]) -> None:
+def test_ordinary_text_is_not_detected(pieces: list[str]) -> None:
     assert not tripped(*pieces)
 
 
-def test_the_first_reason_stays() -> None:
+def test_first_reason_stays() -> None:
     assert tripped(*["!"] * 65, *["?"] * 100) == "one token repeated over 65 tokens"
 
 
 @given(st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=CYCLE_TOKENS_MAX), st.lists(st.text(max_size=3)))
-def test_every_short_cycle_trips_it_whatever_came_before(cycled: list[str], before: list[str]) -> None:
+def test_every_short_cycle_is_detected(cycled: list[str], before: list[str]) -> None:
     pieces = islice(cycle(cycled), REPEATED_TOKENS_MAX + len(cycled))
     assert tripped(*before, *pieces)
 
 
 @given(st.lists(st.text("0123456789", min_size=1, max_size=4)))
-def test_a_run_of_digits_is_as_long_as_its_digits_are(pieces: list[str]) -> None:
+def test_digit_run_counts_digits(pieces: list[str]) -> None:
     guard = RepetitionDetector()
     for piece in pieces:
         guard.feed(piece)
@@ -86,5 +86,5 @@ def test_a_run_of_digits_is_as_long_as_its_digits_are(pieces: list[str]) -> None
         (b"not JSON", ""),
     ],
 )
-def test_what_a_chunk_says(chunk: bytes, text: str) -> None:
+def test_chunk_text_of_each_form(chunk: bytes, text: str) -> None:
     assert chunk_text(chunk) == text

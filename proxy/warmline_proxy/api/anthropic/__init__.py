@@ -1,0 +1,1 @@
+"""Anthropic's Messages API.  Imports api.base and api.chunks.  Pure."""

@@ -1,13 +1,17 @@
-"""Anthropic's Messages: read into OpenAI's chat body, answered from its chunks."""
+"""Anthropic's Messages: read into OpenAI's chat body, answered from its chunks; and the list of models.  Pure."""
 
+import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
 
-from warmline_common.protocol.sse import encode_event
-from warmline_proxy.api.anthropic.errors import encode_error_envelope
-from warmline_proxy.api.anthropic.ids import parse_session
+import msgspec
+
+from warmline_common.protocol.messages import BackendStatus
 from warmline_proxy.api.anthropic.request import MessagesBody, build_chat_fields, read_body
-from warmline_proxy.api.anthropic.response import MessageEncoder
+from warmline_proxy.api.anthropic.response import MessageEvents, build_error_envelope
 from warmline_proxy.api.base import ApiCall, ResponseEncoder, ResponseStart
+from warmline_proxy.api.chunks import EventEncoder, encode_events
 from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http.body_fields import (
     check_nesting,
@@ -17,21 +21,23 @@ from warmline_proxy.http.body_fields import (
     strip_unprintable,
 )
 
+_SESSION = re.compile(r"_session_([0-9A-Za-z-]{8,64})$")
+
 
 class MessagesApi:
-    """An apis.Api."""
+    """Api of /v1/messages."""
 
     name, endpoint = "messages", "chat"
 
     def read_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
-        """Whatever is wrong with a value that only the backend needs is for the backend to refuse."""
+        """Raises ClientError 400; invalid values that only the backend needs are refused by the backend."""
         parsed = read_body(body)
         if parsed.max_tokens is None:
             raise bad_request("max_tokens: Field required", param="max_tokens")
         return self._build_call(parsed, headers)
 
     def read_count_call(self, body: bytes, headers: Mapping[str, str]) -> ApiCall:
-        """A body of count_tokens: the same without `max_tokens`."""
+        """Call of a count_tokens body, which needs no `max_tokens`.  Raises ClientError 400."""
         return self._build_call(read_body(body), headers)
 
     def _build_call(self, body: MessagesBody, headers: Mapping[str, str]) -> ApiCall:
@@ -48,10 +54,40 @@ class MessagesApi:
         )
 
     def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> ResponseEncoder:
-        return MessageEncoder(call, response_start)
+        return EventEncoder(MessageEvents(call, response_start), call.stream)
 
     def encode_error(self, error: ClientError) -> bytes:
-        return encode_error_envelope(error)
+        return msgspec.json.encode(build_error_envelope(error))
 
     def encode_stream_error(self, error: ClientError) -> bytes:
-        return encode_event(encode_error_envelope(error), "error")
+        return encode_events([build_error_envelope(error)])
+
+
+def parse_session(user_id: str) -> str:
+    """Session named by `metadata.user_id`, where Claude Code puts it as JSON or as a suffix; else the whole id."""
+    if match := _SESSION.search(user_id):
+        return match[1]
+    try:
+        value = msgspec.json.decode(user_id)
+    except (msgspec.DecodeError, RecursionError):
+        return user_id
+    session = value.get("session_id") if isinstance(value, dict) else None
+    return session if isinstance(session, str) and session else user_id
+
+
+def build_model_list(status: BackendStatus) -> dict[str, Any]:
+    model = build_model_info(status, status.model)
+    return {"data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]}
+
+
+def build_model_info(status: BackendStatus, name: str) -> dict[str, Any]:
+    """The served model, under any name."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": status.model,
+        "created_at": datetime.fromtimestamp(status.model_created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": status.context_tokens_max or None,
+        "max_tokens": status.context_tokens_max or None,
+    }

@@ -1,16 +1,16 @@
-"""A Messages body as OpenAI's chat body.  Pure.
+"""Conversion of a Messages body into OpenAI's chat body.  Pure.
 
-system            a system message before all others; messages of the role system stay where they are
-text              content, one string or several parts; the renderer joins them, so that both forms read the same.
-                  What was said in several blocks doesn't run together: a line ends where a block does.  Not so in an
-                  assistant's message, which is to read as it was sampled
-thinking          reasoning_content; redacted_thinking has nothing to read and is left out
-tool_use          tool_calls;  tool_result  a message of the role tool, in the place where it stands
-cache_control     ignored, as every field that is not known: what can be reused is found by comparing tokens
+system            a system message before all others; messages of the role system stay in place
+text              content, one string or several parts; the renderer joins them, so both forms render the same.
+                  Blocks end with a new line, but not in an assistant's message, which must render as sampled
+thinking          reasoning_content; redacted_thinking is unreadable and left out
+tool_use          tool_calls;  tool_result  a message of the role tool, in place
+cache_control     ignored, as every unknown field: reusable prefixes are found by comparing tokens
 
-Tools that run at Anthropic (web_search ...) are left out: nobody here could run them.
+Tools that run at Anthropic (web_search ...) are left out: they can't be run here.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
@@ -19,21 +19,27 @@ from typing import Any
 import msgspec
 
 from warmline_common.protocol.messages import decode
-from warmline_proxy.api.anthropic.ids import call_id
-from warmline_proxy.api.anthropic.tools import ToolChoice, ToolSpec, convert_tools
 from warmline_proxy.api.base import PASSTHROUGH_FIELDS, Fields
 from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http.body_fields import parse_object
 
 ChatMessage = dict[str, Any]
 
-ERROR_PREFIX = "Error: "  # before a failed tool's words, unless these say so themselves
+ERROR_PREFIX = "Error: "  # before a failed tool's output, unless that says so itself
 NO_PLACEHOLDERS: Mapping[str, str] = MappingProxyType({})
-# Instead of what tools have brought and the model can't read: they don't know, and the conversation is to go on.
+# In place of tool results that the model can't read, so that the conversation can go on.
 PLACEHOLDERS = {
     "image": "[an image, which this model can't see]",
     "document": "[a document, which this model can't read]",
 }
+
+CUSTOM_TYPES = (None, "custom")
+# Run by the client, but their definitions are known to Anthropic's models alone.
+CLIENT_TOOL_PREFIXES = ("bash_", "text_editor_", "computer_", "memory_")
+MISSING_SCHEMA = (
+    """Field required: a JSON schema of the tool's arguments, such as {"type": "object", "properties": {}}"""
+)
+_OWN_TOOL_USE_ID = re.compile(r"toolu_([0-9a-f]{24})")
 
 
 class ContentBlock(msgspec.Struct):
@@ -49,12 +55,26 @@ class ContentBlock(msgspec.Struct):
     tool_name: str | None = None
     content: "str | list[ContentBlock] | None" = None
     is_error: bool | None = None
-    source: Any = None  # an object, or, of a search result, a string
+    source: Any = None  # an object; a string in a search result
 
 
 class MessageParam(msgspec.Struct):
     role: str
     content: str | list[ContentBlock]
+
+
+class ToolSpec(msgspec.Struct):
+    name: str | None = None
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class OutputFormat(msgspec.Struct):
@@ -77,7 +97,7 @@ class RequestMetadata(msgspec.Struct):
 
 
 class MessagesBody(msgspec.Struct, kw_only=True):
-    """What of a body is looked into."""
+    """Fields of a body that are read."""
 
     messages: list[MessageParam] | None = None
     model: str | None = None
@@ -89,7 +109,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # where output_config.format was before
+    output_format: OutputFormat | None = None  # older place of output_config.format
     metadata: RequestMetadata | None = None
     others: Mapping[str, msgspec.Raw] = {}  # all fields as they came, without nulls
 
@@ -127,7 +147,7 @@ def build_chat_fields(body: MessagesBody) -> Fields:
 
 
 def _type_error(message: str) -> ClientError:
-    """msgspec says: Expected `str`, got `int` - at `$.messages[0].role`."""
+    """Error from msgspec's message, such as "Expected `str`, got `int` - at `$.messages[0].role`"."""
     what, _, where = message.partition(" - at ")
     path = where.strip("`").removeprefix("$").replace("[", ".").replace("]", "").strip(".")
     return bad_request(f"{path}: {what}" if path else what, param=path or None)
@@ -156,7 +176,7 @@ def _convert_message(message: MessageParam, where: str) -> Iterator[ChatMessage]
 
 
 def _convert_user(blocks: Sequence[ContentBlock], where: str) -> Iterator[ChatMessage]:
-    """What is said and what tools have answered, in their order; beside an answer, no words are no message."""
+    """Texts and tool results, in order; empty texts beside a tool result are dropped."""
     texts, has_results = list[str](), False
     for i, block in enumerate(blocks):
         if block.type != "tool_result":
@@ -171,7 +191,7 @@ def _convert_user(blocks: Sequence[ContentBlock], where: str) -> Iterator[ChatMe
 
 
 def _convert_assistant(blocks: Sequence[ContentBlock], where: str) -> Iterator[ChatMessage]:
-    """One message: what was thought, what was said and what was called."""
+    """One message of reasoning, text and tool calls."""
     reasoning, texts, tool_calls = "", list[str](), list[dict[str, Any]]()
     for i, block in enumerate(blocks):
         if block.type == "thinking":
@@ -209,20 +229,19 @@ def _convert_content(
 ) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
-    return _join_texts(
-        _separate_texts([_read_text(block, f"{where}.{i}", placeholders) for i, block in enumerate(content)])
-    )
+    texts = [_read_text(block, f"{where}.{i}", placeholders) for i, block in enumerate(content)]
+    return _join_texts(_separate_texts(texts))
 
 
 def _separate_texts(texts: Sequence[str]) -> list[str]:
-    """Each but the last ends a line, unless there is white space between it and the next one anyway."""
+    """Texts that end a line, except the last and those with white space before the next."""
     nonempty = [text for text in texts if text]
     ends = ["" if one[-1].isspace() or other[0].isspace() else "\n" for one, other in pairwise(nonempty)]
     return [text + end for text, end in zip(nonempty, [*ends, ""], strict=True)] if nonempty else []
 
 
 def _join_texts(texts: Sequence[str]) -> str | list[dict[str, str]]:
-    """Texts that came in several blocks stay parts: what looks into prompts sees where one ends."""
+    """Content of several texts: parts, so that the ends of blocks stay visible; one text is a string."""
     texts = [text for text in texts if text]
     return [_text_part(text) for text in texts] if len(texts) > 1 else "".join(texts)
 
@@ -232,7 +251,7 @@ def _text_part(text: str) -> dict[str, str]:
 
 
 def _read_text(block: ContentBlock, where: str, placeholders: Mapping[str, str] = NO_PLACEHOLDERS) -> str:
-    """Raises ClientError 400 for what is no text, and has none `instead`."""
+    """Text of a block, or its placeholder.  Raises ClientError 400 where it has neither."""
     if block.type == "text":
         if block.text is None:
             raise bad_request(f"{where}.text: Field required", param="messages")
@@ -250,13 +269,13 @@ def _read_text(block: ContentBlock, where: str, placeholders: Mapping[str, str] 
 
 
 def _read_plain_document(source: Any) -> str | None:
-    """A document's text, where it is one."""
+    """A document's text; None for other documents."""
     data = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
     return data if isinstance(data, str) else None
 
 
 def _is_continuation(message: ChatMessage) -> bool:
-    """Whether an assistant's message is an answer to go on with."""
+    """True if an assistant's message is a partial answer to continue."""
     return bool(message["content"]) and "tool_calls" not in message
 
 
@@ -278,3 +297,67 @@ def _convert_format(body: MessagesBody) -> Fields:
         raise bad_request("output_config.format: must be of type json_schema, with a schema", param="output_config")
     schema = {"name": "answer", "schema": form.schema, "strict": True}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+# ---- tools
+
+
+def convert_tools(tools: Sequence[ToolSpec], choice: ToolChoice | None) -> Fields:
+    """Raises ClientError 400."""
+    functions = [_convert_tool(tool, f"tools.{i}") for i, tool in enumerate(tools) if _is_supported(tool, f"tools.{i}")]
+    fields: Fields = {"tools": functions} if functions else {}
+    if choice is None:
+        return fields
+    if choice.disable_parallel_tool_use and functions:
+        fields["parallel_tool_calls"] = False
+    return fields | _convert_choice(choice, {tool["function"]["name"] for tool in functions})
+
+
+def _is_supported(tool: ToolSpec, where: str) -> bool:
+    """False for a tool that runs at Anthropic.  Raises ClientError 400 for one without a definition."""
+    if tool.type in CUSTOM_TYPES or tool.input_schema is not None:
+        return True
+    if tool.type == "function":
+        message = f"{where}: this is a function as OpenAI has them; send its name, description and input_schema alone"
+        raise bad_request(message, param="tools")
+    if tool.type.startswith(CLIENT_TOOL_PREFIXES):
+        message = f"{where}: {tool.type} is known to Anthropic's models alone; send it with an input_schema"
+        raise bad_request(message, param="tools")
+    return False
+
+
+def _convert_tool(tool: ToolSpec, where: str) -> dict[str, Any]:
+    if not tool.name:
+        raise bad_request(f"{where}.name: Field required", param="tools")
+    if tool.input_schema is None:  # an empty one would make the model invent arguments
+        raise bad_request(f"{where}.input_schema: {MISSING_SCHEMA}", param="tools")
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    function["parameters"] = tool.input_schema or {"type": "object", "properties": {}}
+    if tool.strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _convert_choice(choice: ToolChoice, names: set[str]) -> Fields:
+    if choice.type == "tool":
+        if choice.name not in names:
+            raise _missing_tool_error(f"{choice.name!r} is none of the tools that can be called here")
+        return {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
+    if choice.type == "any":
+        if not names:
+            raise _missing_tool_error("there is no tool that can be called here")
+        return {"tool_choice": "required"}
+    if choice.type in ("auto", "none"):
+        return {"tool_choice": choice.type} if names else {}
+    raise bad_request("tool_choice.type: must be auto, any, tool or none", param="tool_choice")
+
+
+def _missing_tool_error(why: str) -> ClientError:
+    return bad_request(f"tool_choice: {why}; tools that run at Anthropic don't run here", param="tool_choice")
+
+
+def call_id(tool_use_id: str) -> str:
+    """Our form of tool_use ids, call_<24 hex digits>, by which sampled turns are stored; other ids are unchanged."""
+    return f"call_{ours[1]}" if (ours := _OWN_TOOL_USE_ID.fullmatch(tool_use_id)) else tool_use_id

@@ -1,71 +1,59 @@
-"""Anthropic's answer from the backend's chunks: a stream's events, or the same events folded into one message.
+"""Anthropic's response from the backend's chunks: a stream's events and the message that they add up to.  Pure.
 
     message_start  ->  (content_block_start  content_block_delta ...  content_block_stop) ...  ->  message_delta  ->
     message_stop
 
-One block at a time is open.  Of a tool call, `input` is told when the call is complete, for it must be an object.
+One block at a time is open.  A tool call's `input` is written when the call is complete, since it must be an object.
+Errors have Anthropic's envelope.
 """
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from warmline_common.protocol.sse import encode_event
-from warmline_proxy.api.anthropic.errors import encode_error_envelope
-from warmline_proxy.api.anthropic.ids import tool_use_id
-from warmline_proxy.api.base import ApiCall, Chunk, ResponseStart
-from warmline_proxy.api.chunks import ChatChunk, ChunkChoice, ChunkToolCall, ChunkUsage, decode_chunk
-from warmline_proxy.errors import ClientError
-
-Event = dict[str, Any]
+from warmline_proxy.api.base import ApiCall, ResponseStart
+from warmline_proxy.api.chunks import ChatChunk, ChunkChoice, ChunkToolCall, ChunkUsage, Event
+from warmline_proxy.errors import ClientError, decode_error_body, parse_context_overflow, rename_error_param
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-SIGNATURE = "d2FybWxpbmU="  # of all thinking: clients keep it and send it back, nobody here reads it
+SIGNATURE = "d2FybWxpbmU="  # of all thinking blocks: clients send it back, and it is ignored
 TEXT, THINKING, TOOL_USE = "text", "thinking", "tool_use"
 DELTAS = {TEXT: "text_delta", THINKING: "thinking_delta"}
-
-
-class MessageEncoder:
-    """An apis.Encoder."""
-
-    def __init__(self, call: ApiCall, response_start: ResponseStart) -> None:
-        self._events = MessageEvents(call, response_start)
-        self._fold = None if call.stream else MessageFold()
-
-    def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
-        return self._emit(self._events.add_chunk(decode_chunk(raw)))
-
-    def encode_done(self) -> bytes:
-        return self._emit(self._events.end())
-
-    def encode_json(self) -> bytes:
-        self._emit(self._events.end())
-        assert self._fold is not None
-        return msgspec.json.encode(self._fold.message)
-
-    def encode_stream_error(self, error: ClientError) -> bytes:
-        return encode_event(encode_error_envelope(error), "error")
-
-    def _emit(self, events: Iterable[Event]) -> bytes:
-        if self._fold is None:
-            return b"".join(encode_event(msgspec.json.encode(event), event["type"]) for event in events)
-        for event in events:
-            self._fold.add(event)
-        return b""
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+# Names in a backend's refusal, and the client's names of the same fields.
+_FIELD_NAMES = {
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+}
+_OWN_CALL_ID = re.compile(r"call_([0-9a-f]{24})")
 
 
 class MessageEvents:
-    """What is said, in order, from what is heard."""
+    """EventSource of one message."""
 
     def __init__(self, call: ApiCall, response_start: ResponseStart) -> None:
         self._response_start = response_start
         self._model = response_start.model if call.client_model is None else call.client_model
-        self._is_silent = call.api_options == 0  # max_tokens: the prompt was to be read, nothing is to be said
+        self._is_silent = call.api_options == 0  # max_tokens: the prompt is prefilled only
         self._has_started = False
-        self._block_count = 0  # that were opened
-        self._open_type = ""  # the type of the block that is
-        self._open_call_index = -1  # the index of the call that is open
+        self._content: list[dict[str, Any]] = []  # blocks so far
+        self._open_type = ""  # of the last block, while it is open
+        self._open_call_index = -1
         self._arguments = ""
         self._stop_reason: tuple[str, str | None] = ("max_tokens" if self._is_silent else "end_turn", None)
         self._usage: ChunkUsage | None = None
@@ -87,6 +75,15 @@ class MessageEvents:
         }
         yield {"type": "message_stop"}
 
+    def fail(self, error: ClientError) -> Iterator[Event]:
+        yield build_error_envelope(error)
+
+    def build_result(self) -> dict[str, Any]:
+        """The whole message, after `end`."""
+        reason, sequence = self._stop_reason
+        content = {"content": self._content, "stop_reason": reason, "stop_sequence": sequence}
+        return {**self._build_message(), **content}
+
     def _start_message(self) -> Iterator[Event]:
         if not self._has_started:
             self._has_started = True
@@ -106,7 +103,7 @@ class MessageEvents:
         }
 
     def _build_usage(self) -> dict[str, Any]:
-        """Nothing counts as written to the cache: what is kept costs nobody more than what isn't."""
+        """Usage so far; nothing counts as written to the cache, since saving costs clients nothing."""
         chunk_usage = self._usage or ChunkUsage(self._response_start.prompt_tokens)
         cached = chunk_usage.cached_tokens if self._usage else self._response_start.cached_tokens
         usage: dict[str, Any] = {
@@ -127,16 +124,17 @@ class MessageEvents:
         if choice.finish_reason:
             stop_sequence = choice.stop_reason if isinstance(choice.stop_reason, str) else None
             reason = STOP_REASONS.get(choice.finish_reason, "end_turn")
-            self._stop_reason = (
-                ("stop_sequence", stop_sequence) if stop_sequence and reason == "end_turn" else (reason, None)
-            )
+            if stop_sequence and reason == "end_turn":
+                self._stop_reason = ("stop_sequence", stop_sequence)
+            else:
+                self._stop_reason = (reason, None)
 
     def _emit_text(self, kind: str, text: str) -> Iterator[Event]:
         if not text:
             return
         if self._open_type != kind:
             yield from self._open_block(kind, {kind: "", "signature": ""} if kind == THINKING else {kind: ""})
-        yield self._build_delta({"type": DELTAS[kind], kind: text})
+        yield self._append(DELTAS[kind], kind, text)
 
     def _emit_tool_call(self, call: ChunkToolCall) -> Iterator[Event]:
         if call.id or self._open_type != TOOL_USE or call.index != self._open_call_index:
@@ -148,54 +146,56 @@ class MessageEvents:
     def _open_block(self, kind: str, block: dict[str, Any]) -> Iterator[Event]:
         yield from self._close_block()
         self._open_type = kind
-        self._block_count += 1
-        yield {"type": "content_block_start", "index": self._block_count - 1, "content_block": {"type": kind, **block}}
+        self._content.append({"type": kind, **block})
+        yield {"type": "content_block_start", "index": self._index, "content_block": {"type": kind, **block}}
 
-    def _build_delta(self, delta: dict[str, Any]) -> Event:
-        return {"type": "content_block_delta", "index": self._block_count - 1, "delta": delta}
+    @property
+    def _index(self) -> int:
+        return len(self._content) - 1
+
+    def _append(self, delta_type: str, field: str, text: str) -> Event:
+        """Extend the open block; the delta's event."""
+        self._content[-1][field] += text
+        return {"type": "content_block_delta", "index": self._index, "delta": {"type": delta_type, field: text}}
 
     def _close_block(self) -> Iterator[Event]:
         if not self._open_type:
             return
         if self._open_type == THINKING:
-            yield self._build_delta({"type": "signature_delta", "signature": SIGNATURE})
+            yield self._append("signature_delta", "signature", SIGNATURE)
         if self._open_type == TOOL_USE:
-            yield self._build_delta({"type": "input_json_delta", "partial_json": _encode_input(self._arguments)})
+            encoded = _encode_input(self._arguments)
+            self._content[-1]["input"] = msgspec.json.decode(encoded)
+            delta = {"type": "input_json_delta", "partial_json": encoded}
+            yield {"type": "content_block_delta", "index": self._index, "delta": delta}
         self._open_type = ""
-        yield {"type": "content_block_stop", "index": self._block_count - 1}
-
-
-class MessageFold:
-    """The message that a client makes of its events."""
-
-    def __init__(self) -> None:
-        self.message: dict[str, Any] = {}
-
-    def add(self, event: Event) -> None:
-        if event["type"] == "message_start":
-            self.message = event["message"]
-        elif event["type"] == "content_block_start":
-            self.message["content"].append(event["content_block"])
-        elif event["type"] == "content_block_delta":
-            _extend_block(self.message["content"][event["index"]], event["delta"])
-        elif event["type"] == "message_delta":
-            self.message |= event["delta"]
-            self.message["usage"] = event["usage"]
-
-
-def _extend_block(block: dict[str, Any], delta: dict[str, Any]) -> None:
-    if delta["type"] == "input_json_delta":
-        block["input"] = msgspec.json.decode(delta["partial_json"])
-        return
-    for key, value in delta.items():
-        if key != "type":
-            block[key] += value
+        yield {"type": "content_block_stop", "index": self._index}
 
 
 def _encode_input(arguments: str) -> str:
-    """A call's arguments, as an object whatever they are."""
+    """A call's arguments as a JSON object; other values are wrapped in one."""
     try:
         value = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError):
         value = arguments
     return arguments or "{}" if isinstance(value, dict) else msgspec.json.encode({"arguments": value}).decode()
+
+
+def tool_use_id(call_id: str) -> str:
+    """Anthropic's form of our call ids, toolu_<24 hex digits>; other ids are unchanged."""
+    return f"toolu_{ours[1]}" if (ours := _OWN_CALL_ID.fullmatch(call_id)) else call_id
+
+
+def build_error_envelope(error: ClientError) -> Event:
+    """Anthropic's error envelope, an event of a stream too."""
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 499 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": _error_message(error)}}
+
+
+def _error_message(error: ClientError) -> str:
+    if numbers := parse_context_overflow(error):
+        return f"prompt is too long: {numbers[0]} tokens > {numbers[1]} maximum"  # clients compact on these words
+    body = decode_error_body(error)
+    if body.code in ("context_length_exceeded", "kv_memory_exceeded"):
+        return f"prompt is too long: {body.message}"
+    return rename_error_param(body, _FIELD_NAMES).message

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API.  Imports api.base and api.chunks.  Pure."""

@@ -1,18 +1,17 @@
-"""OpenAI's Responses.  Nothing is stored: who goes on sends the whole conversation again, at a warm prefill's cost."""
+"""OpenAI's Responses.  Nothing is stored: clients send whole conversations, at a warm prefill's cost.  Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from warmline_common.protocol.messages import ErrorBody, ErrorReply
-from warmline_common.protocol.sse import encode_event
-from warmline_proxy.api.base import PASSTHROUGH_FIELDS, ApiCall, Chunk, Fields, ResponseStart
-from warmline_proxy.api.chunks import decode_chunk
+from warmline_common.protocol.messages import ErrorReply
+from warmline_proxy.api.base import PASSTHROUGH_FIELDS, ApiCall, Fields, ResponseEncoder, ResponseStart
+from warmline_proxy.api.chunks import EventEncoder, encode_events
 from warmline_proxy.api.responses.items import read_input
-from warmline_proxy.api.responses.response import ResponseEvents, ResponseOptions
+from warmline_proxy.api.responses.response import SERVER_ERROR, ResponseEvents, ResponseOptions, translate_error
 from warmline_proxy.api.responses.tools import JsonObject, Toolbox, read_tool_choice, read_tools
-from warmline_proxy.errors import ClientError, bad_request, decode_error_body, rename_error_param
+from warmline_proxy.errors import ClientError, bad_request
 from warmline_proxy.http.body_fields import (
     check_nesting,
     find_session_hint,
@@ -21,21 +20,12 @@ from warmline_proxy.http.body_fields import (
     parse_retry_count,
 )
 
-RESPONSES_PASSTHROUGH_FIELDS = PASSTHROUGH_FIELDS | {"stop", "thinking"}  # to the backend as they came
+RESPONSES_PASSTHROUGH_FIELDS = PASSTHROUGH_FIELDS | {"stop", "thinking"}  # unchanged to the backend
 LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
-SERVER_ERROR = "server_error"
-# What a backend's refusal calls a field, and what it was in the client's body.
-_FIELD_NAMES = {
-    "max_completion_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning.effort",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "messages": "input",
-}
 
 
 class ResponsesApi:
-    """An apis.Api."""
+    """Api of /v1/responses."""
 
     name = "responses"
     endpoint = "chat"
@@ -60,59 +50,19 @@ class ResponsesApi:
             api_options=_read_response_options(fields, toolbox),
         )
 
-    def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> "_ResponsesEncoder":
+    def create_encoder(self, call: ApiCall, response_start: ResponseStart) -> ResponseEncoder:
         model = response_start.model if call.client_model is None else call.client_model
-        return _ResponsesEncoder(ResponseEvents(call.api_options, response_start, model), call.stream)
+        return EventEncoder(ResponseEvents(call.api_options, response_start, model), call.stream)
 
     def encode_error(self, error: ClientError) -> bytes:
-        return msgspec.json.encode(ErrorReply(error=_translate_error(error)))
+        return msgspec.json.encode(ErrorReply(error=translate_error(error)))
 
     def encode_stream_error(self, error: ClientError) -> bytes:
-        """Told twice: OpenAI's SDK raises for `error`, others read the event's own fields."""
-        body = _translate_error(error)
+        """An error event with its fields twice: OpenAI's SDK raises for `error`, others read the event's own."""
+        body = translate_error(error)
         fields = {"code": body.code or SERVER_ERROR, "message": body.message, "param": body.param}
-        return _encode_events(
-            [{"type": "error", "sequence_number": 0, **fields, "error": {"type": body.type, **fields}}]
-        )
-
-
-class _ResponsesEncoder:
-    """An apis.Encoder."""
-
-    def __init__(self, events: ResponseEvents, stream: bool) -> None:
-        self._events, self._stream = events, stream
-
-    def encode_chunk(self, chunk: Chunk, raw: bytes) -> bytes:
-        return self._emit(self._events.add_chunk(decode_chunk(raw)))
-
-    def encode_done(self) -> bytes:
-        return self._emit(self._events.end())
-
-    def encode_json(self) -> bytes:
-        self._emit(self._events.end())
-        return msgspec.json.encode(self._events.build_final_response())
-
-    def encode_stream_error(self, error: ClientError) -> bytes:
-        body = _translate_error(error)
-        return _encode_events(self._events.fail(body.code or SERVER_ERROR, body.message))
-
-    def _emit(self, events: Iterable[JsonObject]) -> bytes:
-        return _encode_events(events) if self._stream else _drain_events(events)
-
-
-def _translate_error(error: ClientError) -> ErrorBody:
-    return rename_error_param(decode_error_body(error), _FIELD_NAMES)
-
-
-def _drain_events(events: Iterable[JsonObject]) -> bytes:
-    """What a stream would say, run through for what it leaves."""
-    for _ in events:
-        pass
-    return b""
-
-
-def _encode_events(events: Iterable[JsonObject]) -> bytes:
-    return b"".join(encode_event(msgspec.json.encode(event), event["type"]) for event in events)
+        event = {"type": "error", "sequence_number": 0, **fields, "error": {"type": body.type, **fields}}
+        return encode_events([event])
 
 
 # ---- reading
@@ -143,7 +93,7 @@ def _reject_stored(fields: Fields) -> None:
 
 
 def _collect_tools(fields: Fields) -> object:
-    """Those of the request, and those that items have added on the way."""
+    """Tools of the request and of its additional_tools items."""
     tools, items = fields.get("tools"), fields.get("input")
     added = [
         tool
@@ -156,11 +106,8 @@ def _collect_tools(fields: Fields) -> object:
 
 def _build_tool_fields(fields: Fields, choice: Any, toolbox: Toolbox) -> Fields:
     if toolbox.tools:
-        tool_options = {"tool_choice": choice, "parallel_tool_calls": fields.get("parallel_tool_calls")}
-        return {
-            "tools": toolbox.chat_tools,
-            **{name: value for name, value in tool_options.items() if value is not None},
-        }
+        options = {"tool_choice": choice, "parallel_tool_calls": fields.get("parallel_tool_calls")}
+        return {"tools": toolbox.chat_tools} | {name: value for name, value in options.items() if value is not None}
     if choice in (None, "auto", "none"):
         return {}
     raise bad_request("'tool_choice' needs a tool that can be called here; 'tools' has none.", param="tool_choice")
@@ -180,7 +127,7 @@ def _build_options(fields: Fields) -> Fields:
 
 
 def _convert_format(form: Any) -> JsonObject | None:
-    """Chat nests what Responses has flat."""
+    """Chat's response_format, nested where Responses is flat; None for text."""
     if form is None:
         return None
     if not isinstance(form, dict) or form.get("type") not in ("text", "json_object", "json_schema"):
@@ -208,7 +155,7 @@ def _read_object(fields: Fields, name: str) -> JsonObject:
     return value
 
 
-# ---- what the answer says again
+# ---- fields repeated in the response
 
 
 def _read_response_options(fields: Fields, toolbox: Toolbox) -> ResponseOptions:

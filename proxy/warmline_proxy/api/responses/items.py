@@ -1,7 +1,7 @@
-"""Input items of OpenAI's Responses as chat messages.  Pure.
+"""Conversion of the Responses API's input items into chat messages.  Pure.
 
-What one answer gave (reasoning, text, calls) comes back as several items and becomes the one assistant message that it
-was, every time in the same way: so the rendered prompt repeats, and whoever asks through chat renders the same.
+The items of one answer (reasoning, text, calls) become one assistant message again, always in the same way: so the
+rendered prompt repeats, and equals that of the same conversation through chat.
 """
 
 import base64
@@ -17,7 +17,7 @@ ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 IMAGE_OMITTED = "[an image, which this model can't see]"
 
-# What tools left behind that OpenAI's servers ran; they hold nothing that a model here was shown.
+# Items of tools that ran on OpenAI's servers; no model here has seen their content.
 SKIPPED_TYPES = frozenset(
     {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call"}
     | {"computer_call_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "mcp_call"}
@@ -28,17 +28,17 @@ _OWN_ID = re.compile(r"(?:rs|msg|fc|ctc)_(.+)_[0-9]+")
 
 
 def item_id(prefix: str, answer_id: str, index: int) -> str:
-    """Names the answer that it is part of: so do its parts find together again."""
+    """Item id with the answer's id, by which the answer's items are joined again."""
     return f"{prefix}_{answer_id}_{index}"
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """`encrypted_content`.  It hides nothing: its reader is who was told the same in plain words."""
+    """`encrypted_content` of a text.  Not encrypted: the client gets the same text in plain."""
     return _REASONING_PREFIX + base64.b64encode(reasoning.encode()).decode()
 
 
 def decode_reasoning(text: object) -> str:
-    """ "" for what others have sealed."""
+    """Text of our `encrypted_content`; "" for another server's."""
     if not isinstance(text, str) or not text.startswith(_REASONING_PREFIX):
         return ""
     try:
@@ -48,7 +48,7 @@ def decode_reasoning(text: object) -> str:
 
 
 def read_input(instructions: object, value: object) -> list[JsonObject]:
-    """`instructions` and `input` as messages.  Raises ClientError 400."""
+    """Messages of `instructions` and `input`.  Raises ClientError 400."""
     reader = _ItemReader()
     if instructions not in (None, ""):
         reader.add_instructions(instructions)
@@ -63,13 +63,13 @@ def read_input(instructions: object, value: object) -> list[JsonObject]:
 
 
 class _ItemReader:
-    """Reads items in their order; assistants' items are put into the message that is open."""
+    """Reads items in order; an assistant's items are joined into the open message."""
 
     def __init__(self) -> None:
         self.messages: list[JsonObject] = []
-        self._open_message: JsonObject | None = None  # the assistant's message that may go on
-        self._answer_id = ""  # the answer that it came from; "" where nobody knows
-        self._has_results = False  # results of its calls have come
+        self._open_message: JsonObject | None = None  # an assistant's message that further items may join
+        self._answer_id = ""  # of the open message; "" where unknown
+        self._has_results = False  # its calls have results
         self._readers: dict[str, Callable[[JsonObject, str], None]] = {
             "message": self._read_message,
             "reasoning": self._read_reasoning,
@@ -113,7 +113,7 @@ class _ItemReader:
         message["content"] = (message["content"] or "") + text
 
     def _read_agent_message(self, item: JsonObject, where: str) -> None:
-        """What one of a client's agents tells another: Codex seals what a model here has written in plain words."""
+        """Read a message between a client's agents; Codex sends text written here as encrypted_content."""
         parts = item.get("content") or []
         if isinstance(parts, list):
             parts = [_decode_part(part) for part in parts]
@@ -127,14 +127,9 @@ class _ItemReader:
 
     def _read_tool_call(self, item: JsonObject, where: str) -> None:
         custom = item.get("type") == "custom_tool_call"
-        name, arguments = (
-            _read_string(item, "name", where),
-            _read_string(item, "input" if custom else "arguments", where),
-        )
-        function = {
-            "name": qualify_name(item.get("namespace"), name),
-            "arguments": encode_arguments(arguments) if custom else arguments,
-        }
+        name = qualify_name(item.get("namespace"), _read_string(item, "name", where))
+        arguments = _read_string(item, "input" if custom else "arguments", where)
+        function = {"name": name, "arguments": encode_arguments(arguments) if custom else arguments}
         call = {"id": _read_string(item, "call_id", where), "type": "function", "function": function}
         self._join_assistant(item, after=()).setdefault("tool_calls", []).append(call)
 
@@ -144,9 +139,10 @@ class _ItemReader:
         self._has_results = True
 
     def _join_assistant(self, item: JsonObject, after: tuple[str, ...]) -> JsonObject:
-        """The message that an item belongs to: the open one where both come from one answer.
+        """Message that an item belongs to: the open one where both come from one answer, else a new one.
 
-        Where ids don't say so: unless calls of that have been answered, or it has what never precedes such an item.
+        Without ids, the open one unless its calls have results, or it has one of the fields `after`, which come after
+        such an item in an answer.
         """
         answer_id = _parse_answer_id(item)
         if self._open_message is not None:
@@ -157,11 +153,8 @@ class _ItemReader:
             if is_same_answer:
                 self._answer_id = self._answer_id or answer_id
                 return self._open_message
-        self._open_message, self._answer_id, self._has_results = (
-            {"role": "assistant", "content": None},
-            answer_id,
-            False,
-        )
+        self._open_message = {"role": "assistant", "content": None}
+        self._answer_id, self._has_results = answer_id, False
         self.messages.append(self._open_message)
         return self._open_message
 
@@ -171,7 +164,7 @@ def _parse_answer_id(item: JsonObject) -> str:
 
 
 def _extract_reasoning(item: JsonObject, where: str) -> str:
-    """In plain words where they are there, else out of what we have sealed, else what is left of it as a summary."""
+    """Reasoning from the plain content, else from our encrypted_content, else from the summary."""
     return (
         _read_text(item.get("content") or [], f"{where}.content", image_placeholder="")
         or decode_reasoning(item.get("encrypted_content"))
@@ -180,7 +173,7 @@ def _extract_reasoning(item: JsonObject, where: str) -> str:
 
 
 def _read_text(content: object, where: str, image_placeholder: str) -> str:
-    """Parts are joined as chat's are.  `image` stands for images; they are refused where it is empty."""
+    """Joined text of a string or parts.  Images become `image_placeholder`, and are refused where that is empty."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -212,7 +205,6 @@ def _read_string(item: JsonObject, name: str, where: str) -> str:
 
 def _unsupported_item_error(kind: object, where: str) -> ClientError:
     if kind == "item_reference":
-        return bad_request(
-            f"'{where}' refers to a stored item; nothing is stored here, send the item itself.", param=where
-        )
+        message = f"'{where}' refers to a stored item; nothing is stored here, send the item itself."
+        return bad_request(message, param=where)
     return bad_request(f"'{where}' is of type \"{str(kind)[:40]}\", which can't be read here.", param=where)

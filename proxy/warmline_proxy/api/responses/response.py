@@ -1,6 +1,6 @@
-"""An answer of OpenAI's Responses, as it grows: chat's chunks in, events out, and the object that they describe.  Pure.
+"""Response of OpenAI's Responses API: chat's chunks in, events out, and the object that they describe.  Pure.
 
-One machine makes both a stream and the one JSON, so they say the same:
+The same events make a stream and the JSON response:
 
     response.created  ->  items, each: added  ->  parts and deltas  ->  done  ->  response.completed or .incomplete
 """
@@ -10,36 +10,47 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from warmline_common.protocol.messages import ErrorBody
 from warmline_proxy.api.base import ResponseStart
 from warmline_proxy.api.chunks import ChatChunk, ChunkToolCall, ChunkUsage
 from warmline_proxy.api.responses.items import encode_reasoning, item_id
 from warmline_proxy.api.responses.tools import JsonObject, Toolbox, decode_input
+from warmline_proxy.errors import ClientError, decode_error_body, rename_error_param
 
 Events = Iterator[JsonObject]
 
 MESSAGE, REASONING, FUNCTION_CALL, CUSTOM_CALL = "message", "reasoning", "function_call", "custom_tool_call"
 PREFIXES = {MESSAGE: "msg", REASONING: "rs", FUNCTION_CALL: "fc", CUSTOM_CALL: "ctc"}
+SERVER_ERROR = "server_error"
+# Names in a backend's refusal, and the client's names of the same fields.
+_FIELD_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "messages": "input",
+}
 
 
 @dataclass(frozen=True)
 class ResponseOptions:
-    """What the answer needs of its request."""
+    """Options of the request that the response depends on."""
 
-    echo: JsonObject  # fields that are said again
+    echo: JsonObject  # fields of the request that are repeated
     toolbox: Toolbox = field(default_factory=Toolbox)
-    summary: bool = False  # reasoning is wanted as a summary, where clients look for it
-    encrypted_reasoning: bool = False  # reasoning is wanted in a form to send back
+    summary: bool = False  # reasoning as a summary
+    encrypted_reasoning: bool = False  # reasoning also in a form to send back
     logprobs: bool = False
 
 
 @dataclass
 class _OpenItem:
-    """The item that is being written."""
+    """Item in progress."""
 
     index: int
     kind: str
-    item: JsonObject  # as in the answer; `_finish` completes it
-    texts: list[str] = field(default_factory=list)  # its text, or its arguments
+    item: JsonObject  # as in the response; `_finish_item` completes it
+    texts: list[str] = field(default_factory=list)  # of its text or arguments
     logprobs: list[JsonObject] = field(default_factory=list)
     call_index: int = -1  # chat's index of a call
 
@@ -49,7 +60,7 @@ class _OpenItem:
 
 
 class ResponseEvents:
-    """One answer.  `chunk` for each of the backend's, then `end`; or `fail`.  Events carry their number."""
+    """EventSource of one response, with numbered events."""
 
     def __init__(self, options: ResponseOptions, response_start: ResponseStart, model: str) -> None:
         self._options, self._response_start = options, response_start
@@ -63,16 +74,16 @@ class ResponseEvents:
         self._item: _OpenItem | None = None
         self._finish_reason = ""
         self._usage: ChunkUsage | None = None
-        self._event_count = 0  # told so far
+        self._event_count = 0
 
-    # ---- what comes
+    # ---- input
 
     def add_chunk(self, chunk: ChatChunk) -> Events:
         yield from self._emit_created()
         self._usage = chunk.usage or self._usage
         for choice in chunk.choices:
-            if thought := choice.delta.reasoning_text:
-                yield from self._emit_reasoning(thought)
+            if reasoning := choice.delta.reasoning_text:
+                yield from self._emit_reasoning(reasoning)
             if text := choice.delta.content:
                 yield from self._emit_text(text, (choice.logprobs or {}).get("content") or [])
             for call in choice.delta.tool_calls or ():
@@ -82,26 +93,26 @@ class ResponseEvents:
                 yield from self._finish_item()
 
     def end(self) -> Events:
-        """Once all chunks are in."""
         yield from self._emit_created()
         yield from self._finish_item()
         if not self._is_truncated and not any(item["type"] != REASONING for item in self._output):
-            yield from self._add_item(MESSAGE)  # an answer without a word is one, too
+            yield from self._add_item(MESSAGE)  # an empty answer has an empty message
             yield from self._finish_item()
         yield self._make_event(f"response.{self._status}", response=self.build_response(self._status))
 
-    def fail(self, code: str, message: str) -> Events:
-        """Nothing may follow."""
+    def fail(self, error: ClientError) -> Events:
+        body = translate_error(error)
         yield from self._emit_created()
-        failed = {**self.build_response("failed"), "error": {"code": code, "message": message}}
+        failed_error = {"code": body.code or SERVER_ERROR, "message": body.message}
+        failed = {**self.build_response("failed"), "error": failed_error}
         yield self._make_event("response.failed", response=failed)
 
-    def build_final_response(self) -> JsonObject:
-        """The whole answer, after `end`."""
+    def build_result(self) -> JsonObject:
+        """The whole response, after `end`."""
         return self.build_response(self._status)
 
     def build_response(self, status: str) -> JsonObject:
-        """The answer as it stands; an item that is being written is not in it."""
+        """The response so far, without the item in progress."""
         is_over = status in ("completed", "incomplete")
         return {
             **self._head,
@@ -151,7 +162,7 @@ class ResponseEvents:
             yield from self._add_tool_call(call)
         assert self._item is not None
         if arguments := call.function.arguments:
-            if self._item.kind == CUSTOM_CALL:  # its input can be told from the arguments only once they are whole
+            if self._item.kind == CUSTOM_CALL:  # its input is known only with all arguments
                 self._item.texts.append(arguments)
             else:
                 yield self._append_text(arguments, "function_call_arguments.delta", delta=arguments)
@@ -185,16 +196,13 @@ class ResponseEvents:
         return self._make_event("response.output_item.added", output_index=index, item=item)
 
     def _finish_item(self) -> Events:
-        """Complete the item that is open, if one is."""
+        """Complete the item in progress, if any."""
         if self._item is None:
             return
-        yield from {MESSAGE: self._finish_message, REASONING: self._finish_reasoning}.get(
-            self._item.kind, self._finish_tool_call
-        )()
+        finishers = {MESSAGE: self._finish_message, REASONING: self._finish_reasoning}
+        yield from finishers.get(self._item.kind, self._finish_tool_call)()
         done, self._item = self._item, None
-        done.item["status"] = (
-            "completed" if done.call_index >= 0 else self._status
-        )  # calls are told only when they are whole
+        done.item["status"] = "completed" if done.call_index >= 0 else self._status  # the backend sends whole calls
         self._output.append(done.item)
         yield self._make_event("response.output_item.done", output_index=done.index, item=done.item)
 
@@ -204,16 +212,16 @@ class ResponseEvents:
         fields = {"text": part["text"], "logprobs": part["logprobs"]}
         yield self._item_event("output_text.done", content_index=0, **fields)
         yield self._item_event("content_part.done", content_index=0, part=part)
-        self._item.item = {**self._item.item, "content": [part]}
+        self._item.item["content"] = [part]
 
     def _finish_reasoning(self) -> Events:
         assert self._item is not None
         text = self._item.text
         yield self._item_event(self._reasoning_event_name("text.done"), text=text)
         yield self._item_event(self._reasoning_event_name("part.done"), part=self._reasoning_text(text))
-        parts = {"summary" if self._options.summary else "content": [self._reasoning_text(text)]}
-        encrypted = {"encrypted_content": encode_reasoning(text)} if self._options.encrypted_reasoning else {}
-        self._item.item = {**self._item.item, **parts, **encrypted}
+        self._item.item["summary" if self._options.summary else "content"] = [self._reasoning_text(text)]
+        if self._options.encrypted_reasoning:
+            self._item.item["encrypted_content"] = encode_reasoning(text)
 
     def _finish_tool_call(self) -> Events:
         assert self._item is not None
@@ -222,10 +230,10 @@ class ResponseEvents:
             text = decode_input(text)
             yield self._item_event("custom_tool_call_input.delta", delta=text)
             yield self._item_event("custom_tool_call_input.done", input=text)
-            self._item.item = {**self._item.item, "input": text}
+            self._item.item["input"] = text
         else:
             yield self._item_event("function_call_arguments.done", arguments=text)
-            self._item.item = {**self._item.item, "arguments": text}
+            self._item.item["arguments"] = text
 
     # ---- parts
 
@@ -270,3 +278,8 @@ class ResponseEvents:
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
+
+
+def translate_error(error: ClientError) -> ErrorBody:
+    """The error with the client's names of fields."""
+    return rename_error_param(decode_error_body(error), _FIELD_NAMES)

@@ -1,9 +1,9 @@
-"""The tools of OpenAI's Responses: told to the model as chat's functions, and its calls told back as items.  Pure.
+"""Tools of OpenAI's Responses as chat's functions, and the model's calls as items.  Pure.
 
-function    chat's own, in a flat shape
-custom      takes free text: the model is shown a function with one string, `input`
-namespace   a group of functions; the model knows each as NAMESPACE__NAME
-others      run on OpenAI's servers (web_search, ...): nobody runs them here, so the model isn't told of them
+function    chat's, in a flat shape
+custom      takes free text; for the model a function with one string, `input`
+namespace   a group of functions; for the model each is NAMESPACE__NAME
+others      run on OpenAI's servers (web_search, ...); left out, since they can't be run here
 """
 
 import json
@@ -16,17 +16,17 @@ from warmline_proxy.errors import bad_request
 JsonObject = dict[str, Any]
 
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
-INPUT_ARGUMENT = "input"  # a custom tool's only argument
+INPUT_ARGUMENT = "input"  # of a custom tool
 TOOL_CHOICE_MODES = ("auto", "none", "required")
 
 
 @dataclass(frozen=True)
 class ResponsesTool:
-    """One that the model may call."""
+    """A tool that the model may call."""
 
     kind: str  # "function" or "custom"
-    name: str  # as its client knows it
-    namespace: str  # "" outside of any
+    name: str  # the client's
+    namespace: str  # "" without one
     definition: JsonObject  # chat's `function`
 
     @property
@@ -40,7 +40,7 @@ class ResponsesTool:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """A request's tools, by the names that the model knows them by."""
+    """Tools of a request, by their function names."""
 
     tools: dict[str, ResponsesTool] = field(default_factory=dict)
 
@@ -49,15 +49,13 @@ class Toolbox:
         return [tool.chat_tool for tool in self.tools.values()]
 
     def resolve(self, function_name: str) -> ResponsesTool:
-        """Of a name that the model has made up: a function of that name."""
+        """Tool of a function name; for one made up by the model, a function of that name."""
         return self.tools.get(function_name) or ResponsesTool("function", function_name, "", {})
 
     def find(self, kind: str, name: str) -> ResponsesTool | None:
-        """By either of its names."""
-        matches = (
-            tool for tool in self.tools.values() if tool.kind == kind and name in (tool.function_name, tool.name)
-        )
-        return next(matches, None)
+        """Tool by its function name or the client's."""
+        tools = (tool for tool in self.tools.values() if tool.kind == kind)
+        return next((tool for tool in tools if name in (tool.function_name, tool.name)), None)
 
 
 def qualify_name(namespace: object, name: str) -> str:
@@ -80,18 +78,10 @@ def _read_tool(entry: object, where: str, namespace: str) -> Iterable[ResponsesT
     kind = entry.get("type")
     if kind == "namespace" and not namespace:
         return _read_namespace(entry, where)
-    if kind == "function":
-        return [
-            ResponsesTool(
-                "function", name := _read_name(entry, where), namespace, _convert_function(entry, name, namespace)
-            )
-        ]
-    if kind == "custom":
-        return [
-            ResponsesTool(
-                "custom", name := _read_name(entry, where), namespace, _convert_custom(entry, name, namespace)
-            )
-        ]
+    if kind in ("function", "custom"):
+        name = _read_name(entry, where)
+        convert = _convert_function if kind == "function" else _convert_custom
+        return [ResponsesTool(kind, name, namespace, convert(entry, qualify_name(namespace, name)))]
     if not isinstance(kind, str):
         raise bad_request(f"'{where}.type' must be a string such as \"function\".", param=f"{where}.type")
     return []
@@ -110,9 +100,9 @@ def _read_name(entry: JsonObject, where: str) -> str:
     raise bad_request(f"'{where}.name' must be a string.", param=f"{where}.name")
 
 
-def _convert_function(entry: JsonObject, name: str, namespace: str) -> JsonObject:
-    """Keys in chat's usual order, so that both APIs render one prompt."""
-    definition: JsonObject = {"name": qualify_name(namespace, name)}
+def _convert_function(entry: JsonObject, function_name: str) -> JsonObject:
+    """Chat's definition, keys in chat's usual order, so that both APIs render one prompt."""
+    definition: JsonObject = {"name": function_name}
     if entry.get("description") is not None:
         definition["description"] = entry["description"]
     definition["parameters"] = NO_PARAMETERS if entry.get("parameters") is None else entry["parameters"]
@@ -121,7 +111,7 @@ def _convert_function(entry: JsonObject, name: str, namespace: str) -> JsonObjec
     return definition
 
 
-def _convert_custom(entry: JsonObject, name: str, namespace: str) -> JsonObject:
+def _convert_custom(entry: JsonObject, function_name: str) -> JsonObject:
     form = entry.get("format")
     text: JsonObject = {"type": "string", "description": "The tool's input, as plain text."}
     parameters = {
@@ -132,7 +122,7 @@ def _convert_custom(entry: JsonObject, name: str, namespace: str) -> JsonObject:
     }
     parts = [entry.get("description"), _describe_grammar(form) if isinstance(form, dict) else ""]
     description = "\n\n".join(part for part in parts if isinstance(part, str) and part)
-    return {"name": qualify_name(namespace, name), "description": description, "parameters": parameters}
+    return {"name": function_name, "description": description, "parameters": parameters}
 
 
 def _describe_grammar(form: JsonObject) -> str:
@@ -145,9 +135,9 @@ def _describe_grammar(form: JsonObject) -> str:
 
 
 def read_tool_choice(choice: object, toolbox: Toolbox) -> tuple[Any, Toolbox]:
-    """Chat's `tool_choice`, None for its default, and the tools that the model is told of.  Raises ClientError 400.
+    """Chat's `tool_choice`, None for its default, and the tools for the model.  Raises ClientError 400.
 
-    Of `allowed_tools` it is told of no others: what it doesn't know it can't call.
+    With `allowed_tools` the other tools are left out, so that the model can't call them.
     """
     if choice is None:
         return None, toolbox
@@ -170,10 +160,9 @@ def _check_mode(mode: object, where: str) -> Any:
 def _resolve_choice(choice: object, toolbox: Toolbox, where: str) -> ResponsesTool:
     kind, name = (choice.get("type"), choice.get("name")) if isinstance(choice, dict) else (None, None)
     if kind not in ("function", "custom"):
-        raise bad_request(
-            f"'{where}' names a tool of type \"{str(kind)[:40]}\"; only function and custom tools can be called here.",
-            param=where,
-        )
+        shown = str(kind)[:40]
+        message = f"'{where}' names a tool of type \"{shown}\"; only function and custom tools can be called here."
+        raise bad_request(message, param=where)
     if not isinstance(name, str) or (tool := toolbox.find(kind, name)) is None:
         raise bad_request(f"'{where}' names a tool that is not among 'tools'.", param=where)
     return tool
@@ -193,16 +182,15 @@ def _restrict_tools(choice: JsonObject, toolbox: Toolbox) -> tuple[Any, Toolbox]
 
 
 def encode_arguments(text: str) -> str:
-    """A custom tool's input as the arguments that the model gave, or would have given."""
+    """Arguments of a custom tool's call, as the model writes them."""
     return json.dumps({INPUT_ARGUMENT: text}, ensure_ascii=False)
 
 
 def decode_input(arguments: str) -> str:
-    """A custom tool's input out of what the model has called it with; all of it where that is something else."""
+    """Input in a custom tool's arguments; the arguments themselves where they have another form."""
     try:
         given = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return (
-        given[INPUT_ARGUMENT] if isinstance(given, dict) and isinstance(given.get(INPUT_ARGUMENT), str) else arguments
-    )
+    text = given.get(INPUT_ARGUMENT) if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments

@@ -67,10 +67,10 @@ def plant_in_backend(active: Active) -> None:
 
 def plant_in_proxy(active: Active) -> None:
     from warmline_proxy import planner as plan
-    from warmline_proxy.pipeline import pipeline as hotpath
-    from warmline_proxy.pipeline import progress as hearing
+    from warmline_proxy.pipeline import generator
+    from warmline_proxy.request import registry
 
-    for module in (plan, hearing, hotpath):
+    for module in (plan, generator, registry):
         instead(module, "align_to_grid", lambda real, position, grid: position, active, OFF_GRID, DECODED)
 
 

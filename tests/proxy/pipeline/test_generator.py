@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from support.proxy.fake_backend import layout
 from support.proxy.harness import on_loop
-from warmline_proxy.pipeline.progress import ProgressListener
+from warmline_proxy.pipeline.generator import ProgressListener
 from warmline_proxy.request.deadlines import RequestTimeouts
 from warmline_proxy.request.request import Request
 from warmline_proxy.request_log import RequestLog
@@ -24,7 +24,7 @@ class Saver:
 
 
 @on_loop
-async def test_a_part_that_could_not_be_saved_is_not_tried_again_at_every_chunk() -> None:
+async def test_failed_prefix_save_waits_for_next_step() -> None:
     saver, background, nobody = Saver(), BackgroundTasks(), cast(Any, None)
     life = Request(RequestLog("chat"), nobody, RequestTimeouts())
     hearing = ProgressListener(life, nobody, cast(Any, saver), nobody, background, 512)
@@ -38,7 +38,7 @@ async def test_a_part_that_could_not_be_saved_is_not_tried_again_at_every_chunk(
 
 
 @on_loop
-async def test_in_exact_mode_parts_end_on_the_grid() -> None:
+async def test_prefix_saves_end_on_grid() -> None:
     saver, background, nobody = Saver(), BackgroundTasks(), cast(Any, None)
     life = Request(RequestLog("chat"), nobody, RequestTimeouts(), layout=layout(grid=64))
     hearing = ProgressListener(life, nobody, cast(Any, saver), nobody, background, 100)

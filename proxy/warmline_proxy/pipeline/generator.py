@@ -1,0 +1,144 @@
+"""Step 6: start of a generation, and its progress: recorded in the request, prefixes saved on the way."""
+
+import logging
+
+from warmline_common.protocol.messages import GenerationResult
+from warmline_proxy.config import ProxyConfig
+from warmline_proxy.explain.divergence import DivergenceRecorder
+from warmline_proxy.explain.prompt_head import PromptHeadCache, extract_head
+from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
+from warmline_proxy.pipeline.saver import Saver
+from warmline_proxy.planner import RequestPlan, align_to_grid
+from warmline_proxy.request.request import Request, RequestStatus, resident_after_generation
+from warmline_proxy.response.repetition import RepetitionDetector, chunk_text
+from warmline_proxy.tasks import BackgroundTasks
+from warmline_proxy.upstream.backend_state import BackendState
+from warmline_proxy.upstream.client import Upstream, UpstreamGoneError
+from warmline_proxy.upstream.generation_stream import GenerationStream
+
+log = logging.getLogger(__name__)
+
+FAILED_FINISHES = ("cancelled", "error")  # without an answer, and not dispatched again
+
+
+class Generator:
+    """Dispatches planned requests.  Event loop thread."""
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        upstream: Upstream,
+        backend_state: BackendState,
+        saver: Saver,
+        sampled_turns: SampledTurnCache,
+        prompt_heads: PromptHeadCache,
+        divergence_recorder: DivergenceRecorder,
+        background: BackgroundTasks,
+    ) -> None:
+        self._config, self._upstream, self._backend_state, self._saver = config, upstream, backend_state, saver
+        self._sampled_turns, self._prompt_heads = sampled_turns, prompt_heads
+        self._divergence_recorder, self._background = divergence_recorder, background
+
+    async def start(self, request: Request, plan: RequestPlan) -> GenerationStream | None:
+        """Start a generation; None where the plan's resident or leader is gone: to be planned again."""
+        assert request.call is not None and request.prompt is not None
+        if not plan.copy_resident:
+            self._backend_state.resident_view.remove(plan.resident)
+        request.sent, request.stored_tokens = True, plan.reuse
+        request.listener = ProgressListener(
+            request,
+            self._backend_state,
+            self._saver,
+            self._sampled_turns,
+            self._background,
+            self._config.partial_save_tokens,
+            RepetitionDetector() if self._config.garbage_guard == "observe" else None,
+        )
+        request.clock.mark_waiting()
+        try:
+            stream = await self._upstream.generate(
+                request.call.api.endpoint, request.log.id, request.prompt.prompt_id, plan, root=request.root
+            )
+        except UpstreamGoneError as error:
+            log.info("request %s is planned again: %s", request.log.id, error)
+            await self._backend_state.refresh()
+            return None
+        request.generation = GenerationStream(stream, request.log.id, self._background, request.listener)
+        request.advance(RequestStatus.WAITING)
+        # Explanations come last: the engine computes meanwhile.
+        self._prompt_heads.add(request.root, extract_head(request.call.fields))
+        self._divergence_recorder.start_analysis(request)
+        return request.generation
+
+
+class ProgressListener:
+    """A GenerationListener for one dispatch of one request."""
+
+    def __init__(
+        self,
+        request: Request,
+        backend_state: BackendState,
+        saver: Saver,
+        sampled_turns: SampledTurnCache,
+        background: BackgroundTasks,
+        partial_save_tokens: int,
+        repetition_detector: RepetitionDetector | None = None,
+    ) -> None:
+        self._request, self._backend_state, self._saver, self._background = request, backend_state, saver, background
+        self._sampled_turns = sampled_turns
+        self._partial_save_tokens, self._repetition_detector = partial_save_tokens, repetition_detector
+        self._is_saving = False
+        self._attempted_tokens = 0  # of the last save; one that failed is not tried again at once
+
+    def on_started(self) -> None:
+        self._request.started = True
+        self._request.advance(RequestStatus.PREFILLING)
+
+    def on_progress(self) -> None:
+        self._request.clock.mark_progress()
+
+    def on_content(self, chunk: bytes) -> None:
+        self._request.content_chunks += 1
+        if (detector := self._repetition_detector) and not detector.reason:
+            detector.feed(chunk_text(chunk))
+            self._request.log.collapse = detector.reason
+
+    def on_prefilled(self, tokens: int) -> None:
+        request, step = self._request, self._partial_save_tokens
+        request.prefilled_tokens = tokens
+        tokens = align_to_grid(tokens, request.layout.grid) if request.layout else tokens
+        new_tokens = tokens - max(request.stored_tokens, self._attempted_tokens)
+        if request.started and step and new_tokens >= step and not self._is_saving:
+            self._is_saving, self._attempted_tokens = True, tokens
+            self._background.spawn(self._save_prefix(tokens), f"part of {request.log.id}")
+
+    def on_settled(self, settled: GenerationResult) -> None:
+        """Record the result; called twice where a cancel met the end."""
+        request, resident_view = self._request, self._backend_state.resident_view
+        if request.log.generation_result is not None:
+            return
+        request.log.generation_result = settled
+        if settled.turn and not request.purged:
+            self._sampled_turns.add(request.root, request.model, settled.turn)
+        if request.is_cacheable:
+            resident_view.add(settled.resident, resident_after_generation(request, settled))
+        else:
+            resident_view.exclude(settled.resident)
+
+    def on_over(self, whole: bool) -> None:
+        """Release the ticket, whether or not the client has read all of the answer.
+
+        A broken stream keeps the ticket: for the next dispatch, or until the failure is written.
+        """
+        result = self._request.log.generation_result
+        self._request.clock.mark_idle()
+        self._request.mark_released()
+        if self._request.ticket and (whole or (result and result.finish in FAILED_FINISHES)):
+            self._request.ticket.release()
+
+    async def _save_prefix(self, tokens: int) -> None:
+        try:
+            if await self._saver.save_prefix(self._request, tokens) and self._request.listener is self:
+                self._request.stored_tokens = tokens
+        finally:
+            self._is_saving = False
