@@ -318,22 +318,22 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
     """
 
     def __init__(self, matcher: Matcher | None, model: object, uids: list[str], *rest: object) -> None:
-        self._matchers = {uid: matcher for uid in uids if matcher is not None}
+        self._matcher_by_uid = {uid: matcher for uid in uids if matcher is not None}
         super().__init__(model, uids, *rest)
 
     def extend(self, batch: "DecodeBatch") -> None:
-        self._matchers |= batch._matchers
+        self._matcher_by_uid |= batch._matcher_by_uid
         super().extend(batch)
 
     def _step(self) -> tuple[list[int], list[mx.array]]:
-        for row, uid in enumerate(self.uids) if self._matchers else ():
-            if (guide := self._matchers.get(uid)) is not None:
+        for row, uid in enumerate(self.uids) if self._matcher_by_uid else ():
+            if (guide := self._matcher_by_uid.get(uid)) is not None:
                 guide.set_sampled(self._next_tokens, row)
         return super()._step()  # type: ignore[no-any-return]
 
     def filter(self, keep: list[int]) -> None:
         super().filter(keep)
-        self._matchers = {uid: guide for uid, guide in self._matchers.items() if uid in self.uids}
+        self._matcher_by_uid = {uid: guide for uid, guide in self._matcher_by_uid.items() if uid in self.uids}
 
     def extract_cache(self, idx: int) -> list[object]:
         return []
