@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from warmline_backend.doctor.findings import Findings, format_bytes
 from warmline_backend.doctor.machines import MachineMemory, format_raise_limit
-from warmline_backend.kv_cache.segment_io import round_up_to_buffer
+from warmline_backend.kv_cache.codecs import round_up_to_buffer
 from warmline_backend.model.model import MEMORY_SHARE
 from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
 from warmline_common.process.arguments import GB

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 
 import mlx.core as mx
 import numpy as np
+import xxhash
 from mlx_lm.sample_utils import (
     apply_min_p,
     apply_top_k,
@@ -21,12 +22,14 @@ from mlx_lm.sample_utils import (
 )
 
 from warmline_backend.request.params import GenerationParams
+from warmline_common.protocol.messages import FirstLogits
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 _ALL_TOKENS = 1 << 31
 _SEED_BITS = 64
+LIKELIEST_MAX = 32  # tokens listed in `FirstLogits`
 LOGPROB_MIN = -9999.0  # what OpenAI writes for a token that could not be drawn
 
 
@@ -194,3 +197,31 @@ def pick_logprobs(logprobs: mx.array, token: int, count: int) -> tuple[float, li
     ids_list: list[int] = ids.tolist()  # type: ignore[assignment]
     values: list[float] = logprobs[ids].astype(mx.float32).tolist()  # type: ignore[assignment]
     return chosen, [(token, max(value, LOGPROB_MIN)) for token, value in zip(ids_list, values, strict=True)]
+
+
+class LogprobsCapture:
+    """The model's own log-probabilities, where processors are about to change them: one that goes before them.
+
+    It computes them as mlx-lm does without processors, so that they have the same bits as in a run that has none.
+    """
+
+    def __init__(self) -> None:
+        self.logprobs: mx.array | None = None  # [vocabulary], not evaluated yet
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self.logprobs is None:
+            self.logprobs = (logits - mx.logsumexp(logits, axis=-1, keepdims=True))[0]
+        return logits
+
+
+def make_first_logits(row: mx.array) -> FirstLogits:
+    """Of one row of log-probabilities [vocabulary], of whatever type."""
+    values = np.array(row.astype(mx.float32), dtype="<f4")
+    count = min(LIKELIEST_MAX, len(values))
+    likeliest = np.argpartition(-values, count - 1)[:count]
+    likeliest = likeliest[np.lexsort((likeliest, -values[likeliest]))]
+    return FirstLogits(
+        digest=xxhash.xxh3_128_hexdigest(values.tobytes()),
+        ids=likeliest.astype("<u4").tobytes(),
+        logprobs=values[likeliest].tobytes(),
+    )

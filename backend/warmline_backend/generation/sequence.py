@@ -4,19 +4,24 @@ waiting, or following -> prefill (chunk after chunk) -> decode (in a group) -> s
 """
 
 import time
-import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences
+from mlx_lm.generate import PromptProcessingBatch, StopSequences
 from mlx_lm.sample_utils import greedy_sampler
 
-from warmline_backend.generation.first_logits import LogprobsCapture, make_first_logits
-from warmline_backend.generation.sampling import SamplerFault, make_processors, make_sampler
+from warmline_backend.generation.decode_batch import DecodeBatch
+from warmline_backend.generation.events import EventListener
+from warmline_backend.generation.sampling import (
+    LogprobsCapture,
+    SamplerFault,
+    make_first_logits,
+    make_processors,
+    make_sampler,
+)
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.model.model import ServedModel
-from warmline_backend.output.events import Part, Text
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.parser import OutputParser
 from warmline_backend.request.params import GenerationParams
@@ -28,59 +33,6 @@ from warmline_common.protocol.tokens import pack_tokens
 # is soon computed again.
 FORK_DISTANCE_TOKENS_MIN = 64
 UNBOUNDED = 1 << 30  # ends are the engine's to find, so mlx-lm's own limits are out of the way
-
-
-# ---- what a listener hears
-
-
-@dataclass(frozen=True)
-class StartedEvent:
-    """It has left the queue: from here on it computes."""
-
-
-@dataclass(frozen=True)
-class PrefillProgress:
-    """A prefill chunk is done: `done` of `total` prompt tokens have rows."""
-
-    done: int
-    total: int
-
-
-@dataclass(frozen=True)
-class SampledLogprobs:
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]  # likeliest first
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """A token was generated.  `parts` may be empty: half a character, the start of a stop word or of a marker, and a
-    call that is not complete are held back.
-    """
-
-    parts: typing.Sequence[Part]
-    token: int
-    logprobs: SampledLogprobs | None = None
-    is_reasoning: bool = False  # it belongs to the reasoning
-    stop_word: str = ""  # that it has completed
-
-    @property
-    def text(self) -> str:
-        """Its content."""
-        return "".join(part.text for part in self.parts if isinstance(part, Text))
-
-
-@dataclass(frozen=True)
-class EndedEvent:
-    """Nothing more comes.  `settled.finish` says why; on "error", `settled.error` does."""
-
-    result: GenerationResult
-    reused_tokens: int  # prompt tokens that were not prefilled
-
-
-GenerationEvent = StartedEvent | PrefillProgress | TokenEvent | EndedEvent
-EventListener = Callable[[GenerationEvent], None]  # called on the engine thread; must not block
 
 
 @dataclass(frozen=True)
@@ -284,7 +236,7 @@ class Sequence:
         own, self._logprobs_capture.logprobs = self._logprobs_capture.logprobs, None
         self.first_logits = make_first_logits(logprobs if own is None else own)
 
-    def make_decode_batch(self) -> "DecodeBatch":
+    def make_decode_batch(self) -> DecodeBatch:
         """A decode batch of this sequence alone; computes its first step."""
         self._capture_rollback_point()
         params, self._prefill_batch = self.request.params, None
@@ -308,35 +260,6 @@ class Sequence:
             [StopSequences()],
             [UNBOUNDED],
         )
-
-
-class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
-    """mlx-lm's batch, which here never finds an end by itself, so nothing is to be extracted when it would.
-
-    It tells its guides what was sampled last.  They could ask the context that processors are given, but that is
-    computed behind the forward pass, and they are to be done before it is.
-    """
-
-    def __init__(self, matcher: Matcher | None, model: object, uids: list[str], *rest: object) -> None:
-        self._matcher_by_uid = {uid: matcher for uid in uids if matcher is not None}
-        super().__init__(model, uids, *rest)
-
-    def extend(self, batch: "DecodeBatch") -> None:
-        self._matcher_by_uid |= batch._matcher_by_uid
-        super().extend(batch)
-
-    def _step(self) -> tuple[list[int], list[mx.array]]:
-        for row, uid in enumerate(self.uids) if self._matcher_by_uid else ():
-            if (guide := self._matcher_by_uid.get(uid)) is not None:
-                guide.set_sampled(self._next_tokens, row)
-        return super()._step()  # type: ignore[no-any-return]
-
-    def filter(self, keep: list[int]) -> None:
-        super().filter(keep)
-        self._matcher_by_uid = {uid: guide for uid, guide in self._matcher_by_uid.items() if uid in self.uids}
-
-    def extract_cache(self, idx: int) -> list[object]:
-        return []
 
 
 def find_chunk_end(start: int, end: int, step: int, chunk_ends: Iterable[int]) -> int:

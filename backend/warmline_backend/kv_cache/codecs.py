@@ -29,6 +29,12 @@ from mlx_lm.models.cache import (
 )
 
 Fields = dict[str, mx.array]  # field name -> (1, heads, rows, width) for rows, any shape with leading 1 for states
+BUFFER_STEP_TOKENS = 256  # a restored buffer ends on a multiple of this, as mlx-lm's own do
+
+
+def round_up_to_buffer(tokens: int) -> int:
+    """How many rows a buffer of `tokens` has: buffers grow by ROOM_TOKENS, mlx-lm's and restored ones."""
+    return -(-tokens // BUFFER_STEP_TOKENS) * BUFFER_STEP_TOKENS
 
 
 class CodecKind(StrEnum):

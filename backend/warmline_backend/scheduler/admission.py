@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 
 from warmline_backend.generation.sequence import GenerationRequest, Sequence
+from warmline_backend.kv_cache.codecs import BUFFER_STEP_TOKENS
 from warmline_backend.kv_cache.residents import Residents
-from warmline_backend.kv_cache.segment_io import BUFFER_STEP_TOKENS
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.capacity import KvTooLargeError, check_capacity, sequence_tokens_max
 from warmline_backend.scheduler.finish import LEADERLESS, Finisher

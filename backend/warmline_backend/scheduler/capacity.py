@@ -1,6 +1,6 @@
 """What a request takes, and whether it can ever fit the memory budget.  Pure arithmetic, on any thread."""
 
-from warmline_backend.kv_cache.segment_io import BUFFER_STEP_TOKENS, round_up_to_buffer
+from warmline_backend.kv_cache.codecs import BUFFER_STEP_TOKENS, round_up_to_buffer
 from warmline_backend.model.model import ServedModel
 
 ANSWER_TOKENS_RESERVED = 256  # admission counts this much of an answer that may be longer

@@ -4,7 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from warmline_backend.generation.sequence import EndedEvent, Sequence
+from warmline_backend.generation.events import EndedEvent
+from warmline_backend.generation.sequence import Sequence
 from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.kv_cache.residents import UNSAVED_LEASE_S, Residents
 from warmline_backend.model.model import ServedModel

@@ -5,7 +5,8 @@ A follower holds nothing while it waits.  It starts from a copy of its leader's 
 
 from collections.abc import Iterator
 
-from warmline_backend.generation.sequence import PrefillProgress, Sequence
+from warmline_backend.generation.events import PrefillProgress
+from warmline_backend.generation.sequence import Sequence
 from warmline_backend.kv_cache.residents import ResidentMismatchError
 
 

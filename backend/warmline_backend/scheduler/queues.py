@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.kv_cache.codecs import CodecKind
-from warmline_backend.kv_cache.reservations import Reservations
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.capacity import request_bytes, sequence_bytes
-from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.prefix_sharing import PrefixFollowers
+from warmline_backend.scheduler.reservations import Reservations
 
 STEPS_PER_BUDGET_CHECK = 32  # how often the budget is looked at while answers grow
 # Joining copies a group layer by layer, each old layer freed on the way: at most 1.7 layers were measured on top

@@ -11,26 +11,20 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from warmline_backend.generation.events import PrefillProgress, SampledLogprobs, StartedEvent, TokenEvent
 from warmline_backend.generation.rates import Rates
 from warmline_backend.generation.sampling import pick_logprobs
-from warmline_backend.generation.sequence import (
-    GenerationRequest,
-    PrefillProgress,
-    SampledLogprobs,
-    Sequence,
-    StartedEvent,
-    TokenEvent,
-)
+from warmline_backend.generation.sequence import GenerationRequest, Sequence
 from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.residents import RESTORE_LEASE_S, ResidentNotFoundError, Residents
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.admission import SequenceAdmission
 from warmline_backend.scheduler.capacity import sequence_bytes
-from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.finish import Finisher
 from warmline_backend.scheduler.queues import STEPS_PER_BUDGET_CHECK, Queues
-from warmline_backend.scheduler.snapshots import Snapshots
+from warmline_backend.scheduler.save_source import SaveSource
 from warmline_common.logging import describe_error, request_context
 from warmline_common.protocol.messages import GenerationResult
 
@@ -78,7 +72,7 @@ class Scheduler:
         self.rates = Rates()
         self.step_stats = StepStats()
         self._queues = Queues(served)
-        self._snapshots = Snapshots(self._queues, self.residents)
+        self._snapshots = SaveSource(self._queues, self.residents)
         self._finisher = Finisher(
             served, self._queues, self.residents, self.step_stats, settings.boot, settings.keeps_residents
         )

@@ -9,7 +9,7 @@ import xxhash
 from support.backend.cold_runs import cold_logprobs
 from support.backend.engine_driver import Drive
 from support.backend.families import FAMILIES, prompt_of, served, tolerance
-from warmline_backend.generation.sequence import TokenEvent
+from warmline_backend.generation.events import TokenEvent
 from warmline_common.protocol.messages import FirstLogits
 
 

@@ -11,7 +11,8 @@ import pytest
 from support.backend.live_backend import BODY, ENDLESS, WAIT_S, Chunks, Hold, Live, settled, until, when, with_backend
 from warmline_backend.engine import inflight as generations
 from warmline_backend.engine import kv_transfer as storage
-from warmline_backend.generation.sequence import EndedEvent, GenerationRequest
+from warmline_backend.generation.events import EndedEvent
+from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.kv_cache import segment_io as segments
 from warmline_backend.kv_cache.segment_io import write_segment_file
 from warmline_common.protocol.messages import HEADER_REQUEST, RestoreRequest, SaveRequest, SegmentRef, SegmentSpec

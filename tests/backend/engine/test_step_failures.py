@@ -9,7 +9,7 @@ import pytest
 
 from support.backend.engine_driver import Drive, Heard
 from support.backend.families import cold, prompt_of, served
-from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.scheduler import FAILED_STEPS_MAX, DeviceBrokenError
 
 

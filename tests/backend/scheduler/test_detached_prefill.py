@@ -7,7 +7,7 @@ import pytest
 from support.backend.cold_runs import compare_greedy
 from support.backend.engine_driver import Drive
 from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
-from warmline_backend.generation.sequence import TokenEvent
+from warmline_backend.generation.events import TokenEvent
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,7 +8,8 @@ import pytest
 from support.backend.cold_runs import compare_greedy
 from support.backend.engine_driver import Drive, Heard
 from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
-from warmline_backend.generation.sequence import FORK_DISTANCE_TOKENS_MIN, PrefillProgress, StartedEvent, TokenEvent
+from warmline_backend.generation.events import PrefillProgress, StartedEvent, TokenEvent
+from warmline_backend.generation.sequence import FORK_DISTANCE_TOKENS_MIN
 from warmline_backend.kv_cache.residents import ResidentMismatchError, ResidentNotFoundError
 
 ANYWHERE = [family for family in FAMILIES if family not in ("gemma3", "qwen3_5", "falcon_h1")]

@@ -7,7 +7,8 @@ import pytest
 from support.backend.cold_runs import compare_greedy
 from support.backend.engine_driver import Drive, Heard
 from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
-from warmline_backend.generation.sequence import GenerationRequest, PrefillProgress, TokenEvent, find_chunk_end
+from warmline_backend.generation.events import PrefillProgress, TokenEvent
+from warmline_backend.generation.sequence import GenerationRequest, find_chunk_end
 from warmline_backend.kv_cache.kv import RowsUnavailableError
 from warmline_backend.kv_cache.residents import ResidentMismatchError, ResidentNotFoundError
 from warmline_backend.request.params import GenerationParams

@@ -5,13 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from warmline_backend.generation.sequence import (
-    EndedEvent,
-    GenerationEvent,
-    GenerationRequest,
-    PrefillProgress,
-    TokenEvent,
-)
+from warmline_backend.generation.events import EndedEvent, GenerationEvent, PrefillProgress, TokenEvent
+from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.segment_io import ChainLoader, expose_bytes, write_segment_file
 from warmline_backend.model.model import ServedModel

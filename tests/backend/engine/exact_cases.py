@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from support.backend.cold_runs import cold_logprobs
 from support.backend.engine_driver import Drive, Heard, cut_chain, loader, save
 from support.backend.families import FAMILIES, prompt_of, served
-from warmline_backend.generation.sequence import GenerationEvent, Sequence
+from warmline_backend.generation.events import GenerationEvent
+from warmline_backend.generation.sequence import Sequence
 from warmline_backend.kv_cache.kv import RowsUnavailableError
 from warmline_backend.kv_cache.residents import ResidentMismatchError
-from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_common.protocol.tokens import pack_tokens
 
 Rows = list[NDArray[np.float32]]

@@ -17,7 +17,7 @@ class _KvPrefix:
     is_running: bool = False  # it is a running request's own: there will be more to save
 
 
-class Snapshots:
+class SaveSource:
     """Finds what a save names, wherever it has gone meanwhile."""
 
     def __init__(self, queues: Queues, residents: Residents) -> None:
