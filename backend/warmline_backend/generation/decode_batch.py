@@ -1,4 +1,4 @@
-"""The decode batch: mlx-lm's, with ends left to the scheduler and grammar matchers told of each token.  Engine thread."""
+"""mlx-lm's decode batch, which leaves ends to the scheduler and tells grammar matchers each token.  Engine thread."""
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch
@@ -7,10 +7,11 @@ from warmline_backend.structured_output.matcher import Matcher
 
 
 class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
-    """mlx-lm's batch, which here never finds an end by itself, so nothing is to be extracted when it would.
+    """A generation batch that never finds an end by itself, so that mlx-lm extracts no cache.
 
-    It tells its guides what was sampled last.  They could ask the context that processors are given, but that is
-    computed behind the forward pass, and they are to be done before it is.
+    Matchers get the last tokens before the forward pass.  mlx-lm hands processors their context only behind it, when
+    the
+    masks have to be ready.
     """
 
     def __init__(self, matcher: Matcher | None, model: object, uids: list[str], *rest: object) -> None:
@@ -23,13 +24,13 @@ class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
 
     def _step(self) -> tuple[list[int], list[mx.array]]:
         for row, uid in enumerate(self.uids) if self._matcher_by_uid else ():
-            if (guide := self._matcher_by_uid.get(uid)) is not None:
-                guide.set_sampled(self._next_tokens, row)
+            if (matcher := self._matcher_by_uid.get(uid)) is not None:
+                matcher.set_sampled(self._next_tokens, row)
         return super()._step()  # type: ignore[no-any-return]
 
     def filter(self, keep: list[int]) -> None:
         super().filter(keep)
-        self._matcher_by_uid = {uid: guide for uid, guide in self._matcher_by_uid.items() if uid in self.uids}
+        self._matcher_by_uid = {uid: matcher for uid, matcher in self._matcher_by_uid.items() if uid in self.uids}
 
     def extract_cache(self, idx: int) -> list[object]:
         return []

@@ -9,12 +9,12 @@ from warmline_common.protocol.messages import GenerationResult
 
 @dataclass(frozen=True)
 class StartedEvent:
-    """It has left the queue: from here on it computes."""
+    """The request has left the queue and computes."""
 
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """A prefill chunk is done: `done` of `total` prompt tokens have rows."""
+    """`done` of `total` prompt tokens are computed."""
 
     done: int
     total: int
@@ -22,6 +22,8 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class SampledLogprobs:
+    """Log-probability of a sampled token, and of the likeliest ones."""
+
     token: int
     logprob: float
     top: list[tuple[int, float]]  # likeliest first
@@ -29,25 +31,26 @@ class SampledLogprobs:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A token was generated.  `parts` may be empty: half a character, the start of a stop word or of a marker, and a
-    call that is not complete are held back.
+    """A generated token.  `parts` may be empty: half characters, starts of stop words or markers, and incomplete tool
+    calls
+    are held back.
     """
 
     parts: Sequence[Part]
     token: int
     logprobs: SampledLogprobs | None = None
-    is_reasoning: bool = False  # it belongs to the reasoning
-    stop_word: str = ""  # that it has completed
+    is_reasoning: bool = False
+    stop_word: str = ""  # the stop word that this token completes
 
     @property
     def text(self) -> str:
-        """Its content."""
+        """Content of the text parts."""
         return "".join(part.text for part in self.parts if isinstance(part, Text))
 
 
 @dataclass(frozen=True)
 class EndedEvent:
-    """Nothing more comes.  `settled.finish` says why; on "error", `settled.error` does."""
+    """The last event.  `result.finish` gives the reason, `result.error` the text for "error"."""
 
     result: GenerationResult
     reused_tokens: int  # prompt tokens that were not prefilled

@@ -1,4 +1,4 @@
-"""What saves read: residents, and the KV of running requests.  Engine thread."""
+"""Save sources: the KV that a save names, in a resident or a running request.  Engine thread."""
 
 from dataclasses import dataclass
 
@@ -9,39 +9,44 @@ from warmline_backend.scheduler.queues import Queues
 
 @dataclass(frozen=True)
 class _KvPrefix:
-    """A KV whose first `tokens` tokens are meant."""
+    """The first `token_count` tokens of a KV."""
 
     kv: KV
     token_count: int
-    resident_id: str = ""  # its id, where it is at rest
-    is_running: bool = False  # it is a running request's own: there will be more to save
+    resident_id: str = ""
+    is_running: bool = False  # held by a running request: more of it is still to be saved
 
 
 class SaveSource:
-    """Finds what a save names, wherever it has gone meanwhile."""
+    """Lookup of the KV for a save, also after a request has taken it over."""
 
     def __init__(self, queues: Queues, residents: Residents) -> None:
         self._queues, self._residents = queues, residents
 
-    def find_kv(self, end: int, resident_id: str, running_id: str) -> KV:
-        """As Scheduler.kv_of."""
-        held = self._find_prefix(resident_id, running_id)
-        if end > held.token_count:
-            raise RowsUnavailableError(f"{held.token_count} tokens can be saved, {end} were asked for")
-        self._residents.renew_lease(held.resident_id, UNSAVED_LEASE_S)  # whoever asks is saving it
-        return held.kv
+    def find_kv(self, end: int, *, resident_id: str = "", running_id: str = "") -> KV:
+        """Return the KV with the first `end` tokens of a resident, or of the request that took it over, or of a running
+        request,
+        or of the resident that it left.
+
+        Raises ResidentNotFoundError, or RowsUnavailableError where fewer tokens are left.
+        """
+        prefix = self._find_prefix(resident_id, running_id)
+        if end > prefix.token_count:
+            raise RowsUnavailableError(f"{prefix.token_count} tokens can be saved, {end} were asked for")
+        self._residents.renew_lease(prefix.resident_id, UNSAVED_LEASE_S)  # a save is under way
+        return prefix.kv
 
     def mark_saved(self, resident_id: str, running_id: str, end: int) -> None:
-        """As Scheduler.saved."""
+        """Release the journal rows below `end`, which are on disk, and the states too where nothing is left to save."""
         try:
-            held = self._find_prefix(resident_id, running_id)
+            prefix = self._find_prefix(resident_id, running_id)
         except ResidentNotFoundError:
             return
-        if end > held.token_count:
+        if end > prefix.token_count:
             return
-        whole = end == held.token_count and not held.is_running
-        held.kv.release_saved(end, states=whole)
-        self._residents.mark_saved(held.resident_id, whole=whole)
+        whole = end == prefix.token_count and not prefix.is_running
+        prefix.kv.release_saved(end, states=whole)
+        self._residents.mark_saved(prefix.resident_id, whole=whole)
 
     def _find_prefix(self, resident_id: str, running_id: str) -> _KvPrefix:
         if running_id and (sequence := self._queues.find(running_id)) is not None:

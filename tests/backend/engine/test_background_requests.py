@@ -107,7 +107,7 @@ def test_one_that_waits_gives_its_resident_up_to_a_restore(root: Path) -> None:
     drive.until(lambda: any(isinstance(event, TokenEvent) for event in stream.events))
     _, alone = drive.submit(prompt_of(420), 1, background=True, resident=resident, reuse=400)
     granted: list[bool] = []
-    drive.scheduler.reserve("restore", model.row_bytes * 256, lambda: granted.append(True))
+    drive.scheduler.admission.reserve("restore", model.row_bytes * 256, lambda: granted.append(True))
     assert granted and alone.settled.finish == "cancelled" and not stream.over
 
 

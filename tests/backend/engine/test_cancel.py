@@ -285,12 +285,12 @@ def test_a_restore_that_the_engine_has_not_heard_of(tiny_folder: FolderOf, tmp_p
 def test_a_restore_that_waits_for_memory(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         request = await saved(backend)
-        await backend.ask(lambda scheduler: scheduler.reserve("other", scheduler.residents.budget_bytes, lambda: None))
+        await backend.ask(lambda scheduler: scheduler.admission.reserve("other", scheduler.residents.budget_bytes, lambda: None))
         task = restoring(backend, request)
         while not await backend.ask(lambda scheduler: scheduler.is_blocked):
             pass
         await acknowledged(backend, task, "restore")
-        await backend.ask(lambda scheduler: scheduler.release("other"))
+        await backend.ask(lambda scheduler: scheduler.admission.release("other"))
         await assert_nothing_is_left(backend)
         assert (await backend.service.restore(request)).position == len(request.tokens) // 4
         await assert_nothing_is_left(backend, residents=1)

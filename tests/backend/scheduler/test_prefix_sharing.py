@@ -57,7 +57,7 @@ def test_what_a_follower_leaves_can_be_continued(family: str, root: Path) -> Non
     name, leader = drive.submit(prompt, 4)
     _, follower = drive.submit(prompt, 4, follow=name, reuse=129)
     drive.until(lambda: leader.over and follower.over)
-    held = drive.scheduler.find_kv(134, resident_id=follower.settled.resident)
+    held = drive.scheduler.save_source.find_kv(134, resident_id=follower.settled.resident)
     assert held.slice_rows(0, 134).keys() == drive.served.row_names, "all of it can be saved, windows too"
     onward = prompt + follower.generated + prompt_of(20, 5)
     more = drive.run(onward, 8, resident=follower.settled.resident, reuse=134)

@@ -249,10 +249,10 @@ def test_a_save_after_a_takeover_never_writes_the_new_owners_tokens(root: Path) 
     resident = first.settled.resident
     name, _ = drive.submit(prompt_of(90) + prompt_of(200, 7), 5, resident=resident, reuse=80)  # leaves its tail behind
     drive.until(lambda: bool(drive.scheduler._queues.groups))
-    assert drive.scheduler.find_kv(80, resident_id=resident).tokens[:80] == prompt_of(80)
+    assert drive.scheduler.save_source.find_kv(80, resident_id=resident).tokens[:80] == prompt_of(80)
     with pytest.raises(RowsUnavailableError):
-        drive.scheduler.find_kv(100, resident_id=resident)
-    assert drive.scheduler.find_kv(280, running_id=name).length > 280
+        drive.scheduler.save_source.find_kv(100, resident_id=resident)
+    assert drive.scheduler.save_source.find_kv(280, running_id=name).length > 280
 
 
 def test_a_request_that_asks_for_no_resident_leaves_none(root: Path) -> None:

@@ -133,7 +133,7 @@ class Drive:
     def saved(self, heard: Heard) -> str:
         """As if the proxy had saved what this request left.  Its resident."""
         settled = heard.settled
-        self.scheduler.mark_saved(settled.resident, "", settled.prefilled_until)
+        self.scheduler.save_source.mark_saved(settled.resident, "", settled.prefilled_until)
         return settled.resident
 
     def run(self, prompt: list[int], max_tokens: int = 8, **options: object) -> Heard:
