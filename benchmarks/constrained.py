@@ -26,7 +26,8 @@ from rows import StreamingTable
 from servers import format_blas, make_environment, tiny_models
 
 from warmline_backend import demo
-from warmline_backend.generation.sequence import GenerationEvent, GenerationRequest, TokenEvent
+from warmline_backend.generation.events import GenerationEvent, TokenEvent
+from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.model import ServedModel, load_served_model
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings

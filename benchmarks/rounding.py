@@ -38,7 +38,7 @@ from rows import StreamingTable
 from servers import format_blas, make_environment
 
 from warmline_backend import demo
-from warmline_backend.generation.first_logits import make_first_logits
+from warmline_backend.generation.sampling import make_first_logits
 from warmline_backend.generation.sequence import find_chunk_end
 from warmline_backend.model.loader import ModelError
 from warmline_backend.model.model import ServedModel, load_served_model

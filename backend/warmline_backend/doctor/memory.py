@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from warmline_backend.doctor.findings import Findings, format_bytes
-from warmline_backend.kv_cache.segment_io import round_up_to_buffer
+from warmline_backend.kv_cache.codecs import round_up_to_buffer
 from warmline_backend.model.model import MEMORY_SHARE, get_device_name, get_machine_bytes
 from warmline_backend.scheduler.capacity import ANSWER_TOKENS_RESERVED
 from warmline_common.process.arguments import GB

@@ -150,7 +150,7 @@ class Engine(threading.Thread):
     def run(self) -> None:
         try:
             self._scheduler = self._make_scheduler()
-            self._scheduler.on_changed = self._take_snapshot
+            self._scheduler.finisher.on_changed = self._take_snapshot
         except Exception as error:  # noqa: BLE001  whoever waits for the model must hear of it
             self.failure = f"the model could not be loaded: {error}"
             self.loaded.set_exception(error)

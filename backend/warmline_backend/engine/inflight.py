@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from warmline_backend.engine.engine import Engine
-from warmline_backend.generation.sequence import EndedEvent, EventListener, GenerationEvent, GenerationRequest
+from warmline_backend.generation.events import EndedEvent, EventListener, GenerationEvent
+from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.kv_cache.segment_io import OperationCancelledError
 from warmline_common.protocol.messages import GenerationResult, Timings
 

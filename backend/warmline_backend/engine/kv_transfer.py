@@ -131,7 +131,7 @@ class KvTransfer:
                 await self._reserve_memory(name, job, self._served.kv_bytes(len(request.tokens) // TOKEN_BYTES))
                 return await self._load_resident(name, request, job)
             finally:  # not before the last reader has stopped: until then the memory is in use
-                job.call_when_idle(lambda: self._engine.submit(lambda scheduler: scheduler.release(name)))
+                job.call_when_idle(lambda: self._engine.submit(lambda scheduler: scheduler.admission.release(name)))
 
     async def _reserve_memory(self, reservation_id: str, job: _TransferJob, bytes_needed: int) -> None:
         """Wait until running requests leave room: a prefill would want as much, and take longer."""
@@ -142,7 +142,7 @@ class KvTransfer:
                 room.set_result(None)
 
         await job.wait_for(
-            self._engine.submit(lambda scheduler: scheduler.reserve(reservation_id, bytes_needed, granted))
+            self._engine.submit(lambda scheduler: scheduler.admission.reserve(reservation_id, bytes_needed, granted))
         )
         await job.wait_for(room)
 
@@ -207,14 +207,14 @@ class KvTransfer:
 
         def settle(scheduler: Scheduler) -> None:
             scheduler.rates.record_save(bytes_written, seconds)
-            scheduler.mark_saved(request.resident, request.running, until)
+            scheduler.save_source.mark_saved(request.resident, request.running, until)
 
         self._engine.submit(settle)  # not waited for: from here on the files are their caller's
         return written, states, seconds
 
     async def _save_segment(self, request: SaveRequest, spec: SegmentSpec, job: _TransferJob) -> SavedFile:
         def copy_rows(scheduler: Scheduler) -> _FileContent:
-            held = scheduler.find_kv(spec.end, resident_id=request.resident, running_id=request.running)
+            held = scheduler.save_source.find_kv(spec.end, resident_id=request.resident, running_id=request.running)
             return _FileContent(expose_bytes(held.slice_rows(spec.start, spec.end)), held.tokens[: spec.end])
 
         content = await job.wait_for(self._engine.submit(copy_rows))
@@ -239,7 +239,7 @@ class KvTransfer:
 
     async def _save_checkpoint(self, request: SaveRequest, ref: CheckpointRef, job: _TransferJob) -> SavedFile:
         def copy_state(scheduler: Scheduler) -> _FileContent:
-            held = scheduler.find_kv(ref.position, resident_id=request.resident, running_id=request.running)
+            held = scheduler.save_source.find_kv(ref.position, resident_id=request.resident, running_id=request.running)
             if ref.position not in held.checkpoints:
                 raise RowsUnavailableError(f"no state at {ref.position}")
             return _FileContent(expose_bytes(held.checkpoints[ref.position]), held.tokens[: ref.position])

@@ -1,20 +1,20 @@
-"""What this machine was measured to do: the figures that plans and admission go by.  Engine thread."""
+"""Measured rates of this machine, for plans and admission.  Engine thread."""
 
 from collections import deque
 
 from warmline_common.protocol.messages import PrefillRate
 
 SMOOTHING = 0.3  # weight of the newest sample
-SECONDS_MIN = 1e-9  # a clock may see none pass
-SAMPLE_BYTES_MIN = 16 << 20  # a smaller read or write takes as long as its calls do, and says nothing of a large one
+SECONDS_MIN = 1e-9  # a coarse clock may show 0
+SAMPLE_BYTES_MIN = 16 << 20  # the time of smaller reads and writes is that of their calls
 RECENT_CHUNKS, RECENT_DECODE_STEPS = 32, 64  # apart: a minute of decode steps must not hide how long a chunk takes
 
 
 class SmoothedRate:
-    """How much is done a second, the newest work counting most; 0 until the first sample.
+    """Amount per second, exponentially smoothed; 0 until the first sample.
 
-    Work and time are averaged apart, so that a sample weighs as much as was done: the few tokens of a short chunk,
-    which take longer each, say little of long ones.
+    Amounts and times are averaged apart, so that samples weigh by their amount: the tokens of a short chunk, which take
+    longer each, say little about long chunks.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class SmoothedRate:
 class Rates:
     """Prefill tokens/s by context length (powers of two), decode tokens/s, disk bytes/s, the slowest recent step.
 
-    0 for what has not been measured yet.
+    0 for all that has not been measured yet.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Rates:
         self._decode_steps_s: deque[float] = deque(maxlen=RECENT_DECODE_STEPS)
 
     def record_prefill(self, length: int, tokens: int, seconds: float) -> None:
-        """A chunk of `tokens` ended at `length`."""
+        """Record a chunk of `tokens` that ended at `length`."""
         self._chunks_s.append(seconds)
         self._prefill.setdefault(1 << (length - 1).bit_length(), SmoothedRate()).add(tokens, seconds)
 

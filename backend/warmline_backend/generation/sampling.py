@@ -1,15 +1,17 @@
-"""Sampling, one sequence at a time: filters and penalties are mlx-lm's, the randomness is ours.
+"""Sampling of one sequence: mlx-lm's filters and penalties, with a random key per sequence.  Engine thread.
 
-mlx-lm draws from one global random state, so what a seed gives depends on who else is running.  Here each sequence has
-its own key, split once a step: a seed gives the same draws alone and in a batch.  All arrays are made on the thread
-that steps (the engine's): a lazy array can't be evaluated on another.
+mlx-lm draws from one global random state, so its draws depend on what else is running.  Here each sequence has its own
+key, split once a step: a seed gives the same draws alone and in a batch.  Arrays are made on the stepping thread: lazy
+arrays can't be evaluated on another.
 """
 
 import secrets
 from collections.abc import Callable, Collection
+from typing import ParamSpec
 
 import mlx.core as mx
 import numpy as np
+import xxhash
 from mlx_lm.sample_utils import (
     apply_min_p,
     apply_top_k,
@@ -21,19 +23,22 @@ from mlx_lm.sample_utils import (
 )
 
 from warmline_backend.request.params import GenerationParams
+from warmline_common.protocol.messages import FirstLogits
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+P = ParamSpec("P")
 
 _ALL_TOKENS = 1 << 31
 _SEED_BITS = 64
-LOGPROB_MIN = -9999.0  # what OpenAI writes for a token that could not be drawn
+LIKELIEST_MAX = 32  # tokens listed in `FirstLogits`
+LOGPROB_MIN = -9999.0  # OpenAI's for a token that could not be drawn
 
 
 class SamplerFault:
-    """The first exception that a sequence's sampler or processor raised; its batch lives on, the request should not.
+    """The first exception of a sequence's sampler or processors, so that its batch goes on without it.
 
-    After a fault the sequence is decoded greedily and unpenalized, so the batch keeps its shape; whoever steps looks at
+    After a fault the sequence is decoded greedily and unpenalized, which keeps the batch's shape; the scheduler reads
     `error` after each step and ends the request.
     """
 
@@ -41,32 +46,27 @@ class SamplerFault:
         self.error: Exception | None = None
 
     def guard_sampler(self, inner: Sampler) -> Sampler:
-        def guarded(logprobs: mx.array) -> mx.array:
-            if self.error is None:
-                try:
-                    return inner(logprobs)
-                except Exception as error:  # noqa: BLE001  whatever it is, it must not reach the other sequences
-                    self.error = error
-            return mx.argmax(logprobs, axis=-1)
-
-        return guarded
+        return self._guard(inner, lambda logprobs: mx.argmax(logprobs, axis=-1))
 
     def guard_processor(self, inner: LogitsProcessor) -> LogitsProcessor:
-        def guarded(tokens: mx.array, logits: mx.array) -> mx.array:
+        return self._guard(inner, lambda tokens, logits: logits)
+
+    def _guard(self, inner: Callable[P, mx.array], fallback: Callable[P, mx.array]) -> Callable[P, mx.array]:
+        def run_guarded(*arguments: P.args, **options: P.kwargs) -> mx.array:
             if self.error is None:
                 try:
-                    return inner(tokens, logits)
-                except Exception as error:  # noqa: BLE001  as above
+                    return inner(*arguments, **options)
+                except Exception as error:  # noqa: BLE001  no exception may reach the batch's other sequences
                     self.error = error
-            return logits
+            return fallback(*arguments, **options)
 
-        return guarded
+        return run_guarded
 
 
 def make_sampler(params: GenerationParams, fault: SamplerFault) -> Sampler:
-    """A sampler of [1, vocabulary] log-probabilities, for one sequence and one run of it (it counts its steps).
+    """Make a sampler of [1, vocabulary] log-probabilities, for one sequence and one run (it counts its steps).
 
-    Greedy is mlx-lm's own `greedy_sampler` object: a batch whose samplers are all that one samples in one call.
+    Greedy is mlx-lm's own `greedy_sampler` object: a batch that has only that one samples in one call.
     """
     if params.is_greedy:
         return greedy_sampler  # type: ignore[no-any-return]
@@ -74,7 +74,7 @@ def make_sampler(params: GenerationParams, fault: SamplerFault) -> Sampler:
 
 
 class _SeededSampler:
-    """mlx-lm's filters in its order, then a draw with this sequence's own key."""
+    """mlx-lm's filters in their order, then a draw with the sequence's own key."""
 
     def __init__(self, params: GenerationParams) -> None:
         self._params = params
@@ -107,25 +107,21 @@ class _SeededSampler:
 def make_processors(
     params: GenerationParams, prompt_tokens: int, fault: SamplerFault, eos: Collection[int] = ()
 ) -> list[LogitsProcessor]:
-    """Processors of (all tokens so far, [1, vocabulary] logits); `eos` are the tokens with which a model ends.
+    """Make the processors of (all tokens so far, [1, vocabulary] logits); `eos` are the model's end tokens.
 
-    Presence and frequency count what was generated, as OpenAI and vLLM do; mlx-lm's would count the last 20 tokens, the
+    Presence and frequency count generated tokens, as OpenAI and vLLM do; mlx-lm's would count the last 20 tokens, the
     prompt's among them.  Repetition looks at the last `repetition_context_size` tokens, as mlx-lm does.
     """
-    penalty = params.repetition_penalty if params.repetition_penalty != 1 else None
     processors: list[LogitsProcessor] = make_logits_processors(
         logit_bias=params.logit_bias or None,
-        repetition_penalty=penalty,
+        repetition_penalty=params.repetition_penalty if params.repetition_penalty != 1 else None,
         repetition_context_size=params.repetition_context_size,
     )
-    if params.presence_penalty:
-        processors.append(
-            _apply_to_generated(make_presence_penalty(params.presence_penalty, _ALL_TOKENS), prompt_tokens)
-        )
-    if params.frequency_penalty:
-        processors.append(
-            _apply_to_generated(make_frequency_penalty(params.frequency_penalty, _ALL_TOKENS), prompt_tokens)
-        )
+    penalties = (
+        (make_presence_penalty, params.presence_penalty),
+        (make_frequency_penalty, params.frequency_penalty),
+    )
+    processors += [_apply_to_generated(make(value, _ALL_TOKENS), prompt_tokens) for make, value in penalties if value]
     if params.allowed_token_ids:
         processors.append(_AllowedTokensProcessor(params.allowed_token_ids))
     if ends := {*params.stop_token_ids, *(() if params.ignore_eos else eos)} if params.min_tokens else ():
@@ -134,7 +130,7 @@ def make_processors(
 
 
 class _AllowedTokensProcessor:
-    """Nothing but these tokens is sampled."""
+    """Forbids all other tokens."""
 
     def __init__(self, allowed: Collection[int]) -> None:
         self._allowed = list(allowed)
@@ -147,10 +143,9 @@ class _AllowedTokensProcessor:
 
 
 class _MinTokensProcessor:
-    """These tokens are sampled only where nothing else may be, until there are `length` tokens.
+    """Allows end tokens only where nothing else is allowed, until there are `length` tokens.
 
-    So they are as unlikely as a number can say, rather than impossible: a form that is complete leaves nothing but an
-    end, and then it wins.
+    Their logits become the least number rather than infinite: a grammar that is complete allows nothing but an end.
     """
 
     def __init__(self, end_tokens: Collection[int], length: int) -> None:
@@ -166,24 +161,20 @@ class _MinTokensProcessor:
 
 
 def _make_mask(tokens: list[int], logits: mx.array) -> mx.array:
-    """[vocabulary]: true for these tokens."""
+    """[vocabulary] mask, true for these tokens."""
     mask = np.zeros(logits.shape[-1], np.bool_)
     mask[tokens] = True
     return mx.array(mask)
 
 
 def _apply_to_generated(inner: LogitsProcessor, prompt_tokens: int) -> LogitsProcessor:
-    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
-        return inner(tokens[prompt_tokens:], logits)
-
-    return processor
+    return lambda tokens, logits: inner(tokens[prompt_tokens:], logits)
 
 
 def pick_logprobs(logprobs: mx.array, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
-    """The log-probability of `token` and the `count` likeliest tokens with theirs, likeliest first.  Engine thread.
+    """The log-probability of `token`, and the `count` likeliest tokens with theirs, likeliest first.
 
-    `logprobs` is one sequence's [vocabulary] row.  What can't be sampled is as unlikely as OpenAI has it: JSON has no
-    infinity.
+    `logprobs` is one sequence's row [vocabulary].  Values are at least LOGPROB_MIN: JSON has no infinity.
     """
     count = min(count, logprobs.shape[-1])
     chosen = max(logprobs[token].astype(mx.float32).tolist(), LOGPROB_MIN)  # type: ignore[type-var]
@@ -194,3 +185,31 @@ def pick_logprobs(logprobs: mx.array, token: int, count: int) -> tuple[float, li
     ids_list: list[int] = ids.tolist()  # type: ignore[assignment]
     values: list[float] = logprobs[ids].astype(mx.float32).tolist()  # type: ignore[assignment]
     return chosen, [(token, max(value, LOGPROB_MIN)) for token, value in zip(ids_list, values, strict=True)]
+
+
+class LogprobsCapture:
+    """The model's own log-probabilities of the first step, as a processor that precedes all others.
+
+    Computed as mlx-lm does without processors, so that they have the same bits as in a run that has none.
+    """
+
+    def __init__(self) -> None:
+        self.logprobs: mx.array | None = None  # [vocabulary], not evaluated yet
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self.logprobs is None:
+            self.logprobs = (logits - mx.logsumexp(logits, axis=-1, keepdims=True))[0]
+        return logits
+
+
+def make_first_logits(row: mx.array) -> FirstLogits:
+    """Digest and likeliest tokens of one row of log-probabilities [vocabulary] of any type, for audits."""
+    values = np.array(row.astype(mx.float32), dtype="<f4")
+    count = min(LIKELIEST_MAX, len(values))
+    likeliest = np.argpartition(-values, count - 1)[:count]
+    likeliest = likeliest[np.lexsort((likeliest, -values[likeliest]))]
+    return FirstLogits(
+        digest=xxhash.xxh3_128_hexdigest(values.tobytes()),
+        ids=likeliest.astype("<u4").tobytes(),
+        logprobs=values[likeliest].tobytes(),
+    )

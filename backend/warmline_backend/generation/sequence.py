@@ -1,22 +1,27 @@
-"""One request as the engine runs it, and what it tells its listener.
+"""Requests and their sequences: a prompt, its KV, and the state of its generation.
 
-waiting, or following -> prefill (chunk after chunk) -> decode (in a group) -> settled
+Stages: waiting or following -> prefill (chunk after chunk) -> decode (in a group) -> ended.
 """
 
 import time
-import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences
+from mlx_lm.generate import PromptProcessingBatch, StopSequences
 from mlx_lm.sample_utils import greedy_sampler
 
-from warmline_backend.generation.first_logits import LogprobsCapture, make_first_logits
-from warmline_backend.generation.sampling import SamplerFault, make_processors, make_sampler
+from warmline_backend.generation.decode_batch import DecodeBatch
+from warmline_backend.generation.events import EventListener
+from warmline_backend.generation.sampling import (
+    LogprobsCapture,
+    SamplerFault,
+    make_first_logits,
+    make_processors,
+    make_sampler,
+)
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.model.model import ServedModel
-from warmline_backend.output.events import Part, Text
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.parser import OutputParser
 from warmline_backend.request.params import GenerationParams
@@ -24,101 +29,48 @@ from warmline_backend.structured_output.matcher import Matcher
 from warmline_common.protocol.messages import FirstLogits, GenerationResult, Timings
 from warmline_common.protocol.tokens import pack_tokens
 
-# Between the places where a chunk ends only for a follower: each costs a state and a short chunk, and what lies between
-# is soon computed again.
+# Distance of chunk ends that only followers need: each costs a state and a short chunk, while the tokens between two
+# are soon computed again.
 FORK_DISTANCE_TOKENS_MIN = 64
-UNBOUNDED = 1 << 30  # ends are the engine's to find, so mlx-lm's own limits are out of the way
-
-
-# ---- what a listener hears
-
-
-@dataclass(frozen=True)
-class StartedEvent:
-    """It has left the queue: from here on it computes."""
-
-
-@dataclass(frozen=True)
-class PrefillProgress:
-    """A prefill chunk is done: `done` of `total` prompt tokens have rows."""
-
-    done: int
-    total: int
-
-
-@dataclass(frozen=True)
-class SampledLogprobs:
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]  # likeliest first
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """A token was generated.  `parts` may be empty: half a character, the start of a stop word or of a marker, and a
-    call that is not complete are held back.
-    """
-
-    parts: typing.Sequence[Part]
-    token: int
-    logprobs: SampledLogprobs | None = None
-    is_reasoning: bool = False  # it belongs to the reasoning
-    stop_word: str = ""  # that it has completed
-
-    @property
-    def text(self) -> str:
-        """Its content."""
-        return "".join(part.text for part in self.parts if isinstance(part, Text))
-
-
-@dataclass(frozen=True)
-class EndedEvent:
-    """Nothing more comes.  `settled.finish` says why; on "error", `settled.error` does."""
-
-    result: GenerationResult
-    reused_tokens: int  # prompt tokens that were not prefilled
-
-
-GenerationEvent = StartedEvent | PrefillProgress | TokenEvent | EndedEvent
-EventListener = Callable[[GenerationEvent], None]  # called on the engine thread; must not block
+UNBOUNDED = 1 << 30  # disables mlx-lm's own limits: the scheduler finds ends
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request, checked: what the engine is asked to do."""
+    """A validated request to the engine."""
 
     id: str
     prompt: list[int]
     params: GenerationParams
     listener: EventListener
-    matcher: Matcher | None = None  # what its answer must be; of this run alone
+    matcher: Matcher | None = None  # grammar of the answer, with the state of this run
     resident_id: str = ""
-    leader_id: str = ""  # the request that computes the prompt's first `reuse` tokens; no resident then
+    leader_id: str = ""  # request that computes the prompt's first `reuse_tokens` tokens; excludes a resident
     reuse_tokens: int = 0
-    copy_resident: bool = False  # copy the resident and leave it for others, rather than take it over
-    leaves_resident: bool = True  # what it has computed becomes a resident
-    root: bytes = b""  # namespace of fingerprint and tenant: it starts from nobody else's rows
-    background: bool = False  # computed only while nobody else is; it makes way for whoever wants its memory
+    copy_resident: bool = False  # copy the resident rather than take it over
+    leaves_resident: bool = True  # its KV becomes a resident
+    root: bytes = b""  # namespace of fingerprint and tenant: rows of other roots are never reused
+    background: bool = False  # computed only on an idle engine; its memory is taken first
     checkpoints: tuple[int, ...] = ()  # ascending positions in the prompt at which to keep recurrent state
     expected_output: ExpectedOutput = ExpectedOutput()  # noqa: RUF009  frozen
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A request with its KV.  Engine thread only."""
+    """A running request with its KV.  Engine thread only."""
 
     request: GenerationRequest
     kv: KV
     served: ServedModel
-    adopted_resident_id: str = ""  # the resident whose KV this was
-    leader: "Sequence | None" = None  # whom it follows, while it waits
-    fork_position: int = 0  # how much of the leader's KV it starts from
-    detached: bool = False  # nobody waits for its answer: it ends with its prefill
+    adopted_resident_id: str = ""  # the resident that it took over
+    leader: "Sequence | None" = None  # while it waits as a follower
+    fork_position: int = 0  # tokens of the leader's KV that it starts from
+    detached: bool = False  # its client has left: it ends with its prefill
     chunks_skipped: float = 0.0
     decode_started_at: float = 0.0  # time.monotonic()
     generated_count: int = 0
     timings: Timings = field(default_factory=Timings)
-    first_logits: FirstLogits | None = None  # what its first token was chosen from
+    first_logits: FirstLogits | None = None  # distribution of its first token
     arrival_time: float = field(default_factory=time.monotonic)
     _prefill_batch: PromptProcessingBatch | None = None
 
@@ -126,111 +78,108 @@ class Sequence:
         self._set_grid_end()
         self.sampler_fault = SamplerFault()
         params = self.request.params
-        self.output_parser = OutputParser(
-            self.served.tokenizer, params.stop, self.request.expected_output, params.min_tokens
-        )
+        expected = self.request.expected_output
+        self.output_parser = OutputParser(self.served.tokenizer, params.stop, expected, params.min_tokens)
         self.reused_tokens = self.kv.length
         self._logprobs_capture = LogprobsCapture()
-        self._fork_positions: set[int] = (
-            set()
-        )  # where a chunk ends only for those who follow, and no longer than they do
-        self.answer_tokens_max = params.max_tokens  # or what the memory budget leaves
+        self._fork_positions: set[int] = set()  # chunk ends that only present followers need
+        self.answer_tokens_max = params.max_tokens  # or fewer, by the memory budget
 
     def _set_grid_end(self) -> None:
-        """Where its last full chunk ends; what comes after that is not kept in exact mode."""
+        """Set the end of the last full chunk; later rows are not kept in exact mode."""
         self.kv.grid_end = self.kv.floor_to_grid(len(self.request.prompt) - 1)
 
     @property
     def prefill_tokens_left(self) -> int:
-        """Prompt tokens before the last one, which is the first decode step's."""
+        """Prompt tokens before the last one, which the first decode step computes."""
         return len(self.request.prompt) - 1 - self.kv.length
 
     @property
     def savable_tokens_left(self) -> int:
-        """Of these, those that can be kept: in exact mode not those after its last full chunk."""
+        """Prefill tokens left that can be kept: in exact mode those up to the last full chunk."""
         return self.kv.grid_end - self.kv.length
 
     @property
     def tokens_max(self) -> int:
-        """How long prompt and answer can become."""
+        """Most tokens of prompt and answer."""
         return len(self.request.prompt) + self.answer_tokens_max
 
     @property
     def all_tokens(self) -> list[int]:
-        """What it computes: its prompt, and the answer so far."""
+        """Tokens that it computes: the prompt, and the answer so far."""
         return max(self.request.prompt, self.kv.tokens, key=len)
 
     def is_end(self, token: int) -> bool:
-        """Whether the model ends its answer here, or has nothing left to say in the form that was asked for."""
+        """Whether the model ends its answer with `token`; a complete grammar ends it even with ignore_eos."""
         if token in self.request.params.stop_token_ids:
             return True
         if token not in self.served.tokenizer.eos_token_ids:
             return False
-        guide = self.request.matcher
-        return not self.request.params.ignore_eos or (guide is not None and guide.is_complete)
+        matcher = self.request.matcher
+        return not self.request.params.ignore_eos or (matcher is not None and matcher.is_complete)
 
     def mark_started(self) -> None:
         self.timings.queue_s = time.monotonic() - self.arrival_time
 
     @property
     def chunk_ends(self) -> list[int]:
-        """Where a chunk ends and a state is kept, ascending; in exact mode all are on the grid, where chunks end."""
+        """Ascending positions where a chunk ends and a state is kept; in exact mode all are on the grid."""
         last = [self.kv.grid_end] if self.needs_rollback_point else []
         return sorted({*self.request.checkpoints, *self._fork_positions, *last})
 
     @property
     def needs_rollback_point(self) -> bool:
-        """It will come back to where its last full chunk ends, for that is what is kept of it."""
+        """Whether it will go back to the end of its last full chunk, as in exact mode."""
         return bool(self.request.leaves_resident and self.kv.grid and self.kv.grid_end)
 
     @property
     def pending_checkpoint_count(self) -> int:
-        """How many states are still to be kept on the way to the answer."""
-        return sum(self.kv.length < cut < len(self.request.prompt) for cut in self.chunk_ends)
+        """States still to be kept before the answer."""
+        return sum(self.kv.length < end < len(self.request.prompt) for end in self.chunk_ends)
 
     # ---- leading and following
 
     def fork_from_leader(self) -> None:
-        """Take a copy of the leader's first `meeting` tokens, or as many as can be had."""
+        """Copy the leader's first `fork_position` tokens, or as many as can be had."""
         assert self.leader
-        held = self.leader.kv
-        self.kv = held.fork(held.find_continue_position(self.fork_position), detached=True)
-        for meeting in self.leader._fork_positions.difference(self.request.checkpoints):
-            self.kv.checkpoints.pop(meeting, None)
+        source = self.leader.kv
+        self.kv = source.fork(source.find_continue_position(self.fork_position), detached=True)
+        for fork_position in self.leader._fork_positions.difference(self.request.checkpoints):
+            self.kv.checkpoints.pop(fork_position, None)
         self._set_grid_end()
         self.reused_tokens = self.kv.length
 
     def choose_fork_position(self, position: int) -> int:
-        """Where a follower of the first `wanted` tokens is to be given its copy; 0 where it can't be, or not any more.
+        """Choose where a follower of the first `position` tokens gets its copy; 0 where that is impossible.
 
-        Where the model can't be copied just anywhere, a chunk will end there.
+        Where the model can't be copied anywhere, a chunk will end there.
         """
         kv = self.kv
         if kv.length >= position:
             return kv.find_continue_position(position)
         if kv.grid:
-            meeting = kv.floor_to_grid(min(position, kv.grid_end))  # a chunk ends there anyway
+            fork_position = kv.floor_to_grid(min(position, kv.grid_end))  # a chunk ends there anyway
         elif position < len(self.request.prompt) - 1 and (kv.layout.has_states or kv.layout.window):
-            meeting = self._space_fork_position(position)
+            fork_position = self._space_fork_position(position)
         else:
-            meeting = position
+            fork_position = position
         if not (kv.layout.has_states or kv.layout.window):
-            return meeting
-        if meeting > kv.length and meeting not in self.chunk_ends:
-            self._fork_positions.add(meeting)
-        return meeting
+            return fork_position
+        if fork_position > kv.length and fork_position not in self.chunk_ends:
+            self._fork_positions.add(fork_position)
+        return fork_position
 
     def _space_fork_position(self, position: int) -> int:
-        """The last place up to `wanted` that is a cut, or far enough from all cuts to become one."""
+        """The last place up to `position` that is a chunk end, or far enough from all to become one."""
         kv, prompt = self.kv, len(self.request.prompt)
-        cuts = [cut for cut in self.chunk_ends if kv.length < cut < prompt - 1 or kv.can_continue_at(cut)]
-        before = max((cut for cut in cuts if cut <= position), default=0)
-        after = min((cut for cut in cuts if cut > position), default=prompt + FORK_DISTANCE_TOKENS_MIN)
+        ends = [end for end in self.chunk_ends if kv.length < end < prompt - 1 or kv.can_continue_at(end)]
+        before = max((end for end in ends if end <= position), default=0)
+        after = min((end for end in ends if end > position), default=prompt + FORK_DISTANCE_TOKENS_MIN)
         free = min(position, after - FORK_DISTANCE_TOKENS_MIN)
         return before if before and free - before < FORK_DISTANCE_TOKENS_MIN else max(free, kv.length)
 
     def remove_fork_position(self, position: int) -> None:
-        """Nobody is to be given a copy there any more: its state goes, unless this request wants it too."""
+        """Drop the state at a position without followers, unless this request wants it too."""
         if position in self._fork_positions:
             self._fork_positions.remove(position)
             self.kv.checkpoints.pop(position, None)
@@ -238,13 +187,13 @@ class Sequence:
     # ---- prefill and end
 
     def prefill_chunk(self, step: int) -> int:
-        """Compute the next chunk and keep what a save will want of it.  Returns its tokens."""
-        start, cuts = self.kv.length, self.chunk_ends
+        """Compute the next chunk and keep its rows and state for a save.  Returns its tokens."""
+        start, ends = self.kv.length, self.chunk_ends
         self._capture_rollback_point()
         longest = step - start % step if self.kv.grid else step
-        end = find_chunk_end(start, len(self.request.prompt) - 1, longest, cuts)
+        end = find_chunk_end(start, len(self.request.prompt) - 1, longest, ends)
         if self._prefill_batch is None:
-            # Built empty and handed the cache in batched form: mlx-lm would copy every row into a new batch.
+            # Built empty, then given the cache in batched form: mlx-lm would copy every row into a new batch.
             self._prefill_batch = PromptProcessingBatch(
                 self.served.model, [self.request.id], [], tokens=[self.kv.tokens], prefill_step_size=UNBOUNDED
             )
@@ -252,17 +201,17 @@ class Sequence:
         self._prefill_batch.prompt([self.request.prompt[start:end]])
         self.kv.release_chunk()
         self.kv.capture_window()
-        if end in cuts:
+        if end in ends:
             self.kv.capture_checkpoint()
         return end - start
 
     def _capture_rollback_point(self) -> None:
-        """About to leave the grid for good."""
+        """Keep the state at the end of the grid, before decoding leaves it."""
         if self.needs_rollback_point and self.kv.length == self.kv.grid_end:
             self.kv.capture_rollback_point()
 
     def make_result(self, finish: str, *, boot: str, generation: int, resident: str, error: str) -> GenerationResult:
-        """How it ended; `resident` is what is kept of it, if anything."""
+        """Make the result; `resident` is the id of the resident that it left, or ""."""
         kv, prompt = self.kv, len(self.request.prompt)
         return GenerationResult(
             boot=boot,
@@ -280,18 +229,18 @@ class Sequence:
         )
 
     def record_first_logits(self, logprobs: mx.array) -> None:
-        """Its first token was chosen from this row [vocabulary]; processors may have made it of the model's own."""
+        """Record the distribution of the first token: the row [vocabulary], or the one before processors changed it."""
         own, self._logprobs_capture.logprobs = self._logprobs_capture.logprobs, None
         self.first_logits = make_first_logits(logprobs if own is None else own)
 
-    def make_decode_batch(self) -> "DecodeBatch":
-        """A decode batch of this sequence alone; computes its first step."""
+    def make_decode_batch(self) -> DecodeBatch:
+        """Make a decode batch of this sequence alone; computes its first step."""
         self._capture_rollback_point()
         params, self._prefill_batch = self.request.params, None
         sampler = make_sampler(params, self.sampler_fault)
         eos = self.served.tokenizer.eos_token_ids
         processors = make_processors(params, len(self.request.prompt), self.sampler_fault, eos)
-        if self.request.matcher is not None:  # last: nothing that comes after may allow what it does not
+        if self.request.matcher is not None:  # last: no later processor may allow a forbidden token
             processors.append(self.sampler_fault.guard_processor(self.request.matcher))
         if processors:
             processors.insert(0, self._logprobs_capture)
@@ -310,36 +259,7 @@ class Sequence:
         )
 
 
-class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
-    """mlx-lm's batch, which here never finds an end by itself, so nothing is to be extracted when it would.
-
-    It tells its guides what was sampled last.  They could ask the context that processors are given, but that is
-    computed behind the forward pass, and they are to be done before it is.
-    """
-
-    def __init__(self, matcher: Matcher | None, model: object, uids: list[str], *rest: object) -> None:
-        self._matcher_by_uid = {uid: matcher for uid in uids if matcher is not None}
-        super().__init__(model, uids, *rest)
-
-    def extend(self, batch: "DecodeBatch") -> None:
-        self._matcher_by_uid |= batch._matcher_by_uid
-        super().extend(batch)
-
-    def _step(self) -> tuple[list[int], list[mx.array]]:
-        for row, uid in enumerate(self.uids) if self._matcher_by_uid else ():
-            if (guide := self._matcher_by_uid.get(uid)) is not None:
-                guide.set_sampled(self._next_tokens, row)
-        return super()._step()  # type: ignore[no-any-return]
-
-    def filter(self, keep: list[int]) -> None:
-        super().filter(keep)
-        self._matcher_by_uid = {uid: guide for uid, guide in self._matcher_by_uid.items() if uid in self.uids}
-
-    def extract_cache(self, idx: int) -> list[object]:
-        return []
-
-
 def find_chunk_end(start: int, end: int, step: int, chunk_ends: Iterable[int]) -> int:
-    """Where the chunk that begins at `start` ends: after `step` tokens, at the next of `cuts`, or at `end`."""
-    wanted = (position for position in chunk_ends if position > start)
-    return min(end, start + step, next(wanted, end))
+    """End of the chunk that begins at `start`: after `step` tokens, at the next of `chunk_ends`, or at `end`."""
+    following = (position for position in chunk_ends if position > start)
+    return min(end, start + step, next(following, end))

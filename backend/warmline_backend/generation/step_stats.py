@@ -1,4 +1,4 @@
-"""What the engine's steps came to since the start, counted without a lock on its own thread; others get copies."""
+"""Counters of the engine's steps since the start: written on the engine thread without a lock, copied for others."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -16,7 +16,7 @@ FINISHES = ("stop", "length", "cancelled", "error", "discarded", "leaderless")
 
 
 class StepHistogram:
-    """How often a value was at most each of the ascending `bounds`, or beyond all; and the sum of all values."""
+    """Histogram over the ascending `bounds`, with a last bucket for larger values, and the sum of all values."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds, self.sum = bounds, 0.0
@@ -36,36 +36,26 @@ class StepHistogram:
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Each bound, "+Inf" the last, with how many values were at most that."""
+        """Each bound, "+Inf" the last, with the number of values up to it."""
         names = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
         return list(zip(names, map(float, accumulate(self._counts)), strict=True))
 
 
-def _make_seconds_histogram() -> StepHistogram:
+def _seconds_histogram() -> StepHistogram:
     return StepHistogram(STEP_SECONDS)
-
-
-def _make_batch_histogram() -> StepHistogram:
-    return StepHistogram(BATCH_SEQUENCES)
-
-
-def _make_finish_counter() -> Counter[str]:
-    return Counter(dict.fromkeys(FINISHES, 0))
 
 
 @dataclass
 class StepStats:
-    """The engine's own; `copy` is for everybody."""
+    """Step durations, batch sizes, tokens, ends and failures.  Engine thread; other threads read a `copy`."""
 
-    chunk_seconds: StepHistogram = field(default_factory=_make_seconds_histogram)
-    decode_seconds: StepHistogram = field(default_factory=_make_seconds_histogram)  # steps of one batch each
-    command_seconds: StepHistogram = field(
-        default_factory=_make_seconds_histogram
-    )  # what others have asked for, and tokens for nobody
-    batch_sizes: StepHistogram = field(default_factory=_make_batch_histogram)  # sequences in a decode step
+    chunk_seconds: StepHistogram = field(default_factory=_seconds_histogram)
+    decode_seconds: StepHistogram = field(default_factory=_seconds_histogram)  # each of one batch
+    command_seconds: StepHistogram = field(default_factory=_seconds_histogram)  # commands and keepalive tokens
+    batch_sizes: StepHistogram = field(default_factory=lambda: StepHistogram(BATCH_SEQUENCES))  # of decode steps
+    finish_counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FINISHES, 0)))
     prefilled_tokens: int = 0
     decoded_tokens: int = 0
-    finish_counts: Counter[str] = field(default_factory=_make_finish_counter)  # generations by `Settled.finish`
     failed_steps: int = 0
 
     def record_chunk(self, tokens: int, seconds: float) -> None:
@@ -77,11 +67,4 @@ class StepStats:
         self.decode_seconds.add(seconds)
 
     def copy(self) -> "StepStats":
-        return replace(
-            self,
-            chunk_seconds=self.chunk_seconds.copy(),
-            decode_seconds=self.decode_seconds.copy(),
-            command_seconds=self.command_seconds.copy(),
-            batch_sizes=self.batch_sizes.copy(),
-            finish_counts=self.finish_counts.copy(),
-        )
+        return replace(self, **{name: value.copy() for name, value in vars(self).items() if not isinstance(value, int)})

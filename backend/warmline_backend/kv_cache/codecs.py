@@ -1,4 +1,4 @@
-"""One codec a cache class: mlx-lm's objects to named rows and states, and back.
+"""Codecs, one a cache class: mlx-lm's cache objects to named rows and states, and back.
 
 A model's cache is a list of layers; a layer is one cache object or a `CacheList` of them.  Flattened in order, these
 are the *leaves*.  Each leaf has a codec of one of three kinds:
@@ -7,9 +7,9 @@ are the *leaves*.  Each leaf has a codec of one of three kinds:
 * **window**: one row a token, only the last in memory (RotatingKVCache);
 * **state**: one value at one position (ArraysCache).
 
-Everything here works on the *batched form* that mlx-lm computes with (BatchKVCache ...; the class itself where it has
-none), in which sequence `i` of `length` tokens ends at the write index whatever its padding.  So rows are found by
-Python arithmetic alone, without waiting for the device.  mlx objects: engine thread only.
+Codecs work on the *batched form* that mlx-lm computes with (BatchKVCache ...; the class itself where it has none), in
+which sequence `i` of `length` tokens ends at the write index whatever its padding.  So rows are found by Python
+arithmetic, without waiting for the device.  mlx objects: engine thread only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +29,12 @@ from mlx_lm.models.cache import (
 )
 
 Fields = dict[str, mx.array]  # field name -> (1, heads, rows, width) for rows, any shape with leading 1 for states
+BUFFER_STEP_TOKENS = 256  # a restored buffer ends on a multiple of this, as mlx-lm's own do
+
+
+def round_up_to_buffer(tokens: int) -> int:
+    """Rows of a buffer for `tokens`: buffers grow by BUFFER_STEP_TOKENS, mlx-lm's and restored ones."""
+    return -(-tokens // BUFFER_STEP_TOKENS) * BUFFER_STEP_TOKENS
 
 
 class CodecKind(StrEnum):
@@ -38,7 +44,7 @@ class CodecKind(StrEnum):
 
 
 class Codec:
-    """What all codecs share.  `batches` is false where mlx-lm can't put several sequences into one cache."""
+    """Base of all codecs.  `is_batchable` is false where mlx-lm can't put several sequences into one cache."""
 
     kind: CodecKind
     is_batchable = True
@@ -71,17 +77,17 @@ class RowsCodec(Codec):
         return {"keys": leaf.keys[i : i + 1, :, span], "values": leaf.values[i : i + 1, :, span]}
 
     def build(self, fields: Fields, position: int, template: Any) -> BatchKVCache:
-        """A leaf holding rows [0, position); `fields` become its buffers."""
+        """Make a leaf of rows [0, position); `fields` become its buffers."""
         single = type(template)()
         single.keys, single.values, single.offset = fields["keys"], fields["values"], position
         return self.to_batched(single)
 
     def count_buffer_rows(self, leaf: BatchKVCache) -> int:
-        """Rows of its buffer, used or not."""
+        """Rows of the buffer, used or not."""
         return 0 if leaf.keys is None else int(leaf.keys.shape[2])
 
     def truncate(self, leaf: BatchKVCache, count: int) -> None:
-        """Forget the last `count` rows; the buffer stays."""
+        """Drop the last `count` rows; the buffer stays."""
         leaf.trim(count)
 
 
@@ -127,11 +133,11 @@ class WindowCodec(Codec):
         return BatchRotatingKVCache.merge([single])
 
     def is_single(self, leaf: BatchRotatingKVCache) -> bool:
-        """Whether this is a batch of one."""
+        """Whether the batch has one sequence."""
         return int(leaf.left_padding.shape[0]) == 1
 
     def count_rows_in_memory(self, leaf: BatchRotatingKVCache, length: int) -> int:
-        """How many of the last rows are in memory, for a sequence of `length` tokens."""
+        """Number of last rows in memory, for a sequence of `length` tokens."""
         if leaf.keys is None:
             return 0
         stored: int = leaf.keys.shape[2] if leaf.rotated else leaf._idx
@@ -146,7 +152,7 @@ class WindowCodec(Codec):
         }
 
     def build(self, fields: Fields, position: int, template: RotatingKVCache) -> BatchRotatingKVCache:
-        """`fields` hold rows [max(0, position - window), position)."""
+        """Make a leaf; `fields` hold rows [max(0, position - window), position)."""
         single = RotatingKVCache(max_size=template.max_size)
         single.keys, single.values = fields["keys"], fields["values"]
         single.offset, single._idx = position, fields["keys"].shape[2]
@@ -163,7 +169,7 @@ def _ring_slice(buffer: mx.array, first: int, count: int, size: int) -> mx.array
 
 
 class StateCodec(Codec):
-    """ArraysCache (gated delta net, Mamba): the state after the last token, nothing else."""
+    """ArraysCache (gated delta net, Mamba): only the state after the last token."""
 
     kind = CodecKind.STATE
 
@@ -178,11 +184,11 @@ class StateCodec(Codec):
         return self.build(self.state(leaf, i), 0, leaf)
 
     def state(self, leaf: ArraysCache, i: int) -> Fields:
-        """The state of sequence `i`; a lazy view.  Entries that a model leaves unused are left out."""
+        """The state of sequence `i`, a lazy view.  Entries that a model leaves unused are left out."""
         return {f"state{n}": array[i : i + 1] for n, array in enumerate(leaf.cache) if array is not None}
 
     def detach_state(self, leaf: ArraysCache) -> None:
-        """Keep the state alone: a model may leave a view there, into all that it computed of a chunk."""
+        """Copy the state: a model may leave a view there, into all that it computed of a chunk."""
         leaf.cache = [None if array is None else mx.contiguous(array) for array in leaf.cache]
         mx.eval([array for array in leaf.cache if array is not None])
 
@@ -239,7 +245,7 @@ class CacheLeaf:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a model's cache consists of.  `problem` says why it can't be persisted; then there are no leaves."""
+    """Leaves of a model's cache.  `problem` says why it can't be persisted; there are no leaves then."""
 
     make_cache: Callable[[], list[Any]]  # a fresh cache of the model's own classes
     template: list[Any]
@@ -262,7 +268,7 @@ class CacheLayout:
         return cls(make_cache, template, tuple(leaves))
 
     def leaves_of_kind(self, kind: CodecKind) -> list[tuple[int, CacheLeaf]]:
-        """The leaves of one kind with their place in flattened order."""
+        """Leaves of one kind with their index in flattened order."""
         return [(n, leaf) for n, leaf in enumerate(self.leaves) if leaf.codec.kind is kind]
 
     @property
@@ -276,12 +282,12 @@ class CacheLayout:
 
     @property
     def quantization(self) -> str:
-        """ "q8" or "q4" where rows are; "" otherwise."""
+        """ "q8" or "q4" for quantized rows, else ""."""
         return next((f"q{leaf.template.bits}" for leaf in self.leaves if leaf.codec is QUANTIZED), "")
 
     @property
     def is_batchable(self) -> bool:
-        """Several sequences can share one decode batch."""
+        """Whether several sequences can share one decode batch."""
         return not self.problem and all(leaf.codec.is_batchable for leaf in self.leaves)
 
     @property
@@ -293,5 +299,7 @@ class CacheLayout:
         layers = self.make_cache()
         if self.problem:
             return layers
-        lifted = (leaf.codec.to_batched(single) for leaf, (_, single) in zip(self.leaves, flatten(layers), strict=True))
-        return rebuild(self.template, lifted)
+        batched = (
+            leaf.codec.to_batched(single) for leaf, (_, single) in zip(self.leaves, flatten(layers), strict=True)
+        )
+        return rebuild(self.template, batched)

@@ -1,7 +1,4 @@
-"""The KV of one token sequence, wherever it lives: in memory as a resident, or as one row of a running batch.
-
-Engine thread only.
-"""
+"""KV of one token sequence, at rest as a resident or as one row of a running batch.  Engine thread only."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -13,26 +10,27 @@ from mlx.utils import tree_reduce
 
 from warmline_backend.kv_cache.codecs import CacheLayout, CacheLeaf, CodecKind, flatten, rebuild
 
-LAST_CHECKPOINTS_COUNT = 3  # besides the first, which ends system and tools: where a next turn may part ways
-BUFFER_RATIO_MAX = 1.25  # times its rows, of what comes to rest in exact mode
+LAST_CHECKPOINTS_COUNT = 3  # kept besides the first (end of system and tools): where a next turn may diverge
+BUFFER_RATIO_MAX = 1.25  # buffer rows / rows of a resident in exact mode
 
 T = TypeVar("T")
 NamedArrays = dict[str, mx.array]  # "layer.component.field" -> array
 
 
 class RowsUnavailableError(Exception):
-    """Rows of a rotating layer were asked for that are neither in its window nor in the journal."""
+    """Rows of a rotating layer are neither in its window nor in the journal."""
 
 
 @dataclass
 class KV:
     """The KV of `tokens`: every leaf with rows has exactly `len(tokens)` of them.
 
-    `journal` holds rows of rotating layers as they were produced, oldest first, for a save to come.  `checkpoints`
-    holds the state of all recurrent layers by position.
+    `journal` holds rows of rotating layers as they were produced, oldest first, for the next save.  `checkpoints` holds
+    the
+    state of all recurrent layers by position.
 
-    In exact mode only what was computed on the grid is ever kept, saved or continued: `end` is where that ends.  What
-    comes after it (the prompt's last partial chunk, the answer) would round differently when it is prefilled.
+    In exact mode only rows computed on the grid are kept, saved or continued; `grid_end` is their end.  Later rows (the
+    prompt's last partial chunk, the answer) would round differently when they are prefilled.
     """
 
     layout: CacheLayout
@@ -40,19 +38,16 @@ class KV:
     layers: list[Any]  # batched form
     journal: list[tuple[int, int, NamedArrays]] = field(default_factory=list)
     checkpoints: dict[int, NamedArrays] = field(default_factory=dict)
-    index: int = 0  # which sequence of the batch
+    index: int = 0  # row of the batch
     journal_until: int = 0  # rows below this are in the journal or were dropped from it
     journal_enabled: bool = True  # rows of rotating layers are kept for a save
-    grid: int = 0  # exact mode: chunks end, and it is continued, at multiples of so many tokens; 0: anywhere
-    grid_end: int = 0  # with a grid: tokens from here on are not, or won't be, computed on it
-    rollback_window: tuple[int, NamedArrays] = (
-        0,
-        {},
-    )  # a position, and the rows of rotating layers in their windows there
+    grid: int = 0  # exact mode: tokens in a full chunk, at whose multiples it can be continued; 0: anywhere
+    grid_end: int = 0  # with a grid: end of the rows computed on it
+    rollback_window: tuple[int, NamedArrays] = (0, {})  # a position, and the windows' rows there
 
     @classmethod
     def from_leaves(cls, layout: CacheLayout, tokens: list[int], leaves: Iterator[Any]) -> "KV":
-        """A KV of leaves in batched form, in flattened order; what lies below its end counts as saved."""
+        """Make a KV of leaves in batched form, in flattened order; all its rows count as saved."""
         return cls(layout, tokens, rebuild(layout.template, leaves), journal_until=len(tokens))
 
     @property
@@ -61,11 +56,11 @@ class KV:
 
     @property
     def savable_length(self) -> int:
-        """How many of its tokens may be kept."""
+        """Number of tokens that may be kept."""
         return self.floor_to_grid(min(self.length, self.grid_end)) if self.grid else self.length
 
     def floor_to_grid(self, position: int) -> int:
-        """The last multiple of the grid up to `position`; that itself where there is no grid."""
+        """The last multiple of the grid up to `position`; `position` where there is no grid."""
         return position - position % self.grid if self.grid else position
 
     @property
@@ -77,13 +72,13 @@ class KV:
 
     @property
     def buffer_rows(self) -> int:
-        """Rows that its buffers have, at least one a token."""
-        for leaf, (_, held) in zip(self.layout.leaves, flatten(self.layers), strict=False):
+        """Rows of its buffers, at least one a token."""
+        for leaf, (_, cache) in zip(self.layout.leaves, flatten(self.layers), strict=False):
             if leaf.codec.kind is CodecKind.ROWS:
-                return max(self.length, int(leaf.codec.count_buffer_rows(held)))
+                return max(self.length, int(leaf.codec.count_buffer_rows(cache)))
         return self.length
 
-    # ---- what is captured while it is in memory
+    # ---- capture
 
     def capture_window(self) -> None:
         """Copy rows of rotating layers, produced since the last call, into the journal."""
@@ -94,7 +89,7 @@ class KV:
             self.journal.append((start, end, self._copy_window_rows(lambda _: start, end)))
 
     def _copy_window_rows(self, start_of: Callable[[CacheLeaf], int], end: int) -> NamedArrays:
-        """Copies of rows [start, end) of rotating layers, all of which must still be in memory."""
+        """Copies of rows [start, end) of rotating layers, all of which must be in memory."""
         leaves, length = self._leaves(), self.length
         return _detach(
             _name_arrays(
@@ -104,14 +99,14 @@ class KV:
         )
 
     def capture_rollback_point(self) -> None:
-        """Keep what it takes to come back to the present length later, in place of what was kept before."""
+        """Keep the state and windows of the present length, for a later rollback, in place of the last ones."""
         at = self.length
         self.capture_checkpoint()
         if self.layout.window and at:
             self.rollback_window = at, self._copy_window_rows(lambda leaf: max(0, at - leaf.template.max_size), at)
 
     def release_chunk(self) -> None:
-        """Hold nothing of the chunk just computed but what it has left."""
+        """Drop the intermediate arrays of the chunk just computed."""
         leaves = self._leaves()
         for n, leaf in self.layout.leaves_of_kind(CodecKind.STATE):
             leaf.codec.detach_state(leaves[n])
@@ -134,7 +129,7 @@ class KV:
             self.checkpoints[self.length] = _detach(state)
 
     def release_saved(self, end: int, *, states: bool = True) -> None:
-        """Drop what was kept only to be saved, below `until`: journal rows, states but for the first and the last."""
+        """Drop journal rows below `end`, and states up to it but for the first and the last ones."""
         self.journal = [entry for entry in self.journal if entry[1] > end]
         saved = sorted(position for position in self.checkpoints if position <= end)
         for position in saved[1:-LAST_CHECKPOINTS_COUNT] if states else ():
@@ -143,7 +138,7 @@ class KV:
     # ---- reading for a save
 
     def slice_rows(self, start: int, end: int) -> NamedArrays:
-        """Rows [start, end) of all leaves that have rows: contiguous, lazy.  Raises RowsGone."""
+        """Rows [start, end) of all leaves that have rows: contiguous, lazy.  Raises RowsUnavailableError."""
         leaves = self._leaves()
         rows: NamedArrays = {}
         for n, leaf in self.layout.leaves_of_kind(CodecKind.ROWS):
@@ -172,36 +167,32 @@ class KV:
     # ---- continuing
 
     def positions(self) -> list[int]:
-        """Where this KV, at rest, can be continued, ascending; empty means anywhere on the grid, if there is one."""
+        """Ascending positions where this KV, at rest, can be continued; empty means anywhere on the grid, if there is
+        one.
+        """
         return self._find_positions() or []
 
     def can_continue_at(self, position: int) -> bool:
         return position > 0 and self.find_continue_position(position) == position
 
     def find_continue_position(self, position: int) -> int:
-        """The last place up to `position` where it can be continued; 0 where there is none."""
+        """The last position up to `position` where it can be continued; 0 where there is none."""
         upto = self.floor_to_grid(min(position, self.savable_length))
         places = self._find_positions()
         return upto if places is None else max((at for at in places if at <= upto), default=0)
 
     def _find_positions(self) -> list[int] | None:
         """As `positions`, but None means anywhere, and empty nowhere."""
-        there = (
-            [self.savable_length]
-            if self.savable_length == self.length or self.rollback_window[0] == self.savable_length
-            else []
-        )
-        if self.layout.problem or not self._is_window_complete():
-            return there  # a state is of no use without the window that belongs to it
+        end, on_grid = self.savable_length, self.savable_length == self.length
+        if self.layout.problem or not self._is_window_complete():  # a state is of no use without its window
+            return [end] if on_grid or self.rollback_window[0] == end else []
         if not self.layout.has_states:
             return None
-        present = {self.length} if self.savable_length == self.length else set()
-        return sorted(
-            present.union(at for at in self.checkpoints if at <= self.savable_length and self.floor_to_grid(at) == at)
-        )
+        present = {end} if on_grid else set()
+        return sorted(present.union(at for at in self.checkpoints if at <= end and self.floor_to_grid(at) == at))
 
     def _is_window_complete(self) -> bool:
-        """Every row of every rotating layer is still in its window."""
+        """Whether every row of every rotating layer is still in its window."""
         leaves = self._leaves()
         windows = self.layout.leaves_of_kind(CodecKind.WINDOW)
         return all(
@@ -211,29 +202,30 @@ class KV:
         )
 
     def fork(self, position: int, *, detached: bool = False) -> "KV":
-        """A KV of the first `position` tokens; this one stays as it is.  Only where `can_continue_at(position)`.
+        """Make a KV of the first `position` tokens; this one stays as it is.  Only where `can_continue_at(position)`.
 
-        It shares memory with this one until either is written to; `apart`, it is a copy from the start, as it has to be
-        where this one is written to all the time.
+        It shares memory with this one until either is written to; `detached`, it is a copy from the start, as needed
+        where this
+        one is written to all the time.
         """
         leaves = (
             self._build_leaf_at(leaf, held, position, detached)
             for leaf, held in zip(self.layout.leaves, self._leaves(), strict=True)
         )
-        twin = KV.from_leaves(self.layout, self.tokens[:position], leaves)
-        twin.journal_enabled, twin.journal_until = self.journal_enabled, min(self.journal_until, position)
-        twin.grid, twin.grid_end = self.grid, position
-        twin._copy_history_below(position, self)
-        return twin
+        forked = KV.from_leaves(self.layout, self.tokens[:position], leaves)
+        forked.journal_enabled, forked.journal_until = self.journal_enabled, min(self.journal_until, position)
+        forked.grid, forked.grid_end = self.grid, position
+        forked._copy_history_below(position, self)
+        return forked
 
     def truncate(self, position: int) -> None:
-        """Forget all but the first `position` tokens, in place.  Only where `can_continue_at(position)`."""
+        """Drop all but the first `position` tokens, in place.  Only where `can_continue_at(position)`."""
         if position < self.length:
             self._roll_back(position)
         self.rollback_window, self.grid_end = (0, {}), position
 
     def shrink_buffers(self) -> None:
-        """Have buffers as long as its rows, where they are much longer: a long answer may have been forgotten."""
+        """Shrink buffers that are much longer than the rows, as after a long answer was dropped."""
         if self.buffer_rows <= BUFFER_RATIO_MAX * self.length:
             return
         leaves = self._leaves()
@@ -245,7 +237,7 @@ class KV:
     def _roll_back(self, position: int) -> None:
         leaves = self._leaves()
         for n, leaf in enumerate(self.layout.leaves):
-            if leaf.codec.kind is CodecKind.ROWS:  # its buffer, with room to grow, is kept
+            if leaf.codec.kind is CodecKind.ROWS:  # the buffer, with room to grow, is kept
                 leaf.codec.truncate(leaves[n], self.length - position)
             else:
                 leaves[n] = self._build_leaf_at(leaf, leaves[n], position)
@@ -280,7 +272,7 @@ def _name_arrays(leaves: Any) -> NamedArrays:
 
 
 def select_fields(entries: Mapping[str, T], leaf: str) -> dict[str, T]:
-    """What of `named` belongs to one leaf, by the name of its field."""
+    """The entries of one leaf, by field name."""
     return {name.removeprefix(leaf + "."): value for name, value in entries.items() if name.startswith(leaf + ".")}
 
 

@@ -1,4 +1,4 @@
-"""KV that waits in memory for its conversation's next turn.  Owned by the engine thread."""
+"""Residents: KV kept_ids in memory for its conversation's next turn.  Engine thread."""
 
 import secrets
 import time
@@ -10,13 +10,13 @@ from warmline_backend.kv_cache.kv import KV
 from warmline_common.protocol.messages import Resident
 from warmline_common.protocol.tokens import pack_tokens
 
-RESTORE_LEASE_S = 20.0  # how long a restored resident is safe from eviction while its request is on the way
-UNSAVED_LEASE_S = 60.0  # and one that a request has left, while its save is; each piece that is written renews it
-RESIDENT_BY_REQUEST_MAX = 256  # of how many ended requests is known what they left
+RESTORE_LEASE_S = 20.0  # time for a restored resident's request to arrive
+UNSAVED_LEASE_S = 60.0  # time for the save of an ended request's resident; each piece written renews it
+RESIDENT_BY_REQUEST_MAX = 256  # ended requests whose resident is remembered
 
 
 class ResidentNotFoundError(Exception):
-    """No resident of that id: it was dropped, or another request took it over."""
+    """No resident of that id: it was evicted, or another request took it over."""
 
 
 class ResidentMismatchError(Exception):
@@ -38,19 +38,17 @@ class _Entry:
 
 
 class Residents:
-    """The table of residents under a byte budget.
+    """Residents by id, under a byte budget.
 
-    `generation` grows by one whenever a resident is dropped that nobody asked to drop.
+    `generation` grows by one with each eviction (not with deletions that were asked for).
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.generation = 0
         self._entries: dict[str, _Entry] = {}  # oldest first
-        self._rank: dict[str, int] = {}  # of those that `order` named: the lowest goes first
-        self._resident_by_request: OrderedDict[str, str] = (
-            OrderedDict()
-        )  # resident by the id of the request that left it
+        self._rank: dict[str, int] = {}  # eviction order: the lowest goes first
+        self._resident_by_request: OrderedDict[str, str] = OrderedDict()  # by the id of the request that left it
         self._listing: list[Resident] | None = None  # until the table changes
 
     def __contains__(self, resident_id: str) -> bool:
@@ -68,28 +66,25 @@ class Residents:
         return entry.kv if entry else None
 
     def find_by_request(self, request_id: str) -> str:
-        """The resident that an ended request left, even if it is gone by now; "" where none is known."""
+        """Id of the resident that an ended request left, even if it is gone by now; "" where unknown."""
         return self._resident_by_request.get(request_id, "")
 
     def add(self, kv: KV, *, lease_s: float, request_id: str = "", root: bytes = b"") -> str:
-        """Keep `kv`; the caller has seen to the room (`make_room`).  Returns the new resident's id.
+        """Add `kv`, for which the caller has made room; returns the new resident's id.
 
-        `root` says whose it is: no other's request can take it.  For `lease_s` nothing pushes it out; the lease ends
-        sooner when it is taken, saved, or named in `order`.
+        Only requests of the same `root` can take it.  It is not evicted for `lease_s`; the lease ends sooner when it is
+        taken, saved, or named in the eviction order.
         """
         resident_id = secrets.token_hex(8)
         until = time.monotonic() + lease_s
         self._entries[resident_id] = _Entry(kv, pack_tokens(kv.tokens), kv.nbytes, root, until)
         self._listing = None
         if request_id:
-            self._record_request(request_id, resident_id)
+            self._resident_by_request.pop(request_id, None)
+            self._resident_by_request[request_id] = resident_id
+            if len(self._resident_by_request) > RESIDENT_BY_REQUEST_MAX:
+                self._resident_by_request.popitem(last=False)
         return resident_id
-
-    def _record_request(self, request_id: str, resident_id: str) -> None:
-        self._resident_by_request[request_id] = resident_id
-        self._resident_by_request.move_to_end(request_id)
-        while len(self._resident_by_request) > RESIDENT_BY_REQUEST_MAX:
-            self._resident_by_request.popitem(last=False)
 
     def renew_lease(self, resident_id: str, lease_s: float) -> None:
         """Lease a resident anew where its lease has not ended yet."""
@@ -97,7 +92,7 @@ class Residents:
             entry.leased_until = time.monotonic() + lease_s
 
     def mark_saved(self, resident_id: str, *, whole: bool) -> None:
-        """It has shed what was kept for a save; where the `whole` of it is on disk, it may go."""
+        """Recount a resident after a save; where the `whole` of it is on disk, its lease ends."""
         if (entry := self._entries.get(resident_id)) is not None:
             entry.bytes_held = entry.kv.nbytes
             if whole:
@@ -107,9 +102,10 @@ class Residents:
     def take(
         self, resident_id: str, prompt: list[int], reuse_tokens: int, copy_resident: bool, root: bytes = b""
     ) -> KV:
-        """A KV of exactly `prompt[:reuse]` for a new owner.  Raises ResidentGone, ResidentMismatch.
+        """Return a KV of exactly `prompt[:reuse_tokens]` for a new owner.  Raises ResidentNotFoundError,
+        ResidentMismatchError.
 
-        The resident itself is moved, and what it holds beyond `reuse` given up; or, to `keep` it, copied.
+        The resident itself is moved and truncated; with `copy_resident` it is copied and stays.
         """
         entry = self._entries.get(resident_id)
         if entry is None:
@@ -134,25 +130,27 @@ class Residents:
         return kv
 
     def delete(self, resident_id: str) -> bool:
-        """Forget a resident because somebody asked to; False where there is none."""
+        """Delete a resident on request; False where there is none."""
         self._listing = None
         return self._entries.pop(resident_id, None) is not None
 
     def delete_all(self, except_ids: Collection[str] = ()) -> None:
-        """Leased ones too: who was about to start from one is told that it is gone.
-
-        `but`: residents, or requests that left one.
+        """Delete all residents, leased ones too, except those in `except_ids` (ids of residents, or of requests that
+        left one).
         """
-        kept = {*except_ids, *(name for left_by, name in self._resident_by_request.items() if left_by in except_ids)}
-        self._entries = {name: entry for name, entry in self._entries.items() if name in kept}
+        kept_ids = {
+            *except_ids,
+            *(name for left_by, name in self._resident_by_request.items() if left_by in except_ids),
+        }
+        self._entries = {name: entry for name, entry in self._entries.items() if name in kept_ids}
         self._rank.clear()
         self._resident_by_request = OrderedDict(
-            (left_by, name) for left_by, name in self._resident_by_request.items() if name in kept
+            (left_by, name) for left_by, name in self._resident_by_request.items() if name in kept_ids
         )
         self._listing = None
 
     def set_eviction_order(self, evict_first: list[str]) -> None:
-        """Which to give up first under pressure; the others go after these, least recently used first."""
+        """Set which to evict first; the others go after these, least recently used first."""
         self._rank = {resident_id: rank for rank, resident_id in enumerate(evict_first)}
         for resident_id in evict_first:
             if (entry := self._entries.get(resident_id)) is not None:
@@ -160,12 +158,13 @@ class Residents:
 
     @property
     def has_leased(self) -> bool:
-        """Some will be free to go in a moment: when they are taken or saved, or their lease ends."""
+        """Whether some will become evictable soon: when they are taken or saved, or their lease ends."""
         return any(entry.is_leased for entry in self._entries.values())
 
     def make_room(self, bytes_needed: int, *, except_id: str = "") -> bool:
-        """Drop unleased residents, but the one to be spared, until at most `budget - bytes_wanted` is held; False, and
-        none dropped, where that can't be.
+        """Evict unleased residents except `except_id` until at most `budget - bytes_needed` is held; False, with none
+        evicted,
+        where that is impossible.
         """
         if not self.can_make_room(bytes_needed, except_id=except_id):
             return False
@@ -173,13 +172,13 @@ class Residents:
         return True
 
     def can_make_room(self, bytes_needed: int, *, except_id: str = "", only_ranked: bool = False) -> bool:
-        """Whether `make_room` would, or would by dropping only those that `order` named; nothing is dropped."""
+        """Whether `make_room` would succeed, or would by evicting only those of the eviction order; nothing is evicted."""
         ids = [each for each in self._list_evictable(except_id) if not only_ranked or each in self._rank]
-        droppable = sum(self._entries[resident_id].bytes_held for resident_id in ids)
-        return self.bytes_held - droppable <= self.budget_bytes - bytes_needed
+        evictable = sum(self._entries[resident_id].bytes_held for resident_id in ids)
+        return self.bytes_held - evictable <= self.budget_bytes - bytes_needed
 
     def evict_unleased(self) -> None:
-        """Drop all that may go, where even that makes too little room."""
+        """Evict all that may go, even where that makes too little room."""
         for resident_id in self._list_evictable():
             self._evict(resident_id)
 
@@ -194,7 +193,7 @@ class Residents:
             held -= self._evict(resident_id)
 
     def _evict(self, resident_id: str) -> int:
-        """How many bytes that has freed."""
+        """Evict a resident; returns the bytes that it held."""
         self.generation += 1
         self._listing = None
         return self._entries.pop(resident_id).bytes_held
@@ -206,7 +205,7 @@ class Residents:
         )
 
     def list_residents(self) -> list[Resident]:
-        """All residents with their tokens, for whoever asks; not to be changed.  Cheap while nothing changes."""
+        """All residents with their tokens; a shared list, rebuilt only after changes, not to be modified."""
         if self._listing is None:
             self._listing = [
                 Resident(

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
-from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind
+from warmline_backend.kv_cache.codecs import CacheLayout, CodecKind, round_up_to_buffer
 from warmline_backend.kv_cache.kv import KV, NamedArrays, select_fields
 from warmline_common.protocol.messages import CheckpointRef, SavedFile, SegmentRef
 from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens, prefix_digests, unpack_tokens
@@ -54,7 +54,6 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Python's buffer protocol has no bfloat16, so bytes are always reached through an unsigned type of the same width.
 UNSIGNED_DTYPES = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-BUFFER_STEP_TOKENS = 256  # a restored buffer ends on a multiple of this, as mlx-lm's own do
 READ_BYTES_MAX = 64 << 20  # one read call; some systems refuse 2 GiB and more
 
 
@@ -119,11 +118,6 @@ def delete_drafts(folder: Path) -> int:
 
 
 # ---- reading
-
-
-def round_up_to_buffer(tokens: int) -> int:
-    """How many rows a buffer of `tokens` has: buffers grow by ROOM_TOKENS, mlx-lm's and restored ones."""
-    return -(-tokens // BUFFER_STEP_TOKENS) * BUFFER_STEP_TOKENS
 
 
 class DamagedFileError(Exception):

@@ -1,33 +1,33 @@
-"""What a request takes, and whether it can ever fit the memory budget.  Pure arithmetic, on any thread."""
+"""KV bytes of a request, and whether they can fit the memory budget.  Pure arithmetic, any thread."""
 
-from warmline_backend.kv_cache.segment_io import BUFFER_STEP_TOKENS, round_up_to_buffer
+from warmline_backend.kv_cache.codecs import BUFFER_STEP_TOKENS, round_up_to_buffer
 from warmline_backend.model.model import ServedModel
 
-ANSWER_TOKENS_RESERVED = 256  # admission counts this much of an answer that may be longer
+ANSWER_TOKENS_RESERVED = 256  # answer tokens that admission counts, at most
 
 
 class KvTooLargeError(Exception):
-    """The KV can't fit the memory budget, whatever is dropped."""
+    """The KV exceeds the memory budget even with everything else evicted."""
 
 
 def sequence_bytes(served: ServedModel, tokens: int) -> int:
-    """A sequence of `tokens` alone in its buffers, states that are kept on the way left out."""
+    """Bytes of one sequence of `tokens` tokens alone in its buffers, without checkpoint states."""
     return served.kv_bytes(round_up_to_buffer(tokens))
 
 
 def sequence_tokens_max(served: ServedModel, budget_bytes: int) -> int:
-    """How long a sequence alone in its buffers may become."""
+    """Longest sequence, in tokens, that fits the budget alone in its buffers."""
     rows = max(0, budget_bytes - served.state_bytes) // max(1, served.row_bytes)
     return rows // BUFFER_STEP_TOKENS * BUFFER_STEP_TOKENS
 
 
 def request_bytes(served: ServedModel, prompt_tokens: int, answer_tokens_max: int) -> int:
-    """The same of a request by the time that a part of its answer is there."""
+    """Bytes of a request with the part of its answer that admission counts."""
     return sequence_bytes(served, prompt_tokens + min(answer_tokens_max, ANSWER_TOKENS_RESERVED))
 
 
 def check_capacity(served: ServedModel, prompt_tokens: int, answer_tokens_max: int, budget_bytes: int) -> None:
-    """Raises TooLarge for a prompt that would not fit even if it was alone, so that nobody waits for it in vain."""
+    """Raise KvTooLargeError for a prompt that would not fit even alone."""
     needed = request_bytes(served, prompt_tokens, answer_tokens_max)
     if needed > budget_bytes:
         raise KvTooLargeError(

@@ -1,10 +1,11 @@
-"""How requests end: what is kept of them, who is told, and who ends with them.  Engine thread."""
+"""Ends of requests: their residents, events and followers.  Engine thread."""
 
 import logging
 import time
 from collections.abc import Callable, Iterable
 
-from warmline_backend.generation.sequence import EndedEvent, Sequence
+from warmline_backend.generation.events import EndedEvent
+from warmline_backend.generation.sequence import Sequence
 from warmline_backend.generation.step_stats import StepStats
 from warmline_backend.kv_cache.residents import UNSAVED_LEASE_S, Residents
 from warmline_backend.model.model import ServedModel
@@ -17,12 +18,8 @@ log = logging.getLogger(__name__)
 LEADERLESS = "the request that it followed has ended, or gone on, before this one could start"
 
 
-def _ignore_change() -> None:
-    """Nobody wants to know."""
-
-
 class Finisher:
-    """Takes sequences out of the lineup.  Nothing here raises for what a batch does: that is discarded then."""
+    """Takes sequences out of the queues.  No method raises for a failing batch: it is discarded instead."""
 
     def __init__(
         self,
@@ -35,28 +32,26 @@ class Finisher:
     ) -> None:
         self._served, self._queues, self._residents, self._step_stats = served, queues, residents, step_stats
         self._boot, self._keeps_residents = boot, keeps_residents
-        self.on_changed: Callable[[], None] = _ignore_change  # called before a listener hears of an end
-        self.failed_steps = 0  # steps that failed, in all the time of this process
-        self.is_device_suspect = (
-            False  # a batch was discarded, and it is not known yet whether the device still computes
-        )
+        self.on_changed: Callable[[], None] = lambda: None  # called before a listener gets an EndedEvent
+        self.failed_steps = 0  # since the process started
+        self.is_device_suspect = False  # a batch was discarded, and the device has not been probed since
 
     def finish_sequence(self, sequence: Sequence, finish: str, error: str = "") -> GenerationResult:
-        """Take one out, keep its KV as a resident where that is wanted, and tell its listener."""
+        """Take a sequence out, keep its KV as a resident unless there is an `error`, and notify its listener."""
         if sequence.decode_started_at:
             sequence.timings.decode_s = time.monotonic() - sequence.decode_started_at
         resident = ""
         try:
             self._remove(sequence)
-            if not error and self.leaves_a_resident(sequence):
+            if not error and self.leaves_resident(sequence):
                 resident = self._add_resident(sequence)
-        except Exception as fault:  # noqa: BLE001  half taken out: what is left of its batch can't be trusted
+        except Exception as fault:  # noqa: BLE001  half taken out: the rest of its batch can't be trusted
             mates = self._queues.discard_batch(sequence)
             self.discard([mate for mate in mates if mate is not sequence], fault)
         return self._notify_end(sequence, finish, resident, error)
 
     def discard(self, sequences: Iterable[Sequence], error: Exception) -> None:
-        """After an exception in a step: nothing of this batch is kept, and none of it is known to be to blame."""
+        """End all sequences of a batch whose step raised `error`; no KV of them is kept."""
         batch = list(sequences)
         ids = ", ".join(sequence.request.id for sequence in batch)
         log.error("a step failed and its batch is discarded: %s", ids or "nobody's", exc_info=error)
@@ -66,8 +61,8 @@ class Finisher:
         for sequence in batch:
             self._notify_end(sequence, "discarded", "", f"the engine failed: {describe_error(error)}")
 
-    def leaves_a_resident(self, sequence: Sequence) -> bool:
-        """Whether what it computes is to be kept."""
+    def leaves_resident(self, sequence: Sequence) -> bool:
+        """Whether its KV is to become a resident."""
         return self._keeps_residents and sequence.request.leaves_resident
 
     def _remove(self, sequence: Sequence) -> None:
@@ -84,25 +79,25 @@ class Finisher:
         kv.capture_window()
         kv.capture_checkpoint()
         self._residents.make_room(self._queues.bytes_held + kv.nbytes)
-        # Kept even without: it takes no more than it took, and what is lost before it is saved is computed again.
+        # Added even without room: it takes no more than before, and an eviction before its save costs a recomputation.
         lease_s = 0.0 if self._served.layout.problem else UNSAVED_LEASE_S
         request = sequence.request
         return self._residents.add(kv, lease_s=lease_s, request_id=request.id, root=request.root)
 
     def _notify_end(self, sequence: Sequence, finish: str, resident: str, error: str) -> GenerationResult:
-        """What it leaves, and that it has ended, are told; so is the end of all that waited for its rows."""
+        """Send the end events of a sequence and of its followers."""
         generation = self._residents.generation
-        settled = sequence.make_result(finish, boot=self._boot, generation=generation, resident=resident, error=error)
-        lost = self._queues.followers.pop_followers(sequence)
+        result = sequence.make_result(finish, boot=self._boot, generation=generation, resident=resident, error=error)
+        orphaned = self._queues.followers.pop_followers(sequence)
         self._step_stats.finish_counts[finish] += 1
         self._notify_changed()
-        sequence.request.listener(EndedEvent(settled, sequence.reused_tokens))
-        for follower in lost:
+        sequence.request.listener(EndedEvent(result, sequence.reused_tokens))
+        for follower in orphaned:
             self._notify_end(follower, "leaderless", "", LEADERLESS)
-        return settled
+        return result
 
     def _notify_changed(self) -> None:
         try:
             self.on_changed()
-        except Exception:  # whoever waits for this end must hear of it all the same
+        except Exception:  # the listener must get its event all the same
             log.exception("what has changed could not be told")

@@ -1,16 +1,17 @@
-"""Requests that wait for another one's prefill instead of computing the same tokens again.  Engine thread.
+"""Followers: requests that wait for another's prefill instead of computing the same tokens.  Engine thread.
 
-A follower holds nothing while it waits.  It starts from a copy of its leader's first rows, as soon as those are there.
+A follower holds no KV while it waits.  It starts from a copy of its leader's first rows once they are computed.
 """
 
 from collections.abc import Iterator
 
-from warmline_backend.generation.sequence import PrefillProgress, Sequence
+from warmline_backend.generation.events import PrefillProgress
+from warmline_backend.generation.sequence import Sequence
 from warmline_backend.kv_cache.residents import ResidentMismatchError
 
 
 class PrefixFollowers:
-    """All that wait for a leader, in the order in which they came: a leader stands before its own followers."""
+    """All followers in order of arrival: a leader stands before its own followers."""
 
     def __init__(self) -> None:
         self._waiting: list[Sequence] = []
@@ -22,26 +23,30 @@ class PrefixFollowers:
         return len(self._waiting)
 
     def add(self, sequence: Sequence, leader: Sequence) -> None:
-        """Have `sequence` wait for the first `reuse` tokens of `leader`, or what of them it can still be given.
+        """Have `sequence` wait for the first `reuse_tokens` tokens of `leader`, or as many as it can still be given.
 
-        Raises ResidentMismatch where the two differ, or the leader has passed the place and can't be copied there.
+        Raises ResidentMismatchError where the tokens differ, or the leader is past that position and can't be copied
+        there.
         """
         request = sequence.request
-        wanted = sequence.kv.floor_to_grid(request.reuse_tokens)
-        while leader.leader is not None and wanted <= leader.fork_position:
-            leader = leader.leader  # a follower starts where they meet: what lies before is its own leader's to give
+        position = sequence.kv.floor_to_grid(request.reuse_tokens)
+        while leader.leader is not None and position <= leader.fork_position:
+            leader = leader.leader  # rows before a follower's fork position are its own leader's
         name = leader.request.id
         if leader.request.root != request.root:
             raise ResidentMismatchError(f"request {name} is of another tenant")
-        if not 0 < request.reuse_tokens < len(request.prompt) or leader.all_tokens[:wanted] != request.prompt[:wanted]:
-            raise ResidentMismatchError(f"request {name} does not compute the prompt's first {wanted} tokens")
-        if leader.kv.layout.problem or not wanted or not (meeting := leader.choose_fork_position(wanted)):
-            raise ResidentMismatchError(f"request {name} can't be copied at {wanted} tokens, or not any more")
-        sequence.leader, sequence.fork_position = leader, meeting
+        if (
+            not 0 < request.reuse_tokens < len(request.prompt)
+            or leader.all_tokens[:position] != request.prompt[:position]
+        ):
+            raise ResidentMismatchError(f"request {name} does not compute the prompt's first {position} tokens")
+        if leader.kv.layout.problem or not position or not (fork_position := leader.choose_fork_position(position)):
+            raise ResidentMismatchError(f"request {name} can't be copied at {position} tokens, or not any more")
+        sequence.leader, sequence.fork_position = leader, fork_position
         self._waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """It no longer waits; what its leader kept for it alone is given up."""
+        """Remove a follower, and the state that its leader kept for it alone."""
         self._waiting.remove(sequence)
         leader, sequence.leader = sequence.leader, None
         if leader and not any(
@@ -53,31 +58,31 @@ class PrefixFollowers:
         return any(each.leader is sequence for each in self._waiting)
 
     def is_unattended(self, sequence: Sequence) -> bool:
-        """Whether nobody waits for what it computes, neither a client nor a follower."""
+        """Whether neither a client nor a follower waits for its KV."""
         return (sequence.detached or sequence.request.background) and not self.has_followers(sequence)
 
     @property
     def ready(self) -> list[Sequence]:
-        """Those whose leader can be copied now."""
+        """Followers whose leader can be copied now."""
         return [each for each in self._waiting if _has_leader_reached(each) and _find_fork_position(each)]
 
     @property
     def stale(self) -> list[Sequence]:
-        """Those whose leader has gone on and can't be copied there any more."""
+        """Followers whose leader is past their position and can't be copied there any more."""
         return [each for each in self._waiting if _has_leader_reached(each) and not _find_fork_position(each)]
 
     def pop_followers(self, leader: Sequence) -> list[Sequence]:
-        """Forget, and return, all that wait for one that has ended, those that wait for them too."""
-        gone: set[Sequence | None] = {leader}
+        """Remove and return all direct and indirect followers of an ended leader."""
+        ended: set[Sequence | None] = {leader}
         for sequence in self._waiting:
-            if sequence.leader in gone:
-                gone.add(sequence)
-        lost = [sequence for sequence in self._waiting if sequence in gone]
-        self._waiting = [sequence for sequence in self._waiting if sequence not in lost]
-        return lost
+            if sequence.leader in ended:
+                ended.add(sequence)
+        orphaned = [sequence for sequence in self._waiting if sequence in ended]
+        self._waiting = [sequence for sequence in self._waiting if sequence not in orphaned]
+        return orphaned
 
     def notify_progress(self, leader: Sequence) -> None:
-        """Tell all that wait for it, and for one another behind it, how far a leader's prefill has come."""
+        """Send a leader's prefill progress to its direct and indirect followers."""
         done: dict[Sequence | None, int] = {leader: leader.kv.length}
         for sequence in self._waiting:
             if sequence.leader in done:

@@ -1,25 +1,25 @@
-"""Who waits, prefills and decodes, and what all of them hold.  Engine thread."""
+"""Scheduler queues: waiting, followers, prefilling, decoding, with their KV bytes and reservations.  Engine thread."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.kv_cache.codecs import CodecKind
-from warmline_backend.kv_cache.reservations import Reservations
 from warmline_backend.model.model import ServedModel
 from warmline_backend.scheduler.capacity import request_bytes, sequence_bytes
-from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.prefix_sharing import PrefixFollowers
 
-STEPS_PER_BUDGET_CHECK = 32  # how often the budget is looked at while answers grow
+STEPS_PER_BUDGET_CHECK = 32  # decode rounds between two budget checks
 # Joining copies a group layer by layer, each old layer freed on the way: at most 1.7 layers were measured on top
 # (llama, qwen3_5, deepseek_v32 and a llama of 8 layers, 3,000 tokens each).
 LAYERS_COPIED_AT_ONCE = 2
 
 
 class Queues:
-    """All requests of one model by what they do.
+    """All requests of one model by stage.
 
-    Bytes are counted as buffers are allocated: rows in whole multiples of ROOM_TOKENS, a batch as long as its longest.
+    Bytes are counted as buffers are allocated: multiples of BUFFER_STEP_TOKENS rows, a batch as long as its longest.
     """
 
     def __init__(self, served: ServedModel) -> None:
@@ -47,38 +47,36 @@ class Queues:
 
     @property
     def unattended(self) -> list[Sequence]:
-        """Prefills that nobody waits for."""
+        """Prefills that neither a client nor a follower waits for."""
         return [each for each in self.prefilling if self.followers.is_unattended(each)]
 
     @property
     def background(self) -> list[Sequence]:
-        """Those that hold something until somebody else wants it, whether they compute or wait."""
+        """Background requests that hold KV, computing or waiting."""
         holding = [*self.prefilling, *(each for each in self.waiting if each.kv.length)]
         return [each for each in holding if each.request.background]
 
     @property
     def expendable(self) -> list[Sequence]:
-        """All whose end frees memory that nobody would miss."""
-        nobodys = self.unattended
-        return [*nobodys, *(each for each in self.background if each not in nobodys)]
+        """Requests whose end frees memory and that no client would miss."""
+        unattended = self.unattended
+        return [*unattended, *(each for each in self.background if each not in unattended)]
 
     @property
     def prefill_candidates(self) -> list[Sequence]:
-        """Those that somebody waits for; where there are none, those that go on alone; those in the background only
-        where nothing else is computed at all.
-        """
-        nobodys = self.unattended
-        wanted = [each for each in self.prefilling if each not in nobodys]
-        alone = [each for each in nobodys if not each.request.background]
-        return wanted or alone or ([] if self.has_foreground else nobodys)
+        """Prefills that a client waits for; else detached ones; else background ones while nothing else computes."""
+        unattended = self.unattended
+        attended = [each for each in self.prefilling if each not in unattended]
+        detached = [each for each in unattended if not each.request.background]
+        return attended or detached or ([] if self.has_foreground else unattended)
 
     @property
     def has_foreground(self) -> bool:
-        """Whether anything is computed that is not in the background."""
+        """Whether any running request is not in the background."""
         return any(not each.request.background for each in self.running)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take one out, wherever it is; its KV is its own from then on."""
+        """Take a sequence out of its queue; its KV owns its layers afterwards."""
         if (group := self.find_group(sequence)) is not None:
             group.remove(sequence)
             self.groups = [group for group in self.groups if group.sequences]
@@ -86,10 +84,7 @@ class Queues:
             self._remove_unbatched(sequence)
 
     def discard_batch(self, sequence: Sequence) -> list[Sequence]:
-        """Forget one with all that share its batch, whose rows can't be trusted any more, and the rows too.
-
-        Returns them.
-        """
+        """Remove a sequence and all that share its batch, whose rows can't be trusted; returns them."""
         if (group := self.find_group(sequence)) is None:
             self._remove_unbatched(sequence)
             return [sequence]
@@ -105,7 +100,7 @@ class Queues:
 
     @property
     def bytes_held(self) -> int:
-        """KV of all requests, padding, the rest of their prompts and what is reserved for restores counted."""
+        """KV bytes of all requests, with padding, the rest of their prompts, and granted reservations."""
         decoding = sum(map(self._bytes_of_group, self.groups))
         waiting = sum(map(self._bytes_now, self.waiting))
         prefilling = sum(map(self._bytes_of_request, self.prefilling))
@@ -113,21 +108,21 @@ class Queues:
 
     @property
     def bytes_to_copy(self) -> int:
-        """What taking one out of its batch takes on top, for a moment, at most."""
+        """Most bytes that copying one sequence out of its batch takes on top, for a moment."""
         return max((self.bytes_to_remove(group.sequences[0]) for group in self.groups), default=0)
 
     def bytes_to_remove(self, sequence: Sequence) -> int:
-        """What taking this one out takes on top: it is copied out of a batch, but moved where it is alone."""
+        """Bytes that taking `sequence` out takes on top: a copy from a batch, none where it is alone."""
         group = self.find_group(sequence)
         return self._bytes_per_row(group) if group and len(group.sequences) > 1 else 0
 
     def bytes_to_admit(self, sequence: Sequence) -> int:
-        """What starting one that waits takes on top of what it holds."""
+        """Bytes that starting a waiting sequence takes on top of its present KV."""
         return self._bytes_of_request(sequence) - self._bytes_now(sequence)
 
     @property
     def bytes_expendable(self) -> int:
-        """What the end of all that make way would free."""
+        """Bytes that the end of all expendable requests would free."""
         return sum(self._bytes_freed(each) for each in self.expendable)
 
     def _bytes_freed(self, sequence: Sequence) -> int:
@@ -135,13 +130,13 @@ class Queues:
         return held - self._bytes_to_save(sequence)
 
     def _bytes_to_save(self, sequence: Sequence) -> int:
-        """What stays of a prefill that is ended, to be saved first: all that it has, and its last state."""
+        """Bytes that an ended prefill keeps for its save: its KV and its last state."""
         if self._served.layout.problem or not sequence.request.leaves_resident:
             return 0
         return self._bytes_now(sequence) + self._served.state_bytes
 
     def bytes_to_merge(self, host: DecodeGroup, newcomer: DecodeGroup) -> int:
-        """What one batch of both takes on top of the two of them: padding, and copying at the time or later."""
+        """Bytes that one batch of both takes on top of the two: padding, and copies."""
         hosts, newcomers = len(host.sequences), len(newcomer.sequences)
         before = hosts * self._bytes_per_row(host) + newcomers * self._bytes_per_row(newcomer)
         each = max(self._bytes_per_row(host), self._bytes_per_row(newcomer))
@@ -154,25 +149,68 @@ class Queues:
         return rows + sum(map(self._bytes_of_states, group.sequences))
 
     def _bytes_per_row(self, group: DecodeGroup) -> int:
-        """What each row of a batch takes, grown as it will have before the budget is looked at again."""
+        """Bytes of each row of a batch, as long as it may be at the next budget check."""
         soon = (min(each.kv.length + STEPS_PER_BUDGET_CHECK, each.tokens_max) for each in group.sequences)
         return sequence_bytes(self._served, max(group.sequences[0].kv.buffer_rows, *soon))
 
     def _bytes_now(self, sequence: Sequence) -> int:
-        """What one holds that does not decode yet."""
+        """Bytes that a sequence outside of a batch holds."""
         if not sequence.kv.length:
             return 0
         return sequence_bytes(self._served, sequence.kv.buffer_rows) + self._bytes_of_states(sequence)
 
     def _bytes_of_states(self, sequence: Sequence, *, include_pending: bool = False) -> int:
-        """States at places before its end, and the windows at the one that it will come back to; with those to come."""
+        """Bytes of checkpoint states and of the windows at its rollback point, on request with those still to come."""
         states = len(sequence.kv.checkpoints) + (sequence.pending_checkpoint_count if include_pending else 0)
         windows = bool(sequence.kv.rollback_window[0]) or (include_pending and sequence.needs_rollback_point)
         return states * self._served.state_bytes + windows * self._served.window_bytes
 
     def _bytes_of_request(self, sequence: Sequence) -> int:
-        """What it will hold when a part of its answer is there; at least what it does now."""
+        """Bytes of a request with a part of its answer; at least its present ones."""
         request = sequence.request
         needed = request_bytes(self._served, len(request.prompt), request.params.max_tokens)
         rows = max(sequence_bytes(self._served, sequence.kv.buffer_rows), needed)
         return rows + self._bytes_of_states(sequence, include_pending=True)
+
+
+@dataclass(frozen=True)
+class _PendingReservation:
+    request_id: str
+    bytes_needed: int
+    on_granted: Callable[[], None]
+
+
+class Reservations:
+    """Memory set aside for restores, granted in order of arrival."""
+
+    def __init__(self) -> None:
+        self._pending: list[_PendingReservation] = []
+        self._granted: dict[str, int] = {}  # bytes by request id
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def has_granted(self) -> bool:
+        return bool(self._granted)
+
+    @property
+    def bytes_granted(self) -> int:
+        return sum(self._granted.values())
+
+    def add(self, request_id: str, bytes_needed: int, on_granted: Callable[[], None]) -> None:
+        """Queue a reservation; `on_granted` is called once on this thread, unless it is released before."""
+        self._pending.append(_PendingReservation(request_id, bytes_needed, on_granted))
+
+    def release(self, request_id: str) -> None:
+        """Return the memory, or stop waiting for it; ignores unknown ids."""
+        self._pending = [reservation for reservation in self._pending if reservation.request_id != request_id]
+        self._granted.pop(request_id, None)
+
+    def grant(self, fits: Callable[[int], bool], may_wait: Callable[[], bool]) -> None:
+        """Grant each next reservation that fits, or that could not fit better because no memory will be freed."""
+        while self._pending and (fits(self._pending[0].bytes_needed) or not may_wait()):
+            reservation = self._pending.pop(0)
+            self._granted[reservation.request_id] = reservation.bytes_needed
+            reservation.on_granted()

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from warmline_backend.generation.sequence import EndedEvent, GenerationEvent, PrefillProgress, StartedEvent, TokenEvent
+from warmline_backend.generation.events import EndedEvent, GenerationEvent, PrefillProgress, StartedEvent, TokenEvent
 from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
-from warmline_backend.server.chunks import ChunkEncoder, TokenDecoder, TokenLogprob
+from warmline_backend.server.chunk_encoder import ChunkEncoder, TokenDecoder, TokenLogprob
 from warmline_backend.server.prompt_store import StoredPrompt
 from warmline_common.protocol.messages import RESULT_EVENT, SampledTurn, encode
 from warmline_common.protocol.sse import DONE, ChunkAggregator, SseParser, encode_comment, encode_event

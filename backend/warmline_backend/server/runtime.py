@@ -16,7 +16,7 @@ from warmline_backend.output.expected import make_expected_output
 from warmline_backend.prompt.renderer import TemplateRenderer
 from warmline_backend.request.params import BadRequestError, parse_params
 from warmline_backend.scheduler.capacity import check_capacity
-from warmline_backend.server.chunks import TokenDecoder
+from warmline_backend.server.chunk_encoder import TokenDecoder
 from warmline_backend.server.prompt_store import StoredPrompt
 from warmline_backend.structured_output.compiler import GrammarCompiler
 from warmline_common.protocol.messages import SampledTurn

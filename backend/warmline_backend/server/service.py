@@ -22,7 +22,8 @@ from warmline_backend.config import BackendConfig
 from warmline_backend.engine.engine import Engine, EngineStoppedError
 from warmline_backend.engine.inflight import InflightGeneration, InflightGenerations
 from warmline_backend.engine.kv_transfer import KvTransfer
-from warmline_backend.generation.sequence import EndedEvent, GenerationRequest
+from warmline_backend.generation.events import EndedEvent
+from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.kv_cache.segment_io import BadChainError, delete_drafts
 from warmline_backend.model.model import get_device_name
 from warmline_backend.output.dialect import detect_dialect
@@ -31,7 +32,7 @@ from warmline_backend.prompt.renderer import TemplateRenderer
 from warmline_backend.request.fields import TypoNotices
 from warmline_backend.request.response_format import has_format_fields
 from warmline_backend.scheduler.scheduler import Scheduler
-from warmline_backend.server.chunks import TokenDecoder
+from warmline_backend.server.chunk_encoder import TokenDecoder
 from warmline_backend.server.health import EngineReadiness, read_health
 from warmline_backend.server.metrics import BackendMetrics
 from warmline_backend.server.prompt_store import PromptStore, StoredPrompt

@@ -9,7 +9,7 @@ import xxhash
 from support.backend.cold_runs import cold_logprobs
 from support.backend.engine_driver import Drive
 from support.backend.families import FAMILIES, prompt_of, served, tolerance
-from warmline_backend.generation.sequence import TokenEvent
+from warmline_backend.generation.events import TokenEvent
 from warmline_common.protocol.messages import FirstLogits
 
 
@@ -107,7 +107,7 @@ def test_one_that_waits_gives_its_resident_up_to_a_restore(root: Path) -> None:
     drive.until(lambda: any(isinstance(event, TokenEvent) for event in stream.events))
     _, alone = drive.submit(prompt_of(420), 1, background=True, resident=resident, reuse=400)
     granted: list[bool] = []
-    drive.scheduler.reserve("restore", model.row_bytes * 256, lambda: granted.append(True))
+    drive.scheduler.admission.reserve("restore", model.row_bytes * 256, lambda: granted.append(True))
     assert granted and alone.settled.finish == "cancelled" and not stream.over
 
 

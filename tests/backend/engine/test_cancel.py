@@ -11,7 +11,8 @@ import pytest
 from support.backend.live_backend import BODY, ENDLESS, WAIT_S, Chunks, Hold, Live, settled, until, when, with_backend
 from warmline_backend.engine import inflight as generations
 from warmline_backend.engine import kv_transfer as storage
-from warmline_backend.generation.sequence import EndedEvent, GenerationRequest
+from warmline_backend.generation.events import EndedEvent
+from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.kv_cache import segment_io as segments
 from warmline_backend.kv_cache.segment_io import write_segment_file
 from warmline_common.protocol.messages import HEADER_REQUEST, RestoreRequest, SaveRequest, SegmentRef, SegmentSpec
@@ -284,12 +285,12 @@ def test_a_restore_that_the_engine_has_not_heard_of(tiny_folder: FolderOf, tmp_p
 def test_a_restore_that_waits_for_memory(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         request = await saved(backend)
-        await backend.ask(lambda scheduler: scheduler.reserve("other", scheduler.residents.budget_bytes, lambda: None))
+        await backend.ask(lambda scheduler: scheduler.admission.reserve("other", scheduler.residents.budget_bytes, lambda: None))
         task = restoring(backend, request)
         while not await backend.ask(lambda scheduler: scheduler.is_blocked):
             pass
         await acknowledged(backend, task, "restore")
-        await backend.ask(lambda scheduler: scheduler.release("other"))
+        await backend.ask(lambda scheduler: scheduler.admission.release("other"))
         await assert_nothing_is_left(backend)
         assert (await backend.service.restore(request)).position == len(request.tokens) // 4
         await assert_nothing_is_left(backend, residents=1)

@@ -9,13 +9,8 @@ import pytest
 from support.backend.engine_driver import Drive, Heard
 from support.backend.families import prompt_of, served
 from warmline_backend.engine.engine import Engine, EngineStoppedError
-from warmline_backend.generation.sequence import (
-    EndedEvent,
-    GenerationEvent,
-    GenerationRequest,
-    PrefillProgress,
-    TokenEvent,
-)
+from warmline_backend.generation.events import EndedEvent, GenerationEvent, PrefillProgress, TokenEvent
+from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.scheduler.scheduler import Scheduler
 from warmline_common.protocol.messages import GenerationResult

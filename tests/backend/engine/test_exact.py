@@ -11,7 +11,7 @@ from pathlib import Path
 
 from warmline_run.openblas import choose_preload
 
-CASES = Path(__file__).parents[2] / "support" / "backend" / "exact_cases.py"
+CASES = Path(__file__).with_name("exact_cases.py")
 
 
 def test_warm_is_cold_bit_for_bit() -> None:

@@ -14,7 +14,8 @@ from support.backend.families import prompt_of, served
 from warmline_backend.config import BackendConfigError, parse_config
 from warmline_backend.engine import engine as engine_module
 from warmline_backend.engine.engine import Engine
-from warmline_backend.generation.sequence import EndedEvent, GenerationEvent, GenerationRequest, TokenEvent
+from warmline_backend.generation.events import EndedEvent, GenerationEvent, TokenEvent
+from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.request.params import GenerationParams
 
 WAIT_S = 20

@@ -16,16 +16,16 @@ def test_a_save_under_way_goes_on_from_what_a_cancelled_request_left(family: str
     name, heard = drive.submit(prompt_of(200), 8)
     drive.until(lambda: heard.chunks == [50, 100])
     scheduler = drive.scheduler
-    first = scheduler.find_kv(50, running_id=name).slice_rows(0, 50)
+    first = scheduler.save_source.find_kv(50, running_id=name).slice_rows(0, 50)
     settled = scheduler.cancel(name)
     assert settled is not None and settled.prefilled_until == 100
-    held = scheduler.find_kv(100, running_id=name)
+    held = scheduler.save_source.find_kv(100, running_id=name)
     assert held is scheduler.residents.find_kv(settled.resident)
     assert first.keys() == held.slice_rows(50, 100).keys() == drive.served.row_names
     with pytest.raises(RowsUnavailableError):
-        scheduler.find_kv(101, running_id=name)
+        scheduler.save_source.find_kv(101, running_id=name)
     assert scheduler.residents.has_leased
-    scheduler.mark_saved("", name, 100)
+    scheduler.save_source.mark_saved("", name, 100)
     assert not scheduler.residents.has_leased, "all of it is on disk"
 
 
@@ -36,13 +36,13 @@ def test_a_part_that_is_saved_does_not_make_the_whole_droppable(root: Path) -> N
     settled = drive.scheduler.cancel(name)
     assert settled is not None
     before = drive.scheduler.residents.bytes_held
-    drive.scheduler.mark_saved("", name, 100)
-    held = drive.scheduler.find_kv(150, resident_id=settled.resident)
+    drive.scheduler.save_source.mark_saved("", name, 100)
+    held = drive.scheduler.save_source.find_kv(150, resident_id=settled.resident)
     assert drive.scheduler.residents.has_leased and drive.scheduler.residents.bytes_held < before
     assert held.slice_rows(100, 150).keys() == drive.served.row_names
     with pytest.raises(RowsUnavailableError):
         held.slice_rows(50, 100)
-    drive.scheduler.mark_saved(settled.resident, "", 150)
+    drive.scheduler.save_source.mark_saved(settled.resident, "", 150)
     assert not drive.scheduler.residents.has_leased
 
 
@@ -51,14 +51,14 @@ def test_states_stay_until_all_is_saved(root: Path) -> None:
     marks = (10, 20, 30, 40, 60, 70, 80)
     name, heard = drive.submit(prompt_of(200), 8, checkpoints=marks)
     drive.until(lambda: bool(heard.chunks) and heard.chunks[-1] == 80)
-    drive.scheduler.mark_saved("", name, 80)
-    assert sorted(drive.scheduler.find_kv(80, running_id=name).checkpoints) == list(marks), "it goes on"
+    drive.scheduler.save_source.mark_saved("", name, 80)
+    assert sorted(drive.scheduler.save_source.find_kv(80, running_id=name).checkpoints) == list(marks), "it goes on"
     settled = drive.scheduler.cancel(name)
     assert settled is not None and settled.checkpoints == list(marks)
-    drive.scheduler.mark_saved(settled.resident, "", 70)
+    drive.scheduler.save_source.mark_saved(settled.resident, "", 70)
     assert drive.scheduler.residents.has_leased
-    drive.scheduler.mark_saved(settled.resident, "", 80)
-    assert sorted(drive.scheduler.find_kv(80, resident_id=settled.resident).checkpoints) == [10, 60, 70, 80]
+    drive.scheduler.save_source.mark_saved(settled.resident, "", 80)
+    assert sorted(drive.scheduler.save_source.find_kv(80, resident_id=settled.resident).checkpoints) == [10, 60, 70, 80]
 
 
 def test_what_another_request_took_over_is_found_by_who_left_it(root: Path) -> None:
@@ -68,9 +68,9 @@ def test_what_another_request_took_over_is_found_by_who_left_it(root: Path) -> N
     onward = prompt_of(90) + heard.generated + prompt_of(300, 3)
     _, more = drive.submit(onward, 5, resident=heard.settled.resident, reuse=100)
     drive.until(lambda: len(more.chunks) == 2)
-    assert drive.scheduler.find_kv(100, running_id=name).tokens[:100] == onward[:100]
+    assert drive.scheduler.save_source.find_kv(100, running_id=name).tokens[:100] == onward[:100]
     with pytest.raises(RowsUnavailableError):
-        drive.scheduler.find_kv(101, running_id=name)
+        drive.scheduler.save_source.find_kv(101, running_id=name)
 
 
 def test_only_of_the_last_requests_it_is_known_what_they_left(root: Path) -> None:
@@ -83,6 +83,6 @@ def test_only_of_the_last_requests_it_is_known_what_they_left(root: Path) -> Non
         residents.delete(residents.add(kv, lease_s=0.0, request_id=f"other{n}"))
     assert residents.find_by_request("r1") == "" and residents.find_by_request("other0")
     with pytest.raises(ResidentNotFoundError):
-        drive.scheduler.find_kv(10, running_id="r1")
+        drive.scheduler.save_source.find_kv(10, running_id="r1")
     with pytest.raises(ResidentNotFoundError):
-        drive.scheduler.find_kv(0, running_id="other0")
+        drive.scheduler.save_source.find_kv(0, running_id="other0")

@@ -9,7 +9,7 @@ import pytest
 
 from support.backend.engine_driver import Drive, Heard
 from support.backend.families import cold, prompt_of, served
-from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.scheduler import FAILED_STEPS_MAX, DeviceBrokenError
 
 
@@ -62,10 +62,10 @@ def test_a_fault_in_prefill_is_told_and_not_tried_again(root: Path) -> None:
 def test_a_process_with_many_failed_steps_is_left(root: Path) -> None:
     drive = failing(root, 0)
     for number in range(FAILED_STEPS_MAX - 1):
-        drive.scheduler._finisher.discard([], Planted(number))
+        drive.scheduler.finisher.discard([], Planted(number))
         drive.turn()
     assert drive.run(prompt_of(40), 5).settled.finish == "length"
-    drive.scheduler._finisher.discard([], Planted("the last"))
+    drive.scheduler.finisher.discard([], Planted("the last"))
     with pytest.raises(DeviceBrokenError, match="steps have failed"):
         drive.turn()
 
@@ -134,7 +134,7 @@ def test_a_discarded_batch_is_gone_before_the_device_is_probed(root: Path, monke
 
 def test_an_end_is_told_though_what_has_changed_can_not_be(root: Path) -> None:
     drive = Drive(served("llama", root))
-    drive.scheduler.on_changed = lambda: 1 / 0  # type: ignore[assignment, return-value]
+    drive.scheduler.finisher.on_changed = lambda: 1 / 0  # type: ignore[assignment, return-value]
     assert drive.run(prompt_of(20), 3).settled.finish == "length"
 
 

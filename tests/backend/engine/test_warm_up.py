@@ -11,7 +11,7 @@ from warmline_backend.engine import warm_up as module
 from warmline_backend.engine.warm_up import prompt_lengths, warm_up
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.model.loader import ModelError
-from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.scheduler import SchedulerSettings
 
 LONG_S = 600.0

@@ -32,7 +32,7 @@ def positions(drive: Drive, tokens: int) -> list[int]:
 def test_any_position_restores(family: str, root: Path, tmp_path: Path) -> None:
     drive = Drive(served(family, root), step=50)
     turn = drive.run(PROMPT, 40, checkpoints=CHECKPOINTS)
-    kv = drive.scheduler.find_kv(1, resident_id=turn.settled.resident)
+    kv = drive.scheduler.save_source.find_kv(1, resident_id=turn.settled.resident)
     tokens = list(kv.tokens)
     assert tokens == PROMPT + turn.generated and len(tokens) == 210
     chain, checkpoints = save(kv, tmp_path, [64, 100, 210])
@@ -80,7 +80,7 @@ def test_a_restored_conversation_saves_its_new_tail(family: str, root: Path, tmp
     """Save, restore, go on, save only what is new, restore all of it: each file has its own rows and no more."""
     drive = Drive(served(family, root), step=50)
     turn = drive.run(PROMPT, 40)
-    chain, checkpoints = save(drive.scheduler.find_kv(1, resident_id=turn.settled.resident), tmp_path, [210])
+    chain, checkpoints = save(drive.scheduler.save_source.find_kv(1, resident_id=turn.settled.resident), tmp_path, [210])
     tokens = PROMPT + turn.generated
     read = loader(drive.served, tmp_path, POOL).load(
         pack_tokens(tokens), chain, checkpoints[-1] if checkpoints else None, lambda: False
@@ -88,7 +88,7 @@ def test_a_restored_conversation_saves_its_new_tail(family: str, root: Path, tmp
     resident = drive.scheduler.install_resident("", read.build(drive.served.layout))
     prompt = tokens + prompt_of(60, 3)
     more = drive.run(prompt, 45, resident=resident, reuse=210)
-    kv = drive.scheduler.find_kv(1, resident_id=more.settled.resident)
+    kv = drive.scheduler.save_source.find_kv(1, resident_id=more.settled.resident)
     rows = kv.slice_rows(210, kv.length)
     assert {array.shape[2] for array in rows.values()} == {kv.length - 210}
     if drive.served.layout.window:
@@ -99,7 +99,7 @@ def test_a_restored_conversation_saves_its_new_tail(family: str, root: Path, tmp
 def test_files_weigh_what_their_rows_do(root: Path, tmp_path: Path) -> None:
     for family in FAMILIES:
         drive = Drive(served(family, root))
-        kv = drive.scheduler.find_kv(1, resident_id=drive.run(PROMPT, 40).settled.resident)
+        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 40).settled.resident)
         folder = tmp_path / family
         folder.mkdir()
         chain, _ = save(kv, folder, [3, 64, 210])
@@ -110,7 +110,7 @@ def test_files_weigh_what_their_rows_do(root: Path, tmp_path: Path) -> None:
 
 def test_files_are_safetensors_for_everybody(root: Path, tmp_path: Path) -> None:
     drive = Drive(served("deepseek_v32", root))
-    kv = drive.scheduler.find_kv(1, resident_id=drive.run(PROMPT, 4).settled.resident)
+    kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 4).settled.resident)
     chain, _ = save(kv, tmp_path, [174])
     path = tmp_path / f"{chain[0].id}.safetensors"
     with safe_open(path, "numpy") as file:
@@ -123,7 +123,7 @@ def test_files_are_safetensors_for_everybody(root: Path, tmp_path: Path) -> None
 @pytest.fixture
 def stored(root: Path, tmp_path: Path) -> tuple[Drive, list, bytes, Path]:  # type: ignore[type-arg]
     drive = Drive(served("llama", root))
-    kv = drive.scheduler.find_kv(1, resident_id=drive.run(PROMPT, 30).settled.resident)
+    kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(PROMPT, 30).settled.resident)
     chain, _ = save(kv, tmp_path, [64, 128, 200])
     return drive, chain, pack_tokens(kv.tokens), tmp_path
 
@@ -186,7 +186,7 @@ def test_a_segment_of_another_conversation_is_refused_though_its_own_tokens_are_
     folders = [tmp_path / name for name in "ab"]
     for folder, prompt in zip(folders, (PROMPT, [*prompt_of(64, 5), *PROMPT[64:]]), strict=True):
         folder.mkdir()
-        kv = drive.scheduler.find_kv(1, resident_id=drive.run(prompt, 1).settled.resident)
+        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(prompt, 1).settled.resident)
         chain, _ = save(kv, folder, [64, 128, 170])
     tokens, path = pack_tokens(PROMPT), folders[0] / f"{chain[1].id}.safetensors"
     path.write_bytes((folders[1] / path.name).read_bytes())
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_another_conversation_is_refused(root: Path, tmp_path: P
     folders = [tmp_path / name for name in "ab"]
     for folder, prompt in zip(folders, (PROMPT, prompt_of(170, 5)), strict=True):
         folder.mkdir()
-        kv = drive.scheduler.find_kv(1, resident_id=drive.run(prompt, 1, checkpoints=(90,)).settled.resident)
+        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(prompt, 1, checkpoints=(90,)).settled.resident)
         chain, checkpoints = save(kv, folder, [90])
     (at,) = (ref for ref in checkpoints if ref.position == 90)
     path = folders[0] / f"{at.id}.safetensors"
@@ -237,7 +237,7 @@ def test_a_running_request_can_be_saved(root: Path, tmp_path: Path) -> None:
         name, heard = drive.submit(PROMPT, 60)
         drive.submit(prompt_of(160, 4), 60)  # a batch mate, where the family can have one
         drive.until(lambda heard=heard: len(heard.events) > 30)  # type: ignore[misc]
-        kv = drive.scheduler.find_kv(1, running_id=name)
+        kv = drive.scheduler.save_source.find_kv(1, running_id=name)
         at = kv.length
         tokens = list(kv.tokens)
         kv.capture_checkpoint()

@@ -12,12 +12,12 @@ from openai.lib.streaming._deltas import accumulate_delta
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from support.backend.tool_families import BY_NAME, TOOLS
-from warmline_backend.generation.sequence import EndedEvent, GenerationEvent, SampledLogprobs, TokenEvent
+from warmline_backend.generation.events import EndedEvent, GenerationEvent, SampledLogprobs, TokenEvent
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.parser import OutputParser
 from warmline_backend.output.turns import parse_turn
 from warmline_backend.request.params import GenerationParams
-from warmline_backend.server.chunks import TokenDecoder
+from warmline_backend.server.chunk_encoder import TokenDecoder
 from warmline_backend.server.prompt_store import StoredPrompt
 from warmline_backend.server.response import SILENT_TOKENS_PER_COMMENT, GenerationResponse
 from warmline_common.protocol.messages import GenerationResult, Timings, decode

@@ -7,7 +7,7 @@ import pytest
 from support.backend.cold_runs import compare_greedy
 from support.backend.engine_driver import Drive
 from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
-from warmline_backend.generation.sequence import TokenEvent
+from warmline_backend.generation.events import TokenEvent
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,7 +126,7 @@ def test_it_gives_way_to_a_restore(root: Path) -> None:
     name, alone = drive.submit(prompt_of(600), 8)
     drive.until(lambda: len(alone.chunks) == 2)
     granted: list[str] = []
-    drive.scheduler.reserve("restore", 300_000, lambda: granted.append("restore"))
+    drive.scheduler.admission.reserve("restore", 300_000, lambda: granted.append("restore"))
     assert not granted
     assert drive.scheduler.detach(name)
     drive.turn()

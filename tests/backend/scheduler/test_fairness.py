@@ -9,7 +9,7 @@ from support.backend.engine_driver import Drive
 from support.backend.families import prompt_of, served
 from warmline_backend.generation.sequence import Sequence
 from warmline_backend.scheduler import scheduler
-from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_backend.scheduler.scheduler import (
     CHUNKS_SKIPPED_MAX,
     DECODE_OWED_MAX_S,

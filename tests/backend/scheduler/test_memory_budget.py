@@ -54,8 +54,8 @@ def test_states_do_not_pile_up_once_they_are_saved(root: Path) -> None:
     heard = drive.run(tokens, 5, checkpoints=(10, 20))
     for turn in range(6):
         resident, length = heard.settled.resident, heard.settled.prefilled_until
-        drive.scheduler.mark_saved(resident, "", length)
-        kept = drive.scheduler.find_kv(length, resident_id=resident).checkpoints
+        drive.scheduler.save_source.mark_saved(resident, "", length)
+        kept = drive.scheduler.save_source.find_kv(length, resident_id=resident).checkpoints
         assert 10 in kept and length in kept and len(kept) <= 4
         tokens = tokens[: length - 5] + heard.generated + prompt_of(20, turn)
         heard = drive.run(tokens, 5, resident=resident, reuse=length, checkpoints=(length + 10,))
@@ -67,9 +67,9 @@ def test_room_that_can_not_be_made_costs_nobody_its_place(root: Path) -> None:
     _, long = drive.submit(prompt_of(400), 100)
     drive.until(lambda: len(long.events) > 3)
     granted: list[str] = []
-    drive.scheduler.reserve("a", 400_000, lambda: granted.append("a"))
+    drive.scheduler.admission.reserve("a", 400_000, lambda: granted.append("a"))
     with pytest.raises(KvTooLargeError):
-        drive.scheduler.reserve("b", 500_001, lambda: granted.append("b"))
+        drive.scheduler.admission.reserve("b", 500_001, lambda: granted.append("b"))
     assert not granted and held in drive.scheduler.residents and drive.scheduler.residents.generation == 0
 
 
@@ -78,7 +78,7 @@ def test_memory_is_reserved_for_a_restore_until_it_is_there(root: Path) -> None:
     granted: list[str] = []
 
     def reserve(name: str, bytes_wanted: int) -> None:
-        drive.scheduler.reserve(name, bytes_wanted, lambda: granted.append(name))
+        drive.scheduler.admission.reserve(name, bytes_wanted, lambda: granted.append(name))
 
     reserve("a", 400_000)
     reserve("b", 400_000)
@@ -86,8 +86,8 @@ def test_memory_is_reserved_for_a_restore_until_it_is_there(root: Path) -> None:
     _, heard = drive.submit(prompt_of(400), 5)
     drive.turn()
     assert drive.scheduler.queued_count == 1, "a prompt waits behind what was asked before it"
-    drive.scheduler.release("b")
-    drive.scheduler.release("a")
+    drive.scheduler.admission.release("b")
+    drive.scheduler.admission.release("a")
     drive.until(lambda: heard.over)
     drive.saved(heard)
     reserve("c", 400_000)
@@ -102,14 +102,14 @@ def test_restores_are_granted_in_order_as_requests_end(root: Path) -> None:
     _, running = drive.submit(prompt_of(500), 40)
     drive.until(lambda: len(running.events) > 3)
     for name in ("first", "second"):
-        drive.scheduler.reserve(name, 110_000, lambda name=name: granted.append(name))  # type: ignore[misc]
+        drive.scheduler.admission.reserve(name, 110_000, lambda name=name: granted.append(name))  # type: ignore[misc]
     _, later = drive.submit(prompt_of(30, 2), 2)
     assert granted == []
     drive.until(lambda: running.over)
     drive.saved(running)
     drive.turn()
     assert granted == ["first", "second"]
-    drive.scheduler.release("first")
+    drive.scheduler.admission.release("first")
     drive.until(lambda: later.over)
 
 
@@ -153,7 +153,7 @@ def test_what_a_restore_has_taken_is_not_granted_to_the_next(root: Path) -> None
     drive = Drive(model, budget=model.kv_bytes(1280))
     granted: list[str] = []
     for name in ("a", "b"):
-        drive.scheduler.reserve(name, model.kv_bytes(600), lambda name=name: granted.append(name))  # type: ignore[misc]
+        drive.scheduler.admission.reserve(name, model.kv_bytes(600), lambda name=name: granted.append(name))  # type: ignore[misc]
     resident = drive.scheduler.install_resident("a", kv.fork(600, detached=True))
     assert granted == ["a"]
     assert drive.scheduler.residents.delete(resident)
@@ -190,7 +190,7 @@ def test_where_there_is_no_room_for_a_copy_it_shares_its_residents_memory(root: 
     assert resident in drive.scheduler.residents
     drive.until(lambda: running.over)
     drive.saved(running)
-    drive.scheduler.mark_saved(resident, "", 601)
+    drive.scheduler.save_source.mark_saved(resident, "", 601)
     drive.until(lambda: waiting.over)
     assert waiting.generated == cold(model, "llama", prompt_of(620), 4).tokens
     assert waiting.settled.timings.prefilled == 20
@@ -237,7 +237,7 @@ def test_who_holds_memory_goes_on_before_a_restore_that_waits_for_it(root: Path)
     drive = Drive(served("llama", root), budget=500_000)
     first = drive.run(prompt_of(500), 5)
     granted: list[str] = []
-    drive.scheduler.reserve("restore", 300_000, lambda: granted.append("restore"))
+    drive.scheduler.admission.reserve("restore", 300_000, lambda: granted.append("restore"))
     _, fresh = drive.submit(prompt_of(100, 2), 5)
     onward = prompt_of(500) + first.generated + prompt_of(5, 3)
     _, second = drive.submit(onward, 5, resident=first.settled.resident, reuse=505)
@@ -245,7 +245,7 @@ def test_who_holds_memory_goes_on_before_a_restore_that_waits_for_it(root: Path)
     assert granted == [] and not fresh.events
     drive.saved(second)
     drive.until(lambda: bool(granted))
-    drive.scheduler.release("restore")
+    drive.scheduler.admission.release("restore")
     drive.until(lambda: fresh.over)
 
 
@@ -282,7 +282,7 @@ class Restore:
         self._checkpoint = next((ref for ref in checkpoints if ref.position == 700), None)
 
     def ask(self) -> None:
-        self._drive.scheduler.reserve("restore", self._drive.served.kv_bytes(700), self._grant)
+        self._drive.scheduler.admission.reserve("restore", self._drive.served.kv_bytes(700), self._grant)
 
     def _grant(self) -> None:
         self.granted = True
@@ -330,5 +330,5 @@ def test_a_state_keeps_nothing_of_the_chunk_that_made_it(root: Path) -> None:
     base = mx.get_active_memory()
     name, heard = drive.submit(prompt_of(600), 4)
     drive.until(lambda: heard.chunks == [256])
-    held = drive.scheduler.find_kv(256, running_id=name).nbytes
+    held = drive.scheduler.save_source.find_kv(256, running_id=name).nbytes
     assert mx.get_active_memory() - base < held + 60_000, "a view into 256 tokens' activations would hold 200 kB"

@@ -8,7 +8,8 @@ import pytest
 from support.backend.cold_runs import compare_greedy
 from support.backend.engine_driver import Drive, Heard
 from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
-from warmline_backend.generation.sequence import FORK_DISTANCE_TOKENS_MIN, PrefillProgress, StartedEvent, TokenEvent
+from warmline_backend.generation.events import PrefillProgress, StartedEvent, TokenEvent
+from warmline_backend.generation.sequence import FORK_DISTANCE_TOKENS_MIN
 from warmline_backend.kv_cache.residents import ResidentMismatchError, ResidentNotFoundError
 
 ANYWHERE = [family for family in FAMILIES if family not in ("gemma3", "qwen3_5", "falcon_h1")]
@@ -56,7 +57,7 @@ def test_what_a_follower_leaves_can_be_continued(family: str, root: Path) -> Non
     name, leader = drive.submit(prompt, 4)
     _, follower = drive.submit(prompt, 4, follow=name, reuse=129)
     drive.until(lambda: leader.over and follower.over)
-    held = drive.scheduler.find_kv(134, resident_id=follower.settled.resident)
+    held = drive.scheduler.save_source.find_kv(134, resident_id=follower.settled.resident)
     assert held.slice_rows(0, 134).keys() == drive.served.row_names, "all of it can be saved, windows too"
     onward = prompt + follower.generated + prompt_of(20, 5)
     more = drive.run(onward, 8, resident=follower.settled.resident, reuse=134)

@@ -7,7 +7,8 @@ import pytest
 from support.backend.cold_runs import compare_greedy
 from support.backend.engine_driver import Drive, Heard
 from support.backend.families import FAMILIES, cold, prompt_of, served, tolerance
-from warmline_backend.generation.sequence import GenerationRequest, PrefillProgress, TokenEvent, find_chunk_end
+from warmline_backend.generation.events import PrefillProgress, TokenEvent
+from warmline_backend.generation.sequence import GenerationRequest, find_chunk_end
 from warmline_backend.kv_cache.kv import RowsUnavailableError
 from warmline_backend.kv_cache.residents import ResidentMismatchError, ResidentNotFoundError
 from warmline_backend.request.params import GenerationParams
@@ -248,10 +249,10 @@ def test_a_save_after_a_takeover_never_writes_the_new_owners_tokens(root: Path) 
     resident = first.settled.resident
     name, _ = drive.submit(prompt_of(90) + prompt_of(200, 7), 5, resident=resident, reuse=80)  # leaves its tail behind
     drive.until(lambda: bool(drive.scheduler._queues.groups))
-    assert drive.scheduler.find_kv(80, resident_id=resident).tokens[:80] == prompt_of(80)
+    assert drive.scheduler.save_source.find_kv(80, resident_id=resident).tokens[:80] == prompt_of(80)
     with pytest.raises(RowsUnavailableError):
-        drive.scheduler.find_kv(100, resident_id=resident)
-    assert drive.scheduler.find_kv(280, running_id=name).length > 280
+        drive.scheduler.save_source.find_kv(100, resident_id=resident)
+    assert drive.scheduler.save_source.find_kv(280, running_id=name).length > 280
 
 
 def test_a_request_that_asks_for_no_resident_leaves_none(root: Path) -> None:

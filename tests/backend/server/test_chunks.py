@@ -10,7 +10,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from support.backend.small_tokenizers import byte_level, sentence_piece
-from warmline_backend.server.chunks import ChunkEncoder, TokenDecoder
+from warmline_backend.server.chunk_encoder import ChunkEncoder, TokenDecoder
 from warmline_common.protocol.sse import ChunkAggregator, SseParser
 
 

@@ -16,7 +16,7 @@ from warmline_backend.engine import kv_transfer as storage
 from warmline_backend.engine.engine import Engine
 from warmline_backend.engine.inflight import UnknownGenerationError
 from warmline_backend.generation import rates
-from warmline_backend.generation.sequence import EndedEvent
+from warmline_backend.generation.events import EndedEvent
 from warmline_backend.kv_cache.segment_io import BadChainError, OperationCancelledError, write_segment_file
 from warmline_backend.model.model import load_served_model
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings

@@ -151,15 +151,15 @@ from pathlib import Path
 from warmline_backend import __main__
 from warmline_backend.scheduler import scheduler
 
-real = scheduler.Scheduler.turn
+real = scheduler.Scheduler.step
 
-def turn(self):
-    for step in real(self):
+def step(self):
+    for _ in real(self):
         yield
         if Path(sys.argv[-1]).exists():
-            raise scheduler.DeviceBroken("the device is gone")
+            raise scheduler.DeviceBrokenError("the device is gone")
 
-scheduler.Scheduler.turn = turn
+scheduler.Scheduler.step = step
 sys.exit(__main__.main(sys.argv[1:-1]))
 """
 
@@ -169,14 +169,14 @@ import logging
 import sys
 import threading
 from warmline_backend import __main__
-from warmline_backend.server import runtime as loaded
+from warmline_backend.server import service
 
 def hang(*arguments, **options):
     logging.warning("the disk does not answer")
     threading.Event().wait()
 
-loaded.fingerprint = hang
-__main__.THREADS_END_S = 0.1
+service.fingerprint_served_model = hang
+__main__.THREADS_WAIT_S = 0.1
 sys.exit(__main__.main(sys.argv[1:]))
 """
 

@@ -10,8 +10,9 @@ import pytest
 from support import tiny_models
 from support.backend.engine_driver import Drive, Heard
 from support.backend.live_backend import Live, with_backend
+from warmline_backend.generation.events import TokenEvent
 from warmline_backend.generation.sampling import LOGPROB_MIN
-from warmline_backend.generation.sequence import GenerationRequest, TokenEvent
+from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.model.model import ServedModel, load_served_model
 from warmline_backend.request.params import BadRequestError, GenerationParams
 from warmline_backend.structured_output.compiler import GrammarCompiler

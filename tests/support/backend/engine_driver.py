@@ -5,13 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from warmline_backend.generation.sequence import (
-    EndedEvent,
-    GenerationEvent,
-    GenerationRequest,
-    PrefillProgress,
-    TokenEvent,
-)
+from warmline_backend.generation.events import EndedEvent, GenerationEvent, PrefillProgress, TokenEvent
+from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.kv_cache.kv import KV
 from warmline_backend.kv_cache.segment_io import ChainLoader, expose_bytes, write_segment_file
 from warmline_backend.model.model import ServedModel
@@ -138,7 +133,7 @@ class Drive:
     def saved(self, heard: Heard) -> str:
         """As if the proxy had saved what this request left.  Its resident."""
         settled = heard.settled
-        self.scheduler.mark_saved(settled.resident, "", settled.prefilled_until)
+        self.scheduler.save_source.mark_saved(settled.resident, "", settled.prefilled_until)
         return settled.resident
 
     def run(self, prompt: list[int], max_tokens: int = 8, **options: object) -> Heard:

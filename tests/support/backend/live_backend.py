@@ -15,7 +15,8 @@ from aiohttp import web
 from warmline_backend.config import parse_config
 from warmline_backend.engine.engine import Engine
 from warmline_backend.engine.inflight import InflightGeneration
-from warmline_backend.generation.sequence import EndedEvent, GenerationEvent, Sequence
+from warmline_backend.generation.events import EndedEvent, GenerationEvent
+from warmline_backend.generation.sequence import Sequence
 from warmline_backend.model.model import load_served_model
 from warmline_backend.scheduler.scheduler import Scheduler, SchedulerSettings
 from warmline_backend.server.routes import make_app

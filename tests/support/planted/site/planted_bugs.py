@@ -47,7 +47,7 @@ def instead(owner: Any, name: str, bug: Callable[..., Any], active: Active, *bug
 def plant_in_backend(active: Active) -> None:
     from warmline_backend.kv_cache import segment_io as segments
     from warmline_backend.kv_cache.kv import KV
-    from warmline_backend.scheduler.decode_batch import DecodeGroup
+    from warmline_backend.scheduler.decode_group import DecodeGroup
     from warmline_backend.scheduler.finish import Finisher
     from warmline_backend.scheduler.scheduler import Scheduler
 

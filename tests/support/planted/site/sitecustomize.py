@@ -170,7 +170,7 @@ def wrap_ask(kind: type) -> None:
 def plant_in_backend() -> None:
     from warmline_backend.engine.engine import Engine
     from warmline_backend.generation.sequence import Sequence
-    from warmline_backend.scheduler.decode_batch import DecodeGroup
+    from warmline_backend.scheduler.decode_group import DecodeGroup
 
     wrap_step(Sequence, "prefill_chunk", "prefill", lambda one: [one])
     wrap_step(Sequence, "make_decode_batch", "first", lambda one: [one])

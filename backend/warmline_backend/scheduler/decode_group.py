@@ -1,7 +1,7 @@
-"""Decode groups: which sequences share a batch, and who leaves it with what.  Engine thread.
+"""Decode groups: sequences that share one batch.  Engine thread.
 
-A batch pads every row to its longest, so sequences share one only while the padding stays small; groups that can't
-share take turns.
+A batch pads every row to its longest, so sequences share one only while the padding stays small; other groups take
+turns.
 """
 
 from dataclasses import dataclass, field
@@ -12,36 +12,36 @@ import mlx.core as mx
 from warmline_backend.generation.sequence import DecodeBatch, Sequence
 from warmline_backend.kv_cache.codecs import flatten, rebuild
 
-PADDING_MAX = 1.25  # rows computed / rows wanted
+PADDING_MAX = 1.25  # rows computed / rows needed
 
 
 @dataclass(eq=False)
 class DecodeGroup:
-    """Sequences in one batch.  `sequences[i]` is row i; each one's KV looks into the batch's cache."""
+    """Sequences in one batch: `sequences[i]` is row i, and its KV reads the batch's cache."""
 
     batch: DecodeBatch
     sequences: list[Sequence] = field(default_factory=list)
 
     @classmethod
     def from_sequence(cls, sequence: Sequence) -> "DecodeGroup":
-        """A group of one; computes its first step."""
+        """Make a group of one; computes its first step."""
         group = cls(sequence.make_decode_batch(), [sequence])
         group._attach_sequences()
         return group
 
     def can_accept(self, sequence: Sequence) -> bool:
-        """Whether taking it in keeps the padding within bounds."""
+        """Whether the padding stays within PADDING_MAX with `sequence` added."""
         lengths = [member.kv.length for member in self.sequences] + [sequence.kv.length]
         return sequence.kv.layout.is_batchable and len(lengths) * max(lengths) <= PADDING_MAX * sum(lengths)
 
     def merge(self, other: "DecodeGroup") -> None:
-        """Take over all of another group's sequences."""
+        """Take over all sequences of another group."""
         self.batch.extend(other.batch)
         self.sequences += other.sequences
         self._attach_sequences()
 
     def step(self) -> list[tuple[Sequence, int, mx.array]]:
-        """One token for each: (sequence, token id, log-probabilities [vocabulary])."""
+        """Sample one token for each sequence: (sequence, token id, log-probabilities [vocabulary])."""
         for sequence in self.sequences:
             if sequence.kv.needs_capture(1):
                 sequence.kv.capture_window()
@@ -52,29 +52,29 @@ class DecodeGroup:
         ]
 
     def remove(self, sequence: Sequence) -> None:
-        """Take one out; its KV is its own from then on."""
-        place = self.sequences.index(sequence)
+        """Take one sequence out; its KV owns its layers afterwards."""
+        row = self.sequences.index(sequence)
         sequence.kv.capture_window()
         if len(self.sequences) == 1:
             sequence.kv.layers = list(self.batch.prompt_cache)  # moved: `filter` clears only the batch's own list
         else:
-            sequence.kv.layers = self._extract_layers(sequence, place)
+            sequence.kv.layers = self._extract_layers(sequence, row)
         sequence.kv.index = 0
-        self.batch.filter([n for n in range(len(self.batch.uids)) if n != place])
-        del self.sequences[place]  # after it: where it fails, they still stand for the batch's rows
+        self.batch.filter([n for n in range(len(self.batch.uids)) if n != row])
+        del self.sequences[row]  # last: if `filter` fails, `sequences` still matches the batch's rows
         self._attach_sequences()
 
     def dissolve(self) -> list[Sequence]:
-        """Hold nothing any more, whoever still looks at this group.  Returns who was in it; their rows are gone."""
+        """Return all sequences and drop their rows, also for other holders of this group."""
         sequences, self.sequences = self.sequences, []
         self.batch.prompt_cache.clear()
         return sequences
 
-    def _extract_layers(self, sequence: Sequence, place: int) -> list[Any]:
+    def _extract_layers(self, sequence: Sequence, row: int) -> list[Any]:
         layout = sequence.kv.layout
-        held = (leaf for _, leaf in flatten(self.batch.prompt_cache))
-        lowered = (leaf.codec.extract_sequence(cache, place) for leaf, cache in zip(layout.leaves, held, strict=True))
-        layers = rebuild(layout.template, lowered)
+        batched = (leaf for _, leaf in flatten(self.batch.prompt_cache))
+        alone = (leaf.codec.extract_sequence(cache, row) for leaf, cache in zip(layout.leaves, batched, strict=True))
+        layers = rebuild(layout.template, alone)
         mx.eval([layer.state for layer in layers])
         return layers
 

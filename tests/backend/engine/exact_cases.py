@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from support.backend.cold_runs import cold_logprobs
 from support.backend.engine_driver import Drive, Heard, cut_chain, loader, save
 from support.backend.families import FAMILIES, prompt_of, served
-from warmline_backend.generation.sequence import GenerationEvent, Sequence
+from warmline_backend.generation.events import GenerationEvent
+from warmline_backend.generation.sequence import Sequence
 from warmline_backend.kv_cache.kv import RowsUnavailableError
 from warmline_backend.kv_cache.residents import ResidentMismatchError
-from warmline_backend.scheduler.decode_batch import DecodeGroup
+from warmline_backend.scheduler.decode_group import DecodeGroup
 from warmline_common.protocol.tokens import pack_tokens
 
 Rows = list[NDArray[np.float32]]
@@ -193,7 +194,7 @@ def test_a_branch_and_its_trunk(family: str, root: Path, recorder: Recorder) -> 
 def test_from_disk(family: str, root: Path, recorder: Recorder, tmp_path: Path) -> None:
     drive, fresh = drive_of(family, root), drive_of(family, root)
     resident = drive.run(prompt_of(LENGTH), ANSWER, checkpoints=(48, 96)).settled.resident
-    chain, checkpoints = save(drive.scheduler.find_kv(192, resident_id=resident), tmp_path, [64, 130, 192])
+    chain, checkpoints = save(drive.scheduler.save_source.find_kv(192, resident_id=resident), tmp_path, [64, 130, 192])
     for position in (48, 96, 192):
         prompt = other_end(LENGTH, position)
         at = next((each for each in checkpoints if each.position == position), None)
@@ -306,15 +307,15 @@ def test_nothing_past_the_grid_is_saved(family: str, root: Path) -> None:
     drive = drive_of(family, root)
     name, running = drive.submit(prompt_of(LENGTH), 300)
     drive.until(lambda: running.chunks[-1:] == [144])
-    assert drive.scheduler.find_kv(144, running_id=name).length == 144
+    assert drive.scheduler.save_source.find_kv(144, running_id=name).length == 144
     drive.until(lambda: drive.scheduler._queues.find(name).kv.length > 240)  # type: ignore[union-attr]
-    kv = drive.scheduler.find_kv(192, running_id=name)
+    kv = drive.scheduler.save_source.find_kv(192, running_id=name)
     assert all(array.shape[2] == 192 for array in kv.slice_rows(0, 192).values())
     for until in (193, 204, 240):
         with pytest.raises(RowsUnavailableError, match=f"192 tokens can be saved, {until} were asked for"):
-            drive.scheduler.find_kv(until, running_id=name)
+            drive.scheduler.save_source.find_kv(until, running_id=name)
     assert all(end <= 192 for _, end, _ in kv.journal) and all(at <= 192 for at in kv.checkpoints)
-    drive.scheduler.mark_saved("", name, 192)
+    drive.scheduler.save_source.mark_saved("", name, 192)
     drive.scheduler.cancel(name)
     assert drive.run(prompt_of(LENGTH), 4, resident=running.settled.resident, reuse=192).reused == 192
 
@@ -336,7 +337,7 @@ def test_the_place_to_come_back_to_is_counted_and_given_up(family: str, root: Pa
     drive = drive_of(family, root)
     name, heard = drive.submit(prompt_of(LENGTH), 60)
     drive.until(lambda: len(drive.scheduler._queues.groups) == 1)
-    kv = drive.scheduler.find_kv(1, running_id=name)
+    kv = drive.scheduler.save_source.find_kv(1, running_id=name)
     kept = sum(array.nbytes for array in kv.rollback_window[1].values())
     assert kept == drive.served.window_bytes > 0
     with_it, kv.rollback_window = drive.scheduler.running_bytes, (0, {})

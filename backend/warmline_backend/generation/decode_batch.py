@@ -1,0 +1,36 @@
+"""mlx-lm's decode batch, which leaves ends to the scheduler and tells grammar matchers each token.  Engine thread."""
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch
+
+from warmline_backend.structured_output.matcher import Matcher
+
+
+class DecodeBatch(GenerationBatch):  # type: ignore[misc]  # mlx-lm has no types
+    """A generation batch that never finds an end by itself, so that mlx-lm extracts no cache.
+
+    Matchers get the last tokens before the forward pass.  mlx-lm hands processors their context only behind it, when
+    the
+    masks have to be ready.
+    """
+
+    def __init__(self, matcher: Matcher | None, model: object, uids: list[str], *rest: object) -> None:
+        self._matcher_by_uid = {uid: matcher for uid in uids if matcher is not None}
+        super().__init__(model, uids, *rest)
+
+    def extend(self, batch: "DecodeBatch") -> None:
+        self._matcher_by_uid |= batch._matcher_by_uid
+        super().extend(batch)
+
+    def _step(self) -> tuple[list[int], list[mx.array]]:
+        for row, uid in enumerate(self.uids) if self._matcher_by_uid else ():
+            if (matcher := self._matcher_by_uid.get(uid)) is not None:
+                matcher.set_sampled(self._next_tokens, row)
+        return super()._step()  # type: ignore[no-any-return]
+
+    def filter(self, keep: list[int]) -> None:
+        super().filter(keep)
+        self._matcher_by_uid = {uid: matcher for uid, matcher in self._matcher_by_uid.items() if uid in self.uids}
+
+    def extract_cache(self, idx: int) -> list[object]:
+        return []

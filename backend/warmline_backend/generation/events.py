@@ -1,0 +1,60 @@
+"""Events of a generation: started, prefill progress, tokens, ended.  Made on the engine thread, read on any."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from warmline_backend.output.events import Part, Text
+from warmline_common.protocol.messages import GenerationResult
+
+
+@dataclass(frozen=True)
+class StartedEvent:
+    """The request has left the queue and computes."""
+
+
+@dataclass(frozen=True)
+class PrefillProgress:
+    """`done` of `total` prompt tokens are computed."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class SampledLogprobs:
+    """Log-probability of a sampled token, and of the likeliest ones."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]  # likeliest first
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A generated token.  `parts` may be empty: half characters, starts of stop words or markers, and incomplete tool
+    calls
+    are held back.
+    """
+
+    parts: Sequence[Part]
+    token: int
+    logprobs: SampledLogprobs | None = None
+    is_reasoning: bool = False
+    stop_word: str = ""  # the stop word that this token completes
+
+    @property
+    def text(self) -> str:
+        """Content of the text parts."""
+        return "".join(part.text for part in self.parts if isinstance(part, Text))
+
+
+@dataclass(frozen=True)
+class EndedEvent:
+    """The last event.  `result.finish` gives the reason, `result.error` the text for "error"."""
+
+    result: GenerationResult
+    reused_tokens: int  # prompt tokens that were not prefilled
+
+
+GenerationEvent = StartedEvent | PrefillProgress | TokenEvent | EndedEvent
+EventListener = Callable[[GenerationEvent], None]  # called on the engine thread; must not block
