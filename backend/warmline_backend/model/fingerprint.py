@@ -22,6 +22,7 @@ import mlx_lm.models.base
 import mlx_lm.models.cache
 from mlx_lm.utils import load_config
 
+from warmline_backend.model.architectures import KV_REVISIONS
 from warmline_backend.model.loader import find_model_classes
 from warmline_backend.model.numerics import describe_numerics
 from warmline_common.protocol.messages import SEGMENT_FORMAT
@@ -30,7 +31,8 @@ from warmline_common.storage import disk
 PIECE_BYTES = 16 << 20
 READERS_MAX = 8
 DIGESTS_MAX = 4096  # remembered; the oldest are forgotten first
-_MODEL_PACKAGES = ("mlx_lm.models.", "warmline_backend.model.architectures.")
+_OWN_PACKAGE = "warmline_backend.model.architectures."
+_MODEL_PACKAGES = ("mlx_lm.models.", _OWN_PACKAGE)
 
 
 def compute_fingerprint(
@@ -77,18 +79,28 @@ def _list_adapter_files(adapter_path: Path | None) -> list[Path]:
 
 
 def _hash_sources(model_path: Path) -> list[list[str]]:
-    """Name and source digest of the modules that compute and hold this model's KV."""
+    """Name and digest of each module that computes or holds this model's KV, sorted by name.
+
+    mlx-lm's modules are identified by their source, our own by their declared revision: they may be moved and reworded.
+    """
     config = load_config(model_path)
     modules = [mlx_lm.models.base, mlx_lm.models.cache]
     sources = {}
     if model_file := config.get("model_file"):
-        sources["model_file"] = (model_path / model_file).read_bytes()
+        sources["model_file"] = hashlib.sha256((model_path / model_file).read_bytes()).hexdigest()
     else:
         architecture = inspect.getmodule(find_model_classes(config)[0])
         assert architecture is not None
         modules.append(architecture)
-    sources |= {module.__name__: inspect.getsource(module).encode() for module in _find_dependencies(modules)}
-    return [[name, hashlib.sha256(source).hexdigest()] for name, source in sorted(sources.items())]
+    sources |= dict(_identify_module(module) for module in _find_dependencies(modules))
+    return [[name, digest] for name, digest in sorted(sources.items())]
+
+
+def _identify_module(module: ModuleType) -> tuple[str, str]:
+    name = module.__name__
+    if name.startswith(_OWN_PACKAGE):
+        return KV_REVISIONS[name.removeprefix(_OWN_PACKAGE)]
+    return name, hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
 
 
 def _find_dependencies(modules: Iterable[ModuleType]) -> list[ModuleType]:
