@@ -1,7 +1,8 @@
-"""Token ids to text as they come: nothing is said that the next token could take back."""
+"""Token ids to text, token by token: nothing is emitted that the next token could change."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -11,8 +12,19 @@ _TEXT = "text"
 
 
 def decode_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> str:
-    """All that these tokens say, special ones included.  Any thread."""
+    """Text of all tokens, special ones included.  Any thread."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def render_echo(body: Mapping[str, Any], tokens: Sequence[int], tokenizer: TokenizerWrapper) -> str:
+    """Prompt of a completion with `echo`: as it was sent, or the text of the token ids that were sent.
+
+    `body` was rendered to `tokens`, so its prompt is a text, a list of ids, or a list of one of these.
+    """
+    prompt = body["prompt"]
+    if isinstance(prompt, list) and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    return prompt if isinstance(prompt, str) else decode_tokens(tokenizer, tokens)
 
 
 class StopWordFilter:

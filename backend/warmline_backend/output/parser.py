@@ -2,14 +2,15 @@
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from warmline_backend.output.detokenizer import Detokenizer, StopWordFilter
 from warmline_backend.output.dialect import Dialect, detect_dialect, is_reasoning_open
-from warmline_backend.output.events import Part, Text, ToolCall
+from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.harmony import HeaderSplitter
 from warmline_backend.output.splitter import MarkerSplitter, Splitter
@@ -126,3 +127,27 @@ def make_splitter(dialect: Dialect, expected: ExpectedOutput) -> Splitter:
     return MarkerSplitter(
         dialect, tools, in_reasoning=thinking, parallel=parallel, is_constrained=expected.is_constrained
     )
+
+
+def parse_turn(
+    tokens: Sequence[int], tokenizer: TokenizerWrapper, tools: list[dict[str, Any]] | None
+) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls (names, arguments in JSON) of a turn's sampled tokens, without its reasoning.
+
+    `tokens` as in `SampledTurn`; `tools` are those of the request.  Raises ValueError where there is reasoning in them.
+    Any thread.
+    """
+    parser = OutputParser(tokenizer, expected=ExpectedOutput(has_parts=True, tools=tools))
+    parts = [part for token in tokens for part in parser.add(token)]
+    parts += parser.finish()
+    if any(isinstance(part, Reasoning) for part in parts):
+        raise ValueError("there is reasoning among the calls")
+    content = "".join(part.text for part in parts if isinstance(part, Text))
+    return content, [(part.name, part.arguments) for part in parts if isinstance(part, ToolCall)]
+
+
+def make_turn_parser(
+    tokenizer: TokenizerWrapper,
+) -> Callable[[Sequence[int], list[dict[str, Any]] | None], tuple[str, list[tuple[str, str]]]]:
+    """`parse_turn` for one tokenizer."""
+    return lambda tokens, tools: parse_turn(tokens, tokenizer, tools)

@@ -14,10 +14,10 @@ from warmline_backend.output.headers import HARMONY
 from warmline_backend.request.json_refs import Schema
 from warmline_backend.request.params import BadRequestError
 from warmline_backend.request.response_format import CallableTool, ResponseFormat, TextFormat
-from warmline_backend.structured_output.base import ToolSchema, UnsupportedToolError
 from warmline_backend.structured_output.json_schema import adapt_schema, add_guidance_options, list_required_names
 from warmline_backend.structured_output.lark import GrammarTooLongError, LarkBuilder, quote_literal
-from warmline_backend.structured_output.tool_calls import SECTION_FORMATS, TOOL_CALL_GRAMMARS
+from warmline_backend.structured_output.tool_calls import ToolSchema, UnsupportedToolError, write_calls
+from warmline_backend.tool_parsers.registry import CallSyntax
 
 ReasoningState = Literal["open", "possible", "closed"]
 """Where the answer starts: within reasoning; where the model may open it; after it, or where there is none."""
@@ -41,9 +41,14 @@ class TokenizerTraits:
     line_breaks: frozenset[int] = frozenset()  # line breaks that may stand between reasoning and answer
 
     @property
-    def tool_format(self) -> str:
-        """The name of its tool format; "" where it has none."""
-        return self.dialect.tool_format.name if self.dialect.tool_format else ""
+    def call_syntax(self) -> CallSyntax | None:
+        """Syntax of its calls; None where it calls no tools, or no grammar can be written of them."""
+        return self.dialect.tool_format.syntax if self.dialect.tool_format else None
+
+    @property
+    def has_sections(self) -> bool:
+        """One marker begins all calls of an answer."""
+        return bool(self.call_syntax and self.call_syntax.start)
 
     @property
     def call_start(self) -> str:
@@ -141,7 +146,7 @@ def _build_lazy_constraint(
 ) -> Constraint | None:
     """Free text, and calls of strict tools as they must be."""
     writer = _GrammarWriter(traits, response_format, check_grammar)
-    if traits.tool_format not in TOOL_CALL_GRAMMARS:
+    if traits.call_syntax is None:
         strict = next((tool.field for tool in response_format.tools if tool.strict), "")
         what = "leave 'strict' out" if strict else "send 'tool_choice' \"auto\""
         raise BadRequestError(f"{writer.describe_missing_grammar()}; {what}", strict or "tool_choice")
@@ -171,7 +176,7 @@ class _GrammarWriter:
 
     def write_call_block(self) -> str:
         """What one marker begins: one call, or all."""
-        several = self._response_format.parallel and self._traits.tool_format in SECTION_FORMATS
+        several = self._response_format.parallel and self._traits.has_sections
         return self._check_calls(self._lark.render(self._write_calls(several)))
 
     def write_free_text(self) -> str:
@@ -188,7 +193,7 @@ class _GrammarWriter:
             other = self._lark.text("([^{](?s:.*))?")
             return self._check_calls(self._lark.render(f"{self._write_calls(several)} | {other}"))
         self._lark = LarkBuilder(self._traits.markers, consumed_prefix=start)
-        head = f"{self._lark.text_until(start)} {self._write_calls(several and self._traits.tool_format in SECTION_FORMATS)}"
+        head = f"{self._lark.text_until(start)} {self._write_calls(several and self._traits.has_sections)}"
         rest = self._lark.text(excluded=(start,))
         whole = f"({head})* {rest}" if several else f"{rest} | {head}"
         return self._check_calls(self._lark.render(whole))
@@ -200,7 +205,7 @@ class _GrammarWriter:
         answer = _encode_form(form)
         if problem := self._check_grammar(_encode_grammars([answer])):
             raise BadRequestError(f"'{form.field}' can't be used: \"{problem}\"", form.field)
-        may_call = asked.tool_choice == "auto" and asked.tools and self._traits.tool_format in TOOL_CALL_GRAMMARS
+        may_call = asked.tool_choice == "auto" and asked.tools and self._traits.call_syntax
         if not (may_call or self._traits.wrapper_markers or self._traits.has_channels):
             return _encode_grammars([answer])
         calls = self._write_calls(asked.parallel) if may_call else ""
@@ -235,11 +240,11 @@ class _GrammarWriter:
     # ---- calls
 
     def _write_calls(self, several: bool) -> str:
-        if (style := TOOL_CALL_GRAMMARS.get(self._traits.tool_format)) is None:
+        if (syntax := self._traits.call_syntax) is None:
             raise BadRequestError(f"{self.describe_missing_grammar()}; send 'tool_choice' \"auto\"", "tool_choice")
         offered = [self._prepare_tool(tool) for tool in self._response_format.tools]
         try:
-            calls = style(self._lark, offered, several)
+            calls = write_calls(self._lark, syntax, offered, several)
         except UnsupportedToolError as problem:
             raise BadRequestError(f"this model can't be held to calling these tools: {problem}", "tools") from problem
         except GrammarTooLongError as problem:

@@ -10,7 +10,7 @@ import pytest
 from support.backend import small_tokenizers
 from support.backend.small_tokenizers import CHATML, byte_level, sentence_piece
 from support.tool_templates import TOOL_TEMPLATE
-from warmline_backend.output.turns import make_turn_parser
+from warmline_backend.output.parser import make_turn_parser
 from warmline_backend.prompt import replay
 from warmline_backend.prompt.renderer import RenderedPrompt, TemplateRenderer
 from warmline_common.protocol.messages import SampledTurn

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support.backend.grammar_cases import EOS, MARKERS, family_tokenizer, grammars_of, takes, tokenizer_with, walk
 from support.backend.tool_families import BY_NAME, CALLS, HARMONY
 from support.backend.tool_families import TOOLS as THEIRS
-from warmline_backend.output.turns import parse_turn
+from warmline_backend.output.parser import parse_turn
 from warmline_backend.request.params import BadRequestError
 from warmline_backend.structured_output.compiler import GrammarCompiler
 
@@ -108,7 +108,8 @@ def test_a_named_tool_is_the_one_that_is_called(family: str, families: dict[str,
     tokenizer, grammars = families[family]
     body = {"tools": FLAT, "tool_choice": {"type": "function", "function": {"name": "now"}}}
     constraint = grammars.build_constraint("chat", {**body, "parallel_tool_calls": False}, FLAT, thought(family))
-    calls = {tuple(parse_turn(walk(grammars.create_matcher(constraint), seed), tokenizer, FLAT)[1]) for seed in range(3)}
+    answers = [walk(grammars.create_matcher(constraint), seed) for seed in range(3)]
+    calls = {tuple(parse_turn(answer, tokenizer, FLAT)[1]) for answer in answers}
     assert calls == {(("now", "{}"),)}
 
 
@@ -194,7 +195,8 @@ def test_strict_tools_are_free_until_a_call_begins_and_free_again_after_it(famil
     assert takes(guide, tokens("Let me look. " + call + " and " + call)) and guide.state == "free"
     assert not takes(grammars.create_matcher(constraint), tokens("Well: " + call.replace("city", "town")))
     assert not takes(grammars.create_matcher(constraint), tokens(call.replace("2", "99")))
-    once = grammars.create_matcher(grammars.build_constraint("chat", {"tools": strict, "parallel_tool_calls": False}, strict, ""))
+    single = {"tools": strict, "parallel_tool_calls": False}
+    once = grammars.create_matcher(grammars.build_constraint("chat", single, strict, ""))
     assert takes(once, tokens("Well. " + call)) and np_count(once) == 1
 
 
