@@ -28,7 +28,7 @@ def render_echo(body: Mapping[str, Any], tokens: Sequence[int], tokenizer: Token
 
 
 class StopWordFilter:
-    """Content up to the first stop word that is complete.  Not thread-safe; one a request."""
+    """Content up to the first complete stop word.  Not thread-safe; one a request."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._state = TextStateMachine({_TEXT: [(word, None) for word in words]}).make_state(_TEXT)
@@ -36,7 +36,7 @@ class StopWordFilter:
         self.stop_word = ""  # which one
 
     def add(self, text: str) -> str:
-        """What may be emitted now: nothing that could begin a stop word."""
+        """Add text; returns what can't begin a stop word."""
         if self.is_stopped:
             return ""
         read = self._state[3] + text  # what was held back comes first
@@ -48,7 +48,7 @@ class StopWordFilter:
         return told
 
     def flush(self) -> str:
-        """What was held back, once it can't become a stop word any more."""
+        """Return held text, once it can't become a stop word any more."""
         if self.is_stopped:
             return ""
         self._state, held, _ = TextStateMachine.flush(self._state)
@@ -56,7 +56,7 @@ class StopWordFilter:
 
 
 class Detokenizer:
-    """Decodes with a window over the last tokens, so that each step costs the same.
+    """Decoding with a window over the last tokens, so that each step costs the same.
 
     mlx-lm's streaming detokenizers drop the leading space of an answer.  A client sends the answer back with its next
     turn, and only the exact text becomes the same tokens again.

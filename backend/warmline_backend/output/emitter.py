@@ -1,4 +1,4 @@
-"""What is told of an answer, in parts, and what is held until it is known whether it belongs to one."""
+"""Emitter of an answer's parts; holds white space until it is known to belong to one."""
 
 import json
 from typing import Any
@@ -10,10 +10,10 @@ from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
 
 
 class PartEmitter:
-    """Line breaks next to reasoning's markers belong to the markers.  Where there may be calls, so does white space
-    before and after them, but where content stands on both sides.
+    """Parts of one answer.  Offsets are characters of all text.
 
-    Offsets are characters of all that the model wrote.  One an answer.
+    Line breaks next to reasoning's markers belong to the markers.  Where there may be calls, so does white space before
+    and after them, but where content stands on both sides.
     """
 
     def __init__(self, tools: list[dict[str, Any]] | None, parallel: bool) -> None:
@@ -29,21 +29,20 @@ class PartEmitter:
 
     @property
     def is_done(self) -> bool:
-        """The one call that was wanted is told."""
+        """True after a call where only one may be made."""
         return self.has_calls and not self._parallel
 
     @property
     def has_content(self) -> bool:
-        """There is content."""
         return self._has_content
 
     @property
     def is_empty(self) -> bool:
-        """Nothing was told yet, but reasoning."""
+        """True until content or a call is emitted; reasoning does not count."""
         return not self._has_content and not self.has_calls
 
     def take_parts(self) -> list[Part]:
-        """What is new to tell."""
+        """Take the parts that are new."""
         parts, self._parts = self._parts, []
         return parts
 
@@ -93,7 +92,7 @@ class PartEmitter:
             self._parts.append(Text(told))
 
     def emit_items(self, items: ParsedItems, offset: int) -> None:
-        """Calls that end at `offset`, and what stands between them.  Raises Unreadable, and nothing is told then."""
+        """Emit calls that end at `offset`, and the text between them.  On ToolCallParseError nothing is emitted."""
         for item in [item if isinstance(item, str) else self._make_tool_call(item, offset) for item in items]:
             if isinstance(item, str):
                 self.emit_text(item)
@@ -112,7 +111,7 @@ class PartEmitter:
         self._parts.append(call)
 
     def finish(self) -> None:
-        """Nothing more comes: the white space at the end is told too, but behind calls."""
+        """End the answer: white space at its end is emitted too, but behind calls."""
         if self._pending_breaks:
             self._parts.append(Reasoning(self._pending_breaks))
         if self._pending_space and not self.has_calls:

@@ -1,4 +1,4 @@
-"""Answers of messages with headers told apart as they come."""
+"""Splitter of answers that are messages with headers."""
 
 from warmline_backend.output.dialect import Dialect
 from warmline_backend.output.emitter import PartEmitter
@@ -78,7 +78,7 @@ class HeaderSplitter:
         return bool(marker)
 
     def _begin_headerless_body(self) -> None:
-        """What seemed to be a header is the beginning of an answer that has none."""
+        """Take text that seemed to be a header as the beginning of an answer without one."""
         text, self._header = self._sampled_header, ""
         begun = (
             START if text.startswith(START) and not self._prompt_header else ""
@@ -136,7 +136,7 @@ class HeaderSplitter:
             self._emitter.emit_text(self._sampled_header + MESSAGE + text + marker)
 
     def _parse_calls(self, text: str) -> ParsedItems:
-        """Raises Unreadable."""
+        """Parse a message's calls.  Raises ToolCallParseError."""
         if self._header_format.has_json_calls:
             return [RawToolCall(normalize_name(self._recipient), parse_arguments(text))]
         assert self._tool_format

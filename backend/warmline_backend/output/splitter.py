@@ -1,4 +1,4 @@
-"""Marked text told apart as it comes: reasoning, content and calls."""
+"""Splitter of marked text into reasoning, content and calls."""
 
 from typing import Any, Protocol
 
@@ -16,32 +16,32 @@ ENDS_HELD_MAX = 64  # so many end markers may stand in a call's text
 
 
 class Splitter(Protocol):
-    """Parts that come out are final.  Offsets of calls are characters of all that was fed."""
+    """Splitter of text.  Emitted parts are final.  Offsets of calls are characters of all text."""
 
     @property
     def is_done(self) -> bool:
-        """What follows is not wanted."""
+        """True where the rest is not wanted."""
 
     @property
     def is_reasoning(self) -> bool:
-        """What follows is reasoning."""
+        """True within reasoning."""
 
     @property
     def is_calling(self) -> bool:
-        """What follows belongs to a call."""
+        """True within a call."""
 
     def feed(self, text: str) -> list[Part]:
-        """What is certain now."""
+        """Add text; returns the parts that are certain."""
 
     def finish(self, natural: bool) -> list[Part]:
-        """The rest.  `natural`: the model ended by itself, so what is open may be taken for closed."""
+        """Return the rest.  `natural`: the model ended by itself, so open parts may count as closed."""
 
 
 class MarkerSplitter:
-    """For models that put markers around reasoning and around calls.
+    """Splitter for models with markers around reasoning and calls.
 
-    `tools` None: nothing is a call.  `thinking`: the prompt has opened the reasoning.  `parallel`: more than one call
-    may be told.  `formed`: once it has begun, content goes on to the answer's end, whatever it spells.
+    `tools` None: nothing is a call.  `in_reasoning`: the prompt has opened the reasoning.  `parallel`: several calls may
+    be made.  `is_constrained`: content, once begun, goes on to the answer's end, whatever it spells.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class MarkerSplitter:
         return self._emitter.take_parts()
 
     def _finish_step(self, natural: bool) -> bool:
-        """Do away with what is open.  Whether there is yet more to read."""
+        """Close an open part.  True while there is more to read."""
         if self._step == self._read_call:
             self._pending.append(self._take(len(self._buffer)))
             self._end_call("", cut=not natural)
@@ -115,7 +115,7 @@ class MarkerSplitter:
     # ---- states: each consumes up to the next marker, and says whether another may go on
 
     def _read_start(self) -> bool:
-        """The answer may be a call that nothing marks."""
+        """Read the beginning of an answer that may be a call without a marker."""
         assert self._tool_format and self._tool_format.can_be_bare
         is_call = self._tool_format.can_be_bare(self._buffer)
         if is_call is None:
@@ -203,9 +203,7 @@ class MarkerSplitter:
         return True
 
     def _end_call(self, marker: str, *, cut: bool) -> bool:
-        """A call's text is there: tell what it says, or the text itself where it says nothing.  False where the marker
-        stands amid a text of the call.
-        """
+        """Emit a call from its complete text, or the text where it is none.  False within a string."""
         assert self._call_markers
         text = "".join(self._pending)
         try:
@@ -220,7 +218,7 @@ class MarkerSplitter:
         return True
 
     def _reject_call(self, text: str) -> None:
-        """No call after all.  Where it holds end markers, what follows the first of them is read anew."""
+        """Emit as text.  Where it holds end markers, the text after the first of them is read anew."""
         assert self._call_markers
         first = text.find(self._call_markers.end) + len(self._call_markers.end) if self._end_markers_held else len(text)
         self._emitter.emit_text(self._call_markers.start + text[:first])
@@ -238,7 +236,7 @@ class MarkerSplitter:
         return False
 
     def _reject_trial(self) -> None:
-        """It is reasoning; other calls may begin within it."""
+        """Emit as reasoning; other calls may begin within it."""
         text, length = "".join(self._pending), len(self._trial_marker)
         self._emitter.emit_reasoning(text[:length])
         self._buffer = text[length:] + self._buffer
@@ -246,7 +244,7 @@ class MarkerSplitter:
         self._step = self._read_reasoning
 
     def _feed_trial(self, text: str) -> bool:
-        """Whether it may still be nothing but calls."""
+        """Feed the trial; true while it has nothing but calls."""
         assert self._trial
         self._pending.append(text)
         return self._collect_trial_calls(self._trial.feed(text))

@@ -1,4 +1,4 @@
-"""What a body asks of its answer, and where its prompt ends, as one constraint.  Pure."""
+"""Constraint of one answer, by the body's format and the prompt's end.  Pure."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 @dataclass(frozen=True)
 class TokenizerTraits:
-    """What of a tokenizer matters here."""
+    """Traits of a tokenizer that decide a grammar."""
 
     markers: Mapping[str, int]  # tokens that are never text
     dialect: Dialect
@@ -42,12 +42,12 @@ class TokenizerTraits:
 
     @property
     def call_syntax(self) -> CallSyntax | None:
-        """Syntax of its calls; None where it calls no tools, or no grammar can be written of them."""
+        """Syntax of its calls; None without tools, or where no grammar can be written."""
         return self.dialect.tool_format.syntax if self.dialect.tool_format else None
 
     @property
     def has_sections(self) -> bool:
-        """One marker begins all calls of an answer."""
+        """True where one marker begins all calls of an answer."""
         return bool(self.call_syntax and self.call_syntax.start)
 
     @property
@@ -56,13 +56,13 @@ class TokenizerTraits:
 
     @property
     def has_channels(self) -> bool:
-        """gpt-oss: reasoning and answer are messages of their own."""
+        """True for gpt-oss: reasoning and answer are messages of their own."""
         return self.dialect.header_format is HARMONY
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What one prompt's answer is held to."""
+    """Constraint of one prompt's answer."""
 
     grammar: str = ""  # llguidance's; "" where tokens are forbidden, and nothing else
     reasoning: ReasoningState = "closed"
@@ -90,7 +90,7 @@ def read_tokenizer_traits(tokenizer: TokenizerWrapper, markers: Mapping[str, int
 
 
 def detect_reasoning(tail: str, dialect: Dialect) -> ReasoningState:
-    """By the prompt's text from its last message's end on."""
+    """Detect the state by the prompt's text from its last message's end on."""
     if not dialect.think_start:
         return "closed"
     if is_reasoning_open(dialect, tail):
@@ -101,7 +101,7 @@ def detect_reasoning(tail: str, dialect: Dialect) -> ReasoningState:
 def build_constraint(
     response_format: ResponseFormat, tail: str, traits: TokenizerTraits, check_grammar: GrammarCheck
 ) -> Constraint | None:
-    """None where any answer will do.  Raises BadRequest."""
+    """Build a constraint; None for an unconstrained answer.  Raises BadRequestError."""
     if response_format.is_unconstrained:
         return None
     if traits.dialect.header_format and not traits.has_channels and response_format.tool_choice != "none":
@@ -144,7 +144,7 @@ def _forbid_tool_calls(traits: TokenizerTraits) -> Constraint | None:
 def _build_lazy_constraint(
     base: Constraint, response_format: ResponseFormat, traits: TokenizerTraits, check_grammar: GrammarCheck
 ) -> Constraint | None:
-    """Free text, and calls of strict tools as they must be."""
+    """Constrain calls of strict tools within free text."""
     writer = _GrammarWriter(traits, response_format, check_grammar)
     if traits.call_syntax is None:
         strict = next((tool.field for tool in response_format.tools if tool.strict), "")
@@ -159,7 +159,7 @@ def _build_lazy_constraint(
 
 
 class _GrammarWriter:
-    """Writes one request's grammar."""
+    """Grammar of one request."""
 
     def __init__(self, traits: TokenizerTraits, response_format: ResponseFormat, check_grammar: GrammarCheck) -> None:
         self._traits, self._response_format, self._check_grammar = traits, response_format, check_grammar
@@ -171,16 +171,16 @@ class _GrammarWriter:
     # ---- whole grammars
 
     def write_required_calls(self) -> str:
-        """Calls, and nothing else."""
+        """Write calls, and nothing else."""
         return self._check_calls(self._lark.render(self._write_calls(self._response_format.parallel)))
 
     def write_call_block(self) -> str:
-        """What one marker begins: one call, or all."""
+        """Write the calls after one marker: one call, or all."""
         several = self._response_format.parallel and self._traits.has_sections
         return self._check_calls(self._lark.render(self._write_calls(several)))
 
     def write_free_text(self) -> str:
-        """Text, and calls in it, for families whose calls begin with text, or are channels."""
+        """Write text with calls in it, for families whose calls begin with text, or are channels."""
         if self._traits.has_channels:
             calls = self._write_calls(several=False)
             return self._check_calls(self._lark.render(self._write_channels(calls, self._lark.text())))
@@ -199,7 +199,7 @@ class _GrammarWriter:
         return self._check_calls(self._lark.render(whole))
 
     def write_answer(self) -> str:
-        """The form; or calls, where there are tools and none or any may be called."""
+        """Write the text format; or calls, where tools may be called."""
         asked, form = self._response_format, self._response_format.text_format
         assert form is not None
         answer = _encode_form(form)
@@ -228,7 +228,7 @@ class _GrammarWriter:
         return f"({begin})? {inner} ({' '.join([end, *rest])})?"
 
     def _write_channels(self, calls: str, text: str) -> str:
-        """Reasoning, then calls or text; where no form is asked for, words to the user may precede them."""
+        """Write reasoning, then calls or text; without a text format, comments to the user may precede them."""
         lark = self._lark
         kinds = '"analysis"' if self._response_format.text_format else '("analysis" | "commentary")'
         thought = f"{lark.literal('<|channel|>')} {kinds} {lark.literal('<|message|>')}"
@@ -256,7 +256,7 @@ class _GrammarWriter:
         return calls
 
     def _prepare_tool(self, tool: CallableTool) -> ToolSchema:
-        """Where the schema of a tool that is not strict can't be used, its arguments' names are."""
+        """Adapt a tool's schema; an unusable one of a tool that is not strict is reduced to its arguments' names."""
         try:
             parameters: Schema = adapt_schema(_close_parameters(tool), tool.field)
             problem = self._check_grammar(
@@ -278,7 +278,7 @@ class _GrammarWriter:
 
 
 def _close_parameters(tool: CallableTool) -> Schema:
-    """As a schema that allows no other arguments, where it doesn't speak of them."""
+    """Disallow further arguments in a schema that does not mention them."""
     parameters = tool.parameters
     if parameters is None:
         return NO_PARAMETERS
@@ -303,7 +303,7 @@ def _reduce_to_names(parameters: Any) -> Schema:
 
 
 def _encode_form(form: TextFormat) -> dict[str, Any]:
-    """One of llguidance's grammars."""
+    """Encode a format as one of llguidance's grammars."""
     if form.kind == "json":
         return {"json_schema": add_guidance_options(adapt_schema(form.value, form.field))}
     if form.kind == "choice":

@@ -1,6 +1,6 @@
-"""Architectures that mlx-lm doesn't have, or has wrong.  They shadow mlx-lm's own of the same `model_type`.
+"""Architectures that mlx-lm lacks or has wrong; they shadow mlx-lm's own of the same `model_type`.  Engine thread.
 
-Each module has what mlx-lm's have: a `Model` and a `ModelArgs`.  Their source is part of the fingerprint.
+Each module has what mlx-lm's have: a `Model` and a `ModelArgs`.  Their KV revision is part of the fingerprint.
 """
 
 from warmline_backend.model.architectures import glm_moe_dsa
