@@ -140,8 +140,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def load_lazy_model(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
     """Load the model with its weights, and its config; lazily: only headers of the files are read.
 
-    Raises ParameterMismatchError; ModelError for untrusted code and for errors of an architecture on this config and these
-    weights; ValueError for an unknown architecture or a contradictory config; OSError, FileNotFoundError for the files.
+    Raises ParameterMismatchError; ModelError for untrusted code and for errors of an architecture on these files; ValueError
+    for an unknown architecture or a contradictory config; OSError, FileNotFoundError for the files.
     """
     config = read_config(folder)
     if glob.escape(str(folder)) != str(folder):  # mlx-lm would take the path for a pattern, and find nothing, or others
@@ -189,7 +189,7 @@ def _make_checking_class(model_class: type[nn.Module]) -> type[nn.Module]:
 
 
 def check_parameters(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
-    """Raise ParameterMismatchError unless names and shapes of `weights` are the model's, and floats where it has floats."""
+    """Raise ParameterMismatchError unless names and shapes of `weights` are the model's, floats as floats."""
     needed = dict(tree_flatten(model.parameters()))
     missing = tuple(sorted(needed.keys() - weights.keys()))
     unexpected = tuple(sorted(weights.keys() - needed.keys()))

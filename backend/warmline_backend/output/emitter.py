@@ -21,8 +21,8 @@ class PartEmitter:
         self._parts: list[Part] = []
         self._pending_space = ""  # of content, told only once something follows
         self._pending_breaks = ""  # of reasoning, likewise
-        self._after_marker = False
-        self._has_content = False
+        self.after_marker = False
+        self.has_content = False
         self.has_calls = False
         self.is_after_call = False  # and nothing was said since
         self.reasoning_end = 0  # where the last reasoning ended; -1 within one
@@ -33,13 +33,9 @@ class PartEmitter:
         return self.has_calls and not self._parallel
 
     @property
-    def has_content(self) -> bool:
-        return self._has_content
-
-    @property
     def is_empty(self) -> bool:
         """True until content or a call is emitted; reasoning does not count."""
-        return not self._has_content and not self.has_calls
+        return not self.has_content and not self.has_calls
 
     def take_parts(self) -> list[Part]:
         """Take the parts that are new."""
@@ -49,14 +45,10 @@ class PartEmitter:
     # ---- reasoning
 
     def begin_reasoning(self) -> None:
-        self._after_marker, self.reasoning_end = True, -1
-
-    @property
-    def is_reasoning_empty(self) -> bool:
-        return self._after_marker
+        self.after_marker, self.reasoning_end = True, -1
 
     def end_reasoning(self, offset: int) -> None:
-        self._after_marker, self._pending_breaks, self.reasoning_end = True, "", offset
+        self.after_marker, self._pending_breaks, self.reasoning_end = True, "", offset
 
     def emit_reasoning(self, text: str) -> None:
         if not (text := self._strip_breaks(text)):
@@ -68,9 +60,9 @@ class PartEmitter:
             self._parts.append(Reasoning(told))
 
     def _strip_breaks(self, text: str) -> str:
-        if self._after_marker:
+        if self.after_marker:
             text = text.lstrip("\n")
-            self._after_marker = not text
+            self.after_marker = not text
         return text
 
     # ---- content and calls
@@ -78,17 +70,17 @@ class PartEmitter:
     def emit_text(self, text: str) -> None:
         if not (text := self._strip_breaks(text)):
             return
-        if self.has_calls and not self._has_content:
+        if self.has_calls and not self.has_content:
             text = text.lstrip()
         if self._tools is None:
-            self._has_content = True
+            self.has_content = True
             self._parts.append(Text(text))
             return
         text = self._pending_space + text
         told = text.rstrip()
         self._pending_space = text[len(told) :]
         if told:
-            self._has_content, self.is_after_call = True, False
+            self.has_content, self.is_after_call = True, False
             self._parts.append(Text(told))
 
     def emit_items(self, items: ParsedItems, offset: int) -> None:
@@ -104,10 +96,10 @@ class PartEmitter:
         return ToolCall(raw_call.name, _encode_arguments(arguments), self.reasoning_end, offset)
 
     def emit_call(self, call: ToolCall) -> None:
-        if not self._has_content:
+        if not self.has_content:
             self._pending_space = ""
         self.has_calls = self.is_after_call = True
-        self._after_marker = False
+        self.after_marker = False
         self._parts.append(call)
 
     def finish(self) -> None:

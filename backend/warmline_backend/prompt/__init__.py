@@ -1,1 +1,1 @@
-"""Prompts: chat bodies checked, rendered by the model's template and tokenized.  Layer: above tool_parsers.  Any thread."""
+"""Prompts: chat bodies checked, rendered by a template and tokenized.  Layer: above tool_parsers.  Any thread."""

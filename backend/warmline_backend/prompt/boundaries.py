@@ -24,7 +24,7 @@ class BoundaryFinder:
         self._conversation, self._text, self._render_prefix = conversation, text, render_prefix
 
     def find_turn_end(self) -> int:
-        """Offset up to which the prompt is the same without a generation prompt (or without the message to continue)."""
+        """Offset up to which the prompt is the same without a generation prompt (or the message to continue)."""
         closed = [item.message for item in self._conversation.complete_items]
         return count_common_chars(self._render_prefix(closed), self._text) if closed else 0
 
@@ -42,7 +42,7 @@ class BoundaryFinder:
     def find_rewritten_ends(self, known_ends: dict[int, int]) -> dict[int, int]:
         """Ends of messages that the template has rewritten since a user spoke after them.
 
-        They are found as rendered before a user's message, whose own length is known from the one behind the first message.
+        They are found as rendered before a user's message, whose length is known from the one behind the first message.
         """
         messages, first = self._conversation.messages, self._conversation.system_count + 1
         last_turn = max(self._conversation.user_indices, default=0)

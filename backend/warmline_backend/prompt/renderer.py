@@ -64,8 +64,8 @@ class TemplateRenderer:
     Hugging Face's fast tokenizers may be shared by threads as long as truncation, padding and special tokens stay; they
     set these themselves, lazily, in a first call, which is made here.  Slow ones get a lock.
 
-    `template_args` are arguments of a chat's template that a request does not set.  Raises ValueError where the template
-    refuses them.  `parse_turn` parses sampled tokens as an answer; without it none are replayed.
+    `template_args` are arguments of a chat's template that a request does not set.  Raises ValueError where the
+    template refuses them.  `parse_turn` parses sampled tokens as an answer; without it none are replayed.
     """
 
     def __init__(

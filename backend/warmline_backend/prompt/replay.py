@@ -1,7 +1,7 @@
 """Replay of sampled answers with tool calls, in place of the template's rendering of them.
 
-A client sends calls back parsed: their spaces, order and escapes are not the model's any more.  Where the sampled tokens
-still parse to what the client sends, they stand in the prompt, so that a prompt begins as the last one went on.
+A client sends calls back parsed: their spaces, order and escapes are not the model's any more.  Where the sampled
+tokens still parse to what the client sends, they stand in the prompt, so that a prompt begins as the last one went on.
 
 The conversation is rendered with placeholders, random words, for such a message's content and the names of its calls.
 They show the place of the tokens; where it is ambiguous the message stays as rendered.

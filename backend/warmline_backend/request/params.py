@@ -78,8 +78,8 @@ def parse_params(
 ) -> GenerationParams:
     """Check `body` of `endpoint` ("chat" or "completion").  Raises BadRequestError.
 
-    `context_tokens_max` and `default_max_tokens` are 0 for none.  A limit on tokens beyond the context is cut to it; only
-    a prompt that leaves no room for one token is refused.
+    `context_tokens_max` and `default_max_tokens` are 0 for none.  A limit on tokens beyond the context is cut to it;
+    only a prompt that leaves no room for one token is refused.
     """
     fields = Fields(body)
     _refuse_unsupported(endpoint, fields)
@@ -196,8 +196,8 @@ def _parse_max_tokens(fields: Fields, context_tokens_max: int, prompt_tokens: in
     room = context_tokens_max - prompt_tokens if context_tokens_max else TOKENS_UNBOUNDED
     if room < 1:
         raise BadRequestError(
-            f"This model's maximum context length is {context_tokens_max} tokens. However, your prompt has {prompt_tokens} tokens, which "
-            "leaves no room for an answer. Please shorten the prompt.",
+            f"This model's maximum context length is {context_tokens_max} tokens. However, your prompt has "
+            f"{prompt_tokens} tokens, which leaves no room for an answer. Please shorten the prompt.",
             param="messages" if fields.get("messages") is not None else "prompt",
             code="context_length_exceeded",
         )

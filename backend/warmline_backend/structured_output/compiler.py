@@ -182,8 +182,8 @@ def _convert_tokenizer(tokenizer: TokenizerWrapper) -> tuple[LLTokenizer, Tokeni
 def _hide_markers(described: dict[str, Any]) -> dict[str, int]:
     """Rename markers in a tokenizer's description; returns their ids by their true names.
 
-    llguidance tokenizes forced text, so a word of a schema that reads like a marker would become that marker.  Renamed, a
-    marker is a token that only its id names.
+    llguidance tokenizes forced text, so a word of a schema that reads like a marker would become that marker.  Renamed,
+    a marker is a token that only its id names.
     """
     markers: dict[str, int] = {}
     unknown, hidden = described["model"].get("unk_token"), dict[str, str]()

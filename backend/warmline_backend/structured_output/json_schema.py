@@ -143,8 +143,8 @@ def list_required_names(schema: Schema) -> list[str]:
 def _can_end(schema: Schema) -> bool:
     """True where some finite JSON may be valid.
 
-    A cheap look at parts that are required for certain; in doubt, true.  References that can end are found round by round,
-    each built on those before; what is left after the last round requires itself.
+    A cheap look at parts that are required for certain; in doubt, true.  References that can end are found round by
+    round, each built on those before; what is left after the last round requires itself.
     """
     ending: set[str] = set()
     waiting = {reference: lookup_reference(reference, schema) for reference in collect_references(schema)}

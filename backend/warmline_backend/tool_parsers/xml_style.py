@@ -95,7 +95,7 @@ def _require_calls(items: ParsedItems) -> ParsedItems:
 
 
 def _find_call_end(tags: TagFormat, text: str, position: int) -> int:
-    """End of the call whose last argument ended at `position`.  The closing tag may lack before the next call or the end."""
+    """End of the call whose last argument ended at `position`.  The closing tag may lack before the next."""
     position = _skip_space(text, position)
     if text.startswith(tags.call_end, position):
         return position + len(tags.call_end)
