@@ -1,0 +1,1 @@
+"""The served model: loading, architectures and fingerprint.  Layer: above kv_cache and request.  Engine thread."""

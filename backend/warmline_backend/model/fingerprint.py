@@ -1,8 +1,8 @@
-"""The identity of everything that makes KV meaningful.
+"""Fingerprint of everything that decides a model's KV.  Any thread.
 
-No equality check backs it, so it is sha256.  Weights are read once: a digest is remembered by inode, size and times,
-since reading 368 GB takes minutes.  Paths are left out, so that a moved or renamed model keeps its KV; tokenizer and
-template are left out too: they decide token ids, and ids are compared.
+No equality check backs it, so it is sha256.  Weights are read once: digests are cached by inode, size and times, since
+reading 368 GB takes minutes.  Paths are left out, so that a moved model keeps its KV; so are tokenizer and template:
+they decide token ids, and ids are compared.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ import mlx_lm.models.base
 import mlx_lm.models.cache
 from mlx_lm.utils import load_config
 
+from warmline_backend.model.architectures import KV_REVISIONS
 from warmline_backend.model.loader import find_model_classes
 from warmline_backend.model.numerics import describe_numerics
 from warmline_common.protocol.messages import SEGMENT_FORMAT
@@ -30,7 +31,8 @@ from warmline_common.storage import disk
 PIECE_BYTES = 16 << 20
 READERS_MAX = 8
 DIGESTS_MAX = 4096  # remembered; the oldest are forgotten first
-_MODEL_PACKAGES = ("mlx_lm.models.", "warmline_backend.model.architectures.")
+_OWN_PACKAGE = "warmline_backend.model.architectures."
+_MODEL_PACKAGES = ("mlx_lm.models.", _OWN_PACKAGE)
 
 
 def compute_fingerprint(
@@ -43,10 +45,10 @@ def compute_fingerprint(
     shards: int = 1,
     grid: int = 0,
 ) -> str:
-    """64 hex digits.  Raises OSError where files can't be read, ValueError where mlx-lm doesn't know the model.
+    """Compute 64 hex digits.  Raises OSError for unreadable files, ValueError for an architecture that mlx-lm lacks.
 
-    `dtype` is the KV's, `shards` how many ranks share the model.  With a `grid` (exact mode) it is also the identity of
-    what rounds the numbers; such KV and any other never meet.
+    `dtype` is the KV's, `shards` the number of ranks that share the model.  With a `grid` (exact mode) everything that
+    decides rounding is included, so that such KV and any other never meet.
     """
     digests = _DigestCache(home_models_dir / "digests.json")
     weights = sorted(model_path.glob("model*.safetensors"))
@@ -70,29 +72,39 @@ def compute_fingerprint(
 
 
 def _list_adapter_files(adapter_path: Path | None) -> list[Path]:
-    """What mlx-lm reads of an adapter."""
+    """List the files of an adapter that mlx-lm reads."""
     if adapter_path is None:
         return []
     return [adapter_path / "adapter_config.json", *sorted(adapter_path.glob("*.safetensors"))]
 
 
 def _hash_sources(model_path: Path) -> list[list[str]]:
-    """Name and source digest of the modules that compute and hold this model's KV."""
+    """Name and digest of each module that computes or holds this model's KV, sorted by name.
+
+    mlx-lm's modules are identified by their source, our own by their declared revision: they may be moved and reworded.
+    """
     config = load_config(model_path)
     modules = [mlx_lm.models.base, mlx_lm.models.cache]
     sources = {}
     if model_file := config.get("model_file"):
-        sources["model_file"] = (model_path / model_file).read_bytes()
+        sources["model_file"] = hashlib.sha256((model_path / model_file).read_bytes()).hexdigest()
     else:
         architecture = inspect.getmodule(find_model_classes(config)[0])
         assert architecture is not None
         modules.append(architecture)
-    sources |= {module.__name__: inspect.getsource(module).encode() for module in _find_dependencies(modules)}
-    return [[name, hashlib.sha256(source).hexdigest()] for name, source in sorted(sources.items())]
+    sources |= dict(_identify_module(module) for module in _find_dependencies(modules))
+    return [[name, digest] for name, digest in sorted(sources.items())]
+
+
+def _identify_module(module: ModuleType) -> tuple[str, str]:
+    name = module.__name__
+    if name.startswith(_OWN_PACKAGE):
+        return KV_REVISIONS[name.removeprefix(_OWN_PACKAGE)]
+    return name, hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
 
 
 def _find_dependencies(modules: Iterable[ModuleType]) -> list[ModuleType]:
-    """These modules of models, mlx-lm's and ours, and those that they take something from, directly or not.
+    """List these modules of models (mlx-lm's and ours) and all that they import, directly or not.
 
     One architecture builds on others (qwen3_5 on qwen3_next), and on rope_utils, switch_layers and the like.
     """
@@ -114,7 +126,7 @@ def _find_imports(module: ModuleType) -> Iterator[ModuleType]:
 
 
 class _DigestCache:
-    """sha256 of files, remembered in a private JSON file; a damaged one is begun again."""
+    """sha256 of files, cached in a private JSON file; a damaged cache is started anew."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -137,7 +149,7 @@ class _DigestCache:
         return digest
 
     def _save(self, key: str, digest: str) -> None:
-        """At once: whoever is stopped in the middle of a large model need not read all of it again."""
+        """Save at once, so that a start that is interrupted need not read all of a large model again."""
         with self._lock:
             self._digests[key] = digest
             while len(self._digests) > DIGESTS_MAX:
@@ -155,8 +167,8 @@ class _DigestCache:
 
 
 def _make_file_key(file: FileIO) -> str:
-    """Not the device: its number may change with a restart.  The change time, since the modification time can be set:
-    another model may be copied over this one, dates and all.
+    """Key of a file's content.  Without the device, whose number may change with a restart; with the change time, since
+    the modification time can be set: another model may be copied over this one with its dates.
     """
     status = os.fstat(file.fileno())
     return f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"

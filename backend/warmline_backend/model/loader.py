@@ -1,8 +1,8 @@
-"""A model from its folder, by mlx-lm's loader: our architectures before its own, and no parameter left to chance.
+"""Loading of a model by mlx-lm's loader: our architectures before its own, and every parameter checked.
 
-A parameter that a checkpoint lacks would keep the random values that it was made with, and one that the model does not
-know would be work that is not done: both give answers that look right for a while.  So both are errors.  So are packed
-numbers that would be taken for plain ones: mlx reads 8-bit floats as integers.
+A parameter that a checkpoint lacks would keep its random initial values, and one that the model does not know would be
+ignored: both give answers that look right for a while, so both are errors.  So are packed numbers that would be taken
+for plain ones: mlx reads 8-bit floats as integers.
 """
 
 import glob
@@ -25,11 +25,11 @@ LAYERS_MAX = 10_000
 
 
 class ModelError(Exception):
-    """The model can't be served; says what is wrong and what to do."""
+    """A model that can't be served; the text says the cause and the remedy."""
 
 
 class ParameterMismatchError(ModelError):
-    """What the files hold is not what the model consists of.  `str` lists it by kind."""
+    """Parameters in the files that differ from the model's.  `str` lists them by kind."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ParameterMismatchError(ModelError):
         wrong_shape: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (),
         wrong_type: tuple[tuple[str, str, str], ...] = (),
     ) -> None:
-        """Names of parameters; of a wrong shape or type also the one that the model needs and the one in the files."""
+        """Take names of parameters; for a wrong shape or type also the needed one and the one found."""
         self.missing, self.unexpected = missing, unexpected
         self.wrong_shape, self.wrong_type = wrong_shape, wrong_type
         parts = [
@@ -69,17 +69,17 @@ def _format_section(title: str, reason: str, names: Iterable[str]) -> list[str]:
 
 
 def mask_layer_number(name: str) -> str:
-    """The name with its layer's number left open."""
+    """Replace the layer's number in a name by `*`."""
     return re.sub(r"\.\d+\.", ".*.", name, count=1)
 
 
 def group_mismatches(parameters: Iterable[tuple[str, T, T]]) -> dict[str, tuple[T, T]]:
-    """By kind what the model needs and what was found, of one parameter of each."""
+    """Needed and found value of one parameter of each kind, by kind."""
     return {mask_layer_number(name): (needed, found) for name, needed, found in parameters}
 
 
 def format_by_kind(names: Iterable[str]) -> list[str]:
-    """A line for each kind of parameter, with the layers that it is about."""
+    """Format a line for each kind of parameter, with its layers."""
     places: dict[str, list[int]] = {}
     for name in names:
         number = re.search(r"\.(\d+)\.", name)
@@ -102,7 +102,7 @@ def _format_layers(numbers: list[int]) -> str:
 
 
 def find_model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    """The classes of a model and of its arguments.  Raises ValueError where nobody knows the architecture."""
+    """Classes of a model and of its arguments.  Raises ValueError for an unknown architecture."""
     if ours := ARCHITECTURES.get(config["model_type"]):
         return ours.Model, ours.ModelArgs
     try:
@@ -113,7 +113,7 @@ def find_model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """As mlx-lm reads config.json and generation_config.json.  Raises ModelProblem, OSError."""
+    """Read config.json and generation_config.json as mlx-lm does.  Raises ModelError, OSError."""
     try:
         config: Any = load_config(folder)
     except OSError:
@@ -138,11 +138,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load_lazy_model(folder: Path, *, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
-    """The model with its weights, and its config; lazy, so that of the files only headers have been read.
+    """Load the model with its weights, and its config; lazily: only headers of the files are read.
 
-    Raises ParameterMismatch, ModelProblem for untrusted code and for whatever else an architecture can't do with the
-    config and the weights, ValueError for one that nobody knows or a config that contradicts itself, OSError for files
-    that can't be read, FileNotFoundError without weights.
+    Raises ParameterMismatchError; ModelError for untrusted code and for errors of an architecture on these files; ValueError
+    for an unknown architecture or a contradictory config; OSError, FileNotFoundError for the files.
     """
     config = read_config(folder)
     if glob.escape(str(folder)) != str(folder):  # mlx-lm would take the path for a pattern, and find nothing, or others
@@ -177,7 +176,7 @@ def _find_checking_classes(config: dict[str, Any]) -> tuple[type[nn.Module], typ
 
 
 def _make_checking_class(model_class: type[nn.Module]) -> type[nn.Module]:
-    """The same class, but what is wrong with the weights is told by kind, all of it at once."""
+    """Make a subclass that reports all wrong weights at once, by kind."""
 
     class Checking(model_class):  # type: ignore[misc]
         def load_weights(self, weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
@@ -190,9 +189,7 @@ def _make_checking_class(model_class: type[nn.Module]) -> type[nn.Module]:
 
 
 def check_parameters(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
-    """Raises ParameterMismatch unless `weights` are all of the model's parameters and no others, each in its shape, and
-    of floating numbers where the model's is.
-    """
+    """Raise ParameterMismatchError unless names and shapes of `weights` are the model's, floats as floats."""
     needed = dict(tree_flatten(model.parameters()))
     missing = tuple(sorted(needed.keys() - weights.keys()))
     unexpected = tuple(sorted(weights.keys() - needed.keys()))
@@ -211,5 +208,5 @@ def check_parameters(model: nn.Module, weights: Mapping[str, mx.array]) -> None:
 
 
 def format_dtype(array: mx.array) -> str:
-    """Such as "bfloat16"."""
+    """Format a type as in "bfloat16"."""
     return str(array.dtype).removeprefix("mlx.core.")

@@ -1,4 +1,4 @@
-"""The served model: loaded once, warmed up, measured.  Engine thread."""
+"""The served model: loaded once, probed, measured.  Engine thread."""
 
 import logging
 import os
@@ -78,9 +78,9 @@ def load_served_model(
     adapter_path: str = "",
     trust_remote_code: bool = False,
 ) -> ServedModel:
-    """Load weights and tokenizer, try the model with a few tokens, and learn what a row weighs.
+    """Load weights and tokenizer, probe the model with a few tokens, and measure its KV.
 
-    Raises ModelProblem, or what mlx-lm raises for a folder that is no model.
+    Raises ModelError, or the errors of mlx-lm for a folder without a model.
     """
     folder = _resolve_folder(path)
     maybe_set_recommended_wired_limit()  # macOS would page a large model out between two steps
@@ -123,7 +123,7 @@ def load_served_model(
 
 
 def _load_adapter(model: nn.Module, adapter_path: str) -> nn.Module:
-    """Raises ModelProblem, OSError."""
+    """Load an adapter into the model.  Raises ModelError, OSError."""
     try:
         model = load_adapters(model, adapter_path)
     except (OSError, MemoryError):
@@ -138,7 +138,7 @@ def _load_adapter(model: nn.Module, adapter_path: str) -> nn.Module:
 
 
 def load_model_tokenizer(folder: Path, config: dict[str, Any], *, trust_remote_code: bool) -> TokenizerWrapper:
-    """Raises ModelProblem that says which files to look at.  `config` is what mlx-lm makes of config.json."""
+    """Load the tokenizer of a folder; `config` is mlx-lm's reading of config.json.  Raises ModelError."""
     settings = {"trust_remote_code": True} if trust_remote_code else None
     try:
         tokenizer = load_tokenizer(folder, settings, eos_token_ids=config.get("eos_token_id"))
@@ -155,12 +155,12 @@ def load_model_tokenizer(folder: Path, config: dict[str, Any], *, trust_remote_c
 
 
 def _format_error(error: Exception) -> str:
-    """What another library's error says, in a line."""
+    """Format another library's error in a line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:DETAIL_CHARS_MAX]}"
 
 
 def _resolve_folder(path: str) -> Path:
-    """The local folder of a path or repo id."""
+    """Local folder of a path or repository id.  Raises ModelError."""
     try:
         local = Path(path).expanduser()
         local.exists()
@@ -182,12 +182,12 @@ def _resolve_folder(path: str) -> Path:
 
 
 def can_be_repository(name: str) -> bool:
-    """Whether what is no folder here could be the name of a repository, owner/model."""
+    """True for a name that could be a repository's, owner/model."""
     return not name.startswith(("/", ".", "~")) and name.count("/") == 1
 
 
 def make_cache_factory(model: nn.Module, kv_bits: int, kv_group_size: int) -> Callable[[], list[Any]]:
-    """What makes the model's cache.  Raises ModelProblem where it can't be quantized."""
+    """Make the factory of the model's cache.  Raises ModelError where it can't be quantized."""
     if not kv_bits:
         return lambda: list(make_prompt_cache(model))
     others = {type(layer).__name__ for layer in make_prompt_cache(model) if type(layer) is not KVCache}
@@ -202,7 +202,7 @@ def make_cache_factory(model: nn.Module, kv_bits: int, kv_group_size: int) -> Ca
 
 @dataclass(frozen=True)
 class KvSizes:
-    """What the KV of a sequence weighs."""
+    """Sizes of a sequence's KV."""
 
     row_names: frozenset[str]  # "layer.component.field" of every tensor of a segment
     row_bytes: int  # one token's rows over all leaves
@@ -212,14 +212,14 @@ class KvSizes:
 
 
 def run_probe(model: nn.Module, layout: CacheLayout) -> tuple[list[mx.array], list[Any]]:
-    """The logits of a chunk and of a step after it, and the cache that they leave; lazily: no weight is read."""
+    """Logits of a chunk and of a step after it, and the cache that they fill; lazy: no weight is read."""
     layers = layout.make_empty_cache()
     chunk, step = list(range(1, PROBE_CHUNK_TOKENS + 1)), [1]
     return [model(mx.array([tokens]), cache=layers) for tokens in (chunk, step)], layers
 
 
 def measure_kv(layout: CacheLayout, layers: list[Any]) -> KvSizes:
-    """By the shapes of what `few_tokens` left, computed or not; computes nothing itself."""
+    """Measure KV by the shapes of a `run_probe` cache, computed or not; computes nothing itself."""
     length = PROBE_CHUNK_TOKENS + 1
     if layout.problem:
         return KvSizes(frozenset(), layers_nbytes(layers) // length, 0, 0, "")
@@ -245,12 +245,12 @@ def measure_kv(layout: CacheLayout, layers: list[Any]) -> KvSizes:
 
 
 def _find_coarsest_dtype(dtypes: str) -> str:
-    """The one that rounds most, of "mlx.core.bfloat16,mlx.core.float32" and the like; "" where there is none."""
+    """The coarsest type in "mlx.core.bfloat16,mlx.core.float32" and the like; "" for none."""
     return next((name for name in FLOATS_COARSEST_FIRST if name in dtypes.replace("mlx.core.", "").split(",")), "")
 
 
 def find_context_tokens_max(config: dict[str, Any]) -> int:
-    """0 where the config doesn't say."""
+    """Context length of a config; 0 where it names none."""
     for part in (config, config.get("text_config") or {}):
         for key in CONTEXT_KEYS:
             if isinstance(value := part.get(key), int) and value > 0:
@@ -266,17 +266,17 @@ def find_vocabulary_size(config: dict[str, Any], tokenizer: TokenizerWrapper) ->
 
 
 def compute_memory_budget(weight_bytes: int) -> int:
-    """What residents and running requests may hold when nobody said: a share of what the weights leave."""
+    """Bytes for residents and running requests without a configured budget: a share of what the weights leave."""
     return max(int((get_machine_bytes() - weight_bytes) * MEMORY_SHARE), 0)
 
 
 def get_device_name() -> str:
-    """What computes, for people."""
+    """Name of the computing device, for people."""
     return str(mx.device_info().get("device_name", "this machine"))
 
 
 def get_machine_bytes() -> int:
-    """The memory that a model and its KV can have on this machine."""
+    """Bytes of memory for a model and its KV on this machine."""
     info = mx.device_info()
     sizes = (info.get(name) for name in ("max_recommended_working_set_size", "total_memory", "memory_size"))
     total = next((int(size) for size in sizes if size), 0)  # Metal's, CUDA's; none on a CPU

@@ -1,7 +1,7 @@
-"""What decides how numbers round in this process.
+"""Everything that decides rounding in this process.  Complete once mlx has loaded its libraries.
 
-In exact mode KV is reused only where all of this is as it was: another device, library or number of threads adds in
-another order.  Known only once mlx has loaded its libraries.
+In exact mode KV is reused only where all of this is equal: another device, library or number of threads adds in
+another order.
 """
 
 import os
@@ -19,7 +19,7 @@ MLX_ENVIRONMENT_VARIABLES = ("MLX_ENABLE_TF32", "MLX_DISABLE_COMPILE")
 
 
 def describe_numerics() -> dict[str, object]:
-    """JSON, the same in every process that rounds alike."""
+    """Describe the numerics as JSON, equal in every process that rounds alike."""
     device = mx.device_info()
     return {
         "libraries": sorted(

@@ -1,1 +1,1 @@
-"""What a model's answer is made of: reasoning, text and tool calls, told apart as it comes."""
+"""Parsing of an answer's tokens to text, reasoning and tool calls, token by token.  Layer: above prompt."""

@@ -1,7 +1,8 @@
-"""Token ids to text as they come: nothing is said that the next token could take back."""
+"""Token ids to text, token by token: nothing is emitted that the next token could change."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -11,12 +12,23 @@ _TEXT = "text"
 
 
 def decode_tokens(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> str:
-    """All that these tokens say, special ones included.  Any thread."""
+    """Text of all tokens, special ones included.  Any thread."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
+def render_echo(body: Mapping[str, Any], tokens: Sequence[int], tokenizer: TokenizerWrapper) -> str:
+    """Prompt of a completion with `echo`: as it was sent, or the text of the token ids that were sent.
+
+    `body` was rendered to `tokens`, so its prompt is a text, a list of ids, or a list of one of these.
+    """
+    prompt = body["prompt"]
+    if isinstance(prompt, list) and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    return prompt if isinstance(prompt, str) else decode_tokens(tokenizer, tokens)
+
+
 class StopWordFilter:
-    """Content up to the first stop word that is complete.  Not thread-safe; one a request."""
+    """Content up to the first complete stop word.  Not thread-safe; one a request."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._state = TextStateMachine({_TEXT: [(word, None) for word in words]}).make_state(_TEXT)
@@ -24,7 +36,7 @@ class StopWordFilter:
         self.stop_word = ""  # which one
 
     def add(self, text: str) -> str:
-        """What may be emitted now: nothing that could begin a stop word."""
+        """Add text; returns what can't begin a stop word."""
         if self.is_stopped:
             return ""
         read = self._state[3] + text  # what was held back comes first
@@ -36,7 +48,7 @@ class StopWordFilter:
         return told
 
     def flush(self) -> str:
-        """What was held back, once it can't become a stop word any more."""
+        """Return held text, once it can't become a stop word any more."""
         if self.is_stopped:
             return ""
         self._state, held, _ = TextStateMachine.flush(self._state)
@@ -44,7 +56,7 @@ class StopWordFilter:
 
 
 class Detokenizer:
-    """Decodes with a window over the last tokens, so that each step costs the same.
+    """Decoding with a window over the last tokens, so that each step costs the same.
 
     mlx-lm's streaming detokenizers drop the leading space of an answer.  A client sends the answer back with its next
     turn, and only the exact text becomes the same tokens again.

@@ -1,4 +1,4 @@
-"""How a model's answers are marked, by what its tokenizer says: found once a tokenizer."""
+"""Dialect of a model's answers: markers of reasoning and calls, detected once a tokenizer."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,12 +29,12 @@ class Dialect:
 
     @property
     def has_markers(self) -> bool:
-        """There is more to its answers than content."""
+        """True where answers have more than content."""
         return bool(self.think_start or self.tool_format or self.ignored_markers or self.header_format)
 
 
 class DialectScanners:
-    """Of what may follow in content, in reasoning, in calls that may belong to it, and in each kind of call."""
+    """Scanners for the markers in content, in reasoning, in trial calls within it, and in each kind of call."""
 
     def __init__(self, dialect: Dialect, with_calls: bool) -> None:
         calls = dialect.tool_format if with_calls else None
@@ -66,7 +66,7 @@ def get_scanners(dialect: Dialect, with_calls: bool) -> DialectScanners:
 
 
 def is_reasoning_open(dialect: Dialect, prompt_tail: str) -> bool:
-    """Whether a prompt that ends so has opened the reasoning, and not closed it."""
+    """True for a prompt's end that has opened the reasoning and not closed it."""
     start, end = dialect.think_start, dialect.think_end
     return bool(start) and prompt_tail.rfind(start) > prompt_tail.rfind(end)
 
@@ -84,7 +84,7 @@ def _detect_think_markers(tokenizer: TokenizerWrapper, vocabulary: dict[str, int
 
 
 def _find_hidden_tokens(tokenizer: TokenizerWrapper, markers: list[str]) -> frozenset[int]:
-    """Special tokens but those that markers are made of."""
+    """Special tokens that are no part of a marker."""
     added = tokenizer.added_tokens_decoder
     return frozenset(
         token for token, text in added.items() if text.special and not any(text.content in marker for marker in markers)

@@ -1,4 +1,4 @@
-"""What is told of an answer, in parts, and what is held until it is known whether it belongs to one."""
+"""Emitter of an answer's parts; holds white space until it is known to belong to one."""
 
 import json
 from typing import Any
@@ -10,10 +10,10 @@ from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
 
 
 class PartEmitter:
-    """Line breaks next to reasoning's markers belong to the markers.  Where there may be calls, so does white space
-    before and after them, but where content stands on both sides.
+    """Parts of one answer.  Offsets are characters of all text.
 
-    Offsets are characters of all that the model wrote.  One an answer.
+    Line breaks next to reasoning's markers belong to the markers.  Where there may be calls, so does white space before
+    and after them, but where content stands on both sides.
     """
 
     def __init__(self, tools: list[dict[str, Any]] | None, parallel: bool) -> None:
@@ -21,43 +21,34 @@ class PartEmitter:
         self._parts: list[Part] = []
         self._pending_space = ""  # of content, told only once something follows
         self._pending_breaks = ""  # of reasoning, likewise
-        self._after_marker = False
-        self._has_content = False
+        self.after_marker = False
+        self.has_content = False
         self.has_calls = False
         self.is_after_call = False  # and nothing was said since
         self.reasoning_end = 0  # where the last reasoning ended; -1 within one
 
     @property
     def is_done(self) -> bool:
-        """The one call that was wanted is told."""
+        """True after a call where only one may be made."""
         return self.has_calls and not self._parallel
 
     @property
-    def has_content(self) -> bool:
-        """There is content."""
-        return self._has_content
-
-    @property
     def is_empty(self) -> bool:
-        """Nothing was told yet, but reasoning."""
-        return not self._has_content and not self.has_calls
+        """True until content or a call is emitted; reasoning does not count."""
+        return not self.has_content and not self.has_calls
 
     def take_parts(self) -> list[Part]:
-        """What is new to tell."""
+        """Take the parts that are new."""
         parts, self._parts = self._parts, []
         return parts
 
     # ---- reasoning
 
     def begin_reasoning(self) -> None:
-        self._after_marker, self.reasoning_end = True, -1
-
-    @property
-    def is_reasoning_empty(self) -> bool:
-        return self._after_marker
+        self.after_marker, self.reasoning_end = True, -1
 
     def end_reasoning(self, offset: int) -> None:
-        self._after_marker, self._pending_breaks, self.reasoning_end = True, "", offset
+        self.after_marker, self._pending_breaks, self.reasoning_end = True, "", offset
 
     def emit_reasoning(self, text: str) -> None:
         if not (text := self._strip_breaks(text)):
@@ -69,9 +60,9 @@ class PartEmitter:
             self._parts.append(Reasoning(told))
 
     def _strip_breaks(self, text: str) -> str:
-        if self._after_marker:
+        if self.after_marker:
             text = text.lstrip("\n")
-            self._after_marker = not text
+            self.after_marker = not text
         return text
 
     # ---- content and calls
@@ -79,21 +70,21 @@ class PartEmitter:
     def emit_text(self, text: str) -> None:
         if not (text := self._strip_breaks(text)):
             return
-        if self.has_calls and not self._has_content:
+        if self.has_calls and not self.has_content:
             text = text.lstrip()
         if self._tools is None:
-            self._has_content = True
+            self.has_content = True
             self._parts.append(Text(text))
             return
         text = self._pending_space + text
         told = text.rstrip()
         self._pending_space = text[len(told) :]
         if told:
-            self._has_content, self.is_after_call = True, False
+            self.has_content, self.is_after_call = True, False
             self._parts.append(Text(told))
 
     def emit_items(self, items: ParsedItems, offset: int) -> None:
-        """Calls that end at `offset`, and what stands between them.  Raises Unreadable, and nothing is told then."""
+        """Emit calls that end at `offset`, and the text between them.  On ToolCallParseError nothing is emitted."""
         for item in [item if isinstance(item, str) else self._make_tool_call(item, offset) for item in items]:
             if isinstance(item, str):
                 self.emit_text(item)
@@ -105,14 +96,14 @@ class PartEmitter:
         return ToolCall(raw_call.name, _encode_arguments(arguments), self.reasoning_end, offset)
 
     def emit_call(self, call: ToolCall) -> None:
-        if not self._has_content:
+        if not self.has_content:
             self._pending_space = ""
         self.has_calls = self.is_after_call = True
-        self._after_marker = False
+        self.after_marker = False
         self._parts.append(call)
 
     def finish(self) -> None:
-        """Nothing more comes: the white space at the end is told too, but behind calls."""
+        """End the answer: white space at its end is emitted too, but behind calls."""
         if self._pending_breaks:
             self._parts.append(Reasoning(self._pending_breaks))
         if self._pending_space and not self.has_calls:

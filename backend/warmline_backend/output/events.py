@@ -1,11 +1,11 @@
-"""What an answer is made of, in the order in which it comes."""
+"""Parts of an answer, in the order in which they come."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Content: text for whoever asked."""
+    """Content."""
 
     text: str
 
@@ -19,10 +19,9 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A whole call of a tool.
+    """A whole call; `arguments` is JSON.
 
-    `arguments` is JSON.  The sampled tokens [start, end) hold all that came after the reasoning, up to this call's end;
-    -1 where they can't be told apart from what is around them.
+    The sampled tokens [start, end) reach from the reasoning's end to this call's end; -1 where no token begins or ends.
     """
 
     name: str

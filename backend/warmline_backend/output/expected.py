@@ -1,4 +1,4 @@
-"""What an answer may be made of, by what was asked and how the prompt ends."""
+"""Parts that an answer may have, by the body and the prompt's end."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ _TAIL_TOKENS = 8  # of a prompt whose tail is not known: as many as the longest 
 
 @dataclass(frozen=True)
 class ExpectedOutput:
-    """`tools` may be called; None: nothing is read as a call."""
+    """Expected parts.  `tools` may be called; None: nothing is parsed as a call."""
 
     has_parts: bool = False  # reasoning and calls are told apart; else all of it is content, as for completions
     tail: str = ""  # the prompt's end, which may have opened the reasoning
@@ -25,7 +25,9 @@ class ExpectedOutput:
 def make_expected_output(
     endpoint: str, body: dict[str, Any], rendered: RenderedPrompt, tokenizer: TokenizerWrapper
 ) -> ExpectedOutput:
-    """Some templates open the reasoning in the user's message, so that a prompt has no tail which says so."""
+    """Make the expectation of a body.  The tail is decoded from tokens where the template opens the reasoning in the
+    user's message.
+    """
     if endpoint != "chat":
         return ExpectedOutput()
     return ExpectedOutput(

@@ -1,31 +1,27 @@
-"""Answers of messages with headers told apart as they come."""
+"""Splitter of answers that are messages with headers."""
 
 from warmline_backend.output.dialect import Dialect
 from warmline_backend.output.emitter import PartEmitter
-from warmline_backend.output.events import Part
 from warmline_backend.output.headers import MESSAGE, START
 from warmline_backend.output.markers import MarkerScanner
-from warmline_backend.output.splitter import Tools
+from warmline_backend.output.splitter import Splitter, Tools
 from warmline_backend.tool_parsers.base import ParsedItems, RawToolCall, normalize_name, parse_arguments
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
 
 
-class HeaderSplitter:
+class HeaderSplitter(Splitter):
     """A Splitter.  `tail`: the prompt's end, in which a header has begun."""
 
     def __init__(self, dialect: Dialect, tools: Tools, *, tail: str = "", parallel: bool = True) -> None:
         assert dialect.header_format
         self._header_format, self._tool_format = dialect.header_format, dialect.tool_format if tools else None
-        self._emitter = PartEmitter(tools if self._tool_format else None, parallel)
+        super().__init__(tools if self._tool_format else None, parallel, self._read_header)
         self._body_scanner = MarkerScanner([*self._header_format.end_markers, START])
         self._header_scanner = MarkerScanner([MESSAGE])
-        self._buffer, self._offset = "", 0
-        self._header = ""  # of the message under way, as far as it has come
-        self._pending: list[str] = []  # of a call
-        self._recipient = ""  # whom the message calls
-        self._step = self._read_header
+        self._header = ""  # of the open message, as far as it has come
+        self._recipient = ""  # function that the message calls
         self._is_reasoning = False
-        self._prompt_header = ""  # what of the header the prompt has
+        self._prompt_header = ""  # part of the header in the prompt
         if tail:
             self.feed(tail)
             self._offset = -len(self._buffer)
@@ -35,10 +31,6 @@ class HeaderSplitter:
             self._prompt_header = self._header
 
     @property
-    def is_done(self) -> bool:
-        return self._emitter.is_done
-
-    @property
     def is_reasoning(self) -> bool:
         return self._is_reasoning
 
@@ -46,14 +38,8 @@ class HeaderSplitter:
     def is_calling(self) -> bool:
         return bool(self._recipient)
 
-    def feed(self, text: str) -> list[Part]:
-        self._buffer += text
-        while not self._emitter.is_done and self._step():
-            pass
-        return self._emitter.take_parts()
-
-    def finish(self, natural: bool) -> list[Part]:
-        rest = self._take(len(self._buffer))
+    def _finish(self, natural: bool) -> None:
+        rest = self._take_all()
         if self._step == self._read_body:
             self._emit_body(rest)
             self._end_message("", natural)
@@ -61,8 +47,6 @@ class HeaderSplitter:
             self._header += rest
             if not any(word in self._sampled_header for word in self._header_format.markers):
                 self._emitter.emit_text(self._sampled_header)
-        self._emitter.finish()
-        return self._emitter.take_parts()
 
     # ---- states
 
@@ -78,11 +62,10 @@ class HeaderSplitter:
         return bool(marker)
 
     def _begin_headerless_body(self) -> None:
-        """What seemed to be a header is the beginning of an answer that has none."""
+        """Take text that seemed to be a header as the beginning of an answer without one."""
         text, self._header = self._sampled_header, ""
-        begun = (
-            START if text.startswith(START) and not self._prompt_header else ""
-        )  # read as one again, it would not end
+        # Read as a header again, it would not end.
+        begun = START if text.startswith(START) and not self._prompt_header else ""
         self._emitter.emit_text(begun)
         self._buffer = text[len(begun) :] + self._buffer
         self._offset -= len(text) - len(begun)
@@ -136,7 +119,7 @@ class HeaderSplitter:
             self._emitter.emit_text(self._sampled_header + MESSAGE + text + marker)
 
     def _parse_calls(self, text: str) -> ParsedItems:
-        """Raises Unreadable."""
+        """Parse a message's calls.  Raises ToolCallParseError."""
         if self._header_format.has_json_calls:
             return [RawToolCall(normalize_name(self._recipient), parse_arguments(text))]
         assert self._tool_format
@@ -146,8 +129,3 @@ class HeaderSplitter:
             raise ToolCallParseError("no call")
         items = [before, *self._tool_format.parse(calls, False), after]
         return [item for item in items if isinstance(item, RawToolCall) or item.strip()]
-
-    def _take(self, length: int) -> str:
-        taken, self._buffer = self._buffer[:length], self._buffer[length:]
-        self._offset += length
-        return taken

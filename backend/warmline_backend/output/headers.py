@@ -1,4 +1,4 @@
-"""Answers that are messages, each with a header that says whether it is reasoning, content or a call."""
+"""Header formats of answers that are messages: reasoning, content or a call each."""
 
 import re
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class HeaderFormat:
         return (*self.end_markers, *self.field_prefixes, START, MESSAGE)
 
     def can_be_header(self, text: str) -> bool:
-        """Whether text with no message's start in it may yet be a header: a model may also answer without one."""
+        """True for text that may yet become a header: a model may also answer without one."""
         if len(text) > _HEADER_CHARS_MAX:
             return False
         for word in (START, _ROLE):
@@ -35,7 +35,7 @@ class HeaderFormat:
         return any(text.startswith(field) or field.startswith(text) for field in self.field_prefixes)
 
     def parse_recipient(self, header: str) -> str:
-        """The function that a message calls; "" where it calls none."""
+        """Function that a message calls; "" for none."""
         match = _RECIPIENT.search(header)
         name = match.group(1) if match else ""
         return "" if name == self.reasoning_recipient or name in self.content_recipients else name

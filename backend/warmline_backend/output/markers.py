@@ -1,11 +1,11 @@
-"""Finding markers in text that comes in pieces."""
+"""Search for markers in text that comes in pieces."""
 
 import re
 from collections.abc import Iterable
 
 
 class MarkerScanner:
-    """Finds the first of some markers; where one contains another at its start, the shorter counts.  Holds no state."""
+    """Search for the first of some markers; where one begins with another, the shorter counts.  Stateless."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         ordered = sorted(set(markers) - {""}, key=len)
@@ -14,7 +14,7 @@ class MarkerScanner:
         self._longest = max(map(len, ordered), default=1)
 
     def find_marker(self, text: str) -> tuple[int, str]:
-        """How much of `text` lies before all markers, whatever follows, and the marker that stands there, if any."""
+        """Length of the text that precedes all markers, whatever follows, and the marker there, if complete."""
         begun = self._find_partial(text)
         match = self._find(text) if self._find else None
         if match is None or match.start() > begun:
@@ -22,7 +22,7 @@ class MarkerScanner:
         return match.start(), match.group()
 
     def _find_partial(self, text: str) -> int:
-        """Where a marker begins that the text ends within."""
+        """Start of a marker that the text ends within."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start:] in self._prefixes:
                 return start

@@ -1,22 +1,23 @@
-"""One answer's tokens to its parts, as they come."""
+"""Parser of one answer's tokens to parts, as they come."""
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from warmline_backend.output.detokenizer import Detokenizer, StopWordFilter
 from warmline_backend.output.dialect import Dialect, detect_dialect, is_reasoning_open
-from warmline_backend.output.events import Part, Text, ToolCall
+from warmline_backend.output.events import Part, Reasoning, Text, ToolCall
 from warmline_backend.output.expected import ExpectedOutput
 from warmline_backend.output.harmony import HeaderSplitter
 from warmline_backend.output.splitter import MarkerSplitter, Splitter
 
 
 class OutputParser:
-    """One answer.  Not thread-safe; one a request.
+    """Parser of one answer.  Not thread-safe; one a request.
 
     End-of-sequence tokens have no text: a caller that ends on one does not `add` it.  Stop words count from the token
     on with which the answer has `min_tokens`.
@@ -47,16 +48,16 @@ class OutputParser:
 
     @property
     def is_stopped(self) -> bool:
-        """A stop word is complete, or the one call that was wanted: nothing more is told."""
+        """True after a stop word, or a call where only one may be made: nothing more is emitted."""
         return bool((self._stop_filter and self._stop_filter.is_stopped) or (self._splitter and self._splitter.is_done))
 
     @property
     def stop_word(self) -> str:
-        """The one that is complete, or ""."""
+        """The complete stop word, or ""."""
         return self._stop_filter.stop_word if self._stop_filter else ""
 
     def add(self, token: int) -> Sequence[Part]:
-        """What may be told now: not half a character, and nothing that what follows could still make another thing."""
+        """Add a token; returns parts that no later token can change."""
         if self.is_stopped:
             return ()
         self._tokens_before_stop -= 1
@@ -72,11 +73,11 @@ class OutputParser:
         return parts
 
     def _hides_special_tokens(self) -> bool:
-        """Special tokens are no text, but within a call of a family whose words are not known."""
+        """True where special tokens are no text: everywhere but within a call of an unknown family."""
         return not (self._shows_call_tokens and self._splitter and self._splitter.is_calling)
 
     def finish(self, natural: bool = True) -> Sequence[Part]:
-        """The rest, once no more tokens come; `stopped` may become true here too.
+        """Return the rest, once no more tokens come; `is_stopped` may become true here too.
 
         `natural`: the model has ended by itself, rather than been cut off.
         """
@@ -94,12 +95,12 @@ class OutputParser:
         return (Text(text),) if text else ()
 
     def _flush_content(self) -> Sequence[Part]:
-        """What could have begun a stop word, and did not."""
+        """Text that could have begun a stop word, and did not."""
         text = self._stop_filter.flush() if self._stop_filter is not None else ""
         return (Text(text),) if text else ()
 
     def _filter_parts(self, parts: list[Part]) -> Sequence[Part]:
-        """With stop words heeded, which count in content alone, and places in tokens rather than characters."""
+        """Apply stop words, which count in content alone, and convert offsets of characters to tokens."""
         told: list[Part] = []
         for part in parts:
             if isinstance(part, Text):
@@ -126,3 +127,27 @@ def make_splitter(dialect: Dialect, expected: ExpectedOutput) -> Splitter:
     return MarkerSplitter(
         dialect, tools, in_reasoning=thinking, parallel=parallel, is_constrained=expected.is_constrained
     )
+
+
+def parse_turn(
+    tokens: Sequence[int], tokenizer: TokenizerWrapper, tools: list[dict[str, Any]] | None
+) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls (names, arguments in JSON) of a turn's sampled tokens, without its reasoning.
+
+    `tokens` as in `SampledTurn`; `tools` are those of the request.  Raises ValueError where there is reasoning in them.
+    Any thread.
+    """
+    parser = OutputParser(tokenizer, expected=ExpectedOutput(has_parts=True, tools=tools))
+    parts = [part for token in tokens for part in parser.add(token)]
+    parts += parser.finish()
+    if any(isinstance(part, Reasoning) for part in parts):
+        raise ValueError("there is reasoning among the calls")
+    content = "".join(part.text for part in parts if isinstance(part, Text))
+    return content, [(part.name, part.arguments) for part in parts if isinstance(part, ToolCall)]
+
+
+def make_turn_parser(
+    tokenizer: TokenizerWrapper,
+) -> Callable[[Sequence[int], list[dict[str, Any]] | None], tuple[str, list[tuple[str, str]]]]:
+    """`parse_turn` for one tokenizer."""
+    return lambda tokens, tools: parse_turn(tokens, tokenizer, tools)

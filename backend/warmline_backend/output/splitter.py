@@ -1,6 +1,8 @@
-"""Marked text told apart as it comes: reasoning, content and calls."""
+"""Splitter of marked text into reasoning, content and calls."""
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 from warmline_backend.output.dialect import Dialect, get_scanners
 from warmline_backend.output.emitter import PartEmitter
@@ -15,33 +17,62 @@ TRIALS_MAX = 32  # so many times, reasoning is looked at for calls that end it
 ENDS_HELD_MAX = 64  # so many end markers may stand in a call's text
 
 
-class Splitter(Protocol):
-    """Parts that come out are final.  Offsets of calls are characters of all that was fed."""
+class Splitter(ABC):
+    """Splitter of text.  Emitted parts are final.  Offsets of calls are characters of all text."""
+
+    def __init__(self, tools: Tools, parallel: bool, step: Callable[[], bool]) -> None:
+        self._emitter = PartEmitter(tools, parallel)
+        self._buffer = ""  # text behind all that is consumed
+        self._offset = 0  # of the buffer
+        self._pending: list[str] = []  # text of a call, or of a possible one
+        self._step = step  # consumes up to the next marker; true while there may be another
 
     @property
     def is_done(self) -> bool:
-        """What follows is not wanted."""
+        """True where the rest is not wanted."""
+        return self._emitter.is_done
 
     @property
+    @abstractmethod
     def is_reasoning(self) -> bool:
-        """What follows is reasoning."""
+        """True within reasoning."""
 
     @property
+    @abstractmethod
     def is_calling(self) -> bool:
-        """What follows belongs to a call."""
+        """True within a call."""
 
     def feed(self, text: str) -> list[Part]:
-        """What is certain now."""
+        """Add text; returns the parts that are certain."""
+        self._buffer += text
+        while not self._emitter.is_done and self._step():
+            pass
+        return self._emitter.take_parts()
 
     def finish(self, natural: bool) -> list[Part]:
-        """The rest.  `natural`: the model ended by itself, so what is open may be taken for closed."""
+        """Return the rest.  `natural`: the model ended by itself, so open parts may count as closed."""
+        self._finish(natural)
+        self._emitter.finish()
+        return self._emitter.take_parts()
+
+    @abstractmethod
+    def _finish(self, natural: bool) -> None:
+        """Emit the open parts."""
+
+    def _take(self, length: int) -> str:
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
+        self._offset += length
+        return taken
+
+    def _take_all(self) -> str:
+        return self._take(len(self._buffer))
 
 
-class MarkerSplitter:
-    """For models that put markers around reasoning and around calls.
+class MarkerSplitter(Splitter):
+    """Splitter for models with markers around reasoning and calls.
 
-    `tools` None: nothing is a call.  `thinking`: the prompt has opened the reasoning.  `parallel`: more than one call
-    may be told.  `formed`: once it has begun, content goes on to the answer's end, whatever it spells.
+    `tools` None: nothing is a call.  `in_reasoning`: the prompt has opened the reasoning.  `parallel`: several calls
+    may be made.  `is_constrained`: content, once begun, goes on to the answer's end, whatever it spells.
     """
 
     def __init__(
@@ -56,25 +87,18 @@ class MarkerSplitter:
         self._tool_format = dialect.tool_format if tools else None
         self._tools = tools if self._tool_format else None
         self._dialect, self._scanners = dialect, get_scanners(dialect, self._tool_format is not None)
-        self._emitter, self._is_constrained = PartEmitter(self._tools, parallel), is_constrained
-        self._buffer = ""  # what comes after all that was consumed
-        self._offset = 0  # of the buffer
-        self._pending: list[str] = []  # of a call, or of what may be one
+        bare = self._tool_format is not None and self._tool_format.can_be_bare is not None
+        super().__init__(self._tools, parallel, self._read_start if bare else self._read_content)
+        self._is_constrained = is_constrained
         self._call_markers: CallMarkers | None = None  # of the call
         self._call_scanner = MarkerScanner(())
         self._end_markers_held = 0  # end markers in `_held`, taken for text of the call
         self._trial: MarkerSplitter | None = None  # reads what may be calls amid the reasoning
         self._trial_calls: list[ToolCall] = []
         self._trial_marker, self._trial_start, self._trials = "", 0, 0
-        bare = self._tool_format is not None and self._tool_format.can_be_bare is not None
-        self._step = self._read_start if bare else self._read_content
         if in_reasoning:
             self._step = self._read_reasoning
             self._emitter.begin_reasoning()
-
-    @property
-    def is_done(self) -> bool:
-        return self._emitter.is_done
 
     @property
     def is_reasoning(self) -> bool:
@@ -84,38 +108,29 @@ class MarkerSplitter:
     def is_calling(self) -> bool:
         return self._step in (self._read_call, self._read_trial)
 
-    def feed(self, text: str) -> list[Part]:
-        self._buffer += text
-        while not self._emitter.is_done and self._step():
+    def _finish(self, natural: bool) -> None:
+        while not self._emitter.is_done and (self._step() or self._finish_step(natural)):
             pass
-        return self._emitter.take_parts()
-
-    def finish(self, natural: bool) -> list[Part]:
-        going_on = True
-        while going_on and not self._emitter.is_done:
-            going_on = self._step() or self._finish_step(natural)
-        self._emitter.finish()
-        return self._emitter.take_parts()
 
     def _finish_step(self, natural: bool) -> bool:
-        """Do away with what is open.  Whether there is yet more to read."""
+        """Close an open part.  True while there is more to read."""
         if self._step == self._read_call:
-            self._pending.append(self._take(len(self._buffer)))
+            self._pending.append(self._take_all())
             self._end_call("", cut=not natural)
             return bool(self._buffer)
         if self._step == self._read_trial:
             self._finish_trial(natural)
             return bool(self._buffer)
         if self._step == self._read_reasoning:
-            self._emitter.emit_reasoning(self._take(len(self._buffer)))
+            self._emitter.emit_reasoning(self._take_all())
         else:
-            self._emitter.emit_text(self._take(len(self._buffer)))
+            self._emitter.emit_text(self._take_all())
         return False
 
     # ---- states: each consumes up to the next marker, and says whether another may go on
 
     def _read_start(self) -> bool:
-        """The answer may be a call that nothing marks."""
+        """Read the beginning of an answer that may be a call without a marker."""
         assert self._tool_format and self._tool_format.can_be_bare
         is_call = self._tool_format.can_be_bare(self._buffer)
         if is_call is None:
@@ -128,7 +143,7 @@ class MarkerSplitter:
 
     def _read_content(self) -> bool:
         if self._is_constrained and self._emitter.has_content:
-            self._emitter.emit_text(self._take(len(self._buffer)))
+            self._emitter.emit_text(self._take_all())
             return False
         safe, marker = self._scanners.content.find_marker(self._buffer)
         self._emitter.emit_text(self._take(safe))
@@ -158,7 +173,7 @@ class MarkerSplitter:
             self._end_reasoning()
         elif marker == self._dialect.think_start:
             self._take(len(marker))
-            if not self._emitter.is_reasoning_empty:  # else the prompt has opened it already
+            if not self._emitter.after_marker:  # else the prompt has opened it already
                 self._emitter.emit_reasoning(marker)
         else:
             self._begin_trial(marker)
@@ -203,9 +218,7 @@ class MarkerSplitter:
         return True
 
     def _end_call(self, marker: str, *, cut: bool) -> bool:
-        """A call's text is there: tell what it says, or the text itself where it says nothing.  False where the marker
-        stands amid a text of the call.
-        """
+        """Emit a call from its complete text, or the text where it is none.  False within a string."""
         assert self._call_markers
         text = "".join(self._pending)
         try:
@@ -220,7 +233,7 @@ class MarkerSplitter:
         return True
 
     def _reject_call(self, text: str) -> None:
-        """No call after all.  Where it holds end markers, what follows the first of them is read anew."""
+        """Emit as text.  Where it holds end markers, the text after the first of them is read anew."""
         assert self._call_markers
         first = text.find(self._call_markers.end) + len(self._call_markers.end) if self._end_markers_held else len(text)
         self._emitter.emit_text(self._call_markers.start + text[:first])
@@ -238,7 +251,7 @@ class MarkerSplitter:
         return False
 
     def _reject_trial(self) -> None:
-        """It is reasoning; other calls may begin within it."""
+        """Emit as reasoning; other calls may begin within it."""
         text, length = "".join(self._pending), len(self._trial_marker)
         self._emitter.emit_reasoning(text[:length])
         self._buffer = text[length:] + self._buffer
@@ -246,7 +259,7 @@ class MarkerSplitter:
         self._step = self._read_reasoning
 
     def _feed_trial(self, text: str) -> bool:
-        """Whether it may still be nothing but calls."""
+        """Feed the trial; true while it has nothing but calls."""
         assert self._trial
         self._pending.append(text)
         return self._collect_trial_calls(self._trial.feed(text))
@@ -257,7 +270,7 @@ class MarkerSplitter:
 
     def _finish_trial(self, natural: bool) -> None:
         assert self._trial
-        fits = self._feed_trial(self._take(len(self._buffer)))
+        fits = self._feed_trial(self._take_all())
         if not (fits and natural and self._collect_trial_calls(self._trial.finish(natural)) and self._trial_calls):
             self._reject_trial()
             return
@@ -266,8 +279,3 @@ class MarkerSplitter:
             if not self._emitter.is_done:
                 start = self._trial_start
                 self._emitter.emit_call(ToolCall(call.name, call.arguments, start, start + call.end))
-
-    def _take(self, length: int) -> str:
-        taken, self._buffer = self._buffer[:length], self._buffer[length:]
-        self._offset += length
-        return taken

@@ -1,4 +1,4 @@
-"""Where the messages of a rendered conversation end, as offsets of characters in its text.
+"""Ends of messages in a rendered conversation, as offsets of characters.
 
 A message's end is found by rendering the conversation up to there, and counts only where the whole prompt begins with
 that: templates that rewrite earlier turns give fewer ends, never wrong ones.
@@ -16,7 +16,7 @@ TURNS_LAST = 2  # and the answers to as many users' messages: from there on temp
 
 
 class BoundaryFinder:
-    """Of one conversation, rendered to `text`; `prefix` renders messages alone, to "" where the template refuses."""
+    """Boundaries of one conversation with the rendered `text`; `render_prefix` gives "" where the template refuses."""
 
     def __init__(
         self, conversation: ChatConversation, text: str, render_prefix: Callable[[list[Message]], str]
@@ -24,12 +24,12 @@ class BoundaryFinder:
         self._conversation, self._text, self._render_prefix = conversation, text, render_prefix
 
     def find_turn_end(self) -> int:
-        """Where the prompt leaves what is the same without a generation prompt (or without the message to continue)."""
+        """Offset up to which the prompt is the same without a generation prompt (or the message to continue)."""
         closed = [item.message for item in self._conversation.complete_items]
         return count_common_chars(self._render_prefix(closed), self._text) if closed else 0
 
     def find_message_ends(self) -> dict[int, int]:
-        """Character offsets of the other boundaries, by how many messages end there."""
+        """Offsets of the other boundaries, by the number of messages that end there."""
         messages, system, ends = self._conversation.messages, self._conversation.system_count, {}
         if system or self._conversation.tools:
             ends[system] = self._find_system_end()
@@ -40,8 +40,9 @@ class BoundaryFinder:
         return ends
 
     def find_rewritten_ends(self, known_ends: dict[int, int]) -> dict[int, int]:
-        """Where messages end that read differently now that a user has spoken after them: as rendered before a user's
-        message, whose own length is known from one that stands behind the first message.
+        """Ends of messages that the template has rewritten since a user spoke after them.
+
+        They are found as rendered before a user's message, whose length is known from the one behind the first message.
         """
         messages, first = self._conversation.messages, self._conversation.system_count + 1
         last_turn = max(self._conversation.user_indices, default=0)
@@ -64,10 +65,10 @@ class BoundaryFinder:
         return self._render_prefix([*self._conversation.messages[:count], {"role": "user", "content": "a"}])
 
     def _find_system_end(self) -> int:
-        """The end of system messages and tools.
+        """End of system messages and tools.
 
         Some templates refuse a conversation without a user, or move the system text into the user's message; then it is
-        where two conversations that differ in the user's first word part ways.
+        the common beginning of two conversations that differ in the user's first word.
         """
         system = self._conversation.messages[: self._conversation.system_count]
         plain = self._render_prefix(system) if system else ""
@@ -79,14 +80,14 @@ class BoundaryFinder:
 
 
 def _has_system_and_tools(conversation: ChatConversation, text: str) -> bool:
-    """Whether the system messages and the tools are in the text at all."""
+    """True where the text shows the system messages and the tools at all."""
     needles = [str(m["content"]).strip() for m in conversation.messages[: conversation.system_count]]
     needles += [tool["function"]["name"] for tool in conversation.offered_tools or ()]
     return all(needle in text for needle in needles)
 
 
 def _select_message_counts(conversation: ChatConversation, last_count: int = MESSAGES_LAST) -> list[int]:
-    """How many messages to look for the end of, ascending; of a long conversation the `last`, and around turns."""
+    """Numbers of messages to find the end of, ascending; of a long conversation the last ones, and around turns."""
     ends = range(conversation.system_count + 1, len(conversation.messages))
     if len(conversation.messages) <= MESSAGES_ALL_MAX:
         return list(ends)

@@ -1,7 +1,4 @@
-"""A chat body as templates want it: checked, text parts joined, nulls gone, tool arguments as objects, and made to fit.
-
-Reads the client's body and leaves it untouched.
-"""
+"""Chat bodies checked and made to fit templates: text parts joined, nulls dropped, tool arguments as objects.  Pure."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +18,7 @@ _IGNORED_FIELDS = frozenset({"annotations", "audio", "function_call", "refusal",
 
 
 class ChatConversation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a template is rendered with."""
+    """Input of a template."""
 
     items: list[ConversationItem]
     tools: list[dict[str, Any]] | None  # that the template is given
@@ -38,22 +35,22 @@ class ChatConversation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def complete_items(self) -> list[ConversationItem]:
-        """All but one that the model is to go on with."""
+        """All items but one that the model is to continue."""
         return self.items[:-1] if self.continue_final else self.items
 
     @property
     def user_indices(self) -> list[int]:
-        """Where its users speak: indices of their messages."""
+        """Indices of users' messages."""
         return [index for index, item in enumerate(self.items) if item.role == "user"]
 
     @property
     def system_count(self) -> int:
-        """How many messages the conversation opens with that instruct rather than talk."""
+        """Number of instructions that the conversation begins with."""
         return next((index for index, item in enumerate(self.items) if not item.is_instruction), len(self.items))
 
 
 def extract_reasoning(message: Message, think_start: str, think_end: str) -> str:
-    """The reasoning that a message brings along, in a field of its own or before its content; "" where it has none."""
+    """Reasoning of a message, in a field of its own or before its content; "" for none."""
     if reasoning := find_reasoning(message):
         return reasoning.strip()
     before, end, _ = message["content"].partition(think_end)
@@ -61,15 +58,11 @@ def extract_reasoning(message: Message, think_start: str, think_end: str) -> str
 
 
 def parse_conversation(
-    body: dict[str, Any],
-    *,
-    traits: TemplateTraits,
-    source: str = "",
-    template_args: Mapping[str, Any] | None = None,
+    body: dict[str, Any], *, traits: TemplateTraits, source: str = "", template_args: Mapping[str, Any] | None = None
 ) -> ChatConversation:
-    """Check a chat body, and make it fit a template of these `traits` whose text is `source`.  Raises BadRequest.
+    """Check a chat body, and fit it to a template of these `traits` with the text `source`.  Raises BadRequestError.
 
-    `template_args` go to the template where the body's own words don't name them; null is a value, too.
+    `template_args` are arguments of the template that the body does not set; null is a value, too.
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -127,7 +120,7 @@ def _parse_item(message: object, index: int) -> ConversationItem:
 
 
 def _refuse_function_messages(role: str, message: dict[str, Any], where: str) -> None:
-    """What tools have taken the place of."""
+    """Refuse the predecessors of tools."""
     if role == "function":
         hint = "send the role tool, with the 'tool_call_id' of the call"
         raise BadRequestError(f"'{where}.role' is \"function\", which is not supported: {hint}", f"{where}.role")
@@ -165,10 +158,9 @@ def _parse_tool_calls(calls: object, where: str) -> list[Any]:
 
 
 def _parse_tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Templates iterate over arguments, OpenAI sends them as JSON in a string.
+    """Decode arguments: templates iterate over them, OpenAI sends them as JSON in a string.
 
-    An agent also replays a call that its model garbled: arguments that don't parse, or nest without end, are left as
-    they are.
+    An agent also replays a call that its model garbled: arguments that can't be parsed stay text.
     """
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -1,7 +1,7 @@
-"""Bodies to token ids: rendered and tokenized once, with the offsets at which a later prompt may part ways.
+"""Rendering of bodies to token ids, with boundaries at which a later prompt may diverge.
 
-A boundary is a token offset: so many tokens lie wholly inside the text up to the end of a message (`boundaries`).
-Where a message ends that the template has rewritten since is told nevertheless, for people: to explain a difference.
+A boundary is a number of tokens that lie wholly inside the text up to the end of a message (`boundaries`).
+Ends of messages that the template has rewritten since are listed too, to explain a divergence to people.
 """
 
 import inspect
@@ -59,14 +59,13 @@ class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TemplateRenderer:
-    """Renders for any number of threads at once.
+    """Renderer for any number of threads at once.
 
-    Hugging Face's fast tokenizers may be shared by threads as long as nobody changes truncation, padding or special
-    token settings: they do so themselves, lazily, in a first call, which is made here.  Slow ones get a lock.
+    Hugging Face's fast tokenizers may be shared by threads as long as truncation, padding and special tokens stay; they
+    set these themselves, lazily, in a first call, which is made here.  Slow ones get a lock.
 
-    `template_args` are what a chat's template is given besides its messages, where a request doesn't say otherwise.
-    Raises ValueError where the template can't do with them.  `read_turn` reads sampled tokens as an answer; without it
-    none are put back.
+    `template_args` are arguments of a chat's template that a request does not set.  Raises ValueError where the
+    template refuses them.  `parse_turn` parses sampled tokens as an answer; without it none are replayed.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class TemplateRenderer:
             self._check_template_args()
 
     def _check_template_args(self) -> None:
-        """Raises ValueError where a greeting is rendered without them and not with them."""
+        """Raise ValueError where a greeting is rendered without them and not with them."""
         shown = f"--chat-template-args {json.dumps(self._template_args, ensure_ascii=False)}"
         if not self._wrapper.has_chat_template:
             log.warning("%s: has no effect, this model has no chat template", shown)
@@ -125,7 +124,7 @@ class TemplateRenderer:
             return ""
 
     def _refuse_unknown_roles(self, conversation: ChatConversation) -> None:
-        """Roles that only some models know, where the template doesn't speak of them, or leaves such messages out."""
+        """Refuse unusual roles that the template does not mention, or whose messages it leaves out."""
         for item in conversation.items:
             if item.role not in ROLES and not self._is_known_role(item.role):
                 where = f"messages[{item.number - 1}].role"
@@ -145,9 +144,9 @@ class TemplateRenderer:
         return shown
 
     def render(self, endpoint: str, body: object, turns: Sequence[SampledTurn] = ()) -> RenderedPrompt:
-        """The prompt of a "chat" or "completion" body.  Raises BadRequest.
+        """Render a "chat" or "completion" body.  Raises BadRequestError.
 
-        `turns`: answers that were sampled here, to stand as they were where the body still says the same.
+        `turns`: sampled answers, to be replayed token by token where the body still has them.
         """
         if not isinstance(body, dict):
             raise BadRequestError("the body must be a JSON object")
@@ -206,9 +205,7 @@ class TemplateRenderer:
     def _replay_turns(
         self, original: ChatConversation, turns: Sequence[SampledTurn]
     ) -> tuple[ChatConversation, str, int, list[int], Callable[[int], int]] | None:
-        """The marked conversation, its text and where its last turn ends, and what they are as tokens; None where there
-        is nothing to put back.
-        """
+        """Marked conversation, its text, its turn's end, tokens and offsets; None without a turn to replay."""
         assert self._replayer is not None
         marked = self._replayer.mark_conversation(original, turns)
         for _ in range(REPLAY_ATTEMPTS_MAX):
@@ -226,7 +223,7 @@ class TemplateRenderer:
         return None
 
     def _can_split_at(self, text: str, offset: int) -> bool:
-        """Whether what follows there becomes the same tokens by itself."""
+        """True where the text after `offset` becomes the same tokens by itself."""
         return self._can_split_anywhere or offset == len(text) or text.startswith(self._added_tokens, offset)
 
     def _tokenize_piece(self, text: str) -> tuple[list[int], Callable[[int], int]]:
@@ -263,7 +260,7 @@ class TemplateRenderer:
             )
 
     def _render_prefix(self, conversation: ChatConversation, messages: list[Message]) -> str:
-        """These messages alone, or "" where the template refuses a conversation that ends there."""
+        """Render these messages alone; "" where the template refuses a conversation that ends there."""
         try:
             return self._render_messages(conversation, messages, generation_prompt=False)
         except _TEMPLATE_ERRORS:
@@ -275,7 +272,7 @@ class TemplateRenderer:
     def _list_message_ends(
         self, conversation: ChatConversation, text: str, ends: dict[int, int], token_at: Callable[[int], int]
     ) -> Iterator[MessageEnd]:
-        """Messages whose ends are known, in their order, and what of them the text lacks."""
+        """Known ends of messages, in their order, with notes on omissions."""
         for count, end in sorted(ends.items()):
             item = conversation.items[count - 1] if count else None
             message: Message = item.message if item else {"role": "tools"}
@@ -318,7 +315,7 @@ class TemplateRenderer:
 
 
 def _find_template_source(tokenizer: TokenizerWrapper) -> str:
-    """The template's text, or the code that renders in its place."""
+    """Text of the template, or of the code that renders in its place."""
     custom = tokenizer._chat_template or type(tokenizer._tokenizer).apply_chat_template
     if custom is PreTrainedTokenizerBase.apply_chat_template:
         return str(tokenizer._tokenizer.chat_template or "")
@@ -330,7 +327,7 @@ def _find_template_source(tokenizer: TokenizerWrapper) -> str:
 
 
 def _format_template_error(error: Exception, source: str) -> str:
-    """What a template says of its conversation, as far as these are its own words: others may be a message's."""
+    """Format a template's error, as far as the words are its own: others may be a message's."""
     told = str(error)[:_ERROR_CHARS_MAX]
     own = told[: bisect_left(range(1, len(told) + 1), True, key=lambda length: told[:length] not in source)]
     if own and own == told:
@@ -343,7 +340,7 @@ def _format_template_error(error: Exception, source: str) -> str:
 
 
 def _format_kwargs(kwargs: dict[str, Any]) -> str:
-    """A template's arguments, for an error message: which of them are the request's own is its client's to know."""
+    """Format a template's arguments for an error message."""
     if not kwargs:
         return ""
     short = {name[:_VALUE_CHARS_MAX]: _shorten_value(value) for name, value in kwargs.items()}
@@ -351,12 +348,12 @@ def _format_kwargs(kwargs: dict[str, Any]) -> str:
 
 
 def _shorten_value(value: object) -> object:
-    """Itself, or what it is."""
+    """Return a short value, or the type of a long one."""
     return value if len(json.dumps(value, ensure_ascii=False)) <= _VALUE_CHARS_MAX else format_json_type(value)
 
 
 def _require_unicode(text: str, param: str) -> None:
-    """JSON can spell half a surrogate pair, which is no text."""
+    """Refuse half a surrogate pair, which JSON can spell and which is no text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,10 +1,10 @@
-"""Answers that called tools put back as they were sampled, in place of how the template writes them anew.
+"""Replay of sampled answers with tool calls, in place of the template's rendering of them.
 
-A client sends calls back parsed: their spaces, order and escapes are not the model's any more.  Where what was sampled
-still reads as what the client sends, its tokens stand in the prompt, so that a prompt begins as the last one went on.
+A client sends calls back parsed: their spaces, order and escapes are not the model's any more.  Where the sampled
+tokens still parse to what the client sends, they stand in the prompt, so that a prompt begins as the last one went on.
 
-The conversation is rendered with words of ours, which nobody could guess, for such a message's content and the names of
-its calls.  Where they come out is where the tokens belong; where that is not clear the message stays as it is rendered.
+The conversation is rendered with placeholders, random words, for such a message's content and the names of its calls.
+They show the place of the tokens; where it is ambiguous the message stays as rendered.
 """
 
 import json
@@ -50,7 +50,7 @@ class SampledSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MarkedConversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation with words of ours in messages that may be replayed."""
+    """A conversation with placeholders in messages that may be replayed."""
 
     conversation: ChatConversation
     placeholder_pattern: re.Pattern[str]  # finds the words: kind ("c" or "n"), message, call
@@ -58,7 +58,7 @@ class MarkedConversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCallReplayer:
-    """Any number of threads."""
+    """Replayer for any number of threads."""
 
     def __init__(self, tokenizer: TokenizerWrapper, parse_turn: TurnParser) -> None:
         self._tokenizer, self._parse_turn = tokenizer, parse_turn
@@ -74,7 +74,7 @@ class ToolCallReplayer:
     # ---- which
 
     def mark_conversation(self, conversation: ChatConversation, turns: Iterable[SampledTurn]) -> MarkedConversation:
-        """With every message marked whose turn is among these and still says the same."""
+        """Mark every message whose turn is among these and still has the same content and calls."""
         by_ids = {tuple(turn.calls): turn.tokens for turn in turns}
         tools_key = xxhash.xxh3_128_digest(json.dumps(conversation.offered_tools).encode()) if by_ids else b""
         faithful = {}
@@ -88,13 +88,13 @@ class ToolCallReplayer:
     def unmark_messages(
         self, marked: MarkedConversation, original: ChatConversation, doubtful_messages: set[int]
     ) -> MarkedConversation:
-        """Fewer messages marked."""
+        """Unmark the doubtful messages."""
         return self._insert_placeholders(
             original, {at: tokens for at, tokens in marked.sampled_tokens.items() if at not in doubtful_messages}
         )
 
     def _strip_eos(self, tokens: list[int]) -> list[int]:
-        """The template writes the end of the answer."""
+        """Strip the end-of-sequence token: the template writes it."""
         return tokens[:-1] if tokens and tokens[-1] in self._tokenizer.eos_token_ids else tokens
 
     def _is_same_turn(self, sampled: list[int], original: OriginalMessage, tools: Tools, tools_key: bytes) -> bool:
@@ -111,7 +111,7 @@ class ToolCallReplayer:
         )
 
     def _strip_reasoning(self, content: str) -> str:
-        """Some clients send the reasoning before the content."""
+        """Strip reasoning that some clients send before the content."""
         return content.rpartition(self._think_end)[2] if self._think_end else content
 
     def _parse_cached(self, sampled: list[int], tools: Tools, tools_key: bytes) -> ParsedTurn | None:
@@ -166,9 +166,9 @@ class ToolCallReplayer:
         return item.replace(content=content, **({"tool_calls": calls} if calls else {}))
 
     def find_spans(self, marked: MarkedConversation, text: str, tail: str) -> tuple[list[SampledSpan], set[int]]:
-        """Where in the rendered text the turns belong, in their order, and the messages of which that is not clear.
+        """Find the spans of turns in the rendered text, in their order, and the messages without a clear one.
 
-        `tail`: the prompt's end, from where the last message ends: what answers are begun with.
+        `tail`: the prompt's end, from the last message's end on, which begins every answer.
         """
         found: dict[int, list[re.Match[str]]] = {}
         for match in marked.placeholder_pattern.finditer(text):
@@ -206,7 +206,7 @@ class ToolCallReplayer:
         )
 
     def _find_start(self, text: str, previous_end: int, content_start: int, header: str, tail: str) -> tuple[int, bool]:
-        """Where what was sampled after the reasoning began, and whether the space that it began with belongs there."""
+        """Start of the text sampled after the reasoning, and whether its leading space belongs there."""
         bare = previous_end + len(text[previous_end:content_start].rstrip())
         if self._think_end and text.endswith(self._think_end, previous_end, bare):
             # A template that closed the reasoning itself went on with a space before the model did.
@@ -218,7 +218,7 @@ class ToolCallReplayer:
         return bare + len(space) if fits else content_start, thought
 
     def _strip_leading_space(self, tokens: list[int]) -> list[int]:
-        """Without the space between a reasoning that is not there and the answer."""
+        """Strip the space between a reasoning that is not there and the answer."""
         at = next((at for at, token in enumerate(tokens) if self._decode([token]).strip()), 0)
         return tokens[at:]
 
@@ -247,7 +247,7 @@ class ToolCallReplayer:
         return over
 
     def _is_exact_region(self, region: str, placeholders: list[re.Match[str]], marked: MarkedConversation) -> bool:
-        """Whether the region is these words' message, the whole of it, and nothing else."""
+        """True where the region is the whole of these placeholders' message, and nothing else."""
         if {match[0] for match in marked.placeholder_pattern.finditer(region)} != {match[0] for match in placeholders}:
             return False
         names = [match[0] for match in placeholders if match[1] == "n"]
@@ -274,12 +274,12 @@ def _count_parsed_bytes(key: bytes, parsed: ParsedTurn | None) -> int:
 
 
 def _is_content_intact(item: ConversationItem) -> bool:
-    """Its content is where the client had it."""
+    """True where the content is in the message that the client sent it in."""
     return "tool_calls" not in item.message or bool(item.message["content"]) == bool(item.original.content)
 
 
 def _order_placeholders(placeholders: list[re.Match[str]], calls: int) -> list[re.Match[str]]:
-    """The content's word, if the template shows it, and the first of each call's; [] where they are not in order."""
+    """Placeholder of the content, if shown, and the first of each call; [] where they are out of order."""
     content = [match for match in placeholders if match[1] == "c"]
     names: dict[int, re.Match[str]] = {}
     for match in placeholders:
@@ -298,7 +298,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _is_same_json(a: Any, b: Any) -> bool:
-    """As JSON: a number is its value, true is no number, and an object has no order."""
+    """Compare as JSON: a number is its value, true is no number, and an object has no order."""
     try:
         return _is_equal(a, b)
     except RecursionError:
@@ -317,12 +317,9 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 def splice_tokens(
-    text: str,
-    spans: list[SampledSpan],
-    marked: MarkedConversation,
-    tokenize: Callable[[str], TokenizedText],
+    text: str, spans: list[SampledSpan], marked: MarkedConversation, tokenize: Callable[[str], TokenizedText]
 ) -> TokenizedText:
-    """The text's tokens, with each place's in its stead.  Characters are those of the marked text."""
+    """Tokenize the text, with sampled tokens for the spans.  Offsets are of the marked text."""
     ids: list[int] = []
     starts: list[int] = []  # characters at which the parts below begin
     parts: list[Callable[[int], int]] = []
@@ -350,13 +347,13 @@ def splice_tokens(
 
 
 def _resolve_placeholder(marked: MarkedConversation, placeholder: re.Match[str]) -> str:
-    """What a word stands for, where a template says it outside of its message."""
+    """Original text of a placeholder that the template shows outside of its message."""
     said = marked.conversation.items[int(placeholder[2])].original
     return said.call_names[int(placeholder[3])] if placeholder[1] == "n" else said.content
 
 
 class _RestoredText:
-    """A piece of text in which names stand again, and where its characters have gone."""
+    """A piece of text with names restored, and the mapping of its offsets."""
 
     def __init__(self, marked_text: str, pattern: re.Pattern[str], resolve: Callable[[re.Match[str]], str]) -> None:
         self._edges, self._shifts = [0], [0]

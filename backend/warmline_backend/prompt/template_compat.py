@@ -1,6 +1,6 @@
-"""Conversations made such that the model's template shows them whole: pure, by what `traits` found.
+"""Conversations changed so that the model's template shows them whole, by its traits.  Pure.
 
-What is changed is changed the same way each time, so a conversation's next turn begins as the last one did.
+Changes are the same each time, so a conversation's next turn begins as the last one did.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ What a function gives back comes between <tool_response> and </tool_response>.""
 
 
 class OriginalMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """What an assistant's message said, as its client sent it."""
+    """An assistant's message as its client sent it."""
 
     content: str = ""
     call_ids: tuple[str, ...] = ()  # of its calls
@@ -59,7 +59,7 @@ class ConversationItem(msgspec.Struct, frozen=True, kw_only=True):
 def fit_conversation(
     items: list[ConversationItem], tools: list[dict[str, Any]] | None, traits: TemplateTraits
 ) -> tuple[list[ConversationItem], list[dict[str, Any]] | None]:
-    """The messages for the template, and the tools that it is given."""
+    """Messages for the template, and the tools that it is given."""
     items = _add_result_names(items)
     if not traits.supports_developer_role:
         items = [item.replace(role="system") if item.role == "developer" else item for item in items]
@@ -92,7 +92,7 @@ def _get_tool_calls(item: ConversationItem) -> list[Any]:
 
 
 def _add_result_names(items: Iterable[ConversationItem]) -> list[ConversationItem]:
-    """Results say whose they are: clients send the call's id alone, some templates show the name."""
+    """Add names of functions to results: clients send the call's id alone, some templates show the name."""
     names: dict[str, str] = {}
     named = []
     for item in items:
@@ -160,7 +160,7 @@ def _render_late_instruction(item: ConversationItem) -> ConversationItem:
 def _merge_runs(
     items: Iterable[ConversationItem], is_same_run: Callable[[list[ConversationItem], ConversationItem], bool]
 ) -> list[ConversationItem]:
-    """Each run of items that belong together as one."""
+    """Merge each run of items that belong together."""
     runs: list[list[ConversationItem]] = []
     for item in items:
         if runs and is_same_run(runs[-1], item):
@@ -171,7 +171,7 @@ def _merge_runs(
 
 
 def _merge_run(run: list[ConversationItem]) -> ConversationItem:
-    """The first one, with the text, the calls and the reasoning of all."""
+    """The first item, with the text, the calls and the reasoning of all."""
     calls = [call for item in run for call in _get_tool_calls(item)]
     thoughts = [item.message["reasoning_content"] for item in run if "reasoning_content" in item.message]
     whole = run[0].replace(
@@ -202,7 +202,7 @@ def _shorten_id(call_id: str) -> str:
 
 
 def _rewrite_call_ids(items: list[ConversationItem], shorten: Callable[[str], str] | None) -> list[ConversationItem]:
-    """Calls and their results under ids that the template takes: shortened, or else name and number of the call."""
+    """Rewrite ids of calls and results for the template: shortened, or else name and number of the call."""
     new: dict[str, str] = {}
     number = 0
     renamed = []
@@ -224,7 +224,7 @@ def _rewrite_call_ids(items: list[ConversationItem], shorten: Callable[[str], st
 
 
 def _copy_reasoning(item: ConversationItem, traits: TemplateTraits) -> ConversationItem:
-    """Under the names that the template reads."""
+    """Copy reasoning to the fields that the template reads."""
     reasoning = item.message.get("reasoning_content", "")
     if not reasoning:
         return item
@@ -235,6 +235,6 @@ def _copy_reasoning(item: ConversationItem, traits: TemplateTraits) -> Conversat
 
 
 def find_reasoning(message: dict[str, Any]) -> str:
-    """What a client's message has in a field of its own; "" where it has none."""
+    """Reasoning in a field of a client's message; "" for none."""
     found = (message.get(field) for field in REASONING_FIELDS)
     return next((text for text in found if isinstance(text, str) and text.strip()), "")

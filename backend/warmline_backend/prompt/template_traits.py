@@ -1,7 +1,7 @@
-"""What a model's chat template takes, found out once by rendering a few small conversations.
+"""Traits of a model's chat template, probed once by rendering a few small conversations.
 
-Templates differ in what they refuse, and, worse, in what they leave out without a word.  `fitting` makes every
-conversation one that the template shows whole.
+Templates differ in what they refuse, and in what they omit silently.  `template_compat` makes every conversation one
+that the template shows whole.
 """
 
 import json
@@ -33,7 +33,7 @@ PROBE_TOOLS = [
 
 
 class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """The defaults are those of a template that takes whatever comes."""
+    """Traits; the defaults are those of a template that accepts everything."""
 
     variable_names: frozenset[str] = frozenset()  # names that it reads besides the conversation
     reasoning_fields: tuple[str, ...] = ()  # under which it reads an assistant's reasoning
@@ -53,7 +53,7 @@ class TemplateTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def probe_template(source: str, render: RenderFunction) -> TemplateTraits:
-    """`source` is the template's text, or its code."""
+    """Probe a template; `source` is its text, or its code."""
     probe = _TemplateProbe(render)
     ids = probe.probe_call_ids()
     exchange = probe.exchange
@@ -96,7 +96,7 @@ class _TemplateProbe:
         self.exchange = _make_exchange(SHORT_ID if self.requires_short_ids else LONG_ID, self.requires_json_arguments)
 
     def is_shown(self, messages: list[Message], *words: str, tools: list[dict[str, Any]] | None = None) -> bool:
-        """Whether the words are there, in this order."""
+        """True where the words are rendered, in this order."""
         text, at = self._render(messages, tools), 0
         for word in words:
             at = text.find(word, at) + len(word)
@@ -165,10 +165,10 @@ def _find_variables(source: str) -> frozenset[str]:
 
 
 def is_quoted(word: str, source: str) -> bool:
-    """In quotes, as what a role is compared with."""
+    """True for a word in quotes, as a role is compared with."""
     return f"'{word}'" in source or f'"{word}"' in source
 
 
 def _is_field_read(source: str, field: str) -> bool:
-    """As an attribute or a key of something."""
+    """True for an attribute or a key of that name."""
     return re.search(rf"""\.{field}\b|['"]{field}['"]""", source) is not None

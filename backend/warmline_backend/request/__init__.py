@@ -1,0 +1,1 @@
+"""Fields of a request's body, checked and bounded.  Layer: above config only.  Pure, any thread."""

@@ -1,10 +1,10 @@
-"""Which of a body's fields mean something here, and what is said of the others.  Pure, but for `Slips`.
+"""Tables of body fields: supported, ignored, and unsupported with a hint.  Pure, but for TypoNotices.
 
-    SERVED    read here or by the proxy
-    FOREIGN   would change an answer elsewhere and can't here: refused, with what to send instead, unless they are off
-    UNHEARD   known to change nothing of an answer here
+    SUPPORTED_FIELDS    read here or by the proxy
+    UNSUPPORTED_FIELDS  would change an answer elsewhere: refused with a hint, unless their value is off
+    IGNORED_FIELDS      known to change nothing of an answer here
 
-Agents send all sorts of fields, so any other is ignored; one that looks like a slip of the pen is told of, once.
+Agents send all sorts of fields, so any other is ignored; one that looks like a typo is logged once.
 """
 
 import difflib
@@ -45,7 +45,7 @@ class UnsupportedField:
 
 
 def _off_if(*values: object) -> Callable[[object], bool]:
-    """One of these, or null, 0 or false; true is not 1."""
+    """Make a check for one of `values`, null, 0 or false; true is not 1."""
     return lambda value: value in (None, 0) or (value is not True and value in values)
 
 
@@ -142,7 +142,7 @@ _KNOWN_NAMES = SUPPORTED_FIELDS | IGNORED_FIELDS | _UNSUPPORTED_NAMES
 
 
 def find_unsupported_field(endpoint: str, body: Mapping[str, object]) -> tuple[str, str] | None:
-    """The first field that would change the answer elsewhere and can't here, and what to do instead."""
+    """Find the first field that would change the answer elsewhere and can't here, and its hint."""
     here = UNSUPPORTED_FIELDS_BY_ENDPOINT[endpoint]
     for name, value in body.items():
         foreign = here.get(name) or UNSUPPORTED_FIELDS.get(name)
@@ -152,7 +152,7 @@ def find_unsupported_field(endpoint: str, body: Mapping[str, object]) -> tuple[s
 
 
 def suggest_field(name: str) -> str | None:
-    """The field that is served whose name this nearly is; None where it is known itself, or like none."""
+    """Suggest the supported field that `name` resembles; None for a known name or one that resembles none."""
     if name in _KNOWN_NAMES or not is_field_name(name):
         return None
     near = difflib.get_close_matches(_normalize_name(name), _NORMALIZED_NAMES, n=1, cutoff=SIMILARITY_MIN)
@@ -167,7 +167,7 @@ _NORMALIZED_NAMES = {_normalize_name(name): name for name in sorted(SUPPORTED_FI
 
 
 class TypoNotices:
-    """Tells in the log of names that look misspelt, each once.  One thread."""
+    """Log of field names that look misspelt, each once.  One thread."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Where the references within a JSON schema lead.  Pure."""
+"""References within a JSON schema.  Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ CHAIN_MAX = 100  # references that lead to references
 
 
 def resolve_references(schema: Any, root: Any) -> Schema | None:
-    """What a chain of local references leads to; None where it leads nowhere, or is no object."""
+    """Target of a chain of local references; None where it leads nowhere, or is no object."""
     for _ in range(CHAIN_MAX):
         if not isinstance(schema, Mapping):
             return None
@@ -21,7 +21,7 @@ def resolve_references(schema: Any, root: Any) -> Schema | None:
 
 
 def lookup_reference(reference: str, root: Any) -> Any:
-    """The part of `root` that a reference names; None where there is none, or it is in another document."""
+    """Part of `root` that a reference names; None for a missing part or another document."""
     if reference == "#":
         return root
     if not reference.startswith("#/"):
@@ -36,7 +36,7 @@ def lookup_reference(reference: str, root: Any) -> Any:
 
 
 def collect_references(schema: Any) -> set[str]:
-    """All of them, at any depth, as they are written."""
+    """All references of a schema, at any depth, as they are written."""
     found: set[str] = set()
     waiting = [schema]
     while waiting:
@@ -51,7 +51,7 @@ def collect_references(schema: Any) -> set[str]:
 
 
 def rebase_references(schema: Any, prefix: str) -> Any:
-    """The same with its references into a document in which their own stands at `to`, as in "#/$defs/whole"."""
+    """Copy a schema with its references moved into a document that holds it at `prefix`, as in "#/$defs/whole"."""
     if isinstance(schema, list):
         return [rebase_references(part, prefix) for part in schema]
     if not isinstance(schema, Mapping):

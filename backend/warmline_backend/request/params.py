@@ -1,8 +1,6 @@
-"""What a client asks of a generation: read from an OpenAI body, checked, and bounded before the engine sees it.
+"""Parameters of a generation: read from an OpenAI body, checked, and bounded before the engine sees them.
 
-    BadRequest    what is wrong with the body; becomes a 400 in OpenAI's error shape
-
-A null field means absent.  Unknown fields are ignored; those of `known_fields` that are not supported are refused.
+A null field means absent.  Unknown fields are ignored; the unsupported ones of `request.fields` are refused.
 Defaults are mlx_lm.server's (greedy unless a temperature is given), not OpenAI's, unless settings say otherwise.
 """
 
@@ -24,14 +22,14 @@ _INT64 = 1 << 63
 
 
 class BadRequestError(Exception):
-    """The body is at fault: `message` says what was wrong and what was expected, `param` names the field."""
+    """A faulty body: `message` says what was wrong and what was expected, `param` names the field.  Becomes a 400."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.message, self.param, self.code, self.status = message, param, code, status
 
     def encode_reply(self) -> bytes:
-        """OpenAI's error object as JSON."""
+        """Encode OpenAI's error object as JSON."""
         return encode(ErrorReply(error=ErrorBody(message=self.message, param=self.param, code=self.code)))
 
 
@@ -78,10 +76,10 @@ def parse_params(
     default_temperature: float = 0.0,
     default_top_p: float = 1.0,
 ) -> GenerationParams:
-    """Check `body` of `endpoint` ("chat" or "completion") and return what it asks for.  Raises BadRequest.
+    """Check `body` of `endpoint` ("chat" or "completion").  Raises BadRequestError.
 
-    `context_tokens_max` and `default_max_tokens` are 0 where there is none.  A limit beyond what the context leaves is
-    cut to it: it is a limit, not a wish.  Only a prompt that leaves no room for one token is refused.
+    `context_tokens_max` and `default_max_tokens` are 0 for none.  A limit on tokens beyond the context is cut to it;
+    only a prompt that leaves no room for one token is refused.
     """
     fields = Fields(body)
     _refuse_unsupported(endpoint, fields)
@@ -116,7 +114,7 @@ def parse_params(
 
 
 class Fields:
-    """Typed reads of a JSON object in which null means absent.  Every read raises BadRequest naming the field."""
+    """Typed reads of a JSON object in which null means absent.  Every read raises BadRequestError naming the field."""
 
     def __init__(self, body: object, path: str = "") -> None:
         if not isinstance(body, Mapping):
@@ -167,7 +165,7 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    """Finite, and small enough to be a float at all; a bool is none."""
+    """True for finite numbers within a float's range; a bool is none."""
     try:
         return (_is_integer(value) or isinstance(value, float)) and math.isfinite(value)
     except OverflowError:
@@ -184,7 +182,7 @@ def format_json_type(value: object) -> str:
 
 
 def format_value(value: object) -> str:
-    """The value where it is short, else its kind: an error message is no place for a transcript."""
+    """Format a short value, else its type: an error message is no place for a transcript."""
     text = f'"{value}"' if isinstance(value, str) else repr(value)
     return text if isinstance(value, str | int | float) and len(text) <= 40 else format_json_type(value)
 
@@ -198,8 +196,8 @@ def _parse_max_tokens(fields: Fields, context_tokens_max: int, prompt_tokens: in
     room = context_tokens_max - prompt_tokens if context_tokens_max else TOKENS_UNBOUNDED
     if room < 1:
         raise BadRequestError(
-            f"This model's maximum context length is {context_tokens_max} tokens. However, your prompt has {prompt_tokens} tokens, which "
-            "leaves no room for an answer. Please shorten the prompt.",
+            f"This model's maximum context length is {context_tokens_max} tokens. However, your prompt has "
+            f"{prompt_tokens} tokens, which leaves no room for an answer. Please shorten the prompt.",
             param="messages" if fields.get("messages") is not None else "prompt",
             code="context_length_exceeded",
         )
@@ -207,7 +205,7 @@ def _parse_max_tokens(fields: Fields, context_tokens_max: int, prompt_tokens: in
 
 
 def _parse_min_tokens(fields: Fields) -> int:
-    """A limit that the context has cut is no contradiction; one that was asked for is."""
+    """Parse min_tokens; it may exceed a limit that the context has cut, but not one that was asked for."""
     least, most = fields.get_integer("min_tokens", 0, low=0), fields.get(_find_limit_field(fields))
     if most is not None and least > most:
         raise BadRequestError(
@@ -217,13 +215,13 @@ def _parse_min_tokens(fields: Fields) -> int:
 
 
 def _parse_top_k(fields: Fields) -> int:
-    """-1 means off, as in vLLM."""
+    """Parse top_k; -1 means off, as in vLLM."""
     value = fields.get_optional_integer("top_k", low=-1)
     return 0 if value is None or value < 0 else value
 
 
 def _parse_repetition_penalty(fields: Fields) -> float:
-    """0 would divide by zero; mlx_lm.server's clients send it for off."""
+    """Parse repetition_penalty; 0 would divide by zero, and clients of mlx_lm.server send it for off."""
     return fields.get_number("repetition_penalty", 1.0, low=0.0) or 1.0
 
 
@@ -281,7 +279,7 @@ def _parse_token_id(key: str, vocabulary_size: int) -> int:
 
 
 def _parse_logprobs(endpoint: str, fields: Fields) -> tuple[bool, int]:
-    """Chat has a switch and a count, the older endpoint only a count (0 is on, without alternatives)."""
+    """Parse chat's switch and count, or the completions' count (0 is on, without alternatives)."""
     if endpoint == "completion":
         count = fields.get_optional_integer("logprobs", low=0, high=TOP_LOGPROBS_MAX)
         return count is not None, count or 0
@@ -318,7 +316,7 @@ def _refuse_unsupported(endpoint: str, fields: Fields) -> None:
 
 
 def parse_tool_choice(fields: Fields) -> str:
-    """ "auto", "none" or "required"; a tool that is named is required.  What it names is `grammar.asked`'s to check."""
+    """Parse to "auto", "none" or "required"; a named tool is required, its name is checked by `response_format`."""
     choice = fields.get("tool_choice")
     if choice is None:
         return "auto"
@@ -338,5 +336,5 @@ def parse_tool_choice(fields: Fields) -> str:
 
 
 def parse_parallel_tool_calls(fields: Fields) -> bool:
-    """Whether one answer may have several calls; it may where nothing is said."""
+    """True unless the body allows a single call only."""
     return fields.get_optional_boolean("parallel_tool_calls") is not False

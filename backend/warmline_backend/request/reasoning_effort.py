@@ -1,4 +1,4 @@
-"""How much a request wants the model to reason, in whatever words its client has, as arguments of a chat template.
+"""Reasoning options of a request, under the names of all clients, as arguments of a chat template.  Pure.
 
     reasoning_effort       none, minimal, low, medium, high, xhigh, max
     thinking               {"type": "enabled" | "disabled" | "adaptive"}, or true or false
@@ -6,8 +6,8 @@
     reasoning              {"effort": ..., "enabled": ...}
     chat_template_kwargs   the arguments themselves; these go first
 
-What decides on or off is `thinking`, then `enable_thinking`, then `reasoning`, then the effort.  A budget of tokens is
-no argument of any template, and not kept.
+On or off is decided by `thinking`, then `enable_thinking`, then `reasoning`, then the effort.  A budget of tokens is no
+argument of any template, and ignored.
 """
 
 import re
@@ -25,7 +25,7 @@ _THINKING_TYPES = {"enabled": True, "disabled": False, "adaptive": None}
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked; None where nothing was, which leaves it to the model's template and the server's settings."""
+    """Options of one request; None leaves it to the template and the server's settings."""
 
     enabled: bool | None = None
     effort: str | None = None  # one of EFFORTS
@@ -36,7 +36,7 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_reasoning_options(fields: Fields) -> ReasoningOptions:
-    """Raises BadRequest where a value is not known."""
+    """Parse the options of a body.  Raises BadRequestError for an unknown value."""
     reasoning = Fields({} if (given := fields.get("reasoning")) is None else given, "reasoning")
     on = (
         _parse_thinking(fields),
@@ -50,7 +50,7 @@ def parse_reasoning_options(fields: Fields) -> ReasoningOptions:
 
 
 def make_template_arguments(options: ReasoningOptions, variable_names: frozenset[str], source: str) -> dict[str, Any]:
-    """The template's arguments: `known` are the names that it reads, `source` its text.
+    """Arguments for a template that reads `variable_names` and has the text `source`.
 
     A template that knows efforts alone can't be switched off: it is given the least.
     """
@@ -66,7 +66,7 @@ def make_template_arguments(options: ReasoningOptions, variable_names: frozenset
 
 
 def _find_nearest_effort(effort: str, source: str) -> str:
-    """The effort nearest to what was asked of those that the template spells out, or that all do."""
+    """Nearest effort among those that the template spells out, or that all templates know."""
     known = [name for name in EFFORTS if name in EFFORTS_USUAL or re.search(rf"""['"]{name}['"]""", source)]
     at = EFFORTS.index(effort)
     return min(known, key=lambda name: abs(EFFORTS.index(name) - at))

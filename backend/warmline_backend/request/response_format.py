@@ -1,6 +1,6 @@
-"""What a body asks of the answer's form: response_format, structured_outputs, json_schema, tool_choice ...  Pure.
+"""Format of the answer that a body asks for: response_format, structured_outputs, tools, tool_choice.  Pure.
 
-Every function raises BadRequest, which names the field, what was wrong with it and what is taken.
+Every function raises BadRequestError, which names the field, the fault and the accepted values.
 """
 
 import json
@@ -25,7 +25,7 @@ LEGACY_FIELDS = {f"guided_{kind}": kind for kind in STRUCTURED_KINDS} | {"gramma
 
 @dataclass(frozen=True)
 class TextFormat:
-    """What the text must be."""
+    """Format of the answer's text."""
 
     kind: str  # one of STRUCTURED_KINDS
     value: Any  # a JSON schema, an expression, the choices, a grammar's text
@@ -52,7 +52,7 @@ class ResponseFormat:
 
     @property
     def is_unconstrained(self) -> bool:
-        """Nothing is asked of the answer's form."""
+        """True for any format of the answer."""
         free = (
             self.tool_choice == "auto" and not self.has_restricted_tools and not any(tool.strict for tool in self.tools)
         )
@@ -60,7 +60,7 @@ class ResponseFormat:
 
 
 def has_format_fields(body: Mapping[str, Any]) -> bool:
-    """Whether to look closer: cheap, and true too often rather than too seldom."""
+    """Cheap check for fields of this module; may be true for an unconstrained answer, never false for another."""
     names = ("response_format", "structured_outputs", "tool_choice", "tools", *LEGACY_FIELDS)
     return any(body.get(name) is not None for name in names)
 
@@ -68,7 +68,7 @@ def has_format_fields(body: Mapping[str, Any]) -> bool:
 def parse_response_format(
     endpoint: str, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None
 ) -> ResponseFormat:
-    """`tools` are those that the model was told of, as the body has them: functions, as `conversation` checks."""
+    """Parse a body's format; `tools` are those in the prompt, checked by `prompt.messages`."""
     form = parse_text_format(body)
     if endpoint != "chat":
         return ResponseFormat(text_format=form)
@@ -97,7 +97,7 @@ def _parse_tool(tool: Mapping[str, Any], field: str) -> CallableTool:
 
 
 def _filter_allowed_tools(choice: object, tools: tuple[CallableTool, ...]) -> tuple[CallableTool, ...]:
-    """Those that `tool_choice` lets be called, where it names any."""
+    """Filter by the names in `tool_choice`, if any."""
     if not isinstance(choice, Mapping):
         return tools
     if choice.get("type") == "function":
@@ -203,7 +203,7 @@ def _make_text_format(kind: str, value: object, field: str) -> TextFormat | None
 
 
 def _decode_schema(value: object, field: str) -> object:
-    """A schema may come as JSON in a string."""
+    """Decode a schema that was sent as JSON in a string."""
     if not isinstance(value, str):
         return value
     try:

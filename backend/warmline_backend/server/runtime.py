@@ -10,8 +10,7 @@ from warmline_backend.config import BackendConfig
 from warmline_backend.engine.kv_transfer import KvTransfer
 from warmline_backend.model.fingerprint import compute_fingerprint
 from warmline_backend.model.model import ServedModel
-from warmline_backend.output.detokenizer import decode_tokens
-from warmline_backend.output.echo import render_echo
+from warmline_backend.output.detokenizer import decode_tokens, render_echo
 from warmline_backend.output.expected import make_expected_output
 from warmline_backend.prompt.renderer import TemplateRenderer
 from warmline_backend.request.params import BadRequestError, parse_params

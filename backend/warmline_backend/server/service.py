@@ -27,7 +27,7 @@ from warmline_backend.generation.sequence import GenerationRequest
 from warmline_backend.kv_cache.segment_io import BadChainError, delete_drafts
 from warmline_backend.model.model import get_device_name
 from warmline_backend.output.dialect import detect_dialect
-from warmline_backend.output.turns import make_turn_parser
+from warmline_backend.output.parser import make_turn_parser
 from warmline_backend.prompt.renderer import TemplateRenderer
 from warmline_backend.request.fields import TypoNotices
 from warmline_backend.request.response_format import has_format_fields

@@ -1,7 +1,7 @@
-"""The tokenizer as llguidance wants it, and grammars compiled within limits.  Any thread.
+"""The tokenizer in llguidance's form, and grammars compiled within limits.  Any thread.
 
-llguidance bounds what a grammar may cost, in steps rather than seconds; what goes beyond is refused while the prompt
-is rendered.  A grammar that reaches a limit only while it is followed fails its own request.
+llguidance bounds the cost of a grammar in steps rather than seconds; a grammar beyond them is refused while the prompt
+is rendered.  One that reaches a limit only later fails its own request.
 """
 
 import json
@@ -54,12 +54,12 @@ def create_parser_limits() -> LLParserLimits:
 
 
 class GrammarCompiler:
-    """Constraints for one model's prompts, and guides for their answers.  Any thread."""
+    """Constraints for one model's prompts, and matchers for their answers.  Any thread."""
 
     def __init__(
         self, tokenizer: TokenizerWrapper, vocabulary_size: int, on_compiled: Callable[[float], object] = float
     ) -> None:
-        """`compiled` hears how many seconds each compilation took, on the thread that did it."""
+        """Call `on_compiled` with the seconds of each compilation, on the compiling thread."""
         self._tokenizer, self._vocabulary_size, self._on_compiled = tokenizer, vocabulary_size, on_compiled
         self._lock = threading.Lock()
         self._converted_tokenizer: tuple[LLTokenizer, TokenizerTraits] | None = None
@@ -69,9 +69,9 @@ class GrammarCompiler:
     def build_constraint(
         self, endpoint: str, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, tail: str
     ) -> Constraint | None:
-        """What the body asks of its answer; None where any will do.  Raises BadRequest.
+        """Build the constraint of a body; None for an unconstrained answer.  Raises BadRequestError.
 
-        The first one that asks for anything takes up to a second or two, for the tokenizer.
+        The first constraint takes up to a second or two, for the tokenizer.
         """
         asked = parse_response_format(endpoint, body, tools)
         if asked.is_unconstrained:
@@ -85,18 +85,18 @@ class GrammarCompiler:
         return made if made is None or endpoint == "chat" else replace(made, reasoning="closed")
 
     def clear(self) -> None:
-        """What was compiled, and why something could not be: schemas and grammars are their clients' texts."""
+        """Delete compiled grammars and problems: schemas and grammars are their clients' texts."""
         with self._lock:
             self._matchers.clear()
             self._problems.clear()
 
     def create_matcher(self, constraint: Constraint) -> Matcher:
-        """For one run of one answer."""
+        """Create the matcher of one run of one answer."""
         matcher = self._load_matcher(constraint.grammar) if constraint.grammar else None
         return Matcher(constraint, matcher, self._vocabulary_size, sorted(self._tokenizer.eos_token_ids))
 
     def find_problem(self, grammar: str) -> str:
-        """What is wrong with a grammar, in a line; "" where it can be followed."""
+        """Problem of a grammar, in a line; "" for a valid one."""
         key = xxhash.xxh3_128_digest(grammar.encode())
         with self._lock:
             if (known := self._problems.get(key)) is not None:
@@ -109,7 +109,7 @@ class GrammarCompiler:
         return problem
 
     def prepare_tokenizer(self) -> None:
-        """Convert the tokenizer now, so that no request waits for it; what can't be converted is refused later."""
+        """Convert the tokenizer now, so that no request waits for it; one without a fast form is refused later."""
         if isinstance(self._tokenizer._tokenizer, PreTrainedTokenizerFast):
             self._load_tokenizer()
 
@@ -120,7 +120,7 @@ class GrammarCompiler:
             return self._converted_tokenizer
 
     def _load_matcher(self, grammar: str) -> LLMatcher:
-        """At its start; to be copied, never advanced."""
+        """Matcher at its start; to be copied, never advanced."""
         with self._lock:
             if (known := self._matchers.get(grammar)) is not None:
                 self._matchers.move_to_end(grammar)
@@ -131,7 +131,7 @@ class GrammarCompiler:
         return matcher
 
     def _compile(self, grammar: str) -> LLMatcher:
-        """With its first mask computed; in error where no token can be the first."""
+        """Compile, with the first mask computed; in error where no token can be the first."""
         tokenizer, began = self._load_tokenizer()[0], time.monotonic()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=create_parser_limits())
         if not matcher.is_error() and not np.frombuffer(matcher.compute_bitmask(), np.uint8).any():
@@ -157,7 +157,7 @@ def _check_no_continuation(response_format: ResponseFormat, body: Mapping[str, A
 
 
 def _check_no_allowed_tokens(constraint: Constraint | None, body: Mapping[str, Any]) -> None:
-    """Both together may leave no token at all."""
+    """Refuse both together: they may leave no token at all."""
     if constraint is not None and body.get("allowed_token_ids") is not None:
         raise BadRequestError(
             "'allowed_token_ids' can't be combined with a form, 'tool_choice' or strict tools; send one of them",
@@ -180,10 +180,10 @@ def _convert_tokenizer(tokenizer: TokenizerWrapper) -> tuple[LLTokenizer, Tokeni
 
 
 def _hide_markers(described: dict[str, Any]) -> dict[str, int]:
-    """Rename, in a tokenizer's description, the tokens that are no text; returns their ids by their true names.
+    """Rename markers in a tokenizer's description; returns their ids by their true names.
 
-    llguidance takes text that is forced for the tokens that it is tokenized to, so a word of a schema that reads like a
-    marker would become that marker.  Renamed, a marker is a token that only its id names.
+    llguidance tokenizes forced text, so a word of a schema that reads like a marker would become that marker.  Renamed,
+    a marker is a token that only its id names.
     """
     markers: dict[str, int] = {}
     unknown, hidden = described["model"].get("unk_token"), dict[str, str]()
@@ -198,7 +198,7 @@ def _hide_markers(described: dict[str, Any]) -> dict[str, int]:
 
 
 def _rename_markers(vocabulary: Any, hidden: Mapping[str, str]) -> None:
-    """Where a vocabulary has markers too, as those made of SentencePiece's do."""
+    """Rename markers in a vocabulary that has them too, as those made of SentencePiece's do."""
     if isinstance(vocabulary, dict):
         for word in hidden.keys() & vocabulary.keys():
             vocabulary[hidden[word]] = vocabulary.pop(word)
@@ -217,7 +217,7 @@ def _try_tokens(matcher: LLMatcher) -> None:
 
 
 def _format_problem(problem: str) -> str:
-    """In one line, without llguidance's inner state."""
+    """Format in one line, without llguidance's inner state."""
     line = " ".join(re.split("<state>|<non-verbose/>", problem)[0].split())
     if line.startswith("panic"):
         return "it is too large or too complex"

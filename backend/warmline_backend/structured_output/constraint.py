@@ -1,4 +1,4 @@
-"""What a body asks of its answer, and where its prompt ends, as one constraint.  Pure."""
+"""Constraint of one answer, by the body's format and the prompt's end.  Pure."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +14,10 @@ from warmline_backend.output.headers import HARMONY
 from warmline_backend.request.json_refs import Schema
 from warmline_backend.request.params import BadRequestError
 from warmline_backend.request.response_format import CallableTool, ResponseFormat, TextFormat
-from warmline_backend.structured_output.base import ToolSchema, UnsupportedToolError
 from warmline_backend.structured_output.json_schema import adapt_schema, add_guidance_options, list_required_names
 from warmline_backend.structured_output.lark import GrammarTooLongError, LarkBuilder, quote_literal
-from warmline_backend.structured_output.tool_calls import SECTION_FORMATS, TOOL_CALL_GRAMMARS
+from warmline_backend.structured_output.tool_calls import ToolSchema, UnsupportedToolError, write_calls
+from warmline_backend.tool_parsers.registry import CallSyntax
 
 ReasoningState = Literal["open", "possible", "closed"]
 """Where the answer starts: within reasoning; where the model may open it; after it, or where there is none."""
@@ -31,7 +31,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 @dataclass(frozen=True)
 class TokenizerTraits:
-    """What of a tokenizer matters here."""
+    """Traits of a tokenizer that decide a grammar."""
 
     markers: Mapping[str, int]  # tokens that are never text
     dialect: Dialect
@@ -41,9 +41,14 @@ class TokenizerTraits:
     line_breaks: frozenset[int] = frozenset()  # line breaks that may stand between reasoning and answer
 
     @property
-    def tool_format(self) -> str:
-        """The name of its tool format; "" where it has none."""
-        return self.dialect.tool_format.name if self.dialect.tool_format else ""
+    def call_syntax(self) -> CallSyntax | None:
+        """Syntax of its calls; None without tools, or where no grammar can be written."""
+        return self.dialect.tool_format.syntax if self.dialect.tool_format else None
+
+    @property
+    def has_sections(self) -> bool:
+        """True where one marker begins all calls of an answer."""
+        return bool(self.call_syntax and self.call_syntax.start)
 
     @property
     def call_start(self) -> str:
@@ -51,13 +56,13 @@ class TokenizerTraits:
 
     @property
     def has_channels(self) -> bool:
-        """gpt-oss: reasoning and answer are messages of their own."""
+        """True for gpt-oss: reasoning and answer are messages of their own."""
         return self.dialect.header_format is HARMONY
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What one prompt's answer is held to."""
+    """Constraint of one prompt's answer."""
 
     grammar: str = ""  # llguidance's; "" where tokens are forbidden, and nothing else
     reasoning: ReasoningState = "closed"
@@ -85,7 +90,7 @@ def read_tokenizer_traits(tokenizer: TokenizerWrapper, markers: Mapping[str, int
 
 
 def detect_reasoning(tail: str, dialect: Dialect) -> ReasoningState:
-    """By the prompt's text from its last message's end on."""
+    """Detect the state by the prompt's text from its last message's end on."""
     if not dialect.think_start:
         return "closed"
     if is_reasoning_open(dialect, tail):
@@ -96,7 +101,7 @@ def detect_reasoning(tail: str, dialect: Dialect) -> ReasoningState:
 def build_constraint(
     response_format: ResponseFormat, tail: str, traits: TokenizerTraits, check_grammar: GrammarCheck
 ) -> Constraint | None:
-    """None where any answer will do.  Raises BadRequest."""
+    """Build a constraint; None for an unconstrained answer.  Raises BadRequestError."""
     if response_format.is_unconstrained:
         return None
     if traits.dialect.header_format and not traits.has_channels and response_format.tool_choice != "none":
@@ -139,9 +144,9 @@ def _forbid_tool_calls(traits: TokenizerTraits) -> Constraint | None:
 def _build_lazy_constraint(
     base: Constraint, response_format: ResponseFormat, traits: TokenizerTraits, check_grammar: GrammarCheck
 ) -> Constraint | None:
-    """Free text, and calls of strict tools as they must be."""
+    """Constrain calls of strict tools within free text."""
     writer = _GrammarWriter(traits, response_format, check_grammar)
-    if traits.tool_format not in TOOL_CALL_GRAMMARS:
+    if traits.call_syntax is None:
         strict = next((tool.field for tool in response_format.tools if tool.strict), "")
         what = "leave 'strict' out" if strict else "send 'tool_choice' \"auto\""
         raise BadRequestError(f"{writer.describe_missing_grammar()}; {what}", strict or "tool_choice")
@@ -154,7 +159,7 @@ def _build_lazy_constraint(
 
 
 class _GrammarWriter:
-    """Writes one request's grammar."""
+    """Grammar of one request."""
 
     def __init__(self, traits: TokenizerTraits, response_format: ResponseFormat, check_grammar: GrammarCheck) -> None:
         self._traits, self._response_format, self._check_grammar = traits, response_format, check_grammar
@@ -166,16 +171,16 @@ class _GrammarWriter:
     # ---- whole grammars
 
     def write_required_calls(self) -> str:
-        """Calls, and nothing else."""
+        """Write calls, and nothing else."""
         return self._check_calls(self._lark.render(self._write_calls(self._response_format.parallel)))
 
     def write_call_block(self) -> str:
-        """What one marker begins: one call, or all."""
-        several = self._response_format.parallel and self._traits.tool_format in SECTION_FORMATS
+        """Write the calls after one marker: one call, or all."""
+        several = self._response_format.parallel and self._traits.has_sections
         return self._check_calls(self._lark.render(self._write_calls(several)))
 
     def write_free_text(self) -> str:
-        """Text, and calls in it, for families whose calls begin with text, or are channels."""
+        """Write text with calls in it, for families whose calls begin with text, or are channels."""
         if self._traits.has_channels:
             calls = self._write_calls(several=False)
             return self._check_calls(self._lark.render(self._write_channels(calls, self._lark.text())))
@@ -188,19 +193,19 @@ class _GrammarWriter:
             other = self._lark.text("([^{](?s:.*))?")
             return self._check_calls(self._lark.render(f"{self._write_calls(several)} | {other}"))
         self._lark = LarkBuilder(self._traits.markers, consumed_prefix=start)
-        head = f"{self._lark.text_until(start)} {self._write_calls(several and self._traits.tool_format in SECTION_FORMATS)}"
+        head = f"{self._lark.text_until(start)} {self._write_calls(several and self._traits.has_sections)}"
         rest = self._lark.text(excluded=(start,))
         whole = f"({head})* {rest}" if several else f"{rest} | {head}"
         return self._check_calls(self._lark.render(whole))
 
     def write_answer(self) -> str:
-        """The form; or calls, where there are tools and none or any may be called."""
+        """Write the text format; or calls, where tools may be called."""
         asked, form = self._response_format, self._response_format.text_format
         assert form is not None
         answer = _encode_form(form)
         if problem := self._check_grammar(_encode_grammars([answer])):
             raise BadRequestError(f"'{form.field}' can't be used: \"{problem}\"", form.field)
-        may_call = asked.tool_choice == "auto" and asked.tools and self._traits.tool_format in TOOL_CALL_GRAMMARS
+        may_call = asked.tool_choice == "auto" and asked.tools and self._traits.call_syntax
         if not (may_call or self._traits.wrapper_markers or self._traits.has_channels):
             return _encode_grammars([answer])
         calls = self._write_calls(asked.parallel) if may_call else ""
@@ -223,7 +228,7 @@ class _GrammarWriter:
         return f"({begin})? {inner} ({' '.join([end, *rest])})?"
 
     def _write_channels(self, calls: str, text: str) -> str:
-        """Reasoning, then calls or text; where no form is asked for, words to the user may precede them."""
+        """Write reasoning, then calls or text; without a text format, comments to the user may precede them."""
         lark = self._lark
         kinds = '"analysis"' if self._response_format.text_format else '("analysis" | "commentary")'
         thought = f"{lark.literal('<|channel|>')} {kinds} {lark.literal('<|message|>')}"
@@ -235,11 +240,11 @@ class _GrammarWriter:
     # ---- calls
 
     def _write_calls(self, several: bool) -> str:
-        if (style := TOOL_CALL_GRAMMARS.get(self._traits.tool_format)) is None:
+        if (syntax := self._traits.call_syntax) is None:
             raise BadRequestError(f"{self.describe_missing_grammar()}; send 'tool_choice' \"auto\"", "tool_choice")
         offered = [self._prepare_tool(tool) for tool in self._response_format.tools]
         try:
-            calls = style(self._lark, offered, several)
+            calls = write_calls(self._lark, syntax, offered, several)
         except UnsupportedToolError as problem:
             raise BadRequestError(f"this model can't be held to calling these tools: {problem}", "tools") from problem
         except GrammarTooLongError as problem:
@@ -251,7 +256,7 @@ class _GrammarWriter:
         return calls
 
     def _prepare_tool(self, tool: CallableTool) -> ToolSchema:
-        """Where the schema of a tool that is not strict can't be used, its arguments' names are."""
+        """Adapt a tool's schema; an unusable one of a tool that is not strict is reduced to its arguments' names."""
         try:
             parameters: Schema = adapt_schema(_close_parameters(tool), tool.field)
             problem = self._check_grammar(
@@ -273,7 +278,7 @@ class _GrammarWriter:
 
 
 def _close_parameters(tool: CallableTool) -> Schema:
-    """As a schema that allows no other arguments, where it doesn't speak of them."""
+    """Disallow further arguments in a schema that does not mention them."""
     parameters = tool.parameters
     if parameters is None:
         return NO_PARAMETERS
@@ -298,7 +303,7 @@ def _reduce_to_names(parameters: Any) -> Schema:
 
 
 def _encode_form(form: TextFormat) -> dict[str, Any]:
-    """One of llguidance's grammars."""
+    """Encode a format as one of llguidance's grammars."""
     if form.kind == "json":
         return {"json_schema": add_guidance_options(adapt_schema(form.value, form.field))}
     if form.kind == "choice":

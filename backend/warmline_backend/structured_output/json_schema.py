@@ -1,7 +1,6 @@
-"""JSON schemas made fit for llguidance, which takes most of the language and refuses the rest by name.  Pure.
+"""JSON schemas adapted to llguidance, which takes most of the language and refuses the rest by name.  Pure.
 
-What changes on the way never changes which JSON is valid: formats that nobody checks are left out, and "oneOf" whose
-branches can't both hold becomes "anyOf".
+The set of valid JSON stays: formats without a check are left out, and a "oneOf" of exclusive branches becomes "anyOf".
 """
 
 import json
@@ -31,7 +30,7 @@ JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null
 
 
 def adapt_schema(schema: Schema, field: str) -> dict[str, Any]:
-    """The schema for llguidance.  Raises BadRequest where it is too large, or no JSON can be valid and end."""
+    """Adapt a schema.  Raises BadRequestError for one that is too large, or that no finite JSON can satisfy."""
     _check_bounds(schema, field)
     if not _can_end(schema):
         raise BadRequestError(f"'{field}' can't be satisfied: a part of it requires itself without end", field)
@@ -41,7 +40,7 @@ def adapt_schema(schema: Schema, field: str) -> dict[str, Any]:
 
 
 def add_guidance_options(schema: Schema, **options: Any) -> dict[str, Any]:
-    """With llguidance's options at its root; with `lenient` it ignores keywords that it does not know."""
+    """Add llguidance's options at the root; with `lenient` it ignores unknown keywords."""
     return {**schema, "x-guidance": {**SPACING, **options}}
 
 
@@ -92,7 +91,7 @@ def _adapt_keyword(key: str, value: Any, root: Schema) -> Any:
 
 
 def _are_exclusive(branches: list[Any], root: Schema) -> bool:
-    """Whether no JSON can be valid under two of them: their types differ, or a property that all require does."""
+    """True where no JSON is valid under two branches: types differ, or a property that all require does."""
     resolved = [resolve_references(branch, root) for branch in branches]
     if any(branch is None for branch in resolved):
         return False
@@ -104,7 +103,7 @@ def _are_exclusive(branches: list[Any], root: Schema) -> bool:
 
 
 def _are_disjoint(sets: Iterable[frozenset[str] | None]) -> bool:
-    """Looks no further than the first that is not."""
+    """True for disjoint sets; stops at the first that is not."""
     seen: set[str] = set()
     for values in sets:
         if not values or seen & values:
@@ -114,7 +113,7 @@ def _are_disjoint(sets: Iterable[frozenset[str] | None]) -> bool:
 
 
 def _find_types(schema: Schema) -> frozenset[str] | None:
-    """None where any type is valid.  A number may be an integer: "number" counts as both."""
+    """Types of a schema; None for any.  A number may be an integer: "number" counts as both."""
     named = schema.get("type")
     types = [named] if isinstance(named, str) else named
     if not isinstance(types, list) or not all(kind in JSON_TYPES for kind in types):
@@ -123,7 +122,7 @@ def _find_types(schema: Schema) -> frozenset[str] | None:
 
 
 def _find_tag_values(schema: Schema, name: str, root: Schema) -> frozenset[str] | None:
-    """The values that a required property of an object may have, as JSON; None where they are not few."""
+    """Values of a required property of an object, as JSON; None where they are not listed."""
     properties = schema.get("properties")
     inner = resolve_references(properties.get(name), root) if isinstance(properties, Mapping) else None
     if inner is None or name not in list_required_names(schema) or schema.get("type") != "object":
@@ -133,7 +132,7 @@ def _find_tag_values(schema: Schema, name: str, root: Schema) -> frozenset[str] 
 
 
 def list_required_names(schema: Schema) -> list[str]:
-    """The names that an object must have."""
+    """Names that an object must have."""
     required = schema.get("required")
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
 
@@ -142,10 +141,10 @@ def list_required_names(schema: Schema) -> list[str]:
 
 
 def _can_end(schema: Schema) -> bool:
-    """Whether some JSON that ends may be valid.
+    """True where some finite JSON may be valid.
 
-    A cheap look at what is required for certain: where it can't tell, it says yes.  References that can end are found
-    round by round, each built on those before; what is left after the last one only requires itself.
+    A cheap look at parts that are required for certain; in doubt, true.  References that can end are found round by
+    round, each built on those before; what is left after the last round requires itself.
     """
     ending: set[str] = set()
     waiting = {reference: lookup_reference(reference, schema) for reference in collect_references(schema)}
@@ -160,7 +159,7 @@ def _can_end(schema: Schema) -> bool:
 
 
 def _can_end_given(schema: Any, ending: set[str]) -> bool:
-    """Whether it ends where these references do."""
+    """True for a schema that ends where these references do."""
     if not isinstance(schema, Mapping):
         return True
     if isinstance(reference := schema.get("$ref"), str) and reference not in ending:
@@ -173,7 +172,7 @@ def _can_end_given(schema: Any, ending: set[str]) -> bool:
 
 
 def _iter_required_parts(schema: Schema) -> Iterator[Any]:
-    """Parts that whatever is valid must have.  An object's only where it must be an object, an array's likewise."""
+    """Parts that all valid JSON has.  An object's only where it must be an object, an array's likewise."""
     if isinstance(parts := schema.get("allOf"), list):
         yield from parts
     properties = schema.get("properties")

@@ -1,6 +1,6 @@
-"""Grammar text in llguidance's dialect of Lark, written piece by piece.  Pure.
+"""Builder of grammars in llguidance's dialect of Lark.  Pure.
 
-Tokens that stand for markers are named by their id (`<[5]>`), everything else is text.
+Markers are named by their token id (`<[5]>`), everything else is text.
 """
 
 import json
@@ -15,14 +15,14 @@ ANY_TEXT = "(?s:.*)"
 
 
 class GrammarTooLongError(Exception):
-    """The grammar has grown beyond GRAMMAR_CHARS_MAX."""
+    """A grammar beyond GRAMMAR_CHARS_MAX."""
 
 
 class LarkBuilder:
-    """One grammar being written.  Methods return an expression to be put into a rule; they raise TooLong.
+    """One grammar.  Methods return an expression for a rule; they raise GrammarTooLongError.
 
-    `markers` are the tokens that no text is ever tokenized to, by what they are written as.  `begun`: how literals
-    begin that are half there already; they go on from there.
+    `markers`: ids of tokens that no text is tokenized to, by their text.  `consumed_prefix`: a beginning of literals
+    that is in the answer already; they go on from there.
     """
 
     def __init__(self, markers: Mapping[str, int], consumed_prefix: str = "") -> None:
@@ -32,7 +32,7 @@ class LarkBuilder:
         self._splitter = re.compile(f"({'|'.join(words)})") if words else None
 
     def literal(self, text: str) -> str:
-        """Exactly this text, with its markers as the tokens that they are."""
+        """Write exactly this text, with its markers as tokens."""
         text = text.removeprefix(self._consumed_prefix) if self._consumed_prefix else text
         pieces = self._splitter.split(text) if self._splitter else [text]
         return " ".join(self._piece(piece) for piece in pieces if piece) or quote_literal("")
@@ -44,15 +44,15 @@ class LarkBuilder:
         return text in self._markers
 
     def json(self, schema: Mapping[str, Any], **options: Any) -> str:
-        """JSON that a schema allows; `options` are llguidance's."""
+        """Write JSON of a schema; `options` are llguidance's."""
         return self.add_rule("%json " + json.dumps(add_guidance_options(schema, **options)))
 
     def text(self, pattern: str = ANY_TEXT, excluded: Iterable[str] = ()) -> str:
-        """Any text of this pattern that none of `without` occurs in; a marker ends it."""
+        """Write any text of this pattern without `excluded`; a marker ends it."""
         return self.add_terminal(self._build_text_pattern(pattern, excluded))
 
     def text_until(self, end: str, *, excluded: Iterable[str] = (), pattern: str = ANY_TEXT) -> str:
-        """Such text and then, for the first time, `end`; or where `end` has a marker in it, that."""
+        """Write such text up to the first `end`, included; or where `end` has a marker in it, up to that."""
         if self._splitter and (found := self._splitter.search(end)):
             whole = f"(?:{pattern}){escape_regex(end[: found.start()])}" if found.start() else pattern
             return f"{self.text(whole, excluded)} {self.literal(end[found.start() :])}"
@@ -69,7 +69,7 @@ class LarkBuilder:
         return self._define_named(f"r{len(self._rules)}{attributes}", body)
 
     def reserve_rule(self) -> str:
-        """The name of a rule that is defined later, so that it may speak of itself."""
+        """Name a rule that is defined later, so that it may refer to itself."""
         return self._define_named(f"r{len(self._rules)}", "")
 
     def define_rule(self, name: str, body: str) -> None:
@@ -99,7 +99,7 @@ def optional(expression: str) -> str:
 
 
 def join_optional_items(lark: LarkBuilder, items: Sequence[tuple[bool, str]], separator: str) -> str:
-    """Required and optional items in their order, with commas only between those that are there."""
+    """Join required and optional items in their order, with separators only between those present."""
     first, later = '""', '""'  # what may follow when nothing, or something, has been written
     for required, item in reversed(items):
         begun, going_on = f"{item} {later}", f"{quote_literal(separator)} {item} {later}"
@@ -109,5 +109,5 @@ def join_optional_items(lark: LarkBuilder, items: Sequence[tuple[bool, str]], se
 
 
 def escape_regex(text: str) -> str:
-    """A pattern of exactly this text."""
+    """Escape text for a pattern."""
     return re.sub(r"([][\\.+*?(){}|^$/])", r"\\\1", text).replace("\n", r"\n")

@@ -1,6 +1,6 @@
-"""Arguments of a call where they stand one by one: text as it is, everything else as JSON.  Pure.
+"""Single arguments of a call between tags: strings as text, everything else as JSON.  Pure.
 
-What is text is what `output.schema_types` reads as such.
+A value counts as text where `tool_parsers.argument_types` parses it as a string.
 """
 
 import json
@@ -34,7 +34,7 @@ class ToolArgument:
 
 
 def iter_arguments(parameters: Schema) -> Iterator[ToolArgument]:
-    """The properties of a tool's parameters, in their order.  Others that the schema may allow are never given."""
+    """Properties of a tool's parameters, in their order.  Others that the schema may allow are never given."""
     found = resolve_references(parameters, parameters) or {}
     properties, names = found.get("properties"), list_required_names(found)
     for name, schema in properties.items() if isinstance(properties, Mapping) else ():
@@ -42,7 +42,7 @@ def iter_arguments(parameters: Schema) -> Iterator[ToolArgument]:
 
 
 def join_arguments(arguments: Iterator[ToolArgument], write_argument: Callable[[ToolArgument], str]) -> str:
-    """One after the other, optional ones or not."""
+    """Join arguments in their order, each optional unless required."""
     parts = [(argument, write_argument(argument)) for argument in arguments]
     return " ".join(part if argument.required else optional(part) for argument, part in parts)
 
@@ -64,14 +64,14 @@ class AllowedValues:
 
     @property
     def unquoted_pattern(self) -> str:
-        """A pattern of what is read as a string where strings stand without quotes, and of null."""
+        """Pattern of text that is parsed as a string without quotes, and of null."""
         if any(other.get("type") not in _NON_TEXT_TYPES for other in self.json_schemas):
             return ANY_TEXT  # a list or an object may stand there too
         return self._join_patterns(*(["null"] if None in self.constants else []))
 
     @property
     def string_pattern(self) -> str:
-        """A pattern of its strings alone."""
+        """Pattern of its strings alone."""
         return self._join_patterns()
 
     def _join_patterns(self, *more: str) -> str:
@@ -99,7 +99,7 @@ def collect_allowed_values(schema: Any, parameters: Schema) -> AllowedValues:
 
 
 def _iter_branches(schema: Any, parameters: Schema) -> Iterator[Schema]:
-    """Of a union, and of those within it; each once, for they may refer to each other in any way."""
+    """Branches of a union and of those within it; each once, for they may refer to each other in any way."""
     waiting, seen = [schema], set[int]()
     while waiting:
         one = resolve_references(waiting.pop(), parameters)
@@ -117,7 +117,7 @@ def _iter_branches(schema: Any, parameters: Schema) -> Iterator[Schema]:
 
 
 def _find_union_branches(schema: Schema) -> list[Any]:
-    """Its branches, where it says nothing besides."""
+    """Branches of a schema that is a union and nothing else."""
     said = [key for key in schema if key not in _ANNOTATION_KEYWORDS]
     branches = schema[said[0]] if len(said) == 1 else None
     if not isinstance(branches, list):
@@ -126,14 +126,14 @@ def _find_union_branches(schema: Schema) -> list[Any]:
 
 
 def _can_be_text(schema: Schema, parameters: Schema) -> bool:
-    """Whether a string is valid, as far as can be seen: then whatever is written is one."""
+    """True where a string may be valid: then any written text is a string."""
     if "type" not in schema and {"properties", "items"} & schema.keys():
         return False
     return "string" in find_possible_types(schema, parameters)
 
 
 def build_text_pattern(schema: Schema) -> str:
-    """What a string's pattern and lengths say, where that can be said of plain text."""
+    """Pattern of a string's `pattern` or lengths, where plain text can follow it."""
     if schema.get("type") != "string":
         return ANY_TEXT
     pattern = schema.get("pattern")
@@ -151,7 +151,7 @@ def build_text_pattern(schema: Schema) -> str:
 def write_tagged_value(
     lark: LarkBuilder, schema: Any, parameters: Schema, *, end: str, excluded: tuple[str, ...], lenient: bool
 ) -> str:
-    """A value between tags, and the tag that ends it: `end`.  `without`: other tags that text may not contain."""
+    """Write a value and `end`, the tag after it.  `excluded`: other tags that text may not contain."""
     value = collect_allowed_values(schema, parameters)
     if value.patterns:
         return lark.text_until(end, excluded=excluded, pattern=value.unquoted_pattern)
@@ -160,7 +160,7 @@ def write_tagged_value(
 
 
 def write_string_value(lark: LarkBuilder, allowed: AllowedValues, end: str, excluded: tuple[str, ...] = ()) -> str:
-    """Its strings, and the tag that ends them; "" where none may stand there."""
+    """Write the allowed strings and the tag after them; "" for none."""
     if allowed.patterns:
         return lark.text_until(end, excluded=excluded, pattern=allowed.string_pattern)
     return (
@@ -171,13 +171,13 @@ def write_string_value(lark: LarkBuilder, allowed: AllowedValues, end: str, excl
 
 
 def write_json_values(lark: LarkBuilder, allowed: AllowedValues, parameters: Schema, lenient: bool) -> list[str]:
-    """All that it may be but a string, as JSON."""
+    """Write all allowed values but strings, as JSON."""
     words = [quote_literal(json.dumps(word)) for word in allowed.constants if not isinstance(word, str)]
     return [*words, *(write_json_value(lark, other, parameters, lenient) for other in allowed.json_schemas)]
 
 
 def write_json_value(lark: LarkBuilder, schema: Schema, parameters: Schema, lenient: bool) -> str:
-    """A part of `parameters` as JSON; its references lead where they did."""
+    """Write a part of `parameters` as JSON, with its references intact."""
     if all(reference.startswith(_DEFINITION_PREFIXES) for reference in collect_references(parameters)):
         shared = {key: parameters[key] for key in _DEFINITION_KEYS if key in parameters}
     else:

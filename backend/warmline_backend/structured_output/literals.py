@@ -1,4 +1,4 @@
-"""Values in notations that are like JSON, and are not: Gemma's and Python's.  Pure."""
+"""Values in notations that resemble JSON: Gemma's and Python's.  Pure."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ _ESCAPES = '"\\bfnrtu'  # that mean the same in Python as in JSON
 
 @dataclass(frozen=True)
 class LiteralNotation:
-    """How values are written."""
+    """Notation of values."""
 
     true: str
     false: str
@@ -31,7 +31,7 @@ class LiteralNotation:
 
 
 def create_gemma_notation(quote: str, excluded: tuple[str, ...] = ()) -> LiteralNotation:
-    """Bare keys, no spaces, and strings between markers; `without`: what no string may contain."""
+    """Bare keys, no spaces, and strings between markers that contain none of `excluded`."""
 
     def string(lark: LarkBuilder, schema: Schema) -> str:
         return f"{lark.literal(quote)} {lark.text_until(quote, excluded=excluded, pattern=build_text_pattern(schema))}"
@@ -50,7 +50,7 @@ def create_gemma_notation(quote: str, excluded: tuple[str, ...] = ()) -> Literal
 
 
 def _write_python_string(lark: LarkBuilder, schema: Schema) -> str:
-    """In double quotes, or in single ones where nothing is said of its length or form."""
+    """Write in double quotes, or in single ones where neither length nor pattern is limited."""
     double = lark.json(schema, json_allowed_escapes=_ESCAPES)
     if set(schema) & {"pattern", "format", "minLength", "maxLength"}:
         return double
@@ -71,7 +71,7 @@ PYTHON_NOTATION = LiteralNotation(
 
 
 class LiteralWriter:
-    """Writes the values of one tool's arguments."""
+    """Writer of one tool's values."""
 
     def __init__(self, lark: LarkBuilder, notation: LiteralNotation, root: Schema) -> None:
         self._lark, self._notation, self._root = lark, notation, root
@@ -79,7 +79,7 @@ class LiteralWriter:
         self._any_rule = ""
 
     def write_object(self, schema: Schema) -> str:
-        """In braces."""
+        """Write an object in braces."""
         properties, names = schema.get("properties"), list_required_names(schema)
         if not isinstance(properties, Mapping):
             others = schema.get("additionalProperties", True)
@@ -92,7 +92,7 @@ class LiteralWriter:
         return f"{quote_literal('{')} {join_optional_items(self._lark, items, notation.comma)} {quote_literal('}')}"
 
     def write_value(self, schema: Any) -> str:
-        """What a schema allows, as far as a notation tells it."""
+        """Write the values of a schema, as far as the notation can express it."""
         if not isinstance(schema, Mapping):
             return self.write_any()
         if isinstance(reference := schema.get("$ref"), str):
@@ -111,7 +111,7 @@ class LiteralWriter:
         return self._write_type(kinds, schema)
 
     def write_any(self) -> str:
-        """Any value at all."""
+        """Write any value."""
         if not self._any_rule:
             self._any_rule = self._lark.reserve_rule()
             comma = quote_literal(self._notation.comma)
@@ -126,14 +126,14 @@ class LiteralWriter:
         return self._any_rule
 
     def _write_rule(self, key: str | int, schema: Any) -> str:
-        """A rule of its own, by a reference or a schema's identity: it may lead to itself."""
+        """Write a rule of its own, by reference or identity of a schema: it may refer to itself."""
         if key not in self._rule_names:
             self._rule_names[key] = name = self._lark.reserve_rule()
             self._lark.define_rule(name, self.write_value(schema))
         return self._rule_names[key]
 
     def _merge_all_of(self, schema: Schema, parts: Sequence[Any]) -> Schema:
-        """Its parts, all of which hold, as one; where two say something of the same thing, the last one counts."""
+        """Merge the parts of an allOf; of two values for one keyword the last counts."""
         said = [
             resolve_references(part, self._root) or {}
             for part in (*parts, {k: v for k, v in schema.items() if k != "allOf"})
@@ -195,7 +195,7 @@ class LiteralWriter:
         return f"{quote_literal('[')} {given if low else f'({given})?'} {quote_literal(']')}"
 
     def _write_tuple(self, first: Sequence[Any], others: Any, low: int) -> str:
-        """Items with a schema each, the last of which may lack, and then any number of others."""
+        """Write items with a schema each, of which the last may lack, and then any number of others."""
         comma, going_on = quote_literal(self._notation.comma), ""
         if others is not False:
             going_on = f"({comma} {self.write_value(others)}){{{max(low - len(first), 0)},}}"
@@ -216,7 +216,7 @@ def _parse_item_count(value: Any) -> int | None:
 
 
 def find_unwritable_names(schema: Any) -> Sequence[str]:
-    """Names of properties, at any depth, that can't stand bare."""
+    """Names of properties, at any depth, that are no identifiers."""
     found: list[str] = []
     waiting = [schema]
     while waiting:

@@ -1,4 +1,4 @@
-"""One answer on its way: which tokens may come next.  Engine thread.
+"""Matcher of one answer: the tokens that may come next.  Engine thread.
 
 reasoning -> (line break) -> grammar;   free text -> trigger -> grammar -> free text
 """
@@ -17,13 +17,13 @@ MatcherState = Literal["reasoning", "start", "free", "grammar"]
 
 
 class GrammarDeadEndError(Exception):
-    """No token may follow: the grammar has met a limit, or the tokenizer can't write what it wants."""
+    """No allowed token: the grammar has met a limit, or the tokenizer can't write the required text."""
 
 
 class Matcher:
-    """A logits processor for one run of one sequence; it is called once a step, with all tokens so far.
+    """A logits processor for one run of one sequence, called once a step with all tokens so far.
 
-    The matcher is copied, never changed.
+    `ll_matcher` is copied, never changed.
     """
 
     def __init__(self, constraint: Constraint, ll_matcher: LLMatcher | None, width: int, eos: list[int]) -> None:
@@ -51,7 +51,7 @@ class Matcher:
     # ---- a step
 
     def set_sampled(self, sampled: mx.array, row: int) -> None:
-        """What the next step's logits come after: `sampled[row]`, which may not be computed yet."""
+        """Set the last sampled token, `sampled[row]`, which may not be computed yet."""
         self._sampled = sampled, row
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -71,7 +71,7 @@ class Matcher:
         return self._apply_mask(mx.array(self.compute_allowed()), logits)
 
     def advance(self, token: int) -> None:
-        """Take the token that was just sampled.  Raises OffGrammar."""
+        """Take the token that was just sampled.  Raises GrammarDeadEndError."""
         self._recent_tokens.append(token)
         match self.state:
             case "reasoning":
@@ -85,7 +85,7 @@ class Matcher:
                 self._consume(token)
 
     def _advance_start(self, token: int) -> None:
-        """The answer's first tokens: they open the reasoning, or belong to the grammar, or might do either still."""
+        """Take a first token: it opens the reasoning, belongs to the grammar, or may do either still."""
         assert self._ll_matcher is not None
         opens = self._can_open_reasoning and token == self._constraint.think_start[self._opening_count]
         fits = self._is_matching and self._ll_matcher.validate_tokens([token]) == 1
@@ -104,7 +104,7 @@ class Matcher:
             self._consume(token)
 
     def _advance_free(self, token: int) -> None:
-        """Free text: reasoning or a call may begin."""
+        """Take a token of free text: reasoning or a call may begin."""
         constraint = self._constraint
         if token == constraint.trigger:
             assert self._prototype is not None
@@ -134,7 +134,7 @@ class Matcher:
     # ---- what may come next
 
     def compute_allowed(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """[vocabulary]: which tokens may come next where not all may.  Raises OffGrammar where none may."""
+        """Mask [vocabulary] of the allowed next tokens.  Raises GrammarDeadEndError for none."""
         assert self._ll_matcher is not None
         allowed = self._compute_grammar_allowed() if self._is_matching else np.zeros(self._width, np.bool_)
         if self.state == "start":
@@ -153,7 +153,7 @@ class Matcher:
         return allowed
 
     def _apply_fixed_mask(self, name: Literal["forbidden", "unending"], logits: mx.array) -> mx.array:
-        """Without the tokens that are forbidden, or those that end an answer."""
+        """Mask forbidden tokens, or those that end an answer."""
         if name not in self._masks:
             allowed = np.ones(self._width, np.bool_)
             allowed[list(self._constraint.forbidden_tokens if name == "forbidden" else self._eos)] = False

@@ -1,118 +1,205 @@
-"""How each model family writes tool calls, as grammars.  Pure.
+"""Grammars of tool calls, written from the syntax of a model family (`tool_parsers.registry.CallSyntax`).  Pure.
 
-A style is keyed by the name of its `output.formats.ToolFormat`.  It writes all of an answer's calls, from the marker
-that begins the first one; what a style can't write it refuses with CannotWrite, which says why.
+A grammar covers all of an answer's calls, from the marker that begins the first one.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from warmline_backend.request.json_refs import resolve_references
-from warmline_backend.structured_output.base import (
-    ToolCallGrammar,
-    ToolSchema,
-    UnsupportedToolError,
-    choose_tool,
-    repeat_call,
-    write_json_arguments,
+from warmline_backend.request.json_refs import Schema, resolve_references
+from warmline_backend.request.response_format import CallableTool
+from warmline_backend.structured_output.lark import LarkBuilder, join_optional_items, quote_literal
+from warmline_backend.structured_output.literal_values import (
+    AllowedValues,
+    ToolArgument,
+    collect_allowed_values,
+    iter_arguments,
+    join_arguments,
+    write_json_value,
+    write_json_values,
+    write_string_value,
+    write_tagged_value,
 )
-from warmline_backend.structured_output.lark import LarkBuilder, join_optional_items, optional, quote_literal
-from warmline_backend.structured_output.literal_values import ToolArgument, iter_arguments
 from warmline_backend.structured_output.literals import (
     PYTHON_NOTATION,
     LiteralWriter,
     create_gemma_notation,
     find_unwritable_names,
 )
-from warmline_backend.structured_output.tagged_tool_calls import TAGGED_TOOL_CALL_GRAMMARS
+from warmline_backend.tool_parsers.argument_types import find_possible_types
+from warmline_backend.tool_parsers.registry import ArgumentSyntax, CallSyntax
 
-# ---- JSON
-
-
-def _hermes(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
-    def call(tool: ToolSchema) -> str:
-        head, end = f'<tool_call>\n{{"name": {quote_literal(tool.name)}, "arguments": ', "}\n</tool_call>"
-        return f"{lark.literal(head)} {write_json_arguments(lark, tool)} {lark.literal(end)}"
-
-    return repeat_call(choose_tool(lark, tools, call), several, r'"\n"')
+_PATTERNS = {"%d": "/[0-9]{1,3}/", "%i": "/[1-9][0-9]{0,2}/", "%b": r'("\n")?', "%s": '(" ")?'}
+_PATTERN_CODE = re.compile(f"({'|'.join(_PATTERNS)})")
+_NAME_CODE = re.compile("%[nqk]")
 
 
-def _mistral(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
-    """Newer ones write a header a call, older ones one list."""
-    if lark.is_marker("[ARGS]"):
-        return repeat_call(choose_tool(lark, tools, lambda tool: _write_mistral_call(lark, tool)), several)
-    return _make_list_calls("[TOOL_CALLS]", "")(lark, tools, several)
+class UnsupportedToolError(Exception):
+    """A tool or an argument can't be written in this family's calls."""
 
 
-def _write_mistral_call(lark: LarkBuilder, tool: ToolSchema) -> str:
-    return f"{lark.literal(f'[TOOL_CALLS]{tool.name}[ARGS]')} {write_json_arguments(lark, tool)}"
+@dataclass(frozen=True)
+class ToolSchema:
+    """A tool with parameters that are fit for a grammar."""
+
+    tool: CallableTool
+    parameters: Schema
+
+    @property
+    def name(self) -> str:
+        return self.tool.name
+
+    @property
+    def lenient(self) -> bool:
+        return not self.tool.strict
 
 
-def _make_list_calls(start: str, end: str) -> ToolCallGrammar:
-    """All calls are one JSON list."""
-
-    def written(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
-        calls = repeat_call(
-            choose_tool(lark, tools, lambda tool: _write_json_call(lark, tool, "arguments")),
-            several,
-            quote_literal(", "),
-        )
-        return f"{lark.literal(start)} {optional(quote_literal(' '))} {quote_literal('[')} {calls} {lark.literal(']' + end)}"
-
-    return written
+ArgumentWriter = Callable[[LarkBuilder, ArgumentSyntax, ToolSchema], str]
 
 
-def _write_json_call(lark: LarkBuilder, tool: ToolSchema, key: str) -> str:
-    head = f'{{"name": {quote_literal(tool.name)}, "{key}": '
-    return f"{lark.literal(head)} {write_json_arguments(lark, tool)} {quote_literal('}')}"
+def write_calls(lark: LarkBuilder, syntax: CallSyntax, tools: Sequence[ToolSchema], several: bool) -> str:
+    """Expression of one call of `tools`, or of `several`.  Raises UnsupportedToolError."""
+    if syntax.variant and lark.is_marker(syntax.variant[0]):
+        syntax = syntax.variant[1]
+    calls = lark.one_of(_write_call(lark, syntax, tool) for tool in tools)
+    if several and not syntax.is_single:
+        calls = f"{calls} ({_write_template(lark, syntax.separator)} {calls})*"
+    return _join(_write_template(lark, syntax.start), calls, _write_template(lark, syntax.end))
 
 
-def _llama3(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
-    return repeat_call(
-        choose_tool(lark, tools, lambda tool: _write_json_call(lark, tool, "parameters")), several, quote_literal("; ")
+def _write_call(lark: LarkBuilder, syntax: CallSyntax, tool: ToolSchema) -> str:
+    if syntax.empty_call and not any(iter_arguments(tool.parameters)):
+        return _write_template(lark, syntax.empty_call, tool.name)
+    head, _, end = syntax.call.partition("%a")
+    arguments = _ARGUMENT_WRITERS[syntax.arguments.style](lark, syntax.arguments, tool)
+    return _join(_write_template(lark, head, tool.name), arguments, _write_template(lark, end))
+
+
+def _write_template(lark: LarkBuilder, template: str, name: str = "", kind: str = "") -> str:
+    """Expression of a template of CallSyntax or ArgumentSyntax; "" for an empty one."""
+    words = {"%n": name, "%q": quote_literal(name), "%k": kind}
+    pieces = (piece for piece in _PATTERN_CODE.split(template) if piece)
+    return _join(
+        *(_PATTERNS.get(piece) or lark.literal(_NAME_CODE.sub(lambda m: words[m[0]], piece)) for piece in pieces)
     )
 
 
-def _kimi_k2(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
-    def call(tool: ToolSchema) -> str:
-        head = f"{lark.literal(f'<|tool_call_begin|>functions.{tool.name}:')} /[0-9]{{1,3}}/"
-        body = f"{lark.literal('<|tool_call_argument_begin|>')} {write_json_arguments(lark, tool)}"
-        return f"{head} {body} {lark.literal('<|tool_call_end|>')}"
-
-    calls = repeat_call(choose_tool(lark, tools, call), several)
-    return f"{lark.literal('<|tool_calls_section_begin|>')} {calls} {lark.literal('<|tool_calls_section_end|>')}"
+def _join(*expressions: str) -> str:
+    return " ".join(filter(None, expressions))
 
 
-def _deepseek_v3(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
-    def call(tool: ToolSchema) -> str:
-        head = lark.literal(f"<｜tool▁call▁begin｜>{tool.name}<｜tool▁sep｜>")  # noqa: RUF001
-        return f"{head} {write_json_arguments(lark, tool)} {lark.literal('<｜tool▁call▁end｜>')}"  # noqa: RUF001
-
-    calls = repeat_call(choose_tool(lark, tools, call), several)
-    start, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
-    return f"{lark.literal(start)} {calls} {lark.literal(end)}"
+# ---- arguments by style
 
 
-def _command_a(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
-    def call(tool: ToolSchema) -> str:
-        head, name = '{"tool_call_id": "', f'", "tool_name": {quote_literal(tool.name)}, "parameters": '
-        return f"{quote_literal(head)} /[0-9]{{1,3}}/ {quote_literal(name)} {write_json_arguments(lark, tool)} {quote_literal('}')}"
-
-    calls = repeat_call(choose_tool(lark, tools, call), several, quote_literal(",\n    "))
-    start, end = "<|START_ACTION|>[\n    ", "\n]<|END_ACTION|>"
-    return f"{lark.literal(start)} {calls} {lark.literal(end)}"
+def _write_json(lark: LarkBuilder, _: ArgumentSyntax, tool: ToolSchema) -> str:
+    return lark.json(tool.parameters, lenient=tool.lenient)
 
 
-def _harmony(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
-    """One call an answer: it ends the turn."""
+def _write_tags(lark: LarkBuilder, syntax: ArgumentSyntax, tool: ToolSchema) -> str:
+    end, gap, _ = syntax.end.partition("%b")
 
-    def call(tool: ToolSchema) -> str:
-        head = lark.literal(f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>")
-        return f"{head} {write_json_arguments(lark, tool)}"
+    def write_argument(argument: ToolArgument) -> str:
+        value = write_tagged_value(
+            lark, argument.schema, tool.parameters, end=end, excluded=syntax.banned, lenient=tool.lenient
+        )
+        return _join(_write_template(lark, syntax.start, argument.name), value, _write_template(lark, gap))
 
-    return choose_tool(lark, tools, call)
+    return join_arguments(iter_arguments(tool.parameters), write_argument)
 
 
-# ---- words of their own
+def _write_flagged(lark: LarkBuilder, syntax: ArgumentSyntax, tool: ToolSchema) -> str:
+    """Tags whose kind is "true" for strings and "false" for JSON."""
+    end = syntax.end.removesuffix("\n")
+
+    def write_values(allowed: AllowedValues) -> dict[str, str]:
+        others = write_json_values(lark, allowed, tool.parameters, tool.lenient)
+        return {
+            "true": write_string_value(lark, allowed, end, syntax.banned),
+            "false": f"{lark.one_of(others)} {lark.literal(end)}" if others else "",
+        }
+
+    return _write_kinds(lark, syntax, tool, write_values, r'"\n"')
+
+
+def _write_typed(lark: LarkBuilder, syntax: ArgumentSyntax, tool: ToolSchema) -> str:
+    """Tags whose kind is the JSON type of the value."""
+
+    def write_values(allowed: AllowedValues) -> dict[str, str]:
+        return {"string": write_string_value(lark, allowed, syntax.end)} | {
+            kind: f"{lark.one_of(options)} {lark.literal(syntax.end)}"
+            for kind, options in _group_by_type(lark, allowed, tool).items()
+        }
+
+    return _write_kinds(lark, syntax, tool, write_values)
+
+
+def _write_kinds(
+    lark: LarkBuilder,
+    syntax: ArgumentSyntax,
+    tool: ToolSchema,
+    write_values: Callable[[AllowedValues], Mapping[str, str]],
+    gap: str = "",
+) -> str:
+    """Arguments as alternatives of a tag of a kind and its values; a kind without values is left out."""
+
+    def write_argument(argument: ToolArgument) -> str:
+        values = write_values(collect_allowed_values(argument.schema, tool.parameters))
+        options = (
+            f"{_write_template(lark, syntax.start, argument.name, kind)} {value}"
+            for kind, value in values.items()
+            if value
+        )
+        return _join(lark.one_of(options), gap)
+
+    return join_arguments(iter_arguments(tool.parameters), write_argument)
+
+
+def _group_by_type(lark: LarkBuilder, allowed: AllowedValues, tool: ToolSchema) -> dict[str, list[str]]:
+    """JSON expressions of values that are no strings, by their type; an integer is a number."""
+    written: dict[str, list[str]] = {}
+    for word in allowed.constants:
+        if not isinstance(word, str):
+            kind = "null" if word is None else "boolean" if isinstance(word, bool) else "number"
+            written.setdefault(kind, []).append(quote_literal(json.dumps(word)))
+    for schema in allowed.json_schemas:
+        types = find_possible_types(schema, tool.parameters) - {"string"}
+        for kind in sorted(types - ({"integer"} if "number" in types else set())):
+            one = write_json_value(lark, {**schema, "type": kind}, tool.parameters, tool.lenient)
+            written.setdefault("number" if kind == "integer" else kind, []).append(one)
+    return written
+
+
+def _write_cdata(lark: LarkBuilder, syntax: ArgumentSyntax, tool: ToolSchema) -> str:
+    """Tags around text that is plain where it can be, and in a CDATA section else."""
+
+    def write_argument(argument: ToolArgument) -> str:
+        head = _write_template(lark, syntax.start, argument.name)
+        value = collect_allowed_values(argument.schema, tool.parameters)
+        if not value.patterns:
+            written = write_tagged_value(
+                lark, argument.schema, tool.parameters, end=syntax.end, excluded=(), lenient=tool.lenient
+            )
+            return f"{head} {written}"
+        plain = lark.add_terminal(f"/[^<&\\n]*/ & /{value.unquoted_pattern}/")
+        quoted = lark.text_until(f"]]>{syntax.end}", excluded=("]]>",), pattern=value.string_pattern)
+        return f"{head} ({plain} {quote_literal(syntax.end)} | {quote_literal('<![CDATA[')} {quoted})"
+
+    return join_arguments(iter_arguments(tool.parameters), write_argument)
+
+
+def _write_python(lark: LarkBuilder, _: ArgumentSyntax, tool: ToolSchema) -> str:
+    if not all(part.isidentifier() for part in tool.name.split(".")):
+        raise UnsupportedToolError(
+            "its calls name functions as Python does; send names of letters, digits and underscores"
+        )
+    values = LiteralWriter(lark, PYTHON_NOTATION, tool.parameters)
+    items = [
+        (argument.required, f"{quote_literal(argument.name + '=')} {values.write_value(argument.schema)}")
+        for argument in _iter_identifier_arguments(tool)
+    ]
+    return join_optional_items(lark, items, ", ")
 
 
 def _iter_identifier_arguments(tool: ToolSchema) -> Iterator[ToolArgument]:
@@ -123,61 +210,20 @@ def _iter_identifier_arguments(tool: ToolSchema) -> Iterator[ToolArgument]:
             raise UnsupportedToolError(f"its calls can't name the argument {quote_literal(argument.name)}")
 
 
-def _pythonic(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
-    def call(tool: ToolSchema) -> str:
-        values = LiteralWriter(lark, PYTHON_NOTATION, tool.parameters)
-        items = [
-            (one.required, f"{quote_literal(one.name + '=')} {values.write_value(one.schema)}")
-            for one in _iter_identifier_arguments(tool)
-        ]
-        return f"{quote_literal(tool.name + '(')} {join_optional_items(lark, items, ', ')} {quote_literal(')')}"
-
-    if any(not part.isidentifier() for tool in tools for part in tool.name.split(".")):
-        raise UnsupportedToolError(
-            "its calls name functions as Python does; send names of letters, digits and underscores"
-        )
-    calls = repeat_call(choose_tool(lark, tools, call), several, quote_literal(", "))
-    return f"{lark.literal('<|tool_call_start|>[')} {calls} {lark.literal(']<|tool_call_end|>')}"
+def _write_gemma(lark: LarkBuilder, syntax: ArgumentSyntax, tool: ToolSchema) -> str:
+    if names := find_unwritable_names(tool.parameters):
+        raise UnsupportedToolError(f"its calls can't name the argument {quote_literal(names[0])}")
+    notation = create_gemma_notation(syntax.quote, syntax.banned)
+    schema = resolve_references(tool.parameters, tool.parameters) or {}
+    return LiteralWriter(lark, notation, tool.parameters).write_object(schema)
 
 
-def _make_gemma_calls(start: str, quote: str, end: str, excluded: tuple[str, ...] = ()) -> ToolCallGrammar:
-    """Calls side by side, each between markers of its own."""
-
-    def written(lark: LarkBuilder, tools: Sequence[ToolSchema], several: bool) -> str:
-        def call(tool: ToolSchema) -> str:
-            if names := find_unwritable_names(tool.parameters):
-                raise UnsupportedToolError(f"its calls can't name the argument {quote_literal(names[0])}")
-            schema = resolve_references(tool.parameters, tool.parameters) or {}
-            arguments = LiteralWriter(lark, create_gemma_notation(quote, excluded), tool.parameters).write_object(
-                schema
-            )
-            return f"{lark.literal(f'{start}call:{tool.name}')} {arguments} {lark.literal(end)}"
-
-        return repeat_call(choose_tool(lark, tools, call), several)
-
-    return written
-
-
-# One marker begins all calls of an answer.
-SECTION_FORMATS = frozenset(
-    (
-        *("mistral", "phi4", "granite", "command_a", "kimi_k2", "kimi_k3", "minimax_m2", "muse_spark", "pythonic"),
-        *("deepseek_v3", "deepseek_v32"),
-    )
-)
-
-TOOL_CALL_GRAMMARS: dict[str, ToolCallGrammar] = {
-    **TAGGED_TOOL_CALL_GRAMMARS,
-    "gemma4": _make_gemma_calls("<|tool_call>", '<|"|>', "<tool_call|>"),
-    "function_gemma": _make_gemma_calls("<start_function_call>", "<escape>", "<end_function_call>", ("}",)),
-    "json_tools": _hermes,
-    "mistral": _mistral,
-    "llama3": _llama3,
-    "kimi_k2": _kimi_k2,
-    "harmony": _harmony,
-    "deepseek_v3": _deepseek_v3,
-    "command_a": _command_a,
-    "phi4": _make_list_calls("<|tool_call|>", "<|/tool_call|>"),
-    "granite": _make_list_calls("<|tool_call|>", ""),
-    "pythonic": _pythonic,
+_ARGUMENT_WRITERS: dict[str, ArgumentWriter] = {
+    "json": _write_json,
+    "tags": _write_tags,
+    "flagged": _write_flagged,
+    "typed": _write_typed,
+    "cdata": _write_cdata,
+    "python": _write_python,
+    "gemma": _write_gemma,
 }

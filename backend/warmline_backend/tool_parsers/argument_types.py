@@ -1,7 +1,7 @@
-"""Arguments in the types that a tool's JSON schema asks for, where what the model wrote can be read so in one way.
+"""Conversion of arguments to the types of a tool's JSON schema, where a value can be read in one way only.
 
 Formats that carry values as bare text leave their types to the schema; JSON that writes "5" where only an integer may
-stand means 5.  What fits its schema, and what could mean several things, is left as it is.
+stand means 5.  Values that fit their schema, and ambiguous ones, are left as they are.
 """
 
 import json
@@ -30,7 +30,7 @@ _ANY_SCHEMA: Schema = {}
 
 @dataclass(frozen=True)
 class _AllowedTypes:
-    """What may stand in one place."""
+    """Allowed types and strings of one value."""
 
     types: frozenset[str]
     strings: frozenset[str] | None = None  # the strings; None where they are not listed
@@ -57,29 +57,29 @@ def _allow_values(values: list[Any]) -> _AllowedTypes:
 
 
 class BareText(str):
-    """A value of which only the text is known: a string, or what this text is as JSON."""
+    """A value of unknown type: a string, or JSON."""
 
 
 def find_parameters(tools: list[dict[str, Any]] | None, name: str) -> Any:
-    """The schema of a tool's arguments; None where there is none."""
+    """Schema of a tool's arguments; None for none."""
     functions = (tool["function"] for tool in tools or ())
     return next((function.get("parameters") for function in functions if function["name"] == name), None)
 
 
 def convert_arguments(arguments: dict[str, Any], schema: Any) -> dict[str, Any]:
-    """The same arguments, in their order, as the schema has them."""
+    """Convert arguments to the types of the schema, in their order."""
     fitted = _SchemaTypes(schema).convert_value(arguments, schema, 0)
     assert isinstance(fitted, dict)
     return fitted
 
 
 def find_possible_types(schema: Any, root: Any) -> frozenset[str]:
-    """By their names in JSON schemas; all where the schema, which is a part of `root`, does not say."""
+    """JSON types of a schema, which is a part of `root`; all where it names none."""
     return _SchemaTypes(root).find_allowed(resolve_references(schema, root) or _ANY_SCHEMA, 0).types
 
 
 class _SchemaTypes:
-    """One schema's.  Each part of it is looked at once, by its identity: unions may refer to each other in any way."""
+    """Types of one schema's parts, each computed once: unions may refer to each other in any way."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -123,7 +123,7 @@ class _SchemaTypes:
         return resolve_references(schema, self._root) or _ANY_SCHEMA
 
     def find_allowed(self, schema: Schema, depth: int) -> _AllowedTypes:
-        """What may stand there; anything where the schema does not say."""
+        """Allowed types; anything where the schema names none."""
         if (known := self._allowed_cache.get(id(schema))) is None:
             self._allowed_cache[id(schema)] = _ALLOW_ANY  # what refers to itself says nothing
             known = self._allowed_cache[id(schema)] = self._compute_allowed(schema, depth)
@@ -146,9 +146,7 @@ class _SchemaTypes:
         return allowed if allowed.types else _ALLOW_ANY
 
     def _find_branch(self, schema: Schema, kind: str) -> Schema:
-        """The schema that an object or array must follow: its own, or that of the one branch of a union that allows
-        it.
-        """
+        """Schema of an object or array: its own, or that of the one branch of a union that allows the kind."""
         if (key := (id(schema), kind)) not in self._branches:
             self._branches[key] = self._choose_branch(schema, kind)
         return self._branches[key]
@@ -162,8 +160,8 @@ class _SchemaTypes:
 
 
 def _interpret_bare(text: str, allowed: _AllowedTypes) -> Any:
-    """What bare text stands for.  Where it may be a string it is one, unless it reads as a container or null that may
-    stand there too, or nothing is known of it, or it is none of the strings that are listed.
+    """Convert bare text.  Where strings are allowed it is one, unless it reads as an allowed container or null, or the
+    type is unknown, or it is none of the listed strings.
     """
     types, words = allowed.types, allowed.strings
     if "string" not in types:
@@ -176,7 +174,7 @@ def _interpret_bare(text: str, allowed: _AllowedTypes) -> Any:
 
 
 def _parse_as(text: str, types: frozenset[str], default: Any = _MISSING) -> Any:
-    """`text` as a value of one of `types`; as it is where it can't be."""
+    """Parse `text` as one of `types`; unchanged where it can't be."""
     value = _parse_literal(text)
     if value is not _MISSING and not isinstance(value, str):
         kind = _PYTHON_TYPES[type(value)]

@@ -1,7 +1,7 @@
-"""The text of calls, as each family writes it, read: `Written` calls, and what is left of the text between them.
+"""Parsing of calls: `RawToolCall`s and the text between them; JSON calls.
 
-Every reader takes the text between a call's markers, and whether the answer was cut off there: then nothing that is
-missing may be added.  Raises Unreadable where the text is no call.
+Every parser takes the text between a call's markers, and whether the answer was cut off there: then nothing that is
+missing may be added.  Raises ToolCallParseError where the text is no call.
 """
 
 import re
@@ -25,7 +25,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 @dataclass(frozen=True)
 class RawToolCall:
-    """A call as the model wrote it; values that are `Bare` have no type yet."""
+    """A call as the model wrote it; `BareText` values have no type yet."""
 
     name: str
     arguments: dict[str, Any]
@@ -36,7 +36,7 @@ CallParser = Callable[[str, bool], ParsedItems]
 
 
 def parse_json_calls(text: str, cut: bool) -> ParsedItems:
-    """One object, several, or a list of them."""
+    """Parse one object, several, or a list of them."""
     text = strip_code_fence(text).strip()
     items: ParsedItems = []
     at = 0
@@ -52,12 +52,12 @@ def parse_json_calls(text: str, cut: bool) -> ParsedItems:
 
 
 def parse_value(text: str, position: int, cut: bool) -> tuple[Any, int]:
-    """One JSON value, and where it ends."""
+    """Parse one JSON value; returns it and its end."""
     return parse_strict_json(text, position) if cut else parse_lenient_json(text, position)
 
 
 def _parse_call_object(value: Any) -> RawToolCall:
-    """The call that an object tells of, under whatever names models use."""
+    """Parse a call under any of the key names that models use."""
     if not isinstance(value, dict):
         raise ToolCallParseError("a call must be an object")
     for key in _NAME_KEYS:
@@ -81,7 +81,7 @@ def _parse_call_arguments(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_arguments(text: str, quote: str = "") -> dict[str, Any]:
-    """A JSON object and nothing else.  Raises Unreadable."""
+    """Parse a JSON object and nothing else.  Raises ToolCallParseError."""
     text = strip_code_fence(text).strip()
     if not text:
         return {}
@@ -92,7 +92,7 @@ def parse_arguments(text: str, quote: str = "") -> dict[str, Any]:
 
 
 def normalize_name(name: str) -> str:
-    """Raises Unreadable where it can't be a function's."""
+    """Strip a function's name.  Raises ToolCallParseError for any other text."""
     name = name.strip("\"' \t\r\n").removeprefix("functions.")
     if not 0 < len(name) <= NAME_CHARS_MAX or not _NAME.fullmatch(name):
         raise ToolCallParseError(f"{name[:40]!r} is no function's name")

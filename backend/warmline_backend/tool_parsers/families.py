@@ -1,4 +1,4 @@
-"""Calls with words and brackets of a family's own around JSON, or something like it."""
+"""Parsers of calls with a family's own words and brackets around JSON or a similar notation."""
 
 import ast
 import re
@@ -27,7 +27,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def parse_mistral(text: str, cut: bool) -> ParsedItems:
-    """A list of objects, or a header and an object a call; what comes after them is text."""
+    """Parse a list of objects, or a header and an object a call; the rest is text."""
     stripped = text.lstrip()
     if stripped[:1] in ("[", "{"):
         _, end = parse_value(stripped, 0, cut)
@@ -47,12 +47,12 @@ def _list_text(text: str) -> ParsedItems:
 
 
 def parse_kimi_k2(text: str, cut: bool) -> ParsedItems:
-    """functions.NAME:NUMBER, a marker and an object, each call between markers of its own."""
+    """Parse functions.NAME:NUMBER, a marker and an object, each call between markers of its own."""
     return _parse_sections(text, _KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END)
 
 
 def parse_deepseek(text: str, cut: bool) -> ParsedItems:
-    """The name, a marker and an object; older ones write the kind first, and the object in a code fence."""
+    """Parse the name, a marker and an object; older ones write the kind first, and the object in a code fence."""
     return _parse_sections(text, _DEEPSEEK_BEGIN, _DEEPSEEK_SEP, _DEEPSEEK_END)
 
 
@@ -85,7 +85,7 @@ def _parse_section(call: str, separator: str, end: str) -> ParsedItems:
 
 
 def parse_gemma(quote: str, text: str, cut: bool) -> ParsedItems:
-    """call:NAME{key:value}: bare keys, and strings between `quote`s."""
+    """Parse call:NAME{key:value}, with bare keys, and strings between `quote`s."""
     items: ParsedItems = []
     at = 0
     while head := _GEMMA_HEAD.match(text, at):
@@ -97,7 +97,7 @@ def parse_gemma(quote: str, text: str, cut: bool) -> ParsedItems:
 
 
 def parse_pythonic(text: str, cut: bool) -> ParsedItems:
-    """[name(key=value), ...]: Python, but for JSON's words within containers."""
+    """Parse [name(key=value), ...]: Python, but for JSON's words within containers."""
     text = text.strip()
     if len(text) > PYTHON_CHARS_MAX:
         return _parse_lenient_python(text)
@@ -129,7 +129,7 @@ class _JsonNameReplacer(ast.NodeTransformer):
 
 
 def _convert_python_value(value: Any) -> Any:
-    """Python's containers as JSON has them.  Raises ValueError where it has none."""
+    """Convert Python's containers to JSON's.  Raises ValueError for others."""
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise ValueError("keys must be strings")
@@ -144,7 +144,7 @@ def _convert_python_value(value: Any) -> Any:
 
 
 def _parse_lenient_python(text: str) -> ParsedItems:
-    """Where it is no Python: strings over several lines, a bracket that is missing at the end."""
+    """Parse invalid Python: strings over several lines, a missing bracket at the end."""
     items: ParsedItems = []
     at = 1 if text.startswith("[") else 0
     while head := _PYTHON_HEAD.match(text, at):
@@ -178,7 +178,7 @@ _BETWEEN_CALLS = re.compile(r"[\s;,]*")
 
 
 def can_be_bare_call(text: str) -> bool | None:
-    """Whether an answer that begins so is to be read by `read_llama3`; None where its first key is not known yet."""
+    """True for the beginning of an answer for `parse_llama3`; None while its first key is incomplete."""
     match = _FIRST_KEY.match(text)
     if match is None:
         return False if text.strip() else None
@@ -191,7 +191,7 @@ def can_be_bare_call(text: str) -> bool | None:
 
 
 def parse_llama3(text: str, cut: bool) -> ParsedItems:
-    """{"name": ..., "parameters": ...}, one or several; what comes after them is text."""
+    """Parse {"name": ..., "parameters": ...}, one or several; the rest is text."""
     items: ParsedItems = []
     at = 0
     while text[at:].lstrip().startswith("{"):
@@ -206,7 +206,7 @@ def parse_llama3(text: str, cut: bool) -> ParsedItems:
 
 
 def parse_python_tag(text: str, cut: bool) -> ParsedItems:
-    """What follows Llama's tag: the same JSON, or tool.call(query="...")."""
+    """Parse the text after Llama's tag: the same JSON, or tool.call(query="...")."""
     if text.lstrip().startswith("{"):
         return parse_llama3(text, cut)
     head = _BUILT_IN.match(text)

@@ -1,7 +1,7 @@
-"""JSON as models write it: read strictly where it is JSON, else with what can be meant in one way only.
+"""Parser of JSON as models write it: strict where it is JSON, else with repairs that are unambiguous.
 
-Taken: trailing commas, single quotes, Python's True, False and None, bare keys, line breaks within strings, escapes
-that JSON lacks, and brackets missing or left over at the end.  Never taken: a value that is cut.
+Accepted: trailing commas, single quotes, Python's True, False and None, bare keys, line breaks within strings, escapes
+that JSON lacks, and brackets missing or left over at the end.  Never accepted: a value that is cut.
 """
 
 import json
@@ -24,7 +24,7 @@ _UNICODE_ESCAPE = re.compile(
 
 
 class ToolCallParseError(ValueError):
-    """It may mean this or that, or nothing; `cut` where it ends within a string."""
+    """Text that is no call, or an ambiguous one; `cut` where it ends within a string."""
 
     def __init__(self, message: str, cut: bool = False) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ _STRICT_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=
 
 
 def parse_strict_json(text: str, position: int = 0) -> tuple[Any, int]:
-    """One JSON value from `at` on, and where it ends.  Raises Unreadable."""
+    """Parse one JSON value at `position`; returns it and its end.  Raises ToolCallParseError."""
     try:
         value, end = _STRICT_DECODER.raw_decode(text, _SPACE.match(text, position).end())  # type: ignore[union-attr]
         return value, int(end)
@@ -56,7 +56,7 @@ def parse_strict_json(text: str, position: int = 0) -> tuple[Any, int]:
 
 
 def parse_lenient_json(text: str, position: int = 0, *, quote: str = "") -> tuple[Any, int]:
-    """As `read_strictly`, repaired where it must be.  `quote` is what strings stand between besides the usual."""
+    """Parse as `parse_strict_json`, with repairs.  `quote`: a further delimiter of strings."""
     if not quote:
         try:
             return parse_strict_json(text, position)
@@ -70,7 +70,7 @@ def parse_lenient_json(text: str, position: int = 0, *, quote: str = "") -> tupl
 
 
 def strip_code_fence(text: str) -> str:
-    """Without the code fence around all of it."""
+    """Strip a code fence around the whole text."""
     stripped = text.strip()
     if not (stripped.startswith("```") and stripped.endswith("```") and "\n" in stripped):
         return text
@@ -92,7 +92,7 @@ class _LenientParser:
         return self._parse_scalar()
 
     def _peek(self) -> str:
-        """The next character that is no space; "" at the end."""
+        """Next character that is no space; "" at the end."""
         self.position = _SPACE.match(self._text, self.position).end()  # type: ignore[union-attr]
         return self._text[self.position : self.position + 1]
 
@@ -127,7 +127,7 @@ class _LenientParser:
         return items
 
     def _consume_closing(self, closing: str) -> bool:
-        """Whether it ends here: at its bracket, or, that being left out, at the end of all."""
+        """True at the end of a container: its bracket, or the end of the text."""
         char = self._peek()
         if char == closing:
             self.position += 1
@@ -173,7 +173,7 @@ class _LenientParser:
             pieces.append(self._parse_escape())
 
     def _parse_escape(self) -> str:
-        """What stands after a backslash; one that JSON does not know stays as it is."""
+        """Parse the character after a backslash; an unknown escape stays as it is."""
         char = self._text[self.position]
         self.position += 1
         if char != "u":

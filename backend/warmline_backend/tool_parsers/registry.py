@@ -1,21 +1,54 @@
-"""How a model family writes tool calls, by what its tokenizer and template say."""
+"""Tool-call formats of all model families: one table of markers, parser and syntax, and detection by tokenizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from warmline_backend.tool_parsers import families as worded
-from warmline_backend.tool_parsers import xml_style as tagged
+from warmline_backend.tool_parsers import families, xml_style
 from warmline_backend.tool_parsers.base import CallParser, ParsedItems, RawToolCall, normalize_name, parse_json_calls
 from warmline_backend.tool_parsers.lenient_json import ToolCallParseError
 
 
 @dataclass(frozen=True)
+class ArgumentSyntax:
+    """Arguments of a call as a family writes them.  Templates as in CallSyntax; `%k` is the kind of a value.
+
+    json: one object.  tags: text or JSON between `start` and `end`.  flagged: tags that tell strings from JSON.
+    typed: tags with a value's JSON type.  cdata: tags around plain or quoted text.  python: keyword arguments.
+    gemma: an object with bare keys and strings between `quote`s.
+    """
+
+    style: Literal["json", "tags", "flagged", "typed", "cdata", "python", "gemma"] = "json"
+    start: str = ""
+    end: str = ""
+    banned: tuple[str, ...] = ()  # tags that text may not contain
+    quote: str = ""
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """Text of an answer's calls as templates, of which structured_output writes grammars.
+
+    %n the name, %q the name as JSON, %a the arguments, %d a number, %i a number from 1, %b an optional line break,
+    %s an optional space.
+    """
+
+    call: str
+    arguments: ArgumentSyntax = ArgumentSyntax()
+    separator: str = ""  # between calls
+    start: str = ""  # of a section that holds all calls; "" where each call has markers of its own
+    end: str = ""
+    empty_call: str = ""  # a call without arguments, where it is written differently
+    is_single: bool = False  # a call ends the answer
+    variant: "tuple[str, CallSyntax] | None" = None  # a special token, and the syntax of tokenizers that have it
+
+
+@dataclass(frozen=True)
 class CallMarkers:
-    """Where calls begin and end in the text, and how what stands between is read."""
+    """Markers around calls, and the parser of the text between them."""
 
     start: str  # "" where nothing marks it
     end: str  # "" where the end of the answer is the call's, or the next one's start
@@ -24,128 +57,290 @@ class CallMarkers:
 
 @dataclass(frozen=True)
 class ToolFormat(CallMarkers):
+    """One family.  Markers are "" in the table where the tokenizer names them."""
+
     name: str  # as mlx-lm names its parser, or one of ours
+    syntax: CallSyntax | None = None  # None: no grammar can be written
+    template_word: str = ""  # found in chat templates of a family that mlx-lm has no parser for
     special_tokens: tuple[str, ...] | None = ()  # special tokens that stand within a call; None where that is not known
     alternatives: tuple[CallMarkers, ...] = ()  # further ways to begin
-    # Where an answer may be a call without any marker: whether one that begins so is; None where more must come first.
+    # Whether an answer that begins so is a call without any marker; None where more must come first.
     can_be_bare: Callable[[str], bool | None] | None = None
 
 
-def _make_format(name: str, start: str, end: str, parse: CallParser, **fields: Any) -> ToolFormat:
-    return ToolFormat(start=start, end=end, parse=parse, name=name, **fields)
+def _tags(start: str, end: str, banned: tuple[str, ...]) -> ArgumentSyntax:
+    return ArgumentSyntax("tags", start, end, banned)
+
+
+def _make_format(
+    name: str, parse: CallParser, syntax: CallSyntax, start: str = "", end: str = "", **fields: Any
+) -> ToolFormat:
+    return ToolFormat(start, end, parse, name, syntax, **fields)
+
+
+def _parse_tags(tags: xml_style.TagFormat) -> CallParser:
+    return partial(xml_style.parse_tagged, tags)
 
 
 def _parse_unopened_function(text: str, cut: bool) -> ParsedItems:
-    """Qwen's call where the model has left out the marker before it."""
-    return tagged.parse_tagged(tagged.QWEN, f"<function={text}</function>", cut)
+    """Parse Qwen's call where the model has left out the marker before it."""
+    return xml_style.parse_tagged(xml_style.QWEN, f"<function={text}</function>", cut)
+
+
+def _make_qwen_syntax(prefix: str) -> CallSyntax:
+    return CallSyntax(
+        f"<{prefix}tool_call>\n<function=%n>\n%a</function>\n</{prefix}tool_call>",
+        _tags("<parameter=%n>\n", "\n</parameter>\n", ("</parameter>", "</function>", f"</{prefix}tool_call>")),
+        separator="\n",
+    )
+
+
+def _make_invoke_syntax(prefix: str, section: str) -> CallSyntax:
+    return CallSyntax(
+        f'<{prefix}invoke name="%n">\n%a</{prefix}invoke>\n',
+        _tags(f'<{prefix}parameter name="%n">', f"</{prefix}parameter>\n", (f"</{prefix}invoke>", f"</{section}>")),
+        start=f"<{section}>\n",
+        end=f"</{section}>",
+    )
+
+
+def _make_list_syntax(start: str, end: str, variant: tuple[str, CallSyntax] | None = None) -> CallSyntax:
+    """One JSON list of all calls."""
+    call = '{"name": %q, "arguments": %a}'
+    return CallSyntax(call, separator=", ", start=f"{start}%s[", end=f"]{end}", variant=variant)
 
 
 _DSML = "｜DSML｜"  # noqa: RUF001
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")  # noqa: RUF001
 _DEEPSEEK_TOKENS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")  # noqa: RUF001
-_KIMI_TOKENS = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
-
-_parse_glm = partial(tagged.parse_tagged, tagged.make_key_value_tags())
-_PARSERS: dict[str, CallParser] = {  # by mlx-lm's names, whose markers are taken
-    "json_tools": parse_json_calls,
-    "qwen3_coder": partial(tagged.parse_tagged, tagged.QWEN),
-    "glm47": _parse_glm,
-    "laguna": _parse_glm,
-    "longcat": partial(tagged.parse_tagged, tagged.make_key_value_tags("longcat_")),
-    "minimax_m2": partial(tagged.parse_tagged, tagged.make_invoke_tags()),
-    "muse_spark": partial(tagged.parse_tagged, tagged.make_invoke_tags("atem:")),
-    "minicpm5": partial(tagged.parse_tagged, tagged.MINICPM),
-    "kimi_k3": tagged.parse_kimi_k3,
-    "kimi_k2": worded.parse_kimi_k2,
-    "mistral": worded.parse_mistral,
-    "pythonic": worded.parse_pythonic,
-    "gemma4": partial(worded.parse_gemma, '<|"|>'),
-    "function_gemma": partial(worded.parse_gemma, "<escape>"),
-}
 _GLM_TOKENS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-_SPECIAL_TOKENS: dict[str, tuple[str, ...]] = {
-    "glm47": _GLM_TOKENS,
-    "laguna": _GLM_TOKENS,
-    "longcat": tuple(word.replace("arg_", "longcat_arg_") for word in _GLM_TOKENS),
-    "kimi_k2": _KIMI_TOKENS,
-    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
-    "mistral": ("[ARGS]", "[CALL_ID]"),
-    "gemma4": ('<|"|>',),
-    "function_gemma": ("<escape>",),
-}
-_ALTERNATIVES = {"qwen3_coder": (CallMarkers("<function=", "</function>", _parse_unopened_function),)}
 
-_HARMONY = _make_format("harmony", "<|channel|>commentary to=functions.", "<|call|>", parse_json_calls)
+_QWEN3_CODER = _make_format(
+    "qwen3_coder",
+    _parse_tags(xml_style.QWEN),
+    _make_qwen_syntax(""),
+    alternatives=(CallMarkers("<function=", "</function>", _parse_unopened_function),),
+)
+_GLM = _make_format(
+    "glm47",
+    _parse_tags(xml_style.make_key_value_tags()),
+    CallSyntax(
+        "<tool_call>%n%b%a</tool_call>",
+        _tags("<arg_key>%n</arg_key>%b<arg_value>", "</arg_value>%b", ("</arg_key>", "<arg_key>", "</tool_call>")),
+        separator="%b",
+    ),
+    special_tokens=_GLM_TOKENS,
+)
+_JSON_TOOLS = _make_format(
+    "json_tools",
+    parse_json_calls,
+    start="<tool_call>",
+    end="</tool_call>",
+    syntax=CallSyntax('<tool_call>\n{"name": %q, "arguments": %a}\n</tool_call>', separator="\n"),
+    template_word="<tool_call>",
+)
+_HARMONY = _make_format(
+    "harmony",
+    parse_json_calls,
+    start="<|channel|>commentary to=functions.",
+    end="<|call|>",
+    syntax=CallSyntax("<|channel|>commentary to=functions.%n <|constrain|>json<|message|>%a", is_single=True),
+)
 _LLAMA3 = _make_format(
     "llama3",
-    "",
-    "",
-    worded.parse_llama3,
-    alternatives=(CallMarkers("<|python_tag|>", "", worded.parse_python_tag),),
-    can_be_bare=worded.can_be_bare_call,
+    families.parse_llama3,
+    CallSyntax('{"name": %q, "parameters": %a}', separator="; "),
+    alternatives=(CallMarkers("<|python_tag|>", "", families.parse_python_tag),),
+    can_be_bare=families.can_be_bare_call,
 )
-# Families that mlx-lm has no parser for, by words that stand in their templates.
-_TEMPLATE_FORMATS: tuple[tuple[str, ToolFormat], ...] = (
-    (
-        _DSML,
-        _make_format(
-            "deepseek_v32",
-            f"<{_DSML}function_calls>",
-            f"</{_DSML}function_calls>",
-            partial(tagged.parse_tagged, tagged.make_invoke_tags(_DSML, "string")),
-            special_tokens=(_DSML,),
+# All families.  Of those with a `template_word` the first one whose word is in the template counts.
+_FORMATS = (
+    _QWEN3_CODER,
+    _GLM,
+    replace(_GLM, name="laguna"),
+    _make_format(
+        "longcat",
+        _parse_tags(xml_style.make_key_value_tags("longcat_")),
+        CallSyntax(
+            "<longcat_tool_call>%n\n%a</longcat_tool_call>",
+            _tags(
+                "<longcat_arg_key>%n</longcat_arg_key>\n<longcat_arg_value>",
+                "</longcat_arg_value>\n",
+                ("<longcat_arg_key>", "</longcat_arg_key>", "</longcat_tool_call>"),
+            ),
+            separator="\n",
+            empty_call='<longcat_tool_call>{"name": "%n", "arguments": {}}</longcat_tool_call>',
+        ),
+        special_tokens=tuple(word.replace("arg_", "longcat_arg_") for word in _GLM_TOKENS),
+    ),
+    _make_format("minimax_m2", _parse_tags(xml_style.make_invoke_tags()), _make_invoke_syntax("", "minimax:tool_call")),
+    _make_format(
+        "muse_spark",
+        _parse_tags(xml_style.make_invoke_tags("atem:")),
+        _make_invoke_syntax("atem:", "atem:function_calls"),
+    ),
+    _make_format(
+        "minicpm5",
+        _parse_tags(xml_style.MINICPM),
+        CallSyntax(
+            '<function name="%n">%a</function>',
+            ArgumentSyntax("cdata", '<param name="%n">', "</param>"),
+            separator="%b",
         ),
     ),
-    (_DEEPSEEK[0], _make_format("deepseek_v3", *_DEEPSEEK, worded.parse_deepseek, special_tokens=_DEEPSEEK_TOKENS)),
-    (
-        "<seed:tool_call>",
-        _make_format("seed_oss", "<seed:tool_call>", "</seed:tool_call>", partial(tagged.parse_tagged, tagged.QWEN)),
+    _make_format(
+        "kimi_k3",
+        xml_style.parse_kimi_k3,
+        CallSyntax(
+            '<|open|>call tool="%n" index="%i"<|sep|>%a<|close|>call<|sep|>',
+            ArgumentSyntax("typed", '<|open|>argument key="%n" type="%k"<|sep|>', "<|close|>argument<|sep|>"),
+            start="<|open|>tools<|sep|>",
+            end="<|close|>tools<|sep|>",
+        ),
+        special_tokens=("<|open|>", "<|close|>", "<|sep|>"),
     ),
-    ("<|START_ACTION|>", _make_format("command_a", "<|START_ACTION|>", "<|END_ACTION|>", parse_json_calls)),
-    ("<|/tool_call|>", _make_format("phi4", "<|tool_call|>", "<|/tool_call|>", parse_json_calls)),
-    ("<|tool_call|>", _make_format("granite", "<|tool_call|>", "", worded.parse_mistral)),
-    ("<tool_call>", _make_format("json_tools", "<tool_call>", "</tool_call>", parse_json_calls)),
+    _make_format(
+        "kimi_k2",
+        families.parse_kimi_k2,
+        CallSyntax(
+            "<|tool_call_begin|>functions.%n:%d<|tool_call_argument_begin|>%a<|tool_call_end|>",
+            start="<|tool_calls_section_begin|>",
+            end="<|tool_calls_section_end|>",
+        ),
+        special_tokens=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+    _make_format(
+        "mistral",
+        families.parse_mistral,
+        # Newer ones write a header a call, older ones one list.
+        _make_list_syntax("[TOOL_CALLS]", "", ("[ARGS]", CallSyntax("[TOOL_CALLS]%n[ARGS]%a"))),
+        special_tokens=("[ARGS]", "[CALL_ID]"),
+    ),
+    _make_format(
+        "pythonic",
+        families.parse_pythonic,
+        CallSyntax(
+            "%n(%a)", ArgumentSyntax("python"), separator=", ", start="<|tool_call_start|>[", end="]<|tool_call_end|>"
+        ),
+    ),
+    _make_format(
+        "gemma4",
+        partial(families.parse_gemma, '<|"|>'),
+        CallSyntax("<|tool_call>call:%n%a<tool_call|>", ArgumentSyntax("gemma", quote='<|"|>')),
+        special_tokens=('<|"|>',),
+    ),
+    _make_format(
+        "function_gemma",
+        partial(families.parse_gemma, "<escape>"),
+        CallSyntax(
+            "<start_function_call>call:%n%a<end_function_call>",
+            ArgumentSyntax("gemma", quote="<escape>", banned=("}",)),
+        ),
+        special_tokens=("<escape>",),
+    ),
+    _HARMONY,
+    _LLAMA3,
+    _make_format(
+        "deepseek_v32",
+        _parse_tags(xml_style.make_invoke_tags(_DSML, "string")),
+        start=f"<{_DSML}function_calls>",
+        end=f"</{_DSML}function_calls>",
+        syntax=CallSyntax(
+            f'<{_DSML}invoke name="%n">\n%a</{_DSML}invoke>\n',
+            ArgumentSyntax(
+                "flagged", f'<{_DSML}parameter name="%n" string="%k">', f"</{_DSML}parameter>\n", (f"</{_DSML}invoke>",)
+            ),
+            start=f"<{_DSML}function_calls>\n",
+            end=f"</{_DSML}function_calls>",
+        ),
+        template_word=_DSML,
+        special_tokens=(_DSML,),
+    ),
+    _make_format(
+        "deepseek_v3",
+        families.parse_deepseek,
+        start=_DEEPSEEK[0],
+        end=_DEEPSEEK[1],
+        syntax=CallSyntax("{}%n{}%a{}".format(*_DEEPSEEK_TOKENS), start=_DEEPSEEK[0], end=_DEEPSEEK[1]),
+        template_word=_DEEPSEEK[0],
+        special_tokens=_DEEPSEEK_TOKENS,
+    ),
+    _make_format(
+        "seed_oss",
+        _QWEN3_CODER.parse,
+        start="<seed:tool_call>",
+        end="</seed:tool_call>",
+        syntax=_make_qwen_syntax("seed:"),
+        template_word="<seed:tool_call>",
+    ),
+    _make_format(
+        "command_a",
+        parse_json_calls,
+        start="<|START_ACTION|>",
+        end="<|END_ACTION|>",
+        syntax=CallSyntax(
+            '{"tool_call_id": "%d", "tool_name": %q, "parameters": %a}',
+            separator=",\n    ",
+            start="<|START_ACTION|>[\n    ",
+            end="\n]<|END_ACTION|>",
+        ),
+        template_word="<|START_ACTION|>",
+    ),
+    _make_format(
+        "phi4",
+        parse_json_calls,
+        start="<|tool_call|>",
+        end="<|/tool_call|>",
+        syntax=_make_list_syntax("<|tool_call|>", "<|/tool_call|>"),
+        template_word="<|/tool_call|>",
+    ),
+    _make_format(
+        "granite",
+        families.parse_mistral,
+        start="<|tool_call|>",
+        end="",
+        syntax=_make_list_syntax("<|tool_call|>", ""),
+        template_word="<|tool_call|>",
+    ),
+    _JSON_TOOLS,
 )
+_FORMATS_BY_NAME = {family.name: family for family in _FORMATS}
 
 
 @lru_cache(maxsize=8)
 def detect_tool_format(tokenizer: TokenizerWrapper) -> ToolFormat | None:
-    """None where there is no chat template.  One without tools has them told by `fitting`, in the plainest way."""
+    """Format of a tokenizer's calls; None where there is no chat template.
+
+    A template without tools has them described by `prompt.template_compat`, for calls of the plainest format.
+    """
     if tokenizer.has_tool_calling:
-        return _make_mlx_format(tokenizer)
+        return _detect_mlx_format(tokenizer)
     vocabulary = tokenizer.get_vocab()
     if is_harmony(vocabulary):
         return _HARMONY
-    template = _get_template(tokenizer)
+    # Jinja, or what stands for a template that is a program.
+    is_program = tokenizer.init_kwargs.get("chat_template_type") == "deepseek_v32"
+    template = _DSML if is_program else str(tokenizer.chat_template or "")
     if "<|python_tag|>" in vocabulary and '"parameters"' in template:
         return _LLAMA3
-    return next(
-        (ours for word, ours in _TEMPLATE_FORMATS if word in template), _TEMPLATE_FORMATS[-1][1] if template else None
-    )
+    named = (family for family in _FORMATS if family.template_word and family.template_word in template)
+    return next(named, _JSON_TOOLS if template else None)
 
 
 def is_harmony(vocabulary: dict[str, int]) -> bool:
     return {"<|start|>", "<|channel|>", "<|message|>"} <= vocabulary.keys()
 
 
-def _get_template(tokenizer: TokenizerWrapper) -> str:
-    """Jinja, or what stands for a template that is a program."""
-    if tokenizer.init_kwargs.get("chat_template_type") == "deepseek_v32":
-        return _DSML
-    return str(tokenizer.chat_template or "")
-
-
-def _make_mlx_format(tokenizer: TokenizerWrapper) -> ToolFormat:
+def _detect_mlx_format(tokenizer: TokenizerWrapper) -> ToolFormat:
     name = str(tokenizer.init_kwargs.get("tool_parser_type") or "")
-    read = _PARSERS.get(name)
-    words = _SPECIAL_TOKENS.get(name, ()) if read else None
-    read = read or partial(_parse_with_mlx_lm, tokenizer.tool_parser)
     start, end = str(tokenizer.tool_call_start), str(tokenizer.tool_call_end)
-    return _make_format(name, start, end, read, special_tokens=words, alternatives=_ALTERNATIVES.get(name, ()))
+    if known := _FORMATS_BY_NAME.get(name):
+        return replace(known, start=start, end=end)
+    return ToolFormat(start, end, partial(_parse_with_mlx_lm, tokenizer.tool_parser), name, special_tokens=None)
 
 
 def _parse_with_mlx_lm(mlx_parser: Callable[[str], Any], text: str, cut: bool) -> ParsedItems:
-    """A family that is new to us."""
+    """Parse calls of a family that is not in the table."""
     try:
         parsed = mlx_parser(text)
         calls = parsed if isinstance(parsed, list) else [parsed]

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags, one by one, as text."""
+"""Parser of calls whose arguments stand one by one between tags."""
 
 import re
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _NO_SPACE = re.compile(r"\S")
 
 @dataclass(frozen=True)
 class TagFormat:
-    """How a family writes one call."""
+    """Tags of one family's call."""
 
     call_start: re.Pattern[str]  # of a call; group "name"
     call_end: str  # of a call; "" where only the format's end marker closes it: one call between two markers
@@ -32,7 +32,7 @@ class TagFormat:
 
 
 def parse_tagged(tags: TagFormat, text: str, cut: bool) -> ParsedItems:
-    """Every call in `text`.  Raises Unreadable where there is none, or too many are broken."""
+    """Parse every call in `text`.  Raises ToolCallParseError for none, or for too many broken ones."""
     at = _skip_space(text, 0)
     if tags.accepts_json and text[at : at + 1] in ("{", "["):
         return parse_json_calls(text, cut)
@@ -52,7 +52,7 @@ def parse_tagged(tags: TagFormat, text: str, cut: bool) -> ParsedItems:
 
 
 def _parse_tagged_call(tags: TagFormat, text: str, opening: re.Match[str]) -> tuple[RawToolCall | str, int]:
-    """The call that begins there, or its text where it is broken, and where the next may begin."""
+    """Parse one call, or return its text where it is broken, and the position of the next one."""
     try:
         arguments, at = _parse_tagged_arguments(tags, text, opening.end())
         return RawToolCall(normalize_name(opening["name"]), arguments), _find_call_end(tags, text, at)
@@ -78,7 +78,7 @@ def _parse_single_call(tags: TagFormat, text: str, position: int) -> RawToolCall
 
 
 def _skip_space(text: str, position: int) -> int:
-    """The next place that is no space."""
+    """Position of the next character that is no space."""
     found = _NO_SPACE.search(text, position)
     return found.start() if found else len(text)
 
@@ -95,9 +95,7 @@ def _require_calls(items: ParsedItems) -> ParsedItems:
 
 
 def _find_call_end(tags: TagFormat, text: str, position: int) -> int:
-    """Where the call ends whose last argument ended at `at`.  A closing tag may lack where the next call begins, or
-    all ends.
-    """
+    """End of the call whose last argument ended at `position`.  The closing tag may lack before the next."""
     position = _skip_space(text, position)
     if text.startswith(tags.call_end, position):
         return position + len(tags.call_end)
@@ -107,7 +105,7 @@ def _find_call_end(tags: TagFormat, text: str, position: int) -> int:
 
 
 def _parse_tagged_arguments(tags: TagFormat, text: str, position: int) -> tuple[dict[str, Any], int]:
-    """Arguments from `at` on, and where the last one ends."""
+    """Parse arguments from `position` on; returns them and the last one's end."""
     arguments: dict[str, Any] = {}
     while opening := tags.argument_start.match(text, _skip_space(text, position)):
         start = opening.end()
@@ -121,9 +119,9 @@ def _parse_tagged_arguments(tags: TagFormat, text: str, position: int) -> tuple[
 
 
 def _find_value_end(tags: TagFormat, text: str, start: int) -> tuple[int, int]:
-    """Where a value ends, and where its closing tag does.
+    """End of a value, and of its closing tag.
 
-    A closing tag counts where the next argument, or the call's end, follows it: text may hold the tag itself.
+    A closing tag counts where the next argument or the call's end follows: text may hold the tag itself.
     """
     end, passed = text.find(tags.argument_end, start), -1
     while end >= 0:
@@ -142,7 +140,7 @@ def _find_value_end(tags: TagFormat, text: str, start: int) -> tuple[int, int]:
 
 
 def _can_follow(tags: TagFormat, text: str, position: int) -> bool:
-    """Whether what stands there may follow an argument."""
+    """True for a position at which an argument may have ended."""
     return (
         position == len(text)
         or bool(tags.argument_start.match(text, position))
@@ -151,7 +149,7 @@ def _can_follow(tags: TagFormat, text: str, position: int) -> bool:
 
 
 def _find_unclosed_end(tags: TagFormat, text: str, start: int, end: int) -> int:
-    """Where a value ends without its closing tag: before a line that begins the next argument or ends the call."""
+    """End of a value without its closing tag: before a line that begins the next argument or ends the call."""
     limit = end if end >= 0 else len(text)
     if not tags.has_multiline_values:
         return -1
@@ -162,7 +160,7 @@ def _find_unclosed_end(tags: TagFormat, text: str, start: int, end: int) -> int:
 
 
 def _parse_tagged_value(text: str, kind: str | None) -> Any:
-    """`kind`: what the tag says of the value's type, if anything."""
+    """Parse a value; `kind` is the tag's statement of its type, if any."""
     if kind in ("true", "string"):  # as in string="true" and in type="string"
         return text
     if kind is not None:
@@ -177,7 +175,7 @@ def _parse_tagged_value(text: str, kind: str | None) -> Any:
 
 
 def _make_quoted_pattern(group: str) -> str:
-    """A name in either kind of quotes, or in none; the last one may lack."""
+    """Pattern of a name in either kind of quotes, or in none; the last quote may lack."""
     return rf"\s*=\s*(?P<quote>[\"']?)(?P<{group}>[^\"'<>]{{1,256}}?)(?:(?P=quote)|(?=\s*>))\s*"
 
 
@@ -192,7 +190,7 @@ QWEN = TagFormat(
 
 
 def make_key_value_tags(prefix: str = "") -> TagFormat:
-    """A name, and then keys and values in turn; `prefix` begins the tags' names."""
+    """Tags of a name, then keys and values in turn; `prefix` begins the tags' names."""
     return TagFormat(
         call_start=re.compile(r"(?P<name>[^\s<>{}\"']+)\s*(?=<|\{|\Z)"),
         call_end="",
@@ -205,7 +203,7 @@ def make_key_value_tags(prefix: str = "") -> TagFormat:
 
 
 def make_invoke_tags(prefix: str = "", kind: str = "") -> TagFormat:
-    """<invoke name="..."> around <parameter name="...">; `kind` is an attribute that tells a value's type."""
+    """Tags <invoke name="..."> around <parameter name="...">; `kind` is an attribute with a value's type."""
     attribute = rf"(?:{kind}\s*=\s*\"(?P<kind>\w+)\"\s*)?" if kind else ""
     return TagFormat(
         call_start=re.compile(rf"<{prefix}invoke\s+name{_make_quoted_pattern('name')}>"),

@@ -1,5 +1,7 @@
 """What changes a fingerprint and what doesn't; weights are read once."""
 
+import ast
+import hashlib
 import json
 import os
 import shutil
@@ -9,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from warmline_backend.model import architectures, numerics
 from warmline_backend.model import fingerprint as module
-from warmline_backend.model import numerics as arithmetic
 from warmline_backend.model.fingerprint import compute_fingerprint
 
 
@@ -126,7 +128,7 @@ def test_what_rounds_the_numbers_matters_in_exact_mode_alone(
     model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast, exact = of(model, home), {of(model, home, grid=2048)}
-    real = json.dumps(arithmetic.describe_numerics())
+    real = json.dumps(numerics.describe_numerics())
     assert all(json.dumps([name, metadata.version(name)]) in real for name in ("mlx", "mlx-lm"))
     assert of(model, home, grid=2048) in exact
     blas = {"user_api": "blas", "filepath": "/usr/lib/libopenblas.so", "internal_api": "openblas", "version": "0.3.21"}
@@ -138,9 +140,9 @@ def test_what_rounds_the_numbers_matters_in_exact_mode_alone(
         [blas | {"num_threads": 4, "version": "0.3.22"}],
     ]
     for libraries in machines:
-        monkeypatch.setattr(arithmetic, "threadpool_info", lambda libraries=libraries: libraries)
+        monkeypatch.setattr(numerics, "threadpool_info", lambda libraries=libraries: libraries)
         exact.add(of(model, home, grid=2048))
-    monkeypatch.setattr(arithmetic.mx, "device_info", lambda: {"device_name": "another", "free_memory": 1})
+    monkeypatch.setattr(numerics.mx, "device_info", lambda: {"device_name": "another", "free_memory": 1})
     exact.add(of(model, home, grid=2048))
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
     exact.add(of(model, home, grid=2048))
@@ -149,9 +151,9 @@ def test_what_rounds_the_numbers_matters_in_exact_mode_alone(
 
 def test_numpys_own_blas_does_not_matter(model: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numpys = {"user_api": "blas", "filepath": "/site-packages/numpy.libs/libscipy_openblas.so", "version": "1"}
-    monkeypatch.setattr(arithmetic, "threadpool_info", list)
+    monkeypatch.setattr(numerics, "threadpool_info", list)
     without = of(model, home, grid=2048)
-    monkeypatch.setattr(arithmetic, "threadpool_info", lambda: [numpys, {"user_api": "openmp", "filepath": ""}])
+    monkeypatch.setattr(numerics, "threadpool_info", lambda: [numpys, {"user_api": "openmp", "filepath": ""}])
     assert of(model, home, grid=2048) == without
 
 
@@ -173,8 +175,50 @@ def test_the_code_of_the_architecture_and_what_it_builds_on_matters(
 def test_our_own_architectures_matter_as_mlx_lms_do(tiny_folder: object) -> None:
     seen = {name for name, _ in module._hash_sources(tiny_folder("glm_moe_dsa"))}  # type: ignore[operator]
     used = ["mlx_lm.models.deepseek_v32", "mlx_lm.models.mla", "mlx_lm.models.cache", "mlx_lm.models.switch_layers"]
-    ours = {f"warmline_backend.model.architectures.glm_moe_dsa{part}" for part in ("", "_config")}
+    ours = {name for name, _ in architectures.KV_REVISIONS.values()}
     assert seen >= {*ours, *used} and "mlx_lm.models.glm_moe_dsa" not in seen
+
+
+def test_own_architectures_keep_the_identity_of_kv_stored_by_earlier_versions(tiny_folder: object) -> None:
+    found = [pair for pair in module._hash_sources(tiny_folder("glm_moe_dsa")) if pair[0].startswith("warmline")]  # type: ignore[operator]
+    assert found == [
+        ["warmline_backend.models.glm_moe_dsa", "fdb2a4f72d9d78da30a81cf9b61dd1205e7ef5142fbadeb4a75c2c5e0e7a5a79"],
+        [
+            "warmline_backend.models.glm_moe_dsa_config",
+            "5ea8557b27636080cab80b16fa7d14b53053a84dda432e58c280fb5794f3a574",
+        ],
+    ]
+
+
+# By module: the first 16 digits of the revision's digest, and those of the code's.
+REVISED_CODE = {
+    "glm_moe_dsa": ("fdb2a4f72d9d78da", "5c54d6cb982843c7"),
+    "glm_moe_dsa_config": ("5ea8557b27636080", "c545098d5c1dfe84"),
+}
+
+
+def hash_code(path: Path) -> str:
+    """sha256 of a module's code: comments, docstrings, imports from this package and layout are left out."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("warmline_backend."):
+            node.module = str(node.module).rpartition(".")[2]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+
+
+def test_changed_code_of_an_own_architecture_needs_a_new_kv_revision() -> None:
+    folder = Path(architectures.__file__).parent
+    found = {
+        path.stem: (architectures.KV_REVISIONS[path.stem][1][:16], hash_code(path)[:16])
+        for path in sorted(folder.glob("*.py"))
+        if path.stem != "__init__"
+    }
+    assert found == REVISED_CODE, (
+        "the code of an architecture has changed: if the KV that it computes has changed too, renew its digest in "
+        "KV_REVISIONS; then, or where KV is the same, bring REVISED_CODE up to date"
+    )
 
 
 def test_an_adapter_matters(model: Path, home: Path, tmp_path: Path) -> None:

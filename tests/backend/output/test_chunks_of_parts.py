@@ -14,8 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from support.backend.tool_families import BY_NAME, TOOLS
 from warmline_backend.generation.events import EndedEvent, GenerationEvent, SampledLogprobs, TokenEvent
 from warmline_backend.output.expected import ExpectedOutput
-from warmline_backend.output.parser import OutputParser
-from warmline_backend.output.turns import parse_turn
+from warmline_backend.output.parser import OutputParser, parse_turn
 from warmline_backend.request.params import GenerationParams
 from warmline_backend.server.chunk_encoder import TokenDecoder
 from warmline_backend.server.prompt_store import StoredPrompt

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from support.backend.live_backend import Live, with_backend
-from warmline_backend.output.echo import render_echo
+from warmline_backend.output.detokenizer import render_echo
 from warmline_backend.request.params import BadRequestError, GenerationParams, parse_params
 
 FolderOf = Callable[..., Path]

@@ -9,7 +9,7 @@ from support.backend.parsed_output import calls, content, ids, parts_of, reasoni
 from support.backend.small_tokenizers import marked
 from support.backend.tool_families import CALLS, HARMONY, TOOLS
 from warmline_backend.output.events import ToolCall
-from warmline_backend.output.turns import parse_turn
+from warmline_backend.output.parser import parse_turn
 
 TAIL = "<|start|>assistant"
 THOUGHT = "<|channel|>analysis<|message|>They ask, so I look.<|end|>"

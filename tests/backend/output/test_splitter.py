@@ -76,13 +76,13 @@ def names_and_texts(parts: list[Part]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("pieces", ["whole", "letters"])
 def test_a_form_may_spell_markers(dialects: dict[str, Dialect], pieces: str) -> None:
     form = json.dumps({"why": "<think>no</think>", "then": CALL})
-    for before, reasoning in (("", []), ("<think>\nHm.\n</think>\n\n", [("Thought", "Hm.")])):
+    for before, reasoning in (("", []), ("<think>\nHm.\n</think>\n\n", [("Reasoning", "Hm.")])):
         answer = list(before + form) if pieces == "letters" else [before + form]
         for tools in (None, TOOLS):
             parts = split(
                 dialects["json_tools"], answer, ExpectedOutput(has_parts=True, tools=tools, is_constrained=True), True
             )
-            assert names_and_texts(parts) == [*reasoning, ("Said", form)]
+            assert names_and_texts(parts) == [*reasoning, ("Text", form)]
     called = split(
         dialects["json_tools"], [CALL], ExpectedOutput(has_parts=True, tools=TOOLS, is_constrained=True), True
     )

@@ -10,8 +10,8 @@ import pytest
 from support.backend import small_tokenizers
 from support.backend.small_tokenizers import CHATML, byte_level, sentence_piece
 from support.tool_templates import TOOL_TEMPLATE
-from warmline_backend.output.turns import make_turn_parser
-from warmline_backend.prompt import replay as replaying
+from warmline_backend.output.parser import make_turn_parser
+from warmline_backend.prompt import replay
 from warmline_backend.prompt.renderer import RenderedPrompt, TemplateRenderer
 from warmline_common.protocol.messages import SampledTurn
 from warmline_common.protocol.tokens import pack_tokens, unpack_tokens
@@ -278,7 +278,7 @@ def test_tokens_of_another_tokenizer_are_left_alone(make: Make) -> None:
 
 def test_what_was_read_is_remembered_within_its_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = make(ECHOING)
-    monkeypatch.setattr(replaying, "PARSED_TURNS_BYTES_MAX", 1000)
+    monkeypatch.setattr(replay, "PARSED_TURNS_BYTES_MAX", 1000)
     for depth in range(20):
         sampled = f'<tool_call>{{"arguments":{{"depth":{depth}}},"name":"look"}}</tool_call>'
         assert replays(renderer, talk(f'{{"depth": {depth}}}'), sampled)

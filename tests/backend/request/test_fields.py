@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from warmline_backend.request import fields as known_fields
+from warmline_backend.request import fields as field_names
 from warmline_backend.request.fields import (
     IGNORED_FIELDS,
     SUPPORTED_FIELDS,
@@ -104,7 +104,7 @@ def test_near_misses(name: str, meant: str | None) -> None:
 
 def test_a_slip_is_told_of_once_and_without_its_value(caplog: pytest.LogCaptureFixture) -> None:
     slips = TypoNotices()
-    with caplog.at_level(logging.WARNING, known_fields.__name__):
+    with caplog.at_level(logging.WARNING, field_names.__name__):
         for _ in range(2):
             slips.log_typos({"messages": [], "temprature": "secret", "max_token": 5, "agent": 1, "t" * 41: 1})
     assert [record.getMessage() for record in caplog.records] == [
@@ -114,9 +114,9 @@ def test_a_slip_is_told_of_once_and_without_its_value(caplog: pytest.LogCaptureF
 
 
 def test_names_are_remembered_within_bounds(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_fields, "NAMES_MAX", 3)
+    monkeypatch.setattr(field_names, "NAMES_MAX", 3)
     slips = TypoNotices()
-    with caplog.at_level(logging.WARNING, known_fields.__name__):
+    with caplog.at_level(logging.WARNING, field_names.__name__):
         slips.log_typos({f"temperatur{letter}": 1 for letter in "abcd"})
         slips.log_typos({"temprature": 1})
     assert len(caplog.records) == 3

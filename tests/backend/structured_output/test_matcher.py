@@ -68,8 +68,8 @@ def test_the_form_begins_where_reasoning_ends(thinking: Any, tail: str, answer: 
 
 def test_completions_have_no_reasoning(thinking: Any) -> None:
     tokenizer, grammars = thinking
-    constraint = grammars.constraint("completion", YES_OR_NO, None, "")
-    assert not takes(grammars.guide(constraint), ids(tokenizer, THINKS[0]))
+    constraint = grammars.build_constraint("completion", YES_OR_NO, None, "")
+    assert not takes(grammars.create_matcher(constraint), ids(tokenizer, THINKS[0]))
 
 
 def test_reasoning_may_begin_with_several_tokens_that_the_form_begins_with_too(folder: Path) -> None:
@@ -159,8 +159,8 @@ def test_a_token_that_does_not_fit_is_a_fault(thinking: Any) -> None:
 
 def test_guides_of_one_constraint_know_nothing_of_each_other(thinking: Any) -> None:
     tokenizer, grammars = thinking
-    constraint = grammars.constraint("chat", YES_OR_NO, None, "</think>")
-    one, other = grammars.guide(constraint), grammars.guide(constraint)
+    constraint = grammars.build_constraint("chat", YES_OR_NO, None, "</think>")
+    one, other = grammars.create_matcher(constraint), grammars.create_matcher(constraint)
     assert takes(one, ids(tokenizer, "ye"))
     assert allowed(tokenizer, one) == {"s"} and allowed(tokenizer, other) == {"y", "n"}
 
@@ -211,16 +211,16 @@ def test_what_cannot_be_followed_is_refused_when_the_prompt_is_rendered(
 ) -> None:
     for _ in range(2):  # the second time from what is remembered
         with pytest.raises(BadRequestError, match=words) as caught:
-            thinking[1].constraint("chat", body, None, "")
+            thinking[1].build_constraint("chat", body, None, "")
         assert len(caught.value.message) < 400
 
 
 def test_compiled_grammars_are_kept_within_bounds(thinking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, grammars = thinking
     constraints = [
-        grammars.constraint("chat", {"guided_choice": [word]}, None, "</think>") for word in ("ab", "cd", "ef")
+        grammars.build_constraint("chat", {"guided_choice": [word]}, None, "</think>") for word in ("ab", "cd", "ef")
     ]
     monkeypatch.setattr("warmline_backend.structured_output.compiler.MATCHER_COUNT_MAX", 2)
     for constraint, word in [*zip(constraints, ("ab", "cd", "ef"), strict=True)] * 2:
-        assert takes(grammars.guide(constraint), ids(tokenizer, word + EOS))
-    assert len(grammars._compiled) == 2
+        assert takes(grammars.create_matcher(constraint), ids(tokenizer, word + EOS))
+    assert len(grammars._matchers) == 2

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support.backend.grammar_cases import EOS, MARKERS, family_tokenizer, grammars_of, takes, tokenizer_with, walk
 from support.backend.tool_families import BY_NAME, CALLS, HARMONY
 from support.backend.tool_families import TOOLS as THEIRS
-from warmline_backend.output.turns import parse_turn
+from warmline_backend.output.parser import parse_turn
 from warmline_backend.request.params import BadRequestError
 from warmline_backend.structured_output.compiler import GrammarCompiler
 
@@ -75,10 +75,10 @@ def test_required_calls_are_read_back_with_valid_arguments(family: str, families
     tokenizer, grammars = families[family]
     tools = tools_for(family)
     body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
-    constraint = grammars.constraint("chat", body, tools, thought(family))
+    constraint = grammars.build_constraint("chat", body, tools, thought(family))
     called = set()
     for seed in range(12):
-        tokens = walk(grammars.guide(constraint), seed)
+        tokens = walk(grammars.create_matcher(constraint), seed)
         content, calls = parse_turn(tokens, tokenizer, tools)
         assert not content.strip() and len(calls) == 1, tokenizer.decode(tokens)
         name, arguments = calls[0]
@@ -91,10 +91,10 @@ def test_required_calls_are_read_back_with_valid_arguments(family: str, families
 def test_several_calls_may_follow_each_other_where_that_is_allowed(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
     tools = tools_for(family)
-    constraint = grammars.constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, thought(family))
+    constraint = grammars.build_constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, thought(family))
     counts = set()
     for seed in range(12):
-        tokens = walk(grammars.guide(constraint), seed, 6000)
+        tokens = walk(grammars.create_matcher(constraint), seed, 6000)
         content, calls = parse_turn(tokens, tokenizer, tools)
         assert not content.strip(), tokenizer.decode(tokens)
         for name, arguments in calls:
@@ -107,8 +107,9 @@ def test_several_calls_may_follow_each_other_where_that_is_allowed(family: str, 
 def test_a_named_tool_is_the_one_that_is_called(family: str, families: dict[str, Any]) -> None:
     tokenizer, grammars = families[family]
     body = {"tools": FLAT, "tool_choice": {"type": "function", "function": {"name": "now"}}}
-    constraint = grammars.constraint("chat", {**body, "parallel_tool_calls": False}, FLAT, thought(family))
-    calls = {tuple(parse_turn(walk(grammars.guide(constraint), seed), tokenizer, FLAT)[1]) for seed in range(3)}
+    constraint = grammars.build_constraint("chat", {**body, "parallel_tool_calls": False}, FLAT, thought(family))
+    answers = [walk(grammars.create_matcher(constraint), seed) for seed in range(3)]
+    calls = {tuple(parse_turn(answer, tokenizer, FLAT)[1]) for answer in answers}
     assert calls == {(("now", "{}"),)}
 
 
@@ -143,9 +144,9 @@ def test_schemas_that_are_not_plain_are_followed_as_well(family: str, families: 
     for name, schema in AWKWARD.items():
         tools = [function("f", schema, strict=True)]
         body = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
-        constraint = grammars.constraint("chat", body, tools, thought(family))
+        constraint = grammars.build_constraint("chat", body, tools, thought(family))
         for seed in range(4):
-            tokens = walk(grammars.guide(constraint), seed)
+            tokens = walk(grammars.create_matcher(constraint), seed)
             calls = parse_turn(tokens, tokenizer, tools)[1]
             assert [called for called, _ in calls] == ["f"], (name, tokenizer.decode(tokens))
             jsonschema.validate(json.loads(calls[0][1]), schema)
@@ -173,10 +174,10 @@ def test_calls_may_be_written_as_the_family_writes_them(family: str, families: d
     written, tools = (WRITTEN[family], MINE) if theirs is None else (theirs.calls, STRICT)
     tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
     for choice in ("required", "auto"):
-        constraint = grammars.constraint("chat", {"tools": tools, "tool_choice": choice}, tools, "")
-        guide = grammars.guide(constraint)
+        constraint = grammars.build_constraint("chat", {"tools": tools, "tool_choice": choice}, tools, "")
+        guide = grammars.create_matcher(constraint)
         assert takes(guide, tokens), (choice, written)
-        assert guide.complete or guide.state == "free"
+        assert guide.is_complete or guide.state == "free"
     if theirs is not None:
         read = [(name, json.loads(arguments)) for name, arguments in parse_turn(tokens[:-1], tokenizer, tools)[1]]
         assert read == CALLS
@@ -185,16 +186,17 @@ def test_calls_may_be_written_as_the_family_writes_them(family: str, families: d
 def test_strict_tools_are_free_until_a_call_begins_and_free_again_after_it(families: dict[str, Any]) -> None:
     tokenizer, grammars = families["json_tools"]
     strict = [function("get_weather", {**WEATHER, "additionalProperties": False}, strict=True)]
-    constraint = grammars.constraint("chat", {"tools": strict}, strict, "")
+    constraint = grammars.build_constraint("chat", {"tools": strict}, strict, "")
 
     def tokens(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    guide, call = grammars.guide(constraint), WRITTEN["json_tools"]
+    guide, call = grammars.create_matcher(constraint), WRITTEN["json_tools"]
     assert takes(guide, tokens("Let me look. " + call + " and " + call)) and guide.state == "free"
-    assert not takes(grammars.guide(constraint), tokens("Well: " + call.replace("city", "town")))
-    assert not takes(grammars.guide(constraint), tokens(call.replace("2", "99")))
-    once = grammars.guide(grammars.constraint("chat", {"tools": strict, "parallel_tool_calls": False}, strict, ""))
+    assert not takes(grammars.create_matcher(constraint), tokens("Well: " + call.replace("city", "town")))
+    assert not takes(grammars.create_matcher(constraint), tokens(call.replace("2", "99")))
+    single = {"tools": strict, "parallel_tool_calls": False}
+    once = grammars.create_matcher(grammars.build_constraint("chat", single, strict, ""))
     assert takes(once, tokens("Well. " + call)) and np_count(once) == 1
 
 
@@ -202,15 +204,15 @@ def test_only_tools_that_are_allowed_can_be_called(families: dict[str, Any]) -> 
     tokenizer, grammars = families["json_tools"]
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}
     body = {"tools": FLAT, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
-    constraint = grammars.constraint("chat", body, FLAT, "")
+    constraint = grammars.build_constraint("chat", body, FLAT, "")
     for written, fits in ((WRITTEN["json_tools"], False), (WRITTEN["json_tools"].replace("get_weather", "now"), False)):
-        assert takes(grammars.guide(constraint), tokenizer.encode(written, add_special_tokens=False)) == fits
+        assert takes(grammars.create_matcher(constraint), tokenizer.encode(written, add_special_tokens=False)) == fits
     now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    assert takes(grammars.guide(constraint), tokenizer.encode("So: " + now, add_special_tokens=False))
+    assert takes(grammars.create_matcher(constraint), tokenizer.encode("So: " + now, add_special_tokens=False))
 
 
 def np_count(guide: Any) -> int:
-    return int(guide.allowed().sum())
+    return int(guide.compute_allowed().sum())
 
 
 def test_channels_hold_reasoning_and_one_call(tmp_path: Path) -> None:
@@ -251,8 +253,8 @@ def test_a_family_without_a_grammar_refuses_what_it_cannot_promise(tmp_path: Pat
 
 def test_without_calls_their_first_marker_is_never_sampled(families: dict[str, Any]) -> None:
     tokenizer, grammars = families["glm47"]
-    constraint = grammars.constraint("chat", {"tools": FLAT, "tool_choice": "none"}, FLAT, "")
-    assert constraint.forbidden == tuple(tokenizer.encode("<tool_call>", add_special_tokens=False))
+    constraint = grammars.build_constraint("chat", {"tools": FLAT, "tool_choice": "none"}, FLAT, "")
+    assert constraint.forbidden_tokens == tuple(tokenizer.encode("<tool_call>", add_special_tokens=False))
     assert not constraint.grammar
 
 
@@ -261,7 +263,7 @@ def test_names_that_a_family_cannot_write_are_refused(family: str, families: dic
     _, grammars = families[family]
     tools = [function("f", {"type": "object", "properties": {"a-b": {}}, "required": ["a-b"]})]
     with pytest.raises(BadRequestError, match=r"can't name the argument \"a-b\""):
-        grammars.constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, "")
+        grammars.build_constraint("chat", {"tools": tools, "tool_choice": "required"}, tools, "")
 
 
 def test_a_schema_that_cannot_be_used_frees_the_arguments_unless_it_is_strict(families: dict[str, Any]) -> None:
@@ -270,21 +272,21 @@ def test_a_schema_that_cannot_be_used_frees_the_arguments_unless_it_is_strict(fa
     tools = [function("f", odd)]
     body = {"tools": tools, "tool_choice": "required"}
     written = '<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>' + EOS
-    guide = grammars.guide(grammars.constraint("chat", body, tools, ""))
-    assert takes(guide, tokenizer.encode(written, add_special_tokens=False)) and guide.complete
+    guide = grammars.create_matcher(grammars.build_constraint("chat", body, tools, ""))
+    assert takes(guide, tokenizer.encode(written, add_special_tokens=False)) and guide.is_complete
     strict = [function("f", odd, strict=True)]
     with pytest.raises(BadRequestError, match=r"'tools\[0\].function.parameters' can't be used") as caught:
-        grammars.constraint("chat", {**body, "tools": strict}, strict, "")
+        grammars.build_constraint("chat", {**body, "tools": strict}, strict, "")
     assert caught.value.param == "tools[0].function.parameters"
 
 
 def test_where_calls_and_a_form_may_come_either_does(families: dict[str, Any]) -> None:
     tokenizer, grammars = families["json_tools"]
     form = {"response_format": {"type": "json_object", "schema": {"const": {"a": 1}}}}
-    either = grammars.constraint("chat", {**form, "tools": FLAT}, FLAT, "")
-    calls = grammars.constraint("chat", {**form, "tools": FLAT, "tool_choice": "required"}, FLAT, "")
-    text = grammars.constraint("chat", {**form, "tools": FLAT, "tool_choice": "none"}, FLAT, "")
+    either = grammars.build_constraint("chat", {**form, "tools": FLAT}, FLAT, "")
+    calls = grammars.build_constraint("chat", {**form, "tools": FLAT, "tool_choice": "required"}, FLAT, "")
+    text = grammars.build_constraint("chat", {**form, "tools": FLAT, "tool_choice": "none"}, FLAT, "")
     for constraint, call_fits, form_fits in ((either, True, True), (calls, True, False), (text, False, True)):
         for written, fits in ((WRITTEN["json_tools"], call_fits), ('{"a": 1}', form_fits)):
             tokens = tokenizer.encode(written + EOS, add_special_tokens=False)
-            assert takes(grammars.guide(constraint), tokens) == fits, (written, constraint.grammar)
+            assert takes(grammars.create_matcher(constraint), tokens) == fits, (written, constraint.grammar)

@@ -124,7 +124,7 @@ def test_text_before_between_and_after_calls_keeps_its_place(hermes: TokenizerWr
     parts = parts_of(hermes, f"One.\n{CALL}\nTwo.\n{CALL}\nThree.\n", tools=[F])
     assert (content(parts), len(calls(parts))) == ("One.\n\nTwo.\n\nThree.", 2)
     kinds = [type(part).__name__ for part in parts]
-    assert kinds.index("Called") == len("One.") and len(kinds) - 1 - kinds[::-1].index("Called") < len(kinds) - 5
+    assert kinds.index("ToolCall") == len("One.") and len(kinds) - 1 - kinds[::-1].index("ToolCall") < len(kinds) - 5
 
 
 def test_space_around_calls_is_no_content(hermes: TokenizerWrapper) -> None:

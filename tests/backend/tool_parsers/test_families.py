@@ -9,7 +9,7 @@ from support.backend.parsed_output import calls, content, ids, parts_of, reasoni
 from support.backend.tool_families import BY_NAME, CALLS, FAMILIES, TOOLS, Family
 from warmline_backend.output.dialect import detect_dialect
 from warmline_backend.output.events import ToolCall
-from warmline_backend.output.turns import parse_turn
+from warmline_backend.output.parser import parse_turn
 
 OURS = ("deepseek_v32", "deepseek_v3", "llama3", "seed_oss", "command_a", "phi4", "granite")  # unknown to mlx-lm
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)

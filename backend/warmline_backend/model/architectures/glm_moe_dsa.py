@@ -66,7 +66,7 @@ def _add_head(total: mx.array, scores: mx.array, weight: mx.array) -> mx.array:
 
 
 class Indexer(nn.Module):  # type: ignore[misc]
-    """Selects the tokens that each query attends to."""
+    """Selection of the tokens that each query attends to."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ def _route(
 
 
 class Router(nn.Module):  # type: ignore[misc]
-    """Chooses the experts of each token, in float32 as the reference does."""
+    """Selection of each token's experts, in float32 as in the reference."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()

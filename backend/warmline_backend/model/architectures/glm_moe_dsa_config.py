@@ -1,4 +1,4 @@
-"""config.json of a `glm_moe_dsa` model: what its values must be, and which layers select for themselves.  Pure."""
+"""config.json of a `glm_moe_dsa` model: checks of its values, and layers that select for themselves.  Pure."""
 
 import json
 import math
@@ -74,7 +74,7 @@ class ModelArgs(BaseModelArgs):  # type: ignore[misc]
 
 
 def _check_values(args: ModelArgs) -> None:
-    """Raises ValueError where a value is of another type, out of range, or asks for what is not done here."""
+    """Raise ValueError where a value has another type, is out of range, or asks for what is not implemented."""
     for field in fields(args):
         value = getattr(args, field.name)
         choices = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
@@ -108,7 +108,7 @@ def _unexpected(name: str, value: object, expected: str) -> ValueError:
 
 
 def indexer_types(args: ModelArgs) -> list[str]:
-    """ "full" or "shared" for each layer: as config.json lists them, else by its pattern, else by its frequency.
+    """Kind of each layer ("full", "shared"): config.json's list, else its pattern, else its frequency.
 
     Raises ValueError for a list that can't be meant.
     """
@@ -137,7 +137,7 @@ def _check_layers(name: str, types: list[str], layers: int, known: tuple[str, st
 
 
 def split_at_full(types: list[str], ranks: int) -> list[int]:
-    """How many layers each rank has, as even as full layers allow; rank 0 has the last ones.
+    """Layers of each rank, as even as full layers allow; rank 0 has the last ones.
 
     Raises ValueError where there are fewer full layers than ranks.
     """
