@@ -40,7 +40,7 @@ def test_of_any_tree_any_conversation_goes_to_the_token(talks: list[Talk], order
     with (
         tempfile.TemporaryDirectory() as folder,
         Index(make_home(Path(folder)), BUDGET) as index,
-        mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_TOKENS=70),
+        mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_SEGMENT_TOKENS=70),
     ):
         grow(index, talks)
         for which in order:
