@@ -1,1 +1,1 @@
-"""Conversations out of a home into one file, and back in: `exporting`, `importing`; `archive` is what that file is."""
+"""Archives of conversations: tar frame, manifest, export and import.  Imports index and store; any one thread."""

@@ -1,10 +1,11 @@
-"""A conversation into one file.  Needs no lock, and no proxy: a file that is open can be read to its end, even if it is
-evicted or purged meanwhile.
+"""Export of a conversation to an archive.
+
+Needs neither a lock nor a proxy: an open file can be read to its end after it was evicted or purged.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from io import BufferedReader
 from typing import BinaryIO
 
@@ -13,10 +14,8 @@ import msgspec
 from warmline_common.process.file_limits import raise_descriptor_limit
 from warmline_common.protocol.tokens import TOKEN_BYTES, namespace, prefix_digests
 from warmline_common.storage import disk
-from warmline_common.storage.home import Home
 from warmline_common.storage.segment_copy import SegmentCopy
 from warmline_common.storage.segment_file import (
-    FileMeta,
     SegmentFileError,
     SegmentHeader,
     read_header_from,
@@ -34,33 +33,33 @@ from warmline_proxy.archive.manifest import (
     TurnEntry,
     encode_manifest,
 )
-from warmline_proxy.archive.tar import ArchiveError
+from warmline_proxy.archive.tar import ArchiveError, Progress
 from warmline_proxy.index.gather import ConversationSnapshot
 from warmline_proxy.index.index import IndexReader
 from warmline_proxy.store.rows import CheckpointRow, SegmentRow
 
-TRIES_MAX = 5  # that files go which the index has just named: they are rewritten or evicted
+TRIES_MAX = 5  # to open all files before one of them is rewritten or evicted
 DESCRIPTORS_RESERVED = 64
 REPAIR_HINT = "cachectl verify --deep finds what is wrong, --repair mends it"
 
-Progress = Callable[[int, int], object]  # bytes done, of how many
-
 
 class ExportResult(msgspec.Struct, kw_only=True):
+    """What `cachectl export --json` prints."""
+
     session: str
     model: str
     fingerprint: str
     tokens: int
     segments: int
     checkpoints: int
-    turns: int  # sampled ones that called tools
+    turns: int  # sampled turns that called tools
     bytes_count: int  # of the archive
 
 
-class Exporter:
-    """An archive that is about to be written: `with` it open, take its `parts` once.
+class Exporter(AbstractContextManager["Exporter"]):
+    """Archive of a conversation to be written: a context manager, whose `read_chunks` is taken once.
 
-    Raises ArchiveError where the conversation is not stored, or not sound; IndexFailure, OSError.
+    Raises ArchiveError where the conversation is not stored or damaged; IndexStoreError, OSError.
     """
 
     def __init__(self, reader: IndexReader, session_id: str, progress: Progress = lambda done, total: None) -> None:
@@ -73,9 +72,6 @@ class Exporter:
             self._files.close()
             raise
         self._manifest_bytes = encode_manifest(self._manifest)
-
-    def __enter__(self) -> "Exporter":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._files.close()
@@ -100,7 +96,7 @@ class Exporter:
         )
 
     def read_chunks(self) -> Iterator[bytes]:
-        """The archive's bytes in order.  A damaged file is found on the way: what was taken is worth nothing then."""
+        """Yield the archive's bytes.  Raises ArchiveError at a damaged file: then all that came before is useless."""
         done = 0
         for part in self._read_chunks():
             done += len(part)
@@ -125,30 +121,26 @@ class Exporter:
 def _open_conversation(
     reader: IndexReader, session_id: str, files: ExitStack
 ) -> tuple[ConversationSnapshot, list[BinaryIO]]:
-    """What is stored of it, and its files; none of them can go any more."""
+    """Open a conversation's files, which can be read from then on whatever is evicted."""
     for _ in range(TRIES_MAX):
         if (found := reader.conversation(session_id)) is None:
             raise ArchiveError(f"nothing is stored of session {session_id}")
         raise_descriptor_limit(len(found.file_ids) + DESCRIPTORS_RESERVED)
+        paths = [reader.home.segment_file(file_id) for file_id in found.file_ids]
         try:
-            return found, [files.enter_context(_open_file(reader.home, file_id)) for file_id in found.file_ids]
+            return found, [files.enter_context(BufferedReader(disk.open_to_read(path))) for path in paths]
         except FileNotFoundError:
             files.close()
     raise ArchiveError(f"files of session {session_id} are missing: {REPAIR_HINT}")
 
 
-def _open_file(home: Home, file_id: str) -> BufferedReader:
-    return BufferedReader(disk.open_to_read(home.segment_file(file_id)))
-
-
 def _build_copies(conversation: ConversationSnapshot, files: list[BinaryIO]) -> list[SegmentCopy]:
-    """Each file as it is to stand in the archive, in its order: under nobody's namespace, without others' rows."""
+    """Make the archive's files: in the namespace of no tenant, cut to this conversation's rows."""
     try:
         headers = [read_header_from(file) for file in files]
         _check_places(conversation, headers, files)
-        fingerprint = headers[0].meta.fingerprint
-        root = namespace(fingerprint)
-        prefixes = prefix_digests(root, conversation.tokens, [_find_place(header.meta) for header in headers])
+        root = namespace(headers[0].meta.fingerprint)
+        prefixes = prefix_digests(root, conversation.tokens, [header.meta.span[0] for header in headers])
         ends = [*conversation.segment_ends, *(row.position for row in conversation.checkpoints)]
         copies: list[SegmentCopy] = []
         parent = ""
@@ -156,7 +148,7 @@ def _build_copies(conversation: ConversationSnapshot, files: list[BinaryIO]) -> 
             meta = msgspec.structs.replace(
                 header.meta,
                 root=root.hex(),
-                prefix=prefixes[_find_place(header.meta)],
+                prefix=prefixes[header.meta.span[0]],
                 end=end,
                 parent=parent if header.meta.kind == "segment" else "",
                 model=conversation.session.model,
@@ -168,15 +160,11 @@ def _build_copies(conversation: ConversationSnapshot, files: list[BinaryIO]) -> 
         raise ArchiveError(f"what is stored of it is damaged ({error}): {REPAIR_HINT}") from error
 
 
-def _find_place(meta: FileMeta) -> int:
-    return meta.start if meta.kind == "segment" else meta.position
-
-
 def _check_places(conversation: ConversationSnapshot, headers: list[SegmentHeader], files: list[BinaryIO]) -> None:
-    """Raises SegmentFileError unless each file is what the index says it is, in its place."""
+    """Raise SegmentFileError unless each file's header and tokens are those of its row."""
     rows: list[SegmentRow | CheckpointRow] = [*conversation.segments, *conversation.checkpoints]
     prefixes = prefix_digests(
-        conversation.session.root, conversation.tokens, [_find_place(header.meta) for header in headers]
+        conversation.session.root, conversation.tokens, [header.meta.span[0] for header in headers]
     )
     for row, header in zip(rows, headers, strict=True):
         meta = header.meta
@@ -184,21 +172,18 @@ def _check_places(conversation: ConversationSnapshot, headers: list[SegmentHeade
             same = (meta.kind, meta.id, meta.start, meta.end) == ("segment", row.id, row.start, row.end)
         else:
             same = (meta.kind, meta.id, meta.position) == ("checkpoint", row.id, row.position)
-        whose = (conversation.session.root.hex(), headers[0].meta.fingerprint)
-        if not same or (meta.root, meta.fingerprint) != whose or meta.prefix != prefixes[_find_place(meta)]:
+        origin = (conversation.session.root.hex(), headers[0].meta.fingerprint)
+        if not same or (meta.root, meta.fingerprint) != origin or meta.prefix != prefixes[meta.span[0]]:
             raise SegmentFileError("foreign", f"{row.id} says that it is {meta.kind} {meta.id}, after other tokens")
     for row, end, header, file in zip(conversation.segments, conversation.segment_ends, headers, files, strict=False):
-        wanted = conversation.tokens[row.start * TOKEN_BYTES : end * TOKEN_BYTES]
-        if read_tokens_from(file, header)[: len(wanted)] != wanted:
+        tokens = conversation.tokens[row.start * TOKEN_BYTES : end * TOKEN_BYTES]
+        if not read_tokens_from(file, header).startswith(tokens):
             raise SegmentFileError("tokens", f"{row.id} has other tokens than the index")
 
 
 def _build_manifest(conversation: ConversationSnapshot, copies: list[SegmentCopy]) -> Manifest:
-    session, segments, states = (
-        conversation.session,
-        copies[: len(conversation.segments)],
-        copies[len(conversation.segments) :],
-    )
+    session, count = conversation.session, len(conversation.segments)
+    segments, states = copies[:count], copies[count:]
     return Manifest(
         made=time.time(),
         model=session.model,
@@ -228,6 +213,6 @@ def _build_manifest(conversation: ConversationSnapshot, copies: list[SegmentCopy
 
 
 def _prefill_cost_s(row: SegmentRow, end: int) -> float:
-    """What prefilling its part of a segment took."""
+    """Estimate the prefill time of a segment's rows up to `end`."""
     tokens = end - row.start
     return min(row.prefill_s * tokens / (row.end - row.start), PREFILL_S_PER_TOKEN_MAX * tokens)

@@ -1,45 +1,47 @@
-"""An archive into a home: as one save, so that all of it becomes visible at once, or nothing.
+"""Import of an archive into a home, as one save: all of it becomes visible at once, or nothing.
 
-All of the archive is checked before anything is written or evicted for it; what is stored already is skipped; whatever
-is killed in between, the next start deletes what was written.  Needs `home.lock`, as the index does.
+The whole archive is checked before anything is written or evicted for it; stored tokens are skipped; after a kill the
+next start deletes the written files.  Needs `home.lock`, as the index does.
 """
 
 import shutil
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import msgspec
 
-from warmline_common.protocol.messages import CheckpointRef, KvLayout, SavedFile, SaveReply, SegmentSpec
+from warmline_common.protocol.messages import KvLayout, SavedFile, SaveReply
 from warmline_common.protocol.tokens import namespace, prefix_digests
 from warmline_common.storage.segment_copy import SegmentCopy, write_copy
 from warmline_common.storage.segment_file import FileMeta, SegmentFileError, SegmentHeader, read_header
 from warmline_proxy.archive.manifest import Manifest
-from warmline_proxy.archive.reader import Archive, Progress, verify_archive
-from warmline_proxy.archive.tar import ArchiveError
+from warmline_proxy.archive.reader import Archive, verify_archive
+from warmline_proxy.archive.tar import ArchiveError, Progress
 from warmline_proxy.index.index import DiskBudgetError, Index, IndexReader
 from warmline_proxy.store.rows import SavePlan, SessionUpdate, TurnRow
 
-TRIES_MAX = 3  # that something else is saved in its place meanwhile
-FREE_BYTES_MIN = 64 << 20  # left on the disk, for the index and for others
-FINGERPRINT_DIGITS = 12  # digits of a fingerprint
+TRIES_MAX = 3  # when another save takes the place meanwhile
+FREE_BYTES_MIN = 64 << 20  # left on the disk, for the index and other programs
+FINGERPRINT_DIGITS = 12  # of a fingerprint in messages
 
 
 class ImportRequest(msgspec.Struct, kw_only=True):
     """POST /warmline/import of the proxy."""
 
     path: str  # absolute, of a file that the proxy can read
-    key: str = ""  # whose it is to be, by the name of a client key; "": the only one's, or nobody's where there is none
-    anyway: bool = False  # also where no model that is known here can use it
+    key: str = ""  # name of the client key that is to own it; "": the only key, or none where there are no keys
+    anyway: bool = False  # also where no known model can use it
 
 
 class ImportReply(msgspec.Struct, kw_only=True):
-    session: str  # as it is called here
+    """Answer of POST /warmline/import, printed by `cachectl import --json`."""
+
+    session: str  # its id in this home
     model: str
     fingerprint: str
     tokens: int
-    tokens_known: int  # of these were stored already
+    tokens_known: int  # stored before the import
     segments: int  # written
     checkpoints: int  # written
     turns: int
@@ -47,14 +49,14 @@ class ImportReply(msgspec.Struct, kw_only=True):
 
 
 class KnownModels(msgspec.Struct, kw_only=True):
-    """The models that what is imported could serve."""
+    """Models that can use an import."""
 
     fingerprints: Collection[str]
     description: str  # for people: "the model served here (llama, 0123456789ab)"
 
 
 def find_known_models(reader: IndexReader) -> KnownModels:
-    """Where no model is served: those of which something is stored; none where that is nothing."""
+    """Find the models of the stored segments, for a home whose backend does not run."""
     by_root = {row.root: row for row in reader.segments()}
     found: dict[str, str] = {}
     for row in by_root.values():
@@ -75,9 +77,9 @@ def import_archive(
     anyway: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> ImportReply:
-    """Blocks.  Raises ArchiveError, NoRoom and other IndexFailures, OSError; nothing of it is left then.
+    """Import an archive; blocks.  `progress` gets the bytes checked, then copied, and may raise to end the import.
 
-    `progress` is told of bytes that are checked, then of those that are copied too.  What it raises ends the import.
+    Raises ArchiveError, DiskBudgetError and other IndexStoreErrors, OSError; nothing is left behind then.
     """
     manifest = archive.manifest
     _check_fingerprint(manifest, known_models, anyway)
@@ -90,11 +92,14 @@ def import_archive(
             session = _find_continued_session(index, manifest, root)
             session = session or index.record_session(root, manifest.tokens, _make_session_update(manifest, 0))
             return _record_turns(index, manifest, root, _make_reply(manifest, session))
-        with _abort_on_error(index, plan):
+        try:
             reply = _write_files(index, archive, headers, plan, lambda done, of: progress(whole + done, whole + of))
             committed = index.commit_save(
                 plan, reply, prefill_s=_prefill_cost_s(manifest, plan), session=_make_session_update(manifest, 1)
             )
+        except BaseException:
+            index.abort_save(plan)
+            raise
         if not committed.why_not:
             return _record_turns(index, manifest, root, _make_reply(manifest, committed.session, plan, reply))
     raise ArchiveError(f"something else is being stored in its place, again and again: {committed.why_not}")
@@ -104,13 +109,14 @@ def _check_fingerprint(manifest: Manifest, known_models: KnownModels, anyway: bo
     if anyway or not known_models.fingerprints or manifest.fingerprint in known_models.fingerprints:
         return
     raise ArchiveError(
-        f"it was made with {manifest.model}, fingerprint {manifest.fingerprint[:FINGERPRINT_DIGITS]}, and {known_models.description}: nothing "
-        "here can use it; to store it for when that very model is served, say --anyway"
+        f"it was made with {manifest.model}, fingerprint {manifest.fingerprint[:FINGERPRINT_DIGITS]}, and "
+        f"{known_models.description}: nothing here can use it; to store it for when that very model is served, say "
+        "--anyway"
     )
 
 
 def _find_continued_session(index: Index, manifest: Manifest, root: bytes) -> str:
-    """The conversation that has all of these tokens already, and maybe more; "" where none has."""
+    """Find the session whose tokens begin with all of these; "" where there is none."""
     chain = index.match_prefix(root, manifest.tokens, manifest.token_count).chain
     if not chain or chain[-1].upto < manifest.token_count:
         return ""
@@ -124,13 +130,13 @@ def _find_continued_session(index: Index, manifest: Manifest, root: bytes) -> st
 
 
 def _make_session_update(manifest: Manifest, requests: int) -> SessionUpdate:
-    """`requests`: 1 where something of it is new here, so that it counts as often as it was asked."""
+    """`requests`: 1 where some tokens are new here, so that the archive's requests count; else 0."""
     session = manifest.session
     return SessionUpdate(turn_end=session.turn_end, client=session.client, requests=requests * session.requests)
 
 
 def _begin_save(index: Index, manifest: Manifest, headers: Sequence[SegmentHeader], root: bytes) -> SavePlan | None:
-    """Raises NoRoom, with figures."""
+    """Plan the save; None where all tokens are stored.  Raises DiskBudgetError, with figures."""
     states = headers[len(manifest.segments) :]
     rows_bytes = sum(header.file_bytes for header in headers[: len(manifest.segments)])
     layout = KvLayout(
@@ -159,34 +165,14 @@ def _begin_save(index: Index, manifest: Manifest, headers: Sequence[SegmentHeade
     )
 
 
-@contextmanager
-def _abort_on_error(index: Index, plan: SavePlan) -> Iterator[None]:
-    """Where it fails, whatever it wrote goes."""
-    try:
-        yield
-    except BaseException:
-        index.abort_save(plan)
-        raise
-
-
 def _write_files(
     index: Index, archive: Archive, headers: Sequence[SegmentHeader], plan: SavePlan, progress: Progress
 ) -> SaveReply:
-    """What a backend does on POST /kv/save, out of the archive."""
-    manifest = archive.manifest
-    places = [*(spec.start for spec in plan.segments), *(ref.position for ref in plan.checkpoints)]
-    prefixes = prefix_digests(plan.root, plan.tokens, places)
-    wanted: list[tuple[int, FileMeta]] = []  # out of which of the archive's files
-    for spec in plan.segments:
-        number = next(number for number, end in enumerate(manifest.segment_ends) if end >= spec.end)
-        wanted.append((number, _make_segment_meta(manifest, plan, spec, prefixes[spec.start])))
-    positions = [entry.position for entry in manifest.checkpoints]
-    for ref in plan.checkpoints:
-        number = len(manifest.segments) + positions.index(ref.position)
-        wanted.append((number, _make_checkpoint_meta(manifest, plan, ref, prefixes[ref.position])))
+    """Write the planned files from the archive, as a backend does on POST /kv/save."""
+    files = _plan_files(archive.manifest, plan)
     saved: list[SavedFile] = []
-    total, done = sum(archive.members[number].bytes_count for number, _ in wanted), 0
-    for number, meta in wanted:
+    total, done = sum(archive.members[number].bytes_count for number, _ in files), 0
+    for number, meta in files:
         saved.append(_copy_file(index, archive, number, headers[number], meta))
         done += archive.members[number].bytes_count
         progress(done, total)
@@ -194,32 +180,25 @@ def _write_files(
     return SaveReply(boot="", generation=0, segments=saved[:count], checkpoints=saved[count:], seconds=0.0)
 
 
-def _make_segment_meta(manifest: Manifest, plan: SavePlan, spec: SegmentSpec, prefix: str) -> FileMeta:
-    return FileMeta(
-        kind="segment",
-        id=spec.id,
-        fingerprint=manifest.fingerprint,
-        root=plan.root.hex(),
-        prefix=prefix,
-        start=spec.start,
-        end=spec.end,
-        parent=spec.parent,
-        model=manifest.model,
-    )
+def _plan_files(manifest: Manifest, plan: SavePlan) -> list[tuple[int, FileMeta]]:
+    """Files to write: the number of the archive's member with their rows or states, and their metadata."""
+    places = [*(spec.start for spec in plan.segments), *(ref.position for ref in plan.checkpoints)]
+    prefixes = prefix_digests(plan.root, plan.tokens, places)
 
+    def make_meta(file_id: str, start: int, end: int, **fields: Any) -> FileMeta:
+        origin: dict[str, Any] = {"fingerprint": manifest.fingerprint, "model": manifest.model, "root": plan.root.hex()}
+        return FileMeta(id=file_id, start=start, end=end, prefix=prefixes[start], **origin, **fields)
 
-def _make_checkpoint_meta(manifest: Manifest, plan: SavePlan, ref: CheckpointRef, prefix: str) -> FileMeta:
-    return FileMeta(
-        kind="checkpoint",
-        id=ref.id,
-        fingerprint=manifest.fingerprint,
-        root=plan.root.hex(),
-        prefix=prefix,
-        start=ref.position,
-        end=ref.position,
-        position=ref.position,
-        model=manifest.model,
-    )
+    files = []
+    for spec in plan.segments:
+        number = next(number for number, end in enumerate(manifest.segment_ends) if end >= spec.end)
+        files.append((number, make_meta(spec.id, spec.start, spec.end, kind="segment", parent=spec.parent)))
+    positions = [entry.position for entry in manifest.checkpoints]
+    for ref in plan.checkpoints:
+        number = len(manifest.segments) + positions.index(ref.position)
+        meta = make_meta(ref.id, ref.position, ref.position, kind="checkpoint", position=ref.position)
+        files.append((number, meta))
+    return files
 
 
 def _copy_file(index: Index, archive: Archive, number: int, header: SegmentHeader, meta: FileMeta) -> SavedFile:
@@ -231,7 +210,7 @@ def _copy_file(index: Index, archive: Archive, number: int, header: SegmentHeade
 
 
 def _prefill_cost_s(manifest: Manifest, plan: SavePlan) -> float:
-    """What prefilling the part that was not stored took."""
+    """Estimate the prefill time of the tokens that were not stored."""
     entries = zip(manifest.segment_starts, manifest.segment_ends, manifest.segments, strict=True)
     return sum(
         entry.prefill_s * max(0, end - max(start, plan.matched)) / (end - start) for start, end, entry in entries
@@ -256,20 +235,19 @@ def _make_reply(
 
 
 def _record_turns(index: Index, manifest: Manifest, root: bytes, reply: ImportReply) -> ImportReply:
-    """What was sampled in it comes along, but for what is known here already."""
+    """Record the archive's sampled turns, except those whose calls are known here; complete the reply."""
     known = {call for row in index.turns(root, [turn.calls[0] for turn in manifest.turns]) for call in row.calls}
     new = [turn for turn in manifest.turns if not known.intersection(turn.calls)]
     for turn in new:
-        index.record_turn(
-            TurnRow(
-                root=root,
-                model=manifest.model,
-                session=reply.session,
-                calls=turn.calls,
-                tokens=turn.tokens,
-                at=time.time(),
-            )
+        row = TurnRow(
+            root=root,
+            model=manifest.model,
+            session=reply.session,
+            calls=turn.calls,
+            tokens=turn.tokens,
+            at=time.time(),
         )
+        index.record_turn(row)
     index.flush()
     reply.turns = len(new)
     return reply

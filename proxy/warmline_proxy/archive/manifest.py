@@ -1,7 +1,6 @@
-"""What an archive says of itself, first of all: which model's, which tokens, which files follow in which order.
+"""Manifest of an archive, its first member: model, tokens, and the files that follow, in order.
 
-Nothing of the tenant is in it: its files stand under the namespace of nobody, and say so.  JSON, with a checksum; bytes
-are base64.
+It has nothing of the tenant: its files are in the namespace of no tenant.  JSON with a checksum; bytes are base64.
 """
 
 import math
@@ -18,7 +17,7 @@ from warmline_proxy.store.rows import CallId, Position
 FORMAT = 1
 MANIFEST = "manifest.json"
 MANIFEST_BYTES_MAX = 64 << 20
-TURN_TOKEN_BYTES_MAX = 1 << 20  # as of turns that are remembered
+TURN_TOKEN_BYTES_MAX = 1 << 20  # as for stored turns
 PREFILL_S_PER_TOKEN_MAX = 10.0
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -27,20 +26,22 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
 
 
 class SegmentEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The rows from the end of the one before to `end`."""
+    """Rows from the end of the segment before to `end`."""
 
     end: Position
-    bytes_count: Size  # of its file
-    prefill_s: Seconds  # what computing these rows cost
+    bytes_count: Size  # of the file
+    prefill_s: Seconds  # time to prefill these rows
 
 
 class CheckpointEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """State after `position` tokens."""
+
     position: Position
     bytes_count: Size
 
 
 class SessionEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """As people know it; see rows.SessionRow."""
+    """Session, as rows.SessionRow."""
 
     id: Name
     client: Name
@@ -52,7 +53,7 @@ class SessionEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TurnEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """As rows.TurnRow."""
+    """Sampled turn, as rows.TurnRow."""
 
     calls: Annotated[list[CallId], msgspec.Meta(min_length=1, max_length=4096)]
     tokens: bytes
@@ -60,7 +61,7 @@ class TurnEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LayoutEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the model's cache weighs, and how many tensors a segment has; for people."""
+    """Size of the model's KV cache and number of a segment's tensors; informative."""
 
     row_bytes: Size
     state_bytes: Position  # 0 without checkpoints
@@ -68,6 +69,8 @@ class LayoutEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Content of manifest.json."""
+
     format: int = FORMAT
     made: Seconds  # Unix
     model: Name
@@ -81,7 +84,6 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def token_count(self) -> int:
-        """Of tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
@@ -94,14 +96,14 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def members(self) -> list[tuple[str, int]]:
-        """(name, bytes) of the files that follow, in their order."""
+        """(name, bytes) of the files that follow, in order."""
         segments = [(f"segments/{n:05}.safetensors", entry.bytes_count) for n, entry in enumerate(self.segments)]
         states = [(f"checkpoints/{n:05}.safetensors", entry.bytes_count) for n, entry in enumerate(self.checkpoints)]
         return segments + states
 
 
 class _ChecksummedManifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    xxh3_128: str  # in hex, of the manifest as it stands there
+    xxh3_128: str  # in hex, of the manifest's bytes
     manifest: msgspec.Raw
 
 
@@ -115,14 +117,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(raw: bytes) -> Manifest:
-    """Raises ArchiveError unless it is whole and makes sense."""
+    """Decode and check a manifest.  Raises ArchiveError."""
     try:
-        seal = decode(raw, _ChecksummedManifest)
-        if xxhash.xxh3_128_hexdigest(seal.manifest) != seal.xxh3_128:
+        checksummed = decode(raw, _ChecksummedManifest)
+        if xxhash.xxh3_128_hexdigest(checksummed.manifest) != checksummed.xxh3_128:
             raise ArchiveError("its manifest is damaged: checksums differ")
-        if (found := decode(seal.manifest, _Format).format) != FORMAT:
+        if (found := decode(checksummed.manifest, _Format).format) != FORMAT:
             raise ArchiveError(f"it has format {found}, this version reads {FORMAT}")
-        manifest = decode(seal.manifest, Manifest)
+        manifest = decode(checksummed.manifest, Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ArchiveError(f"its manifest can't be read: {error}") from error
     if why := _find_manifest_error(manifest):
@@ -131,7 +133,7 @@ def decode_manifest(raw: bytes) -> Manifest:
 
 
 def _find_manifest_error(manifest: Manifest) -> str:
-    """ "" where there is none."""
+    """Describe the first inconsistency; "" where there is none."""
     lengths = [end - start for start, end in zip(manifest.segment_starts, manifest.segment_ends, strict=True)]
     positions = [entry.position for entry in manifest.checkpoints]
     if len(manifest.tokens) % TOKEN_BYTES or manifest.segment_ends[-1] != manifest.token_count:

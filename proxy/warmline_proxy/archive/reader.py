@@ -1,8 +1,8 @@
-"""Reading an archive.  Nothing that it says is believed before all of it was checked: `open_archive`, then `verify`."""
+"""Reader of archives: `open_archive` checks the frame, `verify_archive` all contents; nothing is used before that."""
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -14,21 +14,18 @@ from warmline_common.storage.segment_file import (
     FileMeta,
     SegmentFileError,
     SegmentHeader,
-    TensorInfo,
     read_header_from,
     read_tokens_from,
     verify_open_file,
 )
 from warmline_proxy.archive import tar
 from warmline_proxy.archive.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest, decode_manifest
-from warmline_proxy.archive.tar import ArchiveError, Member, MemberFile
-
-Progress = Callable[[int, int], object]  # bytes done, of how many
+from warmline_proxy.archive.tar import ArchiveError, Member, MemberFile, Progress
 
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive that is open, its frame checked: a manifest, then exactly the files that it names."""
+    """Open archive whose frame was checked: a manifest, then exactly the files that it names."""
 
     file: BinaryIO
     manifest: Manifest
@@ -36,24 +33,24 @@ class Archive:
 
     @property
     def bytes_count(self) -> int:
-        """Of all files in it."""
+        """Size of all files but the manifest."""
         return sum(member.bytes_count for member in self.members)
 
     def open_member(self, number: int) -> BinaryIO:
-        """One of its files; one window at a time."""
+        """Open one of the files; they share a position, so one is read at a time."""
         return BufferedReader(MemberFile(self.file, self.members[number]))
 
 
 @contextmanager
 def open_archive(path: Path) -> Iterator[Archive]:
-    """Raises ArchiveError unless it is an archive of ours that can be read, whole as far as its frame tells."""
+    """Open an archive and check its frame.  Raises ArchiveError."""
     with _open_plain_file(path) as file:
         yield read_archive(file)
 
 
 def _open_plain_file(path: Path) -> BinaryIO:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is not waited for
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # not blocking on a pipe
     except OSError as error:
         raise ArchiveError(f"it can't be read: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -63,7 +60,7 @@ def _open_plain_file(path: Path) -> BinaryIO:
 
 
 def read_archive(file: BinaryIO) -> Archive:
-    """As `open_archive`; of a file that can be read from any place."""
+    """Check the frame of an archive in a seekable file.  Raises ArchiveError."""
     first = tar.read_member(file, 0, MANIFEST)
     if first.bytes_count > MANIFEST_BYTES_MAX:
         raise ArchiveError(f"a manifest of {first.bytes_count} bytes; {MANIFEST_BYTES_MAX} are allowed")
@@ -85,9 +82,9 @@ def read_archive(file: BinaryIO) -> Archive:
 
 
 def verify_archive(archive: Archive, progress: Progress = lambda done, total: None) -> list[SegmentHeader]:
-    """Read all of it: every checksum, every token, every place.  The headers of its files.  Raises ArchiveError.
+    """Check every checksum, token and position; return the headers of the files.  Raises ArchiveError.
 
-    A file's place is proved by the tokens before it under the namespace of its model and nobody.
+    A file's position is proved by the digest of the tokens before it, in its model's namespace of no tenant.
     """
     manifest = archive.manifest
     root = namespace(manifest.fingerprint)
@@ -112,7 +109,7 @@ def verify_archive(archive: Archive, progress: Progress = lambda done, total: No
 
 
 def _check_member(manifest: Manifest, number: int, meta: FileMeta, root: str, prefix: str) -> None:
-    """Raises SegmentFileError unless a file is what the manifest says of it."""
+    """Raise SegmentFileError unless a file's metadata are those of the manifest."""
     count = len(manifest.segments)
     if number < count:
         named = ("segment", manifest.segment_starts[number], manifest.segment_ends[number])
@@ -128,7 +125,7 @@ def _check_member(manifest: Manifest, number: int, meta: FileMeta, root: str, pr
 
 
 def _check_segment(manifest: Manifest, before: list[SegmentHeader], header: SegmentHeader, tokens: bytes) -> None:
-    """Raises SegmentFileError unless it has the manifest's tokens, and tensors like those of the segments before it."""
+    """Raise SegmentFileError unless a segment has the manifest's tokens, and tensors like the first segment's."""
     meta = header.meta
     if tokens != manifest.tokens[meta.start * TOKEN_BYTES : meta.end * TOKEN_BYTES]:
         raise SegmentFileError("tokens", "not those of the manifest")
@@ -137,9 +134,6 @@ def _check_segment(manifest: Manifest, before: list[SegmentHeader], header: Segm
 
 
 def _tensor_kinds(header: SegmentHeader) -> dict[str, tuple[object, ...]]:
-    """What all segments of one model have in common."""
-
-    def kind(place: TensorInfo) -> tuple[object, ...]:
-        return place.dtype, len(place.shape), place.shape[:2], place.shape[3:]
-
-    return {name: kind(place) for name, place in header.select_kv_tensors().items()}
+    """Names, dtypes and shapes of tensors, but for the token axis: equal in all segments of a model."""
+    tensors = header.select_kv_tensors().items()
+    return {name: (each.dtype, len(each.shape), each.shape[:2], each.shape[3:]) for name, each in tensors}

@@ -1,29 +1,30 @@
-"""The frame of an archive: a tar file (GNU's dialect) of plain files alone, in a known order.
+"""Frame of an archive: a tar file (GNU format) of regular files in a known order, written and read header by header.
 
-Written and read header by header.  A name that is read is compared with the one that is due and used for nothing else;
-there are no links, no folders, no extended headers and no holes, so that nothing but bytes can come out of it.
-
-    ArchiveError    it is not to be used, and why, for people
+A name that is read is only compared with the expected one.  Links, folders, extended headers and sparse files are
+refused, so that nothing but bytes can come out of an archive.
 """
 
 import tarfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import SEEK_END, SEEK_SET, RawIOBase
 from typing import Any, BinaryIO
 
 BLOCK_BYTES = 512
-END_BYTES = 2 * BLOCK_BYTES  # of zeros, behind the last file
-PADDING_BYTES_MAX = 1 << 20  # of zeros behind the end: tar programs fill their last record
+END_BYTES = 2 * BLOCK_BYTES  # zeros after the last file
+PADDING_BYTES_MAX = 1 << 20  # zeros after the end: tar programs fill their last record
 ENCODING = "ascii"
+
+Progress = Callable[[int, int], object]  # (bytes done, bytes in all)
 
 
 class ArchiveError(Exception):
-    pass
+    """Archive that can't be made or used; the message says why."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A file within an archive: `offset` counts from the archive's first byte."""
+    """File within an archive, `offset` bytes from the archive's beginning."""
 
     name: str
     offset: int
@@ -31,24 +32,24 @@ class Member:
 
     @property
     def end(self) -> int:
-        """Where the next header begins."""
+        """Offset of the next header."""
         return self.offset + self.bytes_count + padding(self.bytes_count)
 
 
 def padding(bytes_count: int) -> int:
-    """How many zeros follow so many bytes of a file."""
+    """Number of zeros after a file of this size."""
     return -bytes_count % BLOCK_BYTES
 
 
 def encode_header(name: str, bytes_count: int, made: float) -> bytes:
-    """What stands before a file; `made` in Unix seconds."""
+    """Encode a file's header; `made` in Unix seconds."""
     info = tarfile.TarInfo(name)
     info.size, info.mtime, info.mode = bytes_count, int(made), 0o600
     return info.tobuf(tarfile.GNU_FORMAT, ENCODING, "strict")
 
 
 def read_member(file: BinaryIO, offset: int, expected: str) -> Member:
-    """The file whose header lies there.  Raises ArchiveError unless it is a plain one of the expected name."""
+    """Read the header at `offset`.  Raises ArchiveError unless it is a regular file's of the expected name."""
     file.seek(offset)
     block = file.read(BLOCK_BYTES)
     if len(block) < BLOCK_BYTES:
@@ -65,14 +66,14 @@ def read_member(file: BinaryIO, offset: int, expected: str) -> Member:
 
 
 def check_padding(file: BinaryIO, member: Member) -> None:
-    """Raises ArchiveError unless zeros fill its last block."""
+    """Raise ArchiveError unless zeros fill the member's last block."""
     file.seek(member.offset + member.bytes_count)
     if any(file.read(padding(member.bytes_count))):
         raise ArchiveError(f"something stands behind {member.name}")
 
 
 def check_end(file: BinaryIO, offset: int) -> None:
-    """Raises ArchiveError unless nothing but zeros follows, as many as end an archive."""
+    """Raise ArchiveError unless the archive ends here, with zeros alone."""
     length = file.seek(0, SEEK_END) - offset
     if not END_BYTES <= length <= END_BYTES + PADDING_BYTES_MAX:
         raise ArchiveError("it is not whole" if length < END_BYTES else f"it goes on behind its end, at byte {offset}")
@@ -82,7 +83,7 @@ def check_end(file: BinaryIO, offset: int) -> None:
 
 
 class MemberFile(RawIOBase):
-    """A member as a file of its own, read-only and seekable.  Windows of one archive are used on one thread."""
+    """Member as a read-only, seekable file.  All members of an archive are used on one thread."""
 
     def __init__(self, file: BinaryIO, member: Member) -> None:
         super().__init__()

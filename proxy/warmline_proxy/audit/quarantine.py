@@ -1,11 +1,10 @@
-"""What was found wrong is never used again: on disk, in memory, and in the requests that have started from it."""
+"""Quarantine of wrong stored tokens: on disk, in the backend's memory, and in the requests that started from them."""
 
 import asyncio
 import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from warmline_common.protocol.tokens import TOKEN_BYTES, count_common_tokens
 from warmline_proxy.audit.bisect import AuditMismatch, Bisector
@@ -24,15 +23,11 @@ RETRY_INTERVAL_S = 5.0
 PAST_SUSPICIONS_MAX = 32
 
 
-@dataclass(frozen=True)
-class QuarantineResult:
-    good_tokens: int  # tokens of the prompt; what shares more than these is gone
-    file_count: int
-
-
 class Quarantine:
-    """First nothing that begins like the prompt is used; then `Blame` finds how much of it is good; the rest goes, with
-    all that builds on it: what is lost is computed again, and what is wrong would be believed.
+    """Removal of a suspect prefix from use.  Event loop thread.
+
+    First no request may start from such a prefix; then the Bisector finds how many of its tokens are right; segments
+    and residents beyond these are removed with their descendants: they can be computed again.
     """
 
     def __init__(
@@ -48,58 +43,54 @@ class Quarantine:
     ) -> None:
         self._index, self._upstream, self._backend_state, self._registry = index, upstream, backend_state, registry
         self._saver, self._bisector, self._metrics, self._background = saver, bisector, metrics, background
-        self._past_suspicions: deque[tuple[float, SuspectPrefix]] = deque(
-            maxlen=PAST_SUSPICIONS_MAX
-        )  # since when, time.monotonic()
+        # (time.monotonic() when found, prefix)
+        self._past_suspicions: deque[tuple[float, SuspectPrefix]] = deque(maxlen=PAST_SUSPICIONS_MAX)
 
-    async def quarantine(self, case: AuditMismatch) -> QuarantineResult:
-        """Returns when it is out of use for good, or, while the index can't be written, at least out of use.
+    async def quarantine(self, case: AuditMismatch, name: str) -> int:
+        """Take the wrong tokens of a mismatch out of use, log that under `name`, and return the number of files.
 
-        Where it is cancelled, what is not known to be good by then goes.  Who had started before the same was taken out
-        changes nothing: what is stored there now was computed since.
+        Returns once the files are quarantined or, while the index can't be written, once no request may use them.
+        Cancelled, it quarantines everything that is not known to be right by then.  A case that had started before an
+        earlier quarantine of the same prefix removes nothing: the tokens stored there now were computed later.
         """
-        if (earlier := self._find_earlier_suspicion(case)) is not None:
-            return QuarantineResult(earlier.trusted_tokens, 0)
+        if (suspicion := self._find_earlier_suspicion(case)) is not None:
+            files = list[str]()
+        else:
+            suspicion, files = await self._quarantine(case)
+        count = len(files)
+        log.error("AUDIT %s: wrong from token %d on; %d files are quarantined", name, suspicion.trusted_tokens, count)
+        return count
+
+    async def _quarantine(self, case: AuditMismatch) -> tuple[SuspectPrefix, list[str]]:
         found_at, suspicion = time.monotonic(), self._backend_state.add_suspect(case.root, case.tokens)
-        residents = self._backend_state.resident_view.candidates(
-            case.root, case.tokens
-        )  # those to come are computed anew
+        residents = self._backend_state.resident_view.candidates(case.root, case.tokens)  # later ones are computed anew
         self._mark_suspect_requests(case.root, case.tokens)
         try:
             await self._bisector.narrow_suspicion(case, suspicion)
         finally:
             self._past_suspicions.append((found_at, suspicion))
-            wrong_residents = [each.resident for each in residents if each.common_tokens > suspicion.trusted_tokens]
-            files = await asyncio.shield(
-                self._background.spawn(self._remove_from_use(suspicion, wrong_residents), "quarantine")
-            )
-        return QuarantineResult(suspicion.trusted_tokens, len(files))
+            wrong = [each.resident for each in residents if each.common_tokens > suspicion.trusted_tokens]
+            removal = self._background.spawn(self._remove_from_use(suspicion, wrong), "quarantine")
+            files = await asyncio.shield(removal)
+        return suspicion, files
 
     def clear_history(self) -> None:
-        """What was found wrong and is out of use since long; each holds tokens."""
+        """Remove the tokens of past suspicions from memory, for a purge."""
         self._past_suspicions.clear()
 
     def _find_earlier_suspicion(self, case: AuditMismatch) -> SuspectPrefix | None:
-        return next(
-            (
-                each
-                for since, each in self._past_suspicions
-                if case.started_at < since
-                and each.root == case.root
-                and count_common_tokens(each.tokens, case.tokens) > each.trusted_tokens
-            ),
-            None,
-        )
+        later = (each for found_at, each in self._past_suspicions if case.started_at < found_at)
+        return next((each for each in later if each.matches(case.root, case.tokens)), None)
 
     def _mark_suspect_requests(self, root: bytes, tokens: bytes) -> None:
-        for life in self._registry:
-            is_warm = life.restore_task or (life.log.plan and life.log.plan.reuse)
-            if is_warm and life.prompt and life.root == root and count_common_tokens(life.prompt.tokens, tokens):
-                life.suspect = True
+        for request in self._registry:
+            is_warm = request.restore_task or (request.log.plan and request.log.plan.reuse)
+            if is_warm and request.prompt and request.root == root:
+                request.suspect |= count_common_tokens(request.prompt.tokens, tokens) > 0
 
     async def _remove_from_use(self, suspicion: SuspectPrefix, residents: Iterable[str]) -> list[str]:
-        """The ids of the files."""
-        for resident in residents:  # first: what is still there when the files go might be saved again
+        """Drop the residents and quarantine the files; ids of the files."""
+        for resident in residents:  # first: a resident might be saved again after its files are gone
             self._backend_state.resident_view.exclude(resident)
             await self._drop_resident(resident)
         try:
@@ -110,11 +101,9 @@ class Quarantine:
             return []
 
     async def _quarantine_stored(self, suspicion: SuspectPrefix) -> list[str]:
-        """Raises IndexFailure."""
+        """Quarantine files, including those of a save under way; ids of them.  Raises IndexStoreError."""
         files = await asyncio.to_thread(self._quarantine_segments, suspicion)
-        files += await self._saver.run_between_saves(
-            lambda: self._quarantine_segments(suspicion)
-        )  # what was just being saved
+        files += await self._saver.run_between_saves(lambda: self._quarantine_segments(suspicion))
         self._backend_state.remove_suspect(suspicion)
         return files
 
@@ -129,7 +118,7 @@ class Quarantine:
             return
 
     def _quarantine_segments(self, suspicion: SuspectPrefix) -> list[str]:
-        """On a thread: the first file with a token that is not good, and all that builds on it."""
+        """Quarantine the first segment with an untrusted token and its descendants.  On a worker thread."""
         tokens = suspicion.tokens
         chain = self._index.match_prefix(suspicion.root, tokens, len(tokens) // TOKEN_BYTES).chain
         first = next((link for link in chain if link.upto > suspicion.trusted_tokens), None)

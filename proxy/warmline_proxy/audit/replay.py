@@ -1,4 +1,4 @@
-"""Replays conversations on demand: the first token from what is stored of them, and again cold, must agree."""
+"""Replays of stored sessions on demand: the first token after a restore must agree with a cold run's."""
 
 import asyncio
 import logging
@@ -8,9 +8,9 @@ from dataclasses import replace
 from warmline_common.process.redaction import quote_text
 from warmline_common.protocol.messages import FirstLogits
 from warmline_common.protocol.tokens import TOKEN_BYTES
-from warmline_proxy.audit.auditor import format_verdict
 from warmline_proxy.audit.bisect import AuditMismatch
 from warmline_proxy.audit.comparison import DIFFERS, compare, judge
+from warmline_proxy.audit.first_token_probe import FirstTokenProbe, ModelChangedError
 from warmline_proxy.audit.quarantine import Quarantine
 from warmline_proxy.index.index import Index
 from warmline_proxy.metrics import ProxyMetrics
@@ -18,107 +18,95 @@ from warmline_proxy.planner import RequestPlan, plan_restore
 from warmline_proxy.store.rows import ReplayReply, ReplayRequest, ReplayResult, SessionRow
 from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import RestoreFailedError, UpstreamStatusError
-from warmline_proxy.upstream.first_token_probe import FirstTokenProbe, ModelChangedError
 
 log = logging.getLogger(__name__)
 
 REPLAY, DAMAGED, SKIPPED = "replay", "damaged", "skipped"
+NO_MEMORY = "others needed the backend's memory"
 
 
 class SessionReplayer:
-    """Raises UpstreamError and IndexFailure."""
+    """Replayer of sessions, one at a time.  Raises UpstreamError and IndexStoreError; event loop thread."""
 
     def __init__(
         self,
         index: Index,
         backend_state: BackendState,
-        recomputer: FirstTokenProbe,
+        first_token_probe: FirstTokenProbe,
         quarantine: Quarantine,
         metrics: ProxyMetrics,
         tolerance: float,
     ) -> None:
-        self._index, self._backend_state = index, backend_state
-        self._recomputer, self._quarantine, self._metrics = recomputer, quarantine, metrics
-        self._tolerance = tolerance
+        self._index, self._backend_state, self._probe = index, backend_state, first_token_probe
+        self._quarantine, self._metrics, self._tolerance = quarantine, metrics, tolerance
         self._lock = asyncio.Lock()
 
     async def replay(self, request: ReplayRequest) -> ReplayReply:
-        """Raises ValueError where there is no such session."""
+        """Replay the named session, or the last `count`.  Raises ValueError where there is no such session."""
         rows = await asyncio.to_thread(self._index.sessions)
         if request.session:
             rows = [row for row in rows if row.id == request.session]
             if not rows:
                 raise ValueError(f"no session {quote_text(request.session)}")
-        replays = []
         async with self._lock:
-            for row in rows[: max(1, request.count)]:
-                replays.append(await self._replay_session(row))
-        return ReplayReply(replays=replays)
+            return ReplayReply(replays=[await self._replay_session(row) for row in rows[: max(1, request.count)]])
 
     async def _replay_session(self, row: SessionRow) -> ReplayResult:
         try:
-            replay = await self._compare_session(row)
-        except (ModelChangedError, UpstreamStatusError) as error:  # of a prompt that is too long by now, for one
-            replay = _skip_replay(row, str(error))
-        self._metrics.audits.labels(why=REPLAY, outcome=replay.outcome).inc()
-        return replay
+            result = await self._compare_session(row)
+        except (
+            _ReplaySkippedError,
+            ModelChangedError,
+            UpstreamStatusError,
+        ) as error:
+            result = ReplayResult(session=row.id, tokens=row.tokens, outcome=SKIPPED, detail=str(error))
+        self._metrics.audits.labels(why=REPLAY, outcome=result.outcome).inc()
+        return result
 
     async def _compare_session(self, row: SessionRow) -> ReplayResult:
         started, layout = time.monotonic(), (await self._backend_state.status()).layout
         stored = (await asyncio.to_thread(self._index.path_tokens, row.leaf))[: row.tokens * TOKEN_BYTES]
-        # One token is always left to compute: so that all that is stored is used, one more, whichever, comes after it.
-        tokens = stored + stored[-TOKEN_BYTES:]
+        tokens = stored + stored[-TOKEN_BYTES:]  # any one more token to compute, so that all stored ones are used
         count = len(tokens) // TOKEN_BYTES
         match = await asyncio.to_thread(self._index.match_prefix, row.root, stored, count - 1)
         plan = plan_restore(count, match, layout)
         if layout is None or plan is None:
-            return _skip_replay(row, "nothing of it can be started from")
-        # Cold first: it finds out whether this model is served at all.
-        cold = await self._recomputer.compute_cold(row.root, tokens)
-        if cold is None:
-            return _skip_replay(row, "others needed the backend's memory")
+            raise _ReplaySkippedError("nothing of it can be started from")
+        # The cold run is first: it checks that this model is served at all.
+        if (cold := await self._probe.compute_cold(row.root, tokens)) is None:
+            raise _ReplaySkippedError(NO_MEMORY)
         try:
-            warm = await self._recomputer.compute_restored(row.root, tokens, plan)
+            warm = await self._probe.compute_restored(row.root, tokens, plan)
         except RestoreFailedError as error:
             return await self._quarantine_damaged(row, plan, error)
         if warm is None:
-            return _skip_replay(row, "others needed the backend's memory")
-        case = AuditMismatch(row.root, tokens, plan.reuse, cold, layout, self._tolerance, started)
-        return await self._judge_session(row, plan, warm, case)
+            raise _ReplaySkippedError(NO_MEMORY)
+        return await self._judge_session(
+            row, warm, AuditMismatch(row.root, tokens, plan.reuse, cold, layout, self._tolerance, started)
+        )
 
-    async def _judge_session(
-        self, row: SessionRow, plan: RequestPlan, warm: FirstLogits, case: AuditMismatch
-    ) -> ReplayResult:
+    async def _judge_session(self, row: SessionRow, warm: FirstLogits, case: AuditMismatch) -> ReplayResult:
         verdict, quarantined = compare(warm, case.cold, case.layout, self._tolerance), 0
-        if not verdict.agrees and (
-            again := await self._recomputer.compute_cold(case.root, case.tokens, chunk_end=case.reuse)
-        ):
-            verdict = judge(warm, case.cold, again, case.layout, self._tolerance)
         if not verdict.agrees:
-            log.error("AUDIT session=%s %s: %s", row.id, verdict.outcome, format_verdict(verdict))
+            again = await self._probe.compute_cold(case.root, case.tokens, chunk_end=case.reuse)
+            verdict = judge(warm, case.cold, again, case.layout, self._tolerance) if again else verdict
+        if not verdict.agrees:
+            log.error("AUDIT session=%s %s: %s", row.id, verdict.outcome, verdict.describe())
         if verdict.outcome == DIFFERS:
-            result = await self._quarantine.quarantine(replace(case, tolerance=verdict.tolerance))
-            quarantined = result.file_count
-            log.error(
-                "AUDIT session=%s: wrong from token %d on; %d files are quarantined",
-                row.id,
-                result.good_tokens,
-                quarantined,
-            )
+            mismatch = replace(case, tolerance=verdict.tolerance)
+            quarantined = await self._quarantine.quarantine(mismatch, f"session={row.id}")
         return ReplayResult(
             session=row.id,
             tokens=row.tokens,
-            reused=plan.reuse,
             outcome=verdict.outcome,
+            reused=case.reuse,
             difference=verdict.difference,
             tolerance=verdict.tolerance,
             quarantined=quarantined,
         )
 
     async def _quarantine_damaged(self, row: SessionRow, plan: RequestPlan, error: RestoreFailedError) -> ReplayResult:
-        """A file that can't be restored is taken out of use, as when a request meets it; not one that can't be read, as
-        the fault may be the disk's, and pass.
-        """
+        """Quarantine a file that can't be restored, as for a request; not an unreadable one: disk faults may pass."""
         reply, quarantined = error.reply, list[str]()
         if reply.reason != "io" and reply.bad in plan.file_ids:
             quarantined = await asyncio.to_thread(self._index.quarantine, reply.bad, reply.reason)
@@ -135,5 +123,5 @@ class SessionReplayer:
         )
 
 
-def _skip_replay(row: SessionRow, detail: str) -> ReplayResult:
-    return ReplayResult(session=row.id, tokens=row.tokens, outcome=SKIPPED, detail=detail)
+class _ReplaySkippedError(Exception):
+    """The session can't be compared now."""

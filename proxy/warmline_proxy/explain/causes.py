@@ -1,7 +1,7 @@
-"""Why a request was no warmer: the likeliest cause of what was seen, in one word, and what to do about it.  Pure.
+"""Causes of cold starts: the likeliest cause of a request's reuse, with its meaning and advice.  Pure.
 
-What was seen is the planner's reason (`RequestRecord.why_not_warmer`) and, where a prompt differs from what was known,
-its `Parting` with what stands on both sides.
+Evidence: the planner's reason (`RequestRecord.why_not_warmer`) and the prompt's `Divergence` from stored tokens, with
+the texts of both sides.
 """
 
 import re
@@ -13,20 +13,20 @@ from warmline_proxy.explain.volatile import BILLING, DATES, IDS, TIMES, find_rep
 from warmline_proxy.planner import TOOLS_ROLE
 from warmline_proxy.store.rows import Divergence
 
-COMPARED_CHARS_MIN = 16  # of two texts that differ in their spaces alone
-NEAR_CHARS = 16  # around where they part: a mark of reasoning there is that answer's
+COMPARED_CHARS_MIN = 16  # without spaces, of texts that differ in their spaces alone
+NEAR_CHARS = 16  # around a difference, in which a reasoning tag belongs to the answer
 _SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What a cause means, for people, and what they can do about it; "" where there is nothing to do."""
+    """Meaning of a cause and advice to users; "" where there is nothing to do."""
 
     meaning: str
     advice: str = ""
 
 
-# Every name that is given, here and in `explaining`, and what that makes of them; docs/explain.md shows it.
+# By name, for this module and `explain`; docs/explain.md has the same table.
 CAUSES = {
     "warm": Cause("All of the prompt but its last token was reused."),
     "new-text": Cause("All that was known of the conversation was reused; what follows was never sent before."),
@@ -58,10 +58,7 @@ CAUSES = {
         "The tools are not the same: one was added, taken away or described otherwise.",
         "Have the client offer the same tools all along; templates put them before all messages.",
     ),
-    "tool-order": Cause(
-        "The tools are the same, in another order.",
-        '`stabilize = "tool-order"` sorts them.',
-    ),
+    "tool-order": Cause("The tools are the same, in another order.", '`stabilize = "tool-order"` sorts them.'),
     "system-edited": Cause(
         "The system text was edited, or it is another agent's.",
         "Put what changes between requests at its end, or into the last message.",
@@ -71,7 +68,7 @@ CAUSES = {
         "If nobody edited it, see what the client does to earlier messages: many shorten tool results.",
     ),
     "other-message": Cause(
-        "The prompts begin alike, and the last message is another one: a new conversation, or the last message edited.",
+        "The prompts begin alike, and the last message is another one: a new conversation, or the last message edited."
     ),
     "answer-changed": Cause(
         "The client sends an earlier answer back otherwise than it was given, or gives one that was never generated.",
@@ -139,7 +136,7 @@ CAUSES = {
     "shared": Cause("Another request is computing the same beginning, and this one starts from a copy of it."),
     "first-request": Cause(
         "Nothing was stored for it: the first request with this model and client key since the home was made, or since"
-        " a purge.",
+        " a purge."
     ),
     "other-model": Cause(
         "What is stored belongs to another model: its weights, configuration, adapter, KV quantization or code changed,"
@@ -155,17 +152,14 @@ CAUSES = {
         "`cachectl key rotate` renews a key and keeps its cache; `cachectl purge --key 'a removed key'` removes what"
         " such keys have left.",
     ),
-    "client-asked": Cause(
-        "The request itself forbade it.",
-        "Leave `cache_prompt: false` out.",
-    ),
+    "client-asked": Cause("The request itself forbade it.", "Leave `cache_prompt: false` out."),
     "reuse-off": Cause("The proxy runs with `reuse = off`.", 'Set `reuse = "fast"`.'),
     "nothing-asked": Cause("No token was to be computed."),
     "not-planned": Cause("It ended before its start was planned: it was refused, or given up."),
     "unknown": Cause("Nothing is known of it."),
 }
 
-# What the planner says, most telling first; "" stands for what a parting's texts may tell better.
+# Planner's reasons, most specific first; "": the texts of the divergence decide.
 _REASON_PATTERNS = [
     (r"^$", "warm"),
     (r"reuse is off", "reuse-off"),
@@ -187,7 +181,7 @@ _REASON_PATTERNS = [
     (r"all of it is stored|stored up to token|in memory up to token", "new-text"),
 ]
 _SECONDARY_REASONS = {"no-checkpoint": "no checkpoint after token", "exact-grid": "exact mode keeps"}
-# What the planner and the hygiene say of the place.
+# Additions of planner and prompt_head to the reason.
 _PLACE_PATTERNS = [
     (r"the template leaves out its reasoning", "reasoning-left-out"),
     (r": a time(?: of day)? in line|: a Unix time in line", "timestamp"),
@@ -207,7 +201,7 @@ _NUMBER = re.compile(r"\d[\d.,_]*")
 
 
 def find_cause(why: str, divergence: Divergence | None) -> str:
-    """A name in CAUSES."""
+    """Find the likeliest cause, a name in CAUSES, of a planner's reason `why`."""
     reason_cause = next((cause for pattern, cause in _REASON_PATTERNS if re.search(pattern, why)), "unknown")
     if reason_cause:
         return reason_cause
@@ -217,12 +211,12 @@ def find_cause(why: str, divergence: Divergence | None) -> str:
 
 
 def find_secondary_causes(why: str, cause: str) -> list[str]:
-    """What kept the start from the place where the prompt differs, or its text ends."""
-    return [name for name, said in _SECONDARY_REASONS.items() if said in why and name != cause]
+    """List the causes that moved the start further back from the divergence or the end of the stored text."""
+    return [name for name, reason in _SECONDARY_REASONS.items() if reason in why and name != cause]
 
 
 def _iter_text_causes(why: str, divergence: Divergence) -> Iterator[str]:
-    """Most telling first; "" for what does not apply."""
+    """Yield causes, most specific first; "" for those that don't apply."""
     yield _find_place_cause(why)
     old, new = divergence.stored_text, divergence.prompt_text
     if old and new:
@@ -239,7 +233,7 @@ def _find_place_cause(why: str) -> str:
 
 
 def _find_volatile_cause(old: str, new: str) -> str:
-    """Whether both have a time, a date, an id or a number of their own where they part."""
+    """Find the cause of two different times, dates, ids or numbers at the first difference; "" for other text."""
     at = count_common_chars(old, new)
     if (span := find_replaced_span(old, new, at)) is not None:
         return _RULE_CAUSES[span.rule]
@@ -247,7 +241,7 @@ def _find_volatile_cause(old: str, new: str) -> str:
 
 
 def _has_lost_reasoning(old: str, new: str) -> bool:
-    """Whether only the old text has some where they part."""
+    """Say whether only the old text has a reasoning tag near the first difference."""
     at = count_common_chars(old, new)
     near = slice(max(0, at - NEAR_CHARS), at + NEAR_CHARS)
     return _REASONING.search(old[near]) is not None and _REASONING.search(new[near]) is None
@@ -261,7 +255,7 @@ def _is_same_but_spaces(old: str, new: str) -> bool:
     at = count_common_chars(old, new)
     unspaced = ["".join(text[at:].split()) for text in (old, new)]
     shorter = min(map(len, unspaced))
-    # The windows have as many tokens, so one of them ends in the midst of what the other one still says.
+    # Both windows have the same number of tokens, so one of the texts may end earlier.
     return shorter >= COMPARED_CHARS_MIN and count_common_chars(*unspaced) == shorter
 
 
@@ -270,7 +264,7 @@ def _find_role_cause(divergence: Divergence, old: str, new: str) -> str:
         return "tools-changed"
     if _SUMMARY.search(new[count_common_chars(old, new) :]) and not _SUMMARY.search(old):
         return "compacted"
-    if divergence.role in _SYSTEM_ROLES:  # where templates put the tools, too
+    if divergence.role in _SYSTEM_ROLES:  # which may have the tools in it
         return "tools-changed" if _TOOLS.search(old) and _TOOLS.search(new) else "system-edited"
     if divergence.role == "assistant":
         return "answer-changed"

@@ -1,6 +1,6 @@
-"""Where prompts leave what is known: noted while planning, looked into once the engine has something to do.
+"""Divergences of prompts from stored tokens: recorded during planning, analyzed while the engine works.
 
-Planning only slices tokens that it has in its hands; texts are asked for, and what is stored is read, off its way.
+Recording only slices tokens that planning has; texts and stored tokens are fetched in a task later.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from warmline_proxy.upstream.resident_view import ResidentView
 
 log = logging.getLogger(__name__)
 
-NEEDLE_TOKENS = 16  # of the prompt, in what is known further on
+NEEDLE_TOKENS = 16  # of the prompt, sought further on in the stored tokens
 SEARCH_TOKENS_MAX = 262_144
-ANALYSIS_WAIT_S = 1.0  # of a request that is over, until its parting is looked into
+ANALYSIS_WAIT_S = 1.0  # between a request's end and its record
 
 
 class DivergenceRecorder:
-    """Its state is the lives'; event loop thread."""
+    """Recorder of divergences in requests.  Event loop thread."""
 
     def __init__(
         self, upstream: Upstream, index: Index, resident_view: ResidentView, background: BackgroundTasks
@@ -40,60 +40,58 @@ class DivergenceRecorder:
         self._pause_count = 0
 
     def record(self, request: Request, plan: RequestPlan, match: PrefixMatch) -> None:
-        """Take what stands on both sides while it is there; microseconds."""
+        """Record the tokens on both sides of the plan's divergence, if it has one; takes microseconds."""
         assert request.prompt is not None
-        if self._pause_count:
-            return self.clear(request)
-        held = self._resident_view.get(plan.diverges_from) if plan.diverges_from else None
-        if (at := plan.diverges_at) is None:
-            return self.clear(request)
+        self.clear(request)
+        if self._pause_count or (at := plan.diverges_at) is None:
+            return
+        resident = self._resident_view.get(plan.diverges_from) if plan.diverges_from else None
         search_range = slice(at * TOKEN_BYTES, (at + SEARCH_TOKENS_MAX) * TOKEN_BYTES)
-        if not (known := held.tokens[search_range] if held else match.divergent_tokens):
-            return self.clear(request)
-        is_stored = match.tokens == at and match.divergent_tokens[:TOKEN_BYTES] == known[:TOKEN_BYTES]
-        request.log.divergence = build_divergence(
-            request.prompt, at, known, match.divergent_segment if is_stored else ""
-        )
-        request.divergence_tokens = known if held else b""
+        if not (tokens := resident.tokens[search_range] if resident else match.divergent_tokens):
+            return
+        is_stored = match.tokens == at and match.divergent_tokens[:TOKEN_BYTES] == tokens[:TOKEN_BYTES]
+        segment = match.divergent_segment if is_stored else ""
+        request.log.divergence = build_divergence(request.prompt, at, tokens, segment)
+        request.divergence_tokens = tokens if resident else b""
         self._recorded_requests.add(request)
 
     def clear(self, request: Request) -> None:
-        """It was not planned by what is known, or that is no longer to be known."""
+        """Remove a request's divergence."""
         request.log.divergence, request.divergence_tokens = None, b""
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """While something is purged: none is noted, and those that are not yet recorded are forgotten."""
+        """Record none during a purge, and clear those of requests under way."""
         self._pause_count += 1
-        for life in list(self._recorded_requests):
-            self.clear(life)
+        for request in list(self._recorded_requests):
+            self.clear(request)
         try:
             yield
         finally:
             self._pause_count -= 1
 
     def start_analysis(self, request: Request) -> None:
-        """Begin to find out what the tokens say, and why they differ."""
+        """Start the task that fetches the texts and finds the cause."""
         if request.log.divergence is not None:
             request.divergence_task = self._background.spawn(
                 self._analyze(request, request.log.divergence), f"parting of {request.log.id}"
             )
 
     async def wait_for_analysis(self, request: Request) -> None:
-        """Wait until that is done, or has taken too long."""
+        """Wait for the task, at most ANALYSIS_WAIT_S."""
         if request.divergence_task is not None:
             await asyncio.wait({request.divergence_task}, timeout=ANALYSIS_WAIT_S)
         request.divergence_tokens = b""
 
     async def _analyze(self, request: Request, divergence: Divergence) -> None:
-        known_tokens, why = request.divergence_tokens, request.log.plan.why_not_warmer if request.log.plan else ""
-        comes_later = await asyncio.to_thread(self._is_found_later, divergence, known_tokens)
+        tokens, why = request.divergence_tokens, request.log.plan.why_not_warmer if request.log.plan else ""
+        comes_later = await asyncio.to_thread(self._is_found_later, divergence, tokens)
         stored_text, prompt_text = await self._fetch_texts(divergence)
         found = msgspec.structs.replace(
             divergence, comes_later=comes_later, stored_text=stored_text, prompt_text=prompt_text
         )
         found.cause = find_cause(why, found)
-        if request.log.divergence is divergence:  # else it was planned again, or is to be forgotten
+        if request.log.divergence is divergence:  # else the request was planned again, or a purge cleared it
             request.log.divergence = found
 
     async def _fetch_texts(self, divergence: Divergence) -> tuple[str, str]:
@@ -104,25 +102,25 @@ class DivergenceRecorder:
             return "", ""
         return stored, prompt
 
-    def _is_found_later(self, divergence: Divergence, known_tokens: bytes) -> bool:
-        """On a thread."""
+    def _is_found_later(self, divergence: Divergence, tokens: bytes) -> bool:
+        """Say whether the prompt goes on with later tokens of the other side.  On a worker thread."""
         try:
-            if not known_tokens and divergence.segment:
-                known_tokens = self._index.tokens_from(divergence.segment, divergence.at, SEARCH_TOKENS_MAX)
+            if not tokens and divergence.segment:
+                tokens = self._index.tokens_from(divergence.segment, divergence.at, SEARCH_TOKENS_MAX)
         except IndexStoreError:
             return False
-        return has_tokens(divergence.prompt[(divergence.at - divergence.begins) * TOKEN_BYTES :], known_tokens)
+        return has_tokens(divergence.prompt[(divergence.at - divergence.begins) * TOKEN_BYTES :], tokens)
 
 
-def build_divergence(prompt: PromptReply, at: int, known_tokens: bytes, segment: str) -> Divergence:
-    """Of a prompt that differs at token `at` from known packed tokens that go on there."""
+def build_divergence(prompt: PromptReply, at: int, stored_tokens: bytes, segment: str) -> Divergence:
+    """Build the divergence of a prompt at token `at` from packed tokens that begin there."""
     begins = max(0, at - DIVERGENCE_TOKENS_BEFORE)
     before = prompt.tokens[begins * TOKEN_BYTES : at * TOKEN_BYTES]
     where = locate_token(prompt.messages, at)
     return Divergence(
         at=at,
         begins=begins,
-        stored=before + known_tokens[: DIVERGENCE_TOKENS_AFTER * TOKEN_BYTES],
+        stored=before + stored_tokens[: DIVERGENCE_TOKENS_AFTER * TOKEN_BYTES],
         prompt=prompt.tokens[begins * TOKEN_BYTES : (at + DIVERGENCE_TOKENS_AFTER) * TOKEN_BYTES],
         segment=segment,
         message=where.first_message,
@@ -132,12 +130,12 @@ def build_divergence(prompt: PromptReply, at: int, known_tokens: bytes, segment:
     )
 
 
-def has_tokens(sought: bytes, known_tokens: bytes) -> bool:
-    """Whether the first of these packed tokens stand anywhere in the others, after their first."""
+def has_tokens(sought: bytes, tokens: bytes) -> bool:
+    """Say whether the first NEEDLE_TOKENS packed tokens of `sought` are in `tokens`, after the first token."""
     needle = sought[: NEEDLE_TOKENS * TOKEN_BYTES]
     if len(needle) < NEEDLE_TOKENS * TOKEN_BYTES:
         return False
-    at = known_tokens.find(needle, TOKEN_BYTES)
+    at = tokens.find(needle, TOKEN_BYTES)
     while at >= 0 and at % TOKEN_BYTES:
-        at = known_tokens.find(needle, at + 1)
+        at = tokens.find(needle, at + 1)
     return at >= 0

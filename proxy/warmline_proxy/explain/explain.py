@@ -1,6 +1,6 @@
-"""Why a request was no warmer, told whole: put together from its record and from what is stored now.
+"""Explanation of a request's start: its record, the cause of the miss, and the present state of the index.
 
-Needs nothing but an index that can be read, so it works whether a proxy runs or not.
+It needs a readable index alone, so it works with and without a proxy.
 """
 
 import itertools
@@ -20,70 +20,77 @@ from warmline_proxy.store.rows import Divergence, RequestRecord, SegmentRow, Ses
 
 LAST = "last"
 ID_PREFIX_MIN = 4
-RECENT_MAX = 8  # requests that are named where the one that is asked for is not known
-WARM_CAUSES = ("warm", "new-text", "shared")  # causes of requests that reused all there was
-# What is asked about last: of these requests there is nothing to explain.
+RECENT_MAX = 8  # requests that are named where none has the id
+WARM_CAUSES = ("warm", "new-text", "shared")  # all stored tokens were reused
+# Requests that `LAST` skips, since there is nothing to explain.
 QUIET_CAUSES = (*WARM_CAUSES, "nothing-asked", "not-planned")
 _ANSWER_ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)(.+)")
 
 
 class RequestNotFoundError(Exception):
-    """None of the last requests is called that, or several are; the message names some."""
+    """Id of none of the last requests, or of several; the message names some."""
 
 
 class CauseReport(msgspec.Struct, kw_only=True):
+    """Cause with its meaning and advice."""
+
     cause: str  # a name in `causes.CAUSES`
     means: str
     advice: str = ""  # "" where there is nothing to do
-    detail: str = ""  # of this very request
+    detail: str = ""  # of this request
 
 
 class DivergencePoint(msgspec.Struct, kw_only=True):
-    """The first token that differs."""
+    """First token that differs."""
 
     token: int
-    begins: int  # the token that both sides begin at
-    message: int  # of the prompt, from 1; 0 where that is not known, or none
-    message_last: int  # more than `message` where it is one of several
+    begins: int  # first token of both windows
+    message: int  # number in the prompt, from 1; 0: none, or not known
+    message_last: int  # more than `message` where the token is in one of several
     role: str  # "tools" in the tools; "" where that is not known
 
 
 class DiffSide(msgspec.Struct, kw_only=True):
+    """Window of tokens around a difference."""
+
     tokens: list[int]
-    text: str  # "" where nobody could say
+    text: str  # "" where no backend was there to detokenize
     differs: list[tuple[int, int]]  # ranges of characters in the text
 
 
 class StoredState(msgspec.Struct, kw_only=True):
-    session: str  # "" where the conversation is no longer stored, or never was
+    """Part of a request that is stored now."""
+
+    session: str  # "" where the conversation is not stored
     tokens: int  # of the request's prompt
-    branch: bool  # whether what it differed from is
+    branch: bool  # whether the branch is stored from which the prompt diverged
 
 
 class WarmSince(msgspec.Struct, kw_only=True):
-    """The requests after the one that is told of, which were warm: it is not the last one."""
+    """Warm requests after the explained one."""
 
-    warm: int  # how many, at least 1; each choice of a request is one
-    last: str  # the id of the last one of these
-    at: float  # when that one came, Unix seconds
+    warm: int  # their number, at least 1; each choice of a request counts
+    last: str  # id of the last one
+    at: float  # its arrival, Unix seconds
 
 
 class ExplainReply(msgspec.Struct, kw_only=True):
-    """GET /warmline/explain of the proxy, and what `cachectl explain --json` prints."""
+    """Answer of GET /warmline/explain, printed by `cachectl explain --json`."""
 
-    request: RequestRecord  # its parting is told by the others
+    request: RequestRecord  # without its `parting`, which `where`, `known` and `prompt` show
     verdict: CauseReport
-    besides: list[CauseReport]  # what else kept its start from being warmer
-    where: DivergencePoint | None = None  # None where it does not differ from what was known
-    known: DiffSide | None = None  # what was known there
-    prompt: DiffSide | None = None  # what came instead
+    besides: list[CauseReport]  # secondary causes
+    where: DivergencePoint | None = None  # None where the prompt doesn't diverge
+    known: DiffSide | None = None  # stored or resident tokens there
+    prompt: DiffSide | None = None
     now: StoredState
-    since: WarmSince | None = None  # None where this very request was asked about, or none was warm since
+    since: WarmSince | None = None  # None where the query was an id, or no request was warm since
 
 
 def find_record(records: Sequence[RequestRecord], query: str) -> RequestRecord:
-    """Of the last requests, newest first: by id, its beginning, or the id of its answer; "last" is the last one that
-    there is something to explain about.  Raises UnknownRequest.
+    """Find a request by id, a beginning of it, or its answer's id; "last": the last one with something to explain.
+
+    `records`: newest first.  Raises RequestNotFoundError.
     """
     if query == LAST:
         return _find_last(records)
@@ -92,7 +99,7 @@ def find_record(records: Sequence[RequestRecord], query: str) -> RequestRecord:
         if exact := next((each for each in records if each.id == name), None):
             return exact
     found = [each for each in records if each.id.startswith(id_prefix)] if len(id_prefix) >= ID_PREFIX_MIN else []
-    requests = {each.id.partition(".")[0] for each in found}  # choices of one are one
+    requests = {each.id.partition(".")[0] for each in found}  # choices of a request count once
     if len(requests) == 1:
         return found[-1]
     if found:
@@ -105,13 +112,13 @@ def find_record(records: Sequence[RequestRecord], query: str) -> RequestRecord:
 
 
 def find_record_with_since(records: Sequence[RequestRecord], query: str) -> tuple[RequestRecord, WarmSince | None]:
-    """The same, and what came after it where the last one was asked for.  Raises UnknownRequest."""
+    """Find a request as `find_record` does, with the later warm ones for "last".  Raises RequestNotFoundError."""
     record = find_record(records, query)
     return record, _find_warm_since(records, record) if query == LAST else None
 
 
 def _find_warm_since(records: Sequence[RequestRecord], record: RequestRecord) -> WarmSince | None:
-    """But for the choices of one request that followed its first."""
+    """Count later warm requests, except the other choices of the same request."""
     newer = itertools.takewhile(lambda each: each is not record, records)
     warm = [each for each in newer if _find_cause(each) in WARM_CAUSES and not _is_follower(each, record)]
     return WarmSince(warm=len(warm), last=warm[0].id, at=warm[0].at) if warm else None
@@ -134,18 +141,26 @@ def _format_ids(records: Sequence[RequestRecord]) -> str:
 def explain(
     reader: IndexReader, record: RequestRecord, since: WarmSince | None = None, owner_labels: OwnerLabels | None = None
 ) -> ExplainReply:
-    """`known`: whose what is stored is.  Blocks; raises IndexFailure."""
+    """Explain a request.  Blocks; raises IndexStoreError."""
     owner_labels = owner_labels or OwnerLabels()
     divergence = record.parting
     cause, detail = _find_cause(record), ""
     if cause == "first-request":
         cause, detail = _find_elsewhere(reader, record, owner_labels)
-    stored, prompt = _make_sides(divergence) if divergence else (None, None)
+    point = stored = prompt = None
+    if divergence:
+        point = make_point(divergence.at, divergence.begins, divergence)
+        stored, prompt = make_sides(
+            unpack_tokens(divergence.stored),
+            divergence.stored_text,
+            unpack_tokens(divergence.prompt),
+            divergence.prompt_text,
+        )
     return ExplainReply(
         request=msgspec.structs.replace(record, parting=None, key=owner_labels.format_key_name(record)),
         verdict=_make_report(cause, detail),
         besides=[_make_report(name) for name in find_secondary_causes(record.why_not_warmer, cause)],
-        where=_make_point(divergence) if divergence else None,
+        where=point,
         known=stored,
         prompt=prompt,
         now=_read_stored_state(reader, record),
@@ -154,7 +169,7 @@ def explain(
 
 
 def add_texts(record: RequestRecord, texts: Sequence[str]) -> RequestRecord:
-    """A record whose parting's tokens say these texts, the stored one first: its cause may be clearer now."""
+    """Add the texts of a record's divergence, the stored one first, and find its cause again."""
     assert record.parting is not None
     stored_text, prompt_text = texts
     divergence = msgspec.structs.replace(record.parting, stored_text=stored_text, prompt_text=prompt_text)
@@ -163,7 +178,7 @@ def add_texts(record: RequestRecord, texts: Sequence[str]) -> RequestRecord:
 
 
 def find_fingerprint(reader: IndexReader, root: bytes) -> str:
-    """Of the model that wrote what is stored under this root, as its files say; "" where none does."""
+    """Read the fingerprint of the model that wrote the segments under this root; "" where no file has it."""
     return read_fingerprint(reader.home, (row for row in reader.segments() if row.root == root))
 
 
@@ -179,21 +194,18 @@ def _make_report(cause: str, detail: str = "") -> CauseReport:
     return CauseReport(cause=cause, means=entry.meaning, advice=entry.advice, detail=detail)
 
 
-def _make_point(divergence: Divergence) -> DivergencePoint:
-    return DivergencePoint(
-        token=divergence.at,
-        begins=divergence.begins,
-        message=divergence.message,
-        message_last=divergence.message_last,
-        role=divergence.role,
-    )
+def make_point(token: int, begins: int, divergence: Divergence | None) -> DivergencePoint:
+    """Name the message of a token, where a divergence there is known."""
+    message, last, role = (divergence.message, divergence.message_last, divergence.role) if divergence else (0, 0, "")
+    return DivergencePoint(token=token, begins=begins, message=message, message_last=last, role=role)
 
 
-def _make_sides(divergence: Divergence) -> tuple[DiffSide, DiffSide]:
-    known, prompt = diff_texts(divergence.stored_text, divergence.prompt_text)
+def make_sides(old: list[int], old_text: str, new: list[int], new_text: str) -> tuple[DiffSide, DiffSide]:
+    """Mark the differences of two windows."""
+    old_ranges, new_ranges = diff_texts(old_text, new_text)
     return (
-        DiffSide(tokens=unpack_tokens(divergence.stored), text=divergence.stored_text, differs=known),
-        DiffSide(tokens=unpack_tokens(divergence.prompt), text=divergence.prompt_text, differs=prompt),
+        DiffSide(tokens=old, text=old_text, differs=old_ranges),
+        DiffSide(tokens=new, text=new_text, differs=new_ranges),
     )
 
 
@@ -207,8 +219,9 @@ def _read_stored_state(reader: IndexReader, record: RequestRecord) -> StoredStat
 
 
 def _is_branch_stored(reader: IndexReader, record: RequestRecord, session: SessionRow | None) -> bool:
-    """Whether what its prompt parted from is on disk: in the segment of then, or wherever else, since small ones are
-    written anew as a conversation grows, and what was in memory is saved.
+    """Say whether the branch from which the prompt diverged is on disk.
+
+    In the recorded segment, or in another one: small segments are rewritten, and residents are saved later.
     """
     divergence = record.parting
     if divergence is None:
@@ -224,7 +237,7 @@ def _is_branch_stored(reader: IndexReader, record: RequestRecord, session: Sessi
 
 
 def _find_elsewhere(reader: IndexReader, record: RequestRecord, owner_labels: OwnerLabels) -> tuple[str, str]:
-    """Nothing was stored under its root: whether there was something under another one, and whose that is."""
+    """Look under other roots for the tokens of a request that found nothing under its own: (cause, detail)."""
     rows = reader.segments()
     mine = [row for row in rows if row.root == record.root]
     others = [row for row in rows if row.root != record.root and row.created < record.at]
@@ -237,24 +250,24 @@ def _find_elsewhere(reader: IndexReader, record: RequestRecord, owner_labels: Ow
 def _iter_other_roots(
     reader: IndexReader, own: str, model: str, others: Sequence[SegmentRow], tokens: bytes, owner_labels: OwnerLabels
 ) -> Iterator[tuple[str, str]]:
-    """The same tokens first: they leave no doubt."""
+    """Yield (cause, detail) for other roots, those with the same tokens first."""
     roots = dict.fromkeys(row.root for row in others)
-    prints = {root: read_fingerprint(reader.home, (row for row in others if row.root == root)) for root in roots}
+    fingerprints = {root: read_fingerprint(reader.home, (row for row in others if row.root == root)) for root in roots}
     same = {root: reader.match_prefix(root, tokens, len(tokens) // TOKEN_BYTES).tokens for root in roots}
     enough = min(BLOCK_TOKENS, max(1, len(tokens) // TOKEN_BYTES))
     for root in sorted(roots, key=lambda each: -same[each]):
         is_here = same[root] >= enough
-        if is_here and prints[root] == own:
-            word = owner_labels.find_label(root)
-            cause = "removed-key" if word == REMOVED_LABEL else "other-key"
-            yield cause, f"{same[root]} of its tokens are stored for {describe_owner(word)}"
+        if is_here and fingerprints[root] == own:
+            label = owner_labels.find_label(root)
+            cause = "removed-key" if label == REMOVED_LABEL else "other-key"
+            yield cause, f"{same[root]} of its tokens are stored for {describe_owner(label)}"
         names = {row.model for row in others if row.root == root}
-        if prints[root] and prints[root] != own and (is_here or model in names):
-            was = f"fingerprint {prints[root][:12]}, now {own[:12]}"
+        if fingerprints[root] not in ("", own) and (is_here or model in names):
+            was = f"fingerprint {fingerprints[root][:12]}, now {own[:12]}"
             yield "other-model", f"everything stored for {model} before belongs to another fingerprint ({was})"
 
 
 def _read_prompt(reader: IndexReader, record: RequestRecord) -> bytes:
-    """As much of it as is stored now."""
+    """Read the stored part of a request's prompt."""
     session = reader.session(record.session) if record.session else None
     return reader.path_tokens(session.leaf)[: record.prompt_tokens * TOKEN_BYTES] if session else b""

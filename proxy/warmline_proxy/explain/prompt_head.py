@@ -1,4 +1,4 @@
-"""A prompt's head, all that stands before the first message that talks, and what two heads differ in."""
+"""Head of a prompt, its tools and leading system texts, and the description of changes between two heads."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ from warmline_common.protocol.tokens import count_common_chars
 from warmline_proxy.explain.volatile import TEXT_CHARS_MAX, find_replaced_span
 
 HEADS_MAX = 64
-TOOLS_BYTES_MAX = 1 << 20  # of all of them as JSON; more are not looked into
+TOOLS_BYTES_MAX = 1 << 20  # of all tools as JSON; more are left out
 INSTRUCTION_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)
 class PromptHead:
-    """System texts, joined by blank lines and cut where they are long; tools as canonical JSON, in their order."""
+    """System texts, joined by blank lines, at most TEXT_CHARS_MAX; tools as canonical JSON, in order."""
 
     system: str
     tools: tuple[bytes, ...]
 
 
 def extract_head(fields: Mapping[str, Any]) -> PromptHead:
-    """The head of a chat body; what is malformed in it is left out, for the backend refuses it anyway."""
+    """Extract the head of a chat body; malformed parts, which the backend refuses anyway, are left out."""
     system = []
     for message in decode_elements(fields.get("messages")):
         if (read := decode_as(message, dict)) is None or read.get("role") not in INSTRUCTION_ROLES:
@@ -43,12 +43,12 @@ def _extract_tools(value: Any) -> tuple[bytes, ...]:
 
 
 def decode_elements(value: Any) -> list[Any]:
-    """A list's elements, as bytes where it came as bytes: of a transcript only the head is looked into."""
+    """Decode a list; the elements of a raw one stay raw, since only those of the head are needed."""
     return decode_as(value, list[msgspec.Raw] if isinstance(value, msgspec.Raw) else list) or []
 
 
 def decode_as(value: Any, kind: Any) -> Any:
-    """A value of that kind, or None where it is another, or no JSON."""
+    """Decode a value of that type; None where it has another type, or is no JSON."""
     try:
         return msgspec.json.decode(value, type=kind) if isinstance(value, msgspec.Raw) else msgspec.convert(value, kind)
     except (msgspec.MsgspecError, RecursionError):
@@ -56,7 +56,7 @@ def decode_as(value: Any, kind: Any) -> Any:
 
 
 def extract_texts(content: Any) -> list[str]:
-    """A message's text, as a string or as parts."""
+    """Texts of a message's content, a string or parts."""
     if isinstance(content, str):
         return [content]
     parts = content if isinstance(content, list) else []
@@ -64,10 +64,7 @@ def extract_texts(content: Any) -> list[str]:
 
 
 def describe_changes(old: PromptHead, new: PromptHead) -> str:
-    """Why two heads that could be one are not: "a time in line 3 of the system text is new"; "" where they should.
-
-    Pure.
-    """
+    """Describe accidental changes, such as "a time in line 3 of the system text is new"; "" for none.  Pure."""
     changes = [_describe_tool_changes(old.tools, new.tools), _describe_system_change(old.system, new.system)]
     return " and ".join(filter(None, changes))
 
@@ -82,11 +79,11 @@ def _describe_tool_changes(old: tuple[bytes, ...], new: tuple[bytes, ...]) -> st
         return ""  # another agent's tools, rather than the same ones changed
     changed = sorted(removed & added)
     labelled = [("changed", changed), ("new", sorted(added - removed)), ("gone", sorted(removed - added))]
-    return "tools: " + "; ".join(f"{', '.join(names)} {what}" for what, names in labelled if names)
+    return "tools: " + "; ".join(f"{', '.join(names)} {label}" for label, names in labelled if names)
 
 
 def _tool_names(tools: Counter[bytes]) -> set[str]:
-    return {_tool_name(tool) for tool in tools}
+    return set(map(_tool_name, tools))
 
 
 def _tool_name(tool: bytes) -> str:
@@ -96,20 +93,14 @@ def _tool_name(tool: bytes) -> str:
 
 
 def _describe_system_change(old: str, new: str) -> str:
-    at = count_common_chars(old, new)
-    if at == len(old) == len(new):
-        return ""
-    span = find_replaced_span(old, new, at)
+    span = find_replaced_span(old, new, count_common_chars(old, new)) if old != new else None
     if span is None:
         return ""
     return f"{span.description} in line {new.count(chr(10), 0, span.start) + 1} of the system text is new"
 
 
 class PromptHeadCache:
-    """The last heads that were seen, each under its prompt's namespace: nobody's is told of another's tools.
-
-    Event loop thread.
-    """
+    """Last HEADS_MAX heads, by namespace, so that no tenant sees another's tools.  Event loop thread."""
 
     def __init__(self) -> None:
         self._heads: OrderedDict[tuple[bytes, PromptHead], None] = OrderedDict()
@@ -124,13 +115,12 @@ class PromptHeadCache:
         self._heads.clear()
 
     def explain_change(self, root: bytes, head: PromptHead) -> str:
-        """What tells it from the most similar earlier one, where that is not what it is about; else ""."""
+        """Describe the changes from the most similar earlier head of the namespace; "" for none."""
+
+        def similarity(other: PromptHead) -> tuple[int, int]:
+            return len(set(other.tools) & set(head.tools)), count_common_chars(other.system, head.system)
+
         if (root, head) in self._heads:
             return ""
-        own = (each for of, each in self._heads if of == root)
-        most_similar = max(own, key=lambda each: _similarity(each, head), default=None)
-        return describe_changes(most_similar, head) if most_similar is not None else ""
-
-
-def _similarity(a: PromptHead, b: PromptHead) -> tuple[int, int]:
-    return len(set(a.tools) & set(b.tools)), count_common_chars(a.system, b.system)
+        own = [each for each_root, each in self._heads if each_root == root]
+        return describe_changes(max(own, key=similarity), head) if own else ""

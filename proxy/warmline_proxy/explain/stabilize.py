@@ -1,4 +1,4 @@
-"""Opt-in rules that even out a prompt's head before it is rendered.  Pure; what is no head is never touched."""
+"""Stabilizing of a prompt's head by configured rules: volatile text is replaced, tools are sorted.  Pure."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -15,7 +15,7 @@ RULES = (TIMES, DATES, IDS, BILLING, TOOL_ORDER)
 
 
 def stabilize_fields(fields: Fields, rules: Collection[str]) -> tuple[Fields, Counter[str]]:
-    """A chat body whose system texts and tools repeat where its client's don't, and how often each rule had to act."""
+    """Apply the rules to a chat body's system texts and tools; return it with the number of changes by rule."""
     counts = Counter[str]()
     changed: Fields = {}
     if messages := _stabilize_messages(fields.get("messages"), rules, counts):
@@ -29,7 +29,7 @@ def stabilize_fields(fields: Fields, rules: Collection[str]) -> tuple[Fields, Co
 
 
 def _stabilize_messages(messages: Any, rules: Collection[str], counts: Counter[str]) -> list[Any] | None:
-    """None where nothing is changed.  Messages after the head stay the bytes that came."""
+    """Stabilize the leading system messages; None where nothing changed.  Later messages keep their bytes."""
     stabilized, before = decode_elements(messages), counts.total()
     for index, message in enumerate(stabilized):
         read = decode_as(message, dict)
@@ -47,11 +47,7 @@ def _stabilize_content(content: Any, rules: Collection[str], counts: Counter[str
         counts.update(found)
         return text
     if isinstance(content, list):
-        return [_stabilize_part(part, rules, counts) for part in content]
+        return [_stabilize_content(part, rules, counts) if isinstance(part, dict) else part for part in content]
+    if isinstance(content, dict) and isinstance(content.get("text"), str):
+        return {**content, "text": _stabilize_content(content["text"], rules, counts)}
     return content
-
-
-def _stabilize_part(part: Any, rules: Collection[str], counts: Counter[str]) -> Any:
-    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-        return part
-    return {**part, "text": _stabilize_content(part["text"], rules, counts)}

@@ -1,4 +1,4 @@
-"""What two texts differ in, as ranges of characters: for people to see at a glance.  Pure."""
+"""Difference of two texts, as ranges of characters for display.  Pure."""
 
 import re
 from collections.abc import Sequence
@@ -6,19 +6,19 @@ from difflib import SequenceMatcher
 
 from warmline_common.protocol.tokens import count_common_chars
 
-SIMILARITY_MIN = 0.3  # of the shorter one's letters; texts that share less are other texts, and marked whole
-_WORD = re.compile(r"\w+|\s+|(?P<sign>.)(?P=sign)*", re.DOTALL)  # a rule of dashes is one
+SIMILARITY_MIN = 0.3  # of the shorter text's letters; less similar texts are marked whole
+_WORD = re.compile(r"\w+|\s+|(?P<sign>.)(?P=sign)*", re.DOTALL)  # a line of dashes is one word
 
 Ranges = list[tuple[int, int]]  # [start, end) in characters, ascending
 
 
 def diff_texts(old: str, new: str) -> tuple[Ranges, Ranges]:
-    """Of each text.  They are windows of longer ones: what only one of them still says at its end is no difference."""
+    """Find the different ranges of each text; text that only one has at its end, as a longer window, does not count."""
     at = count_common_chars(old, new)
     while at and not _is_word_edge(old, new, at):
-        at -= 1  # whole words are marked
+        at -= 1  # to mark whole words
     words = [[found[0] for found in _WORD.finditer(text, at)] for text in (old, new)]
-    matcher = SequenceMatcher(None, words[0], words[1])  # not by words that are all over: that takes minutes
+    matcher = SequenceMatcher(None, words[0], words[1])  # with its junk heuristic: else it takes minutes
     if _similarity(matcher, words) < SIMILARITY_MIN:
         return [(at, len(old))] * (len(old) > at), [(at, len(new))] * (len(new) > at)
     offsets = [_offsets(each, at) for each in words]
@@ -32,7 +32,7 @@ def diff_texts(old: str, new: str) -> tuple[Ranges, Ranges]:
 
 
 def _is_word_edge(old: str, new: str, at: int) -> bool:
-    """Whether no word of either goes on there, nor a rule of signs."""
+    """Say whether no word, nor a line of signs, of either text continues there."""
     return all(not _is_same_word(text[at - 1], text[at : at + 1]) for text in (old, new))
 
 
@@ -41,7 +41,7 @@ def _is_same_word(a: str, b: str) -> bool:
 
 
 def _similarity(matcher: SequenceMatcher[str], words: list[list[str]]) -> float:
-    """Spaces and signs are in every text."""
+    """Share of common letters; spaces and signs, which are in every text, don't count."""
     same = sum(_count_letters(words[0][block.a : block.a + block.size]) for block in matcher.get_matching_blocks())
     return same / max(1, min(map(_count_letters, words)))
 

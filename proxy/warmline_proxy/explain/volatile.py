@@ -1,6 +1,6 @@
-"""What in a text is likely to be another in the next request: times, dates, random ids.  Pure.
+"""Volatile text, likely to change with the next request: times, dates, random ids.  Pure.
 
-span       says                         a rule rewrites it to
+rule       text                         replacement
 times      2026-11-28T14:22:33Z, 14:22  the date, where there is one, and [time]
 dates      2026-11-28, Nov 28, 2026     [date]
 ids        UUIDs, hashes, req_8Fk2...   [id]
@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 TIMES, DATES, IDS, BILLING = "times", "dates", "ids", "billing"
-TEXT_CHARS_MAX = 1 << 18  # of a text that is looked into
-NEAR_CHARS = 4096  # how far around the place where two texts part is looked for what it is in
-ID_CHARS_MIN = 16  # of digits and letters mixed: shorter ones are versions, model names, colours
+TEXT_CHARS_MAX = 1 << 18  # of a text that is searched
+NEAR_CHARS = 4096  # searched around the first difference of two texts
+ID_CHARS_MIN = 16  # digits and letters mixed: shorter ones are versions, model names, colours
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
 _DAY = r"(?:0?[1-9]|[12]\d|3[01])"
@@ -26,7 +26,7 @@ _SLASHED = r"(?:0?[1-9]|[12]\d|3[01])[/.](?:0?[1-9]|[12]\d|3[01])[/.](?:19|20)\d
 _ID = rf"(?=[A-Za-z0-9]*\d)(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]{{{ID_CHARS_MIN},64}}"
 _HEX = rf"(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{{{ID_CHARS_MIN},128}}"
 
-# Alternatives are tried in this order at each place; the first that fits is what it is.
+# At each place the first alternative that matches decides.
 _PATTERN = re.compile(
     rf"""
       (?P<billing> ^ x-anthropic-billing-header: [^\n]* \n? )
@@ -51,44 +51,43 @@ _KINDS = {
     "hash": (IDS, "a hash or random id"),
     "named": (IDS, "a random id"),
 }
+_REPLACEMENTS = {TIMES: "[time]", DATES: "[date]", IDS: "[id]", BILLING: ""}
 
 
 @dataclass(frozen=True)
 class VolatileSpan:
-    """text[start:end] is likely to change; `what` says it to people, without the text itself."""
+    """Range text[start:end] that is likely to change."""
 
     start: int
     end: int
     rule: str  # TIMES, DATES, IDS or BILLING
-    description: str
-    replacement: str  # what a rule puts in its place
+    description: str  # for users, without the text itself
+    replacement: str
 
 
 def find_volatile_spans(text: str, start: int = 0, end: int = TEXT_CHARS_MAX) -> Iterator[VolatileSpan]:
-    """Those in text[start:end], ascending, without overlaps."""
+    """Yield those in text[start:end], ascending, without overlaps."""
     for match in _PATTERN.finditer(text, start, end):
-        rule, what = _KINDS[_matched_group(match)]
-        yield VolatileSpan(match.start(), match.end(), rule, what, _format_replacement(rule, match))
+        rule, description = next(kind for name, kind in _KINDS.items() if match[name] is not None)
+        replacement = f"{match['day']} [time]" if match["stamp"] else _REPLACEMENTS[rule]
+        yield VolatileSpan(match.start(), match.end(), rule, description, replacement)
 
 
 def find_replaced_span(old: str, new: str, at: int) -> VolatileSpan | None:
-    """What of the new text stands where two texts part, at character `at`, and where the old one has its like."""
+    """Find the new text's span at the first difference `at`, if the old text has one of its rule there."""
     before = {(span.start, span.rule) for span in _find_spans_at(old, at)}
     return next((span for span in _find_spans_at(new, at) if (span.start, span.rule) in before), None)
 
 
 def _find_spans_at(text: str, at: int) -> list[VolatileSpan]:
-    """Those that the place is in, or at the edge of."""
+    """Find the spans that contain the place, or end there."""
     far = max(0, at - NEAR_CHARS)
     start = text.rfind("\n", far, at) + 1 or far
     return [span for span in find_volatile_spans(text, start, at + NEAR_CHARS) if span.start <= at <= span.end]
 
 
 def stabilize_text(text: str, rules: Collection[str]) -> tuple[str, Counter[str]]:
-    """The text with what these rules are for replaced, and how often each replaced something.
-
-    What is beyond TEXT_CHARS_MAX stays as it is.
-    """
+    """Replace the spans of these rules in the first TEXT_CHARS_MAX characters; with the number of changes by rule."""
     parts, at, counts = [], 0, Counter[str]()
     for span in find_volatile_spans(text):
         if span.rule in rules:
@@ -96,15 +95,3 @@ def stabilize_text(text: str, rules: Collection[str]) -> tuple[str, Counter[str]
             at = span.end
             counts[span.rule] += 1
     return "".join([*parts, text[at:]]), counts
-
-
-def _matched_group(match: re.Match[str]) -> str:
-    return next(name for name in _KINDS if match[name] is not None)
-
-
-def _format_replacement(rule: str, match: re.Match[str]) -> str:
-    if rule == BILLING:
-        return ""
-    if match["stamp"]:
-        return f"{match['day']} [time]"
-    return {TIMES: "[time]", DATES: "[date]", IDS: "[id]"}[rule]

@@ -168,7 +168,7 @@ class Starter:
             return EMPTY_MATCH
         if trusted == limit or match.tokens < trusted:
             return match
-        return msgspec.structs.replace(match, why=f"what is stored after token {trusted} is suspect")
+        return msgspec.structs.replace(match, end_reason=f"what is stored after token {trusted} is suspect")
 
     async def _restore(self, request: Request, plan: RequestPlan, purged: bool) -> _RestoreResult:
         """`purged`: the request's mark when this was planned; a purge since then invalidates the restore."""

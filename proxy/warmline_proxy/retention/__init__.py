@@ -1,0 +1,1 @@
+"""Retention of stored conversations: pin, purge, truncate, collect garbage.  Imports auth.owners, index; any thread."""

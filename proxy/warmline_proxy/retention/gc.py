@@ -1,9 +1,9 @@
-"""Collecting garbage: what nobody needs goes, and the budget is brought down to where it is wanted."""
+"""Garbage collection: unclaimed files, expired records and turns, orphaned tails, then eviction to the budget."""
 
 import time
 
 from warmline_proxy.index.index import Index, IndexStoreError
-from warmline_proxy.index.recovery import orphans as strays
+from warmline_proxy.index.recovery import orphans
 from warmline_proxy.index.turns import list_turns, remove_turns
 from warmline_proxy.retention.pin import unpin_orphaned_segments
 from warmline_proxy.retention.truncate import truncate_orphaned_tails
@@ -12,13 +12,13 @@ from warmline_proxy.store.rows import GcReply, GcRequest
 from warmline_proxy.store.tables import REMOVAL_REASONS_MAX, Tables
 
 RECORD_AGE_MAX_S = 30 * 86400.0
-ORPHAN_AGE_MIN_S = 600.0  # of a file that nobody claims, while a backend may be writing it
+ORPHAN_AGE_MIN_S = 600.0  # a younger unclaimed file may be one that a backend is writing
 
 
 def collect_garbage(index: Index, request: GcRequest, *, is_saving: bool) -> GcReply:
-    """Blocks.  Raises ValueError, IndexFailure, OSError.
+    """Collect garbage; blocks.  Raises ValueError, IndexStoreError, OSError.
 
-    `saving`: a proxy runs, so that what its saves are writing must be left alone.
+    `is_saving`: a proxy runs, and may be writing files for saves, which are left alone.
     """
     if request.to_bytes is not None and request.to_bytes < 0:
         raise ValueError(f"to_bytes must be 0 or more, not {request.to_bytes}")
@@ -26,7 +26,7 @@ def collect_garbage(index: Index, request: GcRequest, *, is_saving: bool) -> GcR
     before, now = index.totals(), time.time()
     reply = GcReply(bytes_before=before.bytes_used, bytes_index_before=before.bytes_index)
     reply.doomed = index.sweep()
-    for file_id, size in strays.delete_orphans(index, now - ORPHAN_AGE_MIN_S if is_saving else now):
+    for file_id, size in orphans.delete_orphans(index, now - ORPHAN_AGE_MIN_S if is_saving else now):
         reply.bytes_strays += size
         reply.orphans += bool(file_id)
         reply.drafts += not file_id
@@ -46,7 +46,7 @@ def collect_garbage(index: Index, request: GcRequest, *, is_saving: bool) -> GcR
 
 
 def _try_compact(index: Index) -> bool:
-    """Not where the disk is full: evicting makes room for it."""
+    """Compact the index; False where the disk is full, which eviction may change."""
     try:
         index.compact()
     except IndexStoreError as error:
@@ -64,14 +64,16 @@ def _evict(index: Index, request: GcRequest) -> list[str]:
 
 
 def _delete_expired(tables: Tables, now: float, reply: GcReply) -> None:
-    """Old records, old sampled turns of what is not stored, notes on what went where no more fit, pins of nobody."""
+    """Delete old records, old turns of sessions that are gone, removal reasons when full, pins of gone sessions."""
     unpin_orphaned_segments(tables)
     for key, record in tables.requests():
         if record.at < now - RECORD_AGE_MAX_S:
             tables.delete("requests", key)
             reply.records += 1
     stored = {row.id for row in tables.sessions()}
-    old = [pair for pair in list_turns(tables) if pair[1].at < now - RECORD_AGE_MAX_S and pair[1].session not in stored]
+    old = [
+        (key, row) for key, row in list_turns(tables) if row.at < now - RECORD_AGE_MAX_S and row.session not in stored
+    ]
     remove_turns(tables, old)
     reply.turns = len(old)
     if (notes := tables.count("gone")) >= REMOVAL_REASONS_MAX:

@@ -1,6 +1,6 @@
-"""Pinning: what eviction leaves alone.  What is pinned is a conversation, as far as it is stored at that moment.
+"""Pins, which exempt a conversation's segments, as stored at that moment, from eviction.
 
-What it gains later is pinned when it is pinned again.  A segment stays pinned while any pinned conversation had it.
+Later segments are pinned by pinning again.  A segment stays pinned while any pinned conversation had it.
 """
 
 from collections.abc import Set
@@ -12,15 +12,15 @@ from warmline_proxy.index.index import Index
 from warmline_proxy.store.rows import IndexSnapshot, PinReply, PinRequest
 from warmline_proxy.store.tables import Tables
 
-PINNED_SHARE_MAX = 0.8  # of the budget: the rest is what other conversations live on
+PINNED_SHARE_MAX = 0.8  # of the budget; the rest is for other conversations
 
 
 class UnknownSessionError(LookupError):
-    """No such conversation."""
+    """Session id that is not stored."""
 
 
 class PinLimitError(ValueError):
-    """The budget has no room for it."""
+    """Pin that exceeds the share of the budget."""
 
 
 def pin_limit_bytes(budget_bytes: int) -> int:
@@ -28,30 +28,30 @@ def pin_limit_bytes(budget_bytes: int) -> int:
 
 
 def find_pinned_segments(snapshot: IndexSnapshot, session_id: str, unpin: bool) -> set[str]:
-    """The segments that are to be pinned once this conversation is, or with `off` no longer is."""
-    wanted: set[str] = set()
+    """Find the segments to be pinned once this session is pinned, or with `unpin` no longer is."""
+    pinned: set[str] = set()
     for row in snapshot.sessions.values():
         if row.id == session_id:
-            wanted |= set() if unpin else {link.id for link in snapshot.segment_path(row.leaf)}
+            pinned |= set() if unpin else {link.id for link in snapshot.segment_path(row.leaf)}
         elif row.pinned:
-            wanted |= {link.id for link in snapshot.segment_path(row.leaf) if link.pinned}
-    return wanted
+            pinned |= {link.id for link in snapshot.segment_path(row.leaf) if link.pinned}
+    return pinned
 
 
 def unpin_orphaned_segments(tables: Tables) -> None:
-    """What is pinned for conversations alone that are gone may be evicted again."""
+    """Unpin segments whose pinned sessions are all gone."""
     snapshot = tables.snapshot()
     _set_pinned(tables, snapshot, find_pinned_segments(snapshot, "", unpin=True))
 
 
 def count_bytes(snapshot: IndexSnapshot, segments: Set[str]) -> int:
-    """Bytes on disk, with their checkpoints."""
+    """Sum the bytes on disk of segments and their checkpoints."""
     states = (row.bytes_on_disk for row in snapshot.checkpoints.values() if row.segment in segments)
     return sum(snapshot.segments[segment].bytes_on_disk for segment in segments) + sum(states)
 
 
 def pin_session(index: Index, request: PinRequest) -> PinReply:
-    """In one transaction; blocks.  Raises NotStored, TooMuchPinned (nothing is changed then), IndexFailure."""
+    """Pin or unpin in one transaction; blocks.  Raises UnknownSessionError, PinLimitError, IndexStoreError."""
     return index.transact(lambda tables: _pin_session(tables, request, pin_limit_bytes(index.budget_bytes)))
 
 
@@ -59,15 +59,15 @@ def _pin_session(tables: Tables, request: PinRequest, bytes_max: int) -> PinRepl
     snapshot = tables.snapshot()
     if (row := snapshot.sessions.get(request.session)) is None:
         raise UnknownSessionError(f"no conversation is called {quote_text(request.session)}")
-    wanted = find_pinned_segments(snapshot, row.id, request.off)
-    weight = count_bytes(snapshot, wanted)
+    segments = find_pinned_segments(snapshot, row.id, request.off)
+    weight = count_bytes(snapshot, segments)
     if not request.off and weight > bytes_max:
-        now = count_bytes(snapshot, {segment.id for segment in snapshot.segments.values() if segment.pinned})
+        now = count_bytes(snapshot, {each.id for each in snapshot.segments.values() if each.pinned})
         raise PinLimitError(
             f"with it {weight:,} bytes would be pinned (now {now:,}), and no more than {bytes_max:,} may be, "
             f"{PINNED_SHARE_MAX:.0%} of the disk budget: unpin another one, or raise disk_budget_gb"
         )
-    changed = _set_pinned(tables, snapshot, wanted)
+    changed = _set_pinned(tables, snapshot, segments)
     tables.put_session(msgspec.structs.replace(row, pinned=not request.off))
     return PinReply(
         session=row.id,
@@ -79,7 +79,7 @@ def _pin_session(tables: Tables, request: PinRequest, bytes_max: int) -> PinRepl
 
 
 def _set_pinned(tables: Tables, snapshot: IndexSnapshot, segments: Set[str]) -> list[str]:
-    """Have these pinned and no others; those that were not so."""
+    """Pin these segments and unpin all others; ids of the changed ones."""
     changed = [row for row in snapshot.segments.values() if row.pinned != (row.id in segments)]
     for row in changed:
         tables.update_segment(msgspec.structs.replace(row, pinned=row.id in segments))

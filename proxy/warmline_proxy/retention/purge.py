@@ -1,7 +1,7 @@
-"""Purging: what a request means (pure), and doing it, by the proxy's handler or by a cachectl under `home.lock`."""
+"""Purges: selection of rows (pure) and their removal, in the proxy or in cachectl under `home.lock`."""
 
 import time
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
 from math import inf
 
 import msgspec
@@ -22,6 +22,7 @@ from warmline_proxy.store.rows import (
     IndexSnapshot,
     PurgeReply,
     PurgeRequest,
+    QuarantineRow,
     SegmentRow,
     SessionRow,
     Truncation,
@@ -31,67 +32,68 @@ from warmline_proxy.store.tables import Tables
 
 
 class PurgeSelection(msgspec.Struct, kw_only=True):
-    """What goes.  `segments` is closed: with a segment, or a part of one, goes all that builds on it."""
+    """Ids of the rows to remove.  `segments` has all descendants of each of its segments and of each cut."""
 
     sessions: set[str] = set()
     segments: set[str] = set()
     checkpoints: set[str] = set()
     quarantined: set[str] = set()
     bytes_freed: int = 0  # of whole files
-    cuts: dict[str, int] = {}  # segments that stay, and the position from which on others don't need them
+    cuts: dict[str, int] = {}  # segments that are shortened, and their new ends
 
 
 def check_purge_request(request: PurgeRequest) -> None:
-    """Raises ValueError unless it names exactly one thing."""
+    """Raise ValueError unless the request names exactly one thing."""
     named = [bool(request.session), bool(request.model), bool(request.key), request.roots is not None]
     if sum([*named, request.older_than_s is not None, request.everything]) != 1:
         raise ValueError("name exactly one of: a session, a model, a key, roots, an age, everything")
 
 
 def resolve_key(request: PurgeRequest, owner_labels: OwnerLabels) -> PurgeRequest:
-    """The same, with roots for a key.  Raises NoSuchKey."""
-    return (
-        msgspec.structs.replace(request, key="", roots=owner_labels.find_roots(request.key)) if request.key else request
-    )
+    """Replace a key by its roots.  Raises what OwnerLabels.find_roots does for an unknown key."""
+    if not request.key:
+        return request
+    return msgspec.structs.replace(request, key="", roots=owner_labels.find_roots(request.key))
 
 
 def parse_roots(request: PurgeRequest) -> Set[bytes]:
-    """Those that it names."""
+    """Roots of the request, as bytes."""
     return frozenset(map(bytes.fromhex, request.roots or ()))
 
 
 def select_purge(snapshot: IndexSnapshot, request: PurgeRequest, now: float) -> PurgeSelection:
-    """Raises ValueError unless the request names exactly one thing; an empty selection where it matches nothing.
+    """Select the rows of a request whose key is resolved; empty where it matches nothing.  Raises ValueError.
 
-    A conversation takes along only what no other one needs, and that to the token.  A key is named `by_roots`.
+    A conversation takes along only the tokens that no other conversation needs.
     """
     check_purge_request(request)
-    assert not request.key, "it must be found out first which roots are its"
+    assert not request.key, "resolve_key comes first"
     if request.everything:
-        return _make_selection(snapshot, set(snapshot.sessions), set(snapshot.segments), set(snapshot.quarantined))
+        return _select_where(snapshot, lambda row: True)
     if request.model:
-        return _select_model(snapshot, request.model)
-    if request.roots is not None:
-        return _select_roots(snapshot, parse_roots(request))
+        return _select_where(snapshot, lambda row: row.model == request.model)
+    if request.roots is not None:  # with all quarantined files, which don't say to which root they belonged
+        roots = parse_roots(request)
+        return _select_where(snapshot, lambda row: isinstance(row, QuarantineRow) or row.root in roots)
     if request.session:
         return _select_sessions(snapshot, {request.session} & snapshot.sessions.keys())
     return _select_older_than(snapshot, now - (request.older_than_s or 0.0))
 
 
 def purge(index: Index, request: PurgeRequest) -> PurgeReply:
-    """Rows, files, request records and then every trace in the index file.  Blocks; raises ValueError, IndexFailure."""
+    """Remove rows, records, files, and all bytes of them in the index.  Blocks; raises ValueError, IndexStoreError."""
     if request.dry_run:
         return preview_purge(index, request)
-    with Truncator(index) as cutter:
+    with Truncator(index) as truncator:
         while True:
-            prepare_purge(index, request, cutter)
-            if (reply := remove_purged_rows(index, request, cutter)) is not None:
+            prepare_purge(index, request, truncator)
+            if (reply := remove_purged_rows(index, request, truncator)) is not None:
                 break
     return erase_purged_files(index, reply)
 
 
 def preview_purge(reader: IndexReader, request: PurgeRequest) -> PurgeReply:
-    """What would go.  Raises ValueError, IndexFailure."""
+    """Reply of a dry run.  Raises ValueError, IndexStoreError."""
     snapshot = reader.snapshot()
     selection = select_purge(snapshot, request, time.time())
     cuts = [
@@ -101,42 +103,39 @@ def preview_purge(reader: IndexReader, request: PurgeRequest) -> PurgeReply:
 
 
 def prepare_purge(index: Index, request: PurgeRequest, truncator: Truncator) -> None:
-    """Write what is to take the place of segments that are cut.  Blocks, for long; raises ValueError, IndexFailure."""
+    """Write the shortened copies of segments to be cut.  Blocks, for long; raises ValueError, IndexStoreError."""
     index.flush()
     truncator.prepare(select_purge(index.snapshot(), request, time.time()).cuts)
 
 
 def remove_purged_rows(index: Index, request: PurgeRequest, truncator: Truncator) -> PurgeReply | None:
-    """Rows and records: nobody starts from it any more.  None, and nothing is done, where it must be prepared again.
+    """Remove rows and records, so that no request can start from them; None, with nothing done: prepare again.
 
-    Blocks; raises ValueError, IndexFailure.
+    Blocks; raises ValueError, IndexStoreError.
     """
     index.flush()
     return index.transact(lambda tables: _select_and_remove(tables, request, truncator), frees_space=True)
 
 
 def remove_sampled_turns(index: Index, calls: Collection[tuple[bytes, str]]) -> None:
-    """What requests have sampled, each by its namespace and first call.  Blocks; raises IndexFailure."""
+    """Remove sampled turns by (root, first call).  Blocks; raises IndexStoreError."""
     if not calls:
         return
     index.flush()
-
-    def change(tables: Tables) -> None:
-        wanted = set(calls)
-        remove_turns(tables, (pair for pair in list_turns(tables) if (pair[1].root, pair[1].calls[0]) in wanted))
-
-    index.transact(change, frees_space=True)
+    index.transact(
+        lambda tables: _remove_turns(tables, lambda row: (row.root, row.calls[0]) in calls), frees_space=True
+    )
 
 
 def erase_purged_files(index: Index, reply: PurgeReply) -> PurgeReply:
-    """Files whose rows are gone, then every trace in the index file.  Blocks; raises IndexFailure.
+    """Delete files without rows, then all deleted bytes in the index file.  Blocks; raises IndexStoreError.
 
-    What could not be cut is tried once more: there may be room for it now.
+    Failed cuts are tried once more: there may be room for their copies now.
     """
     index.sweep()
-    if again := {cut.segment for cut in reply.cuts if cut.why_not}:
-        cuts = {cut.segment: cut for cut in [*reply.cuts, *truncate_orphaned_tails(index, again)]}
-        freed = sum(cuts[segment].bytes_count for segment in again if not cuts[segment].why_not)
+    if failed := {cut.segment for cut in reply.cuts if cut.why_not}:
+        cuts = {cut.segment: cut for cut in [*reply.cuts, *truncate_orphaned_tails(index, failed)]}
+        freed = sum(cuts[segment].bytes_count for segment in failed if not cuts[segment].why_not)
         reply = msgspec.structs.replace(reply, cuts=list(cuts.values()), bytes_freed=reply.bytes_freed + freed)
         index.sweep()
     index.compact()
@@ -171,9 +170,7 @@ def _select_and_remove(tables: Tables, request: PurgeRequest, truncator: Truncat
     for plan in tables.save_plans():
         if request.everything or request.model == plan.model != "" or plan.root in roots:
             abort_save(tables, plan)
-    remove_turns(
-        tables, (pair for pair in list_turns(tables) if _is_turn_purged(pair[1], kept, selection, request, roots, now))
-    )
+    _remove_turns(tables, lambda row: _is_turn_purged(row, kept, selection, request, roots, now))
     return _make_reply(selection, cuts, dry_run=False)
 
 
@@ -185,9 +182,9 @@ def _is_turn_purged(
     roots: Set[bytes],
     now: float,
 ) -> bool:
-    """What a model sampled is gone with its conversation: the first turn of one that goes on is not old.
+    """Say whether a sampled turn is removed: with its session, or as an old one of a session that is gone.
 
-    What belongs to no conversation yet may belong to the one that goes.
+    A turn without a session yet may belong to the purged session.
     """
     if request.older_than_s is not None and turn.at < now - request.older_than_s:
         return turn.session not in remaining_sessions
@@ -195,22 +192,20 @@ def _is_turn_purged(
     return request.everything or of_session or request.model == turn.model != "" or turn.root in roots
 
 
-def _select_model(snapshot: IndexSnapshot, model: str) -> PurgeSelection:
-    segments = {row.id for row in snapshot.segments.values() if row.model == model}
-    sessions = {row.id for row in snapshot.sessions.values() if row.model == model}
-    quarantined = {row.id for row in snapshot.quarantined.values() if row.model == model}
+def _remove_turns(tables: Tables, is_purged: Callable[[TurnRow], bool]) -> None:
+    remove_turns(tables, ((key, row) for key, row in list_turns(tables) if is_purged(row)))
+
+
+def _select_where(
+    snapshot: IndexSnapshot, matches: Callable[[SessionRow | SegmentRow | QuarantineRow], bool]
+) -> PurgeSelection:
+    tables = (snapshot.sessions, snapshot.segments, snapshot.quarantined)
+    sessions, segments, quarantined = ({row.id for row in table.values() if matches(row)} for table in tables)
     return _make_selection(snapshot, sessions, segments, quarantined)
 
 
-def _select_roots(snapshot: IndexSnapshot, roots: Set[bytes]) -> PurgeSelection:
-    """With all that was set aside: whose that was can no longer be told for sure."""
-    segments = {row.id for row in snapshot.segments.values() if row.root in roots}
-    sessions = {row.id for row in snapshot.sessions.values() if row.root in roots}
-    return _make_selection(snapshot, sessions, segments, set(snapshot.quarantined))
-
-
 def _select_older_than(snapshot: IndexSnapshot, before: float) -> PurgeSelection:
-    """Conversations, and what belongs to none, last used before then."""
+    """Select sessions, and segments of no session, that were last used before this time."""
     old = {row.id for row in snapshot.sessions.values() if row.last_used < before}
     selection = _select_sessions(snapshot, old)
     kept = set(find_needed_segments(snapshot, snapshot.sessions.keys() - old))
@@ -226,11 +221,9 @@ def _last_used(snapshot: IndexSnapshot, segment_id: str) -> float:
 
 
 def _select_sessions(snapshot: IndexSnapshot, sessions: set[str]) -> PurgeSelection:
-    """Their paths, abandoned branches of those, and what else they wrote, but for what other conversations stand on."""
-    needed, own = (
-        find_needed_segments(snapshot, snapshot.sessions.keys() - sessions),
-        find_needed_segments(snapshot, sessions),
-    )
+    """Select the sessions' paths, abandoned branches and other segments they wrote, less what other sessions need."""
+    needed = find_needed_segments(snapshot, snapshot.sessions.keys() - sessions)
+    own = find_needed_segments(snapshot, sessions)
     wrote = {row.id for row in snapshot.segments.values() if row.session in sessions}
     cuts = {
         segment: until
@@ -239,7 +232,7 @@ def _select_sessions(snapshot: IndexSnapshot, sessions: set[str]) -> PurgeSelect
     }
     beyond = {row.id for row in snapshot.segments.values() if row.start > cuts.get(row.parent, inf)}
     models = {snapshot.sessions[session].model for session in sessions} | {""}
-    # Whose rows a file has that was set aside can no longer be told for sure.
+    # Quarantined files don't say to which session they belonged: those of the model go.
     quarantined = {row.id for row in snapshot.quarantined.values() if sessions and row.model in models}
     return _make_selection(snapshot, sessions, (own.keys() | wrote | beyond) - needed.keys(), quarantined, cuts)
 
@@ -291,11 +284,11 @@ def _remove_selected(tables: Tables, selection: PurgeSelection) -> None:
             tables.remove_quarantined(row)
             tables.mark_deleted(row.id, row.bytes_on_disk)
     for key, _ in list(tables.items("gone")):
-        tables.delete("gone", key)  # each holds a token
+        tables.delete("gone", key)  # each has a token of a prompt
 
 
 def _clear_session_labels(tables: Tables, snapshot: IndexSnapshot, selection: PurgeSelection) -> None:
-    """What they wrote and others stand on has no name of theirs any more."""
+    """Clear the purged sessions' ids in the segments that stay."""
     for row in snapshot.segments.values():
         if row.session in selection.sessions and row.id not in selection.segments:
             tables.update_segment(msgspec.structs.replace(row, session=""))
@@ -304,7 +297,7 @@ def _clear_session_labels(tables: Tables, snapshot: IndexSnapshot, selection: Pu
 def _remove_records(
     tables: Tables, snapshot: IndexSnapshot, selection: PurgeSelection, request: PurgeRequest, now: float
 ) -> None:
-    """Of requests, those of what goes, whether or not anything was stored of them."""
+    """Delete the records of purged requests, stored or not."""
     rows: list[SegmentRow | SessionRow] = [*snapshot.segments.values(), *snapshot.sessions.values()]
     roots = {row.root for row in rows if row.model == request.model != ""} | parse_roots(request)
     kept = snapshot.sessions.keys() - selection.sessions
@@ -313,5 +306,5 @@ def _remove_records(
         of_it = record.session in selection.sessions or record.root in roots
         if request.everything or of_it or (record.at < before and record.session not in kept):
             tables.delete("requests", key)
-        elif record.parting is not None:  # it tells what others' prompts said, too
+        elif record.parting is not None:  # it has text of other prompts
             tables.put_request(key, msgspec.structs.replace(record, parting=None))

@@ -1,16 +1,14 @@
-"""Cutting: of a segment that others stand on the rows go that nobody needs; the rest becomes a file of its own.
+"""Truncation of segments: rows that no conversation needs are removed; those that others need become a file.
 
-The shorter file is written first, while a plan stands in the index for it, as for a save; then one transaction puts it
-in the place of the longer one, which is deleted once no restore reads it.  Whatever is killed in between, all is as it
-was (the next start deletes the file that has no row), or the cut is done.
+The shortened copy is written first, under a save plan in the index; then one transaction replaces the segment, whose
+file is deleted once no restore reads it.  After a kill in between, the next start deletes the copy, or the cut is done.
 """
 
 import logging
 from collections.abc import Container, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
-from typing import Self
 
 import msgspec
 
@@ -21,7 +19,6 @@ from warmline_common.storage.home import Home
 from warmline_common.storage.segment_copy import SegmentCopy, write_copy
 from warmline_common.storage.segment_file import (
     SegmentFileError,
-    SegmentHeader,
     file_checksum,
     read_checksums_from,
     read_header_from,
@@ -32,34 +29,34 @@ from warmline_proxy.index.tree import new_id, replace_segment
 from warmline_proxy.store.rows import IndexSnapshot, SavePlan, SegmentRow, Truncation
 from warmline_proxy.store.tables import Tables
 
-ROUNDS_MAX = 3  # that what is to be cut changes while files are made
+ROUNDS_MAX = 3  # when other saves change the cuts while copies are written
 CHANGED_REASON = "it was changed meanwhile, again and again"
 
 log = logging.getLogger(__name__)
 
-TruncationPoints = Mapping[str, int]  # by segment, the position from which on nobody needs its rows; it lies within
+TruncationPoints = Mapping[str, int]  # by segment, its new end, in tokens
 
 
 @dataclass(frozen=True)
 class _ShortenedCopy:
-    """The file that is to take a segment's place, or why there is none."""
+    """Copy that is to replace a segment, or the reason why there is none."""
 
-    row: SegmentRow  # the segment as it stood
+    row: SegmentRow  # the segment when the copy was made
     until: int
     plan: SavePlan | None = None
     file: SavedFile | None = None
     why_not: str = ""
 
     def is_copy_of(self, row: SegmentRow | None) -> bool:
-        """Its parent may be another one by now: that is cut as well."""
-        mine = self.row
-        return row is not None and (row.checksum, row.start, row.end) == (mine.checksum, mine.start, mine.end)
+        """Compare everything but the parent, which may be replaced by a shortened one as well."""
+        own = self.row
+        return row is not None and (row.checksum, row.start, row.end) == (own.checksum, own.start, own.end)
 
 
-class Truncator:
-    """`with` it: `prepare` files, then `put` them in place in a transaction if it `is_ready`, else `prepare` again.
+class Truncator(AbstractContextManager["Truncator"]):
+    """Truncation in rounds: `prepare` copies, `apply` them in a transaction if it `is_ready`, else `prepare` again.
 
-    What is not put in place is deleted at the end.  On any thread, on one at a time.
+    Copies that were not applied are deleted on exit.  Any thread, one at a time.
     """
 
     def __init__(self, index: Index) -> None:
@@ -68,49 +65,47 @@ class Truncator:
         self._plans: list[SavePlan] = []
         self._rounds = 0
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        with suppress(IndexStoreError):  # the next start does it
+        """Delete the copies that were not applied: the plans of the others are gone."""
+        with suppress(IndexStoreError):  # else the next start deletes them
             if self._plans and any(self._index.transact(self._abort_saves, frees_space=True)):
                 self._index.sweep()
 
     def _abort_saves(self, tables: Tables) -> list[list[str]]:
-        """Nothing is done about those that were put in place."""
         return [abort_save(tables, plan) for plan in self._plans]
 
     def prepare(self, cuts: TruncationPoints) -> None:
-        """Write the files that are not there yet.  Blocks for as long as that takes."""
+        """Write the missing copies; blocks, for long."""
         self._rounds += 1
         for segment, until in cuts.items():
-            known = self._copies.get(segment)
-            if known is None or known.until != until:
+            copy = self._copies.get(segment)
+            if copy is None or copy.until != until:
                 self._write_copy(segment, until)
 
     def is_ready(self, tables: Tables, cuts: TruncationPoints) -> bool:
-        """Whether `put` can do all of it; or whether it won't get any better."""
+        """Say whether `apply` can make all cuts, or the rounds are used up."""
         return self._rounds >= ROUNDS_MAX or all(self._find_copy(tables, *cut) for cut in cuts.items())
 
     def apply(self, tables: Tables, cuts: TruncationPoints, owner: str = "") -> list[Truncation]:
-        """Nothing that is stored stands on what is cut away, by now.
+        """Replace segments by their copies; no stored row may need the removed ones.
 
-        What can't be cut stays `owner`'s: `trim` does it later, when no conversation has this id any more.
+        A segment that can't be cut is assigned to the session `owner`: truncate_orphaned_tails cuts it later, once no
+        session has this id.
         """
         return [self._apply_truncation(tables, segment, until, owner) for segment, until in cuts.items()]
 
     def find_base_segments(self, tables: Tables) -> set[str]:
-        """The segments that saves under way, and other cuts, count on."""
-        mine = {plan.id for plan in self._plans}
-        return find_base_segments(plan for plan in tables.save_plans() if plan.id not in mine)
+        """Find the segments that saves under way and other truncators build on."""
+        own = {plan.id for plan in self._plans}
+        return find_base_segments(plan for plan in tables.save_plans() if plan.id not in own)
 
     def _write_copy(self, segment: str, until: int) -> None:
         row = self._index.segment(segment)
         if row is None:
-            return  # it went meanwhile
+            return  # deleted meanwhile
         plan = _make_plan(row, until)
         try:
             self._plans.append(plan)
@@ -126,7 +121,7 @@ class Truncator:
         self._copies[row.id] = _ShortenedCopy(row, until, why_not=why_not)
 
     def _find_copy(self, tables: Tables, segment: str, until: int) -> _ShortenedCopy | None:
-        """What was prepared, where it still fits."""
+        """Find the prepared copy of a segment, if it still fits."""
         copy = self._copies.get(segment)
         if copy is None or copy.until != until or not copy.is_copy_of(tables.segment(segment)):
             return None
@@ -159,7 +154,7 @@ class Truncator:
 
 
 def _make_plan(row: SegmentRow, until: int) -> SavePlan:
-    """It reserves nothing in the budget: for it nothing is to be evicted, and it takes room for a moment only."""
+    """Plan a copy; it reserves nothing in the budget, so that nothing is evicted for a file of a few moments."""
     return SavePlan(
         id=new_id(),
         root=row.root,
@@ -174,7 +169,7 @@ def _make_plan(row: SegmentRow, until: int) -> SavePlan:
 
 
 def _write_shortened(home: Home, row: SegmentRow, plan: SavePlan) -> SavedFile:
-    """Raises SegmentFileError, OSError."""
+    """Write the copy.  Raises SegmentFileError, OSError."""
     spec = plan.segments[0]
     with _open_segment(home, row) as source:
         return write_copy(home.segment_file(spec.id), lambda: _shorten_segment(source, row, spec.id, spec.end))
@@ -189,37 +184,30 @@ def _open_segment(home: Home, row: SegmentRow) -> BufferedReader:
 
 
 def _shorten_segment(source: BufferedReader, row: SegmentRow, file_id: str, until: int) -> SegmentCopy:
-    """What is left of a segment, under an id of its own.  Raises SegmentFileError."""
+    """Make the copy up to `until`, after checking that the source is the saved file.  Raises SegmentFileError."""
     header = read_header_from(source)
-    _check_source(source, header, row)
+    # The row's checksum covers the file's position and the checksums of its tokens and tensors.
+    if header.meta.id != row.id or file_checksum(read_checksums_from(source, header)) != row.checksum:
+        raise SegmentFileError("foreign", f"it is not what was saved as {row.id}")
     meta = msgspec.structs.replace(header.meta, id=file_id, end=until, parent=row.parent)
     return SegmentCopy(source, header, meta)
 
 
-def _check_source(source: BufferedReader, header: SegmentHeader, row: SegmentRow) -> None:
-    """It is the file that was saved: checksums stand for its place, tokens and rows."""
-    if header.meta.id != row.id or file_checksum(read_checksums_from(source, header)) != row.checksum:
-        raise SegmentFileError("foreign", f"it is not what was saved as {row.id}")
-
-
 def _estimate_bytes(row: SegmentRow, until: int) -> int:
-    """About what the rows from `until` on weigh."""
+    """Estimate the bytes of the rows from `until` on."""
     return row.bytes_on_disk * (row.end - until) // (row.end - row.start)
 
 
 def preview_truncation(home: Home, row: SegmentRow, until: int) -> Truncation:
-    """What a cut would free, by the file's header; about, where that can't be read."""
+    """Compute what a cut would free from the file's header; an estimate where that can't be read."""
     freed = _estimate_bytes(row, until)
     with suppress(SegmentFileError, OSError), _open_segment(home, row) as source:
         freed = row.bytes_on_disk - _shorten_segment(source, row, row.id, until).bytes_count
     return Truncation(segment=row.id, until=until, end=row.end, bytes_count=freed)
 
 
-# ---- what no purge names any more
-
-
 def find_needed_segments(snapshot: IndexSnapshot, sessions: Iterable[str]) -> dict[str, int]:
-    """The segments that these conversations stand on, each with the position up to which they need it."""
+    """Find the segments of these sessions' paths, each with the position up to which a session needs it."""
     needed: dict[str, int] = {}
     for session in sessions:
         row = snapshot.sessions[session]
@@ -231,9 +219,9 @@ def find_needed_segments(snapshot: IndexSnapshot, sessions: Iterable[str]) -> di
 
 
 def find_orphaned_tails(tables: Tables) -> dict[str, int]:
-    """What no child and no conversation needs, and who wrote it is gone: tails that a purge had to leave.
+    """Find the tails that no child and no session needs, of segments whose session is gone; by segment, the new end.
 
-    Branches that a conversation has left stay: it may come back to them.
+    Abandoned branches of a stored session are not among them: a client may come back to them.
     """
     snapshot = tables.snapshot()
     needed = find_needed_segments(snapshot, snapshot.sessions)
@@ -249,23 +237,23 @@ def find_orphaned_tails(tables: Tables) -> dict[str, int]:
 
 
 def truncate_orphaned_tails(index: Index, segment_ids: Container[str] | None = None) -> list[Truncation]:
-    """Cut away what is `loose` and nothing is being saved on; `only`: of these.  Blocks; raises IndexFailure."""
+    """Cut orphaned tails, of all segments or these, unless a save builds on them.  Blocks; raises IndexStoreError."""
 
     def find_truncations(tables: Tables) -> dict[str, int]:
-        kept = cutter.find_base_segments(tables)
+        bases = truncator.find_base_segments(tables)
         return {
             segment: until
             for segment, until in find_orphaned_tails(tables).items()
-            if segment not in kept and (segment_ids is None or segment in segment_ids)
+            if segment not in bases and (segment_ids is None or segment in segment_ids)
         }
 
     def change(tables: Tables) -> list[Truncation] | None:
         cuts = find_truncations(tables)
-        return cutter.apply(tables, cuts) if cutter.is_ready(tables, cuts) else None
+        return truncator.apply(tables, cuts) if truncator.is_ready(tables, cuts) else None
 
-    with Truncator(index) as cutter:
+    with Truncator(index) as truncator:
         while found := index.transact(find_truncations, frees_space=True):
-            cutter.prepare(found)
+            truncator.prepare(found)
             if (cuts := index.transact(change, frees_space=True)) is not None:
                 return cuts
     return []

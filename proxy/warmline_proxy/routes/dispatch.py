@@ -23,8 +23,9 @@ from warmline_proxy.admin.status import StatusRoutes
 from warmline_proxy.api.base import Api
 from warmline_proxy.api.openai import MODELS_PATH, build_models_reply, is_models_path
 from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, MESSAGES, RESPONSES, RESPONSES_PATH, find_api
-from warmline_proxy.audit.auditor import Auditor
+from warmline_proxy.audit.auditor import Auditor, IdleCheck
 from warmline_proxy.audit.bisect import Bisector
+from warmline_proxy.audit.first_token_probe import FirstTokenProbe
 from warmline_proxy.audit.quarantine import Quarantine
 from warmline_proxy.audit.replay import SessionReplayer
 from warmline_proxy.auth.authenticator import Authenticator
@@ -58,7 +59,6 @@ from warmline_proxy.routes.responses import ResponsesRoutes
 from warmline_proxy.tasks import BackgroundTasks
 from warmline_proxy.upstream.backend_state import BackendState
 from warmline_proxy.upstream.client import Upstream, UpstreamError
-from warmline_proxy.upstream.first_token_probe import FirstTokenProbe
 from warmline_proxy.upstream.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -247,11 +247,9 @@ def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application
     auditor = Auditor(
         config=config,
         index=index,
-        recomputer=first_token_probe,
+        first_token_probe=first_token_probe,
         quarantine=quarantine,
-        admission=admission,
-        registry=registry,
-        watchdog=watchdog,
+        idle_check=IdleCheck(admission, registry, watchdog),
         metrics=metrics,
         rng=random.Random(),
     )

@@ -1,4 +1,4 @@
-"""Keeps the mirror and the backend's status fresh: the acting half of `mirror.py`."""
+"""Backend state: its last status, the view of its residents, and suspect prefixes, refreshed on demand."""
 
 import asyncio
 import time
@@ -17,15 +17,18 @@ MEMORY_FILLING_SHARE = 0.5
 
 @dataclass(eq=False)
 class SuspectPrefix:
-    """Something that begins with these tokens is wrong: it shares more than the first `good` of them."""
+    """A prefix that an audit found wrong: stored tokens that share more than `trusted_tokens` of it are not used."""
 
     root: bytes
     tokens: bytes
     trusted_tokens: int = 0
 
+    def matches(self, root: bytes, tokens: bytes) -> bool:
+        return self.root == root and count_common_tokens(self.tokens, tokens) > self.trusted_tokens
+
 
 class BackendState:
-    """What is known of the backend.  Refreshes are made one at a time; the rest reads."""
+    """Backend status and residents.  Event loop thread; refreshes run one at a time."""
 
     def __init__(self, upstream: Upstream) -> None:
         self.resident_view = ResidentView()
@@ -37,12 +40,9 @@ class BackendState:
         self.before_listing: Callable[[], Awaitable[None]] | None = None  # may raise UpstreamError
 
     async def status(self) -> BackendStatus:
-        """The last status; asked for where there is none, or one of a model that was still loading.
-
-        Raises UpstreamError.
-        """
-        if (known := self._loaded_status()) is not None:
-            return known
+        """Return the last status; fetch it if there is none yet, or the model was loading.  Raises UpstreamError."""
+        if (status := self._loaded_status()) is not None:
+            return status
         async with self._refresh_lock:
             return self._loaded_status() or await self._refresh()
 
@@ -51,26 +51,24 @@ class BackendState:
 
     @property
     def model(self) -> str:
-        """The served one's name, as last told; "" until it was."""
+        """Name of the served model; "" before the first status."""
         return self._status.model if self._status else ""
 
     @property
     def fingerprint(self) -> str:
-        """The same of its fingerprint."""
+        """Fingerprint of the served model; "" before the first status."""
         return self._status.fingerprint if self._status else ""
 
     def costs(self) -> Costs:
-        if self._status is None:
-            return Costs()
-        return Costs(self._status.prefill_rates, self._status.restore_bytes_per_s)
+        return Costs(self._status.prefill_rates, self._status.restore_bytes_per_s) if self._status else Costs()
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """0.0 until the backend has measured."""
+        """Measured decode rate; 0.0 before the first measurement."""
         return self._status.decode_tokens_per_s if self._status else 0.0
 
     async def sync_residents(self, reply: Reply) -> None:
-        """Make the mirror agree with a backend that has moved on since it last looked.  Raises UpstreamError."""
+        """Refresh the resident view if `reply` shows that it is stale.  Raises UpstreamError."""
         if not self.resident_view.is_stale(reply):
             return
         async with self._refresh_lock:  # many requests may notice a restart at once
@@ -80,31 +78,31 @@ class BackendState:
                 await self._prune_residents()
 
     async def refresh(self) -> None:
-        """Ask for everything; what the mirror knew and the backend still has is kept.  Raises UpstreamError."""
+        """Fetch listing and status; entries that the backend still has are kept.  Raises UpstreamError."""
         async with self._refresh_lock:
             await self._refresh()
 
     async def _refresh(self) -> BackendStatus:
         if self.before_listing:
             await self.before_listing()
-        known = self.resident_view.ids()
+        ids_before = self.resident_view.ids()
         listing = await self._upstream.list_residents(ids=True)
-        # The status last: where the backend restarts in between, the mirror is behind, and asks again.
+        # The status last: after a backend restart in between, the view is stale, and is refreshed again.
         self._status = status = await self._upstream.fetch_status()
         self.resident_view.update_generation(listing)
-        self.resident_view.prune(listing.residents, known)
+        self.resident_view.prune(listing.residents, ids_before)
         self.resident_view.add_listed(listing.residents)
         return status
 
     async def _prune_residents(self) -> None:
-        known = self.resident_view.ids()
-        listing = await self._upstream.list_residents(ids=False)  # without ids it is cheap
+        ids_before = self.resident_view.ids()
+        listing = await self._upstream.list_residents(ids=False)  # without token ids it is cheap
         if listing.boot == self.resident_view.boot:
             self.resident_view.update_generation(listing)
-            self.resident_view.prune(listing.residents, known)
+            self.resident_view.prune(listing.residents, ids_before)
 
     def add_suspect(self, root: bytes, tokens: bytes) -> SuspectPrefix:
-        """Nothing that begins like these is to be used, on disk or in memory, until it is `cleared`."""
+        """Exclude these tokens, on disk and in memory, from use until `remove_suspect`."""
         suspect = SuspectPrefix(root, tokens)
         self._suspects.add(suspect)
         return suspect
@@ -113,28 +111,24 @@ class BackendState:
         self._suspects.discard(suspect)
 
     def count_trusted_tokens(self, root: bytes, prompt: bytes) -> int:
-        """How many of the prompt's tokens may be taken from what is stored."""
-        goods = (
-            each.trusted_tokens
-            for each in self._suspects
-            if each.root == root and count_common_tokens(each.tokens, prompt) > each.trusted_tokens
-        )
-        return min(goods, default=len(prompt) // TOKEN_BYTES)
+        """Count the prompt's tokens that may be reused."""
+        trusted = (each.trusted_tokens for each in self._suspects if each.matches(root, prompt))
+        return min(trusted, default=len(prompt) // TOKEN_BYTES)
 
     def candidates(self, root: bytes, prompt: bytes) -> list[ResidentCandidate]:
-        """The residents that may be started from."""
+        """List the residents that a request may start from."""
         trusted = self.count_trusted_tokens(root, prompt)
         return [each for each in self.resident_view.candidates(root, prompt) if each.common_tokens <= trusted]
 
     def is_memory_filling(self) -> bool:
-        """Whether the backend may soon have to give residents up."""
+        """Say whether the backend may soon have to drop residents."""
         status = self._status
         return status is not None and (
             status.resident_bytes + status.running_bytes > MEMORY_FILLING_SHARE * status.memory_budget_bytes
         )
 
     async def refresh_rates(self) -> None:
-        """Take over the rates that the backend has measured since; once a second is enough."""
+        """Fetch the backend's measured rates, at most once in RATES_INTERVAL_S.  Raises UpstreamError."""
         if time.monotonic() - self._rates_read_at < RATES_INTERVAL_S:
             return
         self._rates_read_at = time.monotonic()

@@ -1,6 +1,6 @@
-"""One generation at the backend.  Its pump outlives the client, so what the backend holds in the end is always learnt.
+"""One generation's stream of events.  A task of its own reads it to the end, whether or not the client stays.
 
-A slow client never holds the engine: events wait here, and the alarm ends a request whose client lets too many wait.
+A slow client never delays the engine: events are queued here, and DeadlineMonitor ends a request whose queue is long.
 """
 
 import asyncio
@@ -22,45 +22,39 @@ PREFILL = b"prefill "
 
 
 class GenerationListener(Protocol):
-    """What a generation tells, on the loop, as it reads, whether or not anybody reads its events."""
+    """Callbacks of a generation, on the event loop as its stream is read.
 
-    def on_started(self) -> None:
-        """The engine works on it from now on."""
+    `on_started`: the engine works on the request.  `on_prefilled`: this many prompt tokens have KV rows.
+    `on_progress`: bytes came.  `on_content`: a piece of the answer, as JSON.  `on_settled`: the result, with what the
+    backend holds of it.  `on_over`: the stream has ended, whole or broken; the last call.
+    """
 
-    def on_prefilled(self, tokens: int) -> None:
-        """So many of the prompt's tokens have rows."""
-
-    def on_progress(self) -> None:
-        """Something came."""
-
-    def on_content(self, chunk: bytes) -> None:
-        """A piece of the answer, as JSON."""
-
-    def on_settled(self, settled: GenerationResult) -> None:
-        """It has ended; this is what the backend holds of it."""
-
-    def on_over(self, whole: bool) -> None:
-        """The stream has ended, or broken off.  Last."""
+    def on_started(self) -> None: ...
+    def on_prefilled(self, tokens: int) -> None: ...
+    def on_progress(self) -> None: ...
+    def on_content(self, chunk: bytes) -> None: ...
+    def on_settled(self, settled: GenerationResult) -> None: ...
+    def on_over(self, whole: bool) -> None: ...
 
 
 class GenerationStream:
-    """Reads a stream to its end.  `events` is for one consumer."""
+    """Reader of one generation's stream to its end; `events` is for one consumer.  Event loop thread."""
 
     def __init__(
         self, stream: ByteStream, request_id: str, background: BackgroundTasks, listener: GenerationListener
     ) -> None:
         self.request_id = request_id
         self.is_over = False
-        self.backlog_bytes = 0  # read, but not yet taken by the consumer
-        self._stream = stream
-        self._listener = listener
+        self.backlog_bytes = 0  # read from the backend, not yet taken by the consumer
+        self._stream, self._listener = stream, listener
         self._error: UpstreamError | None = None
         self._events: asyncio.Queue[SseEvent | None] = asyncio.Queue()
         self._reader_task = background.spawn(self._read(), f"generation {request_id}")
 
     async def events(self) -> AsyncIterator[SseEvent]:
-        """Everything but the closing Warmline event; `[DONE]` comes once that one has been read, so whoever saw the
-        end finds its request settling and its resident known.  Raises Broken where the stream breaks off.
+        """Yield all events but Warmline's result event; `[DONE]` only after the listener has had the result.
+
+        Raises UpstreamConnectionError where the stream breaks off.
         """
         while (event := await self._events.get()) is not None:
             self.backlog_bytes -= len(event.raw)
@@ -85,7 +79,7 @@ class GenerationStream:
                     elif event.data == b"[DONE]":
                         done = event
                     else:
-                        self._handle_comment(event)
+                        self._notify_listener(event)
                         self._enqueue_event(event)
         except UpstreamError as error:
             self._error = error
@@ -101,7 +95,7 @@ class GenerationStream:
         self.backlog_bytes += len(event.raw)
         self._events.put_nowait(event)
 
-    def _handle_comment(self, event: SseEvent) -> None:
+    def _notify_listener(self, event: SseEvent) -> None:
         if event.comment == STARTED:
             self._listener.on_started()
         elif event.comment.startswith(PREFILL):

@@ -1,7 +1,7 @@
-"""What the proxy knows of the backend's memory.  No I/O; owned by the event loop.
+"""View of the residents in the backend's memory.  No I/O; event loop thread.
 
-The backend drops residents on its own; `generation` tells that some went, `boot` that all did.  The mirror may be
-behind for a moment; then a generation answers 410, the mirror is refreshed, and the request is planned again.
+The backend drops residents on its own: another `generation` says that some are gone, another `boot` that all are.  With
+a stale view a generation gets 410; then the view is refreshed and the request is planned again.
 """
 
 from collections import deque
@@ -22,10 +22,10 @@ class ResidentEntry:
     root: bytes
     tokens: bytes
     positions: Sequence[int] = ()
-    turn_end: int = 0  # where the last message of its prompt ends; see plan.Candidate
-    turn_tail: bytes = b""  # packed tokens from its end to `turn_end`, where that lies further
-    durable: bool = False  # known to be on disk, all of it
-    head_end: int = 0  # where system texts and tools end, which are many conversations' alike; 0: not known
+    turn_end: int = 0  # end of the prompt's last message; see planner.ResidentCandidate
+    turn_tail: bytes = b""  # packed tokens from the resident's end to a later `turn_end`
+    durable: bool = False  # all of it is known to be on disk
+    head_end: int = 0  # end of system texts and tools, which many conversations share; 0: not known
 
     def __len__(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
@@ -44,11 +44,11 @@ class ResidentView:
         return frozenset(self._entries)
 
     def is_stale(self, reply: Reply) -> bool:
-        """Whether the backend dropped residents, or is another process, since the mirror last looked."""
+        """Say whether the backend dropped residents, or is another process, since the last listing."""
         return reply.boot != self.boot or reply.generation > self.generation
 
     def update_generation(self, reply: Reply) -> None:
-        """The mirror now agrees with this reply.  Another boot: nothing that was held is there any more."""
+        """Take over the reply's boot and generation; a new boot clears all entries."""
         if reply.boot != self.boot:
             self._entries.clear()
             self.generation = reply.generation
@@ -59,7 +59,7 @@ class ResidentView:
             self._entries[resident] = entry
 
     def add_listed(self, residents: Iterable[Resident]) -> None:
-        """Adopt what a listing with ids shows and the mirror didn't know; what doesn't say whose it is, is nobody's."""
+        """Add unknown residents of a listing with token ids; those without a root belong to no namespace."""
         for each in residents:
             if each.root and each.ids is not None and each.id not in self._entries and each.id not in self._excluded:
                 self.add(each.id, ResidentEntry(each.root, each.ids, tuple(each.positions), turn_end=each.tokens))
@@ -71,40 +71,43 @@ class ResidentView:
         self._entries.pop(resident, None)
 
     def exclude(self, resident: str) -> None:
-        """Drop it for good: nobody is to start from it, though the backend may still have it and list it."""
+        """Remove a resident and never add it again, though the backend may still list it."""
         self.remove(resident)
         self._excluded.append(resident)
 
     def prune(self, listed: Iterable[Resident], known_ids: Collection[str]) -> None:
-        """Forget those of `among` (what was known when the listing was asked for) that it lacks; learn the positions
-        of the others.
+        """Remove those of `known_ids` that the listing lacks, and take over the positions of the others.
+
+        `known_ids`: the entries when the listing was requested.
         """
         alive = {each.id: tuple(each.positions) for each in listed}
         for name in known_ids:
             if name not in alive:
                 self.remove(name)
-            elif held := self._entries.get(name):
-                self._entries[name] = replace(held, positions=alive[name])
+            elif entry := self._entries.get(name):
+                self._entries[name] = replace(entry, positions=alive[name])
 
     def mark_durable(self, resident: str) -> None:
-        """All of it is on disk."""
-        if held := self._entries.get(resident):
-            self._entries[resident] = replace(held, durable=True)
+        """Record that all of a resident is on disk."""
+        if entry := self._entries.get(resident):
+            self._entries[resident] = replace(entry, durable=True)
 
     def durable_ids(self) -> list[str]:
-        """Those that could be restored, oldest first: what the backend may give up before what exists nowhere else."""
-        return [name for name, held in self._entries.items() if held.durable]
+        """List restorable residents, oldest first, which the backend may drop before the others."""
+        return [name for name, entry in self._entries.items() if entry.durable]
 
     def non_durable_entries(self) -> list[tuple[str, ResidentEntry]]:
-        """Those that exist nowhere else, as far as is known."""
-        return [(name, held) for name, held in self._entries.items() if not held.durable]
+        """List residents that are not known to be on disk."""
+        return [(name, entry) for name, entry in self._entries.items() if not entry.durable]
 
     def candidates(self, root: bytes, prompt: bytes) -> list[ResidentCandidate]:
-        """Residents of this namespace that share a prefix with the packed prompt, tokens compared."""
+        """List residents of this namespace that share a prefix with the packed prompt, token by token."""
         found = []
-        for name, held in self._entries.items():
-            if held.root == root and (common := count_common_tokens(held.tokens, prompt)):
-                if held.turn_tail and common == len(held):
-                    common += count_common_tokens(held.turn_tail, prompt[len(held.tokens) :])
-                found.append(ResidentCandidate(name, len(held), common, held.positions, held.turn_end, held.durable))
+        for name, entry in self._entries.items():
+            if entry.root == root and (common := count_common_tokens(entry.tokens, prompt)):
+                if entry.turn_tail and common == len(entry):
+                    common += count_common_tokens(entry.turn_tail, prompt[len(entry.tokens) :])
+                found.append(
+                    ResidentCandidate(name, len(entry), common, entry.positions, entry.turn_end, entry.durable)
+                )
         return found

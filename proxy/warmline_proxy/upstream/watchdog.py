@@ -1,8 +1,8 @@
-"""Watches the backend's engine, has requests wait until it is there, and ends a process that no longer moves.
+"""Watchdog of the backend's engine: polls its pulse, lets requests wait for it, and kills a wedged process.
 
-Slow is not stuck: a step may take as long as the configured limit, or five times the slowest of late, whichever is
-longer.  Only what was seen counts: a machine that slept, or a process that was stopped for a while, has not stood still
-for all that time.  Who starts the process again is not the watchdog's business: its supervisor does.
+A step may take the configured limit or five times the slowest recent step, whichever is longer.  Only time between two
+polls counts as stalled, up to POLL_GAP_MAX_S each: a machine that slept did not stall.  The supervisor restarts the
+backend.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ from warmline_proxy.upstream.client import Upstream, UpstreamConnectionError, Up
 log = logging.getLogger(__name__)
 
 SLOWEST_STEP_FACTOR = 5.0  # times the slowest recent step
-WARM_UP_STEPS = 8  # during which kernels are compiled and weights paged in
+WARM_UP_STEPS = 8  # which compile kernels and page weights in
 WARM_UP_FACTOR = 5.0
 POLL_INTERVAL_S = 1.0
 POLL_INTERVAL_DOWN_S = 0.2  # requests may be waiting
 PULSE_TIMEOUT_S = 5.0
-POLL_GAP_MAX_S = 10.0  # between two looks; a longer one says that we were not looking
-BACKEND_COMMAND = "warmline_backend"  # in the command line of every process that may be ended
+POLL_GAP_MAX_S = 10.0  # between two polls; in a longer gap this process did not run
+BACKEND_COMMAND = "warmline_backend"  # in the command line of every process that may be killed
 
 
 def step_limit_s(configured_s: float, pulse: HealthReply | None) -> float:
-    """How long the present step may take."""
+    """Limit of the current step's duration."""
     if pulse is None:
         return configured_s
     limit = max(configured_s, SLOWEST_STEP_FACTOR * pulse.slowest_recent_step_s)
@@ -38,7 +38,7 @@ def step_limit_s(configured_s: float, pulse: HealthReply | None) -> float:
 
 
 class StallTracker:
-    """For how long a backend was seen not to move: always in the same step, or always silent."""
+    """Seconds for which a backend has stalled: in one step, or silent."""
 
     def __init__(self) -> None:
         self.stuck_s = 0.0
@@ -50,7 +50,7 @@ class StallTracker:
         self._step = None
 
     def record_pulse(self, pulse: HealthReply, gap_s: float) -> bool:
-        """Whether it has moved since it was last heard.  `gap_s`: since the last look."""
+        """Take a pulse `gap_s` after the last poll; say whether a step was done since the last pulse."""
         step, last = (pulse.boot, pulse.steps), self._step
         self.silent_s = 0.0
         is_stuck = pulse.busy and step == last
@@ -62,7 +62,7 @@ class StallTracker:
         self.silent_s += min(gap_s, POLL_GAP_MAX_S)
 
     def find_stall_reason(self, configured_s: float, pulse: HealthReply | None) -> str:
-        """ "" where there is hope."""
+        """Describe a stall beyond the limit; "" where there is none."""
         limit = step_limit_s(configured_s, pulse)
         if self.silent_s > limit:
             return f"it has not answered for {self.silent_s:.1f} s; its limit is {limit:.1f} s"
@@ -75,7 +75,7 @@ class StallTracker:
 
 
 def read_command_line(pid: int) -> str:
-    """The command line of a process; "" where there is none."""
+    """Return the command line of a process; "" where there is none."""
     with suppress(OSError):
         if Path("/proc/self/cmdline").exists():
             return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
@@ -85,14 +85,14 @@ def read_command_line(pid: int) -> str:
 
 
 class Watchdog:
-    """What is known of the backend's process.  Owned by the event loop; `run` is its one task."""
+    """State of the backend's process.  Event loop thread; `run` is its only task."""
 
     def __init__(self, upstream: Upstream, wedge_timeout_s: float, pid_file: Path) -> None:
-        self.pulse: HealthReply | None = None  # the last one of a process that was not seen to end
+        self.pulse: HealthReply | None = None  # the last one; None while the process is down
         self.down_reason = "the backend has not been heard of yet"
-        self.last_step_at = 0.0  # time.monotonic() at which the engine was last seen to have done a step
+        self.last_step_at = 0.0  # time.monotonic() of the poll that last saw a new step
         self.kills = 0
-        self.boots = 0  # backend processes that were heard of
+        self.boots = 0  # backend processes seen so far
         self._boot = ""
         self._upstream, self._wedge_timeout_s, self._pid_file = upstream, wedge_timeout_s, pid_file
         self._stall_tracker = StallTracker()
@@ -106,7 +106,7 @@ class Watchdog:
 
     @property
     def cancel_timeout_s(self) -> float:
-        """How long the engine may take to let go of a request."""
+        """Time limit for the engine to acknowledge a cancel."""
         return step_limit_s(self._wedge_timeout_s, self.pulse)
 
     @property
@@ -114,7 +114,7 @@ class Watchdog:
         return self.pulse.slowest_recent_step_s if self.pulse else 0.0
 
     async def wait_until_up(self, timeout_s: float | None = None) -> None:
-        """Wait until the backend serves.  Raises TimeoutError, after which `why_down` says why it doesn't."""
+        """Wait until the backend serves.  Raises TimeoutError; then `down_reason` says why it doesn't."""
         if self.is_up:
             return
         self._poll_event.set()
@@ -122,14 +122,14 @@ class Watchdog:
             await self._up_event.wait()
 
     def recheck(self) -> None:
-        """A call has failed: look again before anybody else calls."""
+        """Poll again before the next call, after a failed one."""
         self._up_event.clear()
         self._poll_event.set()
 
     def report_cancel_timeout(self, request_id: str) -> None:
-        """The engine has not acknowledged a cancel in all its patience: it is wedged, unless it moves."""
+        """Kill the backend, unless its engine does steps, since a cancel was not acknowledged in time."""
         if self.pulse is None:
-            return  # it is gone already
+            return  # it is down already
         if time.monotonic() - self.last_step_at > self.cancel_timeout_s / 2:
             self._kill_backend(f"it does not let go of request {request_id}")
         else:
@@ -140,7 +140,7 @@ class Watchdog:
             self._poll_event.clear()
             try:
                 await self._poll()
-            except Exception:  # without a watchdog, nobody would be served any more
+            except Exception:  # without a watchdog, no request would be served any more
                 log.exception("looking at the backend failed")
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
@@ -152,15 +152,14 @@ class Watchdog:
 
     async def _poll(self) -> None:
         try:
-            # A process that is short of memory answers late; the longer it is silent, the longer we listen.
-            pulse = await self._upstream.fetch_pulse(
-                min(max(PULSE_TIMEOUT_S, self._stall_tracker.silent_s), self._wedge_timeout_s / 2)
-            )
-        except UpstreamConnectionError as error:  # it takes connections, or at least has the port, and doesn't answer
+            # A process short of memory answers late: the timeout grows with the silence.
+            timeout_s = min(max(PULSE_TIMEOUT_S, self._stall_tracker.silent_s), self._wedge_timeout_s / 2)
+            pulse = await self._upstream.fetch_pulse(timeout_s)
+        except UpstreamConnectionError as error:  # the port is open, and there is no answer
             self._stall_tracker.record_silence(self._measure_gap_s())
             self._up_event.clear()
             self.down_reason = str(error)
-        except UpstreamError as error:  # nobody listens, or somebody else
+        except UpstreamError as error:  # no process listens, or another program does
             self._measure_gap_s()
             self._mark_down(str(error))
         else:
@@ -169,7 +168,7 @@ class Watchdog:
             self._kill_backend(why)
 
     def _measure_gap_s(self) -> float:
-        """Since the last look."""
+        """Measure the time since the last poll."""
         last, self._polled_at = self._polled_at, time.monotonic()
         return self._polled_at - last
 
@@ -186,7 +185,7 @@ class Watchdog:
             self.down_reason = pulse.failure or "the backend is starting"
 
     def _kill_backend(self, why: str) -> None:
-        """End the process, and at once."""
+        """Kill the process with SIGKILL, if it is a backend."""
         pid = self._find_pid()
         self._mark_down("the backend was wedged and is being started again")
         if pid is None or BACKEND_COMMAND not in read_command_line(pid):
@@ -200,7 +199,7 @@ class Watchdog:
             log.error("the backend (pid %d) could not be killed: %s", pid, error)
 
     def _find_pid(self) -> int | None:
-        """Of the process that was heard last; of one that never spoke, what it wrote at its start."""
+        """Return the pid of the last pulse; before the first one, the pid file's."""
         if self.pulse:
             return self.pulse.pid
         with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Conversations out of one home and into another, whatever the archive and the other home are like."""
+"""Export of conversations from one home and import into another."""
 
 import io
 import tarfile
@@ -23,7 +23,7 @@ from support.index.indexes import BUDGET, make_home, turn
 from warmline_backend.kv_cache.segment_io import delete_drafts
 from warmline_common.protocol.tokens import namespace, pack_tokens, unpack_tokens
 from warmline_common.storage import disk
-from warmline_proxy.archive import importer as importing
+from warmline_proxy.archive import importer
 from warmline_proxy.archive.exporter import Exporter
 from warmline_proxy.archive.importer import KnownModels, find_known_models, import_archive
 from warmline_proxy.archive.manifest import MANIFEST
@@ -34,68 +34,68 @@ from warmline_proxy.index.recovery.startup import reconcile
 from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import PurgeRequest, SavePlan
 
-# ---- there and back
-
 
 @pytest.mark.parametrize(("old_tenant", "new_tenant"), [("", ""), ("a", "b")])
-def test_a_conversation_arrives_whole(index: Index, other: Index, old_tenant: str, new_tenant: str) -> None:
+def test_exported_conversation_is_imported_whole(index: Index, other: Index, old_tenant: str, new_tenant: str) -> None:
     session = talk(index, old_tenant)
     data = archived(index, session)
-    told = imported(other, data, new_tenant)
-    assert (told.tokens, told.tokens_known, told.segments, told.checkpoints) == (300, 0, 3, 3)
+    reply = imported(other, data, new_tenant)
+    assert (reply.tokens, reply.tokens_known, reply.segments, reply.checkpoints) == (300, 0, 3, 3)
     check_content(other, TALK, new_tenant, STATES)
-    row = other.session(told.session)
+    row = other.session(reply.session)
     assert row is not None and (row.client, row.tokens, row.turn_end, row.requests) == ("mine", 300, 299, 3)
     assert other.segments()[0].root == namespace(FINGERPRINT, new_tenant)
     assert reconcile(other).files_without_row == 0
 
 
-def test_an_archive_is_a_tar_that_holds_this_conversation_alone(index: Index) -> None:
+def test_archive_is_tar_of_one_conversation_without_tenant(index: Index) -> None:
     session = talk(index, "tenant-a")
     data = archived(index, session)
     with tarfile.open(fileobj=io.BytesIO(data)) as opened:
         names = opened.getnames()
     assert names[0] == MANIFEST and len(names) == 7
     assert pack_tokens([7, 8, 9]) not in data and b"secret-other" not in data
-    assert namespace(FINGERPRINT, "tenant-a").hex().encode() not in data, "nothing says whose it was"
+    assert namespace(FINGERPRINT, "tenant-a").hex().encode() not in data, "nothing names the tenant"
 
 
-def test_others_rows_do_not_come_along(index: Index, other: Index) -> None:
+def test_rows_of_other_conversations_are_not_exported(index: Index, other: Index) -> None:
     talk(index)
-    left = next(row.id for row in index.sessions() if row.client == "secret-other")
-    told = imported(other, archived(index, left))
-    assert told.tokens == 253
+    other_session = next(row.id for row in index.sessions() if row.client == "secret-other")
+    reply = imported(other, archived(index, other_session))
+    assert reply.tokens == 253
     check_content(other, [*TALK[:250], 7, 8, 9], checkpoints=[100, 200])
     assert other.match_prefix(namespace(FINGERPRINT), pack_tokens(TALK), 300).tokens == 250
     assert max(row.end for row in other.segments()) == 253
 
 
-def test_what_is_stored_already_is_skipped(index: Index, other: Index) -> None:
+def test_import_skips_stored_tokens(index: Index, other: Index) -> None:
     data = archived(index, talk(index))
     save(other, TALK[:170], [100])  # ends within the archive's second segment
     before = {row.id for row in other.segments()}
-    told = imported(other, data)
-    assert (told.tokens_known, told.segments, told.checkpoints) == (170, 2, 2)
+    reply = imported(other, data)
+    assert (reply.tokens_known, reply.segments, reply.checkpoints) == (170, 2, 2)
     assert before <= {row.id for row in other.segments()}
     check_content(other, TALK, checkpoints=STATES)
     again = imported(other, data)
     assert (again.tokens_known, again.segments, again.bytes_written) == (300, 0, 0)
-    assert again.session == told.session
-    row = other.session(told.session)
-    assert row is not None and row.requests == 1 + 3, "it is not counted again"
+    assert again.session == reply.session
+    row = other.session(reply.session)
+    assert row is not None and row.requests == 1 + 3, "stored tokens are not counted again"
     save(other, [*TALK, *range(50)], client="mine")
-    assert imported(other, data).session == told.session and len(other.sessions()) == 1, "nor where it went on"
+    assert imported(other, data).session == reply.session and len(other.sessions()) == 1, (
+        "nor where the conversation has grown"
+    )
 
 
-def test_it_hangs_where_another_conversation_leaves_off(index: Index, other: Index) -> None:
+def test_import_continues_shared_prefix_of_other_conversation(index: Index, other: Index) -> None:
     save(other, [*TALK[:130], 1, 2, 3, 4])
-    told = imported(other, archived(index, talk(index)))
-    assert told.tokens_known == 130
+    reply = imported(other, archived(index, talk(index)))
+    assert reply.tokens_known == 130
     check_content(other, TALK, checkpoints=STATES)
     check_content(other, [*TALK[:130], 1, 2, 3, 4], checkpoints=[100])
 
 
-def test_an_import_is_the_inverse_of_a_purge(index: Index) -> None:
+def test_import_restores_purged_conversation(index: Index) -> None:
     session = talk(index)
     data = archived(index, session)
     purge(index, PurgeRequest(everything=True))
@@ -104,7 +104,7 @@ def test_an_import_is_the_inverse_of_a_purge(index: Index) -> None:
     check_content(index, TALK, checkpoints=STATES)
 
 
-def test_sampled_turns_come_along_and_replace_none(index: Index, other: Index) -> None:
+def test_import_adds_sampled_turns_and_replaces_none(index: Index, other: Index) -> None:
     session = talk(index)
     root = namespace(FINGERPRINT)
     for number in (1, 2):
@@ -114,24 +114,24 @@ def test_sampled_turns_come_along_and_replace_none(index: Index, other: Index) -
     mine = turn(2, root=namespace(FINGERPRINT, "t"), tokens=pack_tokens([99]))
     other.record_turn(mine)
     other.flush()
-    told = imported(other, archived(index, session), "t")
-    assert told.turns == 1
+    reply = imported(other, archived(index, session), "t")
+    assert reply.turns == 1
     calls = [f"call_{number:024x}" for number in (1, 2, 3)]
     found = other.turns(namespace(FINGERPRINT, "t"), calls)
     assert [unpack_tokens(row.tokens) for row in found] == [[1], [99]]
-    assert found[0].session == told.session
+    assert found[0].session == reply.session
 
 
-# ---- exports that can't be
+# ---- exports that are refused
 
 
-def test_nothing_is_exported_of_what_is_not_stored(index: Index) -> None:
+def test_export_of_unknown_session_is_refused(index: Index) -> None:
     with pytest.raises(ArchiveError, match="nothing is stored of session ffff"):
         Exporter(index, "ffff")
 
 
 @pytest.mark.parametrize("damage", ["missing", "tensor", "swapped"])
-def test_a_damaged_conversation_is_not_exported(index: Index, damage: str) -> None:
+def test_export_of_damaged_conversation_is_refused(index: Index, damage: str) -> None:
     session = talk(index)
     row = index.segment_path(index.sessions()[0].leaf)[0]
     path = index.home.segment_file(row.id)
@@ -148,7 +148,7 @@ def test_a_damaged_conversation_is_not_exported(index: Index, damage: str) -> No
     path.chmod(0o600)
 
 
-def test_what_is_evicted_while_it_is_exported_arrives(index: Index, other: Index) -> None:
+def test_export_completes_after_eviction(index: Index, other: Index) -> None:
     session = talk(index)
     with Exporter(index, session) as export:
         purge(index, PurgeRequest(everything=True))
@@ -157,10 +157,10 @@ def test_what_is_evicted_while_it_is_exported_arrives(index: Index, other: Index
     check_content(other, TALK, checkpoints=STATES)
 
 
-# ---- imports that can't be
+# ---- imports that are refused, or interrupted
 
 
-def test_a_foreign_model_is_refused_unless_it_is_wanted_anyway(index: Index, other: Index) -> None:
+def test_import_of_other_model_needs_anyway(index: Index, other: Index) -> None:
     data = archived(index, talk(index))
     elsewhere = KnownModels(fingerprints={"9" * 64}, description="the model served here is tiny, 999999999999")
     with pytest.raises(ArchiveError, match=r"model-a, fingerprint 0123456789ab, and the model served .* --anyway"):
@@ -170,7 +170,7 @@ def test_a_foreign_model_is_refused_unless_it_is_wanted_anyway(index: Index, oth
     check_content(other, TALK, checkpoints=STATES)
 
 
-def test_without_a_served_model_what_is_stored_tells(index: Index, other: Index) -> None:
+def test_known_models_are_read_from_stored_files(index: Index, other: Index) -> None:
     assert find_known_models(other).fingerprints == {}
     save(other, [1, 2, 3])
     known = find_known_models(other)
@@ -178,25 +178,29 @@ def test_without_a_served_model_what_is_stored_tells(index: Index, other: Index)
     assert imported(other, archived(index, talk(index)), known=known).tokens == 300
 
 
-def test_the_budget_holds(index: Index, other: Index) -> None:
+def test_import_beyond_budget_is_refused_and_evicts_nothing(index: Index, other: Index) -> None:
     data = archived(index, talk(index))
     save(other, [5] * 50)
     other.budget_bytes = other.totals().bytes_used + 1000
     with pytest.raises(DiskBudgetError, match=r"bytes don't fit into \d+"):
         imported(other, data)
-    assert other.match_prefix(namespace(FINGERPRINT), pack_tokens([5] * 50), 50).tokens == 50, "nothing went in vain"
+    assert other.match_prefix(namespace(FINGERPRINT), pack_tokens([5] * 50), 50).tokens == 50, (
+        "nothing was evicted in vain"
+    )
     other.budget_bytes = BUDGET
     imported(other, data)
 
 
-def test_a_full_disk_is_told_with_figures(index: Index, other: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_without_disk_space_is_refused_with_figures(
+    index: Index, other: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = archived(index, talk(index))
-    monkeypatch.setattr(importing, "FREE_BYTES_MIN", 1 << 60)
+    monkeypatch.setattr(importer, "FREE_BYTES_MIN", 1 << 60)
     with pytest.raises(DiskBudgetError, match=r"takes \d+ bytes, and the disk of .* has \d+ left"):
         imported(other, data)
 
 
-def test_a_failed_write_leaves_nothing(index: Index, other: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_files(index: Index, other: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     data = archived(index, talk(index))
     written = []
 
@@ -213,7 +217,7 @@ def test_a_failed_write_leaves_nothing(index: Index, other: Index, monkeypatch: 
     assert everything(other.home) == {} and other.totals().bytes_writing == 0 and other.segments() == []
 
 
-def test_a_backend_that_starts_meanwhile_sweeps_drafts_and_nothing_is_lost(
+def test_import_survives_deletion_of_drafts_by_starting_backend(
     index: Index, other: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, sync = archived(index, talk(index)), disk.sync
@@ -228,8 +232,8 @@ def test_a_backend_that_starts_meanwhile_sweeps_drafts_and_nothing_is_lost(
     check_content(other, TALK, checkpoints=STATES)
 
 
-def test_room_is_made_for_what_it_weighs_and_no_more(index: Index, other: Index) -> None:
-    """A segment of one row is nearly all header: rows are not all as heavy."""
+def test_import_reserves_the_size_of_its_files(index: Index, other: Index) -> None:
+    """A segment of one row is nearly all header, so bytes per row vary."""
     save(index, TALK[:299])
     data = archived(index, save(index, TALK))
     assert sorted(row.end - row.start for row in index.segments()) == [1, 299]
@@ -238,10 +242,8 @@ def test_room_is_made_for_what_it_weighs_and_no_more(index: Index, other: Index)
     check_content(other, TALK)
 
 
-def test_a_kill_in_the_midst_leaves_nothing_after_the_next_start(
-    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files are written and the plan stands, when the process ends; tests/crash kills one at each step of the disk."""
+def test_next_start_rolls_back_killed_import(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends with files and plan written; tests/crash kills it at each disk operation."""
     data, home = archived(index, talk(index)), make_home(tmp_path / "killed")
 
     class Killed(BaseException):
@@ -263,9 +265,7 @@ def test_a_kill_in_the_midst_leaves_nothing_after_the_next_start(
         assert everything(home) == {} and survivor.verify(deep=True) == []
 
 
-def test_another_save_in_its_place_wins_and_the_rest_is_tried_again(
-    index: Index, other: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_retries_after_concurrent_save(index: Index, other: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     data, begin = archived(index, talk(index)), Index.begin_save
 
     def overtaken(self: Index, *arguments: Any, **options: Any) -> SavePlan | None:
@@ -279,7 +279,7 @@ def test_another_save_in_its_place_wins_and_the_rest_is_tried_again(
     check_content(other, TALK, checkpoints=STATES)
 
 
-def test_who_calls_can_end_it(index: Index, other: Index) -> None:
+def test_progress_callback_can_end_import(index: Index, other: Index) -> None:
     data = archived(index, talk(index))
     seen: list[tuple[int, int]] = []
 

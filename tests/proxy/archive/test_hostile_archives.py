@@ -1,4 +1,4 @@
-"""Archives that are made to do harm, or were damaged: refused in one line, and nothing is left."""
+"""Malicious and damaged archives: refused in one line, with nothing left behind."""
 
 import io
 import os
@@ -23,19 +23,19 @@ from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import PurgeRequest
 
 
-def repacked(data: bytes, **changed: object) -> bytes:
-    """The archive with another manifest, sealed as it should be."""
-    manifest, rest = _manifest(data)
+def replace_manifest(data: bytes, **changed: object) -> bytes:
+    """Replace fields of the manifest, with a valid checksum."""
+    manifest, rest = read_manifest(data)
     head = encode_manifest(msgspec.structs.replace(manifest, **changed))
     return tar.encode_header(MANIFEST, len(head), 0.0) + head + bytes(tar.padding(len(head))) + rest
 
 
-def _manifest(data: bytes) -> tuple[Manifest, bytes]:
+def read_manifest(data: bytes) -> tuple[Manifest, bytes]:
     first = tar.read_member(io.BytesIO(data), 0, MANIFEST)
     return decode_manifest(data[first.offset : first.offset + first.bytes_count]), data[first.end :]
 
 
-def entry(kind: bytes, name: str, **fields: object) -> bytes:
+def make_header(kind: bytes, name: str, **fields: object) -> bytes:
     info = tarfile.TarInfo(name)
     info.type = kind
     for field, value in fields.items():
@@ -43,8 +43,8 @@ def entry(kind: bytes, name: str, **fields: object) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
-def with_second(data: bytes, block: bytes) -> bytes:
-    """The archive with another header in the place of its second one."""
+def replace_second_header(data: bytes, block: bytes) -> bytes:
+    """Replace the second member's header."""
     at = tar.read_member(io.BytesIO(data), 0, MANIFEST).end
     return data[:at] + block + data[at + tar.BLOCK_BYTES :]
 
@@ -55,57 +55,87 @@ HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no tar": (lambda data: b"x" * 4096, "no tar header"),
     "zeros": (lambda data: bytes(10240), "no tar header"),
     "gzip": (lambda data: b"\x1f\x8b" + data, "no tar header"),
-    "traversal": (lambda data: with_second(data, entry(tarfile.REGTYPE, "../../evil")), "'../../evil' .* stands where"),
-    "absolute": (lambda data: with_second(data, entry(tarfile.REGTYPE, "/etc/passwd")), "'/etc/passwd'"),
-    "link": (lambda data: with_second(data, entry(tarfile.SYMTYPE, FIRST, linkname="/etc/passwd")), "type b'2'"),
-    "hard link": (lambda data: with_second(data, entry(tarfile.LNKTYPE, FIRST, linkname="x")), "type b'1'"),
-    "folder": (lambda data: with_second(data, entry(tarfile.DIRTYPE, FIRST)), "type b'5'"),
-    "device": (lambda data: with_second(data, entry(tarfile.CHRTYPE, FIRST)), "type b'3'"),
-    "sparse": (lambda data: with_second(data, entry(tarfile.GNUTYPE_SPARSE, FIRST, size=1 << 60)), "type b'S'"),
-    "pax": (lambda data: with_second(data, entry(tarfile.XHDTYPE, "x", size=1 << 60)), "stands where"),
-    "long name": (lambda data: with_second(data, entry(tarfile.GNUTYPE_LONGNAME, "x", size=1 << 60)), "stands where"),
-    "huge": (lambda data: with_second(data, entry(tarfile.REGTYPE, FIRST, size=1 << 62)), "bytes, the manifest says"),
-    "negative": (lambda data: with_second(data, entry(tarfile.REGTYPE, FIRST, size=-1)), "makes no sense"),
-    "huge manifest": (lambda data: entry(tarfile.REGTYPE, MANIFEST, size=1 << 40), "are allowed"),
+    "traversal": (
+        lambda data: replace_second_header(data, make_header(tarfile.REGTYPE, "../../evil")),
+        "'../../evil' .* stands where",
+    ),
+    "absolute": (
+        lambda data: replace_second_header(data, make_header(tarfile.REGTYPE, "/etc/passwd")),
+        "'/etc/passwd'",
+    ),
+    "link": (
+        lambda data: replace_second_header(data, make_header(tarfile.SYMTYPE, FIRST, linkname="/etc/passwd")),
+        "type b'2'",
+    ),
+    "hard link": (
+        lambda data: replace_second_header(data, make_header(tarfile.LNKTYPE, FIRST, linkname="x")),
+        "type b'1'",
+    ),
+    "folder": (lambda data: replace_second_header(data, make_header(tarfile.DIRTYPE, FIRST)), "type b'5'"),
+    "device": (lambda data: replace_second_header(data, make_header(tarfile.CHRTYPE, FIRST)), "type b'3'"),
+    "sparse": (
+        lambda data: replace_second_header(data, make_header(tarfile.GNUTYPE_SPARSE, FIRST, size=1 << 60)),
+        "type b'S'",
+    ),
+    "pax": (lambda data: replace_second_header(data, make_header(tarfile.XHDTYPE, "x", size=1 << 60)), "stands where"),
+    "long name": (
+        lambda data: replace_second_header(data, make_header(tarfile.GNUTYPE_LONGNAME, "x", size=1 << 60)),
+        "stands where",
+    ),
+    "huge": (
+        lambda data: replace_second_header(data, make_header(tarfile.REGTYPE, FIRST, size=1 << 62)),
+        "bytes, the manifest says",
+    ),
+    "negative": (
+        lambda data: replace_second_header(data, make_header(tarfile.REGTYPE, FIRST, size=-1)),
+        "makes no sense",
+    ),
+    "huge manifest": (lambda data: make_header(tarfile.REGTYPE, MANIFEST, size=1 << 40), "are allowed"),
     "cut manifest": (lambda data: data[:900], "not whole"),
     "cut": (lambda data: data[:-4000], "not whole"),
     "without its end": (lambda data: data[: -tar.END_BYTES], "not whole"),
     "more behind it": (lambda data: data[:-1] + b"x", "stands behind its end"),
     "two archives": (lambda data: data + data, "stands behind its end"),
     "endless zeros": (lambda data: data + bytes(2 << 20), "goes on behind its end"),
-    "files swapped": (lambda data: swapped(data), "stands where|the manifest says"),
-    "other format": (lambda data: repacked(data, format=2), "format 2, this version reads 1"),
-    "other model": (lambda data: repacked(data, fingerprint="0123456789ab" + "0" * 52), "made by another model"),
-    "other tokens": (lambda data: repacked(data, tokens=pack_tokens([*TALK[:299], 5])), "not those of the manifest"),
+    "files swapped": (lambda data: swap_segments(data), "stands where|the manifest says"),
+    "other format": (lambda data: replace_manifest(data, format=2), "format 2, this version reads 1"),
+    "other model": (
+        lambda data: replace_manifest(data, fingerprint="0123456789ab" + "0" * 52),
+        "made by another model",
+    ),
+    "other tokens": (
+        lambda data: replace_manifest(data, tokens=pack_tokens([*TALK[:299], 5])),
+        "not those of the manifest",
+    ),
     "other first token": (
-        lambda data: repacked(data, tokens=pack_tokens([5, *TALK[1:]])),
+        lambda data: replace_manifest(data, tokens=pack_tokens([5, *TALK[1:]])),
         "not those of",
     ),
-    "half a token": (lambda data: repacked(data, tokens=b"xyz"), "makes no sense"),
-    "no segments": (lambda data: repacked(data, segments=[]), "can't be read"),
-    "turn beyond": (lambda data: beyond(data), "a turn that ends at 4000"),
-    "segments in a circle": (lambda data: bent(data), "makes no sense: a segment of"),
+    "half a token": (lambda data: replace_manifest(data, tokens=b"xyz"), "makes no sense"),
+    "no segments": (lambda data: replace_manifest(data, segments=[]), "can't be read"),
+    "turn beyond": (lambda data: move_turn_end(data), "a turn that ends at 4000"),
+    "segments in a circle": (lambda data: overlap_segments(data), "makes no sense: a segment of"),
 }
 
 
-def swapped(data: bytes) -> bytes:
-    manifest, rest = _manifest(data)
+def swap_segments(data: bytes) -> bytes:
+    manifest, rest = read_manifest(data)
     sizes = [tar.BLOCK_BYTES + size + tar.padding(size) for _, size in manifest.members]
     first, second = rest[: sizes[0]], rest[sizes[0] : sum(sizes[:2])]
     return data[: -len(rest)] + second + first + rest[sum(sizes[:2]) :]
 
 
-def beyond(data: bytes) -> bytes:
-    return repacked(data, session=msgspec.structs.replace(_manifest(data)[0].session, turn_end=4000))
+def move_turn_end(data: bytes) -> bytes:
+    return replace_manifest(data, session=msgspec.structs.replace(read_manifest(data)[0].session, turn_end=4000))
 
 
-def bent(data: bytes) -> bytes:
-    segments = _manifest(data)[0].segments
-    return repacked(data, segments=[msgspec.structs.replace(segments[0], end=250), *segments[1:]])
+def overlap_segments(data: bytes) -> bytes:
+    segments = read_manifest(data)[0].segments
+    return replace_manifest(data, segments=[msgspec.structs.replace(segments[0], end=250), *segments[1:]])
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_archive_is_refused_in_one_line_and_leaves_nothing(index: Index, other: Index, name: str) -> None:
+def test_hostile_archive_is_refused_in_one_line(index: Index, other: Index, name: str) -> None:
     make, expected = HOSTILE[name]
     data = make(archived(index, talk(index)))
     known = KnownModels(fingerprints=(), description="")
@@ -116,17 +146,17 @@ def test_a_hostile_archive_is_refused_in_one_line_and_leaves_nothing(index: Inde
 
 
 @pytest.mark.parametrize("nested", [b"[" * 200_000, b'{"a":' * 200_000])
-def test_brackets_without_end_are_refused(other: Index, nested: bytes) -> None:
+def test_deeply_nested_manifest_is_refused(other: Index, nested: bytes) -> None:
     head = b'{"xxh3_128":"","manifest":' + nested
     data = tar.encode_header(MANIFEST, len(head), 0.0) + head + bytes(tar.padding(len(head)))
     with pytest.raises(ArchiveError, match="can't be read"):
         imported(other, data)
 
 
-def test_a_file_with_other_shapes_is_refused(index: Index, other: Index, tmp_path: Path) -> None:
-    """Each is sound by itself; but rows of another width can't follow."""
+def test_segment_with_other_tensor_shapes_is_refused(index: Index, other: Index, tmp_path: Path) -> None:
+    """Each file is valid by itself, but the tensors' widths differ."""
     data = archived(index, talk(index))
-    manifest, rest = _manifest(data)
+    manifest, rest = read_manifest(data)
     archive = read_archive(io.BytesIO(data))
     window = archive.open_member(1).read()
     path = tmp_path / "file"
@@ -149,15 +179,15 @@ def test_a_file_with_other_shapes_is_refused(index: Index, other: Index, tmp_pat
     assert everything(other.home) == {}
 
 
-def test_what_is_no_plain_file_is_refused(tmp_path: Path) -> None:
+def test_irregular_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, why in (("pipe", "no plain file"), ("", "no plain file"), ("nothing", "can't be read: No such file")):
         with pytest.raises(ArchiveError, match=why), open_archive(tmp_path / name):
             raise AssertionError
 
 
-def test_no_flipped_byte_gives_a_wrong_answer(index: Index, tmp_path: Path) -> None:
-    """At every place, or nearly: it is refused and leaves nothing, or changes nothing that counts."""
+def test_flipped_bytes_are_refused_or_harmless(index: Index, tmp_path: Path) -> None:
+    """Flip a bit of every eleventh byte: the import is refused and leaves no file, or its content is unchanged."""
     data = archived(index, talk(index))
     home = make_home(tmp_path / "fuzzed")
     harmless = 0
@@ -173,4 +203,4 @@ def test_no_flipped_byte_gives_a_wrong_answer(index: Index, tmp_path: Path) -> N
             check_content(victim, TALK, checkpoints=STATES)
             purge(victim, PurgeRequest(everything=True))
         assert victim.verify(deep=True) == [] and victim.segments() == []
-    assert harmless < 10, "spaces in a file's header"
+    assert harmless < 10, "only padding in file headers"

@@ -1,82 +1,86 @@
-"""Which requests are audited, when, and how many wait."""
+"""Audit selection: which requests are audited, when, and how many wait."""
 
 import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from support.proxy.fake_backend import first_logits, layout, packed
 from warmline_common.storage.home import Home
-from warmline_proxy.audit.auditor import WAITING_MAX, Auditor
+from warmline_proxy.audit.auditor import WAITING_MAX, Auditor, IdleCheck
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.metrics import ProxyMetrics
 
 
-def auditor(folder: Path, fraction: float, noted: list[Any]) -> Any:
-    """One that only gathers: nothing of it runs."""
+def make_auditor(folder: Path, fraction: float, recorded: list[Any]) -> Any:
+    """Make an auditor whose task does not run."""
     config = ProxyConfig(home=Home(folder), audit_fraction=fraction)
-    rest: dict[str, Any] = dict.fromkeys(["recomputer", "condemner", "admission", "lives", "watchdog"])
-    rest |= {"index": SimpleNamespace(note_audit=lambda *what: noted.append(what)), "metrics": ProxyMetrics()}
+    rest: dict[str, Any] = dict.fromkeys(["first_token_probe", "quarantine", "idle_check"])
+    rest |= {"index": SimpleNamespace(record_audit=lambda *row: recorded.append(row)), "metrics": ProxyMetrics()}
     return Auditor(config=config, rng=random.Random(7), **rest)
 
 
-def life(
-    name: str, *, reuse: int = 10, collapse: str = "", outcome: str = "ok", length: int = 20, is_kept: bool = True
+def make_request(
+    request_id: str,
+    *,
+    reuse: int = 10,
+    collapse: str = "",
+    outcome: str = "ok",
+    length: int = 20,
+    is_cacheable: bool = True,
 ) -> Any:
-    """As much of a request as is looked at."""
-    trace = SimpleNamespace(
-        id=name,
+    """Make the fields of a request that the auditor reads."""
+    log = SimpleNamespace(
+        id=request_id,
         collapse=collapse,
         outcome=outcome,
         plan=SimpleNamespace(reuse=reuse),
-        settled=SimpleNamespace(first=first_logits(-1.0)),
+        generation_result=SimpleNamespace(first=first_logits(-1.0)),
     )
     prompt = SimpleNamespace(tokens=packed(b"x" * length))
-    return SimpleNamespace(trace=trace, is_kept=is_kept, prompt=prompt, layout=layout(), root=b"root")
+    return SimpleNamespace(log=log, is_cacheable=is_cacheable, prompt=prompt, layout=layout(), root=b"root")
 
 
-def waiting(found: Any) -> list[str]:
-    return [case.request_id for case in found._waiting]
+def waiting_ids(auditor: Any) -> list[str]:
+    return [case.request_id for case in auditor._waiting]
 
 
-def test_chance_chooses_a_share_of_the_warm_ones_that_were_answered(tmp_path: Path) -> None:
-    found = auditor(tmp_path, 0.2, noted := [])
+def test_fraction_of_answered_warm_requests_is_audited(tmp_path: Path) -> None:
+    auditor = make_auditor(tmp_path, 0.2, recorded := [])
     for number in range(1000):
-        found.consider(life(str(number)))
-        found.consider(life("cold", reuse=0))
-        found.consider(life("cancelled", outcome="cancelled"))
-        found.consider(life("purged", is_kept=False))
-    dropped = len(noted)
-    assert len(waiting(found)) == WAITING_MAX and 150 < WAITING_MAX + dropped < 250
-    assert not {"cold", "cancelled", "purged"} & set(waiting(found))
-    assert {(audit, guard) for _, audit, guard in noted} == {("abandoned", "")}
+        auditor.consider_request(make_request(str(number)))
+        auditor.consider_request(make_request("cold", reuse=0))
+        auditor.consider_request(make_request("cancelled", outcome="cancelled"))
+        auditor.consider_request(make_request("purged", is_cacheable=False))
+    dropped = len(recorded)
+    assert len(waiting_ids(auditor)) == WAITING_MAX and 150 < WAITING_MAX + dropped < 250
+    assert not {"cold", "cancelled", "purged"} & set(waiting_ids(auditor))
+    assert {(audit, guard) for _, audit, guard in recorded} == {("abandoned", "")}
 
 
-@pytest.mark.parametrize("busy", ["", "down", "running", "queued", "computing"])
-def test_a_moment_is_quiet_while_nobody_is_there(tmp_path: Path, busy: str) -> None:
-    found = auditor(tmp_path, 1.0, [])
-    found._watchdog = SimpleNamespace(is_up=busy != "down")
-    found._admission = SimpleNamespace(running=busy == "running", queued=busy == "queued")
-    found._lives = [SimpleNamespace(is_computing=False), SimpleNamespace(is_computing=busy == "computing")]
-    assert found._is_quiet == (not busy)
+def test_idle_needs_backend_up_and_no_request() -> None:
+    for busy in ("", "down", "running", "queued", "computing"):
+        admission: Any = SimpleNamespace(running_count=busy == "running", queued_count=busy == "queued")
+        registry: Any = [SimpleNamespace(is_computing=False), SimpleNamespace(is_computing=busy == "computing")]
+        watchdog: Any = SimpleNamespace(is_up=busy != "down")
+        assert IdleCheck(admission, registry, watchdog).is_idle == (not busy), busy
 
 
-def test_the_newest_goes_where_too_many_wait_and_who_collapsed_comes_first(tmp_path: Path) -> None:
-    found = auditor(tmp_path, 1.0, noted := [])
+def test_full_queue_drops_newest_and_keeps_collapsed_first(tmp_path: Path) -> None:
+    auditor = make_auditor(tmp_path, 1.0, recorded := [])
     for number in range(WAITING_MAX):
-        found.consider(life(str(number)))
-    found.consider(life("late"))
-    found.consider(life("collapsed", collapse="digits"))
-    found.consider(life("collapsed too", collapse="digits"))
-    assert waiting(found)[:3] == ["collapsed", "collapsed too", "0"] and len(waiting(found)) == WAITING_MAX
-    assert [name for name, *_ in noted] == ["late", str(WAITING_MAX - 1), str(WAITING_MAX - 2)]
-    assert f"warmline_audits_waiting {WAITING_MAX}" in found._metrics.exposition()[0].decode()
+        auditor.consider_request(make_request(str(number)))
+    auditor.consider_request(make_request("late"))
+    auditor.consider_request(make_request("collapsed", collapse="digits"))
+    auditor.consider_request(make_request("collapsed too", collapse="digits"))
+    assert waiting_ids(auditor)[:3] == ["collapsed", "collapsed too", "0"]
+    assert len(waiting_ids(auditor)) == WAITING_MAX
+    assert [request_id for request_id, *_ in recorded] == ["late", str(WAITING_MAX - 1), str(WAITING_MAX - 2)]
+    assert f"warmline_audits_waiting {WAITING_MAX}" in auditor._metrics.render_exposition()[0].decode()
 
 
-def test_what_waits_is_bounded_in_bytes_too(tmp_path: Path) -> None:
-    found = auditor(tmp_path, 1.0, noted := [])
-    for name in ("one", "two", "three"):
-        found.consider(life(name, length=3 << 20))
-    assert waiting(found) == ["one", "two"] and [name for name, *_ in noted] == ["three"]
+def test_queue_is_bounded_in_bytes(tmp_path: Path) -> None:
+    auditor = make_auditor(tmp_path, 1.0, recorded := [])
+    for request_id in ("one", "two", "three"):
+        auditor.consider_request(make_request(request_id, length=3 << 20))
+    assert waiting_ids(auditor) == ["one", "two"] and [request_id for request_id, *_ in recorded] == ["three"]

@@ -1,4 +1,4 @@
-"""Warm requests computed again, cold, against a fake backend: when, and what a difference is taken for."""
+"""Audits of warm requests against a fake backend: when they run, and their outcomes."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +12,7 @@ from warmline_common.protocol.messages import HEADER_REUSE
 
 
 @on_loop
-async def test_a_warm_request_is_computed_again_cold_and_a_cold_one_is_not(tmp_path: Path) -> None:
+async def test_warm_request_is_audited_with_cold_run_and_cold_request_is_not(tmp_path: Path) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         assert await talk(proxy) == ["cold 0", f"resident {len(ASKED + 'Paris.')}"]
         await audits(proxy)
@@ -26,7 +26,7 @@ async def test_a_warm_request_is_computed_again_cold_and_a_cold_one_is_not(tmp_p
 
 
 @on_loop
-async def test_rounding_is_tolerated(tmp_path: Path) -> None:
+async def test_difference_within_tolerance_is_within(tmp_path: Path) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         proxy.backend.layout = layout(dtype="float32")
         proxy.backend.logprob, proxy.backend.cold_logprobs = -0.2501, [-0.2506]
@@ -37,7 +37,7 @@ async def test_rounding_is_tolerated(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_little_noise_does_not_hide_a_fault(tmp_path: Path) -> None:
+async def test_small_cold_noise_does_not_hide_large_difference(tmp_path: Path) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         proxy.backend.layout = layout(dtype="float32")
         proxy.backend.logprob, proxy.backend.cold_logprobs = -0.2501, [-3.0001, -3.0021]
@@ -48,7 +48,7 @@ async def test_a_little_noise_does_not_hide_a_fault(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cold", [[-3.0, -0.25], [-3.0, -7.0]])
 @on_loop
-async def test_a_machine_that_does_not_repeat_itself_is_no_broken_cache(tmp_path: Path, cold: list[float]) -> None:
+async def test_differing_cold_runs_are_unstable_and_nothing_is_quarantined(tmp_path: Path, cold: list[float]) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         proxy.backend.cold_logprobs = cold
         await talk(proxy)
@@ -58,7 +58,7 @@ async def test_a_machine_that_does_not_repeat_itself_is_no_broken_cache(tmp_path
 
 
 @on_loop
-async def test_in_exact_mode_a_single_bit_counts(tmp_path: Path) -> None:
+async def test_one_bit_differs_in_exact_mode(tmp_path: Path) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         proxy.backend.layout = layout(grid=8, dtype="float32")
         proxy.backend.logprob, proxy.backend.cold_logprobs = -0.25, [-0.25000003, -0.25000003]
@@ -69,7 +69,7 @@ async def test_in_exact_mode_a_single_bit_counts(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_it_waits_until_nobody_runs(tmp_path: Path) -> None:
+async def test_audit_waits_until_no_request_runs(tmp_path: Path) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         backend = proxy.backend
         await talk(proxy, 1)
@@ -87,7 +87,7 @@ async def test_it_waits_until_nobody_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ended", "outcome"), [(2, "equal"), (3, "abandoned")])
 @on_loop
-async def test_one_that_made_way_is_tried_again_but_not_for_ever(tmp_path: Path, ended: int, outcome: str) -> None:
+async def test_lost_runs_are_retried_up_to_limit(tmp_path: Path, ended: int, outcome: str) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         proxy.backend.gives_up_background = ended
         await talk(proxy)
@@ -96,7 +96,7 @@ async def test_one_that_made_way_is_tried_again_but_not_for_ever(tmp_path: Path,
 
 
 @on_loop
-async def test_a_proxy_that_stops_gives_them_up(tmp_path: Path) -> None:
+async def test_proxy_stop_abandons_audits(tmp_path: Path) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         proxy.backend.background_allowed.clear()
         await talk(proxy)
@@ -111,7 +111,7 @@ async def test_a_proxy_that_stops_gives_them_up(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_collapsed_answer_is_audited_though_chance_did_not_choose_it(tmp_path: Path) -> None:
+async def test_collapsed_answer_is_always_audited(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.answer = COLLAPSED
         await talk(proxy)
@@ -124,7 +124,7 @@ async def test_a_collapsed_answer_is_audited_though_chance_did_not_choose_it(tmp
 
 
 @on_loop
-async def test_where_cold_disagrees_it_was_the_cache(tmp_path: Path) -> None:
+async def test_collapsed_answer_that_differs_from_cold_blames_cache(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.answer, proxy.backend.cold_logprobs = COLLAPSED, [-3.0, -3.0]
         await talk(proxy)
@@ -137,7 +137,7 @@ async def test_where_cold_disagrees_it_was_the_cache(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_also_where_its_client_would_not_hear_more(tmp_path: Path) -> None:
+async def test_collapsed_answer_is_audited_after_client_left(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         backend = proxy.backend
         backend.answer = COLLAPSED
@@ -153,7 +153,7 @@ async def test_also_where_its_client_would_not_hear_more(tmp_path: Path) -> None
 
 
 @on_loop
-async def test_the_guard_can_be_switched_off(tmp_path: Path) -> None:
+async def test_garbage_guard_off_audits_no_collapse(tmp_path: Path) -> None:
     async with pair(tmp_path, garbage_guard="off") as proxy:
         proxy.backend.answer = COLLAPSED
         await talk(proxy)

@@ -1,4 +1,4 @@
-"""When two runs of one prompt agree."""
+"""Comparison of first tokens: differences, tolerances by dtype, unstable cold runs."""
 
 import math
 import struct
@@ -23,8 +23,8 @@ from warmline_proxy.audit.comparison import (
 )
 
 
-def first(row: dict[int, float], digest: str = "") -> FirstLogits:
-    """Likeliest first, as the backend tells it."""
+def make_logits(row: dict[int, float], digest: str = "") -> FirstLogits:
+    """Make first-token logits, likeliest first, as the backend sends them."""
     ranked = sorted(row, key=lambda token: -row[token])
     values = struct.pack(f"<{len(row)}f", *(row[token] for token in ranked))
     return FirstLogits(digest=digest or str(row), ids=pack_tokens(ranked), logprobs=values)
@@ -36,7 +36,7 @@ ONE = {5: -0.3, 7: -1.5, 9: -6.0}
 @dataclass(frozen=True)
 class Case:
     other: dict[int, float]
-    apart: float
+    difference: float
 
 
 CASES = {
@@ -54,17 +54,19 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_how_far_two_runs_are_apart(case: Case) -> None:
-    apart = max_difference(first(ONE), first(case.other))
-    assert apart == pytest.approx(case.apart, abs=1e-6) and apart == max_difference(first(case.other), first(ONE))
+def test_max_difference_of_likely_tokens(case: Case) -> None:
+    difference = max_difference(make_logits(ONE), make_logits(case.other))
+    assert difference == pytest.approx(case.difference, abs=1e-6) and difference == max_difference(
+        make_logits(case.other), make_logits(ONE)
+    )
 
 
-def test_equal_bits_are_equal_whatever_they_are() -> None:
-    assert compare(first({}, "x"), first({}, "x"), layout()).outcome == EQUAL
+def test_equal_digests_are_equal() -> None:
+    assert compare(make_logits({}, "x"), make_logits({}, "x"), layout()).outcome == EQUAL
 
 
 @pytest.mark.parametrize(
-    ("dtype", "apart", "outcome"),
+    ("dtype", "difference", "outcome"),
     [
         ("float32", 9e-4, WITHIN),
         ("float32", 1.2e-3, DIFFERS),
@@ -81,28 +83,30 @@ def test_equal_bits_are_equal_whatever_they_are() -> None:
         ("something new", 2.1, DIFFERS),
     ],
 )
-def test_what_is_tolerated_depends_on_the_kvs_type(dtype: str, apart: float, outcome: str) -> None:
-    verdict = compare(first(ONE), first({**ONE, 7: ONE[7] - apart}), layout(dtype=dtype))
-    assert verdict.outcome == outcome and verdict.difference == pytest.approx(apart, rel=1e-3)
+def test_tolerance_depends_on_kv_dtype(dtype: str, difference: float, outcome: str) -> None:
+    verdict = compare(make_logits(ONE), make_logits({**ONE, 7: ONE[7] - difference}), layout(dtype=dtype))
+    assert verdict.outcome == outcome and verdict.difference == pytest.approx(difference, rel=1e-3)
 
 
-def test_and_on_the_logits_type_where_that_is_coarser() -> None:
-    """A model in bfloat16 rounds its logits whatever its KV is kept in."""
+def test_tolerance_depends_on_coarser_logits_dtype() -> None:
+    """A bfloat16 model rounds its logits whatever dtype its KV has."""
     coarse, moved = {5: -0.25, 7: -1.5}, {5: -0.25, 7: -1.875}
-    assert detect_dtype(first(coarse)) == "bfloat16" and detect_dtype(first({5: -0.250244140625})) == "float16"
-    assert detect_dtype(first(ONE)) == "float32"
-    assert compare(first(coarse), first(moved), layout(dtype="q8")).outcome == WITHIN
+    assert (
+        detect_dtype(make_logits(coarse)) == "bfloat16" and detect_dtype(make_logits({5: -0.250244140625})) == "float16"
+    )
+    assert detect_dtype(make_logits(ONE)) == "float32"
+    assert compare(make_logits(coarse), make_logits(moved), layout(dtype="q8")).outcome == WITHIN
 
 
-def test_a_tolerance_that_is_set_counts_instead() -> None:
-    moved = first({**ONE, 7: ONE[7] + 0.1})
-    assert compare(first(ONE), moved, layout(dtype="float32"), 0.2).outcome == WITHIN
-    assert compare(first(ONE), moved, layout(dtype="bfloat16"), 0.05).outcome == DIFFERS
+def test_configured_tolerance_replaces_default() -> None:
+    moved = make_logits({**ONE, 7: ONE[7] + 0.1})
+    assert compare(make_logits(ONE), moved, layout(dtype="float32"), 0.2).outcome == WITHIN
+    assert compare(make_logits(ONE), moved, layout(dtype="bfloat16"), 0.05).outcome == DIFFERS
 
 
-def test_in_exact_mode_nothing_is_tolerated() -> None:
-    """Not even where what is told of the row is equal: the rest of it is not."""
-    verdict = compare(first(ONE, "a"), first(ONE, "b"), layout(grid=64, dtype="bfloat16"), 1.0)
+def test_exact_mode_tolerates_no_difference() -> None:
+    """Also where the listed tokens are equal: the others differ, as the digest shows."""
+    verdict = compare(make_logits(ONE, "a"), make_logits(ONE, "b"), layout(grid=64, dtype="bfloat16"), 1.0)
     assert (verdict.outcome, verdict.difference, verdict.tolerance) == (DIFFERS, 0.0, 0.0)
 
 
@@ -117,29 +121,35 @@ def test_in_exact_mode_nothing_is_tolerated() -> None:
         (1.0000, 0.0020, DIFFERS),
     ],
 )
-def test_what_cold_runs_differ_by_explains_as_much_and_no_more(warm: float, again: float, outcome: str) -> None:
+def test_cold_noise_raises_tolerance_by_its_factor(warm: float, again: float, outcome: str) -> None:
     def moved(by: float) -> FirstLogits:
-        return first({**ONE, 7: ONE[7] + by})
+        return make_logits({**ONE, 7: ONE[7] + by})
 
-    assert judge(moved(warm), first(ONE), moved(again), layout(dtype="float32")).outcome == outcome
+    assert judge(moved(warm), make_logits(ONE), moved(again), layout(dtype="float32")).outcome == outcome
 
 
 @pytest.mark.parametrize(
     ("warm", "again", "outcome"), [("w", "c", DIFFERS), ("w", "d", UNSTABLE), ("w", "w", UNSTABLE)]
 )
-def test_where_no_bit_may_differ_cold_runs_that_do_are_unstable(warm: str, again: str, outcome: str) -> None:
-    told = judge(first(ONE, warm), first(ONE, "c"), first(ONE, again), layout(grid=64, dtype="float32"))
-    assert told.outcome == outcome
+def test_differing_cold_runs_are_unstable_in_exact_mode(warm: str, again: str, outcome: str) -> None:
+    verdict = judge(
+        make_logits(ONE, warm), make_logits(ONE, "c"), make_logits(ONE, again), layout(grid=64, dtype="float32")
+    )
+    assert verdict.outcome == outcome
 
 
 rows = st.dictionaries(st.integers(0, 40), st.floats(-30, 0, width=32), min_size=1, max_size=32)
 
 
 @given(rows, rows)
-def test_it_does_not_matter_which_run_comes_first(one: dict[int, float], other: dict[int, float]) -> None:
-    assert max_difference(first(one), first(other)) == max_difference(first(other), first(one)) >= 0.0
+def test_max_difference_is_symmetric(one: dict[int, float], other: dict[int, float]) -> None:
+    assert (
+        max_difference(make_logits(one), make_logits(other))
+        == max_difference(make_logits(other), make_logits(one))
+        >= 0.0
+    )
 
 
 @given(rows)
-def test_a_run_is_not_apart_from_itself(row: dict[int, float]) -> None:
-    assert max_difference(first(row), first(row)) == 0.0
+def test_max_difference_to_itself_is_zero(row: dict[int, float]) -> None:
+    assert max_difference(make_logits(row), make_logits(row)) == 0.0

@@ -1,4 +1,4 @@
-"""What is found to differ from a cold run: what goes, what stays, and what is used meanwhile."""
+"""Quarantine of prefixes that differ from a cold run: removed, kept, and unused meanwhile."""
 
 import asyncio
 from pathlib import Path
@@ -8,15 +8,15 @@ import pytest
 from support.proxy.audits import TEXT, audited, audits, metric, records, talk, turn
 from support.proxy.fake_backend import layout
 from support.proxy.harness import Pair, on_loop, pair
-from warmline_proxy.audit import quarantine as condemn
-from warmline_proxy.audit.auditor import Auditor
+from warmline_proxy.audit import quarantine as quarantine_module
+from warmline_proxy.audit.auditor import IdleCheck
 from warmline_proxy.index.index import IndexStoreError
 from warmline_proxy.planner import align_to_grid
 from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
 
 
 @on_loop
-async def test_what_differs_is_never_used_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_differing_prefix_is_never_reused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         proxy.backend.cold_logprobs = [-3.0, -3.0]
         await talk(proxy)
@@ -35,14 +35,14 @@ async def test_what_differs_is_never_used_again(tmp_path: Path, caplog: pytest.L
         assert audited(proxy.backend) == 3, "nothing but that, that again, and the start from what is stored"
 
 
-def ends(proxy: Pair) -> list[int]:
-    """Of the segments of a single path."""
+def segment_ends(proxy: Pair) -> list[int]:
+    """List the ends of a single path's segments."""
     return sorted(row.end for row in proxy.index.segments())
 
 
 @pytest.mark.parametrize(("grid", "right"), [(0, 0), (0, 1), (0, 2), (8, 1)])
 @on_loop
-async def test_what_lies_before_the_first_wrong_file_stays(tmp_path: Path, right: int, grid: int) -> None:
+async def test_segments_before_first_wrong_one_stay(tmp_path: Path, right: int, grid: int) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         backend = proxy.backend
         backend.layout = layout(has_windows=True, dtype="float32", grid=grid)  # windows: no file swallows another
@@ -51,14 +51,14 @@ async def test_what_lies_before_the_first_wrong_file_stays(tmp_path: Path, right
             await proxy.settled()
         await audits(proxy, 2)
         backend.restart()
-        places = ends(proxy)
-        backend.right_until = [0, *places][right]
+        positions = segment_ends(proxy)
+        backend.right_until = [0, *positions][right]
         backend.cold_logprobs = [-3.0] * 9
         warm = await proxy.chat(**turn(3, backend))
-        assert warm.headers["X-Warmline-Cache"] == f"restored {align_to_grid(places[-1], grid)}"
+        assert warm.headers["X-Warmline-Cache"] == f"restored {align_to_grid(positions[-1], grid)}"
         await audits(proxy, 3)
         await proxy.settled()
-        assert ends(proxy) == places[:right] and len(proxy.index.quarantined()) == len(places) - right + 1
+        assert segment_ends(proxy) == positions[:right] and len(proxy.index.quarantined()) == len(positions) - right + 1
         assert all(len(asked.tokens) // 4 % (grid or 1) == 0 for asked in backend.calls["restore"])
         backend.restart()
         expected = f"restored {backend.right_until}" if right else "cold 0"
@@ -66,8 +66,8 @@ async def test_what_lies_before_the_first_wrong_file_stays(tmp_path: Path, right
 
 
 @on_loop
-async def test_where_what_is_stored_agrees_all_goes(tmp_path: Path) -> None:
-    """It was in memory, and nobody knows what was computed from that."""
+async def test_wrong_resident_with_right_files_quarantines_all(tmp_path: Path) -> None:
+    """The fault was in memory, and what was computed from it is not known."""
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         backend = proxy.backend
         backend.right_until, backend.cold_logprobs = 10_000, [-3.0] * 3
@@ -78,18 +78,18 @@ async def test_where_what_is_stored_agrees_all_goes(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_what_was_computed_since_does_not_pay_for_who_had_started_from_it_too(
+async def test_later_computed_tokens_survive_audit_of_earlier_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
-        noted, note, audits_allowed = [], proxy.index.record_audit, [0]
+        recorded, record, audits_allowed = [], proxy.index.record_audit, [0]
 
-        def noting(request_id: str, audit: str, guard: str) -> None:
-            noted.append(audit)
-            note(request_id, audit, guard)
+        def recording(request_id: str, audit: str, guard: str) -> None:
+            recorded.append(audit)
+            record(request_id, audit, guard)
 
-        monkeypatch.setattr(proxy.index, "record_audit", noting)
-        monkeypatch.setattr(Auditor, "_is_quiet", property(lambda _: len(noted) < audits_allowed[0]))
+        monkeypatch.setattr(proxy.index, "record_audit", recording)
+        monkeypatch.setattr(IdleCheck, "is_idle", property(lambda _: len(recorded) < audits_allowed[0]))
         proxy.backend.cold_logprobs = [-3.0] * 9
         await talk(proxy, 3)
         await proxy.settled()  # else the last of them would be suspect itself, and not be audited
@@ -99,12 +99,12 @@ async def test_what_was_computed_since_does_not_pay_for_who_had_started_from_it_
         await proxy.settled()
         audits_allowed[0] = 2
         await audits(proxy, 2)
-        assert noted == ["differs", "differs"]
+        assert recorded == ["differs", "differs"]
         assert len(proxy.index.segments()) == 1 and len(proxy.backend.held) == 1
 
 
 @on_loop
-async def test_while_it_is_searched_nothing_like_it_is_used(tmp_path: Path) -> None:
+async def test_suspect_prefix_is_unused_during_bisection(tmp_path: Path) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         backend = proxy.backend
         backend.cold_logprobs = [-3.0, -3.0]
@@ -121,7 +121,7 @@ async def test_while_it_is_searched_nothing_like_it_is_used(tmp_path: Path) -> N
 
 
 @on_loop
-async def test_a_proxy_that_stops_in_the_midst_of_that_takes_all_out(tmp_path: Path) -> None:
+async def test_proxy_stop_during_bisection_quarantines_all(tmp_path: Path) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         backend = proxy.backend
         backend.cold_logprobs = [-3.0, -3.0]
@@ -136,7 +136,7 @@ async def test_a_proxy_that_stops_in_the_midst_of_that_takes_all_out(tmp_path: P
 
 
 @on_loop
-async def test_who_was_just_restoring_it_starts_otherwise(tmp_path: Path) -> None:
+async def test_request_restoring_suspect_prefix_starts_cold(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         backend = proxy.backend
         await talk(proxy, 1)
@@ -156,7 +156,7 @@ async def test_who_was_just_restoring_it_starts_otherwise(tmp_path: Path) -> Non
 
 
 @on_loop
-async def test_so_is_what_came_from_disk(tmp_path: Path) -> None:
+async def test_differing_restored_prefix_is_quarantined(tmp_path: Path) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         await talk(proxy, 1)
         await proxy.settled()
@@ -169,7 +169,7 @@ async def test_so_is_what_came_from_disk(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_request_of_another_conversation_keeps_what_it_has(tmp_path: Path) -> None:
+async def test_other_conversations_are_kept(tmp_path: Path) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         await proxy.client.post(f"{proxy.url}/v1/completions", json={"prompt": "quite another"})
         proxy.backend.cold_logprobs = [-3.0, -3.0]
@@ -179,7 +179,7 @@ async def test_a_request_of_another_conversation_keeps_what_it_has(tmp_path: Pat
 
 
 @on_loop
-async def test_who_has_started_from_it_meanwhile_leaves_nothing(tmp_path: Path) -> None:
+async def test_request_started_from_suspect_prefix_saves_nothing(tmp_path: Path) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         backend = proxy.backend
         backend.cold_logprobs = [-3.0, -3.0]
@@ -200,7 +200,7 @@ async def test_who_has_started_from_it_meanwhile_leaves_nothing(tmp_path: Path) 
 
 @pytest.mark.parametrize("suspect", [False, True])
 @on_loop
-async def test_nobody_follows_who_has_started_from_it(tmp_path: Path, suspect: bool) -> None:
+async def test_suspect_request_is_not_followed(tmp_path: Path, suspect: bool) -> None:
     async with pair(tmp_path) as proxy:
         backend = proxy.backend
         await talk(proxy, 1)
@@ -219,7 +219,7 @@ async def test_nobody_follows_who_has_started_from_it(tmp_path: Path, suspect: b
 
 
 @on_loop
-async def test_what_could_not_be_dropped_is_not_adopted_again(tmp_path: Path) -> None:
+async def test_undropped_suspect_resident_is_not_adopted_again(tmp_path: Path) -> None:
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         backend = proxy.backend
         backend.cold_logprobs, backend.drops_fail = [-3.0, -3.0], 9
@@ -233,10 +233,8 @@ async def test_what_could_not_be_dropped_is_not_adopted_again(tmp_path: Path) ->
 
 
 @on_loop
-async def test_what_can_not_be_quarantined_yet_is_not_used_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(condemn, "RETRY_INTERVAL_S", 0.0)
+async def test_prefix_is_unused_until_index_can_quarantine_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quarantine_module, "RETRY_INTERVAL_S", 0.0)
     async with pair(tmp_path, audit_fraction=1.0) as proxy:
         quarantine, writable = proxy.index.quarantine, asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The likeliest cause of a miss, from what the planner said and what stands on both sides."""
+"""Causes of misses, from the planner's reason and the texts of both sides."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ USER = {"message": 2, "message_last": 2, "role": "user"}
 ANSWER = {"message": 3, "message_last": 3, "role": "assistant"}
 
 
-def parted(old: str = "", new: str = "", **fields: object) -> Divergence:
+def make_divergence(old: str = "", new: str = "", **fields: object) -> Divergence:
     values = {"at": 40, "begins": 8, "stored": b"", "prompt": b"", "messages": 4, **fields}
     return Divergence(**values, stored_text=old, prompt_text=new)  # type: ignore[arg-type]
 
@@ -50,12 +50,12 @@ def parted(old: str = "", new: str = "", **fields: object) -> Divergence:
         ("a sentence of another version", "unknown"),
     ],
 )
-def test_what_the_planner_says_has_a_cause(why: str, cause: str) -> None:
+def test_planner_reasons_have_causes(why: str, cause: str) -> None:
     assert find_cause(why, None) == cause
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("addition", "cause"),
     [
         (", in message 3 (assistant): the template leaves out its reasoning", "reasoning-left-out"),
         (", in message 1 (system): a time of day in line 2 of the system text is new", "timestamp"),
@@ -67,8 +67,8 @@ def test_what_the_planner_says_has_a_cause(why: str, cause: str) -> None:
         (", in the tools: tools: look changed; walk new", "tools-changed"),
     ],
 )
-def test_what_is_known_of_the_place_comes_first(said: str, cause: str) -> None:
-    assert find_cause(DIFFERS + said, parted("one thing", "another", **USER)) == cause
+def test_named_place_decides_before_texts(addition: str, cause: str) -> None:
+    assert find_cause(DIFFERS + addition, make_divergence("one thing", "another", **USER)) == cause
 
 
 @pytest.mark.parametrize(
@@ -107,35 +107,35 @@ def test_what_is_known_of_the_place_comes_first(said: str, cause: str) -> None:
         ("once upon a time", "once more", {"messages": 0}, "differs"),
     ],
 )  # fmt: skip
-def test_two_texts_tell_a_cause(old: str, new: str, place: dict[str, object], cause: str) -> None:
-    assert find_cause(DIFFERS, parted(old, new, **place)) == cause
+def test_texts_of_both_sides_decide(old: str, new: str, place: dict[str, object], cause: str) -> None:
+    assert find_cause(DIFFERS, make_divergence(old, new, **place)) == cause
 
 
 @pytest.mark.parametrize("client", ["claude-code", "codex"])
-def test_the_date_that_a_real_client_tells_is_found_the_day_after(client: str) -> None:
+def test_date_in_real_client_prompt_is_found(client: str) -> None:
     sent = (FIXTURES / f"{client}.json").read_text()
     at = sent.index("2026-01-02")
     old = sent[at - 120 : at + 200]
-    assert find_cause(DIFFERS, parted(old, old.replace("2026-01-02", "2026-01-03"), **USER)) == "date"
+    assert find_cause(DIFFERS, make_divergence(old, old.replace("2026-01-02", "2026-01-03"), **USER)) == "date"
 
 
-def test_without_texts_the_place_decides() -> None:
-    assert find_cause(DIFFERS, parted(**SYSTEM)) == "system-edited"
-    assert find_cause(DIFFERS, parted(role="tools")) == "tools-changed"
-    said = ", in message 3 (assistant): it came without reasoning"
-    assert find_cause(DIFFERS + said, parted(**ANSWER)) == "reasoning-dropped"
-    assert find_cause(DIFFERS + said, parted("It is Anna.", "It was Anna.", **ANSWER)) == "answer-changed"
-    assert find_cause(DIFFERS, parted(message=2, message_last=7, messages=9)) == "message-edited"
+def test_role_decides_without_texts() -> None:
+    assert find_cause(DIFFERS, make_divergence(**SYSTEM)) == "system-edited"
+    assert find_cause(DIFFERS, make_divergence(role="tools")) == "tools-changed"
+    addition = ", in message 3 (assistant): it came without reasoning"
+    assert find_cause(DIFFERS + addition, make_divergence(**ANSWER)) == "reasoning-dropped"
+    assert find_cause(DIFFERS + addition, make_divergence("It is Anna.", "It was Anna.", **ANSWER)) == "answer-changed"
+    assert find_cause(DIFFERS, make_divergence(message=2, message_last=7, messages=9)) == "message-edited"
 
 
-def test_what_else_kept_a_start_from_being_warmer() -> None:
+def test_secondary_causes() -> None:
     why = "stored up to token 812; no checkpoint after token 512; exact mode keeps and reuses multiples of 128 tokens"
     assert find_cause(why, None) == "no-checkpoint"
     assert find_secondary_causes(why, "no-checkpoint") == ["exact-grid"]
 
 
-def test_the_docs_show_the_table() -> None:
-    told = re.findall(
+def test_docs_have_the_table_of_causes() -> None:
+    rows = re.findall(
         r"^\| `([\w-]+)` \| (.+?) \| (.*?) ?\|$", (ROOT / "docs" / "explain.md").read_text(), re.MULTILINE
     )
-    assert told == [(name, cause.meaning, cause.advice) for name, cause in CAUSES.items()]
+    assert rows == [(name, cause.meaning, cause.advice) for name, cause in CAUSES.items()]

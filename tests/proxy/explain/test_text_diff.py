@@ -1,4 +1,4 @@
-"""What differs in two texts, as people would mark it."""
+"""Differences of two texts, as marked ranges."""
 
 import pytest
 
@@ -19,12 +19,12 @@ from warmline_proxy.explain.text_diff import diff_texts
         ("", "", ([], [])),
     ],
 )
-def test_words_that_differ_are_marked(old: str, new: str, marked: tuple[list[str], list[str]]) -> None:
+def test_differing_words_are_marked(old: str, new: str, marked: tuple[list[str], list[str]]) -> None:
     ranges = diff_texts(old, new)
     assert tuple([text[a:b] for a, b in each] for text, each in zip((old, new), ranges, strict=True)) == marked
 
 
-def test_long_texts_that_say_the_same_again_and_again_are_marked_at_once() -> None:
-    """Compared word by word they take minutes, and a prompt may well end in a table of zeros."""
+def test_long_repetitive_texts_are_compared_fast() -> None:
+    """Compared word by word they would take minutes."""
     old, new = "x" + "a," * 3000, "y" + "b," * 3000
     assert diff_texts(old, new) == ([(0, len(old))], [(0, len(new))])

@@ -1,4 +1,4 @@
-"""What changes at the top of prompts: found, named, and evened out."""
+"""Volatile text in prompt heads: found, described, and stabilized."""
 
 import msgspec
 import pytest
@@ -29,7 +29,7 @@ def tool(name: str, **parameters: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("text", "what", "steady"),
+    ("text", "description", "stabilized"),
     [
         ("now 2026-11-28T14:22:33Z.", "a time", "now 2026-11-28 [time]."),
         ("now 2026-11-28 14:22:33.123+01:00,", "a time", "now 2026-11-28 [time],"),
@@ -46,9 +46,9 @@ def tool(name: str, **parameters: object) -> dict[str, object]:
         ("x-anthropic-billing-header: cc_version=2.1; cch=3f2b8;\nYou are", "a billing header", "You are"),
     ],
 )
-def test_what_changes_from_request_to_request_is_found(text: str, what: str, steady: str) -> None:
-    assert [span.description for span in find_volatile_spans(text)] == [what]
-    assert stabilize_text(text, RULES)[0] == steady
+def test_volatile_text_is_found_and_replaced(text: str, description: str, stabilized: str) -> None:
+    assert [span.description for span in find_volatile_spans(text)] == [description]
+    assert stabilize_text(text, RULES)[0] == stabilized
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_what_changes_from_request_to_request_is_found(text: str, what: str, ste
         "call 555-1234 at room 12/2024, snake_case_names_that_are_quite_long, a number 1234567890123456",
     ],
 )
-def test_what_stays_is_left_alone(text: str) -> None:
+def test_constant_text_is_not_volatile(text: str) -> None:
     assert [text[span.start : span.end] for span in find_volatile_spans(text)] == []
 
 
-def test_a_rule_touches_only_what_it_is_for() -> None:
+def test_rules_replace_only_their_own_spans() -> None:
     text = f"{UUID} at 14:22 on 2026-11-28"
     assert stabilize_text(text, [TIMES]) == (f"{UUID} at [time] on 2026-11-28", {TIMES: 1})
     assert stabilize_text(text, [DATES, IDS]) == ("[id] at 14:22 on [date]", {DATES: 1, IDS: 1})
@@ -72,12 +72,12 @@ def test_a_rule_touches_only_what_it_is_for() -> None:
     assert stabilize_text("x-anthropic-billing-header: a\nb", [BILLING]) == ("b", {BILLING: 1})
 
 
-def test_a_large_text_costs_little_whatever_is_in_it() -> None:
+def test_large_texts_are_searched_fast() -> None:
     for text in ("a-" * 200_000, "0" * 400_000, "f" * 400_000, "1:" * 200_000, "ab_" + "A" * 400_000):
         assert stabilize_text(text, RULES)[0] == text
 
 
-def test_a_head_is_what_stands_before_the_talk_and_tools() -> None:
+def test_head_has_leading_system_texts_and_tools() -> None:
     messages = [
         {"role": "system", "content": "one"},
         {"role": "developer", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": "three"}]},
@@ -107,17 +107,17 @@ def test_a_head_is_what_stands_before_the_talk_and_tools() -> None:
         ("same", "same", ""),
     ],
 )
-def test_what_changed_in_a_system_text_is_named_where_it_means_nothing(old: str, new: str, why: str) -> None:
+def test_volatile_changes_of_system_text_are_described(old: str, new: str, why: str) -> None:
     assert describe_changes(PromptHead(old, ()), PromptHead(new, ())) == why
 
 
-def test_what_changed_is_found_deep_in_a_long_text() -> None:
+def test_change_deep_in_long_system_text_is_described() -> None:
     before = "Be brief, id 12.\n" * 10_000 + "x" * 10_000
     old, new = (PromptHead(f"{before} It is 14:2{minute}.", ()) for minute in (2, 3))
     assert describe_changes(old, new) == "a time of day in line 10001 of the system text is new"
 
 
-def test_of_what_is_too_long_nothing_is_kept() -> None:
+def test_too_long_texts_and_tools_are_left_out() -> None:
     system, tools = "x" * (TEXT_CHARS_MAX + 1), [tool("a", text="x" * TOOLS_BYTES_MAX)]
     body = {"messages": [{"role": "system", "content": system}], "tools": tools}
     raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()}
@@ -126,7 +126,7 @@ def test_of_what_is_too_long_nothing_is_kept() -> None:
     assert stabilize_text(f"It is 14:22. {late}", RULES) == (f"It is [time]. {late}", {TIMES: 1})
 
 
-def test_what_changed_in_tools_is_named() -> None:
+def test_changes_of_tools_are_described() -> None:
     def head(*tools: dict[str, object]) -> PromptHead:
         return extract_head({"messages": [], "tools": list(tools)})
 
@@ -139,7 +139,7 @@ def test_what_changed_in_tools_is_named() -> None:
     assert describe_changes(head(), head(a)) == ""
 
 
-def test_a_new_head_is_compared_with_the_most_similar_of_the_last_ones() -> None:
+def test_head_is_compared_with_most_similar_recent_one() -> None:
     heads, root = PromptHeadCache(), b"r" * 16
     assert heads.explain_change(root, PromptHead("It is 14:22.", ())) == ""
     heads.add(root, PromptHead("It is 14:22.", ()))
@@ -154,7 +154,7 @@ def test_a_new_head_is_compared_with_the_most_similar_of_the_last_ones() -> None
     assert heads.explain_change(root, PromptHead("It is 14:23.", ())) == ""
 
 
-def test_a_head_is_compared_with_none_of_another_namespace() -> None:
+def test_heads_of_other_namespaces_are_not_compared() -> None:
     heads, mine, yours = PromptHeadCache(), b"m" * 16, b"y" * 16
     old, new = (extract_head({"messages": [], "tools": tools}) for tools in ([tool("a")], [tool("a"), tool("hush")]))
     heads.add(mine, new)
@@ -164,7 +164,7 @@ def test_a_head_is_compared_with_none_of_another_namespace() -> None:
     assert heads.explain_change(mine, old) == "tools: hush gone"
 
 
-def test_rules_even_out_the_head_and_nothing_else() -> None:
+def test_rules_stabilize_only_the_head() -> None:
     talk = {"role": "user", "content": f"at 14:22 {UUID}"}
     body = {
         "messages": [{"role": "system", "content": [{"type": "text", "text": "It is 14:22."}]}, talk],
@@ -173,16 +173,16 @@ def test_rules_even_out_the_head_and_nothing_else() -> None:
     }
     raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()}
     for given in (body, raw):
-        steady, counts = stabilize_fields(given, RULES)
-        read = msgspec.json.decode(msgspec.json.encode(steady))
+        stabilized, counts = stabilize_fields(given, RULES)
+        read = msgspec.json.decode(msgspec.json.encode(stabilized))
         assert read["messages"] == [{"role": "system", "content": [{"type": "text", "text": "It is [time]."}]}, talk]
         assert read["tools"] == [tool("a"), tool("b")] and read["temperature"] == 1
         assert counts == {TIMES: 1, TOOL_ORDER: 1}
-        assert stabilize_fields(steady, RULES) == (steady, {})
+        assert stabilize_fields(stabilized, RULES) == (stabilized, {})
     assert body["messages"][0]["content"][0]["text"] == "It is 14:22.", "the client's own body is left as it is"
 
 
-def test_a_body_that_needs_no_rule_stays_the_very_same() -> None:
+def test_body_without_changes_is_returned_itself() -> None:
     for body in ({"messages": [{"role": "system", "content": "Be brief."}]}, {"messages": 3}, {"prompt": "14:22"}):
-        steady, counts = stabilize_fields(body, RULES)
-        assert steady is body and not counts
+        stabilized, counts = stabilize_fields(body, RULES)
+        assert stabilized is body and not counts

@@ -1,4 +1,4 @@
-"""Garbage goes, what is being written stays, and the budget is brought down to where it is wanted."""
+"""Garbage collection: orphans, expired records and turns, eviction to the budget."""
 
 import os
 import time
@@ -9,7 +9,7 @@ import pytest
 
 from support.index.indexes import commit, make_home, matched, planned, save, turn, write_plan
 from warmline_proxy.index.index import Index
-from warmline_proxy.index.recovery import orphans as strays
+from warmline_proxy.index.recovery import orphans
 from warmline_proxy.retention.gc import ORPHAN_AGE_MIN_S, RECORD_AGE_MAX_S, collect_garbage
 from warmline_proxy.retention.pin import pin_session
 from warmline_proxy.store.rows import GcRequest, PinRequest, RequestRecord
@@ -26,11 +26,11 @@ def index(tmp_path: Path) -> Iterator[Index]:
         yield index
 
 
-def record(at: float) -> RequestRecord:
+def make_record(at: float) -> RequestRecord:
     return RequestRecord(id=f"{at}", at=at, endpoint="chat", client_model="m", outcome="ok", source="cold")
 
 
-def stray(index: Index, name: str, age_s: float) -> Path:
+def write_orphan(index: Index, name: str, age_s: float) -> Path:
     path = index.home.segments / name[:2] / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"abc")
@@ -38,50 +38,48 @@ def stray(index: Index, name: str, age_s: float) -> Path:
     return path
 
 
-def test_a_tidy_home_stays_as_it_is(index: Index) -> None:
+def test_gc_changes_nothing_in_clean_home(index: Index) -> None:
     reply = collect_garbage(index, GcRequest(), is_saving=False)
     assert (reply.evicted, reply.orphans, reply.drafts, reply.doomed, reply.records) == ([], 0, 0, 0, 0)
     assert 0 < reply.bytes_after <= reply.bytes_before and reply.bytes_wanted == 1 << 30
     assert matched(index, A[:1500]) == 1500 and index.verify(deep=True) == []
 
 
-@pytest.mark.parametrize("saving", [False, True])
-def test_files_that_nobody_claims_go(index: Index, saving: bool) -> None:
+@pytest.mark.parametrize("is_saving", [False, True])
+def test_gc_deletes_orphans_and_keeps_files_being_saved(index: Index, is_saving: bool) -> None:
     old, new = ORPHAN_AGE_MIN_S + 60, 1.0
-    paths = {age: [stray(index, "ab" * 16 + ".safetensors", age)] for age in (old,)}
-    paths[old].append(stray(index, ".ab.tmp", old))
-    paths[new] = [stray(index, "cd" * 16 + ".safetensors", new)]
+    paths = {age: [write_orphan(index, "ab" * 16 + ".safetensors", age)] for age in (old,)}
+    paths[old].append(write_orphan(index, ".ab.tmp", old))
+    paths[new] = [write_orphan(index, "cd" * 16 + ".safetensors", new)]
     plan = planned(index, [7] * 100)
     write_plan(index.home, plan)
     os.utime(index.home.segment_file(plan.segments[0].id), (0, 0))
-    reply = collect_garbage(index, GcRequest(), is_saving=saving)
+    reply = collect_garbage(index, GcRequest(), is_saving=is_saving)
     assert not any(path.exists() for path in paths[old])
-    assert paths[new][0].exists() is saving, "a backend that runs may be writing it"
-    assert (reply.orphans, reply.drafts, reply.bytes_strays) == (1 if saving else 2, 1, 6 if saving else 9)
-    assert commit(index, plan).tokens_saved == 100, "what is being saved is left alone"
+    assert paths[new][0].exists() is is_saving, "a running backend may be writing it"
+    assert (reply.orphans, reply.drafts, reply.bytes_strays) == (1 if is_saving else 2, 1, 6 if is_saving else 9)
+    assert commit(index, plan).tokens_saved == 100, "files being saved are kept"
 
 
-def test_a_file_that_goes_while_files_are_looked_at_is_no_failure(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a save is done with, or a sweep, is listed and then gone."""
-    gone, claimed = stray(index, ".ab.tmp", ORPHAN_AGE_MIN_S + 60), strays._list_claimed
+def test_gc_ignores_file_deleted_during_scan(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves and sweeps delete listed files."""
+    orphan, list_claimed = write_orphan(index, ".ab.tmp", ORPHAN_AGE_MIN_S + 60), orphans._list_claimed
 
-    def slowly(tables: Tables) -> set[str]:
-        gone.unlink()
-        return claimed(tables)
+    def list_after_deletion(tables: Tables) -> set[str]:
+        orphan.unlink()
+        return list_claimed(tables)
 
-    monkeypatch.setattr(strays, "_list_claimed", slowly)
+    monkeypatch.setattr(orphans, "_list_claimed", list_after_deletion)
     assert collect_garbage(index, GcRequest(), is_saving=True).drafts == 0
 
 
-def test_it_evicts_down_to_what_is_asked_for_but_for_what_is_pinned(index: Index) -> None:
-    (kept,) = [row.id for row in index.sessions() if row.client == "kept"]
-    told = list[str]()
-    index.on_evicted = lambda why, files, size: told.append(f"{why}: {files}")
-    pin_session(index, PinRequest(session=kept))
+def test_gc_evicts_to_requested_bytes_except_pinned(index: Index) -> None:
+    (kept_session,) = [row.id for row in index.sessions() if row.client == "kept"]
+    evictions = list[str]()
+    index.on_evicted = lambda why, files, size: evictions.append(f"{why}: {files}")
+    pin_session(index, PinRequest(session=kept_session))
     reply = collect_garbage(index, GcRequest(to_bytes=0), is_saving=True)
-    assert told == ["budget: 1"], "the disk was not full"
+    assert evictions == ["budget: 1"], "the disk was not full"
     assert len(reply.evicted) == 1 and reply.bytes_after < reply.bytes_before
     assert (matched(index, A[:1500]), matched(index, [3] * 2000)) == (1500, 0)
     assert reply.bytes_wanted == 0 < reply.bytes_after
@@ -89,25 +87,25 @@ def test_it_evicts_down_to_what_is_asked_for_but_for_what_is_pinned(index: Index
         collect_garbage(index, GcRequest(to_bytes=-1), is_saving=True)
 
 
-def test_it_evicts_to_the_budget(index: Index) -> None:
+def test_gc_evicts_to_budget(index: Index) -> None:
     index.budget_bytes = index.totals().bytes_used - 1000
     reply = collect_garbage(index, GcRequest(), is_saving=True)
     assert reply.bytes_after <= reply.bytes_wanted == index.budget_bytes
 
 
-def test_old_records_and_turns_go(index: Index) -> None:
+def test_gc_deletes_expired_records_and_turns(index: Index) -> None:
     old, new = time.time() - RECORD_AGE_MAX_S - 60, time.time()
-    kept = index.sessions()[0].id
+    kept_session = index.sessions()[0].id
     for at in (old, new):
-        index.record_request(record(at))
-    for number, (at, session) in enumerate([(old, ""), (old, kept), (new, "")]):
+        index.record_request(make_record(at))
+    for number, (at, session) in enumerate([(old, ""), (old, kept_session), (new, "")]):
         index.record_turn(turn(number, at=at, session=session))
     reply = collect_garbage(index, GcRequest(), is_saving=True)
     assert (reply.records, reply.turns) == (1, 1)
     assert [row.at for row in index.requests()] == [new] and index.totals().turns == 2
 
 
-def test_notes_on_what_is_gone_go_where_no_more_fit(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_clears_removal_reasons_at_limit(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     index.free_bytes(1 << 30)
     assert collect_garbage(index, GcRequest(), is_saving=True).notes == 0
     monkeypatch.setattr("warmline_proxy.retention.gc.REMOVAL_REASONS_MAX", 2)

@@ -1,4 +1,4 @@
-"""Pinned conversations outlive eviction, within their share of the budget."""
+"""Pins: conversations exempt from eviction, within their share of the budget."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ BUDGET = 4_000_000
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[Index]:
-    """A stem of 1,500 tokens; "first" and "second" branch off it, "other" stands alone."""
+    """Index with a prefix of 1,500 tokens, its branches "first" and "second", and "other"."""
     with Index(make_home(tmp_path / "home"), BUDGET) as index:
         save(index, [*A[:1500], 1, 1], checkpoints=[1000], turn_end=1501, client="first")
         save(index, [*A[:1500], 2, 2], turn_end=1501, client="second")
@@ -26,68 +26,71 @@ def index(tmp_path: Path) -> Iterator[Index]:
         yield index
 
 
-def called(index: Index, client: str) -> str:
+def find_session(index: Index, client: str) -> str:
     (found,) = [row.id for row in index.sessions() if row.client == client]
     return found
 
 
-def pinned(index: Index) -> set[tuple[int, int]]:
+def pinned_spans(index: Index) -> set[tuple[int, int]]:
     return {(row.start, row.end) for row in index.segments() if row.pinned}
 
 
-def test_what_is_pinned_is_not_evicted(index: Index) -> None:
-    reply = pin_session(index, PinRequest(session=called(index, "second")))
-    assert (reply.pinned, len(reply.segments), pinned(index)) == (True, 2, {(0, 1502), (1500, 1502)})
+def test_pinned_segments_are_not_evicted(index: Index) -> None:
+    reply = pin_session(index, PinRequest(session=find_session(index, "second")))
+    assert (reply.pinned, len(reply.segments), pinned_spans(index)) == (True, 2, {(0, 1502), (1500, 1502)})
     snapshot = index.snapshot()
     assert reply.bytes_pinned == count_bytes(snapshot, set(reply.segments)) > 0
     assert reply.bytes_pinned_max == pin_limit_bytes(BUDGET)
     index.free_bytes(BUDGET)
     assert matched(index, [*A[:1500], 2, 2]) == 1502 and matched(index, [3] * 9) == 0
-    assert len(index.checkpoints()) == 1, "nor is a state on it"
+    assert len(index.checkpoints()) == 1, "nor is its checkpoint"
     assert index.verify() == []
 
 
-def test_a_segment_stays_pinned_while_any_pinned_conversation_had_it(index: Index) -> None:
+def test_shared_segment_stays_pinned_until_last_unpin(index: Index) -> None:
     for name in ("first", "second"):
-        pin_session(index, PinRequest(session=called(index, name)))
-    off = pin_session(index, PinRequest(session=called(index, "second"), off=True))
-    assert len(off.segments) == 1 and pinned(index) == {(0, 1502)}
-    off = pin_session(index, PinRequest(session=called(index, "first"), off=True))
-    assert len(off.segments) == 1 and off.bytes_pinned == 0 and pinned(index) == set()
-    again = pin_session(index, PinRequest(session=called(index, "first"), off=True))
+        pin_session(index, PinRequest(session=find_session(index, name)))
+    off = pin_session(index, PinRequest(session=find_session(index, "second"), off=True))
+    assert len(off.segments) == 1 and pinned_spans(index) == {(0, 1502)}
+    off = pin_session(index, PinRequest(session=find_session(index, "first"), off=True))
+    assert len(off.segments) == 1 and off.bytes_pinned == 0 and pinned_spans(index) == set()
+    again = pin_session(index, PinRequest(session=find_session(index, "first"), off=True))
     assert again.segments == []
 
 
-def test_what_it_gains_is_pinned_when_it_is_pinned_again(index: Index) -> None:
-    other = called(index, "other")
+def test_new_segments_are_pinned_by_pinning_again(index: Index) -> None:
+    other = find_session(index, "other")
     pin_session(index, PinRequest(session=other))
     save(index, [3] * 2100, turn_end=2000, client="other")
-    assert called(index, "other") == other and pinned(index) == {(0, 2000)}
-    assert pin_session(index, PinRequest(session=other)).segments != [] and pinned(index) == {(0, 2000), (2000, 2100)}
+    assert find_session(index, "other") == other and pinned_spans(index) == {(0, 2000)}
+    assert pin_session(index, PinRequest(session=other)).segments != [] and pinned_spans(index) == {
+        (0, 2000),
+        (2000, 2100),
+    }
     assert {row.client for row in index.sessions() if row.pinned} == {"other"}
 
 
-def test_no_more_is_pinned_than_the_budget_has_room_for(index: Index) -> None:
+def test_pin_beyond_share_of_budget_is_refused(index: Index) -> None:
     index.budget_bytes = 60_000
-    pin_session(index, PinRequest(session=called(index, "first")))
+    pin_session(index, PinRequest(session=find_session(index, "first")))
     with pytest.raises(PinLimitError, match=r"would be pinned \(now [\d,]+\), and no more than 48,000 may be"):
-        pin_session(index, PinRequest(session=called(index, "other")))
-    assert pinned(index) == {(0, 1502)}
+        pin_session(index, PinRequest(session=find_session(index, "other")))
+    assert pinned_spans(index) == {(0, 1502)}
     with pytest.raises(UnknownSessionError, match="feedfeed"):
         pin_session(index, PinRequest(session="feedfeed"))
 
 
-def test_what_a_purged_conversation_had_pinned_may_be_evicted_again(index: Index) -> None:
-    """The stem, which another one stands on, would stay for good: nobody is left to unpin it."""
-    pin_session(index, PinRequest(session=called(index, "first")))
-    purge(index, PurgeRequest(session=called(index, "first")))
-    assert pinned(index) == set() and matched(index, [*A[:1500], 2, 2]) == 1502
+def test_purge_unpins_segments_that_others_need(index: Index) -> None:
+    """The shared segment would stay pinned for good, without a session to unpin."""
+    pin_session(index, PinRequest(session=find_session(index, "first")))
+    purge(index, PurgeRequest(session=find_session(index, "first")))
+    assert pinned_spans(index) == set() and matched(index, [*A[:1500], 2, 2]) == 1502
 
 
-def test_what_a_conversation_had_pinned_that_was_lost_is_let_go_of_by_gc(index: Index) -> None:
-    second = called(index, "second")
+def test_gc_unpins_segments_of_lost_session(index: Index) -> None:
+    second = find_session(index, "second")
     pin_session(index, PinRequest(session=second))
     index.quarantine(index.segment_path(index.snapshot().sessions[second].leaf)[-1].id, "checksum")
-    assert second not in index.snapshot().sessions and pinned(index) == {(0, 1502)}
+    assert second not in index.snapshot().sessions and pinned_spans(index) == {(0, 1502)}
     collect_garbage(index, GcRequest(), is_saving=True)
-    assert pinned(index) == set()
+    assert pinned_spans(index) == set()

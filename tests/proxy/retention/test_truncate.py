@@ -1,4 +1,4 @@
-"""What only a purged conversation needs of a segment that others stand on is cut away; all others stay as they are."""
+"""Truncation: tails that only a purged conversation needs are removed; all else stays."""
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ from warmline_proxy.retention.purge import purge
 from warmline_proxy.store.rows import GcRequest, PinRequest, PurgeRequest, Truncation
 
 
-def test_the_tail_is_gone_from_every_file_and_the_other_one_goes_on(index: Index) -> None:
+def test_purge_truncates_shared_segment_to_needed_rows(index: Index) -> None:
     session = save(index, LONG, [20, 100, 300])
     save(index, SHORT, [60])
     old, before = segment(index, LONG), index.totals().bytes_used
@@ -33,18 +33,18 @@ def test_the_tail_is_gone_from_every_file_and_the_other_one_goes_on(index: Index
     check_content(index, SHORT, checkpoints=[20, 60])
 
 
-def test_the_longest_need_counts(index: Index) -> None:
+def test_segment_is_cut_at_longest_need(index: Index) -> None:
     session = save(index, LONG)
     save(index, SHORT)
     save(index, DEEP)
-    ends_within = save(index, [*LONG[:150]], [150])  # all of it was there; it ends in the midst
+    shorter = save(index, [*LONG[:150]], [150])  # a stored prefix that ends within the segment
     assert [(cut.until, cut.end) for cut in purged(index, session).cuts] == [(150, 300)]
-    assert [(cut.until, cut.end) for cut in purged(index, ends_within).cuts] == [(130, 150)]
+    assert [(cut.until, cut.end) for cut in purged(index, shorter).cuts] == [(130, 150)]
     assert (stored(index, LONG), stored(index, SHORT), stored(index, DEEP)) == (130, len(SHORT), len(DEEP))
 
 
-def test_of_a_path_every_segment_is_cut_where_it_has_a_tail(index: Index) -> None:
-    """The second one hangs within the first; the conversation wrote both, and has left them."""
+def test_every_segment_of_path_is_cut(index: Index) -> None:
+    """The second segment branches off within the first; the session wrote both."""
     session = save(index, LONG)
     other = [*LONG[:200], *range(7000, 7200)]
     save(index, other)
@@ -53,16 +53,16 @@ def test_of_a_path_every_segment_is_cut_where_it_has_a_tail(index: Index) -> Non
     for row in index.segments():
         if row.end < len(last) or row.start == 200:
             index.transact(lambda tables, row=row: tables.update_segment(msgspec.structs.replace(row, session=session)))
-    (gone,) = [row.id for row in index.sessions() if row.tokens == len(other)]
-    index.transact(lambda tables: tables.remove_session(gone))
+    (gone_session,) = [row.id for row in index.sessions() if row.tokens == len(other)]
+    index.transact(lambda tables: tables.remove_session(gone_session))
     reply = purged(index, session)
     assert sorted((cut.until, cut.end) for cut in reply.cuts) == [(200, 300), (250, 400)]
     assert holding(index.home, LONG[200:202]) == holding(index.home, other[250:252]) == []
     check_content(index, last)
 
 
-def test_what_builds_on_the_tail_goes_with_it(index: Index) -> None:
-    """A branch that nobody ends in, of what is purged."""
+def test_descendants_of_tail_are_removed(index: Index) -> None:
+    """A branch of the purged session in which no session ends."""
     session = save(index, LONG)
     save(index, SHORT)
     branch = save(index, DEEP)
@@ -72,8 +72,8 @@ def test_what_builds_on_the_tail_goes_with_it(index: Index) -> None:
     assert stored(index, DEEP) == 30 and holding(index.home, DEEP[-2:]) == []
 
 
-def test_a_branch_that_another_conversation_has_left_stays_its_own(index: Index) -> None:
-    """It may come back there, and nothing of it was said in the one that is purged."""
+def test_abandoned_branch_of_stored_session_is_kept(index: Index) -> None:
+    """Its client may come back, and no purged token is in it."""
     save(index, LONG, client="mine")
     save(index, [*LONG[:299], 1, 2, 3], client="mine")
     assert len(index.sessions()) == 1
@@ -83,7 +83,7 @@ def test_a_branch_that_another_conversation_has_left_stays_its_own(index: Index)
     assert collect_garbage(index, GcRequest(), is_saving=False).cuts == [] and stored(index, LONG) == 300
 
 
-def test_old_conversations_leave_no_tails_either(index: Index) -> None:
+def test_purge_by_age_truncates_tails(index: Index) -> None:
     old = save(index, LONG)
     save(index, SHORT)
     (row,) = [row for row in index.sessions() if row.id == old]
@@ -94,7 +94,7 @@ def test_old_conversations_leave_no_tails_either(index: Index) -> None:
     check_content(index, SHORT)
 
 
-def test_pins_and_use_are_the_shorter_ones(index: Index) -> None:
+def test_copy_takes_over_pin_usage_and_cost(index: Index) -> None:
     session = save(index, LONG)
     other = save(index, SHORT)
     pin_session(index, PinRequest(session=session))
@@ -109,7 +109,7 @@ def test_pins_and_use_are_the_shorter_ones(index: Index) -> None:
     assert not any(row.pinned for row in index.segments())
 
 
-def test_a_restore_that_reads_it_goes_on(index: Index) -> None:
+def test_leased_segment_file_stays_until_release(index: Index) -> None:
     session = save(index, LONG)
     save(index, SHORT)
     old = segment(index, LONG)
@@ -121,28 +121,28 @@ def test_a_restore_that_reads_it_goes_on(index: Index) -> None:
     assert not index.home.segment_file(old.id).exists()
 
 
-# ---- children whose file names a parent that is another one now
+# ---- children whose files name a replaced parent
 
 
-@pytest.mark.parametrize("then", ["nothing", "save", "purge"])
-def test_an_index_that_is_lost_finds_the_children_of_what_was_cut(index: Index, then: str) -> None:
+@pytest.mark.parametrize("later", ["nothing", "save", "purge"])
+def test_rebuild_finds_children_of_truncated_segment(index: Index, later: str) -> None:
     session = save(index, LONG, [20])
     save(index, SHORT, [60])
     purged(index, session)
-    if then == "save":
+    if later == "save":
         save(index, LONG, [300])
-    if then == "purge":  # cut once more
+    if later == "purge":  # cut once more
         save(index, LONG[:20], [10])
         purged(index, next(row.id for row in index.sessions() if row.tokens == len(SHORT)))
-    known = {row.id: (row.parent, row.start, row.end) for row in index.segments()}
+    rows_before = {row.id: (row.parent, row.start, row.end) for row in index.segments()}
     index.transact(forget_all)
     assert repair(index, deep=True, is_saving=False).did
-    assert {row.id: (row.parent, row.start, row.end) for row in index.segments()} == known
-    if then != "purge":
+    assert {row.id: (row.parent, row.start, row.end) for row in index.segments()} == rows_before
+    if later != "purge":
         check_content(index, SHORT, checkpoints=[20, 60])
 
 
-def test_where_the_shorter_file_is_damaged_what_builds_on_it_is_set_aside_with_it(index: Index) -> None:
+def test_damaged_copy_is_quarantined_with_descendants(index: Index) -> None:
     session = save(index, LONG)
     save(index, SHORT)
     purged(index, session)
@@ -155,9 +155,9 @@ def test_where_the_shorter_file_is_damaged_what_builds_on_it_is_set_aside_with_i
     assert reasons == ["builds", "checksum"] and index.segments() == []
 
 
-def test_what_is_left_can_be_moved(index: Index, other: Index) -> None:
+def test_truncated_conversation_can_be_exported(index: Index, other: Index) -> None:
     session = save(index, LONG, [20])
-    left = save(index, SHORT, [60])
+    other_session = save(index, SHORT, [60])
     purged(index, session)
-    imported(other, archived(index, left))
+    imported(other, archived(index, other_session))
     check_content(other, SHORT, checkpoints=[20, 60])

@@ -1,4 +1,4 @@
-"""Of any tree any conversation can be purged, to the token, and be stored again."""
+"""Property: any conversation of any tree can be purged to the token, and stored again."""
 
 import tempfile
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from support.index.archives import check_content, save
 from support.index.indexes import BUDGET, make_home
 from support.index.truncation import ROOT, forget_all, holding, purged, stored
 from warmline_common.protocol.tokens import count_common_tokens, pack_tokens, unpack_tokens
-from warmline_proxy.index import save as index_save
+from warmline_proxy.index import save as save_module
 from warmline_proxy.index.index import Index
 from warmline_proxy.index.recovery.repair import repair
 from warmline_proxy.store.rows import SessionRow
 
 
 @dataclass(frozen=True)
-class Talk:
-    """Goes on from a share of an earlier one; `base`: 0 the last."""
+class Conversation:
+    """Conversation that keeps a share of an earlier one; `base`: 0 the last one."""
 
     base: int
     keep: float
@@ -29,55 +29,66 @@ class Talk:
     states: list[float]
 
 
-TALKS = st.builds(
-    Talk, st.integers(0, 9), st.sampled_from([0.1, 0.5, 0.9, 1.0]), st.integers(2, 200), st.lists(st.floats(0.1, 1))
+CONVERSATIONS = st.builds(
+    Conversation,
+    st.integers(0, 9),
+    st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    st.integers(2, 200),
+    st.lists(st.floats(0.1, 1)),
 )
 
 
 @settings(max_examples=25)
-@given(talks=st.lists(TALKS, min_size=2, max_size=6), order=st.lists(st.integers(0, 9), min_size=1, max_size=3))
-def test_of_any_tree_any_conversation_goes_to_the_token(talks: list[Talk], order: list[int]) -> None:
+@given(
+    conversations=st.lists(CONVERSATIONS, min_size=2, max_size=6),
+    order=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+)
+def test_any_conversation_of_any_tree_is_purged_to_the_token(
+    conversations: list[Conversation], order: list[int]
+) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         Index(make_home(Path(folder)), BUDGET) as index,
-        mock.patch.multiple(index_save, SEGMENT_TOKENS_MAX=150, SMALL_TOKENS=70),
+        mock.patch.multiple(save_module, SEGMENT_TOKENS_MAX=150, SMALL_SEGMENT_TOKENS=70),
     ):
-        grow(index, talks)
-        for which in order:
+        grow(index, conversations)
+        for number in order:
             if sessions := sorted(index.sessions(), key=lambda row: row.client):
-                check_purge(index, sessions, which % len(sessions))
+                check_purge(index, sessions, number % len(sessions))
         check_regrown(index)
 
 
-def grow(index: Index, talks: Sequence[Talk]) -> None:
+def grow(index: Index, conversations: Sequence[Conversation]) -> None:
     texts: list[list[int]] = [[]]
-    for number, talk in enumerate(talks, 1):
+    for number, talk in enumerate(conversations, 1):
         old = texts[-1 - talk.base % len(texts)]
         texts.append([*old[: round(len(old) * talk.keep)], *range(number << 16, (number << 16) + talk.tail)])
         states = [max(1, round(share * len(texts[-1]))) for share in talk.states]
         save(index, texts[-1], states, client=f"{number}", may_replace=True)
 
 
-def check_purge(index: Index, sessions: Sequence[SessionRow], which: int) -> None:
+def check_purge(index: Index, sessions: Sequence[SessionRow], number: int) -> None:
     texts = {row.id: unpack_tokens(index.path_tokens(row.leaf))[: row.tokens] for row in sessions}
-    gone = texts[sessions[which].id]
-    before = {row.id: states_of(index, texts[row.id]) for row in sessions}
-    purged(index, sessions[which].id)
-    left = [row.id for row in index.sessions()]
-    assert {*left, sessions[which].id} == texts.keys()
-    said = max((count_common_tokens(pack_tokens(gone), pack_tokens(texts[each])) for each in left), default=0)
-    assert stored(index, gone) == said
-    assert len(gone) < said + 2 or holding(index.home, gone[said : said + 2]) == holding(index.home, gone[-2:]) == []
-    for each in left:
+    gone = texts[sessions[number].id]
+    before = {row.id: checkpoint_positions(index, texts[row.id]) for row in sessions}
+    purged(index, sessions[number].id)
+    remaining = [row.id for row in index.sessions()]
+    assert {*remaining, sessions[number].id} == texts.keys()
+    common = max((count_common_tokens(pack_tokens(gone), pack_tokens(texts[each])) for each in remaining), default=0)
+    assert stored(index, gone) == common
+    assert (
+        len(gone) < common + 2 or holding(index.home, gone[common : common + 2]) == holding(index.home, gone[-2:]) == []
+    )
+    for each in remaining:
         check_content(index, texts[each], checkpoints=before[each])
     assert index.verify(deep=True) == []
 
 
 def check_regrown(index: Index) -> None:
-    """All of it is found again from the files alone, whose parents are others than they name."""
+    """Rebuild from the files alone, whose named parents are replaced ones, finds everything again."""
     rows = index.sessions()
     texts = [unpack_tokens(index.path_tokens(row.leaf))[: row.tokens] for row in rows]
-    before = [states_of(index, text) for text in texts]
+    before = [checkpoint_positions(index, text) for text in texts]
     index.transact(forget_all)
     repair(index, deep=False, is_saving=False)
     for text, states in zip(texts, before, strict=True):
@@ -85,5 +96,5 @@ def check_regrown(index: Index) -> None:
     assert index.verify() == []
 
 
-def states_of(index: Index, ids: Sequence[int]) -> list[int]:
+def checkpoint_positions(index: Index, ids: Sequence[int]) -> list[int]:
     return [ref.position for ref in index.match_prefix(ROOT, pack_tokens(ids), len(ids)).checkpoints]

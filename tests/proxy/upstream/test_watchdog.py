@@ -1,4 +1,4 @@
-"""When a backend is past hope, and that it is ended then: a real process stands for it, so that the kill is one too."""
+"""Watchdog: stall limits, and kills of a real process that stands for the backend."""
 
 import asyncio
 import os
@@ -39,64 +39,64 @@ def pulse(step_age_s: float = 0.0, slowest_s: float = 0.0, steps: int = 1000) ->
     )
 
 
-def seen(pulse: HealthReply | None, seconds: float, silent: bool = False) -> StallTracker:
-    """A backend that was looked at once a second, and all the time was in that step, or silent."""
-    standstill = StallTracker()
+def track(pulse: HealthReply | None, seconds: float, silent: bool = False) -> StallTracker:
+    """Track a backend polled once a second that stays in one step, or silent."""
+    tracker = StallTracker()
     if pulse:
-        standstill.record_pulse(pulse, 1.0)
+        tracker.record_pulse(pulse, 1.0)
     for _ in range(int(seconds)):
         if silent or pulse is None:
-            standstill.record_silence(1.0)
+            tracker.record_silence(1.0)
         else:
-            standstill.record_pulse(pulse, 1.0)
-    return standstill
+            tracker.record_pulse(pulse, 1.0)
+    return tracker
 
 
-def test_a_step_may_take_the_limit_or_five_of_the_slowest() -> None:
+def test_step_limit_is_configured_or_five_times_slowest() -> None:
     assert step_limit_s(120, None) == 120
     assert step_limit_s(120, pulse(slowest_s=10)) == 120
     assert step_limit_s(120, pulse(slowest_s=57)) == 285
     long_step = pulse(step_age_s=300, slowest_s=57)
-    assert seen(long_step, 285).find_stall_reason(120, long_step) == ""
-    assert "300.0 s" in seen(long_step, 286).find_stall_reason(120, long_step)
+    assert track(long_step, 285).find_stall_reason(120, long_step) == ""
+    assert "300.0 s" in track(long_step, 286).find_stall_reason(120, long_step)
 
 
-def test_the_first_steps_may_compile() -> None:
+def test_warm_up_steps_have_larger_limit() -> None:
     first = pulse(step_age_s=1e6, steps=WARM_UP_STEPS - 1)
-    assert seen(first, 599).find_stall_reason(120, first) == ""
+    assert track(first, 599).find_stall_reason(120, first) == ""
     ninth = pulse(step_age_s=1e6, steps=WARM_UP_STEPS)
-    assert seen(ninth, 121).find_stall_reason(120, ninth) != ""
+    assert track(ninth, 121).find_stall_reason(120, ninth) != ""
 
 
-def test_silence_counts_even_where_nothing_was_ever_heard() -> None:
-    assert seen(None, 10).find_stall_reason(10, None) == ""
-    assert "not answered for 11.0 s" in seen(None, 11).find_stall_reason(10, None)
-    assert "not answered" in seen(pulse(), 11, silent=True).find_stall_reason(10, pulse())
+def test_silence_stalls_even_without_first_pulse() -> None:
+    assert track(None, 10).find_stall_reason(10, None) == ""
+    assert "not answered for 11.0 s" in track(None, 11).find_stall_reason(10, None)
+    assert "not answered" in track(pulse(), 11, silent=True).find_stall_reason(10, pulse())
 
 
-def test_a_machine_that_slept_has_not_stood_still() -> None:
+def test_sleep_of_machine_is_no_stall() -> None:
     asleep = pulse(step_age_s=3600)
-    standstill = StallTracker()
-    standstill.record_pulse(asleep, 1.0)
-    standstill.record_pulse(asleep, 3600.0)
-    assert standstill.find_stall_reason(120, asleep) == ""
+    tracker = StallTracker()
+    tracker.record_pulse(asleep, 1.0)
+    tracker.record_pulse(asleep, 3600.0)
+    assert tracker.find_stall_reason(120, asleep) == ""
 
 
-def test_whatever_moves_is_not_stuck() -> None:
-    standstill = seen(pulse(step_age_s=100), 100)
-    assert standstill.record_pulse(pulse(step_age_s=1, steps=1001), 1.0)
-    assert standstill.stuck_s == 0.0
-    assert not standstill.record_pulse(pulse(step_age_s=2, steps=1001), 1.0)
-    assert standstill.stuck_s == 1.0
+def test_new_step_resets_stall() -> None:
+    tracker = track(pulse(step_age_s=100), 100)
+    assert tracker.record_pulse(pulse(step_age_s=1, steps=1001), 1.0)
+    assert tracker.stuck_s == 0.0
+    assert not tracker.record_pulse(pulse(step_age_s=2, steps=1001), 1.0)
+    assert tracker.stuck_s == 1.0
 
 
 @asynccontextmanager
-async def process(name: str = BACKEND_COMMAND) -> AsyncIterator[asyncio.subprocess.Process]:
-    """One that does nothing until it is killed, and is called as a backend is, unless `name` says otherwise."""
+async def run_process(name: str = BACKEND_COMMAND) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a process that does nothing until it is killed, with `name` in its command line."""
     code = "import signal; print(flush=True); signal.pause()"
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, name, stdout=asyncio.subprocess.PIPE)
     assert child.stdout is not None
-    await child.stdout.readline()  # it is what it is called now
+    await child.stdout.readline()  # its command line is set now
     try:
         yield child
     finally:
@@ -106,8 +106,8 @@ async def process(name: str = BACKEND_COMMAND) -> AsyncIterator[asyncio.subproce
 
 
 @on_loop
-async def test_a_step_that_never_returns_ends_the_process(tmp_path: Path) -> None:
-    async with process() as child, pair(tmp_path, wedge_timeout_s=0.4) as proxy:
+async def test_endless_step_kills_process(tmp_path: Path) -> None:
+    async with run_process() as child, pair(tmp_path, wedge_timeout_s=0.4) as proxy:
         proxy.backend.pid, proxy.backend.step_age_s = child.pid, 1e6
         assert await child.wait() == -signal.SIGKILL
         proxy.backend.step_age_s = 0.0
@@ -116,8 +116,8 @@ async def test_a_step_that_never_returns_ends_the_process(tmp_path: Path) -> Non
 
 
 @on_loop
-async def test_a_process_that_takes_connections_and_says_nothing_is_ended_too(tmp_path: Path) -> None:
-    async with process() as child:
+async def test_silent_process_is_killed(tmp_path: Path) -> None:
+    async with run_process() as child:
         server = await asyncio.start_server(lambda reader, writer: asyncio.Event().wait(), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         (pid_file := tmp_path / "backend.pid").write_text(f"{child.pid}\n")
@@ -130,7 +130,7 @@ async def test_a_process_that_takes_connections_and_says_nothing_is_ended_too(tm
 
 
 @on_loop
-async def test_requests_wait_for_a_backend_that_starts_and_hear_why_it_does_not(tmp_path: Path) -> None:
+async def test_request_gets_503_with_reason_when_backend_stays_down(tmp_path: Path) -> None:
     async with pair(tmp_path, connect_timeout_s=0.5) as proxy:
         proxy.backend.ready = False
         await proxy.stop_backend()
@@ -140,7 +140,7 @@ async def test_requests_wait_for_a_backend_that_starts_and_hear_why_it_does_not(
 
 
 @on_loop
-async def test_a_request_waits_while_the_model_loads(tmp_path: Path) -> None:
+async def test_request_waits_while_model_loads(tmp_path: Path) -> None:
     async with pair(tmp_path) as proxy:
         proxy.backend.ready = False
         waiting = asyncio.create_task(proxy.chat())
@@ -151,19 +151,19 @@ async def test_a_request_waits_while_the_model_loads(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_process_of_another_kind_is_left_alone(tmp_path: Path) -> None:
-    """Its pid may be in a file that a killed backend left."""
-    async with process("somebody") as child, pair(tmp_path, wedge_timeout_s=0.2) as proxy:
+async def test_process_of_another_program_is_not_killed(tmp_path: Path) -> None:
+    """A killed backend's pid file may have its pid."""
+    async with run_process("somebody") as child, pair(tmp_path, wedge_timeout_s=0.2) as proxy:
         assert "somebody" in read_command_line(child.pid)
         proxy.backend.pid, proxy.backend.step_age_s = child.pid, 1e6
-        looks = proxy.backend.looks
-        while proxy.backend.looks < looks + 20:
+        polls_before = proxy.backend.looks
+        while proxy.backend.looks < polls_before + 20:
             await proxy.status()
         assert (await proxy.status())["backend_kills"] == 0 and child.returncode is None
 
 
 @on_loop
-async def test_waiting_has_an_end_and_a_reason() -> None:
+async def test_wait_until_up_times_out_with_reason() -> None:
     client = Upstream("http://127.0.0.1:9", "secret")
     watchdog = Watchdog(client, 10.0, Path("none"))
     watching = asyncio.create_task(watchdog.run())
@@ -175,15 +175,15 @@ async def test_waiting_has_an_end_and_a_reason() -> None:
 
 
 @on_loop
-async def test_connecting_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """X-Warmline-Connect-Timeout is one limit of one request, not of each of its three dispatches."""
+async def test_connect_timeout_covers_all_dispatches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X-Warmline-Connect-Timeout limits a request, not each of its three dispatches."""
     waits: list[float | None] = []
-    up = Watchdog.wait_until_up
+    wait_until_up = Watchdog.wait_until_up
 
     async def counted(self: Watchdog, timeout_s: float | None = None) -> None:
         if timeout_s:
             waits.append(timeout_s)
-        await up(self, timeout_s)
+        await wait_until_up(self, timeout_s)
 
     monkeypatch.setattr(Watchdog, "wait_until_up", counted)
     async with pair(tmp_path) as proxy:
@@ -193,9 +193,7 @@ async def test_connecting_is_waited_for_once(tmp_path: Path, monkeypatch: pytest
 
 
 @on_loop
-async def test_the_watchdog_survives_a_kill_that_is_not_permitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_watchdog_survives_forbidden_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pid of another namespace, or reused by another user's process."""
     tried = asyncio.Event()
 
@@ -203,35 +201,35 @@ async def test_the_watchdog_survives_a_kill_that_is_not_permitted(
         tried.set()
         raise PermissionError("not yours")
 
-    async with process() as child, pair(tmp_path, wedge_timeout_s=0.4, connect_timeout_s=1) as proxy:
+    async with run_process() as child, pair(tmp_path, wedge_timeout_s=0.4, connect_timeout_s=1) as proxy:
         monkeypatch.setattr(os, "kill", refuse)
         proxy.backend.pid = child.pid
         proxy.backend.step_age_s = 1e6
         await tried.wait()
         proxy.backend.step_age_s = 0.0
         monkeypatch.undo()
-        proxy.backend.mishaps = ["cut"]  # after which the backend is looked at before it is called again
+        proxy.backend.mishaps = ["cut"]  # after which the backend is polled before the next call
         assert (await proxy.chat()).status == 200
 
 
 @on_loop
-async def test_a_server_that_is_no_backend_of_ours_has_nobody_killed(tmp_path: Path) -> None:
-    """Somebody else has the port, and the pid file is what a killed backend left: its pid may be anybody's by now."""
+async def test_foreign_server_on_port_kills_no_process(tmp_path: Path) -> None:
+    """The pid file of a killed backend may have the pid of any process by now."""
 
     async def not_found(request: web.Request) -> web.Response:
-        asked.append(request.path)
+        paths.append(request.path)
         return web.Response(status=404)
 
-    asked: list[str] = []
+    paths: list[str] = []
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", not_found)
     runner, port = await serve(app)
-    async with process() as innocent:
+    async with run_process() as innocent:
         (pid_file := tmp_path / "backend.pid").write_text(f"{innocent.pid}\n")
         client = Upstream(f"http://127.0.0.1:{port}", "secret")
         watchdog = Watchdog(client, 0.2, pid_file)
         watching = asyncio.create_task(watchdog.run())
-        while len(asked) < 20 and not watchdog.kills:  # noqa: ASYNC110  nobody tells of a kill
+        while len(paths) < 20 and not watchdog.kills:  # noqa: ASYNC110  a kill sets no event
             await asyncio.sleep(0.01)
         watching.cancel()
         assert watchdog.kills == 0 and innocent.returncode is None
@@ -240,12 +238,10 @@ async def test_a_server_that_is_no_backend_of_ours_has_nobody_killed(tmp_path: P
 
 
 @on_loop
-async def test_a_process_that_takes_no_more_connections_is_ended_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its loop is stuck, and what others wanted of it has filled the kernel's backlog."""
+async def test_process_with_full_backlog_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its event loop is stuck, and connections have filled the kernel's backlog."""
     monkeypatch.setattr(upstream, "CONNECT_TIMEOUT_S", 0.1)
-    async with process() as child:
+    async with run_process() as child:
         stuck = socket.create_server(("127.0.0.1", 0), backlog=0)
         port = stuck.getsockname()[1]
         others = [socket.socket() for _ in range(8)]

@@ -1,6 +1,6 @@
-"""Computing a prompt's first token again: cold, or from what is on disk; in the background, and nothing is kept of it.
+"""First token of a prompt computed again, cold or from stored segments: in the background, and nothing of it is kept.
 
-What the backend can't do, or gives up because others want its memory, is None: nothing is known then.
+Results are None where the backend gave the run up because other requests need its memory.
 """
 
 import secrets
@@ -28,27 +28,26 @@ ANSWER_FINISHES = ("stop", "length")
 
 
 class ModelChangedError(Exception):
-    """What the backend serves now is not what the tokens were computed with."""
+    """The backend serves another model than the tokens were computed with."""
 
 
 class FirstTokenProbe:
-    """Every method raises UpstreamError where the backend fails, and OtherModel."""
+    """Background generations of one token.  Methods raise UpstreamError and ModelChangedError; event loop thread."""
 
     def __init__(
         self, upstream: Upstream, index: Index, resident_view: ResidentView, tenants: Callable[[], Iterable[str]]
     ) -> None:
-        """`tenants`: all that there are, to tell whose a root is."""
+        """`tenants`: all known ones, to derive the namespaces of the served model."""
         self._upstream, self._index, self._resident_view, self._tenants = upstream, index, resident_view, tenants
 
     async def compute_cold(self, root: bytes, tokens: bytes, *, chunk_end: int = 0) -> FirstLogits | None:
-        """Of a prompt's packed tokens under its namespace `root`; one chunk ends at `cut`, which rounds otherwise."""
-        plan = RequestPlan(
-            source=COLD, reuse=0, why_not_warmer="", checkpoint_positions=(chunk_end,) if chunk_end else ()
-        )
+        """Prefill packed tokens under the namespace `root`; a `chunk_end` within them makes the run round otherwise."""
+        positions = (chunk_end,) if chunk_end else ()
+        plan = RequestPlan(source=COLD, reuse=0, why_not_warmer="", checkpoint_positions=positions)
         return await self._compute(root, tokens, plan, _new_request_id())
 
     async def compute_restored(self, root: bytes, tokens: bytes, plan: RequestPlan) -> FirstLogits | None:
-        """As `cold`, from the plan's chain.  Raises RestoreFailed where a file is at fault."""
+        """Restore the plan's chain and compute the rest.  Raises RestoreFailedError, which names the file at fault."""
         request_id = _new_request_id()
         request = RestoreRequest(
             request_id=request_id,
@@ -62,17 +61,16 @@ class FirstTokenProbe:
             resident = (await self._upstream.restore(request)).resident
         finally:
             self._index.release(plan.file_ids)
-        self._resident_view.exclude(resident)  # nobody else's: it may be what is wrong
+        self._resident_view.exclude(resident)  # it may be the damaged one: no request may start from it
         try:
             return await self._compute(root, tokens, replace(plan, resident=resident), request_id)
         finally:
-            await self._upstream.delete_resident(resident)  # where the request did not get to taking it over
+            await self._upstream.delete_resident(resident)  # still there if the generation did not take it over
 
     async def _compute(self, root: bytes, tokens: bytes, plan: RequestPlan, request_id: str) -> FirstLogits | None:
         body = {"prompt": unpack_tokens(tokens), "max_tokens": 1}
-        prompt = await self._upstream.render_prompt(
-            PromptRequest(request_id=request_id, endpoint="completion", body=body)
-        )
+        request = PromptRequest(request_id=request_id, endpoint="completion", body=body)
+        prompt = await self._upstream.render_prompt(request)
         if root not in {namespace(prompt.fingerprint, tenant) for tenant in self._tenants()}:
             raise ModelChangedError(
                 "the backend serves another model, or serves it otherwise; or the client's key is gone"
@@ -89,7 +87,7 @@ def _new_request_id() -> str:
 
 
 async def _read_result(stream: ByteStream) -> GenerationResult | None:
-    """How a generation ended; who leaves before has it ended."""
+    """Read a generation to its end; cancelled before that, close the stream, which cancels the generation."""
     parser, result = SseParser(), None
     try:
         async for data in stream.chunks():
