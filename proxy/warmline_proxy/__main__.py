@@ -18,6 +18,7 @@ from warmline_common.process.parent_watch import watch_parent
 from warmline_common.storage import disk
 from warmline_common.storage.home import describe_unusable_home
 from warmline_common.storage.permissions import set_private_umask, tighten_permissions
+from warmline_proxy.app import REQUEST_REGISTRY, build_app, drain
 from warmline_proxy.auth.key_store import derive_tenant
 from warmline_proxy.auth.principals import prepare_keys
 from warmline_proxy.config import ProxyConfig, ProxyConfigError, parse_config
@@ -25,7 +26,6 @@ from warmline_proxy.home_lock import HomeLockedError, home_lock
 from warmline_proxy.http.connections import listen
 from warmline_proxy.index.index import Index, IndexStoreError
 from warmline_proxy.index.recovery.startup import reconcile
-from warmline_proxy.routes.dispatch import REQUEST_REGISTRY, build_app, drain
 
 log = logging.getLogger("warmline_proxy")
 

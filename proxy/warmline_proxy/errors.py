@@ -14,7 +14,6 @@ from warmline_common.protocol.messages import (
     parse_error_message,
     redact_error_message,
 )
-from warmline_proxy.upstream.client import UpstreamError, UpstreamStatusError, UpstreamUnreachableError
 
 RETRY_AFTER_S = 2
 _CONTEXT_OVERFLOW_PATTERN = re.compile(r"maximum context length is (\d+) tokens\D+(\d+) tokens")  # the backend's words
@@ -120,24 +119,3 @@ def bad_gateway(message: str) -> ClientError:
 
 def index_error(message: str) -> ClientError:
     return ClientError(500, encode_error_body(f"The index failed: {message}", "server_error", "index_failed"))
-
-
-def translate_upstream_error(error: ClientError | UpstreamError) -> ClientError:
-    """A failure of the backend in the client's terms; what the backend itself says of a request is passed on."""
-    if isinstance(error, ClientError):
-        return error
-    if isinstance(error, UpstreamStatusError):
-        return _translate_refusal(error)
-    if isinstance(error, UpstreamUnreachableError):
-        return service_unavailable(f"The backend can't serve now: {error}.  Try again soon.")
-    return bad_gateway(f"Computing the answer failed: {error}.")
-
-
-def _translate_refusal(error: UpstreamStatusError) -> ClientError:
-    retry_after_s = int(error.retry_after) if error.retry_after.isdigit() else None
-    if error.status == UNAUTHORIZED:  # proxy and backend disagree about their secret; that is not the client's key
-        return bad_gateway("The backend refused the proxy: do both use one home?")
-    if error.status in (429, 503) and retry_after_s is None:
-        retry_after_s = RETRY_AFTER_S
-    body = error.body if error.body.lstrip().startswith(b"{") else encode_error_body(str(error), "server_error")
-    return ClientError(error.status, body, retry_after_s)

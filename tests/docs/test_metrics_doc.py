@@ -14,10 +14,10 @@ from warmline_backend.config import parse_config
 from warmline_backend.engine.engine import Engine
 from warmline_backend.server.service import Service
 from warmline_common.storage.home import Home
+from warmline_proxy.app import build_app
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.index.index import Index
 from warmline_proxy.metrics import METRICS
-from warmline_proxy.routes.dispatch import build_app
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| ([^|]+) \| (.+) \|$", re.MULTILINE)

@@ -117,7 +117,9 @@ def test_own_resident_goes_before_copied_one(mine_first: bool) -> None:
     plan = plan_request(PromptShape(300), residents, stored(0), layout(grid=100), COSTS)
     assert (plan.resident, plan.reuse, plan.copy_resident) == ("mine", 200, False)
     longer = replace(mine, tokens=280, common_tokens=220, turn_end=210, durable=True)
-    plan = plan_request(PromptShape(300), [replace(others, common_tokens=220), longer], stored(0), layout(grid=100), COSTS)
+    plan = plan_request(
+        PromptShape(300), [replace(others, common_tokens=220), longer], stored(0), layout(grid=100), COSTS
+    )
     assert (plan.resident, plan.copy_resident) == ("mine", False)
 
 
@@ -275,9 +277,7 @@ def test_exact_plan(case: Case) -> None:
 @pytest.mark.parametrize(
     ("common", "keep"), [(150, False), (140, False), (139, True)], ids=["all of it", "its turn", "less than its turn"]
 )
-def test_resident_shorter_than_its_turn_is_taken_over_by_own_conversation(
-    common: int, keep: bool
-) -> None:
+def test_resident_shorter_than_its_turn_is_taken_over_by_own_conversation(common: int, keep: bool) -> None:
     resident = ResidentCandidate("r", 128, common, turn_end=140, durable=True)
     plan = plan_request(PromptShape(300), [resident], stored(0), EXACT, COSTS)
     assert (plan.resident, plan.reuse, plan.copy_resident) == ("r", 128, keep)

@@ -30,7 +30,7 @@ class HealthRoutes:
         self._admission = admission
         self._save_health = save_health
 
-    async def get_ready(self) -> web.Response:
+    async def get_ready(self, _: web.Request) -> web.Response:
         """200 where a request would be served now; else 503 and why not."""
         if self._admission.closed_reason:
             return _build_not_ready_response(self._admission.closed_reason)
@@ -44,7 +44,7 @@ class HealthRoutes:
             return _build_not_ready_response(str(error))
         return json_response({"ready": True, "model": status.model})
 
-    def get_health(self) -> web.Response:
+    async def get_health(self, _: web.Request) -> web.Response:
         """200: we serve, also where nothing can be saved, and say so."""
         return json_response({"status": "ok", "persistence": self._save_health.state})
 

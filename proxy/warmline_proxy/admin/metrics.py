@@ -5,12 +5,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from warmline_common.protocol.vitals import read_process_stats
 from warmline_proxy.index.index import Index, IndexStoreError
+from warmline_proxy.metrics import ProxyMetrics
 from warmline_proxy.request.admission import AdmissionQueue
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.store.rows import Totals
@@ -127,3 +129,16 @@ def _build_gauge_by_kind(name: str, documentation: str, by_kind: dict[str, int])
 
 def _build_counter(name: str, documentation: str, value: float) -> Metric:
     return CounterMetricFamily(f"warmline_{name}", documentation, value=value)
+
+
+class MetricsRoutes:
+    """The handler of GET /metrics; who may call it was checked before."""
+
+    def __init__(self, metrics: ProxyMetrics, gauges: GaugeCollector) -> None:
+        self._metrics, self._gauges = metrics, gauges
+
+    async def get_metrics(self, request: web.Request) -> web.Response:
+        """As text, or as OpenMetrics where that is asked for."""
+        await self._gauges.refresh()
+        body, content_type = self._metrics.render_exposition(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})

@@ -18,18 +18,13 @@ from warmline_common.protocol.messages import SegmentRef, decode
 from warmline_common.protocol.tokens import BLOCK_TOKENS, namespace
 from warmline_proxy.admin.owners import OwnerResolver
 from warmline_proxy.admin.routes import RouteTable
-from warmline_proxy.audit.auditor import Auditor
-from warmline_proxy.audit.quarantine import Quarantine
 from warmline_proxy.auth.key_store import KeyNotFoundError
 from warmline_proxy.errors import bad_request
-from warmline_proxy.explain.divergence import DivergenceRecorder
-from warmline_proxy.explain.prompt_head import PromptHeadCache
 from warmline_proxy.http.bodies import json_response, read_body
 from warmline_proxy.index.index import Index, IndexStoreError
-from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
-from warmline_proxy.pipeline.saver import Saver
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
+from warmline_proxy.retention.events import PurgeEvents
 from warmline_proxy.retention.purge import (
     check_purge_request,
     erase_purged_files,
@@ -60,30 +55,17 @@ class PurgeRoutes:
 
     def __init__(
         self,
-        *,
         index: Index,
         owner_resolver: OwnerResolver,
         upstream: Upstream,
         backend_state: BackendState,
         registry: RequestRegistry,
-        saver: Saver,
-        sampled_turns: SampledTurnCache,
-        prompt_heads: PromptHeadCache,
-        divergence_recorder: DivergenceRecorder,
-        auditor: Auditor,
-        quarantine: Quarantine,
+        events: PurgeEvents,
         background: BackgroundTasks,
         receive_timeout_s: float,
     ) -> None:
         self._index, self._upstream, self._backend_state, self._registry = index, upstream, backend_state, registry
-        self._owner_resolver = owner_resolver
-        self._saver, self._sampled_turns, self._prompt_heads, self._divergence_recorder = (
-            saver,
-            sampled_turns,
-            prompt_heads,
-            divergence_recorder,
-        )
-        self._auditor, self._quarantine, self._background = auditor, quarantine, background
+        self._owner_resolver, self._events, self._background = owner_resolver, events, background
         self._receive_timeout_s = receive_timeout_s
         self._notify_task: asyncio.Task[None] | None = None
 
@@ -110,7 +92,7 @@ class PurgeRoutes:
         """With roots for a key, also of what runs.  Raises ClientError 400 where nobody is called so."""
         if not purge_request.key:
             return purge_request
-        running_roots = {life.root for life in self._registry} - {b""}
+        running_roots = {request.root for request in self._registry} - {b""}
         try:
             return resolve_key(purge_request, await self._owner_resolver.resolve_owners(running_roots))
         except KeyNotFoundError as error:
@@ -122,28 +104,27 @@ class PurgeRoutes:
 
         Once rows are gone memory is emptied too, whatever the disk does.
         """
-        with self._divergence_recorder.pause():
-            async with self._saver.pause():
-                purge_request = await self._resolve_roots(purge_request)
-                reply, affected, resident_ids = await self._prepare_and_remove(purge_request)
-                for life in [*affected, *self._find_arriving_requests(parse_roots(purge_request))]:
-                    life.purged = True
-                for resident in resident_ids.union(self._backend_state.resident_view.durable_ids()):
-                    self._backend_state.resident_view.exclude(resident)
-                try:
-                    await asyncio.to_thread(remove_sampled_turns, self._index, _list_sampled_turns(affected))
-                    reply = await asyncio.to_thread(erase_purged_files, self._index, reply)
-                finally:
-                    await self._clear_memory()
+        async with self._events.pause():
+            purge_request = await self._resolve_roots(purge_request)
+            reply, affected, resident_ids = await self._prepare_and_remove(purge_request)
+            for request in [*affected, *self._find_arriving_requests(parse_roots(purge_request))]:
+                request.purged = True
+            for resident in resident_ids.union(self._backend_state.resident_view.durable_ids()):
+                self._backend_state.resident_view.exclude(resident)
+            try:
+                await asyncio.to_thread(remove_sampled_turns, self._index, _list_sampled_turns(affected))
+                reply = await asyncio.to_thread(erase_purged_files, self._index, reply)
+            finally:
+                await self._clear_memory()
         return reply
 
     def _find_arriving_requests(self, roots: Set[bytes]) -> list[Request]:
         """Whose prompt is not known yet, and whose cache this is: its key may be one that is no more."""
         served_fingerprint = self._backend_state.fingerprint
         return [
-            life
-            for life in self._registry
-            if not life.root and namespace(served_fingerprint, life.client.tenant) in roots
+            request
+            for request in self._registry
+            if not request.root and namespace(served_fingerprint, request.client.tenant) in roots
         ]
 
     async def _prepare_and_remove(self, purge_request: PurgeRequest) -> "RemovalResult":
@@ -164,10 +145,7 @@ class PurgeRoutes:
 
     async def _clear_memory(self) -> None:
         """All but what is nowhere else: what is on disk is read again where it is needed."""
-        self._sampled_turns.clear()
-        self._prompt_heads.clear()
-        self._auditor.drop_waiting()
-        self._quarantine.clear_history()
+        self._events.publish_removal()
         try:
             await self._notify_backend()
         except UpstreamError as error:
@@ -183,7 +161,9 @@ class PurgeRoutes:
         resident_view = self._backend_state.resident_view
         unsaved_ids = [resident for resident, _ in resident_view.non_durable_entries()]
         running_ids = [
-            life.log.id for life in self._registry if life.is_cacheable and life.sent and not life.log.generation_result
+            request.log.id
+            for request in self._registry
+            if request.is_cacheable and request.sent and not request.log.generation_result
         ]
         for resident in resident_view.ids() - set(unsaved_ids):
             resident_view.exclude(resident)
@@ -250,7 +230,7 @@ def remove_prepared(
 
     None, and nothing is done, where it must be prepared again.
     """
-    paths = [_find_request_path(index, life) for life in requests]
+    paths = [_find_request_path(index, request) for request in requests]
     unsaved_paths = {resident: _find_path_beyond_head(index, each) for resident, each in unsaved_residents}
     if (reply := remove_purged_rows(index, purge_request, truncator)) is None:
         return None
@@ -261,11 +241,11 @@ def remove_prepared(
         return any(link.upto > removed_from.get(link.id, inf) for link in path)
 
     affected = [
-        life
-        for life, path in zip(requests, paths, strict=True)
+        request
+        for request, path in zip(requests, paths, strict=True)
         if purge_request.everything
-        or (purge_request.model and life.model == purge_request.model)
-        or life.root in roots
+        or (purge_request.model and request.model == purge_request.model)
+        or request.root in roots
         or is_affected(path)
     ]
     resident_ids = {
@@ -276,13 +256,16 @@ def remove_prepared(
     return (
         reply,
         affected,
-        resident_ids | {life.log.generation_result.resident for life in affected if life.log.generation_result},
+        resident_ids
+        | {request.log.generation_result.resident for request in affected if request.log.generation_result},
     )
 
 
 def _list_sampled_turns(requests: Sequence[Request]) -> list[tuple[bytes, str]]:
     """By namespace and first call, what they have sampled: maybe too late for the purge to see it in the index."""
-    turns = [(life.root, life.log.generation_result.turn) for life in requests if life.log.generation_result]
+    turns = [
+        (request.root, request.log.generation_result.turn) for request in requests if request.log.generation_result
+    ]
     return [(root, turn.calls[0]) for root, turn in turns if turn and turn.calls]
 
 

@@ -1,31 +1,37 @@
-"""The owner's paths, of all modules, in one table."""
+"""Routes of the admin API under /warmline/: one table of all modules' handlers.  Access is checked before."""
 
 from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
-from warmline_proxy.errors import bad_request, method_not_allowed
+from warmline_proxy.errors import ClientError, bad_request, method_not_allowed
 
 ADMIN_PATH_PREFIX = "/warmline/"
+ADMIN_PATHS: web.AppKey[list[str]] = web.AppKey("admin_paths")
 
 RouteHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RouteTable = Mapping[tuple[str, str], RouteHandler]  # by method and path
 
 
-class AdminRouter:
-    """Finds the handler; whether the owner asks was checked before."""
+def join_tables(*tables: RouteTable) -> RouteTable:
+    """One table of all, whose responses are stored by no browser: they hold conversations."""
+    return {place: _disable_caching(handler) for table in tables for place, handler in table.items()}
 
-    def __init__(self, *tables: RouteTable) -> None:
-        self._handlers = {place: handler for table in tables for place, handler in table.items()}
 
-    async def handle(self, request: web.Request, path: str) -> web.StreamResponse:
-        """`path` has no trailing slash.  Raises ClientError."""
-        method = "GET" if request.method == "HEAD" else request.method
-        if handler := self._handlers.get((method, path)):
-            response = await handler(request)
-            response.headers["Cache-Control"] = "no-store"  # conversations: no browser is to keep them
-            return response
-        if methods := [known for known, served in self._handlers if served == path]:
-            raise method_not_allowed(request.method, " or a ".join(methods))
-        served = ", ".join(sorted({served for _, served in self._handlers}))
-        raise bad_request(f'Unknown path "{path[:200]}"; the owner\'s are {served}.', status=404, code="not_found")
+def describe_routing_error(request: web.Request, error: web.HTTPNotFound | web.HTTPMethodNotAllowed) -> ClientError:
+    """Refusal of an unknown admin path or method."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return method_not_allowed(request.method, " or a ".join(sorted(error.allowed_methods - {"HEAD"})))
+    path, paths = request.path.rstrip("/"), request.app[ADMIN_PATHS]
+    return bad_request(
+        f'Unknown path "{path[:200]}"; the owner\'s are {", ".join(sorted(paths))}.', status=404, code="not_found"
+    )
+
+
+def _disable_caching(handler: RouteHandler) -> RouteHandler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = await handler(request)
+        response.headers["Cache-Control"] = "no-store"
+        return response
+
+    return handle

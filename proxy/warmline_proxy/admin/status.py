@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -70,12 +71,21 @@ class ProxyStatus(msgspec.Struct, kw_only=True):
     needs_key: bool = False  # of clients
 
 
+@dataclass(frozen=True)
+class ServerInfo:
+    """Facts about the listening proxy."""
+
+    reuse: str
+    host: str
+    count_connections: Callable[[], int]
+    needs_key: Callable[[], bool]
+
+
 class StatusRoutes:
-    """Its one handler; the state that it tells is others'."""
+    """Route of the proxy's status."""
 
     def __init__(
         self,
-        *,
         index: Index,
         upstream: Upstream,
         watchdog: Watchdog,
@@ -83,21 +93,10 @@ class StatusRoutes:
         admission: AdmissionQueue,
         registry: RequestRegistry,
         save_health: SaveHealth,
-        count_connections: Callable[[], int],
-        reuse: str,
-        host: str,
-        needs_key: Callable[[], bool],
+        server: ServerInfo,
     ) -> None:
-        self._index = index
-        self._upstream = upstream
-        self._watchdog = watchdog
-        self._backend_state = backend_state
-        self._admission = admission
-        self._registry = registry
-        self._save_health = save_health
-        self._count_connections = count_connections
-        self._reuse = reuse
-        self._host, self._needs_key = host, needs_key
+        self._index, self._upstream, self._watchdog, self._backend_state = index, upstream, watchdog, backend_state
+        self._admission, self._registry, self._save_health, self._server = admission, registry, save_health, server
         self._started_monotonic = time.monotonic()
 
     @property
@@ -126,10 +125,10 @@ class StatusRoutes:
             residents=residents,
             totals=await asyncio.to_thread(self._index.totals),
             disk_budget_bytes=self._index.budget_bytes,
-            reuse=self._reuse,
-            live=[build_live_request(life) for life in self._registry],
+            reuse=self._server.reuse,
+            live=[build_live_request(request) for request in self._registry],
             lives=len(self._registry),
-            connections=self._count_connections(),
+            connections=self._server.count_connections(),
             backend_kills=self._watchdog.kills,
             vitals=read_process_stats(),
             backend=backend,
@@ -137,8 +136,8 @@ class StatusRoutes:
             engine=engine,
             persistence=self._save_health.state,
             unsaved=len(self._backend_state.resident_view.non_durable_entries()),
-            host=self._host,
-            needs_key=self._needs_key(),
+            host=self._server.host,
+            needs_key=self._server.needs_key(),
         )
         return json_response(reply)
 

@@ -13,13 +13,13 @@ import msgspec
 from aiohttp import web
 
 from warmline_proxy.admin.owners import OwnerResolver
-from warmline_proxy.admin.query import parse_choice, parse_number
 from warmline_proxy.admin.routes import RouteTable
 from warmline_proxy.auth.owners import OwnerLabels
 from warmline_proxy.dashboard.aggregates import ConversationSummary, IndexSummary, SegmentRun, summarize_index
 from warmline_proxy.dashboard.history import RequestHistory, build_history
 from warmline_proxy.errors import bad_request
 from warmline_proxy.http.bodies import json_response
+from warmline_proxy.http.query import parse_choice, parse_number
 from warmline_proxy.index.index import Index
 from warmline_proxy.store.rows import RequestRecord, SessionRow
 
@@ -337,3 +337,36 @@ def _build_node(cache: _SummaryCache, run: SegmentRun) -> TreeNode:
         children=len(run.children),
         place=run.sibling_index,
     )
+
+
+RECORDS_MAX = 1000
+
+
+class RequestsReply(msgspec.Struct, kw_only=True):
+    """GET /warmline/requests?count=N."""
+
+    requests: list[RequestRecord]  # newest first
+
+
+class InspectRoutes:
+    """Handlers."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    @property
+    def routes(self) -> RouteTable:
+        return {("GET", "/warmline/requests"): self.get_requests}
+
+    async def get_requests(self, request: web.Request) -> web.Response:
+        count = parse_number(request, "count", RECORDS_MAX, RECORDS_MAX)
+        records = await asyncio.to_thread(self._index.requests, count)
+        return json_response(RequestsReply(requests=[_strip_divergence_text(record) for record in records]))
+
+
+def _strip_divergence_text(record: RequestRecord) -> RequestRecord:
+    """What stands where it parts is /warmline/explain's to tell."""
+    if record.parting is None:
+        return record
+    stripped = msgspec.structs.replace(record.parting, stored=b"", prompt=b"", stored_text="", prompt_text="")
+    return msgspec.structs.replace(record, parting=stripped)

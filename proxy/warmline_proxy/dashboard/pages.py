@@ -51,8 +51,9 @@ class DashboardPages:
             each.name: each.read_bytes() for each in folder.iterdir() if _file_suffix(each.name) in CONTENT_TYPES
         }
 
-    def serve_file(self, request: web.Request, path: str) -> web.Response:
-        """`path` has no trailing slash.  Raises ClientError."""
+    async def serve_file(self, request: web.Request) -> web.Response:
+        """Serve a file below /admin.  Raises ClientError."""
+        path = request.path.rstrip("/")
         name = path.removeprefix(DASHBOARD_PATH).removeprefix("/") or DASHBOARD_FILE
         if (data := self._files.get(name)) is None:
             raise bad_request(

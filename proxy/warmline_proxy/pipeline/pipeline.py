@@ -17,7 +17,7 @@ from warmline_common.protocol.messages import HEADER_CACHE, HEADER_REQUEST, HEAD
 from warmline_proxy.api.base import Api, ApiCall, ResponseStart
 from warmline_proxy.auth.principals import Client
 from warmline_proxy.config import ProxyConfig
-from warmline_proxy.errors import ClientError, service_unavailable, translate_upstream_error
+from warmline_proxy.errors import ClientError, service_unavailable
 from warmline_proxy.http.bodies import read_body
 from warmline_proxy.http.body_fields import strip_unprintable
 from warmline_proxy.http.request_id import check_request_id
@@ -42,6 +42,7 @@ from warmline_proxy.upstream.client import (
     UpstreamUnreachableError,
     retry_dispatch,
 )
+from warmline_proxy.upstream.errors import translate_upstream_error
 from warmline_proxy.upstream.generation_stream import GenerationStream
 from warmline_proxy.upstream.watchdog import Watchdog
 

@@ -17,10 +17,11 @@ from aiohttp import web
 from warmline_common.protocol.messages import decode
 from warmline_common.protocol.sse import SseEvent, encode_comment
 from warmline_proxy.api.base import Api, ApiCall, Chunk, ResponseEncoder, ResponseStart
-from warmline_proxy.errors import ClientError, bad_gateway, translate_upstream_error
+from warmline_proxy.errors import ClientError, bad_gateway
 from warmline_proxy.http.bodies import write_chunk
 from warmline_proxy.request_log import RequestLog
 from warmline_proxy.upstream.client import LeaderLostError, StepFailedError, UpstreamError
+from warmline_proxy.upstream.errors import translate_upstream_error
 from warmline_proxy.upstream.generation_stream import PREFILL, GenerationStream
 
 STREAM_HEADERS = {

@@ -3,12 +3,11 @@
 from aiohttp import web
 
 from warmline_proxy.api.anthropic.adapter import MessagesApi, build_model_info, build_model_list
-from warmline_proxy.api.openai import MODELS_PATH, is_models_path
-from warmline_proxy.auth.principals import Client
+from warmline_proxy.api.openai import MODELS_PATH
 from warmline_proxy.config import ProxyConfig
-from warmline_proxy.errors import method_not_allowed
 from warmline_proxy.http.bodies import json_response, read_body
 from warmline_proxy.pipeline.rendering import RemoteRenderer
+from warmline_proxy.routes.middlewares import CLIENT, trim_path
 from warmline_proxy.upstream.backend_state import BackendState
 
 VERSION_HEADER = "anthropic-version"  # by which its clients are known
@@ -22,21 +21,21 @@ class AnthropicRoutes:
     ) -> None:
         self._api, self._config, self._renderer, self._backend_state = api, config, renderer, backend_state
 
-    async def count_tokens(self, request: web.Request, client: Client) -> web.Response:
+    async def count_tokens(self, request: web.Request) -> web.Response:
         """Raises ClientError and UpstreamError."""
-        if request.method != "POST":
-            raise method_not_allowed(request.method, "POST")
         body = await read_body(request, self._config.receive_timeout_s)
-        tokens = await self._renderer.count_tokens(self._api.read_count_call(body, request.headers), client.tenant)
+        tokens = await self._renderer.count_tokens(
+            self._api.read_count_call(body, request.headers), request[CLIENT].tenant
+        )
         return json_response({"input_tokens": tokens})
 
-    async def get_models(self, path: str) -> web.Response:
-        """`path`: of all models, or of one; any name is served.  Raises UpstreamError."""
+    async def get_models(self, request: web.Request) -> web.Response:
+        """List of the served model, or its entry under the path's name.  Raises UpstreamError."""
         status = await self._backend_state.status()
-        name = path.removeprefix(MODELS_PATH).strip("/")
+        name = trim_path(request).removeprefix(MODELS_PATH).strip("/")
         return json_response(build_model_info(status, name) if name else build_model_list(status))
 
 
-def is_models_request(request: web.Request, path: str) -> bool:
-    """Whether Anthropic's list is meant, where OpenAI's has the same path."""
-    return is_models_path(path) and request.method in ("GET", "HEAD") and VERSION_HEADER in request.headers
+def is_anthropic_request(request: web.Request) -> bool:
+    """True where Anthropic's list of models is meant, whose path OpenAI's has too."""
+    return VERSION_HEADER in request.headers

@@ -5,6 +5,7 @@ from typing import Any
 from aiohttp import web
 
 from warmline_common.process.redaction import quote_text
+from warmline_proxy.api.registry import RESPONSES_PATH
 from warmline_proxy.api.responses.adapter import ResponsesApi
 from warmline_proxy.auth.principals import Client
 from warmline_proxy.config import ProxyConfig
@@ -14,6 +15,7 @@ from warmline_proxy.pipeline.completion import Completion
 from warmline_proxy.pipeline.rendering import RemoteRenderer
 from warmline_proxy.request.registry import RequestRegistry
 from warmline_proxy.request.request import Request
+from warmline_proxy.routes.middlewares import CLIENT, trim_path
 
 RESPONSE_ID_PREFIX = "resp_"
 
@@ -37,8 +39,9 @@ class ResponsesRoutes:
             completion,
         )
 
-    async def handle(self, http_request: web.Request, path: str, client: Client) -> web.Response:
-        """`path`: what follows /v1/responses/.  Raises ClientError and UpstreamError."""
+    async def handle(self, http_request: web.Request) -> web.Response:
+        """Handle a path below /v1/responses/.  Raises ClientError and UpstreamError."""
+        path, client = trim_path(http_request).removeprefix(f"{RESPONSES_PATH}/"), http_request[CLIENT]
         name, _, rest = path.partition("/")
         if (http_request.method, path) == ("POST", "input_tokens"):
             return await self._count_tokens(http_request, client)

@@ -285,7 +285,9 @@ def test_a_restore_that_the_engine_has_not_heard_of(tiny_folder: FolderOf, tmp_p
 def test_a_restore_that_waits_for_memory(tiny_folder: FolderOf, tmp_path: Path) -> None:
     async def work(backend: Live) -> None:
         request = await saved(backend)
-        await backend.ask(lambda scheduler: scheduler.admission.reserve("other", scheduler.residents.budget_bytes, lambda: None))
+        await backend.ask(
+            lambda scheduler: scheduler.admission.reserve("other", scheduler.residents.budget_bytes, lambda: None)
+        )
         task = restoring(backend, request)
         while not await backend.ask(lambda scheduler: scheduler.is_blocked):
             pass

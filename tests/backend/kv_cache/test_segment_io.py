@@ -80,7 +80,9 @@ def test_a_restored_conversation_saves_its_new_tail(family: str, root: Path, tmp
     """Save, restore, go on, save only what is new, restore all of it: each file has its own rows and no more."""
     drive = Drive(served(family, root), step=50)
     turn = drive.run(PROMPT, 40)
-    chain, checkpoints = save(drive.scheduler.save_source.find_kv(1, resident_id=turn.settled.resident), tmp_path, [210])
+    chain, checkpoints = save(
+        drive.scheduler.save_source.find_kv(1, resident_id=turn.settled.resident), tmp_path, [210]
+    )
     tokens = PROMPT + turn.generated
     read = loader(drive.served, tmp_path, POOL).load(
         pack_tokens(tokens), chain, checkpoints[-1] if checkpoints else None, lambda: False
@@ -202,7 +204,9 @@ def test_a_checkpoint_of_another_conversation_is_refused(root: Path, tmp_path: P
     folders = [tmp_path / name for name in "ab"]
     for folder, prompt in zip(folders, (PROMPT, prompt_of(170, 5)), strict=True):
         folder.mkdir()
-        kv = drive.scheduler.save_source.find_kv(1, resident_id=drive.run(prompt, 1, checkpoints=(90,)).settled.resident)
+        kv = drive.scheduler.save_source.find_kv(
+            1, resident_id=drive.run(prompt, 1, checkpoints=(90,)).settled.resident
+        )
         chain, checkpoints = save(kv, folder, [90])
     (at,) = (ref for ref in checkpoints if ref.position == 90)
     path = folders[0] / f"{at.id}.safetensors"

@@ -13,11 +13,11 @@ from support.proxy.harness import Pair, on_loop, pair
 from support.proxy.metric_values import ended, scrape, until, when
 from warmline_common.protocol.messages import HEADER_REQUEST, PrefillRate
 from warmline_proxy.admin import metrics as gauges
+from warmline_proxy.app import REQUEST_REGISTRY
 from warmline_proxy.errors import ClientError, bad_request, encode_error_body
 from warmline_proxy.index.index import IndexStoreError
 from warmline_proxy.metrics import ERROR_CODES_MAX, ProxyMetrics
 from warmline_proxy.planner import Costs, PromptShape, RunningRequest, plan_request
-from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
 from warmline_proxy.store.rows import PrefixMatch, RequestRecord, Totals
 
 LONG = "A long question. " * 20

@@ -9,9 +9,9 @@ import pytest
 from support.proxy.harness import Pair, on_loop, pair
 from support.proxy.metric_values import ended, scrape, until, when
 from warmline_common.protocol.messages import HEADER_REQUEST
+from warmline_proxy.app import REQUEST_REGISTRY, drain
 from warmline_proxy.errors import ClientError, gateway_timeout, request_cancelled, service_unavailable
 from warmline_proxy.metrics import find_cancel_source
-from warmline_proxy.routes.dispatch import REQUEST_REGISTRY, drain
 
 LONG = "A long question. " * 20
 NAMED = {HEADER_REQUEST: "mine-1"}

@@ -11,8 +11,8 @@ from support.proxy.harness import on_loop, pair
 from support.proxy.purges import FIRST, NEXT, OTHER, ROOT, held, let_go, purged, slow_compaction, spoken
 from warmline_common.storage.home import Home
 from warmline_proxy.admin import purge as purging
+from warmline_proxy.app import REQUEST_REGISTRY
 from warmline_proxy.index.index import Index
-from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
 from warmline_proxy.store.tables import Tables
 from warmline_proxy.upstream.client import Upstream, UpstreamUnreachableError
 
@@ -27,10 +27,10 @@ async def test_what_is_in_memory_alone_and_was_not_meant_stays(tmp_path: Path) -
         assert [record.saved_tokens for record in await proxy.settled()][:2] == [0, 0]
         others = min(proxy.backend.held, key=lambda name: len(proxy.backend.held[name]))
         await purged(proxy, session=session)
-        assert proxy.backend.calls["purge_memory"] == [[others]] and list(proxy.backend.held) == [others]
+        assert proxy.backend.calls["forget"] == [[others]] and list(proxy.backend.held) == [others]
         assert (await proxy.chat(messages=OTHER)).headers["X-Warmline-Cache"].startswith("resident ")
         await purged(proxy, everything=True)
-        assert proxy.backend.calls["purge_memory"][1:] == [[]]
+        assert proxy.backend.calls["forget"][1:] == [[]]
 
 
 @on_loop
@@ -63,7 +63,7 @@ async def test_a_backend_that_could_not_be_told_is_told_again(tmp_path: Path, mo
         monkeypatch.setattr(Upstream, "purge_memory", unreachable)
         monkeypatch.setattr(purging, "NOTIFY_INTERVAL_S", 0.0)
         await purged(proxy, session=await spoken(proxy, FIRST))
-        await proxy.backend.called("purge_memory")
+        await proxy.backend.called("forget")
         assert not proxy.backend.held
 
 
@@ -135,6 +135,6 @@ async def test_a_start_tells_the_backend_of_a_purge_that_was_ended_before_that(t
     with Index(home, 1 << 30) as index:
         index.transact(Tables.mark_purged)
     async with pair(tmp_path) as proxy:
-        await proxy.backend.called("purge_memory")
+        await proxy.backend.called("forget")
         await proxy.backend.called("residents")
-        assert proxy.backend.calls["purge_memory"] == [[]] and not proxy.index.has_purge_notice()
+        assert proxy.backend.calls["forget"] == [[]] and not proxy.index.has_purge_notice()

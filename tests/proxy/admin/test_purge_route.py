@@ -25,9 +25,9 @@ from support.proxy.purges import (
 from warmline_common.protocol.messages import SampledTurn, encode
 from warmline_common.protocol.tokens import namespace, pack_tokens
 from warmline_proxy.admin import purge as purging
+from warmline_proxy.app import REQUEST_REGISTRY
 from warmline_proxy.auth import key_store as keys_file
 from warmline_proxy.index.index import IndexFullError
-from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
 
 
 @on_loop
@@ -302,8 +302,7 @@ def found(root: object, wanted: tuple[str | bytes, ...]) -> list[str]:
 
 
 def _state_of(app: Any) -> list[object]:
-    (route,) = app.router.routes()
-    return [route.handler.__self__, *app.values()]
+    return [*app.values()]
 
 
 def _attributes(value: object) -> list[tuple[str, object]]:

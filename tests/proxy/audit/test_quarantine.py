@@ -8,11 +8,11 @@ import pytest
 from support.proxy.audits import TEXT, audited, audits, metric, records, talk, turn
 from support.proxy.fake_backend import layout
 from support.proxy.harness import Pair, on_loop, pair
+from warmline_proxy.app import REQUEST_REGISTRY
 from warmline_proxy.audit import quarantine as quarantine_module
 from warmline_proxy.audit.auditor import IdleCheck
 from warmline_proxy.index.index import IndexStoreError
 from warmline_proxy.planner import align_to_grid
-from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
 
 
 @on_loop

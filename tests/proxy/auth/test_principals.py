@@ -12,6 +12,7 @@ import pytest
 from support.proxy.harness import Pair, on_loop, pair
 from warmline_common.protocol.messages import SampledTurn
 from warmline_common.storage.home import Home
+from warmline_proxy.app import build_app
 from warmline_proxy.auth import key_store as keys_file
 from warmline_proxy.auth.key_store import (
     ADMIN_KIND,
@@ -25,7 +26,6 @@ from warmline_proxy.auth.principals import ANONYMOUS, Client, ClientKeys
 from warmline_proxy.config import ProxyConfig
 from warmline_proxy.http.connections import listen
 from warmline_proxy.request.admission import identify_caller
-from warmline_proxy.routes.dispatch import build_app
 
 PROMPT = "Once upon a time there was a conversation. " * 20
 

@@ -8,12 +8,12 @@ import pytest
 from support.proxy.fake_backend import packed
 from support.proxy.harness import Pair, on_loop, pair
 from warmline_common.protocol.messages import MessageEnd, PromptReply
+from warmline_proxy.app import REQUEST_REGISTRY
 from warmline_proxy.explain import divergence as divergence_module
 from warmline_proxy.explain.divergence import DivergenceRecorder, build_divergence, has_tokens
 from warmline_proxy.planner import COLD, RequestPlan
 from warmline_proxy.request.request import Request
 from warmline_proxy.request_log import RequestLog
-from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
 from warmline_proxy.store.rows import DIVERGENCE_TOKENS_AFTER, DIVERGENCE_TOKENS_BEFORE, Divergence, PrefixMatch
 from warmline_proxy.upstream.resident_view import ResidentView
 

@@ -8,9 +8,9 @@ import aiohttp
 import pytest
 
 from support.proxy.harness import Pair, on_loop, pair
+from warmline_proxy.app import REQUEST_REGISTRY, drain
 from warmline_proxy.errors import request_cancelled
 from warmline_proxy.http.connections import CONNECTIONS
-from warmline_proxy.routes.dispatch import REQUEST_REGISTRY, drain
 
 NAMED = {"X-Warmline-Request": "mine-1"}
 

@@ -288,9 +288,7 @@ async def test_saves_do_not_block_requests(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_failed_save_leaves_registry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_save_leaves_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(tmp_path) as proxy:
         with monkeypatch.context() as planted:
             planted.setattr(proxy.index, "begin_save", lambda *_, **__: 1 / 0)

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from support.proxy.harness import Pair, on_loop, pair
-from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
+from warmline_proxy.app import REQUEST_REGISTRY
 
 QUESTION = "A long question. " * 20
 

@@ -44,9 +44,7 @@ async def test_json_failure_without_heartbeat_has_status(tmp_path: Path) -> None
 
 
 @on_loop
-async def test_queued_stream_gets_heartbeat_comments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_queued_stream_gets_heartbeat_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline_monitor, "HEARTBEAT_INTERVAL_S", 0.1)
     async with pair(tmp_path, running_count_max=1, wedge_timeout_s=1) as proxy:
         proxy.backend.hold_after = 1

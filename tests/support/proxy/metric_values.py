@@ -6,7 +6,7 @@ from typing import Any
 
 from support.metrics_text import Scraped
 from support.proxy.harness import Pair
-from warmline_proxy.routes.dispatch import REQUEST_REGISTRY
+from warmline_proxy.app import REQUEST_REGISTRY
 
 
 async def scrape(proxy: Pair, **headers: str) -> Scraped:

@@ -1,0 +1,313 @@
+"""Wiring of the proxy: components, routes, background tasks.  Event loop thread."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+
+from aiohttp import web
+
+from warmline_proxy.admin.archives import ArchiveRoutes
+from warmline_proxy.admin.explain import ExplainRoutes
+from warmline_proxy.admin.health import HealthRoutes
+from warmline_proxy.admin.maintenance import MaintenanceRoutes
+from warmline_proxy.admin.metrics import GaugeCollector, MetricsRoutes
+from warmline_proxy.admin.owners import OwnerResolver
+from warmline_proxy.admin.purge import PurgeRoutes
+from warmline_proxy.admin.routes import ADMIN_PATHS, RouteTable, join_tables
+from warmline_proxy.admin.status import ServerInfo, StatusRoutes
+from warmline_proxy.api.openai import MODELS_PATH
+from warmline_proxy.api.registry import APIS, COUNT_TOKENS_PATH, MESSAGES, RESPONSES, RESPONSES_PATH
+from warmline_proxy.audit.auditor import Auditor, IdleCheck
+from warmline_proxy.audit.bisect import Bisector
+from warmline_proxy.audit.first_token_probe import FirstTokenProbe
+from warmline_proxy.audit.quarantine import Quarantine
+from warmline_proxy.audit.replay import SessionReplayer
+from warmline_proxy.auth.authenticator import Authenticator
+from warmline_proxy.auth.principals import ClientKeys
+from warmline_proxy.config import ProxyConfig
+from warmline_proxy.dashboard.browse import BrowseRoutes, InspectRoutes
+from warmline_proxy.dashboard.pages import DASHBOARD_PATH, DashboardPages
+from warmline_proxy.explain.divergence import DivergenceRecorder
+from warmline_proxy.explain.prompt_head import PromptHeadCache
+from warmline_proxy.http.bodies import BODY_BYTES_MAX
+from warmline_proxy.http.connections import CONNECTIONS
+from warmline_proxy.http.request_id import request_id_middleware, set_request_id_headers
+from warmline_proxy.index.index import Index
+from warmline_proxy.metrics import METRICS, ProxyMetrics
+from warmline_proxy.pipeline.completion import Completion
+from warmline_proxy.pipeline.deadline_monitor import DeadlineMonitor
+from warmline_proxy.pipeline.generator import Generator
+from warmline_proxy.pipeline.pipeline import Pipeline, PipelineSteps
+from warmline_proxy.pipeline.rendering import RemoteRenderer
+from warmline_proxy.pipeline.sampled_turns import SampledTurnCache
+from warmline_proxy.pipeline.save_health import SaveHealth
+from warmline_proxy.pipeline.saver import Saver
+from warmline_proxy.pipeline.starter import Starter
+from warmline_proxy.request.admission import AdmissionQueue
+from warmline_proxy.request.registry import RequestRegistry
+from warmline_proxy.retention.events import PurgeEvents
+from warmline_proxy.routes.anthropic import AnthropicRoutes, is_anthropic_request
+from warmline_proxy.routes.middlewares import (
+    METRICS_PATH,
+    build_access_middleware,
+    build_cors_handler,
+    error_middleware,
+)
+from warmline_proxy.routes.openai import CANCEL_PATH, OpenAIRoutes
+from warmline_proxy.routes.responses import ResponsesRoutes
+from warmline_proxy.routes.router import add_routes
+from warmline_proxy.tasks import BackgroundTasks
+from warmline_proxy.upstream.backend_state import BackendState
+from warmline_proxy.upstream.client import Upstream
+from warmline_proxy.upstream.watchdog import Watchdog
+
+CLEANUP_TIMEOUT_S = 2.0  # for background work after the drain, or without one
+REQUEST_REGISTRY = web.AppKey("request_registry", RequestRegistry)
+
+
+class Components:
+    """All parts of one proxy, built once; the caller owns `index`."""
+
+    def __init__(self, config: ProxyConfig, secret: str, index: Index) -> None:
+        self.config, self.index = config, index
+        self.background, self.metrics = BackgroundTasks(), ProxyMetrics()
+        self.keys = ClientKeys(config)
+        self.upstream = Upstream(config.backend_url, secret)
+        self.watchdog = Watchdog(self.upstream, config.wedge_timeout_s, config.home.pid_file("backend"))
+        self.backend_state = BackendState(self.upstream)
+        self.registry = RequestRegistry(self.backend_state)
+        self.admission = AdmissionQueue(
+            config.running_count_max, config.queue_count_max, self.registry.estimate_retry_after_s
+        )
+        self.save_health = SaveHealth(self.metrics)
+        self.save_health.watch_index(index)
+        self.sampled_turns, self.prompt_heads = SampledTurnCache(index), PromptHeadCache()
+        self.renderer = RemoteRenderer(config, self.upstream, self.backend_state, self.sampled_turns)
+        self.divergence_recorder = DivergenceRecorder(
+            self.upstream, index, self.backend_state.resident_view, self.background
+        )
+        self.saver = Saver(
+            index,
+            self.upstream,
+            self.backend_state,
+            self.metrics,
+            self.save_health,
+            self.sampled_turns,
+            self.divergence_recorder,
+            reuse=config.reuse != "off",
+        )
+        self._build_audits()
+        self.completion = Completion(
+            self.registry,
+            self.upstream,
+            self.watchdog,
+            self.saver,
+            self.auditor.consider_request,
+            self.background,
+            config.on_disconnect == "finish-prefill",
+        )
+        self.deadline_monitor = DeadlineMonitor(self.registry, self.watchdog, self.background, config.heartbeat_after_s)
+
+    def _build_audits(self) -> None:
+        self.first_token_probe = FirstTokenProbe(
+            self.upstream, self.index, self.backend_state.resident_view, lambda: self.keys.known_tenants
+        )
+        self.quarantine = Quarantine(
+            self.index,
+            self.upstream,
+            self.backend_state,
+            self.registry,
+            self.saver,
+            Bisector(self.index, self.first_token_probe),
+            self.metrics,
+            self.background,
+        )
+        self.auditor = Auditor(
+            config=self.config,
+            index=self.index,
+            first_token_probe=self.first_token_probe,
+            quarantine=self.quarantine,
+            idle_check=IdleCheck(self.admission, self.registry, self.watchdog),
+            metrics=self.metrics,
+            rng=random.Random(),
+        )
+
+    def build_pipeline(self) -> Pipeline:
+        starter = Starter(
+            self.config,
+            self.upstream,
+            self.index,
+            self.backend_state,
+            self.watchdog,
+            self.metrics,
+            self.prompt_heads,
+            self.divergence_recorder,
+        )
+        generator = Generator(
+            self.config,
+            self.upstream,
+            self.backend_state,
+            self.saver,
+            self.sampled_turns,
+            self.prompt_heads,
+            self.divergence_recorder,
+            self.background,
+        )
+        steps = PipelineSteps(self.admission, self.renderer, starter, generator, self.completion)
+        return Pipeline(self.config, self.registry, self.watchdog, self.metrics, steps)
+
+    def build_purge_events(self) -> PurgeEvents:
+        events = PurgeEvents()
+        events.add_pause(self.divergence_recorder.pause)
+        events.add_pause(self.saver.pause)
+        for on_removed in (
+            self.sampled_turns.clear,
+            self.prompt_heads.clear,
+            self.auditor.drop_waiting,
+            self.quarantine.clear_history,
+        ):
+            events.subscribe(on_removed)
+        return events
+
+    async def adopt_residents(self) -> None:
+        """Save what an earlier proxy left in the backend's memory: it may be stored nowhere else."""
+        await self.watchdog.wait_until_up()
+        await self.backend_state.status()
+        await self.saver.save_residents()
+
+    async def drain(self) -> None:
+        self.admission.close("The proxy is being stopped.")
+        await self.auditor.stop()
+        await self.completion.drain(self.config.drain_timeout_s)
+
+
+COMPONENTS = web.AppKey("components", Components)
+
+
+def build_app(config: ProxyConfig, secret: str, index: Index) -> web.Application:
+    """The whole proxy, wired together.  The caller owns `index`."""
+    parts = Components(config, secret, index)
+    authenticator = Authenticator(config, secret, parts.keys, parts.metrics)
+    middlewares = [request_id_middleware, error_middleware, build_access_middleware(authenticator)]
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=middlewares)
+    app.on_response_prepare.append(set_request_id_headers)
+    app.on_response_prepare.append(build_cors_handler(config.allowed_origins))
+    app[COMPONENTS], app[REQUEST_REGISTRY], app[METRICS] = parts, parts.registry, parts.metrics
+
+    def count_connections() -> int:
+        return app[CONNECTIONS].count if CONNECTIONS in app else 0
+
+    server = ServerInfo(config.reuse, config.bind_host, count_connections, lambda: parts.keys.is_required)
+    owner_resolver = OwnerResolver(index, parts.keys, parts.backend_state)
+    purge_routes = PurgeRoutes(
+        index,
+        owner_resolver,
+        parts.upstream,
+        parts.backend_state,
+        parts.registry,
+        parts.build_purge_events(),
+        parts.background,
+        config.receive_timeout_s,
+    )
+    parts.backend_state.before_listing = purge_routes.deliver_purge_notice
+    admin_table = _build_admin_table(parts, owner_resolver, purge_routes, server)
+    app[ADMIN_PATHS] = [path for _, path in admin_table]
+    add_routes(app, admin_table)
+    add_routes(app, _build_service_table(parts, count_connections))
+    add_routes(app, _build_client_table(parts))
+    app.cleanup_ctx.append(lambda _: _run_background_tasks(parts, purge_routes))
+    return app
+
+
+def _build_client_table(parts: Components) -> RouteTable:
+    """Routes of clients' APIs."""
+    openai = OpenAIRoutes(parts.build_pipeline(), parts.backend_state, parts.registry, parts.completion)
+    anthropic = AnthropicRoutes(MESSAGES, parts.config, parts.renderer, parts.backend_state)
+    responses = ResponsesRoutes(RESPONSES, parts.config, parts.renderer, parts.registry, parts.completion)
+
+    async def get_models(request: web.Request) -> web.StreamResponse:
+        return await (anthropic if is_anthropic_request(request) else openai).get_models(request)
+
+    return {
+        **{("POST", path): openai.build_generation_handler(api) for path, api in APIS.items()},
+        ("POST", COUNT_TOKENS_PATH): anthropic.count_tokens,
+        ("*", f"{RESPONSES_PATH}/{{path:.+}}"): responses.handle,
+        ("GET", MODELS_PATH): get_models,
+        ("GET", f"{MODELS_PATH}/{{name:.+}}"): get_models,
+        ("DELETE", f"{CANCEL_PATH}{{name:.+}}"): openai.cancel_request,
+    }
+
+
+def _build_service_table(parts: Components, count_connections: Callable[[], int]) -> RouteTable:
+    """Routes of health checks, metrics and the dashboard's files."""
+    health = HealthRoutes(parts.upstream, parts.watchdog, parts.backend_state, parts.admission, parts.save_health)
+    gauges = GaugeCollector(
+        index=parts.index,
+        admission=parts.admission,
+        registry=parts.registry,
+        watchdog=parts.watchdog,
+        backend_state=parts.backend_state,
+        count_connections=count_connections,
+    )
+    parts.metrics.register(gauges)
+    parts.index.on_evicted = parts.metrics.record_eviction
+    pages = DashboardPages()
+    return {
+        ("GET", "/health"): health.get_health,
+        ("GET", "/ready"): health.get_ready,
+        ("GET", METRICS_PATH): MetricsRoutes(parts.metrics, gauges).get_metrics,
+        ("*", DASHBOARD_PATH): pages.serve_file,
+        ("*", f"{DASHBOARD_PATH}/{{file:.+}}"): pages.serve_file,
+    }
+
+
+def _build_admin_table(
+    parts: Components, owner_resolver: OwnerResolver, purge_routes: PurgeRoutes, server: ServerInfo
+) -> RouteTable:
+    """Routes of the admin API."""
+    index, config = parts.index, parts.config
+    replayer = SessionReplayer(
+        index, parts.backend_state, parts.first_token_probe, parts.quarantine, parts.metrics, config.audit_tolerance
+    )
+    status = StatusRoutes(
+        index,
+        parts.upstream,
+        parts.watchdog,
+        parts.backend_state,
+        parts.admission,
+        parts.registry,
+        parts.save_health,
+        server,
+    )
+    explain = ExplainRoutes(index, parts.upstream, parts.backend_state, owner_resolver, config.receive_timeout_s)
+    return join_tables(
+        status.routes,
+        purge_routes.routes,
+        MaintenanceRoutes(index, replayer, config.receive_timeout_s).routes,
+        InspectRoutes(index).routes,
+        explain.routes,
+        owner_resolver.routes,
+        BrowseRoutes(index, owner_resolver).routes,
+        ArchiveRoutes(index, parts.backend_state, config).routes,
+    )
+
+
+async def _run_background_tasks(parts: Components, purge_routes: PurgeRoutes) -> AsyncIterator[None]:
+    runners = (parts.watchdog, parts.deadline_monitor, parts.saver)
+    monitor_tasks = [asyncio.create_task(each.run()) for each in runners]
+    adoption_task = parts.background.spawn(parts.adopt_residents(), "adoption of residents")
+    parts.auditor.start()
+    yield
+    adoption_task.cancel()
+    purge_routes.close()
+    await parts.auditor.stop()
+    await parts.background.drain(CLEANUP_TIMEOUT_S)
+    for task in monitor_tasks:
+        task.cancel()
+    await asyncio.wait(monitor_tasks)
+    await parts.upstream.close()
+
+
+async def drain(app: web.Application) -> None:
+    """Refuse new requests, let running ones end or end them, and wait until all is saved."""
+    await app[COMPONENTS].drain()

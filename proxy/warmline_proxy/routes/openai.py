@@ -1,0 +1,57 @@
+"""Routes of OpenAI's API: generations of all APIs, models, cancellation.  Event loop thread."""
+
+from aiohttp import web
+
+from warmline_proxy.api.base import Api
+from warmline_proxy.api.openai import build_models_reply
+from warmline_proxy.errors import bad_request
+from warmline_proxy.http.bodies import json_response
+from warmline_proxy.pipeline.completion import Completion
+from warmline_proxy.pipeline.pipeline import Pipeline
+from warmline_proxy.request.registry import RequestRegistry
+from warmline_proxy.routes.middlewares import CLIENT, trim_path
+from warmline_proxy.routes.router import Handler
+from warmline_proxy.upstream.backend_state import BackendState
+
+RESPONSE_ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
+CANCEL_PATH = "/v1/requests/"
+
+
+class OpenAIRoutes:
+    """Handlers of OpenAI's paths."""
+
+    def __init__(
+        self, pipeline: Pipeline, backend_state: BackendState, registry: RequestRegistry, completion: Completion
+    ) -> None:
+        self._pipeline, self._backend_state = pipeline, backend_state
+        self._registry, self._completion = registry, completion
+
+    def build_generation_handler(self, api: Api) -> Handler:
+        """Handler of one API's path."""
+
+        async def generate(request: web.Request) -> web.StreamResponse:
+            return await self._pipeline.handle(request, api, request[CLIENT])
+
+        return generate
+
+    async def get_models(self, request: web.Request) -> web.StreamResponse:
+        return json_response(build_models_reply(trim_path(request), await self._backend_state.status()))
+
+    async def cancel_request(self, request: web.Request) -> web.StreamResponse:
+        """Answer when the engine has released the request.
+
+        The path names the request's id, or the id of its answer, which ends in it.  Other clients' requests are 404.
+        """
+        name, client = trim_path(request).removeprefix(CANCEL_PATH), request[CLIENT]
+        found = self._registry.find(name, client) or self._registry.find(_strip_id_prefix(name), client)
+        if found is None or found.released.is_set():
+            raise bad_request(f'No request "{name[:80]}" is on its way.', status=404, code="unknown_request")
+        await self._completion.cancel(found)
+        return json_response({"id": found.log.id, "object": "request", "cancelled": True})
+
+
+def _strip_id_prefix(name: str) -> str:
+    """Id of a request in the id of its answer."""
+    for prefix in RESPONSE_ID_PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
