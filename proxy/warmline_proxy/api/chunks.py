@@ -40,6 +40,7 @@ class ChunkDelta(msgspec.Struct, frozen=True):
 
 class ChunkChoice(msgspec.Struct, frozen=True):
     delta: ChunkDelta = ChunkDelta()
+    text: str | None = None  # of a completion, which has no delta
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None  # "stop", "length" or "tool_calls"
     stop_reason: str | int | None = None  # the stop sequence that was met, if one was
@@ -70,7 +71,7 @@ class ChunkUsage(msgspec.Struct, frozen=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
-    """One chunk of a chat completion."""
+    """One chunk of a chat, or of a completion."""
 
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None

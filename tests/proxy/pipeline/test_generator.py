@@ -1,15 +1,18 @@
 """Prefixes saved during prefill."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 from support.proxy.fake_backend import layout
 from support.proxy.harness import on_loop
-from warmline_proxy.pipeline.generator import ProgressListener
+from warmline_proxy.pipeline.generator import Generator, ProgressListener
 from warmline_proxy.request.deadlines import RequestTimeouts
 from warmline_proxy.request.request import Request
 from warmline_proxy.request_log import RequestLog
 from warmline_proxy.tasks import BackgroundTasks
+
+UNUSED = cast(Any, None)
 
 
 class Saver:
@@ -23,11 +26,17 @@ class Saver:
         return False
 
 
+def make_generator(saver: Saver, partial_save_tokens: int) -> Generator:
+    config = SimpleNamespace(partial_save_tokens=partial_save_tokens, garbage_guard="off")
+    background = BackgroundTasks()
+    return Generator(cast(Any, config), UNUSED, UNUSED, cast(Any, saver), UNUSED, UNUSED, UNUSED, background)
+
+
 @on_loop
 async def test_failed_prefix_save_waits_for_next_step() -> None:
-    saver, background, unused = Saver(), BackgroundTasks(), cast(Any, None)
-    request = Request(RequestLog("chat"), unused, RequestTimeouts())
-    listener = ProgressListener(request, unused, cast(Any, saver), unused, background, 512)
+    saver = Saver()
+    request = Request(RequestLog("chat"), UNUSED, RequestTimeouts())
+    listener = ProgressListener(request, make_generator(saver, 512))
     listener.on_started()
     request.listener = listener
     for tokens in range(0, 2049, 64):
@@ -39,9 +48,9 @@ async def test_failed_prefix_save_waits_for_next_step() -> None:
 
 @on_loop
 async def test_prefix_saves_end_on_grid() -> None:
-    saver, background, unused = Saver(), BackgroundTasks(), cast(Any, None)
-    request = Request(RequestLog("chat"), unused, RequestTimeouts(), layout=layout(grid=64))
-    listener = ProgressListener(request, unused, cast(Any, saver), unused, background, 100)
+    saver = Saver()
+    request = Request(RequestLog("chat"), UNUSED, RequestTimeouts(), layout=layout(grid=64))
+    listener = ProgressListener(request, make_generator(saver, 100))
     listener.on_started()
     for tokens in (64, 127, 128, 191, 300):
         listener.on_prefilled(tokens)

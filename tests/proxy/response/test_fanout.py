@@ -141,7 +141,7 @@ async def test_cancel_and_deadline_end_all_choices(tmp_path: Path, ending: str) 
         proxy.backend.hold_after = 1
         headers = {"X-Warmline-Request": "mine"}
         if ending == "a deadline":
-            headers["X-Warmline-Total-Timeout"] = "0.3"
+            headers["X-Warmline-Total-Timeout"] = "0.8"
         asking = asyncio.create_task(proxy.chat(QUESTION, n=3, headers=headers))
         await proxy.backend.called("generate", 3)
         if ending.startswith("DELETE"):
