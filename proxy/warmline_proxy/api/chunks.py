@@ -46,19 +46,16 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     stop_reason: str | int | None = None  # the stop sequence that was met, if one was
 
 
-class _PromptDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int = 0
-
-
-class _CompletionDetails(msgspec.Struct, frozen=True):
-    reasoning_tokens: int = 0
+class _UsageDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0  # of the prompt
+    reasoning_tokens: int = 0  # of the completion
 
 
 class ChunkUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: _PromptDetails | None = None
-    completion_tokens_details: _CompletionDetails | None = None
+    prompt_tokens_details: _UsageDetails | None = None
+    completion_tokens_details: _UsageDetails | None = None
 
     @property
     def cached_tokens(self) -> int:

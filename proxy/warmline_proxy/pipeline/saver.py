@@ -145,9 +145,13 @@ class Saver:
             return
         try:
             status = await self.backend_state.status()
+            if not (layout := status.layout) or not layout.persistent:
+                return
             for resident, entry in unsaved:
-                if status.layout and status.layout.persistent:
-                    await self._save_resident(_pending_resident_save(resident, entry, status.model, status.layout))
+                source = SaveRequest(request_id="", resident=resident)
+                session = SessionUpdate(turn_end=entry.turn_end, requests=0)
+                pending = _PendingSave(source, entry, entry.positions, status.model, layout, session)
+                await self._save_resident(pending)
         except _SaveError:
             pass
         except (UpstreamError, IndexStoreError, OSError) as error:
@@ -165,19 +169,14 @@ class Saver:
         request_log, layout = request.log, request.layout
         if not request.prompt or not layout or not layout.persistent:
             return
+        is_hit = request_log.plan is not None and request_log.plan.reuse >= BLOCK_TOKENS  # less may match by chance
         unsaved = _PendingSave(
             source=SaveRequest(request_id="", resident=result.resident),
             entry=resident_after_generation(request, result),
             checkpoints=result.checkpoints,
             model=request.model,
             layout=layout,
-            session=SessionUpdate(
-                turn_end=request.prompt.turn_end,
-                client=request_log.session_hint,
-                hit=bool(
-                    request_log.plan and request_log.plan.reuse >= BLOCK_TOKENS
-                ),  # shorter prefixes match by chance
-            ),
+            session=SessionUpdate(turn_end=request.prompt.turn_end, client=request_log.session_hint, hit=is_hit),
         )
         saved = await self._save(unsaved)
         request_log.session, request_log.saved_tokens = saved.session, saved.tokens
@@ -360,12 +359,6 @@ class _PendingSave:
     model: str
     layout: KvLayout
     session: SessionUpdate
-
-
-def _pending_resident_save(resident: str, entry: ResidentEntry, model: str, layout: KvLayout) -> _PendingSave:
-    source = SaveRequest(request_id="", resident=resident)
-    session = SessionUpdate(turn_end=entry.turn_end, requests=0)
-    return _PendingSave(source, entry, entry.positions, model, layout, session)
 
 
 async def _run_in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
